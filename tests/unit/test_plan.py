@@ -1,0 +1,115 @@
+"""The residency plan: properties that hold for every length and budget."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.policies.base import Geometry, Lengths
+from vllm_kvplugins.residency.plan import BlockSpan, Compaction, ResidencyPlan
+
+BLOCK_SIZES = st.sampled_from([16, 32, 64, 128])
+
+
+def geometry(block_size: int) -> Geometry:
+    return Geometry(block_size, num_layers=4, num_kv_heads=2, kv_bytes_per_token=1024)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[int, int, ResidencyPlan]:
+    block_size = draw(BLOCK_SIZES)
+    prompt = draw(st.integers(1, 4000))
+    window = draw(st.integers(1, 64))
+    budget = draw(st.integers(window + 1, 2000))
+    policy = parse_policy({"name": "snapkv", "budget": budget, "window": window})
+    return prompt, budget, policy.plan(Lengths(prompt), geometry(block_size))
+
+
+@given(plans())
+def test_budget_is_kept_to_within_one_block(case):
+    prompt, budget, plan = case
+    kept = plan.resident_blocks(prompt) * plan.block_size
+    tail = prompt % plan.block_size
+    kept_tokens = kept - (plan.block_size - tail if tail else 0)
+    # at least one page stays, also when the tail alone exceeds the budget
+    assert min(budget, prompt) <= kept_tokens < max(budget, tail + 1) + plan.block_size
+    if not plan.compactions:
+        assert kept_tokens == prompt
+
+
+@given(plans(), st.integers(1, 512))
+def test_chunks_end_at_the_cut_and_hold_the_window(case, token_budget):
+    prompt, _, plan = case
+    token_budget = max(token_budget, plan.queries_needed)
+    computed, chunks = 0, []
+    while computed < prompt:
+        chunk = plan.clip_chunk(computed, min(token_budget, prompt - computed))
+        assert chunk > 0, "a full token budget always makes progress"
+        computed += chunk
+        chunks.append(chunk)
+    if plan.compactions:
+        assert chunks[-1] >= plan.queries_needed
+        assert plan.due(computed - chunks[-1], computed) is plan.compactions[0]
+
+
+@given(plans(), st.integers(0, 3000))
+def test_blocks_balance_and_never_exceed_the_peak(case, extra):
+    prompt, _, plan = case
+    total = prompt + extra
+    assert 0 < plan.resident_blocks(total) <= plan.peak_blocks(total)
+    # decoding grows by exactly the blocks of its own tokens
+    blocks_of = -(-total // plan.block_size) - -(-prompt // plan.block_size)
+    assert plan.resident_blocks(total) - plan.resident_blocks(prompt) == blocks_of
+
+
+@given(plans())
+def test_hits_leave_the_window_to_compute(case):
+    prompt, _, plan = case
+    exact = plan.exact_prefix_blocks
+    if exact is None:
+        assert not plan.compactions
+        return
+    left = prompt - exact * plan.block_size
+    assert left >= plan.queries_needed
+    assert exact == plan.compactions[0].zone.start
+
+
+@given(plans(), st.integers(0, 200))
+def test_clip_waits_rather_than_cut_the_window(case, proposed):
+    prompt, _, plan = case
+    if not plan.compactions or prompt < plan.queries_needed:
+        return
+    computed = prompt - plan.queries_needed
+    clipped = plan.clip_chunk(computed, proposed)
+    assert clipped == (plan.queries_needed if proposed >= plan.queries_needed else 0)
+
+
+def test_many_compactions_release_in_order():
+    steps = tuple(
+        Compaction(32 * b, BlockSpan(b - 3, b), BlockSpan(b - 2, b)) for b in (3, 4, 5)
+    )
+    plan = ResidencyPlan(32, steps)
+    held = [plan.resident_blocks(n) for n in (95, 96, 127, 128, 160, 161)]
+    assert held == [3, 2, 3, 2, 2, 3]
+    assert plan.peak_blocks(1000) == plan.resident_blocks(1000)
+    assert plan.peak_blocks(128) == 3
+    assert plan.next_cut(96) == 128 and plan.next_cut(160) is None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BlockSpan(3, 2),
+        lambda: Compaction(64, BlockSpan(0, 2), BlockSpan(0, 2)),
+        lambda: Compaction(64, BlockSpan(0, 2), BlockSpan(1, 1)),
+        lambda: ResidencyPlan(32, (Compaction(63, BlockSpan(0, 2), BlockSpan(1, 2)),)),
+        lambda: ResidencyPlan(
+            32, (Compaction(64, BlockSpan(0, 2), BlockSpan(1, 2)),) * 2
+        ),
+    ],
+)
+def test_impossible_plans_are_refused(make):
+    with pytest.raises(ValueError):
+        make()

@@ -1,0 +1,97 @@
+"""Exact counts, deterministic ties, budgets that sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvplugins.budgets import ALLOCATORS, Budget, parse_allocator, round_to_pages
+from vllm_kvplugins.selection import keep_top
+
+SEED = 20261121
+
+
+def by_sorting(scores: list[float], count: int) -> list[bool]:
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    return [i in order[:count] for i in range(len(scores))]
+
+
+@given(st.data())
+def test_keep_top_is_a_stable_sort(data):
+    rows = data.draw(st.integers(1, 4))
+    slots = data.draw(st.integers(1, 30))
+    value = st.sampled_from([0.0, 1.0, 2.0, 2.5, float("inf"), float("-inf")])
+    table = [
+        data.draw(st.lists(value, min_size=slots, max_size=slots)) for _ in range(rows)
+    ]
+    counts = [data.draw(st.integers(0, slots)) for _ in range(rows)]
+    keep = keep_top(torch.tensor(table), torch.tensor(counts))
+    assert keep.tolist() == [
+        by_sorting(row, n) for row, n in zip(table, counts, strict=True)
+    ]
+
+
+def test_keep_top_refuses_nan_and_impossible_counts():
+    with pytest.raises(ValueError, match="NaN"):
+        keep_top(torch.tensor([[1.0, float("nan")]]), torch.tensor([1]))
+    with pytest.raises(ValueError, match="cannot keep"):
+        keep_top(torch.zeros(1, 3), torch.tensor([4]))
+
+
+@given(
+    st.lists(st.floats(0, 50), min_size=1, max_size=40),
+    st.integers(1, 60),
+    st.randoms(use_true_random=False),
+)
+def test_rounding_is_exact_and_bounded(wanted, most, random):
+    total = random.randint(len(wanted), len(wanted) * most)
+    pages = round_to_pages(torch.tensor(wanted), total, most)
+    assert int(pages.sum()) == total
+    assert int(pages.min()) >= 1 and int(pages.max()) <= most
+
+
+@pytest.mark.parametrize("name", sorted(ALLOCATORS))
+@pytest.mark.parametrize("pages", [1, 2, 7, 15])
+def test_allocators_hand_out_exactly_what_there_is(name, pages):
+    print("seed", SEED)
+    generator = torch.Generator().manual_seed(SEED + pages)
+    scores = torch.rand(6, 3, 16 * 32, generator=generator) ** 4
+    scores[:, :, -32:] = torch.inf
+    counts = parse_allocator(name).allocate(scores, pages, 32)
+    assert counts.shape == (6, 3)
+    assert int(counts.sum()) == pages * 6 * 3
+    assert int(counts.min()) >= 1 and int(counts.max()) <= 16
+
+
+def test_adaptive_allocators_follow_the_scores():
+    scores = torch.zeros(2, 2, 8 * 32)
+    scores[0, 1, : 6 * 32] = 1.0  # this head has all the mass
+    within = parse_allocator("head-adaptive").allocate(scores, 3, 32)
+    assert within[0, 1] > within[0, 0]
+    assert within.sum(1).tolist() == [6, 6], "a layer keeps its own share"
+    scores[1, 0, : 4 * 32] = 0.5
+    across = parse_allocator("cross-layer").allocate(scores, 3, 32)
+    assert across[0, 1] > across[1, 0] > across[0, 0]
+
+
+def test_pyramid_narrows_upwards():
+    counts = parse_allocator("pyramid").allocate(torch.zeros(8, 2, 64 * 32), 8, 32)
+    per_layer = counts.sum(1).tolist()
+    assert per_layer == sorted(per_layer, reverse=True) and per_layer[0] > per_layer[-1]
+
+
+def test_budgets_in_all_units():
+    assert Budget.parse(512).resolve(4000, 1) == 512
+    assert Budget.parse(0.25).resolve(4000, 1) == 1000
+    assert Budget.parse("1MiB").resolve(4000, 1024) == 1024
+    assert Budget.parse("0.5 GiB").num_bytes == 1 << 29
+
+
+@pytest.mark.parametrize(
+    "bad", [0, -3, 0.0, 1.5, "512", "3 parsec", "", True, None, []]
+)
+def test_impossible_budgets_are_refused(bad):
+    with pytest.raises(ValueError):
+        Budget.parse(bad)

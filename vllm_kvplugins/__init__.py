@@ -1,0 +1,39 @@
+"""KV-cache policies for an unmodified vLLM.
+
+``vllm serve MODEL --kv-policy snapkv``, or offline::
+
+    from vllm import LLM
+    import vllm_kvplugins
+
+    llm = LLM(MODEL, **vllm_kvplugins.engine_args("snapkv", budget=512))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+
+
+def engine_args(policy: str, **options: Any) -> dict[str, Any]:
+    """Keyword arguments for ``vllm.LLM`` that switch a policy on.
+
+    Args:
+        policy: a name from ``kvplugins list``.
+        options: the policy's settings, e.g. ``budget=512``.
+
+    Returns:
+        ``{"additional_config": {"kv_policy": …}}``; merge it yourself if you
+        pass an ``additional_config`` of your own.
+
+    Raises:
+        KVPolicyError: unknown policy, unknown or impossible settings.
+    """
+    from vllm_kvplugins.config import parse_policy
+
+    request = {"name": policy, **options}
+    parse_policy(request)
+    return {"additional_config": {"kv_policy": request}}
+
+
+__all__ = ["__version__", "engine_args"]

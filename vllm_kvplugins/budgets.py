@@ -1,0 +1,248 @@
+"""Budgets: how much a request keeps, and how layers and KV heads share it.
+
+A request that keeps M blocks owns M * L * H pages, and any (layer, KV head)
+may use any of them. Allocators therefore hand out whole pages whose sum is
+exactly M * L * H: what is freed does not depend on who got how much.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_kvplugins.selection import keep_top
+
+_UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Tokens, a share of the prompt, or bytes per request; exactly one is set."""
+
+    tokens: int | None = None
+    fraction: float | None = None
+    num_bytes: int | None = None
+
+    @classmethod
+    def parse(cls, value: Any) -> Budget:
+        """Read a budget as a user writes it: ``512``, ``0.25`` or ``"64MiB"``.
+
+        Raises:
+            ValueError: anything else, or a budget of nothing.
+        """
+        if isinstance(value, Budget):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ValueError(f"a budget is 512, 0.25 or '64MiB', got {value!r}")
+        if isinstance(value, int):
+            if value < 1:
+                raise ValueError(f"a budget of {value} tokens keeps nothing; give >= 1")
+            return cls(tokens=value)
+        if isinstance(value, float):
+            if not 0 < value <= 1:
+                raise ValueError(
+                    f"a fractional budget lies in (0, 1], got {value}; for tokens "
+                    "write a whole number"
+                )
+            return cls(fraction=value)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?b)\s*", value.lower())
+        if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+            raise ValueError(
+                f"a budget in bytes looks like '64MiB' (B, KiB, MiB, GiB), got {value!r}"
+            )
+        return cls(num_bytes=int(float(match[1]) * _UNITS[match[2]]))
+
+    def resolve(self, prompt_tokens: int, kv_bytes_per_token: int) -> int:
+        """Tokens per KV head for a prompt of ``prompt_tokens``; at least 1."""
+        if self.tokens is not None:
+            return self.tokens
+        if self.fraction is not None:
+            return max(int(self.fraction * prompt_tokens), 1)
+        assert self.num_bytes is not None
+        return max(self.num_bytes // kv_bytes_per_token, 1)
+
+    def __str__(self) -> str:
+        if self.tokens is not None:
+            return f"{self.tokens} tokens"
+        if self.fraction is not None:
+            return f"{self.fraction:g} of the prompt"
+        return f"{self.num_bytes} bytes"
+
+
+class PageAllocator(BaseModel, ABC):
+    """Shares M * L * H pages between layers and KV heads."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: ClassVar[str]
+    # Whether every (layer, KV head) always gets the same number of pages.
+    uniform: ClassVar[bool] = False
+
+    @abstractmethod
+    def allocate(
+        self, scores: torch.Tensor, pages_per_head: int, block_size: int
+    ) -> torch.Tensor:
+        """Pages per (layer, KV head).
+
+        Args:
+            scores: float32 [layers, kv_heads, slots]; slots is a multiple of
+                ``block_size``, ``inf`` marks what must stay.
+            pages_per_head: M, the average.
+            block_size: slots per page.
+
+        Returns:
+            int64 [layers, kv_heads], each in [1, slots / block_size], with
+            sum exactly ``M * layers * kv_heads``.
+        """
+
+
+class Uniform(PageAllocator):
+    """The same number of pages for every layer and KV head."""
+
+    name: ClassVar[str] = "uniform"
+    uniform: ClassVar[bool] = True
+
+    def allocate(
+        self, scores: torch.Tensor, pages_per_head: int, block_size: int
+    ) -> torch.Tensor:
+        shape = scores.shape[:2]
+        return torch.full(shape, pages_per_head, dtype=torch.int64)
+
+
+class Pyramid(PageAllocator):
+    """More pages for lower layers, fewer for higher ones (arXiv:2406.02069).
+
+    PyramidKV, section 3.2: budgets fall linearly from layer to layer; the top
+    layer gets ``1 / beta`` of the average, the bottom one what balances it.
+    """
+
+    name: ClassVar[str] = "pyramid"
+    beta: float = Field(default=20.0, gt=1.0, description="Average over top layer.")
+
+    def allocate(
+        self, scores: torch.Tensor, pages_per_head: int, block_size: int
+    ) -> torch.Tensor:
+        layers, heads, slots = scores.shape
+        top = pages_per_head / self.beta
+        share = torch.linspace(2 * pages_per_head - top, top, layers).double()
+        wanted = share[:, None].expand(layers, heads).contiguous()
+        total = pages_per_head * layers * heads
+        return round_to_pages(wanted, total, slots // block_size)
+
+
+class HeadAdaptive(PageAllocator):
+    """Within a layer, pages go where the best scores are (Ada-KV).
+
+    arXiv:2407.11550, algorithm 1: the layer's top tokens over all its heads
+    decide the heads' shares; each head is sure of ``safeguard`` of the average.
+    """
+
+    name: ClassVar[str] = "head-adaptive"
+    safeguard: float = Field(default=0.2, ge=0.0, le=1.0)
+
+    def allocate(
+        self, scores: torch.Tensor, pages_per_head: int, block_size: int
+    ) -> torch.Tensor:
+        wanted = _share_of_top(scores, pages_per_head, block_size, self.safeguard)
+        per_layer = pages_per_head * scores.shape[1]
+        pages = scores.shape[2] // block_size
+        return torch.stack([round_to_pages(w, per_layer, pages) for w in wanted])
+
+
+class CrossLayer(PageAllocator):
+    """One ranking over all layers and KV heads, each sure of ``safeguard``."""
+
+    name: ClassVar[str] = "cross-layer"
+    safeguard: float = Field(default=0.2, ge=0.0, le=1.0)
+
+    def allocate(
+        self, scores: torch.Tensor, pages_per_head: int, block_size: int
+    ) -> torch.Tensor:
+        layers, heads, slots = scores.shape
+        flat = scores.reshape(1, layers * heads, slots)
+        wanted = _share_of_top(flat, pages_per_head, block_size, self.safeguard)
+        total = pages_per_head * layers * heads
+        counts = round_to_pages(wanted[0], total, slots // block_size)
+        return counts.view(layers, heads)
+
+
+ALLOCATORS: dict[str, type[PageAllocator]] = {
+    cls.name: cls for cls in (Uniform, Pyramid, HeadAdaptive, CrossLayer)
+}
+
+
+def parse_allocator(value: Any) -> PageAllocator:
+    """Read an allocator: a name, or ``{"name": …, options…}``.
+
+    Raises:
+        ValueError: no such allocator, or options that it does not have.
+    """
+    if isinstance(value, PageAllocator):
+        return value
+    options = {"name": value} if isinstance(value, str) else value
+    if not isinstance(options, dict) or options.get("name") not in ALLOCATORS:
+        raise ValueError(
+            f"unknown allocator {value!r}; available: {', '.join(sorted(ALLOCATORS))}"
+        )
+    rest = {key: option for key, option in options.items() if key != "name"}
+    return ALLOCATORS[options["name"]].model_validate(rest)
+
+
+def _share_of_top(
+    scores: torch.Tensor, pages_per_head: int, block_size: int, safeguard: float
+) -> torch.Tensor:
+    """Fractional pages per head: the safeguard, then a head's part of the top.
+
+    Args:
+        scores: float32 [groups, heads, slots]; ranking is within a group.
+
+    Returns:
+        float64 [groups, heads], each group's sum ``pages_per_head * heads``.
+    """
+    groups, heads, slots = scores.shape
+    top_slots = min(pages_per_head * block_size * heads, heads * slots)
+    counts = torch.full((groups,), top_slots, device=scores.device)
+    best = keep_top(scores.reshape(groups, -1), counts).view(groups, heads, slots)
+    votes = best.sum(-1).double().cpu()
+    free = votes * (pages_per_head * heads / top_slots)
+    return safeguard * pages_per_head + (1 - safeguard) * free
+
+
+def round_to_pages(wanted: torch.Tensor, total: int, most: int) -> torch.Tensor:
+    """Whole pages near ``wanted`` with an exact sum (largest remainder).
+
+    Args:
+        wanted: float64, any shape; fractional pages.
+        total: the exact sum asked for.
+        most: largest entry; the smallest is 1.
+
+    Returns:
+        int64, shape of ``wanted``. Deterministic: ties go to the lower index.
+
+    Raises:
+        ValueError: no such rounding exists.
+    """
+    flat = wanted.reshape(-1).double()
+    if not flat.numel() <= total <= flat.numel() * most:
+        raise ValueError(
+            f"{total} pages do not fit {flat.numel()} heads of 1 to {most} pages"
+        )
+    counts = flat.floor().clamp(1, most).long()
+    while (missing := total - int(counts.sum())) != 0:
+        # Furthest from its wish first; one page each, as often as needed.
+        distance = flat - counts
+        if missing > 0:
+            order = distance.masked_fill(counts >= most, -torch.inf)
+            movable = int((counts < most).sum())
+        else:
+            order = (-distance).masked_fill(counts <= 1, -torch.inf)
+            movable = int((counts > 1).sum())
+        chosen = order.sort(descending=True, stable=True).indices
+        chosen = chosen[: min(abs(missing), movable)]
+        counts[chosen] += 1 if missing > 0 else -1
+    return counts.view(wanted.shape)

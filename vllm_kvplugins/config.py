@@ -1,0 +1,91 @@
+"""From what a user wrote to a validated policy."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Any
+
+from pydantic import ValidationError
+
+from vllm_kvplugins.errors import KVPolicyError, refuse
+from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.policies.registry import get_policy_class
+
+CONFIG_KEY = "kv_policy"  # in vLLM's additional_config
+
+
+def parse_policy(request: Any) -> KVCachePolicy:
+    """Build a policy from ``{"name": "snapkv", "budget": 512, …}``.
+
+    A bare name works too.
+
+    Raises:
+        KVPolicyError: everything that is wrong with it, in one message.
+    """
+    if isinstance(request, str):
+        request = {"name": request}
+    if not isinstance(request, dict) or not isinstance(request.get("name"), str):
+        raise KVPolicyError(
+            "kv_policy must be a policy's name or a mapping with a 'name', such as "
+            f'{{"name": "snapkv", "budget": 512}}; got {request!r}'
+        )
+    name = request["name"]
+    cls = get_policy_class(name)
+    options = {key: value for key, value in request.items() if key != "name"}
+    try:
+        policy = cls.model_validate(options)
+    except ValidationError as error:
+        reasons = [_explain(cls, item) for item in error.errors()]
+        refuse(f"KV policy {name!r} cannot be configured like this", reasons)
+        raise AssertionError("unreachable") from error
+    refuse(f"KV policy {name!r} cannot be configured like this", policy.problems())
+    return policy
+
+
+def parse_options(text: str) -> dict[str, Any]:
+    """Read ``--kv-policy-config``: a JSON object.
+
+    Raises:
+        KVPolicyError: not JSON, or not an object.
+    """
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise KVPolicyError(
+            f"--kv-policy-config is not JSON ({error.msg} at character {error.pos}): "
+            f"{text!r}; write for example '{{\"budget\": 512}}'"
+        ) from error
+    if not isinstance(options, dict):
+        raise KVPolicyError(
+            "--kv-policy-config must be a JSON object such as "
+            f"'{{\"budget\": 512}}', got {text!r}"
+        )
+    if "name" in options:
+        raise KVPolicyError(
+            f"--kv-policy-config must not hold 'name' ({options['name']!r}); "
+            "the policy's name goes after --kv-policy"
+        )
+    return options
+
+
+def describe(policy: KVCachePolicy) -> str:
+    """One line with a policy's name and all its settings."""
+    parts = []
+    for key in type(policy).model_fields:
+        value = getattr(policy, key)
+        parts.append(f"{key}={getattr(value, 'name', value)}")
+    return " ".join([policy.name, *parts])
+
+
+def _explain(cls: type[KVCachePolicy], item: Any) -> str:
+    """One pydantic error as a sentence that says what to do."""
+    where = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        known = sorted(cls.model_fields)
+        near = difflib.get_close_matches(where, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        listed = ", ".join(known) or "none"
+        return f"unknown setting {where!r}: {hint}(settings: {listed})"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{where}: {message} (got {item['input']!r})"

@@ -1,0 +1,27 @@
+"""KV-cache policies: one file each, found through the registry.
+
+Nothing in this package imports vLLM or needs a GPU.
+"""
+
+from vllm_kvplugins.policies.base import (
+    Compressor,
+    Geometry,
+    KVCachePolicy,
+    LayerView,
+    Lengths,
+    Retention,
+    Trigger,
+)
+from vllm_kvplugins.policies.registry import available_policies, get_policy_class
+
+__all__ = [
+    "Compressor",
+    "Geometry",
+    "KVCachePolicy",
+    "LayerView",
+    "Lengths",
+    "Retention",
+    "Trigger",
+    "available_policies",
+    "get_policy_class",
+]

@@ -1,0 +1,22 @@
+"""Keep everything: the control that every other policy is compared with."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from vllm_kvplugins.policies.base import Geometry, KVCachePolicy, Lengths, Trigger
+from vllm_kvplugins.residency.plan import ResidencyPlan
+
+
+class FullKV(KVCachePolicy):
+    """All tokens stay, read through the plugin's page tables.
+
+    Tokens equal stock vLLM; use it to see what the plugin's own path costs.
+    """
+
+    name: ClassVar[str] = "full"
+    summary: ClassVar[str] = "keep everything, through the plugin's own path"
+    triggers: ClassVar[Trigger] = Trigger.NEVER
+
+    def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
+        return ResidencyPlan(geometry.block_size)

@@ -1,0 +1,62 @@
+"""The list of policies: one line each."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from vllm_kvplugins.errors import KVPolicyError
+
+if TYPE_CHECKING:
+    from vllm_kvplugins.policies.base import KVCachePolicy
+
+# name on the command line -> "module:class"; modules are imported on first use.
+_POLICIES: dict[str, str] = {
+    "full": "vllm_kvplugins.policies.full:FullKV",
+    "streaming-llm": "vllm_kvplugins.policies.streaming_llm:StreamingLLM",
+    "snapkv": "vllm_kvplugins.policies.snapkv:SnapKV",
+}
+
+
+def available_policies() -> tuple[str, ...]:
+    """Names that ``--kv-policy`` accepts, in alphabetical order."""
+    return tuple(sorted(_POLICIES))
+
+
+def register_policy(name: str, path: str) -> None:
+    """Add a policy from outside this package, before the engine starts.
+
+    Args:
+        name: what the user writes after ``--kv-policy``.
+        path: ``"package.module:Class"``; imported in every vLLM process, so it
+            must be importable there (call this from a ``vllm.general_plugins``
+            entry point of your own).
+
+    Raises:
+        KVPolicyError: the name is taken by another class, or the path is not
+            of the form ``module:Class``.
+    """
+    if path.count(":") != 1:
+        raise KVPolicyError(f"policy path must be 'module:Class', got {path!r}")
+    if _POLICIES.get(name, path) != path:
+        raise KVPolicyError(f"policy name {name!r} is taken by {_POLICIES[name]}")
+    _POLICIES[name] = path
+
+
+def get_policy_class(name: str) -> type[KVCachePolicy]:
+    """The class behind a policy name.
+
+    Raises:
+        KVPolicyError: no such policy; the message names the nearest ones.
+    """
+    if name not in _POLICIES:
+        near = difflib.get_close_matches(str(name), _POLICIES, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise KVPolicyError(
+            f"unknown KV policy {name!r}.{hint} "
+            f"Available: {', '.join(available_policies())}."
+        )
+    module, _, attribute = _POLICIES[name].partition(":")
+    cls: type[KVCachePolicy] = getattr(import_module(module), attribute)
+    return cls

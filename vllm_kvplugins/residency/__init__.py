@@ -1,0 +1,1 @@
+"""What is resident of each request: the plan, the page tables, the compaction."""

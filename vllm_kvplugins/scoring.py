@@ -1,0 +1,96 @@
+"""Shared maths of policies: attention votes and their pooling."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+# Attention weights are materialised for at most this many entries at a time;
+# 2**25 float32 are 128 MiB.
+_MAX_WEIGHTS = 1 << 25
+
+
+def window_votes(
+    queries: torch.Tensor, keys: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Mean attention that the newest queries pay to each earlier slot.
+
+    Equation 4 of the ProtoKV paper, divided by the number of queries. The
+    softmax runs over all slots, causally inside the window; only the slots
+    before the window are returned.
+
+    Args:
+        queries: [num_q_heads, window, head_dim], after RoPE, newest last; they
+            belong to the last ``window`` slots.
+        keys: [num_kv_heads, num_slots, head_dim], after RoPE.
+        scale: softmax scale.
+
+    Returns:
+        float32 [num_kv_heads, group, num_slots - window].
+
+    Raises:
+        ValueError: the window is not smaller than the number of slots.
+
+    Cost: O(num_q_heads * window * num_slots * head_dim); weights are held for
+        as many KV heads at a time as fit 128 MiB.
+    """
+    num_q_heads, window, head_dim = queries.shape
+    num_kv_heads, num_slots, _ = keys.shape
+    if window >= num_slots:
+        raise ValueError(f"window {window} must be smaller than {num_slots} slots")
+    group = num_q_heads // num_kv_heads
+    grouped = queries.reshape(num_kv_heads, group * window, head_dim)
+    # Query i of the window sits at slot num_slots - window + i.
+    future = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu_(
+        diagonal=1
+    )
+    heads_at_once = max(_MAX_WEIGHTS // (group * window * num_slots), 1)
+    votes = torch.empty(
+        num_kv_heads, group, num_slots - window, dtype=torch.float32, device=keys.device
+    )
+    for first in range(0, num_kv_heads, heads_at_once):
+        heads = slice(first, first + heads_at_once)
+        logits = torch.bmm(grouped[heads], keys[heads].transpose(1, 2))
+        logits = logits.to(torch.float32).mul_(scale)
+        logits = logits.view(-1, group, window, num_slots)
+        logits[..., num_slots - window :].masked_fill_(future, -torch.inf)
+        weights = torch.softmax(logits, dim=-1)
+        votes[heads] = weights[..., : num_slots - window].mean(dim=2)
+    return votes
+
+
+def pool_votes(
+    votes: torch.Tensor, kernel_size: int, pooling: Literal["avg", "max"]
+) -> torch.Tensor:
+    """Smooth votes over neighbouring slots, same length out.
+
+    Equation 5 of the ProtoKV paper (``max``); SnapKV's code uses ``avg``, with
+    zeros beyond the ends.
+
+    Args:
+        votes: float32 [..., rows, num_slots].
+        kernel_size: width in slots; odd.
+        pooling: which.
+
+    Raises:
+        ValueError: ``kernel_size`` is even.
+    """
+    if kernel_size % 2 == 0:
+        raise ValueError(f"kernel_size must be odd, got {kernel_size}")
+    pool = F.avg_pool1d if pooling == "avg" else F.max_pool1d
+    return pool(votes, kernel_size, stride=1, padding=kernel_size // 2)
+
+
+def mark_window(scores: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """Append the observation window as slots that must stay.
+
+    Args:
+        scores: float32 [num_kv_heads, num_slots - window].
+        num_slots: total, window included.
+
+    Returns:
+        float32 [num_kv_heads, num_slots], ``inf`` in the window.
+    """
+    return F.pad(scores, (0, num_slots - scores.shape[-1]), value=torch.inf)

@@ -1,0 +1,166 @@
+"""Switching a policy on: in the configuration, and in each process.
+
+Front end: ``prepared`` and ``finish_config`` point vLLM's configuration at our
+scheduler, worker and connector. Worker: ``activate`` puts our attention backend
+in the place of the stock one, for this process only. ``deactivate`` undoes that
+when the same process goes on to build an engine without a policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+
+from vllm_kvplugins.config import CONFIG_KEY, parse_policy
+from vllm_kvplugins.errors import KVPolicyError, refuse
+from vllm_kvplugins.policies.base import Geometry, KVCachePolicy
+from vllm_kvplugins.residency.runtime import PolicyRuntime
+from vllm_kvplugins.vllm_adapter import compat, validation
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+_PACKAGE = "vllm_kvplugins.vllm_adapter"
+CONNECTOR_NAME = "KVPolicyConnector"
+CONNECTOR_MODULE = f"{_PACKAGE}.connector"
+_WORKER = f"{_PACKAGE}.worker.KVPolicyCPUWorker"
+_BACKEND = f"{_PACKAGE}.attention.cpu.PagedPolicyBackend"
+# Smaller pages than vLLM's CPU default of 128 waste less of a budget.
+_CPU_BLOCK_SIZE = 32
+
+
+# -- front end: the configuration ---------------------------------------------
+
+
+@contextmanager
+def prepared(args: EngineArgs, policy: KVCachePolicy) -> Iterator[None]:
+    """Settings that vLLM must see while it resolves its configuration.
+
+    Raises:
+        KVPolicyError: the arguments ask for something that does not go
+            together with a policy.
+    """
+    from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
+
+    refuse(
+        f"KV policy {policy.name!r} cannot run with these engine settings",
+        [*compat.problems(), *validation.argument_problems(args)],
+    )
+    saved = (args.kv_transfer_config, args.block_size)
+    args.kv_transfer_config = KVTransferConfig(
+        kv_connector=CONNECTOR_NAME,
+        kv_connector_module_path=CONNECTOR_MODULE,
+        kv_role="kv_both",
+    )
+    if args.block_size is None and current_platform.is_cpu():
+        args.block_size = _CPU_BLOCK_SIZE
+    try:
+        yield
+    finally:
+        args.kv_transfer_config, args.block_size = saved
+
+
+def finish_config(
+    args: EngineArgs, vllm_config: VllmConfig, policy: KVCachePolicy
+) -> None:
+    """Check the resolved configuration and put our classes into it.
+
+    Raises:
+        KVPolicyError: model or engine cannot run with a policy; all reasons.
+    """
+    refuse(
+        f"KV policy {policy.name!r} cannot run with these engine settings",
+        validation.config_problems(vllm_config, policy),
+    )
+    scheduler = vllm_config.scheduler_config
+    kind = (
+        "KVPolicyAsyncScheduler" if scheduler.async_scheduling else "KVPolicyScheduler"
+    )
+    scheduler.scheduler_cls = f"{_PACKAGE}.scheduler.{kind}"
+    vllm_config.parallel_config.worker_cls = _WORKER
+
+
+def policy_of(vllm_config: VllmConfig) -> KVCachePolicy | None:
+    """The policy that a configuration asks for, if any."""
+    config = vllm_config.additional_config
+    request = config.get(CONFIG_KEY) if isinstance(config, dict) else None
+    return None if request is None else parse_policy(request)
+
+
+def geometry_of(vllm_config: VllmConfig) -> Geometry:
+    """Shape of the KV cache on one rank."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    num_layers = model.get_num_layers(parallel)
+    element_bytes = compat.kv_element_bytes(vllm_config)
+    per_layer = 2 * model.get_total_num_kv_heads() * model.get_head_size()
+    return Geometry(
+        block_size=vllm_config.cache_config.block_size,
+        num_layers=num_layers,
+        num_kv_heads=model.get_num_kv_heads(parallel),
+        kv_bytes_per_token=num_layers * per_layer * element_bytes,
+    )
+
+
+# -- worker: this process ---------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Process:
+    runtime: PolicyRuntime | None = None
+    # adapter around this process's model runner; set when the runner exists
+    runner: Any = None
+
+
+_process = _Process()
+
+
+def activate(vllm_config: VllmConfig) -> PolicyRuntime:
+    """Make this process build its model on our attention backend."""
+    from vllm.v1.attention.backends.registry import (
+        AttentionBackendEnum,
+        register_backend,
+    )
+
+    policy = policy_of(vllm_config)
+    if policy is None:
+        raise KVPolicyError(
+            "a worker of vllm_kvplugins was started without a kv_policy in "
+            "additional_config; use --kv-policy instead of --worker-cls"
+        )
+    register_backend(AttentionBackendEnum.CPU_ATTN, _BACKEND)
+    compat.clear_backend_cache()
+    _process.runtime = PolicyRuntime(policy, geometry_of(vllm_config))
+    _process.runner = None
+    return _process.runtime
+
+
+def deactivate() -> None:
+    """Restore the stock backend for whatever this process builds next."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if _process.runtime is None:
+        return
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    compat.clear_backend_cache()
+    _process.runtime = _process.runner = None
+
+
+def runtime() -> PolicyRuntime:
+    """The runtime of the engine that this process is building."""
+    assert _process.runtime is not None, "no policy is active in this process"
+    return _process.runtime
+
+
+def set_runner(adapter: Any) -> None:
+    _process.runner = adapter
+
+
+def runner() -> Any:
+    """The model-runner adapter of this process."""
+    assert _process.runner is not None, "the model runner does not exist yet"
+    return _process.runner

@@ -1,0 +1,1 @@
+"""Attention backends over the flat page view, one file per platform kernel."""

@@ -1,0 +1,87 @@
+"""The scheduler's side of a plan: freeing blocks of running requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+from vllm_kvplugins.policies.base import Lengths
+from vllm_kvplugins.residency.plan import ResidencyPlan
+
+
+class ResidencyBlockManager(FullAttentionManager):
+    """Frees what the plan no longer holds, punching holes into block lists.
+
+    ::
+
+        before   [b0 b1 b2 b3 b4 b5 b6]      candidates [0, 6), zone [4, 6)
+        after    [ 0  0  0  0 b4 b5 b6]      b0..b3 back in the pool
+
+    vLLM calls ``remove_skipped_blocks`` with the count of tokens that are fully
+    processed, so no step in flight still reads what is freed. Freed blocks keep
+    their contents and hashes; rewritten ones are never hashed.
+
+    Attributes:
+        freed_blocks: blocks given back by plans since the start.
+        compactions: compactions whose blocks were freed since the start.
+    """
+
+    def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, *args, **kwargs)
+        self.freed_blocks = 0
+        self.compactions = 0
+        # request -> how many of its plan's compactions have been freed
+        self._freed_up_to: dict[str, int] = {}
+        self._plans: dict[int, ResidencyPlan] = {}
+
+    def plan(self, prompt_tokens: int) -> ResidencyPlan:
+        """The plan of a request with this prompt length."""
+        plan = self._plans.get(prompt_tokens)
+        if plan is None:
+            if len(self._plans) >= 4096:
+                self._plans.clear()
+            spec = self.kv_cache_spec
+            plan = spec.policy.plan(Lengths(prompt_tokens), spec.geometry)
+            self._plans[prompt_tokens] = plan
+        return plan
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Free the blocks of every compaction that has run by now."""
+        assert num_prompt_tokens is not None, "vLLM no longer passes prompt lengths"
+        blocks = self.req_to_blocks.get(request_id)
+        if not blocks:
+            return
+        done = self.plan(num_prompt_tokens).done(processed_computed_tokens)
+        freed_up_to = self._freed_up_to.get(request_id, 0)
+        for compaction in done[freed_up_to:]:
+            span = compaction.freed
+            held = sum(not block.is_null for block in blocks[span.start : span.stop])
+            self._remove_blocks_in_range(request_id, span.start, span.stop)
+            self.freed_blocks += held
+            self.compactions += 1
+        if len(done) > freed_up_to:
+            self._freed_up_to[request_id] = len(done)
+
+    def cache_blocks(
+        self, request: Any, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> None:
+        """Hash only blocks that no compaction rewrites."""
+        exact = self.plan(request.num_prompt_tokens).exact_prefix_blocks
+        if exact is not None:
+            num_tokens = min(num_tokens, exact * self.block_size)
+        super().cache_blocks(request, num_tokens, *args, **kwargs)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[Any]:
+        self._freed_up_to.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
+
+    def check_integrity(self) -> None:
+        """No request state without blocks."""
+        stray = set(self._freed_up_to) - set(self.req_to_blocks)
+        assert not stray, f"state of requests without blocks: {sorted(stray)}"

@@ -1,0 +1,122 @@
+"""Our KV connector: the supported seam for per-step hooks and for metrics.
+
+It transfers nothing. vLLM calls it at the end of every forward pass, where
+compactions run, and carries its statistics to Prometheus.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from vllm_kvplugins.vllm_adapter import activation
+from vllm_kvplugins.vllm_adapter.metrics import PolicyPromMetrics, PolicyStats
+from vllm_kvplugins.vllm_adapter.scheduler import residency_manager
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_kvplugins.residency.runtime import PolicyRuntime
+    from vllm_kvplugins.vllm_adapter.block_manager import ResidencyBlockManager
+
+
+class _NoMetadata(KVConnectorMetadata):
+    """Nothing needs to travel from scheduler to worker yet."""
+
+
+class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
+    """One instance in the scheduler, one in each worker; see ``role``."""
+
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._runtime: PolicyRuntime | None = None
+        self._kv_cache_manager: Any = None
+        self._manager: ResidencyBlockManager | None = None
+        self._reported = (0, 0)
+        if role == KVConnectorRole.WORKER:
+            self._runtime = activation.runtime()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    # -- worker ---------------------------------------------------------------
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing to load."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing to save."""
+
+    def wait_for_save(self) -> None:
+        """All layers have attended: run the compactions of this step."""
+        assert self._runtime is not None
+        self._runtime.end_step()
+
+    # -- scheduler --------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._kv_cache_manager = kv_cache_manager
+        self._manager = residency_manager(kv_cache_manager)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return 0, False
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
+        """Nothing was loaded."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return _NoMetadata()
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    # -- metrics ----------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> PolicyStats | None:
+        """What happened since the last call on this side."""
+        if self._runtime is not None:
+            return PolicyStats.from_worker(self._runtime.take_compression_seconds())
+        if self._manager is None:
+            return None
+        freed, compactions = self._manager.freed_blocks, self._manager.compactions
+        before, self._reported = self._reported, (freed, compactions)
+        pool = self._kv_cache_manager.block_pool
+        held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # 1: null block
+        logical = sum(map(len, self._manager.req_to_blocks.values()))
+        return PolicyStats.from_scheduler(
+            blocks_freed=freed - before[0],
+            compressions=compactions - before[1],
+            resident_tokens=held * self._manager.block_size,
+            logical_tokens=logical * self._manager.block_size,
+        )
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> PolicyStats:
+        return PolicyStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> PolicyPromMetrics:
+        return PolicyPromMetrics(*args, **kwargs)

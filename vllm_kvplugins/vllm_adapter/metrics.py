@@ -1,0 +1,129 @@
+"""Statistics of a policy, from scheduler and worker to Prometheus.
+
+| metric | kind | meaning |
+|---|---|---|
+| ``vllm:kv_policy_resident_tokens`` | gauge | token slots held, per KV head |
+| ``vllm:kv_policy_budget_ratio`` | gauge | slots held / tokens in context |
+| ``vllm:kv_policy_blocks_freed_total`` | counter | blocks that plans gave back |
+| ``vllm:kv_policy_compressions_total`` | counter | compactions |
+| ``vllm:kv_policy_compression_seconds`` | histogram | score, select and move |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+_SUMS = ("blocks_freed", "compressions")
+_LATEST = ("resident_tokens", "logical_tokens")
+_SECONDS = "compression_seconds"
+_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+@dataclass
+class PolicyStats(KVConnectorStats):
+    """``data`` holds plain numbers and lists, so that any transport takes it."""
+
+    @classmethod
+    def from_worker(cls, seconds: list[float]) -> PolicyStats | None:
+        return cls(data={_SECONDS: seconds}) if seconds else None
+
+    @classmethod
+    def from_scheduler(cls, **numbers: int) -> PolicyStats:
+        return cls(data=dict(numbers))
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> PolicyStats:
+        for key in _SUMS:
+            if key in other.data:
+                self.data[key] = self.data.get(key, 0) + other.data[key]
+        for key in _LATEST:
+            if key in other.data:
+                self.data[key] = other.data[key]
+        if _SECONDS in other.data:
+            self.data[_SECONDS] = self.data.get(_SECONDS, []) + other.data[_SECONDS]
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        seconds = self.data.get(_SECONDS, [])
+        numbers: dict[str, int | float] = {
+            f"kv_policy_{key}": self.data.get(key, 0) for key in (*_SUMS, *_LATEST)
+        }
+        numbers["kv_policy_compression_seconds"] = round(sum(seconds), 4)
+        return numbers
+
+
+class PolicyPromMetrics(KVConnectorPromMetrics):
+    """One set of metrics per engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._gauge("resident_tokens", "Token slots held by requests, per KV head.")
+        self._gauge("budget_ratio", "Token slots held over tokens in context.")
+        self._counter("blocks_freed", "Blocks that policies freed.")
+        self._counter("compressions", "Compactions of requests.")
+        self._histogram(_SECONDS, "Seconds to score, select and move one request.")
+
+    def _add(self, name: str, metric: Any) -> None:
+        bound = {
+            engine: metric.labels(*values)
+            for engine, values in self.per_engine_labelvalues.items()
+        }
+        setattr(self, name, bound)
+
+    def _gauge(self, name: str, text: str) -> None:
+        metric = self._gauge_cls(
+            name=f"vllm:kv_policy_{name}",
+            documentation=text,
+            multiprocess_mode="mostrecent",
+            labelnames=self._labelnames,
+        )
+        self._add(name, metric)
+
+    def _counter(self, name: str, text: str) -> None:
+        metric = self._counter_cls(
+            name=f"vllm:kv_policy_{name}",
+            documentation=text,
+            labelnames=self._labelnames,
+        )
+        self._add(name, metric)
+
+    def _histogram(self, name: str, text: str) -> None:
+        metric = self._histogram_cls(
+            name=f"vllm:kv_policy_{name}",
+            documentation=text,
+            buckets=_BUCKETS,
+            labelnames=self._labelnames,
+        )
+        self._add(name, metric)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        data = transfer_stats_data
+        for key in _SUMS:
+            getattr(self, key)[engine_idx].inc(data.get(key, 0))
+        if "resident_tokens" in data:
+            resident, logical = data["resident_tokens"], data["logical_tokens"]
+            self.resident_tokens[engine_idx].set(resident)
+            self.budget_ratio[engine_idx].set(resident / logical if logical else 1.0)
+        for seconds in data.get(_SECONDS, []):
+            self.compression_seconds[engine_idx].observe(seconds)
+
+
+__all__ = ["Counter", "Gauge", "Histogram", "PolicyPromMetrics", "PolicyStats"]

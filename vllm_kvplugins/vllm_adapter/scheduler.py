@@ -1,0 +1,79 @@
+"""The scheduler's side of a plan: where prefill is cut, what a hit may reuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_kvplugins.config import describe
+from vllm_kvplugins.vllm_adapter.block_manager import ResidencyBlockManager
+
+# vLLM configures only the loggers below its own name.
+logger = init_logger("vllm.kv_policy")
+
+
+class ResidencyScheduling:
+    """Mixin over vLLM's schedulers; changes two decisions and nothing else."""
+
+    kv_cache_manager: Any
+    block_size: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        manager = residency_manager(self.kv_cache_manager)
+        spec = manager.kv_cache_spec
+        logger.info(
+            "ACTIVE kv-policy=%s (block_size=%d, layers=%d, kv_heads=%d, pool=%d "
+            "blocks)",
+            describe(spec.policy),
+            spec.geometry.block_size,
+            spec.geometry.num_layers,
+            spec.geometry.num_kv_heads,
+            self.kv_cache_manager.block_pool.num_gpu_blocks,
+        )
+        self._residency_manager = manager
+
+    def _reserve_prefill_lookahead(
+        self, request: Any, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """End a chunk at the plan's next cut, and never inside the window."""
+        num_new_tokens = super()._reserve_prefill_lookahead(  # type: ignore[misc]
+            request, num_computed_tokens, num_new_tokens
+        )
+        plan = self._residency_manager.plan(request.num_prompt_tokens)
+        return plan.clip_chunk(num_computed_tokens, num_new_tokens)
+
+    def _get_local_prefix_cache_hit(self, request: Any) -> tuple[Any, ...]:
+        """Take from the prefix cache only what the plan leaves untouched.
+
+        A longer hit would skip the queries that score the prompt, and would
+        make the landing zone lie in blocks that others share.
+        """
+        blocks, hit_tokens, *rest = super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
+        exact = self._residency_manager.plan(
+            request.num_prompt_tokens
+        ).exact_prefix_blocks
+        if exact is not None and hit_tokens > exact * self.block_size:
+            hit_tokens = exact * self.block_size
+            kept = tuple(group[:exact] for group in blocks.blocks)
+            blocks = self.kv_cache_manager.create_kv_cache_blocks(kept)
+        return (blocks, hit_tokens, *rest)
+
+
+class KVPolicyScheduler(ResidencyScheduling, Scheduler):
+    """vLLM's scheduler under a policy."""
+
+
+class KVPolicyAsyncScheduler(ResidencyScheduling, AsyncScheduler):
+    """vLLM's asynchronous scheduler under a policy."""
+
+
+def residency_manager(kv_cache_manager: Any) -> ResidencyBlockManager:
+    """Our block manager inside vLLM's KV cache manager."""
+    managers = kv_cache_manager.coordinator.single_type_managers
+    ours = [m for m in managers if isinstance(m, ResidencyBlockManager)]
+    assert len(ours) == len(managers) == 1, f"expected one group, got {managers}"
+    return ours[0]

@@ -1,0 +1,47 @@
+"""The KV cache spec of a layer under a policy, and its block manager's name.
+
+Importing this module registers the pair, also in processes that only unpickle
+the spec.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, replace_as
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from vllm_kvplugins.vllm_adapter.block_manager import ResidencyBlockManager
+
+if TYPE_CHECKING:
+    from vllm_kvplugins.policies.base import Geometry, KVCachePolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidencySpec(FullAttentionSpec):
+    """Full attention whose blocks a policy's plan may free."""
+
+    policy: KVCachePolicy
+    geometry: Geometry
+
+    @classmethod
+    def merge(cls, specs: list[Any]) -> ResidencySpec:
+        assert all(spec == specs[0] for spec in specs), "layers disagree on their spec"
+        return copy.deepcopy(specs[0])
+
+
+def with_policy(
+    spec: FullAttentionSpec, policy: KVCachePolicy, geometry: Geometry
+) -> ResidencySpec:
+    """The same layer under a policy."""
+    return replace_as(spec, ResidencySpec, policy=policy, geometry=geometry)
+
+
+# The registry fills itself with the built-ins only while it is empty; without
+# this line ours would be the only one.
+KVCacheSpecRegistry._ensure_registered()
+KVCacheSpecRegistry.register(
+    ResidencySpec, ResidencyBlockManager, uniform_type_base_spec=FullAttentionSpec
+)

@@ -1,0 +1,193 @@
+"""What cannot run with a policy, each with what to do about it.
+
+Everything is checked at start-up and reported together. What only the loaded
+model shows (attention sinks, ALiBi, shared caches) is checked by the attention
+backend, still before the first request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvplugins.policies.base import KVCachePolicy
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+_PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
+_STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def argument_problems(args: EngineArgs) -> list[str]:
+    """Engine arguments that contradict a policy."""
+    from vllm.platforms import current_platform
+
+    found = []
+    if not current_platform.is_cpu():
+        found.append(
+            f"platform {current_platform.device_name!r}: this version has an "
+            "attention backend for the CPU only; run with the CPU build of vLLM"
+        )
+    if args.speculative_config:
+        found.append(
+            "speculative decoding is not supported; remove --speculative-config"
+        )
+    if args.kv_transfer_config is not None:
+        found.append(
+            f"KV connector {args.kv_transfer_config.kv_connector!r}: other stores "
+            "would save compressed blocks as if they were exact; remove "
+            "--kv-transfer-config"
+        )
+    if getattr(args, "kv_offloading_size", None):
+        found.append(
+            f"KV offloading ({args.kv_offloading_size} GiB) would save compressed "
+            "blocks as if they were exact; remove --kv-offloading-size"
+        )
+    if args.scheduler_cls is not None:
+        found.append(
+            f"scheduler {args.scheduler_cls!r}: a policy brings its own; remove "
+            "--scheduler-cls"
+        )
+    if args.worker_cls not in ("auto", _STOCK_WORKER):
+        found.append(
+            f"worker {args.worker_cls!r}: a policy brings its own; remove --worker-cls"
+        )
+    return found
+
+
+def config_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
+    """What the resolved configuration and the model rule out."""
+    return [
+        *_model_problems(vllm_config.model_config),
+        *_cache_problems(vllm_config),
+        *_parallel_problems(vllm_config.parallel_config),
+        *_scheduling_problems(vllm_config, policy),
+    ]
+
+
+def _model_problems(model: Any) -> list[str]:
+    found = []
+    if model.runner_type != "generate":
+        found.append(
+            f"runner {model.runner_type!r} does not generate text; policies are "
+            "for text generation"
+        )
+    if model.use_mla:
+        found.append(
+            f"{model.model} uses multi-head latent attention (MLA), which has no "
+            "KV heads to evict from; serve it without a policy"
+        )
+    if _has_sliding_window(model):
+        found.append(
+            f"{model.model} has sliding-window layers, which already drop tokens; "
+            "not supported yet, serve it without a policy"
+        )
+    if model.is_hybrid or model.is_attention_free:
+        found.append(
+            f"{model.model} has layers without a KV cache (Mamba or linear "
+            "attention); not supported yet, serve it without a policy"
+        )
+    if model.is_encoder_decoder:
+        found.append(
+            f"{model.model} is an encoder-decoder model; policies are for decoders"
+        )
+    if getattr(model.hf_text_config, "attn_logit_softcapping", None):
+        found.append(
+            f"{model.model} caps attention logits, which the policies' scores do "
+            "not model; serve it without a policy"
+        )
+    return found
+
+
+def _has_sliding_window(model: Any) -> bool:
+    text = model.hf_text_config
+    kinds = getattr(text, "layer_types", None) or ()
+    if kinds:
+        return any(kind != "full_attention" for kind in kinds)
+    return (
+        model.get_sliding_window() is not None
+        or getattr(text, "attention_chunk_size", None) is not None
+    )
+
+
+def _cache_problems(vllm_config: VllmConfig) -> list[str]:
+    cache = vllm_config.cache_config
+    found = []
+    if cache.cache_dtype not in _PLAIN_KV_DTYPES:
+        found.append(
+            f"KV cache dtype {cache.cache_dtype!r} is quantized; use one of "
+            f"{', '.join(_PLAIN_KV_DTYPES)}"
+        )
+    if cache.block_size % 32:
+        found.append(
+            f"block size {cache.block_size}: the CPU kernel reads pages of a "
+            "multiple of 32 tokens; use --block-size 32"
+        )
+    if getattr(cache, "kv_sharing_fast_prefill", False):
+        found.append(
+            "--kv-sharing-fast-prefill skips the layers that policies score; remove it"
+        )
+    return found
+
+
+def _parallel_problems(parallel: Any) -> list[str]:
+    limits = {
+        "pipeline_parallel_size": "--pipeline-parallel-size",
+        "decode_context_parallel_size": "--decode-context-parallel-size",
+        "prefill_context_parallel_size": "--prefill-context-parallel-size",
+    }
+    return [
+        f"{flag} {value}: not supported; leave it at 1"
+        for name, flag in limits.items()
+        if (value := getattr(parallel, name, 1)) > 1
+    ]
+
+
+def _scheduling_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
+    """The chunk that ends a prompt must hold all queries that score it."""
+    scheduler = vllm_config.scheduler_config
+    found = []
+    # At worst every other sequence decodes one token in the same step.
+    room = scheduler.max_num_batched_tokens - (scheduler.max_num_seqs - 1)
+    if room < policy.queries_needed:
+        found.append(
+            f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} leaves "
+            f"{room} tokens beside {scheduler.max_num_seqs - 1} decoding requests, "
+            f"but {policy.name} scores with {policy.queries_needed}; raise it or "
+            "lower --max-num-seqs"
+        )
+    threshold = scheduler.long_prefill_token_threshold
+    if 0 < threshold < policy.queries_needed:
+        found.append(
+            f"--long-prefill-token-threshold {threshold} is below the "
+            f"{policy.queries_needed} queries that {policy.name} scores with; raise it"
+        )
+    return found
+
+
+def layer_problems(name: str, impl: Any) -> list[str]:
+    """What a built attention layer shows that no configuration does."""
+    found = []
+    if impl.alibi_slopes is not None:
+        found.append(f"layer {name} uses ALiBi; serve this model without a policy")
+    if impl.sinks is not None:
+        found.append(
+            f"layer {name} has learned attention sinks; serve this model without a "
+            "policy"
+        )
+    if impl.sliding_window != -1:
+        found.append(
+            f"layer {name} has a sliding window; serve this model without a policy"
+        )
+    if impl.kv_sharing_target_layer_name is not None:
+        found.append(
+            f"layer {name} shares the cache of {impl.kv_sharing_target_layer_name}; "
+            "serve this model without a policy"
+        )
+    if impl.logits_soft_cap:
+        found.append(
+            f"layer {name} caps its logits at {impl.logits_soft_cap}; serve this "
+            "model without a policy"
+        )
+    return found

@@ -1,0 +1,54 @@
+"""vLLM's worker with a policy switched on before the model is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_kvplugins.residency.runtime import Record
+from vllm_kvplugins.vllm_adapter import activation, compat
+
+
+class KVPolicyCPUWorker(CPUWorker):
+    """CPU worker under a policy.
+
+    The runtime does its work in the attention backend and in the connector;
+    here it is created, given the model runner, and told which requests left.
+    """
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        self.kv_policy_runtime = activation.activate(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def init_device(self) -> None:
+        super().init_device()
+        activation.set_runner(compat.runner_adapter(self.model_runner))
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        gone = set(scheduler_output.finished_req_ids)
+        gone |= set(getattr(scheduler_output, "preempted_req_ids", None) or ())
+        self.kv_policy_runtime.forget(gone)
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    # -- called through LLM.collective_rpc ----------------------------------------
+
+    def kv_policy_record(self, enabled: bool) -> None:
+        """Start or stop keeping which positions each compaction kept."""
+        self.kv_policy_runtime.records = [] if enabled else None
+
+    def kv_policy_take_records(self) -> list[Record]:
+        """Records since the last call; empty unless recording is on."""
+        taken = self.kv_policy_runtime.records or []
+        if self.kv_policy_runtime.records is not None:
+            self.kv_policy_runtime.records = []
+        return taken
+
+    def kv_policy_check_integrity(self) -> int:
+        """Raise if the residency state contradicts itself.
+
+        Returns:
+            Requests that hold a landing zone on this worker.
+        """
+        self.kv_policy_runtime.check_integrity()
+        return self.kv_policy_runtime.num_residents
