@@ -53,7 +53,8 @@ class Budget:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?b)\s*", value.lower())
         if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
             raise ValueError(
-                f"a budget in bytes looks like '64MiB' (B, KiB, MiB, GiB), got {value!r}"
+                "a budget in bytes looks like '64MiB' (B, KiB, MiB, GiB), got "
+                f"{value!r}"
             )
         return cls(num_bytes=int(float(match[1]) * _UNITS[match[2]]))
 

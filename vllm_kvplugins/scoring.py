@@ -10,6 +10,8 @@ import torch.nn.functional as F
 # Attention weights are materialised for at most this many entries at a time;
 # 2**25 float32 are 128 MiB.
 _MAX_WEIGHTS = 1 << 25
+# Work that goes over the slots once takes this many entries at a time.
+_MAX_TILE = 1 << 22
 
 
 def window_votes(
@@ -94,3 +96,19 @@ def mark_window(scores: torch.Tensor, num_slots: int) -> torch.Tensor:
         float32 [num_kv_heads, num_slots], ``inf`` in the window.
     """
     return F.pad(scores, (0, num_slots - scores.shape[-1]), value=torch.inf)
+
+
+def slot_tiles(num_slots: int, entries_per_slot: int) -> list[slice]:
+    """Cut the slots into runs whose float32 copies stay small.
+
+    Args:
+        num_slots: how many to cover.
+        entries_per_slot: numbers held per slot while a tile is worked on.
+
+    Returns:
+        Slices that cover ``[0, num_slots)`` in order, each of at most
+        ``2**22 / entries_per_slot`` slots (16 MiB of float32) but at least one.
+    """
+    size = max(_MAX_TILE // max(entries_per_slot, 1), 1)
+    starts = range(0, num_slots, size)
+    return [slice(start, min(start + size, num_slots)) for start in starts]

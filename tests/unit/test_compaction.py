@@ -26,8 +26,12 @@ def run(rows: int, candidates: int, block_size: int, counts: torch.Tensor, seed:
     before = heap[pages].view(rows, slots)
     after = compact(keep, counts, pages, positions, zone)
     for moves in after.phases:
-        targets = set(zip(moves.target_page.tolist(), moves.target_slot.tolist()))
-        sources = set(zip(moves.source_page.tolist(), moves.source_slot.tolist()))
+        targets = set(
+            zip(moves.target_page.tolist(), moves.target_slot.tolist(), strict=True)
+        )
+        sources = set(
+            zip(moves.source_page.tolist(), moves.source_slot.tolist(), strict=True)
+        )
         assert len(targets) == len(moves), "a target is written twice"
         assert not targets & sources, "a phase must be free of hazards"
         heap[moves.target_page, moves.target_slot] = heap[
@@ -37,7 +41,7 @@ def run(rows: int, candidates: int, block_size: int, counts: torch.Tensor, seed:
 
 
 @pytest.mark.parametrize("name", ["uniform", "head-adaptive", "cross-layer", "pyramid"])
-@pytest.mark.parametrize("candidates, zone", [(2, 1), (9, 4), (9, 8), (30, 3)])
+@pytest.mark.parametrize(("candidates", "zone"), [(2, 1), (9, 4), (9, 8), (30, 3)])
 def test_kept_tokens_survive_and_positions_tell_them(name, candidates, zone):
     for seed in range(SEED, SEED + 20):
         print("seed", seed)

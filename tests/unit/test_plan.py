@@ -95,7 +95,8 @@ def test_many_compactions_release_in_order():
     assert held == [3, 2, 3, 2, 2, 3]
     assert plan.peak_blocks(1000) == plan.resident_blocks(1000)
     assert plan.peak_blocks(128) == 3
-    assert plan.next_cut(96) == 128 and plan.next_cut(160) is None
+    assert plan.next_cut(96) == 128
+    assert plan.next_cut(160) is None
 
 
 @pytest.mark.parametrize(

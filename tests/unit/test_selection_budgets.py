@@ -49,7 +49,8 @@ def test_rounding_is_exact_and_bounded(wanted, most, random):
     total = random.randint(len(wanted), len(wanted) * most)
     pages = round_to_pages(torch.tensor(wanted), total, most)
     assert int(pages.sum()) == total
-    assert int(pages.min()) >= 1 and int(pages.max()) <= most
+    assert int(pages.min()) >= 1
+    assert int(pages.max()) <= most
 
 
 @pytest.mark.parametrize("name", sorted(ALLOCATORS))
@@ -62,7 +63,8 @@ def test_allocators_hand_out_exactly_what_there_is(name, pages):
     counts = parse_allocator(name).allocate(scores, pages, 32)
     assert counts.shape == (6, 3)
     assert int(counts.sum()) == pages * 6 * 3
-    assert int(counts.min()) >= 1 and int(counts.max()) <= 16
+    assert int(counts.min()) >= 1
+    assert int(counts.max()) <= 16
 
 
 def test_adaptive_allocators_follow_the_scores():
@@ -79,7 +81,8 @@ def test_adaptive_allocators_follow_the_scores():
 def test_pyramid_narrows_upwards():
     counts = parse_allocator("pyramid").allocate(torch.zeros(8, 2, 64 * 32), 8, 32)
     per_layer = counts.sum(1).tolist()
-    assert per_layer == sorted(per_layer, reverse=True) and per_layer[0] > per_layer[-1]
+    assert per_layer == sorted(per_layer, reverse=True)
+    assert per_layer[0] > per_layer[-1]
 
 
 def test_budgets_in_all_units():

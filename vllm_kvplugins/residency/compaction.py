@@ -135,7 +135,7 @@ def _pages_after(
     Returns:
         int64 [rows, max(counts)] page ids (0 where unused), int64 [rows].
     """
-    rows, candidates = candidate_pages.shape
+    candidates = candidate_pages.shape[1]
     most = int(counts.max())
     home = counts.clamp(max=zone_pages)
     place = torch.arange(most, device=counts.device)

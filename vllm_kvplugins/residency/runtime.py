@@ -23,7 +23,6 @@ import torch
 from vllm_kvplugins.ops import dispatch as ops
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.policies.base import (
-    Compressor,
     Geometry,
     KVCachePolicy,
     LayerView,
@@ -225,7 +224,8 @@ class PolicyRuntime:
             self.compression_seconds.append(time.perf_counter() - began)
 
     def _compact(self, due: Due) -> None:
-        assert self.heap is not None and self._tables is not None
+        assert self.heap is not None
+        assert self._tables is not None
         plan, heap = due.compaction, self.heap
         first, stop = plan.candidates.start, plan.candidates.stop
         block_size = heap.layout.block_size

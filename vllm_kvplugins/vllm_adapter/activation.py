@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-
 from vllm_kvplugins.config import CONFIG_KEY, parse_policy
 from vllm_kvplugins.errors import KVPolicyError, refuse
 from vllm_kvplugins.policies.base import Geometry, KVCachePolicy

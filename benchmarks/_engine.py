@@ -1,0 +1,178 @@
+"""An engine in a child process that steps on command.
+
+Two or more of these let a benchmark interleave engines in one run: A, B, A, B …
+so that a drifting machine slows both alike. The child answers each JSON line on
+standard input with one JSON line; its own logs go to a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class EngineProcess:
+    """A vLLM engine with ``policy`` (None = stock), driven step by step."""
+
+    def __init__(self, policy: dict[str, Any] | None, **engine: Any) -> None:
+        self.name = policy["name"] if policy else "stock"
+        # closed with the process object; a context manager would end too early
+        self.log = tempfile.NamedTemporaryFile(  # noqa: SIM115
+            "w+", prefix=f"kvp-{self.name}-"
+        )
+        env = dict(
+            os.environ,
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            HF_HUB_OFFLINE="1",
+            VLLM_NO_USAGE_STATS="1",
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env=env,
+            text=True,
+        )
+        self.ask("open", policy=policy, engine=engine)
+
+    def ask(self, command: str, **arguments: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"do": command, **arguments}) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            self.log.seek(0)
+            raise RuntimeError(f"{self.name} died:\n{self.log.read()[-3000:]}")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            assert self.process.stdin
+            self.process.stdin.close()
+            self.process.wait(timeout=60)
+
+
+def provenance() -> dict[str, str]:
+    """Machine, commit and command, to print beside every figure."""
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    script = os.path.relpath(sys.argv[0], ROOT)
+    return {
+        "machine": f"{model}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "commit": commit or "unknown",
+        "command": " ".join(["python", script, *sys.argv[1:]]),
+    }
+
+
+def synthetic_prompt(tokenizer_size: int, length: int, seed: int) -> list[int]:
+    """Token ids with repeats, so that attention has something to find."""
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(1000, min(tokenizer_size, 40000), (400,), generator=generator)
+    picks = torch.randint(0, 400, (length,), generator=generator)
+    return words[picks].tolist()
+
+
+# -- child ----------------------------------------------------------------------
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+class _Child:
+    def do_open(self, policy: dict[str, Any] | None, engine: dict[str, Any]) -> Any:
+        from vllm import LLM
+
+        extra = {"additional_config": {"kv_policy": policy}} if policy else {}
+        self.llm = LLM(**engine, **extra, disable_log_stats=False)
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        return {"vocab": self.llm.get_tokenizer().vocab_size}
+
+    def do_add(self, prompts: list[list[int]], max_tokens: int) -> Any:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        for i, ids in enumerate(prompts):
+            request_id = f"r{time.monotonic_ns()}-{i}"
+            self.llm.llm_engine.add_request(
+                request_id, {"prompt_token_ids": ids}, params
+            )
+        return {}
+
+    def do_prefill(self) -> Any:
+        """Step until every request decodes."""
+        steps = []
+        scheduler = self.core.scheduler
+        while scheduler.waiting or any(
+            r.num_computed_tokens < r.num_prompt_tokens for r in scheduler.running
+        ):
+            steps.append(self._step())
+        return {"steps": steps} | self._pool()
+
+    def do_steps(self, count: int) -> Any:
+        return {"steps": [self._step() for _ in range(count)]} | self._pool()
+
+    def do_drain(self) -> Any:
+        while self.llm.llm_engine.has_unfinished_requests():
+            self.llm.llm_engine.step()
+        seconds = [m for m in self.llm.get_metrics() if "compression_seconds" in m.name]
+        return {
+            "compressions": seconds[0].count if seconds else 0,
+            "compression_s": seconds[0].sum if seconds else 0.0,
+        }
+
+    def _step(self) -> list[float]:
+        wall, cpu = time.perf_counter(), _cpu_seconds()
+        self.llm.llm_engine.step()
+        return [
+            1e3 * (time.perf_counter() - wall),
+            1e3 * (_cpu_seconds() - cpu),
+        ]
+
+    def _pool(self) -> dict[str, int]:
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        free = pool.get_num_free_blocks()
+        return {"free_blocks": free, "held_blocks": pool.num_gpu_blocks - 1 - free}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else prints goes to the log
+    child = _Child()
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = getattr(child, f"do_{request.pop('do')}")(**request)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
