@@ -100,7 +100,8 @@ class PageTables:
 
     def leave(self, seat: int) -> None:
         """Return a seat; its contents are overwritten by whoever sits down next."""
-        assert seat > 0 and seat not in self._free_seats, f"seat {seat} is not taken"
+        assert seat > 0, "seat 0 belongs to everyone"
+        assert seat not in self._free_seats, f"seat {seat} is not taken"
         self._free_seats.append(seat)
 
     @property

@@ -173,7 +173,7 @@ class PolicyRuntime:
             seq_lens: [rows], logical tokens including the step's.
             block_table: int32 [rows, blocks], vLLM's.
         """
-        assert self._tables is not None and self.heap is not None, "not attached"
+        assert self._tables is not None, "not attached"
         self._due.clear()
         seats = []
         for index, row in enumerate(rows):
