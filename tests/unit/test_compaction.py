@@ -6,69 +6,141 @@ import pytest
 import torch
 
 from vllm_kvplugins.budgets import parse_allocator
-from vllm_kvplugins.residency.compaction import compact
+from vllm_kvplugins.residency.compaction import CompactedPages, Moves, compact
 from vllm_kvplugins.selection import keep_top
 
 SEED = 7
+BLOCK = 16
+LAYERS, HEADS = 3, 2
+ROWS = LAYERS * HEADS
 
 
-def run(rows: int, candidates: int, block_size: int, counts: torch.Tensor, seed: int):
-    """Compact a heap whose slot (page, s) holds the number page * bs + s."""
+def pairs(pages: torch.Tensor, slots: torch.Tensor) -> set[tuple[int, int]]:
+    return set(zip(pages.tolist(), slots.tolist(), strict=True))
+
+
+def apply(heap: torch.Tensor, after: CompactedPages) -> None:
+    """Run the moves, checking the hazards that the two passes promise to avoid."""
+    direct, staged = after.direct, after.staged
+    targets = pairs(direct.target_page, direct.target_slot)
+    sources = pairs(direct.source_page, direct.source_slot)
+    assert len(targets) == len(direct), "a target is written twice"
+    assert not targets & sources, "direct moves must be free of hazards"
+    later = pairs(staged.source_page, staged.source_slot)
+    assert not targets & later, "a direct move overwrites a staged source"
+    assert len(pairs(staged.target_page, staged.target_slot)) == len(staged)
+    for moves in (direct, staged):
+        buffer = heap[moves.source_page, moves.source_slot]
+        heap[moves.target_page, moves.target_slot] = buffer
+
+
+def check(heap, after, tokens, keep, counts, pool):
+    """Every row holds exactly its kept tokens, in exactly the pool's pages."""
+    owned: list[int] = []
+    for row, count in enumerate(counts.tolist()):
+        mine = after.pages[row, :count]
+        owned += mine.tolist()
+        held = heap[mine].view(-1)
+        assert sorted(held.tolist()) == sorted(tokens[row][keep[row]].tolist())
+        # the heap's numbers are position * ROWS + row
+        told = after.positions[row, : count * BLOCK].long() * ROWS + row
+        assert torch.equal(told, held), "positions name the tokens"
+        assert (after.positions[row, count * BLOCK :] == -1).all()
+    assert sorted(owned) == sorted(pool.tolist()), "the pool is used exactly"
+
+
+def first_compaction(seed: int, name: str, candidates: int, zone: int):
+    """Compact a prompt of ``candidates`` blocks whose slots hold known numbers."""
     generator = torch.Generator().manual_seed(seed)
-    slots = candidates * block_size
-    zone = int(counts.sum()) // rows
-    ids = torch.randperm(rows * candidates + 5, generator=generator)
-    pages = ids[: rows * candidates].view(rows, candidates)
-    heap = torch.arange(ids.numel() * block_size).view(-1, block_size).clone()
-    scores = torch.rand(rows, slots, generator=generator)
-    keep = keep_top(scores, counts * block_size)
-    positions = torch.arange(slots, dtype=torch.int32).expand(rows, -1)
-    before = heap[pages].view(rows, slots)
-    after = compact(keep, counts, pages, positions, zone)
-    for moves in after.phases:
-        targets = set(
-            zip(moves.target_page.tolist(), moves.target_slot.tolist(), strict=True)
-        )
-        sources = set(
-            zip(moves.source_page.tolist(), moves.source_slot.tolist(), strict=True)
-        )
-        assert len(targets) == len(moves), "a target is written twice"
-        assert not targets & sources, "a phase must be free of hazards"
-        heap[moves.target_page, moves.target_slot] = heap[
-            moves.source_page, moves.source_slot
-        ]
-    return keep, before, pages, heap, after, zone
+    slots = candidates * BLOCK
+    pages = torch.randperm(ROWS * (candidates + 9), generator=generator)
+    pages, spare = pages[: ROWS * candidates].view(ROWS, -1), pages[ROWS * candidates :]
+    heap = torch.full((ROWS * (candidates + 9), BLOCK), -1)
+    positions = torch.arange(slots, dtype=torch.int32).expand(ROWS, -1)
+    tokens = positions.long() * ROWS + torch.arange(ROWS)[:, None]
+    heap[pages] = tokens.view(ROWS, candidates, BLOCK)
+    scores = torch.rand(LAYERS, HEADS, slots, generator=generator) ** 6
+    counts = parse_allocator(name).allocate(scores, zone, BLOCK).view(-1)
+    keep = keep_top(scores.view(ROWS, -1), counts * BLOCK)
+    pool = pages[:, candidates - zone :].reshape(-1)
+    owned = torch.full((ROWS,), candidates)
+    after = compact(keep, counts, pages, owned, positions, pool)
+    apply(heap, after)
+    check(heap, after, tokens, keep, counts, pool)
+    return generator, heap, after, counts, spare
 
 
-@pytest.mark.parametrize("name", ["uniform", "head-adaptive", "cross-layer", "pyramid"])
+ALLOCATORS = ["uniform", "head-adaptive", "cross-layer", "pyramid"]
+
+
+@pytest.mark.parametrize("name", ALLOCATORS)
 @pytest.mark.parametrize(("candidates", "zone"), [(2, 1), (9, 4), (9, 8), (30, 3)])
 def test_kept_tokens_survive_and_positions_tell_them(name, candidates, zone):
     for seed in range(SEED, SEED + 20):
         print("seed", seed)
-        generator = torch.Generator().manual_seed(seed)
-        block_size, layers, heads = 16, 3, 2
-        scores = torch.rand(layers, heads, candidates * block_size, generator=generator)
-        counts = parse_allocator(name).allocate(scores**6, zone, block_size).view(-1)
-        keep, before, pages, heap, after, _ = run(
-            layers * heads, candidates, block_size, counts, seed
+        first_compaction(seed, name, candidates, zone)
+
+
+@pytest.mark.parametrize("name", ALLOCATORS)
+@pytest.mark.parametrize("fresh", [1, 3, 6])
+def test_a_second_compaction_survives_any_ownership(name, fresh):
+    """The zone slides: new blocks join, old ones leave, pages change hands."""
+    candidates, zone = 12, 4
+    for seed in range(SEED, SEED + 20):
+        print("seed", seed)
+        generator, heap, before, counts, spare = first_compaction(
+            seed, name, candidates, zone
         )
-        zone_pages = set(pages[:, candidates - zone :].reshape(-1).tolist())
-        owned: list[int] = []
+        tail = spare[: ROWS * fresh].view(ROWS, fresh)
+        old_zone = torch.cat([p[:c] for p, c in zip(before.pages, counts, strict=True)])
+        # blocks leave oldest first: drop as many pages of the zone as joined
+        dropped = min(fresh, zone) * ROWS
+        pool = torch.cat(
+            [old_zone.sort().values[dropped:], tail[:, -zone:].reshape(-1)]
+        )
+
+        most = int(counts.max()) + fresh
+        pages = torch.zeros(ROWS, most, dtype=torch.int64)
+        positions = torch.full((ROWS, most * BLOCK), -1, dtype=torch.int32)
+        tokens = torch.full((ROWS, most * BLOCK), -1)
+        new = torch.arange(
+            candidates * BLOCK, (candidates + fresh) * BLOCK, dtype=torch.int32
+        )
         for row, count in enumerate(counts.tolist()):
-            mine = after.pages[row, :count]
-            owned += mine.tolist()
-            held = heap[mine].view(-1)
-            assert sorted(held.tolist()) == sorted(before[row][keep[row]].tolist())
-            told = after.positions[row, : count * block_size].long()
-            assert torch.equal(before[row][told], held), "positions name the tokens"
-            assert (after.positions[row, count * block_size :] == -1).all()
-        assert sorted(owned) == sorted(zone_pages), "the landing zone is used exactly"
+            pages[row, : count + fresh] = torch.cat(
+                [before.pages[row, :count], tail[row]]
+            )
+            told = torch.cat([before.positions[row, : count * BLOCK], new])
+            positions[row, : told.numel()] = told
+            tokens[row, : told.numel()] = told.long() * ROWS + row
+            heap[tail[row]] = (new.long() * ROWS + row).view(fresh, BLOCK)
+        owned = counts + fresh
+
+        scores = torch.rand(ROWS, most * BLOCK, generator=generator)
+        valid = torch.arange(most * BLOCK) < owned[:, None] * BLOCK
+        scores = scores.masked_fill(~valid, -torch.inf)
+        again = counts[torch.randperm(ROWS, generator=generator)].minimum(owned)
+        again[0] += counts.sum() - again.sum()
+        if int(again[0]) > int(owned[0]):
+            again = counts
+        keep = keep_top(scores, again * BLOCK)
+        after = compact(keep, again, pages, owned, positions, pool)
+        apply(heap, after)
+        check(heap, after, tokens, keep, again, pool)
 
 
 def test_tokens_already_home_do_not_move():
     keep = torch.zeros(1, 4 * 16, dtype=torch.bool)
-    keep[:, 32:] = True  # exactly the landing zone
+    keep[:, 32:] = True  # exactly the pages that stay
     positions = torch.arange(64, dtype=torch.int32).expand(1, -1)
-    after = compact(keep, torch.tensor([2]), torch.arange(4)[None], positions, 2)
-    assert after.phases == ()
+    after = compact(
+        keep,
+        torch.tensor([2]),
+        torch.arange(4)[None],
+        torch.tensor([4]),
+        positions,
+        torch.tensor([2, 3]),
+    )
+    assert len(after.direct) == len(after.staged) == 0
+    assert isinstance(after.direct, Moves)
     assert after.pages.tolist() == [[2, 3]]

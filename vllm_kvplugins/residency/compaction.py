@@ -1,21 +1,22 @@
 """Compaction: which token moves to which slot when a request shrinks.
 
-One request, all layers and KV heads at once. Every (layer, KV head) is a *row*.
-Before, row r has one candidate page per candidate block, in block order; the
-last M of them are its *home pages* in the landing zone. After, it owns
-``counts[r]`` pages: home pages, the newest first to stay, and if it gets more
-than M, pages that other rows gave up.
+One request, all layers and KV heads at once; every (layer, KV head) is a *row*.
+Before, a row owns some pages. After, it owns ``counts[row]`` pages of the *pool*,
+the pages of the blocks that stay. A row keeps those of its own pages that lie in
+the pool, newest first; if it gets more, it takes pages that others gave up.
 
 Tokens that are kept and already sit in a page that the row keeps do not move
 (slot order means nothing to attention). The others fill the holes::
 
-    row keeps 2 of M=3 home pages, kept tokens are upper case
-      candidates   [a B c d] [e f G H] | [i J k l] [m n o P] [Q R s T]
-                                         donated    kept      kept
-      after                                        [B G H P] [Q R J T]
+    kept tokens are upper case; the row keeps 2 of its pages in the pool
+      before  [a B c d] [e f G H] | [i J k l] [m n o P] [Q R s T]
+                 freed    freed      given up   kept      kept
+      after                                   [B G H P] [Q R J T]
 
-Donors are moved before receivers write into what was donated, so no move ever
-reads a slot that an earlier one wrote.
+Two passes make this safe whatever the ownership. *Direct* moves go into holes of
+pages that their row keeps: nobody reads those, so they run in any order. *Staged*
+moves go into pages taken from others, which may hold tokens that have yet to
+move: all of them are read into a buffer before the first is written.
 """
 
 from __future__ import annotations
@@ -27,10 +28,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Token copies that may run in any order; sources and targets are disjoint.
-
-    All four are int64 of the same length.
-    """
+    """Token copies; sources and targets as int64 (page, slot), one length."""
 
     source_page: torch.Tensor
     source_slot: torch.Tensor
@@ -43,17 +41,19 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class CompactedPages:
-    """Result of a compaction, for page tables and for ``explain``.
+    """Result of a compaction.
 
     Attributes:
-        phases: moves to run one after the other.
+        direct: moves to run first, in any order.
+        staged: moves to run next: read all, then write all.
         pages: int64 [rows, most_pages], page ids; row r uses ``counts[r]``.
         counts: int64 [rows], pages owned.
         positions: int32 [rows, most_pages * block_size], RoPE position of the
             token in each slot, -1 beyond ``counts[r] * block_size``.
     """
 
-    phases: tuple[Moves, ...]
+    direct: Moves
+    staged: Moves
     pages: torch.Tensor
     counts: torch.Tensor
     positions: torch.Tensor
@@ -62,92 +62,88 @@ class CompactedPages:
 def compact(
     keep: torch.Tensor,
     counts: torch.Tensor,
-    candidate_pages: torch.Tensor,
+    pages: torch.Tensor,
+    owned: torch.Tensor,
     positions: torch.Tensor,
-    zone_pages: int,
+    pool: torch.Tensor,
 ) -> CompactedPages:
     """Work out the moves of one compaction.
 
     Args:
-        keep: bool [rows, slots], exactly ``counts[r] * block_size`` True in
-            row r; slots = candidate pages * block_size.
-        counts: int64 [rows], pages each row keeps; sum = rows * zone_pages.
-        candidate_pages: int64 [rows, candidates], page ids in block order.
-        positions: int32 [rows, slots], RoPE position per candidate slot.
-        zone_pages: M, home pages per row.
+        keep: bool [rows, most_owned * block_size], exactly
+            ``counts[r] * block_size`` True in row r, none beyond its pages.
+        counts: int64 [rows], pages each row gets, each >= 1.
+        pages: int64 [rows, most_owned], ids of the pages that a row owns now,
+            oldest first.
+        owned: int64 [rows], how many entries of ``pages`` count.
+        positions: int32 [rows, most_owned * block_size], RoPE positions.
+        pool: int64 [sum of counts], distinct ids of the pages that stay.
 
     Cost: a few passes over ``keep``; O(kept tokens) moves. Runs on the device
-        of its inputs; one host sync for the sizes.
+        of its inputs; a handful of host syncs for sizes.
     """
-    rows, candidates = candidate_pages.shape
-    block_size = keep.shape[1] // candidates
-    assert int(counts.sum()) == rows * zone_pages, "pages must balance"
+    rows, most_owned = pages.shape
+    block_size = keep.shape[1] // most_owned
+    assert pool.numel() == int(counts.sum()), "pages must balance"
 
-    pages, home = _pages_after(counts, candidate_pages, zone_pages)
-    most = pages.shape[1]
+    place = torch.arange(most_owned, device=pages.device)
+    in_pool = torch.isin(pages, pool) & (place < owned[:, None])
+    newest_first = in_pool.flip(1).cumsum(1).flip(1)
+    retained = in_pool & (newest_first <= counts[:, None])
+    after = _pages_after(pages, retained, counts, pool)
+    row, old_index = retained.nonzero(as_tuple=True)
+    new_index = retained.cumsum(1)[row, old_index] - 1
 
-    # Tokens that stay where they are, seen from the new page list: the first
-    # home[r] pages of row r are its last home[r] candidate pages.
-    kept_blocks = keep.view(rows, candidates, block_size)
-    place = torch.arange(most, device=keep.device)
-    old_index = (candidates - home[:, None] + place).clamp_(max=candidates - 1)
-    is_home = place < home[:, None]
-    stays = kept_blocks.gather(1, old_index[..., None].expand(-1, -1, block_size))
-    stays = stays & is_home[..., None]
-
-    # Everything else that is kept moves into the holes of the owned pages.
-    page_index = torch.arange(candidates, device=keep.device)
-    away = page_index < candidates - home[:, None]
-    source = (kept_blocks & away[..., None]).view(rows, -1)
-    owned = place < counts[:, None]
-    holes = (owned[..., None] & ~stays).view(rows, -1)
-
-    source_row, source_at = source.nonzero(as_tuple=True)
-    hole_row, hole_at = holes.nonzero(as_tuple=True)
-    assert source_row.numel() == hole_row.numel(), "every mover has a place"
-    # Both lists are ordered by row and balanced per row, so they pair up.
-
-    old_positions = positions.view(rows, candidates, block_size).gather(
-        1, old_index[..., None].expand(-1, -1, block_size)
+    most = after.shape[1]
+    kept_slots = keep.view(rows, most_owned, block_size)
+    old_positions = positions.view(rows, most_owned, block_size)
+    stays = kept_slots.new_zeros(rows, most, block_size)
+    stays[row, new_index] = kept_slots[row, old_index]
+    new_positions = positions.new_full((rows, most, block_size), -1)
+    new_positions[row, new_index] = torch.where(
+        kept_slots[row, old_index], old_positions[row, old_index], -1
     )
-    after = torch.where(stays, old_positions, -1).view(rows, -1)
-    after[hole_row, hole_at] = positions[source_row, source_at]
+    new_positions = new_positions.view(rows, -1)
+
+    # Both lists are ordered by row and balanced per row, so they pair up.
+    movers = (kept_slots & ~retained[..., None]).view(rows, -1)
+    used = torch.arange(most, device=pages.device) < counts[:, None]
+    holes = (used[..., None] & ~stays).view(rows, -1)
+    source_row, source_at = movers.nonzero(as_tuple=True)
+    hole_row, hole_at = holes.nonzero(as_tuple=True)
+    assert torch.equal(source_row, hole_row), "every mover has a place"
+    new_positions[hole_row, hole_at] = positions[source_row, source_at]
 
     moves = Moves(
-        source_page=candidate_pages[source_row, source_at // block_size],
+        source_page=pages[source_row, source_at // block_size],
         source_slot=source_at % block_size,
-        target_page=pages[hole_row, hole_at // block_size],
+        target_page=after[hole_row, hole_at // block_size],
         target_slot=hole_at % block_size,
     )
-    receives = counts[source_row] > zone_pages
-    phases = tuple(p for p in (_where(moves, ~receives), _where(moves, receives)) if p)
-    return CompactedPages(phases, pages, counts, after)
+    own = hole_at // block_size < retained.sum(1)[hole_row]
+    return CompactedPages(
+        _where(moves, own), _where(moves, ~own), after, counts, new_positions
+    )
 
 
 def _pages_after(
-    counts: torch.Tensor, candidate_pages: torch.Tensor, zone_pages: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Page list of every row, and how many of its entries are home pages.
+    pages: torch.Tensor,
+    retained: torch.Tensor,
+    counts: torch.Tensor,
+    pool: torch.Tensor,
+) -> torch.Tensor:
+    """int64 [rows, max(counts)]: retained pages, then pages taken from others.
 
-    A donor keeps its newest home pages, where the window already lies. Donated
-    pages are handed out in row order.
-
-    Returns:
-        int64 [rows, max(counts)] page ids (0 where unused), int64 [rows].
+    What nobody retained is handed out in pool order, row by row.
     """
-    candidates = candidate_pages.shape[1]
     most = int(counts.max())
-    home = counts.clamp(max=zone_pages)
-    place = torch.arange(most, device=counts.device)
-    index = (candidates - home[:, None] + place).clamp_(max=candidates - 1)
-    pages = candidate_pages.gather(1, index)
-    pages.masked_fill_(place >= home[:, None], 0)
-    zone = candidate_pages[:, candidates - zone_pages :]
-    zone_place = torch.arange(zone_pages, device=counts.device)
-    donated = zone[zone_place < (zone_pages - home)[:, None]]
-    wants = (place >= home[:, None]) & (place < counts[:, None])
-    pages[wants] = donated
-    return pages, home
+    home = retained.sum(1)
+    place = torch.arange(most, device=pages.device)
+    after = pages.new_zeros(pages.shape[0], most)
+    after[place < home[:, None]] = pages[retained]
+    unclaimed = pool[~torch.isin(pool, pages[retained])]
+    after[(place >= home[:, None]) & (place < counts[:, None])] = unclaimed
+    return after
 
 
 def _where(moves: Moves, chosen: torch.Tensor) -> Moves:

@@ -240,18 +240,16 @@ class PolicyRuntime:
         positions = torch.arange(
             first * block_size, stop * block_size, dtype=torch.int32, device=keep.device
         ).expand(rows, -1)
+        pages = heap.page_ids(due.blocks[first:stop])
         after = compact(
-            keep, counts, heap.page_ids(due.blocks[first:stop]), positions, zone_pages
+            keep,
+            counts,
+            pages,
+            owned=torch.full_like(counts, pages.shape[1]),
+            positions=positions,
+            pool=pages[:, plan.zone.start - first :].reshape(-1),
         )
-        for moves in after.phases:
-            ops.move_tokens(
-                heap.pages,
-                moves.source_page,
-                moves.source_slot,
-                moves.target_page,
-                moves.target_slot,
-                heap.layout,
-            )
+        move(heap, after)
         self._settle(due, after)
 
     def _scores(self, due: Due, num_slots: int) -> torch.Tensor:
@@ -337,6 +335,32 @@ class PolicyRuntime:
             for layer in positions.view(shape).tolist()
         ]
         return Record(row.request_id, row.prompt_tokens, kept)
+
+
+def move(heap: Heap, after: CompactedPages) -> None:
+    """Carry out a compaction in the heap."""
+    direct, staged = after.direct, after.staged
+    if len(direct):
+        ops.move_tokens(
+            heap.pages,
+            direct.source_page,
+            direct.source_slot,
+            direct.target_page,
+            direct.target_slot,
+            heap.layout,
+        )
+    if len(staged):
+        keys, values = ops.gather_tokens(
+            heap.pages, staged.source_page, staged.source_slot, heap.layout
+        )
+        ops.scatter_tokens(
+            heap.pages,
+            staged.target_page,
+            staged.target_slot,
+            keys,
+            values,
+            heap.layout,
+        )
 
 
 _NO_QUERIES = torch.empty(0, 0, 0)
