@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.policies.base import Geometry, Lengths
-from vllm_kvplugins.residency.plan import BlockSpan, Compaction, ResidencyPlan
+from vllm_kvplugins.residency.plan import (
+    BlockSpan,
+    Compaction,
+    Fold,
+    ResidencyPlan,
+)
 
 BLOCK_SIZES = st.sampled_from([16, 32, 64, 128])
 
@@ -99,6 +104,64 @@ def test_many_compactions_release_in_order():
     assert plan.next_cut(160) is None
 
 
+@st.composite
+def folding_plans(draw: st.DrawFn) -> ResidencyPlan:
+    prompt_blocks = draw(st.integers(1, 60))
+    zone = draw(st.integers(1, 60))
+    prefill = ()
+    held = prompt_blocks
+    if zone < prompt_blocks:
+        blocks = BlockSpan(0, prompt_blocks)
+        kept = BlockSpan(prompt_blocks - zone, prompt_blocks)
+        tokens = prompt_blocks * 32 + draw(st.integers(0, 31))
+        prefill = (Compaction(tokens, blocks, kept),)
+        held = zone
+    keep, every = draw(st.integers(1, 20)), draw(st.integers(1, 8))
+    first = prompt_blocks + max(keep + every - held, 1)
+    if first <= keep:
+        first = keep + 1
+    return ResidencyPlan(32, prefill, fold=Fold(first, every, keep))
+
+
+@given(folding_plans())
+def test_folding_keeps_memory_flat(plan):
+    """After the first fold, however long it generates, held blocks are bounded."""
+    fold = plan.fold
+    start = fold.first_at_block * 32
+    bound = fold.keep_blocks + fold.every_blocks
+    for tokens in range(start, start + 40 * 32, 7):
+        assert plan.resident_blocks(tokens) <= bound
+    assert plan.resident_blocks(start) == fold.keep_blocks
+
+
+@given(folding_plans())
+def test_folding_frees_every_block_exactly_once(plan):
+    horizon = plan.fold.first_at_block * 32 + 2000
+    freed: list[int] = []
+    for index in range(plan.num_done(horizon)):
+        compaction = plan.compaction(index)
+        assert plan.num_done(compaction.at_tokens) == index + 1
+        assert plan.num_done(compaction.at_tokens - 1) == index
+        freed += range(compaction.freed.start, compaction.freed.stop)
+        held = -(-compaction.at_tokens // 32) - len(freed)
+        assert plan.resident_blocks(compaction.at_tokens) == held
+    assert freed == list(range(len(freed))), "oldest first, none twice, none skipped"
+
+
+@given(folding_plans(), st.integers(1, 300))
+def test_folding_cuts_any_chunking(plan, chunk):
+    """Also a resumed request, which prefills its own output, stops at each fold."""
+    computed, seen = 0, 0
+    horizon = plan.fold.first_at_block * 32 + 500
+    while computed < horizon:
+        step = plan.clip_chunk(computed, chunk)
+        assert step > 0
+        if plan.due(computed, computed + step) is not None:
+            seen += 1
+        computed += step
+    assert seen == plan.num_done(computed)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -108,6 +171,13 @@ def test_many_compactions_release_in_order():
         lambda: ResidencyPlan(32, (Compaction(63, BlockSpan(0, 2), BlockSpan(1, 2)),)),
         lambda: ResidencyPlan(
             32, (Compaction(64, BlockSpan(0, 2), BlockSpan(1, 2)),) * 2
+        ),
+        lambda: Fold(4, 0, 2),
+        lambda: Fold(2, 1, 2),
+        lambda: ResidencyPlan(
+            32,
+            (Compaction(99, BlockSpan(0, 3), BlockSpan(1, 3)),),
+            fold=Fold(3, 1, 1),
         ),
     ],
 )

@@ -64,6 +64,34 @@ class Compaction:
 
 
 @dataclass(frozen=True, slots=True)
+class Fold:
+    """Compactions that go on while a request generates.
+
+    Whenever ``every_blocks`` new blocks are full, they and the landing zone are
+    folded into the newest ``keep_blocks`` blocks.
+
+    Attributes:
+        first_at_block: full blocks at the first fold.
+    """
+
+    first_at_block: int
+    every_blocks: int
+    keep_blocks: int
+
+    def __post_init__(self) -> None:
+        if min(self.every_blocks, self.keep_blocks) < 1:
+            raise ValueError(
+                f"a fold keeps and takes at least one block, got {self.keep_blocks} "
+                f"and {self.every_blocks}"
+            )
+        if self.first_at_block <= self.keep_blocks:
+            raise ValueError(
+                f"a fold at block {self.first_at_block} has nothing to free beyond "
+                f"{self.keep_blocks} blocks"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class ResidencyPlan:
     """All compactions of one request, in the order in which they run.
 
@@ -72,11 +100,14 @@ class ResidencyPlan:
         compactions: strictly increasing in ``at_tokens``; empty = all resident.
         queries_needed: how many of the newest queries the policy scores with;
             the scheduler never cuts a prefill chunk inside them.
+        fold: what happens during generation, after ``compactions``; None = the
+            request grows.
     """
 
     block_size: int
     compactions: tuple[Compaction, ...] = ()
     queries_needed: int = 0
+    fold: Fold | None = None
 
     def __post_init__(self) -> None:
         previous_at = 0
@@ -92,6 +123,45 @@ class ResidencyPlan:
                     f"{compaction.at_tokens} computed tokens"
                 )
             previous_at = compaction.at_tokens
+        if self.fold and self.fold.first_at_block * self.block_size <= previous_at:
+            raise ValueError(
+                f"the first fold, at block {self.fold.first_at_block}, lies before "
+                f"the last compaction at {previous_at} tokens"
+            )
+
+    # -- the sequence of compactions ------------------------------------------
+
+    def compaction(self, index: int) -> Compaction:
+        """The ``index``-th compaction; with a fold there is no last one."""
+        if index < len(self.compactions):
+            return self.compactions[index]
+        assert self.fold is not None, f"there is no compaction {index}"
+        step = index - len(self.compactions)
+        stop = self.fold.first_at_block + step * self.fold.every_blocks
+        if step:
+            start = stop - self.fold.every_blocks - self.fold.keep_blocks
+        else:
+            start = self.compactions[-1].zone.start if self.compactions else 0
+        return Compaction(
+            stop * self.block_size,
+            BlockSpan(start, stop),
+            BlockSpan(stop - self.fold.keep_blocks, stop),
+        )
+
+    def num_done(self, computed_tokens: int) -> int:
+        """How many compactions have run at ``computed_tokens``."""
+        done = sum(c.at_tokens <= computed_tokens for c in self.compactions)
+        if self.fold is not None:
+            blocks = computed_tokens // self.block_size
+            past = blocks - self.fold.first_at_block
+            if past >= 0:
+                done += past // self.fold.every_blocks + 1
+        return done
+
+    @property
+    def is_static(self) -> bool:
+        """Whether no compaction ever runs."""
+        return not self.compactions and self.fold is None
 
     # -- what the scheduler asks ---------------------------------------------
 
@@ -110,28 +180,27 @@ class ResidencyPlan:
             return proposed_tokens
         chunk = min(proposed_tokens, cut - computed_tokens)
         left = cut - computed_tokens - chunk
-        if 0 < left < self.queries_needed:
-            chunk -= self.queries_needed - left
+        if self.compactions and 0 < left < self.queries_needed:
+            last_prefill_cut = self.compactions[-1].at_tokens
+            if cut <= last_prefill_cut:
+                chunk -= self.queries_needed - left
         return max(chunk, 0)
 
     def next_cut(self, computed_tokens: int) -> int | None:
         """Token count of the first compaction past ``computed_tokens``."""
-        for compaction in self.compactions:
-            if compaction.at_tokens > computed_tokens:
-                return compaction.at_tokens
-        return None
+        index = self.num_done(computed_tokens)
+        if index >= len(self.compactions) and self.fold is None:
+            return None
+        return self.compaction(index).at_tokens
 
     def due(self, before_tokens: int, after_tokens: int) -> Compaction | None:
         """The compaction that a step from ``before`` to ``after`` completes."""
-        cut = self.next_cut(before_tokens)
-        if cut is None or after_tokens < cut:
+        index = self.num_done(before_tokens)
+        if self.num_done(after_tokens) == index:
             return None
-        assert after_tokens == cut, "a chunk ran past a compaction"
-        return next(c for c in self.compactions if c.at_tokens == cut)
-
-    def done(self, computed_tokens: int) -> tuple[Compaction, ...]:
-        """The compactions that have run at ``computed_tokens``."""
-        return tuple(c for c in self.compactions if c.at_tokens <= computed_tokens)
+        compaction = self.compaction(index)
+        assert after_tokens == compaction.at_tokens, "a chunk ran past a compaction"
+        return compaction
 
     @property
     def exact_prefix_blocks(self) -> int | None:
@@ -139,20 +208,26 @@ class ResidencyPlan:
 
         Only these may be hashed for the prefix cache or taken from it.
         """
-        return self.compactions[0].zone.start if self.compactions else None
+        return None if self.is_static else self.compaction(0).zone.start
 
     # -- sizes ----------------------------------------------------------------
 
     def resident_blocks(self, computed_tokens: int) -> int:
         """Blocks that a request holds after computing ``computed_tokens``."""
         total = -(-computed_tokens // self.block_size)
-        return total - sum(len(c.freed) for c in self.done(computed_tokens))
+        done = self.num_done(computed_tokens)
+        if done == 0:
+            return total
+        if done <= len(self.compactions):
+            return total - sum(len(c.freed) for c in self.compactions[:done])
+        return total - self.compaction(done - 1).zone.start
 
     def peak_blocks(self, total_tokens: int) -> int:
         """Most blocks held at any count up to ``total_tokens``."""
-        counts = [c.at_tokens for c in self.compactions if c.at_tokens <= total_tokens]
-        # Just before a compaction frees, all its candidates are still held.
-        before = [
-            self.resident_blocks(at) + len(self.done(at)[-1].freed) for at in counts
-        ]
-        return max([*before, self.resident_blocks(total_tokens)])
+        held = [self.resident_blocks(total_tokens)]
+        for index in range(self.num_done(total_tokens)):
+            compaction = self.compaction(index)
+            # Just before a compaction frees, all its candidates are still held.
+            after = self.resident_blocks(compaction.at_tokens)
+            held.append(after + len(compaction.freed))
+        return max(held)

@@ -57,16 +57,17 @@ class ResidencyBlockManager(FullAttentionManager):
         blocks = self.req_to_blocks.get(request_id)
         if not blocks:
             return
-        done = self.plan(num_prompt_tokens).done(processed_computed_tokens)
+        plan = self.plan(num_prompt_tokens)
+        done = plan.num_done(processed_computed_tokens)
         freed_up_to = self._freed_up_to.get(request_id, 0)
-        for compaction in done[freed_up_to:]:
-            span = compaction.freed
+        for index in range(freed_up_to, done):
+            span = plan.compaction(index).freed
             held = sum(not block.is_null for block in blocks[span.start : span.stop])
             self._remove_blocks_in_range(request_id, span.start, span.stop)
             self.freed_blocks += held
             self.compactions += 1
-        if len(done) > freed_up_to:
-            self._freed_up_to[request_id] = len(done)
+        if done > freed_up_to:
+            self._freed_up_to[request_id] = done
 
     def cache_blocks(
         self, request: Any, num_tokens: int, *args: Any, **kwargs: Any

@@ -1,0 +1,206 @@
+"""One prompt through a real engine: which positions each KV head keeps.
+
+The engine runs in this process, so that the worker can be asked what its
+compaction kept.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_kvplugins.config import CONFIG_KEY, parse_policy
+from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.policies.base import Geometry
+
+_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# Room beyond the prompt: the answer's token, vLLM's null block, rounding.
+_SPARE_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a policy kept of one prompt.
+
+    Attributes:
+        prompt_token_ids: as the engine saw them.
+        tokens: the same, as text.
+        kept_positions: per layer, per KV head: ascending prompt positions that
+            are resident after prefill.
+    """
+
+    prompt_token_ids: list[int]
+    tokens: list[str]
+    kept_positions: list[list[list[int]]]
+
+
+def explain(
+    model: str,
+    request: dict[str, Any],
+    prompt: str,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    progress: Callable[[str], None] = lambda step: None,
+) -> Explanation:
+    """Prefill a prompt under a policy and read back what stayed.
+
+    Args:
+        model: a folder or a Hugging Face id.
+        request: the policy as ``parse_policy`` takes it.
+        prompt: text, tokenized as vLLM does for a completion (no chat template).
+        dtype: vLLM's ``dtype``.
+        max_model_len: context to run with; None = the model's, of which only
+            as much as the prompt needs is set up.
+        progress: told what is being done, step by step.
+
+    Raises:
+        KVPolicyError: the policy, the model or the prompt cannot be used.
+
+    Cost: start-up of an engine, and prefill of the prompt.
+    """
+    policy = parse_policy(request)
+    options: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "enforce_eager": True,
+        "max_num_seqs": 1,
+        "additional_config": {CONFIG_KEY: request},
+    }
+    with _environment(_IN_PROCESS):
+        progress("importing vLLM")
+        import vllm
+        from vllm.engine.arg_utils import EngineArgs
+
+        from vllm_kvplugins.vllm_adapter import activation, flags
+
+        flags.install()
+        progress("reading the model's configuration")
+        with _refusals(f"vLLM cannot use {model!r}"):
+            config = EngineArgs(**options).create_engine_config()
+            tokenizer = _tokenizer(config.model_config)
+        ids = list(tokenizer.encode(prompt))
+        context = config.model_config.max_model_len
+        _check_length(len(ids), context, model, max_model_len)
+        geometry = activation.geometry_of(config)
+        options |= _room_for(len(ids), context, geometry)
+
+        progress(f"loading {model}")
+        with _refusals(f"vLLM cannot start with {model!r}"):
+            llm = vllm.LLM(**options)
+        try:
+            progress(f"prefilling {len(ids)} tokens under {policy.name}")
+            kept = _prefill(llm, ids, geometry)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+    return Explanation(ids, readable_tokens(tokenizer, ids), kept)
+
+
+def readable_tokens(tokenizer: Any, ids: list[int]) -> list[str]:
+    """Each token's text by itself.
+
+    A token that is only a part of a character reads as U+FFFD. SentencePiece
+    tokenizers drop the space in front of a lone word; it is put back.
+    """
+    pieces = tokenizer.convert_ids_to_tokens(ids)
+    texts = [tokenizer.decode([token_id]) for token_id in ids]
+    return [
+        f" {text}" if str(piece).startswith("▁") and text[:1] != " " else text
+        for piece, text in zip(pieces, texts, strict=True)
+    ]
+
+
+def platform_in_use() -> tuple[str, list[str]]:
+    """The platform that vLLM chose, and why a policy cannot run there, if so."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    from vllm_kvplugins.vllm_adapter import validation
+
+    name = current_platform.device_type or "none"
+    return name, validation.argument_problems(EngineArgs())
+
+
+def _prefill(llm: Any, ids: list[int], geometry: Geometry) -> list[list[list[int]]]:
+    """Kept positions per layer and KV head; all of them without a compaction."""
+    from vllm import SamplingParams
+
+    llm.collective_rpc("kv_policy_record", args=(True,))
+    llm.generate(
+        [{"prompt_token_ids": ids}],
+        SamplingParams(temperature=0.0, max_tokens=1),
+        use_tqdm=False,
+    )
+    (records,) = llm.collective_rpc("kv_policy_take_records")
+    if records:  # the newest one tells what is resident now
+        kept: list[list[list[int]]] = records[-1].kept_positions
+        return kept
+    everything = list(range(len(ids)))
+    return [[everything] * geometry.num_kv_heads for _ in range(geometry.num_layers)]
+
+
+def _tokenizer(model_config: Any) -> Any:
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    return cached_tokenizer_from_config(model_config)
+
+
+def _check_length(tokens: int, context: int, model: str, asked: int | None) -> None:
+    if tokens == 0:
+        raise KVPolicyError("the prompt has no tokens; write some text into the file")
+    if tokens + 1 > context:  # one token must be generated
+        where, remedy = f"the context of {model}, {context}", "shorten the prompt"
+        if asked:
+            where, remedy = f"--max-model-len {asked}", f"raise it or {remedy}"
+        raise KVPolicyError(
+            f"the prompt has {tokens} tokens and needs one more to generate, which "
+            f"does not fit {where}; {remedy}"
+        )
+
+
+def _room_for(tokens: int, context: int, geometry: Geometry) -> dict[str, int]:
+    """A context and a KV cache just large enough, whatever the model's limit."""
+    limit = min(context, tokens + _SPARE_TOKENS)
+    slots = limit + _SPARE_TOKENS
+    return {
+        "max_model_len": limit,
+        "kv_cache_memory_bytes": slots * geometry.kv_bytes_per_token,
+    }
+
+
+@contextmanager
+def _refusals(title: str) -> Iterator[None]:
+    """Turn what vLLM and transformers raise about a model into one message."""
+    try:
+        yield
+    except KVPolicyError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        raise KVPolicyError(f"{title}: {_first_words(error)}") from error
+
+
+def _first_words(error: Exception) -> str:
+    """The message without pydantic's frame, at most three lines."""
+    reports = getattr(error, "errors", None)
+    if callable(reports):
+        return "; ".join(str(item["msg"]) for item in reports())
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "\n".join(lines[:3]) or type(error).__name__
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables, and put them back afterwards."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
