@@ -1,0 +1,187 @@
+// What the CPU and CUDA bindings share: argument checks and error wording.
+//
+// Errors start with "kvp." and the name of the op; the Python side turns those
+// into ValueError. Only stable-ABI headers of torch are used, so that one
+// library serves torch 2.11 and later.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kvp/page_layout.hpp"
+
+namespace kvp::binding {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <typename... Parts>
+[[noreturn]] void fail(const char* op, const Parts&... parts) {
+  std::ostringstream message;
+  message << "kvp." << op << ": ";
+  (message << ... << parts);
+  throw std::runtime_error(message.str());
+}
+
+inline std::string shape_of(const Tensor& tensor) {
+  std::ostringstream text;
+  text << '[';
+  for (std::int64_t i = 0; i < tensor.dim(); ++i) {
+    text << (i ? ", " : "") << tensor.size(i);
+  }
+  text << ']';
+  return text.str();
+}
+
+// A tensor argument of a call, with what error messages say about it.
+struct Argument {
+  const char* op;
+  const char* name;
+  const Tensor& tensor;
+
+  void require_dim(std::int64_t dim) const {
+    if (tensor.dim() != dim) {
+      fail(op, name, " must have ", dim, " dimension(s), got shape ",
+           shape_of(tensor));
+    }
+  }
+
+  void require_type(ScalarType type) const {
+    if (tensor.scalar_type() != type) {
+      fail(op, name, " must be ", torch::headeronly::toString(type), ", got ",
+           torch::headeronly::toString(tensor.scalar_type()));
+    }
+  }
+
+  void require_contiguous() const {
+    if (!tensor.is_contiguous()) fail(op, name, " must be contiguous");
+  }
+
+  void require_device_of(const Tensor& heap) const {
+    if (tensor.is_cpu() != heap.is_cpu() ||
+        tensor.get_device_index() != heap.get_device_index()) {
+      fail(op, name, " must be on the device of the heap");
+    }
+  }
+
+  // A contiguous int64 vector of `size` indices (any size if negative).
+  const std::int64_t* indices(const Tensor& heap, std::int64_t size) const {
+    require_device_of(heap);
+    require_dim(1);
+    require_type(ScalarType::Long);
+    require_contiguous();
+    if (size >= 0 && tensor.size(0) != size) {
+      fail(op, name, " must have ", size, " entries, got ", tensor.size(0));
+    }
+    return tensor.const_data_ptr<std::int64_t>();
+  }
+
+  // A contiguous int64 [rows, pages_per_row] table of page ids.
+  const std::int64_t* table(const Tensor& heap) const {
+    require_device_of(heap);
+    require_dim(2);
+    require_type(ScalarType::Long);
+    require_contiguous();
+    return tensor.const_data_ptr<std::int64_t>();
+  }
+
+  // A contiguous [rows, cols] matrix of the heap's dtype.
+  void require_rows(const Tensor& heap, std::int64_t rows,
+                    std::int64_t cols) const {
+    require_device_of(heap);
+    require_dim(2);
+    require_type(heap.scalar_type());
+    require_contiguous();
+    if (tensor.size(0) != rows || tensor.size(1) != cols) {
+      fail(op, name, " must have shape [", rows, ", ", cols, "], got ",
+           shape_of(tensor));
+    }
+  }
+
+  // A contiguous int32 table of `size` offsets.
+  const std::int32_t* offsets(const Tensor& heap, std::int64_t size) const {
+    require_device_of(heap);
+    require_dim(1);
+    require_type(ScalarType::Int);
+    require_contiguous();
+    if (tensor.size(0) != size) {
+      fail(op, name, " must have page_elems / 2 = ", size, " entries, got ",
+           tensor.size(0));
+    }
+    return tensor.const_data_ptr<std::int32_t>();
+  }
+};
+
+// Sizes of a heap and the shape of its pages, checked.
+struct HeapView {
+  std::int64_t num_pages;
+  std::int64_t page_stride;
+  std::int64_t plane_elems;
+  std::int64_t block_size;
+  std::int64_t head_dim;
+  std::int64_t element_size;  // 2 or 4
+};
+
+// Calls body with a null pointer of the unsigned type of the element's size;
+// read() and write() take it to cast data pointers.
+template <typename Body>
+void with_element(const HeapView& view, const Body& body) {
+  if (view.element_size == 4) {
+    body(static_cast<std::uint32_t*>(nullptr));
+  } else {
+    body(static_cast<std::uint16_t*>(nullptr));
+  }
+}
+
+template <typename Element>
+const Element* read(const Tensor& tensor, Element*) {
+  return static_cast<const Element*>(tensor.const_data_ptr());
+}
+
+template <typename Element>
+Element* write(const Tensor& tensor, Element*) {
+  return static_cast<Element*>(tensor.mutable_data_ptr());
+}
+
+inline HeapView view_heap(const char* op, const Tensor& heap,
+                          std::int64_t block_size) {
+  Argument{op, "heap", heap}.require_dim(2);
+  const ScalarType type = heap.scalar_type();
+  if (type != ScalarType::Float && type != ScalarType::Half &&
+      type != ScalarType::BFloat16) {
+    fail(op, "heap must be float32, float16 or bfloat16, got ",
+         torch::headeronly::toString(type));
+  }
+  const std::int64_t page_elems = heap.size(1);
+  // The stride of a dimension of size 1 carries no meaning.
+  const std::int64_t page_stride =
+      heap.size(0) > 1 ? heap.stride(0) : page_elems;
+  if ((page_elems > 1 && heap.stride(1) != 1) || page_stride < page_elems) {
+    fail(op, "heap must have contiguous pages that do not overlap, got strides [",
+         heap.stride(0), ", ", heap.stride(1), "] for pages of ", page_elems,
+         " elements");
+  }
+  if (block_size <= 0) {
+    fail(op, "block_size must be positive, got ", block_size);
+  }
+  if (page_elems == 0 || page_elems % (2 * block_size) != 0) {
+    fail(op, "heap pages must hold 2 * block_size * head_dim elements, got ",
+         page_elems, " elements with block_size ", block_size);
+  }
+  return HeapView{heap.size(0),
+                  page_stride,
+                  page_elems / 2,
+                  block_size,
+                  page_elems / 2 / block_size,
+                  static_cast<std::int64_t>(heap.element_size())};
+}
+
+}  // namespace kvp::binding

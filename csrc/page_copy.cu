@@ -1,0 +1,151 @@
+// torch bindings of the CUDA page copies; the schemas are in page_copy.cpp.
+//
+// `natural` (and `natural_base`) is the caller's word that the offset tables
+// describe the natural layout: they live on the device, and looking would wait
+// for the stream. The CPU ops look for themselves and ignore it.
+#include "kvp/page_copy.cuh"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/macros.h>
+
+#include <tuple>
+
+#include "binding.hpp"
+
+namespace kvp::binding {
+namespace {
+
+using cuda::DeviceHeap;
+using cuda::DeviceLayout;
+using torch::stable::accelerator::DeviceGuard;
+
+cudaStream_t stream_of(const Tensor& heap) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_get_current_cuda_stream(heap.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// Queues one kernel and reports a failure to launch it.
+template <typename Body>
+void launch(const HeapView& view, const Body& body) {
+  with_element(view, body);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+DeviceLayout layout_of(const char* op, const Tensor& heap, const HeapView& view,
+                       const Tensor& k_offsets, const Tensor& v_offsets,
+                       bool natural) {
+  return DeviceLayout{
+      view.block_size, view.head_dim,
+      Argument{op, "k_offsets", k_offsets}.offsets(heap, view.plane_elems),
+      Argument{op, "v_offsets", v_offsets}.offsets(heap, view.plane_elems),
+      natural};
+}
+
+DeviceHeap heap_of(const HeapView& view) {
+  return DeviceHeap{view.num_pages, view.page_stride};
+}
+
+std::tuple<Tensor, Tensor> gather_tokens_cuda(
+    const Tensor& heap, const Tensor& pages, const Tensor& slots,
+    const Tensor& k_offsets, const Tensor& v_offsets, std::int64_t block_size,
+    bool natural) {
+  const char* op = "gather_tokens";
+  const HeapView view = view_heap(op, heap, block_size);
+  const DeviceLayout layout =
+      layout_of(op, heap, view, k_offsets, v_offsets, natural);
+  const std::int64_t* page = Argument{op, "pages", pages}.indices(heap, -1);
+  const std::int64_t n = pages.size(0);
+  const std::int64_t* slot = Argument{op, "slots", slots}.indices(heap, n);
+  const DeviceGuard guard(heap.get_device_index());
+  Tensor keys = torch::stable::new_empty(heap, {n, view.head_dim});
+  Tensor values = torch::stable::new_empty(heap, {n, view.head_dim});
+  launch(view, [&](auto* tag) {
+    cuda::gather_tokens(read(heap, tag), heap_of(view), page, slot, n, layout,
+                        write(keys, tag), write(values, tag), stream_of(heap));
+  });
+  return {keys, values};
+}
+
+void scatter_tokens_cuda(const Tensor& heap, const Tensor& pages,
+                         const Tensor& slots, const Tensor& keys,
+                         const Tensor& values, const Tensor& k_offsets,
+                         const Tensor& v_offsets, std::int64_t block_size,
+                         bool natural) {
+  const char* op = "scatter_tokens";
+  const HeapView view = view_heap(op, heap, block_size);
+  const DeviceLayout layout =
+      layout_of(op, heap, view, k_offsets, v_offsets, natural);
+  const std::int64_t* page = Argument{op, "pages", pages}.indices(heap, -1);
+  const std::int64_t n = pages.size(0);
+  const std::int64_t* slot = Argument{op, "slots", slots}.indices(heap, n);
+  Argument{op, "keys", keys}.require_rows(heap, n, view.head_dim);
+  Argument{op, "values", values}.require_rows(heap, n, view.head_dim);
+  const DeviceGuard guard(heap.get_device_index());
+  launch(view, [&](auto* tag) {
+    cuda::scatter_tokens(write(heap, tag), heap_of(view), page, slot, n, layout,
+                         read(keys, tag), read(values, tag), stream_of(heap));
+  });
+}
+
+void move_tokens_cuda(const Tensor& heap, const Tensor& src_pages,
+                      const Tensor& src_slots, const Tensor& dst_pages,
+                      const Tensor& dst_slots, const Tensor& k_offsets,
+                      const Tensor& v_offsets, std::int64_t block_size,
+                      bool natural) {
+  const char* op = "move_tokens";
+  const HeapView view = view_heap(op, heap, block_size);
+  const DeviceLayout layout =
+      layout_of(op, heap, view, k_offsets, v_offsets, natural);
+  const std::int64_t* from_page =
+      Argument{op, "src_pages", src_pages}.indices(heap, -1);
+  const std::int64_t n = src_pages.size(0);
+  const std::int64_t* from_slot =
+      Argument{op, "src_slots", src_slots}.indices(heap, n);
+  const std::int64_t* to_page =
+      Argument{op, "dst_pages", dst_pages}.indices(heap, n);
+  const std::int64_t* to_slot =
+      Argument{op, "dst_slots", dst_slots}.indices(heap, n);
+  const DeviceGuard guard(heap.get_device_index());
+  launch(view, [&](auto* tag) {
+    cuda::move_tokens(write(heap, tag), heap_of(view), from_page, from_slot,
+                      to_page, to_slot, n, layout, stream_of(heap));
+  });
+}
+
+Tensor gather_pages_cuda(const Tensor& heap, const Tensor& page_table,
+                         const Tensor& offsets, std::int64_t block_size,
+                         std::int64_t natural_base) {
+  const char* op = "gather_pages";
+  const HeapView view = view_heap(op, heap, block_size);
+  const std::int32_t* table =
+      Argument{op, "offsets", offsets}.offsets(heap, view.plane_elems);
+  if (natural_base > view.plane_elems) {
+    fail(op, "natural_base must be at most page_elems / 2 = ", view.plane_elems,
+         ", got ", natural_base);
+  }
+  const std::int64_t* pages =
+      Argument{op, "page_table", page_table}.table(heap);
+  const DeviceGuard guard(heap.get_device_index());
+  Tensor out = torch::stable::new_empty(
+      heap, {page_table.size(0), page_table.size(1) * view.block_size,
+             view.head_dim});
+  launch(view, [&](auto* tag) {
+    cuda::gather_plane(read(heap, tag), heap_of(view), pages,
+                       page_table.numel(), view.plane_elems, table,
+                       natural_base, write(out, tag), stream_of(heap));
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace kvp::binding
+
+STABLE_TORCH_LIBRARY_IMPL(kvp, CUDA, m) {
+  m.impl("gather_tokens", TORCH_BOX(&kvp::binding::gather_tokens_cuda));
+  m.impl("scatter_tokens", TORCH_BOX(&kvp::binding::scatter_tokens_cuda));
+  m.impl("move_tokens", TORCH_BOX(&kvp::binding::move_tokens_cuda));
+  m.impl("gather_pages", TORCH_BOX(&kvp::binding::gather_pages_cuda));
+}

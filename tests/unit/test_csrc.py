@@ -1,0 +1,53 @@
+"""Builds and runs the C++ tests of the header-only core, and the CUDA compile check."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(command: list[str], **environment: str) -> str:
+    """Output of a command; fails the test with it if the command fails."""
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout}"
+    return done.stdout
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_core_matches_its_definition(tmp_path):
+    """With OpenMP and optimised, as it ships; warnings are errors."""
+    binary = tmp_path / "test_page_copy"
+    warn = ["-Wall", "-Wextra", "-Werror"]
+    flags = ["-std=c++17", "-O3", "-fopenmp", *warn, "-Icsrc/include"]
+    source = "tests/csrc/test_page_copy.cpp"
+    run(["g++", *flags, source, "-o", str(binary)])
+    assert "0 failure(s)" in run([str(binary)], OMP_NUM_THREADS="2")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
+def test_core_under_sanitizers():
+    assert "ok: address" in run(["scripts/check_sanitizers.sh"])
+
+
+@pytest.mark.slow
+def test_cuda_sources_compile():
+    output = run(["scripts/check_cuda_compile.sh"], PYTHON=sys.executable)
+    if output.startswith("skipped"):
+        pytest.skip(output.strip())
+    assert "ok: sm_80" in output
+    assert "ok: sm_90a" in output

@@ -1,0 +1,440 @@
+"""Page operations: compiled and torch versions against the oracles, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvplugins import ops
+from vllm_kvplugins.ops import dispatch, extension, reference
+from vllm_kvplugins.ops.layout import PageLayout
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SIZES = [(16, 64), (32, 80), (64, 128), (128, 64), (5, 3), (1, 1)]
+LAYOUTS = ["natural", "transposed", "permuted"]
+NUM_PAGES = 9
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def backend(request, monkeypatch):
+    """Runs a test with each implementation."""
+    if request.param == "compiled" and (reason := dispatch.load_extension().reason):
+        pytest.skip(f"no compiled ops: {reason}")
+    monkeypatch.setenv("KVP_OPS", request.param)
+    return request.param
+
+
+def make_layout(kind: str, block_size: int, head_dim: int, seed: int) -> PageLayout:
+    if kind == "natural":
+        return PageLayout.natural(block_size, head_dim)
+    if kind == "transposed":
+        return PageLayout.transposed_keys(block_size, head_dim)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(2 * block_size * head_dim, generator=generator).int()
+    half = block_size * head_dim
+    return PageLayout(block_size, head_dim, order[:half].clone(), order[half:].clone())
+
+
+def make_heap(layout: PageLayout, dtype: torch.dtype, seed: int, gap: int = 0):
+    """Pages of random bits, NaN patterns among them, `gap` elements apart."""
+    generator = torch.Generator().manual_seed(seed)
+    size = dtype.itemsize
+    bits = torch.randint(
+        -(2 ** (8 * size - 1)),
+        2 ** (8 * size - 1),
+        (NUM_PAGES, layout.page_elems + gap),
+        generator=generator,
+    )
+    return bits.to(BITS[size]).view(dtype)[:, : layout.page_elems]
+
+
+def make_places(layout: PageLayout, n: int, seed: int):
+    """n distinct (page, slot) pairs in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.randperm(NUM_PAGES * layout.block_size, generator=generator)[:n]
+    assert len(places) == n
+    return places // layout.block_size, places % layout.block_size
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    bits = BITS[expected.dtype.itemsize]
+    assert torch.equal(actual.contiguous().view(bits), expected.contiguous().view(bits))
+
+
+def check_all_ops(layout: PageLayout, dtype: torch.dtype, n: int, seed: int, gap=0):
+    """Every op against its oracle on the same random arguments."""
+    print(f"seed {seed}")
+    heap = make_heap(layout, dtype, seed, gap)
+    pages, slots = make_places(layout, 2 * n, seed)
+    source, target = (pages[:n], slots[:n]), (pages[n:], slots[n:])
+
+    before = heap.clone()
+    keys, values = ops.gather_tokens(heap, *source, layout)
+    expected = reference.gather_tokens(heap, *source, layout)
+    assert_same_bits(keys, expected[0])
+    assert_same_bits(values, expected[1])
+
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randint(NUM_PAGES, (3, n % 5), generator=generator)
+    assert_same_bits(
+        ops.gather_keys(heap, table, layout), reference.gather_keys(heap, table, layout)
+    )
+    assert_same_bits(
+        ops.gather_values(heap, table, layout),
+        reference.gather_values(heap, table, layout),
+    )
+    assert_same_bits(heap, before)
+
+    moved = before.clone()
+    ops.move_tokens(heap, *source, *target, layout)
+    reference.move_tokens(moved, *source, *target, layout)
+    assert_same_bits(heap, moved)
+
+    ops.scatter_tokens(heap, *target, values, keys, layout)
+    reference.scatter_tokens(moved, *target, values, keys, layout)
+    assert_same_bits(heap, moved)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize(("block_size", "head_dim"), SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equals_oracle(backend, dtype, block_size, head_dim, kind):
+    layout = make_layout(kind, block_size, head_dim, seed=block_size)
+    for n in (0, 1, min(37, NUM_PAGES * block_size // 2)):
+        check_all_ops(layout, dtype, n, seed=1000 * block_size + head_dim + n)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_pages_with_gaps_between_them(backend, kind):
+    layout = make_layout(kind, 16, 64, seed=3)
+    check_all_ops(layout, torch.bfloat16, n=20, seed=3, gap=24)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    block_size=st.integers(1, 40),
+    head_dim=st.integers(1, 70),
+    kind=st.sampled_from(LAYOUTS),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
+)
+def test_fuzz_against_oracle(block_size, head_dim, kind, dtype, seed, data):
+    n = data.draw(st.integers(0, NUM_PAGES * block_size // 2))
+    layout = make_layout(kind, block_size, head_dim, seed)
+    for name in available_backends():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KVP_OPS", name)
+            check_all_ops(layout, dtype, n, seed)
+
+
+def available_backends() -> list[str]:
+    return ["torch"] if dispatch.load_extension().reason else ["compiled", "torch"]
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_threads_do_not_change_the_result(backend, kind):
+    """Large enough for the parallel loops; repeated to show races."""
+    layout = make_layout(kind, 128, 128, seed=7)
+    pages, slots = make_places(layout, NUM_PAGES * 128, seed=7)
+    n = len(pages) // 2
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 4, 4, 4):
+            torch.set_num_threads(count)
+            heap = make_heap(layout, torch.float32, seed=7)
+            ops.move_tokens(heap, pages[:n], slots[:n], pages[n:], slots[n:], layout)
+            keys = ops.gather_keys(heap, pages[:8].view(2, 4), layout)
+            results.append((heap, keys))
+    finally:
+        torch.set_num_threads(threads)
+    for heap, keys in results[1:]:
+        assert_same_bits(heap, results[0][0])
+        assert_same_bits(keys, results[0][1])
+
+
+def test_non_contiguous_indices_and_rows(backend):
+    layout = PageLayout.natural(16, 64)
+    heap = make_heap(layout, torch.float32, seed=5)
+    pages, slots = make_places(layout, 40, seed=5)
+    keys, values = ops.gather_tokens(heap, pages[::2], slots[::2], layout)
+    expected = reference.gather_tokens(heap, pages[::2], slots[::2], layout)
+    assert_same_bits(keys, expected[0])
+    table = pages.view(8, 5)[:, 1:3]
+    assert_same_bits(
+        ops.gather_keys(heap, table, layout), reference.gather_keys(heap, table, layout)
+    )
+    wide = torch.stack([keys, values], dim=2)
+    ops.scatter_tokens(
+        heap, pages[1::2], slots[1::2], wide[..., 0], wide[..., 1], layout
+    )
+    stored = ops.gather_tokens(heap, pages[1::2], slots[1::2], layout)
+    assert_same_bits(stored[0], keys)
+    assert_same_bits(stored[1], values)
+
+
+LAYOUT = PageLayout.natural(16, 8)
+
+
+def ids(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def a_heap() -> torch.Tensor:
+    return make_heap(LAYOUT, torch.float32, seed=1)
+
+
+ROWS = torch.zeros(2, 8)
+
+BAD_CALLS = {
+    "page too large": (
+        lambda heap: ops.gather_tokens(heap, ids(0, 9), ids(0, 0), LAYOUT),
+        r"gather_tokens: pages\[1\] is page 9, but the heap has pages 0 to 8",
+    ),
+    "page negative": (
+        lambda heap: ops.scatter_tokens(
+            heap, ids(-1, 0), ids(0, 0), ROWS, ROWS, LAYOUT
+        ),
+        r"scatter_tokens: pages\[0\] is page -1",
+    ),
+    "slot too large": (
+        lambda heap: ops.gather_tokens(heap, ids(0, 1), ids(0, 16), LAYOUT),
+        r"slots\[1\] is slot 16, but pages have slots 0 to 15",
+    ),
+    "slot negative": (
+        lambda heap: ops.move_tokens(heap, ids(0), ids(0), ids(1), ids(-2), LAYOUT),
+        r"move_tokens: dst_slots\[0\] is slot -2",
+    ),
+    "page in table": (
+        lambda heap: ops.gather_keys(heap, ids(0, 77).view(1, 2), LAYOUT),
+        r"page_table\[1\] is page 77",
+    ),
+    "duplicate destination of scatter": (
+        lambda heap: ops.scatter_tokens(heap, ids(3, 3), ids(5, 5), ROWS, ROWS, LAYOUT),
+        r"destination 1 \(page 3, slot 5\) repeats an earlier one",
+    ),
+    "duplicate destination of move": (
+        lambda heap: ops.move_tokens(
+            heap, ids(0, 1, 2), ids(0, 0, 0), ids(4, 5, 4), ids(1, 1, 1), LAYOUT
+        ),
+        r"destination 2 \(page 4, slot 1\) repeats an earlier one",
+    ),
+    "source is destination": (
+        lambda heap: ops.move_tokens(
+            heap, ids(0, 4), ids(0, 1), ids(5, 4), ids(1, 1), LAYOUT
+        ),
+        r"source 1 \(page 4, slot 1\) is also a destination",
+    ),
+    "sizes differ": (
+        lambda heap: ops.gather_tokens(heap, ids(0, 1), ids(0), LAYOUT),
+        r"slots must have 2 entries, got 1",
+    ),
+    "fewer destinations": (
+        lambda heap: ops.move_tokens(
+            heap, ids(0, 1), ids(0, 0), ids(2), ids(0), LAYOUT
+        ),
+        r"dst_pages must have 2 entries, got 1",
+    ),
+    "index dtype": (
+        lambda heap: ops.gather_tokens(heap, ids(0).int(), ids(0), LAYOUT),
+        r"pages must be (Long|int64), got (Int|torch.int32)",
+    ),
+    "index dimensions": (
+        lambda heap: ops.gather_values(heap, ids(0), LAYOUT),
+        r"page_table must have 2 dimension\(s\), got shape \[1\]",
+    ),
+    "rows shape": (
+        lambda heap: ops.scatter_tokens(heap, ids(0), ids(0), ROWS, ROWS, LAYOUT),
+        r"keys must have shape \[1, 8\], got \[2, 8\]",
+    ),
+    "rows dtype": (
+        lambda heap: ops.scatter_tokens(
+            heap, ids(0, 1), ids(0, 0), ROWS, ROWS.half(), LAYOUT
+        ),
+        r"values must be (Float|torch.float32), got (Half|torch.float16)",
+    ),
+    "heap dtype": (
+        lambda heap: ops.gather_tokens(heap.double(), ids(0), ids(0), LAYOUT),
+        r"heap must be float32, float16 or bfloat16, got",
+    ),
+    "heap dimensions": (
+        lambda heap: ops.gather_tokens(heap[0], ids(0), ids(0), LAYOUT),
+        r"heap must have 2 dimension\(s\), got shape \[256\]",
+    ),
+    "heap strides": (
+        lambda heap: ops.gather_tokens(
+            heap.t().contiguous().t(), ids(0), ids(0), LAYOUT
+        ),
+        r"heap must have contiguous pages that do not overlap, got strides \[1, 9\]",
+    ),
+    "heap of another layout": (
+        lambda heap: ops.gather_tokens(heap[:, :251], ids(0), ids(0), LAYOUT),
+        r"heap pages must hold 2 \* block_size \* head_dim elements, got 251",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_bad_arguments_are_refused(backend, case):
+    call, message = BAD_CALLS[case]
+    heap = a_heap()
+    with pytest.raises(ValueError, match=message):
+        call(heap)
+    assert_same_bits(heap, a_heap())  # a refused call leaves the heap alone
+
+
+def test_offsets_outside_the_page_are_refused():
+    """The op itself, which does not see a PageLayout, must stay in the page."""
+    if reason := dispatch.load_extension().reason:
+        pytest.skip(f"no compiled ops: {reason}")
+    table = LAYOUT.k_offsets.clone()
+    table[3] = LAYOUT.page_elems
+    with pytest.raises(RuntimeError, match=r"k_offsets\[3\] is offset 256"):
+        torch.ops.kvp.gather_tokens(
+            a_heap(), ids(0), ids(0), table, LAYOUT.v_offsets, 16
+        )
+
+
+class TestPageLayout:
+    def test_kinds(self):
+        assert PageLayout.natural(16, 64).is_natural
+        layout = PageLayout.transposed_keys(16, 64)
+        assert (layout.keys.kind, layout.values.kind) == ("transposed", "natural")
+        assert layout.values.base == 16 * 64
+        assert not layout.is_natural
+        assert make_layout("permuted", 16, 64, seed=0).keys.kind == "permuted"
+
+    def test_values_before_keys_is_not_natural(self):
+        layout = PageLayout.natural(4, 2)
+        swapped = PageLayout(4, 2, layout.v_offsets, layout.k_offsets)
+        assert swapped.keys.kind == "natural"
+        assert not swapped.is_natural
+
+    def test_transposed_matches_its_definition(self):
+        layout = PageLayout.transposed_keys(16, 64)
+        for slot, dim in ((0, 0), (3, 5), (15, 63)):
+            assert layout.k_offsets[slot * 64 + dim] == dim * 16 + slot
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda k, v: (k.long(), v), "k_offsets must be int32, got torch.int64"),
+            (
+                lambda k, v: (k, v[:-1]),
+                r"v_offsets must have shape .* = \[8\], got \[7\]",
+            ),
+            (lambda k, v: (k, k), "offset 0 is repeated or negative"),
+            (lambda k, v: (k - 1, v), "offset -1 is repeated or negative"),
+            (
+                lambda k, v: (k, v + 1),
+                "every element of a page once; element 8 is miss",
+            ),
+            (lambda k, v: (k, v.repeat_interleave(2)[::2]), "v_offsets must be contig"),
+        ],
+    )
+    def test_bad_tables_are_refused(self, change, message):
+        layout = PageLayout.natural(4, 2)
+        with pytest.raises(ValueError, match=message):
+            PageLayout(4, 2, *change(layout.k_offsets, layout.v_offsets))
+
+    def test_bad_sizes_are_refused(self):
+        with pytest.raises(ValueError, match="block_size must be positive, got 0"):
+            PageLayout.natural(0, 2)
+
+    def test_to_the_same_device_is_free(self):
+        assert LAYOUT.to("cpu") is LAYOUT
+
+
+class TestLoading:
+    @pytest.fixture(autouse=True)
+    def _fresh(self):
+        extension.load_extension.cache_clear()
+        yield
+        extension.load_extension.cache_clear()
+
+    def test_torch_by_request(self, monkeypatch):
+        monkeypatch.setenv("KVP_OPS", "torch")
+        assert ops.backend_in_use() == "torch: KVP_OPS=torch"
+
+    def test_unknown_request(self, monkeypatch):
+        monkeypatch.setenv("KVP_OPS", "fast")
+        with pytest.raises(ValueError, match=r"KVP_OPS must be .*, got 'fast'"):
+            ops.backend_in_use()
+
+    def test_missing_library_is_normal(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(extension, "EXTENSION_PATH", tmp_path / "_C.abi.so")
+        monkeypatch.delenv("KVP_OPS", raising=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert ops.backend_in_use() == "torch: _C.abi.so has not been built"
+        monkeypatch.setenv("KVP_OPS", "compiled")
+        with pytest.raises(
+            RuntimeError, match=r"KVP_OPS=compiled, but _C\.abi\.so has"
+        ):
+            ops.gather_tokens(a_heap(), ids(0), ids(0), LAYOUT)
+
+    def test_broken_library_warns_and_falls_back(self, monkeypatch, tmp_path):
+        broken = tmp_path / "_C.abi.so"
+        broken.write_bytes(b"not a library")
+        monkeypatch.setattr(extension, "EXTENSION_PATH", broken)
+        monkeypatch.delenv("KVP_OPS", raising=False)
+        with pytest.warns(RuntimeWarning, match=r"cannot be used: .*_C.abi.so"):
+            keys, _ = ops.gather_tokens(a_heap(), ids(1), ids(2), LAYOUT)
+        assert_same_bits(
+            keys, reference.gather_tokens(a_heap(), ids(1), ids(2), LAYOUT)[0]
+        )
+        info = ops.extension_info()
+        assert not info["loaded"]
+        assert "cannot be used" in info["reason"]
+
+    def test_library_of_another_version_is_refused(self, monkeypatch):
+        if not extension.EXTENSION_PATH.exists():
+            pytest.skip("the extension has not been built")
+        monkeypatch.setattr(extension, "OPS_VERSION", "0")
+        with pytest.warns(RuntimeWarning, match="ops version 1, this package needs 0"):
+            assert extension.load_extension().reason
+
+    def test_no_kernels_for_other_devices(self, monkeypatch):
+        monkeypatch.delenv("KVP_OPS", raising=False)
+        assert ops.backend_in_use("meta").startswith("torch: ")
+
+    def test_info_of_a_loaded_library(self):
+        info = ops.extension_info()
+        if not info["loaded"]:
+            pytest.skip(f"no compiled ops: {info['reason']}")
+        assert info["build_type"]
+        assert info["cuda"] in (True, False)
+        assert Path(info["path"]).exists()
+
+    def test_library_does_not_link_python(self):
+        if not extension.EXTENSION_PATH.exists():
+            pytest.skip("the extension has not been built")
+        if shutil.which("readelf") is None:
+            pytest.skip("no readelf")
+        dynamic = subprocess.run(
+            ["readelf", "-d", str(extension.EXTENSION_PATH)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert "NEEDED" in dynamic
+        assert "libpython" not in dynamic
+        assert "libtorch_python" not in dynamic
+        assert "RUNPATH" not in dynamic
+
+
+def test_ops_do_not_import_vllm():
+    code = "import sys, vllm_kvplugins.ops; sys.exit('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

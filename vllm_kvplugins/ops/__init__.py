@@ -1,0 +1,27 @@
+"""Copies between pages of the KV cache: compiled if built, in torch otherwise.
+
+``dispatch`` is what the rest of the package calls, ``layout`` describes a page,
+``reference`` holds the oracles. Nothing here imports vLLM.
+"""
+
+from vllm_kvplugins.ops.dispatch import (
+    backend_in_use,
+    extension_info,
+    gather_keys,
+    gather_tokens,
+    gather_values,
+    move_tokens,
+    scatter_tokens,
+)
+from vllm_kvplugins.ops.layout import PageLayout
+
+__all__ = [
+    "PageLayout",
+    "backend_in_use",
+    "extension_info",
+    "gather_keys",
+    "gather_tokens",
+    "gather_values",
+    "move_tokens",
+    "scatter_tokens",
+]

@@ -1,0 +1,96 @@
+"""Finds and loads the compiled extension, once per process."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+EXTENSION_PATH = Path(__file__).parent.parent / "_C.abi.so"
+
+# Counts changes of the op schemas; csrc/page_copy.cpp has the same number. A
+# library left over from another version is refused instead of misused.
+OPS_VERSION = "1"
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """What became of loading the extension.
+
+    Args:
+        reason: why it is not in use; empty if it is.
+        facts: what it says about its own build.
+    """
+
+    reason: str = ""
+    facts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def has_cuda(self) -> bool:
+        """Whether it brings CUDA kernels."""
+        return self.facts.get("cuda") == "1"
+
+
+@functools.cache
+def load_extension() -> Extension:
+    """Load the extension; the first call decides for the process.
+
+    Returns:
+        The outcome. A missing file is normal (the torch versions run instead);
+        a file that cannot be used also gives a RuntimeWarning with the reason.
+    """
+    if not EXTENSION_PATH.exists():
+        return Extension(reason=f"{EXTENSION_PATH.name} has not been built")
+    try:
+        torch.ops.load_library(str(EXTENSION_PATH))
+        text = torch.ops.kvp.build_info()
+    except (OSError, RuntimeError, AttributeError) as error:
+        return _unusable(str(error).strip() or type(error).__name__)
+    facts = dict(pair.split("=", 1) for pair in text.split(";"))
+    if facts.get("ops_version") != OPS_VERSION:
+        return _unusable(
+            f"it was built for ops version {facts.get('ops_version')}, "
+            f"this package needs {OPS_VERSION}"
+        )
+    return Extension(facts=facts)
+
+
+def _unusable(problem: str) -> Extension:
+    reason = f"{EXTENSION_PATH.name} cannot be used: {problem}"
+    warnings.warn(
+        f"{reason}. The slower torch versions run instead; reinstall "
+        "vllm-kvplugins to rebuild it, or delete the file.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return Extension(reason=reason)
+
+
+def compiled_for(device: torch.device) -> tuple[bool, str]:
+    """Whether the compiled ops run on a device, and if not, why.
+
+    The environment variable ``KVP_OPS`` is ``auto`` (default: compiled if
+    possible), ``torch`` (never) or ``compiled`` (fail if impossible).
+
+    Raises:
+        ValueError: ``KVP_OPS`` has another value.
+        RuntimeError: ``KVP_OPS=compiled``, but the compiled ops cannot run.
+    """
+    wanted = os.environ.get("KVP_OPS", "auto")
+    if wanted == "torch":
+        return False, "KVP_OPS=torch"
+    if wanted not in ("auto", "compiled"):
+        raise ValueError(f"KVP_OPS must be auto, torch or compiled, got {wanted!r}")
+    extension = load_extension()
+    reason = extension.reason
+    if not reason and device.type == "cuda" and not extension.has_cuda:
+        reason = "the extension was built without CUDA"
+    if not reason and device.type not in ("cpu", "cuda"):
+        reason = f"the extension does not support {device.type}"
+    if reason and wanted == "compiled":
+        raise RuntimeError(f"KVP_OPS=compiled, but {reason}")
+    return not reason, reason

@@ -1,0 +1,148 @@
+"""Where the elements of one page lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+PlaneKind = Literal["natural", "transposed", "permuted"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plane:
+    """One half of a page: all keys, or all values, of its slots.
+
+    Args:
+        offsets: int32 [block_size * head_dim]; entry ``s * head_dim + d`` is the
+            place of dimension ``d`` of slot ``s``, counted from the page's start.
+        kind: ``natural`` is a row per slot, ``transposed`` a column per slot,
+            ``permuted`` anything else.
+        base: offset of slot 0, dimension 0.
+    """
+
+    offsets: torch.Tensor
+    kind: PlaneKind
+    base: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageLayout:
+    """The order of elements in a page, which the attention kernel dictates.
+
+    ::
+
+        page:  [ keys: block_size * head_dim | values: block_size * head_dim ]
+
+    Args:
+        block_size: slots per page.
+        head_dim: elements per key, and per value.
+        k_offsets, v_offsets: int32 [block_size * head_dim], contiguous, on the
+            device of the heap; together they name every element of a page once.
+
+    Raises:
+        ValueError: a size is not positive, a table has another dtype, shape or
+            device, or the tables are not a permutation of the page.
+
+    Cost: one sort of ``2 * block_size * head_dim`` offsets at construction, and
+        a host sync if they are on an accelerator.
+    """
+
+    block_size: int
+    head_dim: int
+    k_offsets: torch.Tensor
+    v_offsets: torch.Tensor
+    keys: Plane = field(init=False, repr=False)
+    values: Plane = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "head_dim"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("k_offsets", "v_offsets"):
+            _check_table(name, getattr(self, name), self.page_elems // 2)
+        if self.k_offsets.device != self.v_offsets.device:
+            raise ValueError(
+                f"k_offsets is on {self.k_offsets.device}, "
+                f"v_offsets on {self.v_offsets.device}"
+            )
+        seen = torch.cat([self.k_offsets, self.v_offsets]).sort().values
+        wrong = (seen != torch.arange(self.page_elems, device=seen.device)).nonzero()
+        if len(wrong):
+            i = int(wrong[0])
+            found = int(seen[i])
+            raise ValueError(
+                "k_offsets and v_offsets must name every element of a page once; "
+                + (
+                    f"element {i} is missing"
+                    if found > i
+                    else f"offset {found} is repeated or negative"
+                )
+            )
+        object.__setattr__(self, "keys", self._plane(self.k_offsets))
+        object.__setattr__(self, "values", self._plane(self.v_offsets))
+
+    def _plane(self, offsets: torch.Tensor) -> Plane:
+        base = int(offsets[0])
+        table = (offsets - base).view(self.block_size, self.head_dim)
+        row_major = torch.arange(
+            offsets.numel(), dtype=torch.int32, device=offsets.device
+        )
+        if torch.equal(table.reshape(-1), row_major):
+            return Plane(offsets, "natural", base)
+        if torch.equal(table.t().reshape(-1), row_major):
+            return Plane(offsets, "transposed", base)
+        return Plane(offsets, "permuted", base)
+
+    @property
+    def page_elems(self) -> int:
+        """Elements in a page, keys and values together."""
+        return 2 * self.block_size * self.head_dim
+
+    @property
+    def is_natural(self) -> bool:
+        """Whether a page is ``[2, block_size, head_dim]`` in memory."""
+        return (
+            self.keys.kind == self.values.kind == "natural"
+            and self.keys.base == 0
+            and self.values.base == self.page_elems // 2
+        )
+
+    @classmethod
+    def natural(cls, block_size: int, head_dim: int) -> PageLayout:
+        """Keys and values both ``[block_size, head_dim]``; CUDA backends."""
+        elements = torch.arange(2 * block_size * head_dim, dtype=torch.int32)
+        half = block_size * head_dim
+        return cls(
+            block_size, head_dim, elements[:half].clone(), elements[half:].clone()
+        )
+
+    @classmethod
+    def transposed_keys(cls, block_size: int, head_dim: int) -> PageLayout:
+        """Keys ``[head_dim, block_size]``, values natural; x86 CPU without AMX."""
+        elements = torch.arange(2 * block_size * head_dim, dtype=torch.int32)
+        half = block_size * head_dim
+        keys = elements[:half].view(head_dim, block_size).t().reshape(-1)
+        return cls(block_size, head_dim, keys.clone(), elements[half:].clone())
+
+    def to(self, device: torch.device | str) -> PageLayout:
+        """The same layout with its tables on ``device``; itself if they are there."""
+        k_offsets = self.k_offsets.to(device)
+        if k_offsets is self.k_offsets:
+            return self
+        return PageLayout(
+            self.block_size, self.head_dim, k_offsets, self.v_offsets.to(device)
+        )
+
+
+def _check_table(name: str, table: torch.Tensor, size: int) -> None:
+    if table.dtype != torch.int32:
+        raise ValueError(f"{name} must be int32, got {table.dtype}")
+    if table.shape != (size,):
+        raise ValueError(
+            f"{name} must have shape [block_size * head_dim] = [{size}], "
+            f"got {list(table.shape)}"
+        )
+    if not table.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {table.stride()}")

@@ -1,0 +1,83 @@
+"""Oracles of the page operations: plain loops over tokens, dimensions by table.
+
+Slow on purpose and written apart from the fast versions, so that the two can
+disagree. Tests compare every other implementation with these bit for bit; no
+other code should call them. They check nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_kvplugins.ops.layout import PageLayout
+
+
+def gather_tokens(
+    heap: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, layout: PageLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Oracle of :func:`vllm_kvplugins.ops.dispatch.gather_tokens`."""
+    keys = heap.new_empty(len(pages), layout.head_dim)
+    values = heap.new_empty(len(pages), layout.head_dim)
+    for i, (page, slot) in enumerate(zip(pages.tolist(), slots.tolist(), strict=True)):
+        keys[i] = heap[page][_row(layout.k_offsets, slot, layout)]
+        values[i] = heap[page][_row(layout.v_offsets, slot, layout)]
+    return keys, values
+
+
+def scatter_tokens(
+    heap: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layout: PageLayout,
+) -> None:
+    """Oracle of :func:`vllm_kvplugins.ops.dispatch.scatter_tokens`."""
+    for i, (page, slot) in enumerate(zip(pages.tolist(), slots.tolist(), strict=True)):
+        heap[page][_row(layout.k_offsets, slot, layout)] = keys[i]
+        heap[page][_row(layout.v_offsets, slot, layout)] = values[i]
+
+
+def move_tokens(
+    heap: torch.Tensor,
+    src_pages: torch.Tensor,
+    src_slots: torch.Tensor,
+    dst_pages: torch.Tensor,
+    dst_slots: torch.Tensor,
+    layout: PageLayout,
+) -> None:
+    """Oracle of :func:`vllm_kvplugins.ops.dispatch.move_tokens`."""
+    for i in range(len(src_pages)):
+        one = slice(i, i + 1)
+        keys, values = gather_tokens(heap, src_pages[one], src_slots[one], layout)
+        scatter_tokens(heap, dst_pages[one], dst_slots[one], keys, values, layout)
+
+
+def gather_keys(
+    heap: torch.Tensor, page_table: torch.Tensor, layout: PageLayout
+) -> torch.Tensor:
+    """Oracle of :func:`vllm_kvplugins.ops.dispatch.gather_keys`."""
+    return _all_slots(heap, page_table, layout)[0]
+
+
+def gather_values(
+    heap: torch.Tensor, page_table: torch.Tensor, layout: PageLayout
+) -> torch.Tensor:
+    """Oracle of :func:`vllm_kvplugins.ops.dispatch.gather_values`."""
+    return _all_slots(heap, page_table, layout)[1]
+
+
+def _all_slots(
+    heap: torch.Tensor, page_table: torch.Tensor, layout: PageLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of every slot of every listed page, in order."""
+    rows, per_row = page_table.shape
+    pages = page_table.reshape(-1).repeat_interleave(layout.block_size)
+    slots = torch.arange(layout.block_size).repeat(rows * per_row)
+    shape = (rows, per_row * layout.block_size, layout.head_dim)
+    keys, values = gather_tokens(heap, pages, slots, layout)
+    return keys.view(shape), values.view(shape)
+
+
+def _row(offsets: torch.Tensor, slot: int, layout: PageLayout) -> torch.Tensor:
+    return offsets[slot * layout.head_dim : (slot + 1) * layout.head_dim].long()

@@ -1,0 +1,133 @@
+"""The page operations in torch, for machines without the compiled extension.
+
+Vectorised over tokens: each operation is a handful of indexing calls. They
+trust their arguments (``checks.py``).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_kvplugins.ops.layout import PageLayout, Plane
+
+# Offset tables are expanded to int64 indices for this many elements at a time
+# (128 MiB of indices), so that scratch memory does not grow with the call.
+_MAX_INDICES = 1 << 24
+
+
+def gather_tokens(
+    heap: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, layout: PageLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`vllm_kvplugins.ops.dispatch.gather_tokens`."""
+    return (
+        _load(heap, pages, slots, layout.keys, layout),
+        _load(heap, pages, slots, layout.values, layout),
+    )
+
+
+def scatter_tokens(
+    heap: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layout: PageLayout,
+) -> None:
+    """See :func:`vllm_kvplugins.ops.dispatch.scatter_tokens`."""
+    _store(heap, pages, slots, layout.keys, layout, keys)
+    _store(heap, pages, slots, layout.values, layout, values)
+
+
+def move_tokens(
+    heap: torch.Tensor,
+    src_pages: torch.Tensor,
+    src_slots: torch.Tensor,
+    dst_pages: torch.Tensor,
+    dst_slots: torch.Tensor,
+    layout: PageLayout,
+) -> None:
+    """See :func:`vllm_kvplugins.ops.dispatch.move_tokens`."""
+    for plane in (layout.keys, layout.values):
+        rows = _load(heap, src_pages, src_slots, plane, layout)
+        _store(heap, dst_pages, dst_slots, plane, layout, rows)
+
+
+def gather_plane(
+    heap: torch.Tensor, page_table: torch.Tensor, plane: Plane, layout: PageLayout
+) -> torch.Tensor:
+    """One plane of whole pages, in natural order.
+
+    Args:
+        heap: [num_pages, page_elems].
+        page_table: int64 [rows, pages_per_row].
+        plane: ``layout.keys`` or ``layout.values``.
+        layout: order of elements in a page.
+
+    Returns:
+        [rows, pages_per_row * block_size, head_dim], contiguous.
+    """
+    rows, per_row = page_table.shape
+    shape = (rows, per_row * layout.block_size, layout.head_dim)
+    view = _affine_view(heap, plane, layout)
+    if view is not None:
+        return view[page_table].reshape(shape).contiguous()
+    pages = heap.index_select(0, page_table.reshape(-1))
+    return pages.index_select(1, plane.offsets).view(shape)
+
+
+def _affine_view(
+    heap: torch.Tensor, plane: Plane, layout: PageLayout
+) -> torch.Tensor | None:
+    """The plane of all pages as a view [num_pages, block_size, head_dim].
+
+    None where the order of elements is not expressible as strides.
+    """
+    if plane.kind == "permuted":
+        return None
+    half = heap[:, plane.base : plane.base + layout.page_elems // 2]
+    if plane.kind == "natural":
+        return half.unflatten(1, (layout.block_size, layout.head_dim))
+    return half.unflatten(1, (layout.head_dim, layout.block_size)).transpose(1, 2)
+
+
+def _load(
+    heap: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    plane: Plane,
+    layout: PageLayout,
+) -> torch.Tensor:
+    """[n, head_dim] rows of one plane."""
+    view = _affine_view(heap, plane, layout)
+    if view is not None:
+        return view[pages, slots]
+    rows = heap.new_empty(len(pages), layout.head_dim)
+    for part, columns in _indices(slots, plane, layout):
+        rows[part] = heap[pages[part, None], columns]
+    return rows
+
+
+def _store(
+    heap: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    plane: Plane,
+    layout: PageLayout,
+    rows: torch.Tensor,
+) -> None:
+    """Write [n, head_dim] rows to one plane."""
+    view = _affine_view(heap, plane, layout)
+    if view is not None:
+        view[pages, slots] = rows
+        return
+    for part, columns in _indices(slots, plane, layout):
+        heap[pages[part, None], columns] = rows[part]
+
+
+def _indices(slots: torch.Tensor, plane: Plane, layout: PageLayout):
+    """Slices of tokens, each with its offsets [tokens, head_dim], int64."""
+    table = plane.offsets.view(layout.block_size, layout.head_dim)
+    step = max(1, _MAX_INDICES // layout.head_dim)
+    for start in range(0, len(slots), step):
+        part = slice(start, start + step)
+        yield part, table[slots[part]].long()
