@@ -58,6 +58,11 @@ class Budget:
             )
         return cls(num_bytes=int(float(match[1]) * _UNITS[match[2]]))
 
+    @classmethod
+    def parse_optional(cls, value: Any) -> Budget | None:
+        """As ``parse``, but None stays None."""
+        return None if value is None else cls.parse(value)
+
     def resolve(self, prompt_tokens: int, kv_bytes_per_token: int) -> int:
         """Tokens per KV head for a prompt of ``prompt_tokens``; at least 1."""
         if self.tokens is not None:
@@ -86,7 +91,11 @@ class PageAllocator(BaseModel, ABC):
 
     @abstractmethod
     def allocate(
-        self, scores: torch.Tensor, pages_per_head: int, block_size: int
+        self,
+        scores: torch.Tensor,
+        pages_per_head: int,
+        block_size: int,
+        available: torch.Tensor,
     ) -> torch.Tensor:
         """Pages per (layer, KV head).
 
@@ -95,10 +104,12 @@ class PageAllocator(BaseModel, ABC):
                 ``block_size``, ``inf`` marks what must stay.
             pages_per_head: M, the average.
             block_size: slots per page.
+            available: int64 [layers, kv_heads], pages that each row has to
+                choose from; nobody gets more.
 
         Returns:
-            int64 [layers, kv_heads], each in [1, slots / block_size], with
-            sum exactly ``M * layers * kv_heads``.
+            int64 [layers, kv_heads], each in [1, available], with sum exactly
+            ``M * layers * kv_heads``.
         """
 
 
@@ -109,7 +120,11 @@ class Uniform(PageAllocator):
     uniform: ClassVar[bool] = True
 
     def allocate(
-        self, scores: torch.Tensor, pages_per_head: int, block_size: int
+        self,
+        scores: torch.Tensor,
+        pages_per_head: int,
+        block_size: int,
+        available: torch.Tensor,
     ) -> torch.Tensor:
         shape = scores.shape[:2]
         return torch.full(shape, pages_per_head, dtype=torch.int64)
@@ -126,14 +141,18 @@ class Pyramid(PageAllocator):
     beta: float = Field(default=20.0, gt=1.0, description="Average over top layer.")
 
     def allocate(
-        self, scores: torch.Tensor, pages_per_head: int, block_size: int
+        self,
+        scores: torch.Tensor,
+        pages_per_head: int,
+        block_size: int,
+        available: torch.Tensor,
     ) -> torch.Tensor:
-        layers, heads, slots = scores.shape
+        layers, heads = scores.shape[:2]
         top = pages_per_head / self.beta
         share = torch.linspace(2 * pages_per_head - top, top, layers).double()
         wanted = share[:, None].expand(layers, heads).contiguous()
         total = pages_per_head * layers * heads
-        return round_to_pages(wanted, total, slots // block_size)
+        return round_to_pages(wanted, total, available)
 
 
 class HeadAdaptive(PageAllocator):
@@ -147,12 +166,20 @@ class HeadAdaptive(PageAllocator):
     safeguard: float = Field(default=0.2, ge=0.0, le=1.0)
 
     def allocate(
-        self, scores: torch.Tensor, pages_per_head: int, block_size: int
+        self,
+        scores: torch.Tensor,
+        pages_per_head: int,
+        block_size: int,
+        available: torch.Tensor,
     ) -> torch.Tensor:
         wanted = _share_of_top(scores, pages_per_head, block_size, self.safeguard)
         per_layer = pages_per_head * scores.shape[1]
-        pages = scores.shape[2] // block_size
-        return torch.stack([round_to_pages(w, per_layer, pages) for w in wanted])
+        return torch.stack(
+            [
+                round_to_pages(layer, per_layer, most)
+                for layer, most in zip(wanted, available, strict=True)
+            ]
+        )
 
 
 class CrossLayer(PageAllocator):
@@ -162,13 +189,17 @@ class CrossLayer(PageAllocator):
     safeguard: float = Field(default=0.2, ge=0.0, le=1.0)
 
     def allocate(
-        self, scores: torch.Tensor, pages_per_head: int, block_size: int
+        self,
+        scores: torch.Tensor,
+        pages_per_head: int,
+        block_size: int,
+        available: torch.Tensor,
     ) -> torch.Tensor:
         layers, heads, slots = scores.shape
         flat = scores.reshape(1, layers * heads, slots)
         wanted = _share_of_top(flat, pages_per_head, block_size, self.safeguard)
         total = pages_per_head * layers * heads
-        counts = round_to_pages(wanted[0], total, slots // block_size)
+        counts = round_to_pages(wanted[0], total, available.reshape(-1))
         return counts.view(layers, heads)
 
 
@@ -214,13 +245,15 @@ def _share_of_top(
     return safeguard * pages_per_head + (1 - safeguard) * free
 
 
-def round_to_pages(wanted: torch.Tensor, total: int, most: int) -> torch.Tensor:
+def round_to_pages(
+    wanted: torch.Tensor, total: int, most: torch.Tensor
+) -> torch.Tensor:
     """Whole pages near ``wanted`` with an exact sum (largest remainder).
 
     Args:
         wanted: float64, any shape; fractional pages.
         total: the exact sum asked for.
-        most: largest entry; the smallest is 1.
+        most: int64, shape of ``wanted``; largest entries. The smallest is 1.
 
     Returns:
         int64, shape of ``wanted``. Deterministic: ties go to the lower index.
@@ -228,22 +261,21 @@ def round_to_pages(wanted: torch.Tensor, total: int, most: int) -> torch.Tensor:
     Raises:
         ValueError: no such rounding exists.
     """
-    flat = wanted.reshape(-1).double()
-    if not flat.numel() <= total <= flat.numel() * most:
+    flat, limit = wanted.reshape(-1).double(), most.reshape(-1)
+    if not flat.numel() <= total <= int(limit.sum()):
         raise ValueError(
-            f"{total} pages do not fit {flat.numel()} heads of 1 to {most} pages"
+            f"{total} pages do not fit {flat.numel()} heads with 1 to "
+            f"{limit.tolist()} pages"
         )
-    counts = flat.floor().clamp(1, most).long()
+    counts = flat.floor().long().clamp(min=1).minimum(limit)
     while (missing := total - int(counts.sum())) != 0:
         # Furthest from its wish first; one page each, as often as needed.
         distance = flat - counts
-        if missing > 0:
-            order = distance.masked_fill(counts >= most, -torch.inf)
-            movable = int((counts < most).sum())
-        else:
-            order = (-distance).masked_fill(counts <= 1, -torch.inf)
-            movable = int((counts > 1).sum())
+        movable = counts < limit if missing > 0 else counts > 1
+        order = (distance if missing > 0 else -distance).masked_fill(
+            ~movable, -torch.inf
+        )
         chosen = order.sort(descending=True, stable=True).indices
-        chosen = chosen[: min(abs(missing), movable)]
+        chosen = chosen[: min(abs(missing), int(movable.sum()))]
         counts[chosen] += 1 if missing > 0 else -1
     return counts.view(wanted.shape)

@@ -15,7 +15,10 @@ _MAX_TILE = 1 << 22
 
 
 def window_votes(
-    queries: torch.Tensor, keys: torch.Tensor, scale: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    valid: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Mean attention that the newest queries pay to each earlier slot.
 
@@ -28,9 +31,11 @@ def window_votes(
             belong to the last ``window`` slots.
         keys: [num_kv_heads, num_slots, head_dim], after RoPE.
         scale: softmax scale.
+        valid: bool [num_kv_heads, num_slots], slots that hold a token; None =
+            all.
 
     Returns:
-        float32 [num_kv_heads, group, num_slots - window].
+        float32 [num_kv_heads, group, num_slots - window]; 0 at invalid slots.
 
     Raises:
         ValueError: the window is not smaller than the number of slots.
@@ -58,6 +63,8 @@ def window_votes(
         logits = logits.to(torch.float32).mul_(scale)
         logits = logits.view(-1, group, window, num_slots)
         logits[..., num_slots - window :].masked_fill_(future, -torch.inf)
+        if valid is not None:
+            logits.masked_fill_(~valid[heads, None, None], -torch.inf)
         weights = torch.softmax(logits, dim=-1)
         votes[heads] = weights[..., : num_slots - window].mean(dim=2)
     return votes
@@ -96,6 +103,86 @@ def mark_window(scores: torch.Tensor, num_slots: int) -> torch.Tensor:
         float32 [num_kv_heads, num_slots], ``inf`` in the window.
     """
     return F.pad(scores, (0, num_slots - scores.shape[-1]), value=torch.inf)
+
+
+def valid_keys(keys: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    """The keys, zero where there is no token (what lies there may be NaN).
+
+    Args:
+        keys: [num_kv_heads, num_slots, head_dim].
+        valid: bool [num_kv_heads, num_slots], or None if all are.
+    """
+    return keys if valid is None else keys.masked_fill(~valid.unsqueeze(2), 0)
+
+
+def drop_invalid(scores: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    """The scores, ``-inf`` where there is no token.
+
+    Args:
+        scores: float32 [num_kv_heads, num_slots].
+        valid: bool, same shape, or None if all are.
+    """
+    return scores if valid is None else scores.masked_fill(~valid, -torch.inf)
+
+
+def cluster_mean(
+    values: torch.Tensor, clusters: torch.Tensor, num_clusters: int
+) -> torch.Tensor:
+    """Replace every value by the mean over its cluster.
+
+    ProtoKV, equation 18. Sums are of 64-bit integers in units of a power of two
+    far below float32 precision of the largest value, so they do not depend on
+    the order of additions: the same input gives the same output with atomics too.
+
+    Args:
+        values: float32 [rows, n], finite.
+        clusters: int64 [rows, n], each in ``[0, num_clusters)``.
+        num_clusters: of each row; rows do not mix.
+
+    Returns:
+        float32 [rows, n]; bitwise equal within a cluster.
+
+    Cost: two passes over the values, one ``num_clusters``-sized table per row.
+    """
+    num_rows, num_values = values.shape
+    # |sum| < num_values * 2 ** bits <= 2 ** 62
+    bits = 62 - num_values.bit_length()
+    peak = values.abs().amax(dim=-1, keepdim=True).double()
+    _, exponent = torch.frexp(peak)
+    unit = torch.exp2(exponent.double() - bits)
+    whole = (values.double() / unit).round().long()
+    table = whole.new_zeros(num_rows, num_clusters)
+    sums = table.scatter_add(1, clusters, whole)
+    sizes = table.scatter_add(1, clusters, torch.ones_like(clusters))
+    means = (sums.double() / sizes.clamp(min=1) * unit).to(torch.float32)
+    return means.gather(1, clusters)
+
+
+def mean_over_heads(
+    scores: torch.Tensor, places: torch.Tensor, valid: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Replace every score by the mean over all heads' slots of the same place.
+
+    For policies that decide once per layer. Slots are matched by place, not by
+    index, because KV heads may hold different tokens.
+
+    Args:
+        scores: float32 [num_kv_heads, num_slots], finite where valid.
+        places: int64, same shape, not negative where valid; positions, or
+            numbers of chunks of positions.
+        valid: bool, same shape, or None if all are.
+
+    Returns:
+        float32, same shape; equal for equal places, 0 where invalid.
+    """
+    if valid is not None:
+        scores = scores.masked_fill(~valid, 0)
+        # They share a place of their own.
+        places = (places + 1).masked_fill(~valid, 0)
+    # Places are numbered anew, so that the table is as long as the slots.
+    found, clusters = torch.unique(places, return_inverse=True)
+    flat = cluster_mean(scores.reshape(1, -1), clusters.view(1, -1), found.numel())
+    return flat.view_as(scores)
 
 
 def slot_tiles(num_slots: int, entries_per_slot: int) -> list[slice]:

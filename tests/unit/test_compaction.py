@@ -60,7 +60,8 @@ def first_compaction(seed: int, name: str, candidates: int, zone: int):
     tokens = positions.long() * ROWS + torch.arange(ROWS)[:, None]
     heap[pages] = tokens.view(ROWS, candidates, BLOCK)
     scores = torch.rand(LAYERS, HEADS, slots, generator=generator) ** 6
-    counts = parse_allocator(name).allocate(scores, zone, BLOCK).view(-1)
+    everything = torch.full((LAYERS, HEADS), candidates)
+    counts = parse_allocator(name).allocate(scores, zone, BLOCK, everything).view(-1)
     keep = keep_top(scores.view(ROWS, -1), counts * BLOCK)
     pool = pages[:, candidates - zone :].reshape(-1)
     owned = torch.full((ROWS,), candidates)

@@ -45,7 +45,17 @@ def test_the_guide_s_own_policy_works(monkeypatch):
         policy = parse_policy({"name": "loud-values", "recent": 3, "budget": 8})
         values = torch.rand(2, 40, 16, generator=torch.Generator().manual_seed(0))
         positions = torch.arange(40).expand(2, -1)
-        view = LayerView(0, values, positions, values, 1.0, lambda: values)
+        view = LayerView(
+            layer=0,
+            keys=values,
+            positions=positions,
+            valid=None,
+            queries=values,
+            query_positions=positions[0],
+            scale=1.0,
+            observed=None,
+            load_values=lambda: values,
+        )
         scores = policy.score(view)
         assert torch.isinf(scores[:, -3:]).all()
         assert torch.equal(scores[:, :37], values.norm(dim=-1)[:, :37])

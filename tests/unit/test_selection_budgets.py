@@ -13,6 +13,11 @@ from vllm_kvplugins.selection import keep_top
 SEED = 20261121
 
 
+def full(scores: torch.Tensor) -> torch.Tensor:
+    """Every row has all its pages to choose from."""
+    return torch.full(scores.shape[:2], scores.shape[2] // 32)
+
+
 def by_sorting(scores: list[float], count: int) -> list[bool]:
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
     return [i in order[:count] for i in range(len(scores))]
@@ -47,7 +52,8 @@ def test_keep_top_refuses_nan_and_impossible_counts():
 )
 def test_rounding_is_exact_and_bounded(wanted, most, random):
     total = random.randint(len(wanted), len(wanted) * most)
-    pages = round_to_pages(torch.tensor(wanted), total, most)
+    limit = torch.full((len(wanted),), most)
+    pages = round_to_pages(torch.tensor(wanted), total, limit)
     assert int(pages.sum()) == total
     assert int(pages.min()) >= 1
     assert int(pages.max()) <= most
@@ -60,26 +66,40 @@ def test_allocators_hand_out_exactly_what_there_is(name, pages):
     generator = torch.Generator().manual_seed(SEED + pages)
     scores = torch.rand(6, 3, 16 * 32, generator=generator) ** 4
     scores[:, :, -32:] = torch.inf
-    counts = parse_allocator(name).allocate(scores, pages, 32)
+    counts = parse_allocator(name).allocate(scores, pages, 32, full(scores))
     assert counts.shape == (6, 3)
     assert int(counts.sum()) == pages * 6 * 3
     assert int(counts.min()) >= 1
     assert int(counts.max()) <= 16
 
 
+@pytest.mark.parametrize("name", sorted(set(ALLOCATORS) - {"uniform"}))
+def test_nobody_gets_more_pages_than_it_has(name):
+    print("seed", SEED)
+    generator = torch.Generator().manual_seed(SEED)
+    scores = torch.rand(6, 3, 16 * 32, generator=generator) ** 4
+    available = torch.randint(5, 17, (6, 3), generator=generator)
+    place = torch.arange(16 * 32)
+    scores[place >= available[..., None] * 32] = -torch.inf
+    counts = parse_allocator(name).allocate(scores, 4, 32, available)
+    assert int(counts.sum()) == 4 * 18
+    assert bool((counts <= available).all())
+
+
 def test_adaptive_allocators_follow_the_scores():
     scores = torch.zeros(2, 2, 8 * 32)
     scores[0, 1, : 6 * 32] = 1.0  # this head has all the mass
-    within = parse_allocator("head-adaptive").allocate(scores, 3, 32)
+    within = parse_allocator("head-adaptive").allocate(scores, 3, 32, full(scores))
     assert within[0, 1] > within[0, 0]
     assert within.sum(1).tolist() == [6, 6], "a layer keeps its own share"
     scores[1, 0, : 4 * 32] = 0.5
-    across = parse_allocator("cross-layer").allocate(scores, 3, 32)
+    across = parse_allocator("cross-layer").allocate(scores, 3, 32, full(scores))
     assert across[0, 1] > across[1, 0] > across[0, 0]
 
 
 def test_pyramid_narrows_upwards():
-    counts = parse_allocator("pyramid").allocate(torch.zeros(8, 2, 64 * 32), 8, 32)
+    scores = torch.zeros(8, 2, 64 * 32)
+    counts = parse_allocator("pyramid").allocate(scores, 8, 32, full(scores))
     per_layer = counts.sum(1).tolist()
     assert per_layer == sorted(per_layer, reverse=True)
     assert per_layer[0] > per_layer[-1]

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, Flag, auto
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -29,7 +29,12 @@ from vllm_kvplugins.budgets import (
     Uniform,
     parse_allocator,
 )
-from vllm_kvplugins.residency.plan import BlockSpan, Compaction, ResidencyPlan
+from vllm_kvplugins.residency.plan import (
+    BlockSpan,
+    Compaction,
+    Fold,
+    ResidencyPlan,
+)
 
 
 class Trigger(Flag):
@@ -37,6 +42,8 @@ class Trigger(Flag):
 
     NEVER = 0
     PREFILL_END = auto()
+    PREFILL_CHUNK = auto()
+    DECODE_STEP = auto()
 
 
 class Retention(Enum):
@@ -74,21 +81,35 @@ class Lengths:
 class LayerView:
     """One request, one layer, read-only, all slots up to now.
 
+    In ``score`` slots are in order of position, newest last; KV heads with fewer
+    slots than others start with invalid ones. In ``observe`` they are as they
+    lie in the cache.
+
     Attributes:
         layer: index of the layer, 0 first.
         keys: [num_kv_heads, num_slots, head_dim], after RoPE, cache dtype.
-        positions: int64 [num_kv_heads, num_slots], RoPE position of each slot.
+        positions: int64 [num_kv_heads, num_slots], RoPE position of each slot,
+            -1 where there is none.
+        valid: bool [num_kv_heads, num_slots], whether there is a token; None
+            when all are. Invalid keys and values hold anything.
         queries: [num_q_heads, num_queries, head_dim], after RoPE, newest last;
-            ``num_queries`` is what the policy's ``queries_needed`` asked for.
+            in ``score`` as many as ``queries_needed`` asks for (fewer when the
+            compaction before was closer), in ``observe`` those of the step.
+            They belong to the newest slots.
+        query_positions: int64 [num_queries].
         scale: softmax scale of the layer.
+        observed: what ``observe`` last returned for this layer, or None.
         load_values: reads the values when first asked; see ``values``.
     """
 
     layer: int
     keys: torch.Tensor
     positions: torch.Tensor
+    valid: torch.Tensor | None
     queries: torch.Tensor
+    query_positions: torch.Tensor
     scale: float
+    observed: Any
     load_values: Callable[[], torch.Tensor] = field(repr=False)
 
     @property
@@ -106,6 +127,7 @@ class KVCachePolicy(BaseModel, ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     triggers: ClassVar[Trigger]
+    observes: ClassVar[Trigger] = Trigger.NEVER
     retention: ClassVar[Retention] = Retention.DROP
 
     @property
@@ -130,6 +152,17 @@ class KVCachePolicy(BaseModel, ABC):
             stay (a window, sinks), ``-inf`` slots that must go.
         """
         raise AssertionError(f"{self.name} has no compaction, so nothing to score")
+
+    def observe(self, view: LayerView) -> Any:
+        """Look at a step without changing anything; see ``observes``.
+
+        Called once per layer when the step's tokens have attended.
+
+        Returns:
+            The new ``view.observed``, for ``score`` and the next ``observe``;
+            dropped with the request.
+        """
+        raise AssertionError(f"{self.name} observes nothing")
 
     def page_allocator(self) -> PageAllocator:
         """How a compaction shares pages between layers and KV heads."""
@@ -166,6 +199,19 @@ class Compressor(KVCachePolicy):
         + ".",
     )
 
+    decode_budget: Annotated[Budget | None, BeforeValidator(Budget.parse_optional)] = (
+        Field(
+            default=None,
+            description="Tokens kept per KV head while generating; null: what is "
+            "generated stays.",
+        )
+    )
+    fold_blocks: int = Field(
+        default=4,
+        ge=1,
+        description="With decode_budget: blocks generated between compactions.",
+    )
+
     def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
         prompt_tokens, block_size = lengths.prompt_tokens, geometry.block_size
         full_blocks = prompt_tokens // block_size
@@ -175,29 +221,49 @@ class Compressor(KVCachePolicy):
         )
         tail_tokens = prompt_tokens - full_blocks * block_size
         zone_blocks = max(-(-(budget_tokens - tail_tokens) // block_size), 1)
-        if zone_blocks >= full_blocks:
-            return ResidencyPlan(block_size)
-        return ResidencyPlan(
-            block_size,
-            (
-                Compaction(
-                    at_tokens=prompt_tokens,
-                    candidates=BlockSpan(0, full_blocks),
-                    zone=BlockSpan(full_blocks - zone_blocks, full_blocks),
-                ),
-            ),
-            queries_needed=self.queries_needed,
+        held_blocks = min(zone_blocks, full_blocks)
+        fold = self._fold(full_blocks, held_blocks, lengths, geometry)
+        if held_blocks == full_blocks:
+            return ResidencyPlan(block_size, fold=fold)
+        compaction = Compaction(
+            at_tokens=prompt_tokens,
+            candidates=BlockSpan(0, full_blocks),
+            zone=BlockSpan(full_blocks - zone_blocks, full_blocks),
         )
+        return ResidencyPlan(block_size, (compaction,), fold)
+
+    def _fold(
+        self,
+        full_blocks: int,
+        held_blocks: int,
+        lengths: Lengths,
+        geometry: Geometry,
+    ) -> Fold | None:
+        """Compactions while generating, from the block at which they are due."""
+        if self.decode_budget is None:
+            return None
+        tokens = max(
+            self.decode_budget.resolve(
+                lengths.prompt_tokens, geometry.kv_bytes_per_token
+            ),
+            self.minimum_budget_tokens,
+        )
+        keep_blocks = -(-tokens // geometry.block_size)
+        grow = max(keep_blocks + self.fold_blocks - held_blocks, 1)
+        return Fold(full_blocks + grow, self.fold_blocks, keep_blocks)
 
     def page_allocator(self) -> PageAllocator:
         return self.allocator
 
     def problems(self) -> list[str]:
         floor = self.minimum_budget_tokens
-        if self.budget.tokens is not None and self.budget.tokens < floor:
-            return [
-                f"budget {self.budget.tokens} is below the {floor} tokens that "
-                f"{self.name} always keeps (its sinks and window); raise the "
-                "budget or shrink them"
-            ]
-        return []
+        found = []
+        for setting in ("budget", "decode_budget"):
+            budget = getattr(self, setting)
+            if budget and budget.tokens is not None and budget.tokens < floor:
+                found.append(
+                    f"{setting} {budget.tokens} is below the {floor} tokens that "
+                    f"{self.name} always keeps (its sinks and window); raise the "
+                    "budget or shrink them"
+                )
+        return found

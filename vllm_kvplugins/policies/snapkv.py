@@ -36,7 +36,7 @@ class SnapKV(Compressor):
         return self.window + 1
 
     def score(self, view: LayerView) -> torch.Tensor:
-        votes = window_votes(view.queries, view.keys, view.scale)
+        votes = window_votes(view.queries, view.keys, view.scale, view.valid)
         votes = pool_votes(votes, self.kernel_size, self.pooling)
         return mark_window(votes.mean(dim=1), view.keys.shape[1])
 

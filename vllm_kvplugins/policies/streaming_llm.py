@@ -15,7 +15,8 @@ class StreamingLLM(Compressor):
 
     Differs from the paper: keys keep the RoPE position at which they were
     computed (as in kvpress) instead of being re-rotated to their place in the
-    cache, and the window slides once, at the end of the prompt.
+    cache, and the window slides when the request is compacted, not at every
+    token.
     """
 
     name: ClassVar[str] = "streaming-llm"

@@ -98,6 +98,22 @@ class PageTables:
         self._tail_block[seat] = tail_block
         return seat
 
+    def zone(self, seat: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Landing-zone pages of a seat, as ``seat`` took them.
+
+        Returns:
+            int64 [layers * kv_heads, most] heap page ids, int64 [layers * kv_heads].
+        """
+        repeats = self.num_layers // self.scopes
+        shape = (self.scopes * self.num_kv_heads, -1)
+        pages = self._zone_pages[seat].long().reshape(shape).repeat(repeats, 1)
+        counts = self._zone_counts[seat].reshape(-1).repeat(repeats)
+        if self.scopes == 1:
+            layer = torch.arange(self.num_layers, device=self.device)
+            base = layer * self.num_blocks * self.num_kv_heads
+            pages += base.repeat_interleave(self.num_kv_heads)[:, None]
+        return pages, counts
+
     def leave(self, seat: int) -> None:
         """Return a seat; its contents are overwritten by whoever sits down next."""
         assert seat > 0, "seat 0 belongs to everyone"

@@ -98,15 +98,12 @@ class ResidencyPlan:
     Attributes:
         block_size: tokens per block.
         compactions: strictly increasing in ``at_tokens``; empty = all resident.
-        queries_needed: how many of the newest queries the policy scores with;
-            the scheduler never cuts a prefill chunk inside them.
         fold: what happens during generation, after ``compactions``; None = the
             request grows.
     """
 
     block_size: int
     compactions: tuple[Compaction, ...] = ()
-    queries_needed: int = 0
     fold: Fold | None = None
 
     def __post_init__(self) -> None:
@@ -166,25 +163,13 @@ class ResidencyPlan:
     # -- what the scheduler asks ---------------------------------------------
 
     def clip_chunk(self, computed_tokens: int, proposed_tokens: int) -> int:
-        """Largest chunk <= ``proposed_tokens`` that respects the next cut.
-
-        A chunk ends at the next compaction at the latest, and never leaves
-        fewer than ``queries_needed`` tokens before it: the chunk that reaches
-        the compaction must hold all the queries that score it.
-
-        Returns:
-            Tokens to schedule now; 0 means wait for a larger token budget.
-        """
+        """Largest chunk <= ``proposed_tokens``: one ends at the next compaction."""
         cut = self.next_cut(computed_tokens)
-        if cut is None:
-            return proposed_tokens
-        chunk = min(proposed_tokens, cut - computed_tokens)
-        left = cut - computed_tokens - chunk
-        if self.compactions and 0 < left < self.queries_needed:
-            last_prefill_cut = self.compactions[-1].at_tokens
-            if cut <= last_prefill_cut:
-                chunk -= self.queries_needed - left
-        return max(chunk, 0)
+        return (
+            proposed_tokens
+            if cut is None
+            else min(proposed_tokens, cut - computed_tokens)
+        )
 
     def next_cut(self, computed_tokens: int) -> int | None:
         """Token count of the first compaction past ``computed_tokens``."""

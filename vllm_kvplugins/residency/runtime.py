@@ -1,12 +1,12 @@
 """The worker's side: follows requests through steps and compacts them.
 
-No vLLM here: the adapter tells it which rows a step has, hands it the queries
-that the policy asked for, and calls it when the step's forward pass is over.
+No vLLM here: the adapter tells it which rows a step has, hands it each layer's
+queries, and calls it when the step's forward pass is over.
 
 A request's life::
 
-    begin_step ── row reaches a compaction? ──> remember which queries to keep
-    keep_queries (once per layer, in the attention call)
+    begin_step ── which rows near a compaction? which does the policy observe?
+    after_attention (once per layer) ── keep their queries, let the policy observe
     end_step ──> keys from pages -> policy scores -> allocator -> moves -> seat
     begin_step ... page tables now come from the seat
     forget (finished, aborted, preempted) ──> seat returned
@@ -16,104 +16,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
-from vllm_kvplugins.ops import dispatch as ops
-from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.policies.base import (
     Geometry,
     KVCachePolicy,
     LayerView,
     Lengths,
+    Trigger,
 )
 from vllm_kvplugins.residency.compaction import CompactedPages, compact
+from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.page_table import FlatTable, PageTables
-from vllm_kvplugins.residency.plan import Compaction, ResidencyPlan
+from vllm_kvplugins.residency.plan import ResidencyPlan
+from vllm_kvplugins.residency.requests import (
+    Due,
+    PageList,
+    Record,
+    Resident,
+    Row,
+    Tracked,
+    Window,
+)
 from vllm_kvplugins.selection import keep_top
-
-
-@dataclass(frozen=True, slots=True)
-class Heap:
-    """The whole KV cache as one array of pages.
-
-    Attributes:
-        pages: [num_layers * num_blocks * num_kv_heads, page_elems], page id
-            ``(layer * num_blocks + block) * num_kv_heads + kv_head``.
-        layout: where K and V of a slot lie inside a page.
-    """
-
-    pages: torch.Tensor
-    layout: PageLayout
-    num_layers: int
-    num_blocks: int
-    num_kv_heads: int
-
-    def __post_init__(self) -> None:
-        expected = self.num_layers * self.num_blocks * self.num_kv_heads
-        if self.pages.shape != (expected, self.layout.page_elems):
-            raise ValueError(
-                f"heap of {tuple(self.pages.shape)} is not {expected} pages of "
-                f"{self.layout.page_elems} elements"
-            )
-
-    def page_ids(self, blocks: torch.Tensor) -> torch.Tensor:
-        """int64 [layers * kv_heads, blocks]: the pages of these blocks."""
-        layer = torch.arange(self.num_layers, device=blocks.device)[:, None, None]
-        head = torch.arange(self.num_kv_heads, device=blocks.device)[None, :, None]
-        ids = (layer * self.num_blocks + blocks.long()) * self.num_kv_heads + head
-        return ids.reshape(-1, blocks.numel())
-
-
-@dataclass(slots=True)
-class Row:
-    """One request in one step.
-
-    Attributes:
-        computed_tokens: before the step.
-        new_tokens: computed by the step.
-        first_query: index of its first token among the step's tokens.
-    """
-
-    request_id: str
-    prompt_tokens: int
-    computed_tokens: int
-    new_tokens: int
-    first_query: int
-
-
-@dataclass(slots=True)
-class Resident:
-    """What the worker knows of a compacted request."""
-
-    seat: int
-    compacted_at: int
-    # int32 [layers * kv_heads, slots], RoPE positions; -1 = unused slot
-    positions: torch.Tensor
-
-
-@dataclass(slots=True)
-class Due:
-    """A compaction that the running step completes."""
-
-    row: Row
-    compaction: Compaction
-    blocks: torch.Tensor  # int64, physical ids of all blocks up to the cut
-    first_query: int
-    num_queries: int
-    # per layer: [num_q_heads, num_queries, head_dim]
-    queries: dict[int, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Record:
-    """A finished compaction, kept when someone asked for it (``explain``)."""
-
-    request_id: str
-    prompt_tokens: int
-    # per layer, per KV head: ascending kept prompt positions
-    kept_positions: list[list[list[int]]]
 
 
 class PolicyRuntime:
@@ -128,12 +54,16 @@ class PolicyRuntime:
         self.policy = policy
         self.geometry = geometry
         self.heap: Heap | None = None
-        self.scales: list[float] = []
         self.records: list[Record] | None = None
-        self.compression_seconds: list[float] = []
+        self._scales: list[float] = []
+        self._seconds: list[float] = []
         self._tables: PageTables | None = None
-        self._residents: dict[str, Resident] = {}
+        self._requests: dict[str, Tracked] = {}
         self._due: list[Due] = []
+        # this step's rows whose queries are kept: window, first token, how many
+        self._kept: list[tuple[Window, int, int]] = []
+        # this step's rows that the policy observes, with what they own
+        self._seen: list[tuple[Row, PageList]] = []
         self._plans: dict[int, ResidencyPlan] = {}
 
     # -- start-up ---------------------------------------------------------
@@ -141,7 +71,7 @@ class PolicyRuntime:
     def attach(self, heap: Heap, scales: Sequence[float]) -> None:
         """Learn where the cache lies. ``scales``: softmax scale per layer."""
         self.heap = heap
-        self.scales = list(scales)
+        self._scales = list(scales)
         self._tables = PageTables(
             heap.num_layers,
             heap.num_kv_heads,
@@ -166,201 +96,300 @@ class PolicyRuntime:
     def begin_step(
         self, rows: Sequence[Row], seq_lens: torch.Tensor, block_table: torch.Tensor
     ) -> FlatTable:
-        """Page tables for a step, and note which rows it brings to a compaction.
+        """Page tables for a step, and note what it means for the policy.
 
         Args:
-            rows: the step's requests, in batch order.
+            rows: the step's requests, in batch order; empty for a dummy batch,
+                which then reads plain blocks.
             seq_lens: [rows], logical tokens including the step's.
             block_table: int32 [rows, blocks], vLLM's.
         """
         assert self._tables is not None, "not attached"
-        self._due.clear()
-        seats = []
+        self._due, self._kept, self._seen = [], [], []
+        seats = [0] * seq_lens.numel()
         for index, row in enumerate(rows):
-            resident = self._residents.get(row.request_id)
-            if resident and row.computed_tokens < resident.compacted_at:
-                # Preempted since, and computed anew from the start.
-                self.forget([row.request_id])
-                resident = None
-            seats.append(resident.seat if resident else 0)
-            after = row.computed_tokens + row.new_tokens
-            compaction = self.plan(row.prompt_tokens).due(row.computed_tokens, after)
-            if compaction is not None:
-                self._due.append(self._make_due(row, compaction, block_table[index]))
+            resident = self._resident(row)
+            if resident is not None:
+                seats[index] = resident.seat
+            plan = self.plan(row.prompt_tokens)
+            if not plan.is_static:
+                self._note(row, plan, block_table[index])
         seat_ids = torch.tensor(seats, dtype=torch.int64, device=block_table.device)
         return self._tables.build(seat_ids, seq_lens, block_table)
 
-    def _make_due(self, row: Row, compaction: Compaction, blocks: torch.Tensor) -> Due:
-        wanted = self.plan(row.prompt_tokens).queries_needed
-        assert row.new_tokens >= wanted, "the scheduler cut inside the window"
-        stop = row.first_query + row.new_tokens
-        used = -(-compaction.at_tokens // self.geometry.block_size)
-        return Due(row, compaction, blocks[:used].long().clone(), stop - wanted, wanted)
+    def _resident(self, row: Row) -> Resident | None:
+        """The row's landing zone; forgotten if it is being computed anew."""
+        tracked = self._requests.get(row.request_id)
+        if tracked is None or tracked.resident is None:
+            return None
+        if row.computed_tokens < tracked.resident.compacted_at:
+            self.forget([row.request_id])
+            return None
+        return tracked.resident
 
-    @property
-    def wants_queries(self) -> bool:
-        """Whether this step's attention calls must hand over queries."""
-        return any(due.num_queries for due in self._due)
+    def _note(self, row: Row, plan: ResidencyPlan, blocks: torch.Tensor) -> None:
+        """Queries to keep, observations to make, a compaction to run."""
+        cut = plan.next_cut(row.computed_tokens)
+        assert cut is None or row.after_tokens <= cut, "a step ran past a compaction"
+        if cut is not None:
+            self._note_window(row, plan, cut)
+            if row.after_tokens == cut:
+                compaction = plan.due(row.computed_tokens, row.after_tokens)
+                assert compaction is not None
+                self._due.append(Due(row, compaction, blocks.long().clone()))
+        decoding = row.computed_tokens >= row.prompt_tokens
+        phase = Trigger.DECODE_STEP if decoding else Trigger.PREFILL_CHUNK
+        if phase in self.policy.observes:
+            self._seen.append((row, self._owned(row, blocks.long())))
 
-    def keep_queries(self, layer: int, queries: torch.Tensor) -> None:
-        """Keep what the due compactions need of one layer's queries.
+    def _note_window(self, row: Row, plan: ResidencyPlan, cut: int) -> None:
+        """Keep those of the step's queries that score the compaction at ``cut``.
+
+        A window never reaches past the compaction before.
+        """
+        done = plan.num_done(row.computed_tokens)
+        previous = plan.compaction(done - 1).at_tokens if done else 0
+        opens = max(cut - self.policy.queries_needed, previous)
+        start = max(row.computed_tokens, opens)
+        if start >= row.after_tokens:
+            return
+        tracked = self._requests.setdefault(row.request_id, Tracked())
+        window = tracked.window
+        if window is None or (window.at_tokens, window.gathered) != (
+            cut,
+            start - opens,
+        ):
+            assert start == opens, "queries of the window are missing"
+            window = tracked.window = Window(cut)
+        count = row.after_tokens - start
+        window.gathered += count
+        self._kept.append(
+            (window, row.first_query + start - row.computed_tokens, count)
+        )
+
+    def after_attention(self, layer: int, queries: torch.Tensor) -> None:
+        """Called when a layer has attended, with the step's queries.
 
         Args:
             queries: [step tokens, num_q_heads, head_dim], after RoPE.
         """
-        for due in self._due:
-            part = queries[due.first_query : due.first_query + due.num_queries]
-            due.queries[layer] = part.transpose(0, 1).contiguous()
+        for window, first, count in self._kept:
+            part = queries[first : first + count].transpose(0, 1)
+            window.queries.setdefault(layer, []).append(part.contiguous())
+        for row, owned in self._seen:
+            tracked = self._requests.setdefault(row.request_id, Tracked())
+            part = queries[row.first_query : row.first_query + row.new_tokens]
+            view = self._view(
+                layer, owned, row.after_tokens, part.transpose(0, 1), tracked
+            )
+            tracked.observed[layer] = self.policy.observe(view)
 
     def end_step(self) -> None:
-        """Run the compactions that this step completed; nothing else to do
-        costs nothing. Call when all layers have attended."""
-        if not self._due:
-            return
+        """Run the compactions that this step completed; call when all layers
+        have attended. Costs nothing when there are none."""
         due_now, self._due = self._due, []
         for due in due_now:
             began = time.perf_counter()
             self._compact(due)
-            self.compression_seconds.append(time.perf_counter() - began)
+            self._seconds.append(time.perf_counter() - began)
 
-    def _compact(self, due: Due) -> None:
+    # -- compaction -----------------------------------------------------------
+
+    def _owned(self, row: Row, blocks: torch.Tensor) -> PageList:
+        """All pages of a request after this step, its partial last one included."""
         assert self.heap is not None
         assert self._tables is not None
-        plan, heap = due.compaction, self.heap
-        first, stop = plan.candidates.start, plan.candidates.stop
-        block_size = heap.layout.block_size
-        rows = heap.num_layers * heap.num_kv_heads
-        num_slots = len(plan.candidates) * block_size
+        tracked = self._requests.get(row.request_id)
+        resident = tracked.resident if tracked else None
+        first = resident.tail_block if resident else 0
+        used = -(-row.after_tokens // self.geometry.block_size)
+        plain = PageList.of_blocks(self.heap, blocks[first:used], first)
+        if resident is None:
+            return plain
+        return plain.after(*self._tables.zone(resident.seat), resident.positions)
 
-        scores = self._scores(due, num_slots)
-        zone_pages = len(plan.zone)
-        counts = self.policy.page_allocator().allocate(scores, zone_pages, block_size)
-        counts = counts.to(scores.device).view(rows)
-        keep = keep_top(scores.view(rows, num_slots), counts * block_size)
-        positions = torch.arange(
-            first * block_size, stop * block_size, dtype=torch.int32, device=keep.device
-        ).expand(rows, -1)
-        pages = heap.page_ids(due.blocks[first:stop])
+    def _view(
+        self,
+        layer: int,
+        owned: PageList,
+        tokens: int,
+        queries: torch.Tensor,
+        tracked: Tracked,
+        order: torch.Tensor | None = None,
+    ) -> LayerView:
+        """One layer of a request whose newest token has position tokens - 1.
+
+        Args:
+            order: int64 [kv_heads, slots], sequence in which to show the slots;
+                None = as they lie.
+        """
+        heap = self.heap
+        assert heap is not None
+        rows = self._rows(layer)
+        positions = self._positions(owned, rows, tokens)
+        slots = positions.shape[1]
+        pages = owned.pages[rows, : -(-slots // self.geometry.block_size)]
+
+        def shown(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor[:, :slots]
+            if order is None:
+                return tensor
+            return tensor.gather(1, order[..., None].expand_as(tensor))
+
+        if order is not None:
+            positions = positions.gather(1, order)
+        return LayerView(
+            layer=layer,
+            keys=shown(heap.keys(pages)),
+            positions=positions,
+            valid=positions >= 0 if bool((positions < 0).any()) else None,
+            queries=queries,
+            query_positions=torch.arange(
+                tokens - queries.shape[1], tokens, device=pages.device
+            ),
+            scale=self._scales[layer],
+            observed=tracked.observed.get(layer),
+            load_values=lambda: shown(heap.values(pages)),
+        )
+
+    def _rows(self, layer: int) -> slice:
+        heads = self.geometry.num_kv_heads
+        return slice(layer * heads, (layer + 1) * heads)
+
+    def _positions(self, owned: PageList, rows: slice, tokens: int) -> torch.Tensor:
+        """int64 [kv_heads, longest], -1 where a row has no token."""
+        size = self.geometry.block_size
+        lengths = owned.owned[rows] * size - (-tokens % size)
+        longest = int(lengths.max())
+        place = torch.arange(longest, device=lengths.device)
+        positions = owned.positions[rows, :longest].long()
+        return positions.masked_fill(place >= lengths[:, None], -1)
+
+    def _compact(self, due: Due) -> None:
+        heap, row, compaction = self.heap, due.row, due.compaction
+        assert heap is not None
+        size = self.geometry.block_size
+        owned = self._owned(row, due.blocks)
+        # the partial last page is the tail; it does not compete
+        competing = owned.owned - int(row.after_tokens % size > 0)
+        scores = self._scores(due, owned, competing)
+        counts = self.policy.page_allocator().allocate(
+            scores,
+            len(compaction.zone),
+            size,
+            competing.view(heap.num_layers, heap.num_kv_heads).cpu(),
+        )
+        counts = counts.to(scores.device).view(heap.rows)
+        keep = keep_top(scores.view(heap.rows, -1), counts * size)
+        most = int(competing.max())
         after = compact(
             keep,
             counts,
-            pages,
-            owned=torch.full_like(counts, pages.shape[1]),
-            positions=positions,
-            pool=pages[:, plan.zone.start - first :].reshape(-1),
+            owned.pages[:, :most],
+            competing,
+            owned.positions[:, : most * size],
+            self._pool(due, owned),
         )
-        move(heap, after)
+        heap.apply(after)
         self._settle(due, after)
 
-    def _scores(self, due: Due, num_slots: int) -> torch.Tensor:
-        """float32 [layers, kv_heads, num_slots] of the candidate slots."""
-        heap = self.heap
+    def _pool(self, due: Due, owned: PageList) -> torch.Tensor:
+        """Pages of the compaction's landing zone, whoever owns them now."""
+        assert self.heap is not None
+        zone = due.compaction.zone
+        return self.heap.page_ids(due.blocks[zone.start : zone.stop]).reshape(-1)
+
+    def _scores(
+        self, due: Due, owned: PageList, competing: torch.Tensor
+    ) -> torch.Tensor:
+        """float32 [layers, kv_heads, slots]; -inf where a row owns no page."""
+        heap, size = self.heap, self.geometry.block_size
         assert heap is not None
-        pages = heap.page_ids(due.blocks).view(
-            heap.num_layers, heap.num_kv_heads, due.blocks.numel()
-        )
-        tokens = due.compaction.at_tokens
-        device = heap.pages.device
-        positions = torch.arange(tokens, device=device).expand(heap.num_kv_heads, -1)
-        scores = torch.empty(
-            heap.num_layers,
-            heap.num_kv_heads,
-            num_slots,
-            dtype=torch.float32,
-            device=device,
-        )
+        tracked = self._requests.setdefault(due.row.request_id, Tracked())
+        slots = int(competing.max()) * size
+        shape = (heap.num_layers, heap.num_kv_heads, slots)
+        # layers with fewer slots than the longest stay at -inf beyond their own
+        scores = torch.full(shape, -torch.inf, device=heap.pages.device)
+        window, tracked.window = tracked.window, None
         for layer in range(heap.num_layers):
-            table = pages[layer]
-            view = LayerView(
-                layer=layer,
-                keys=ops.gather_keys(heap.pages, table, heap.layout)[:, :tokens],
-                positions=positions,
-                queries=due.queries.pop(layer, _NO_QUERIES),
-                scale=self.scales[layer],
-                load_values=lambda table=table: ops.gather_values(
-                    heap.pages, table, heap.layout
-                )[:, :tokens],
+            queries = window.take(layer) if window else _NO_QUERIES
+            order = None
+            if tracked.resident is not None:
+                # a landing zone is in no order: show it oldest first
+                positions = self._positions(
+                    owned, self._rows(layer), due.row.after_tokens
+                )
+                order = positions.argsort(dim=1, stable=True)
+            view = self._view(
+                layer, owned, due.row.after_tokens, queries, tracked, order
             )
-            scores[layer] = self.policy.score(view)[:, :num_slots]
-        return scores
+            score = self.policy.score(view)
+            if order is not None:
+                score = score.scatter(1, order, score)
+            width = min(score.shape[1], slots)
+            scores[layer, :, :width] = score[:, :width]
+        place = torch.arange(slots, device=scores.device)
+        beyond = place >= (competing * size).view(*shape[:2], 1)
+        return scores.masked_fill_(beyond, -torch.inf)
 
     def _settle(self, due: Due, after: CompactedPages) -> None:
         """Seat the request on its new pages; from now on it reads only these."""
         assert self._tables is not None
-        request_id = due.row.request_id
-        self.forget([request_id])
+        tracked = self._requests[due.row.request_id]
+        if tracked.resident is not None:
+            self._tables.leave(tracked.resident.seat)
         tail_block = due.compaction.zone.stop
-        seat = self._tables.seat(after.pages, after.counts, tail_block)
-        self._residents[request_id] = Resident(
-            seat, due.compaction.at_tokens, after.positions
+        tracked.resident = Resident(
+            self._tables.seat(after.pages, after.counts, tail_block),
+            due.compaction.at_tokens,
+            tail_block,
+            after.positions,
         )
         if self.records is not None:
-            self.records.append(self._record(due.row, after.positions))
+            self.records.append(self._record(due, after.positions))
 
     # -- requests that go ----------------------------------------------------
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop the state of finished, aborted or preempted requests."""
         for request_id in request_ids:
-            resident = self._residents.pop(request_id, None)
-            if resident is not None:
+            tracked = self._requests.pop(request_id, None)
+            if tracked is not None and tracked.resident is not None:
                 assert self._tables is not None
-                self._tables.leave(resident.seat)
+                self._tables.leave(tracked.resident.seat)
 
     @property
-    def num_residents(self) -> int:
-        return len(self._residents)
+    def num_tracked(self) -> int:
+        """Requests that this worker holds any state of."""
+        return len(self._requests)
 
     def check_integrity(self) -> None:
         """Every compacted request has exactly one seat, and no seat is lost."""
-        assert self._tables is not None, "not attached"
-        seats = [resident.seat for resident in self._residents.values()]
+        if self._tables is None:  # no step has run yet
+            assert not self._requests, "state without a heap"
+            return
+        residents = [t.resident for t in self._requests.values() if t.resident]
+        seats = [resident.seat for resident in residents]
         assert len(set(seats)) == len(seats), f"seats shared: {sorted(seats)}"
         assert self._tables.seats_taken == len(seats), "seats leaked"
 
     # -- observability ---------------------------------------------------------
 
     def take_compression_seconds(self) -> list[float]:
-        """Durations since the last call."""
-        taken, self.compression_seconds = self.compression_seconds, []
+        """Durations of compactions since the last call."""
+        taken, self._seconds = self._seconds, []
         return taken
 
-    def _record(self, row: Row, positions: torch.Tensor) -> Record:
+    def _record(self, due: Due, positions: torch.Tensor) -> Record:
         assert self.heap is not None
+        size = self.geometry.block_size
+        tail = list(range(due.compaction.zone.stop * size, due.row.after_tokens))
         shape = (self.heap.num_layers, self.heap.num_kv_heads, -1)
-        tail_start = row.prompt_tokens // self.geometry.block_size
-        tail = list(range(tail_start * self.geometry.block_size, row.prompt_tokens))
         kept = [
             [sorted(p for p in head if p >= 0) + tail for head in layer]
             for layer in positions.view(shape).tolist()
         ]
-        return Record(row.request_id, row.prompt_tokens, kept)
-
-
-def move(heap: Heap, after: CompactedPages) -> None:
-    """Carry out a compaction in the heap."""
-    direct, staged = after.direct, after.staged
-    if len(direct):
-        ops.move_tokens(
-            heap.pages,
-            direct.source_page,
-            direct.source_slot,
-            direct.target_page,
-            direct.target_slot,
-            heap.layout,
-        )
-    if len(staged):
-        keys, values = ops.gather_tokens(
-            heap.pages, staged.source_page, staged.source_slot, heap.layout
-        )
-        ops.scatter_tokens(
-            heap.pages,
-            staged.target_page,
-            staged.target_slot,
-            keys,
-            values,
-            heap.layout,
-        )
+        return Record(due.row.request_id, due.row.prompt_tokens, kept)
 
 
 _NO_QUERIES = torch.empty(0, 0, 0)

@@ -74,7 +74,7 @@ def finish_config(
     """
     refuse(
         f"KV policy {policy.name!r} cannot run with these engine settings",
-        validation.config_problems(vllm_config, policy),
+        validation.config_problems(vllm_config),
     )
     scheduler = vllm_config.scheduler_config
     kind = (

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vllm_kvplugins.config import CONFIG_KEY, parse_policy
@@ -62,6 +63,7 @@ def explain(
     Cost: start-up of an engine, and prefill of the prompt.
     """
     policy = parse_policy(request)
+    _check_folder(model)
     options: dict[str, Any] = {
         "model": model,
         "dtype": dtype,
@@ -148,6 +150,17 @@ def _tokenizer(model_config: Any) -> Any:
     return cached_tokenizer_from_config(model_config)
 
 
+def _check_folder(model: str) -> None:
+    """Say plainly what transformers would report as a malformed repository id."""
+    path = Path(model).expanduser()
+    if model.startswith(("/", ".", "~")) and not (path / "config.json").is_file():
+        what = "holds no config.json" if path.is_dir() else "does not exist"
+        raise KVPolicyError(
+            f"the model folder {model} {what}; pass a folder with a model in Hugging "
+            "Face format, or a Hugging Face id"
+        )
+
+
 def _check_length(tokens: int, context: int, model: str, asked: int | None) -> None:
     if tokens == 0:
         raise KVPolicyError("the prompt has no tokens; write some text into the file")
@@ -186,7 +199,8 @@ def _first_words(error: Exception) -> str:
     """The message without pydantic's frame, at most three lines."""
     reports = getattr(error, "errors", None)
     if callable(reports):
-        return "; ".join(str(item["msg"]) for item in reports())
+        messages = (str(item["msg"]) for item in reports())
+        return "; ".join(text.removeprefix("Value error, ") for text in messages)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return "\n".join(lines[:3]) or type(error).__name__
 

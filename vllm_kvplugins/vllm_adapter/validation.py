@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvplugins.policies.base import KVCachePolicy
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -56,13 +54,12 @@ def argument_problems(args: EngineArgs) -> list[str]:
     return found
 
 
-def config_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
+def config_problems(vllm_config: VllmConfig) -> list[str]:
     """What the resolved configuration and the model rule out."""
     return [
         *_model_problems(vllm_config.model_config),
         *_cache_problems(vllm_config),
         *_parallel_problems(vllm_config.parallel_config),
-        *_scheduling_problems(vllm_config, policy),
     ]
 
 
@@ -142,28 +139,6 @@ def _parallel_problems(parallel: Any) -> list[str]:
         for name, flag in limits.items()
         if (value := getattr(parallel, name, 1)) > 1
     ]
-
-
-def _scheduling_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
-    """The chunk that ends a prompt must hold all queries that score it."""
-    scheduler = vllm_config.scheduler_config
-    found = []
-    # At worst every other sequence decodes one token in the same step.
-    room = scheduler.max_num_batched_tokens - (scheduler.max_num_seqs - 1)
-    if room < policy.queries_needed:
-        found.append(
-            f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} leaves "
-            f"{room} tokens beside {scheduler.max_num_seqs - 1} decoding requests, "
-            f"but {policy.name} scores with {policy.queries_needed}; raise it or "
-            "lower --max-num-seqs"
-        )
-    threshold = scheduler.long_prefill_token_threshold
-    if 0 < threshold < policy.queries_needed:
-        found.append(
-            f"--long-prefill-token-threshold {threshold} is below the "
-            f"{policy.queries_needed} queries that {policy.name} scores with; raise it"
-        )
-    return found
 
 
 def layer_problems(name: str, impl: Any) -> list[str]:

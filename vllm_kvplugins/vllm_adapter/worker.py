@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_kvplugins.residency.runtime import Record
+from vllm_kvplugins.residency.requests import Record
 from vllm_kvplugins.vllm_adapter import activation, compat
 
 
@@ -48,7 +48,7 @@ class KVPolicyCPUWorker(CPUWorker):
         """Raise if the residency state contradicts itself.
 
         Returns:
-            Requests that hold a landing zone on this worker.
+            Requests that this worker holds any state of.
         """
         self.kv_policy_runtime.check_integrity()
-        return self.kv_policy_runtime.num_residents
+        return self.kv_policy_runtime.num_tracked

@@ -27,7 +27,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_kvplugins.errors import refuse
 from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.residency.runtime import Heap, PolicyRuntime
+from vllm_kvplugins.residency.heap import Heap
+from vllm_kvplugins.residency.runtime import PolicyRuntime
 from vllm_kvplugins.vllm_adapter import activation
 from vllm_kvplugins.vllm_adapter.spec import with_policy
 from vllm_kvplugins.vllm_adapter.validation import layer_problems
@@ -193,8 +194,7 @@ class PagedPolicyImpl(CPUAttentionBackendImpl):
                 **kwargs,
             )
         self._attend(query, kv_cache, attn_metadata, output)
-        if self.runtime.wants_queries:
-            self.runtime.keep_queries(self.layer_index, query)
+        self.runtime.after_attention(self.layer_index, query)
         return output
 
     def _attend(

@@ -1,0 +1,158 @@
+"""What the worker remembers of single requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm_kvplugins.residency.heap import Heap
+from vllm_kvplugins.residency.plan import Compaction
+
+
+@dataclass(slots=True)
+class Row:
+    """One request in one step.
+
+    Attributes:
+        prompt_tokens: length of its prompt.
+        computed_tokens: before the step.
+        new_tokens: computed by the step.
+        first_query: index of its first token among the step's tokens.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    computed_tokens: int
+    new_tokens: int
+    first_query: int
+
+    @property
+    def after_tokens(self) -> int:
+        return self.computed_tokens + self.new_tokens
+
+
+@dataclass(slots=True)
+class Resident:
+    """A request that has been compacted.
+
+    Attributes:
+        seat: its place in the page tables.
+        compacted_at: token count of its last compaction.
+        tail_block: first logical block after the landing zone.
+        positions: int32 [rows, slots], RoPE position per zone slot, -1 unused.
+    """
+
+    seat: int
+    compacted_at: int
+    tail_block: int
+    positions: torch.Tensor
+
+
+@dataclass(slots=True)
+class Window:
+    """The newest queries before a compaction, gathered over several steps.
+
+    Attributes:
+        at_tokens: the compaction that they are for.
+        gathered: how many tokens have been gathered so far.
+        queries: per layer, parts of [num_q_heads, tokens, head_dim].
+    """
+
+    at_tokens: int
+    gathered: int = 0
+    queries: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    def take(self, layer: int) -> torch.Tensor:
+        """All queries of a layer, oldest first; they are let go."""
+        return torch.cat(self.queries.pop(layer), dim=1)
+
+
+@dataclass(slots=True)
+class Tracked:
+    """Everything about one request; gone when it is forgotten.
+
+    Attributes:
+        resident: set once it has been compacted.
+        window: set while queries for its next compaction are gathered.
+        observed: per layer, what the policy's ``observe`` last returned.
+    """
+
+    resident: Resident | None = None
+    window: Window | None = None
+    observed: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PageList:
+    """The pages that a request owns at some token count, all layers and heads.
+
+    Attributes:
+        pages: int64 [rows, most], landing zone first, then plain blocks in
+            order; row r uses the first ``owned[r]``.
+        owned: int64 [rows].
+        positions: int32 [rows, most * block_size]; -1 in unused slots.
+    """
+
+    pages: torch.Tensor
+    owned: torch.Tensor
+    positions: torch.Tensor
+
+    @staticmethod
+    def of_blocks(heap: Heap, blocks: torch.Tensor, first_block: int) -> PageList:
+        """Blocks that nobody compacted, logical index ``first_block`` onwards."""
+        size = heap.layout.block_size
+        pages = heap.page_ids(blocks)
+        start = first_block * size
+        positions = torch.arange(
+            start, start + blocks.numel() * size, dtype=torch.int32, device=pages.device
+        )
+        owned = torch.full(
+            (heap.rows,), blocks.numel(), dtype=torch.int64, device=pages.device
+        )
+        return PageList(pages, owned, positions.expand(heap.rows, -1))
+
+    def after(
+        self, pages: torch.Tensor, counts: torch.Tensor, positions: torch.Tensor
+    ) -> PageList:
+        """These pages behind a landing zone of ``counts`` pages per row."""
+        size = self.positions.shape[1] // self.pages.shape[1]
+        return PageList(
+            _behind(pages, counts, self.pages),
+            counts + self.owned,
+            _behind(positions, counts * size, self.positions, unused=-1),
+        )
+
+
+def _behind(
+    first: torch.Tensor, counts: torch.Tensor, second: torch.Tensor, unused: int = 0
+) -> torch.Tensor:
+    """Rows of ``second`` directly behind the ``counts`` used entries of ``first``."""
+    most = int(counts.max())
+    place = torch.arange(most + second.shape[1], device=first.device)
+    offset = place - counts[:, None]
+    out = second.gather(1, offset.clamp(0, second.shape[1] - 1))
+    out.masked_fill_(offset >= second.shape[1], unused)
+    out[:, :most] = torch.where(offset[:, :most] < 0, first[:, :most], out[:, :most])
+    return out
+
+
+@dataclass(slots=True)
+class Due:
+    """A compaction that the running step completes."""
+
+    row: Row
+    compaction: Compaction
+    # int64, physical ids of the request's blocks; entries below its tail are stale
+    blocks: torch.Tensor
+
+
+@dataclass(slots=True)
+class Record:
+    """A compaction as ``explain`` shows it."""
+
+    request_id: str
+    prompt_tokens: int
+    # per layer, per KV head: ascending kept positions
+    kept_positions: list[list[list[int]]]
