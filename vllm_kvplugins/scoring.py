@@ -70,6 +70,50 @@ def window_votes(
     return votes
 
 
+def attention_mass(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    query_positions: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Attention that some queries pay to each slot, summed over the queries.
+
+    Causal by position, so slots may lie in any order.
+
+    Args:
+        queries: [num_q_heads, num_queries, head_dim], after RoPE.
+        keys: [num_kv_heads, num_slots, head_dim], after RoPE.
+        scale: softmax scale.
+        query_positions: int64 [num_queries].
+        positions: int64 [num_kv_heads, num_slots], -1 where there is no token.
+
+    Returns:
+        float32 [num_kv_heads, num_slots], mean over the queries' group; 0 where
+        there is no token.
+
+    Cost: O(num_q_heads * num_queries * num_slots * head_dim), as much as the
+        attention itself; weights are held for as many queries at a time as fit
+        128 MiB.
+    """
+    num_q_heads, num_queries, head_dim = queries.shape
+    num_kv_heads, num_slots, _ = keys.shape
+    group = num_q_heads // num_kv_heads
+    grouped = queries.reshape(num_kv_heads, group, num_queries, head_dim)
+    mass = torch.zeros(num_kv_heads, num_slots, device=keys.device)
+    step = max(_MAX_WEIGHTS // (num_q_heads * num_slots), 1)
+    keys_t = keys.transpose(1, 2)
+    for first in range(0, num_queries, step):
+        part = grouped[:, :, first : first + step]
+        logits = torch.bmm(part.flatten(1, 2), keys_t).to(torch.float32).mul_(scale)
+        logits = logits.view(num_kv_heads, group, -1, num_slots)
+        at = query_positions[first : first + step, None]
+        hidden = (positions[:, None] > at) | (positions[:, None] < 0)
+        weights = logits.masked_fill_(hidden[:, None], -torch.inf).softmax(-1)
+        mass += weights.sum(2).mean(1)
+    return mass
+
+
 def pool_votes(
     votes: torch.Tensor, kernel_size: int, pooling: Literal["avg", "max"]
 ) -> torch.Tensor:

@@ -54,6 +54,7 @@ def test_the_guide_s_own_policy_works(monkeypatch):
             query_positions=positions[0],
             scale=1.0,
             observed=None,
+            budget_tokens=0,
             load_values=lambda: values,
         )
         scores = policy.score(view)

@@ -99,6 +99,8 @@ class LayerView:
         query_positions: int64 [num_queries].
         scale: softmax scale of the layer.
         observed: what ``observe`` last returned for this layer, or None.
+        budget_tokens: in ``score``, tokens that stay per KV head on average; 0
+            in ``observe``.
         load_values: reads the values when first asked; see ``values``.
     """
 
@@ -110,6 +112,7 @@ class LayerView:
     query_positions: torch.Tensor
     scale: float
     observed: Any
+    budget_tokens: int
     load_values: Callable[[], torch.Tensor] = field(repr=False)
 
     @property
@@ -127,13 +130,17 @@ class KVCachePolicy(BaseModel, ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     triggers: ClassVar[Trigger]
-    observes: ClassVar[Trigger] = Trigger.NEVER
     retention: ClassVar[Retention] = Retention.DROP
 
     @property
     def queries_needed(self) -> int:
         """Newest queries that ``score`` wants; 0 = none."""
         return 0
+
+    @property
+    def observes(self) -> Trigger:
+        """Steps after which the engine calls ``observe``."""
+        return Trigger.NEVER
 
     @property
     def minimum_budget_tokens(self) -> int:

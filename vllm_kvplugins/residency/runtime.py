@@ -215,6 +215,7 @@ class PolicyRuntime:
         tokens: int,
         queries: torch.Tensor,
         tracked: Tracked,
+        budget_tokens: int = 0,
         order: torch.Tensor | None = None,
     ) -> LayerView:
         """One layer of a request whose newest token has position tokens - 1.
@@ -249,6 +250,7 @@ class PolicyRuntime:
             ),
             scale=self._scales[layer],
             observed=tracked.observed.get(layer),
+            budget_tokens=budget_tokens,
             load_values=lambda: shown(heap.values(pages)),
         )
 
@@ -311,6 +313,7 @@ class PolicyRuntime:
         # layers with fewer slots than the longest stay at -inf beyond their own
         scores = torch.full(shape, -torch.inf, device=heap.pages.device)
         window, tracked.window = tracked.window, None
+        budget = len(due.compaction.zone) * size + due.row.after_tokens % size
         for layer in range(heap.num_layers):
             queries = window.take(layer) if window else _NO_QUERIES
             order = None
@@ -321,7 +324,7 @@ class PolicyRuntime:
                 )
                 order = positions.argsort(dim=1, stable=True)
             view = self._view(
-                layer, owned, due.row.after_tokens, queries, tracked, order
+                layer, owned, due.row.after_tokens, queries, tracked, budget, order
             )
             score = self.policy.score(view)
             if order is not None:

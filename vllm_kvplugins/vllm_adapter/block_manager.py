@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from vllm_kvplugins.policies.base import Lengths
+from vllm_kvplugins.policies.base import Lengths, Trigger
 from vllm_kvplugins.residency.plan import ResidencyPlan
 
 
@@ -25,6 +25,7 @@ class ResidencyBlockManager(FullAttentionManager):
     Attributes:
         freed_blocks: blocks given back by plans since the start.
         compactions: compactions whose blocks were freed since the start.
+        observes_prompt: whether the policy looks at every query of the prompt.
     """
 
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
@@ -34,6 +35,7 @@ class ResidencyBlockManager(FullAttentionManager):
         # request -> how many of its plan's compactions have been freed
         self._freed_up_to: dict[str, int] = {}
         self._plans: dict[int, ResidencyPlan] = {}
+        self.observes_prompt = Trigger.PREFILL_CHUNK in kv_cache_spec.policy.observes
 
     def plan(self, prompt_tokens: int) -> ResidencyPlan:
         """The plan of a request with this prompt length."""

@@ -50,15 +50,17 @@ class ResidencyScheduling:
         """Take from the prefix cache only what the plan leaves untouched.
 
         A longer hit would skip the queries that score the prompt, and would
-        make the landing zone lie in blocks that others share.
+        make the landing zone lie in blocks that others share. A policy that
+        observes the whole prompt gets no hit: cached tokens have no queries.
         """
         blocks, hit_tokens, *rest = super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
-        exact = self._residency_manager.plan(
-            request.num_prompt_tokens
-        ).exact_prefix_blocks
-        if exact is not None and hit_tokens > exact * self.block_size:
-            hit_tokens = exact * self.block_size
-            kept = tuple(group[:exact] for group in blocks.blocks)
+        manager = self._residency_manager
+        usable = manager.plan(request.num_prompt_tokens).exact_prefix_blocks
+        if usable is not None and manager.observes_prompt:
+            usable = 0
+        if usable is not None and hit_tokens > usable * self.block_size:
+            hit_tokens = usable * self.block_size
+            kept = tuple(group[:usable] for group in blocks.blocks)
             blocks = self.kv_cache_manager.create_kv_cache_blocks(kept)
         return (blocks, hit_tokens, *rest)
 
