@@ -1,0 +1,247 @@
+"""Rules that keep the package's parts apart, read from the source itself."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "vllm_kvplugins"
+ADAPTER = "vllm_kvplugins.vllm_adapter"
+FILES = sorted(PACKAGE.rglob("*.py"))
+NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
+LONGEST = 400
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def part_of(path: Path) -> str:
+    """First component below the package: ``policies``, ``ops``, ``config``…"""
+    return Path(path.relative_to(PACKAGE).parts[0]).stem
+
+
+def imported(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
+    """Every module that a file imports, anywhere in it, with the line.
+
+    ``from a import b`` gives both a and a.b, as b may be a module; names given
+    to ``import_module`` as a literal count, names looked up by ``find_spec`` not.
+    """
+    package = ("vllm_kvplugins", *path.relative_to(PACKAGE).parts[:-1])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package[: len(package) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            yield node.lineno, base
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            literal = node.args and isinstance(node.args[0], ast.Constant)
+            if called in ("import_module", "__import__") and literal:
+                yield node.lineno, str(node.args[0].value)
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def offences(path: Path, *forbidden: str) -> list[str]:
+    return sorted(
+        f"line {line}: {module}"
+        for line, module in imported(parsed(path), path)
+        if any(within(module, package) for package in forbidden)
+    )
+
+
+# -- who may import what ------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_only_the_adapter_imports_vllm(path):
+    if part_of(path) != "vllm_adapter":
+        assert offences(path, "vllm") == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_only_entry_points_import_the_adapter(path):
+    if part_of(path) not in ("vllm_adapter", "plugin", "cli"):
+        assert offences(path, ADAPTER) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_policies_know_neither_engine_nor_device(path):
+    if part_of(path) != "policies":
+        return
+    forbidden = ("vllm", "triton", "cuda", "cupy", "torch.cuda", ADAPTER)
+    assert offences(path, *forbidden) == []
+    uses = [
+        node.lineno
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "cuda"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+    ]
+    assert uses == [], "torch.cuda in a policy"
+
+
+def import_with_blocked(blocked: tuple[str, ...], modules: list[str]) -> None:
+    code = (
+        "import importlib, sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, *rest):\n"
+        f"        if name.partition('.')[0] in {blocked!r}:\n"
+        "            raise ImportError(name + ' is blocked')\n"
+        "sys.meta_path.insert(0, Block())\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_everything_outside_the_adapter_loads_without_vllm():
+    """The rule above, at run time: also what is imported indirectly."""
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in FILES
+        if part_of(path) != "vllm_adapter" and path.stem not in ("__init__", "__main__")
+    ]
+    import_with_blocked(("vllm",), modules)
+
+
+def test_the_command_line_loads_without_torch_and_vllm():
+    """``kvplugins doctor`` must be able to say that they are missing."""
+    import_with_blocked(("vllm", "torch"), ["vllm_kvplugins.cli"])
+
+
+def test_the_import_scan_sees_every_form():
+    source = """
+import vllm.envs as e
+def f():
+    from vllm import LLM
+    import importlib
+    importlib.import_module("vllm.config")
+if True:
+    from ..vllm_adapter import compat
+    from . import base
+import vllm_kvplugins, vllm_other
+"""
+    path = PACKAGE / "policies" / "sample.py"
+    seen = {module for _, module in imported(ast.parse(source), path)}
+    assert {m for m in seen if within(m, "vllm")} == {
+        "vllm.envs",
+        "vllm",
+        "vllm.LLM",
+        "vllm.config",
+    }
+    assert f"{ADAPTER}.compat" in seen
+    assert "vllm_kvplugins.policies.base" in seen
+
+
+# -- the engine does not know which policy runs -------------------------------
+
+
+def policy_classes() -> set[str]:
+    """Names of the contract's classes and of everything derived from them."""
+    classes = [
+        node
+        for path in (PACKAGE / "policies").rglob("*.py")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ClassDef)
+    ]
+    found, before = {"KVCachePolicy"}, 0
+    while len(found) > before:
+        before = len(found)
+        for node in classes:
+            bases = {getattr(b, "id", getattr(b, "attr", "")) for b in node.bases}
+            if bases & found:
+                found.add(node.name)
+    return found
+
+
+def policy_names() -> set[str]:
+    registry = (PACKAGE / "policies" / "registry.py").read_text(encoding="utf-8")
+    return set(re.findall(r'"([\w-]+)": "vllm_kvplugins\.policies\.', registry))
+
+
+def test_the_scans_find_the_policies():
+    assert {"KVCachePolicy", "Compressor", "SnapKV", "FullKV"} <= policy_classes()
+    assert {"full", "snapkv", "streaming-llm"} <= policy_names()
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_nothing_asks_for_the_class_of_a_policy(path):
+    classes = policy_classes()
+    asked = []
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Call) and len(node.args) > 1:
+            called = getattr(node.func, "id", "")
+            tested = node.args[1] if called in ("isinstance", "issubclass") else None
+        elif isinstance(node, ast.MatchClass):
+            tested = node.cls
+        elif isinstance(node, ast.Compare):  # type(policy) is SnapKV
+            tested = ast.Tuple(node.comparators)
+        else:
+            continue
+        inside = ast.walk(tested) if tested is not None else ()
+        names = {getattr(n, "id", getattr(n, "attr", "")) for n in inside}
+        asked += [f"line {node.lineno}: {name}" for name in names & classes]
+    assert asked == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_the_engine_never_names_a_policy(path):
+    if part_of(path) not in ("residency", "vllm_adapter"):
+        return
+    named = [
+        f"line {node.lineno}: {node.value!r}"
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Constant) and node.value in policy_names()
+    ]
+    assert named == []
+
+
+# -- what a reader can expect -------------------------------------------------
+
+
+def source_files() -> list[Path]:
+    patterns = ("vllm_kvplugins/**/*.py", "tests/**/*.py", "scripts/*", "csrc/**/*")
+    suffixes = {".py", ".sh", ".hpp", ".cpp", ".cu", ".cuh"}
+    found = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    return sorted(path for path in found if path.suffix in suffixes)
+
+
+@pytest.mark.parametrize("path", source_files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_are_short(path):
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= LONGEST, f"{lines} lines; split it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_public_functions_and_classes_are_explained(path):
+    """Module level; methods are left to the reader of their class."""
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    tree = parsed(path)
+    missing = [
+        f"line {node.lineno}: {node.name}"
+        for node in tree.body
+        if isinstance(node, definitions)
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+    ]
+    if not ast.get_docstring(tree):
+        missing.insert(0, "the module itself")
+    assert missing == []

@@ -1,0 +1,395 @@
+"""The command line without an engine: listing, checks, messages, the page."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_kvplugins.budgets import ALLOCATORS
+from vllm_kvplugins.cli import app, checks, doctor
+from vllm_kvplugins.cli.checks import Check, Status
+from vllm_kvplugins.cli.explain import build_document
+from vllm_kvplugins.cli.explain_html import LEVELS, render, visible
+from vllm_kvplugins.cli.settings import settings_of, written_settings
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.policies.registry import available_policies, get_policy_class
+
+runner = CliRunner()
+SNAPKV = {"name": "snapkv", "budget": 16, "window": 4}
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+# -- list -------------------------------------------------------------------------
+
+
+def test_list_json_has_every_policy_with_every_setting():
+    done = runner.invoke(app, ["list", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    policies = {entry["name"]: entry for entry in found["policies"]}
+    assert tuple(sorted(policies)) == available_policies()
+    for name, entry in policies.items():
+        cls = get_policy_class(name)
+        assert entry["summary"] == cls.summary
+        assert [s["name"] for s in entry["settings"]] == list(cls.model_fields)
+    assert {entry["name"] for entry in found["allocators"]} == set(ALLOCATORS)
+    window = next(s for s in policies["snapkv"]["settings"] if s["name"] == "window")
+    assert window == {
+        "name": "window",
+        "type": "int, >= 1",
+        "default": 64,
+        "required": False,
+        "description": "Newest queries that vote.",
+    }
+
+
+def test_list_shows_names_types_defaults_and_descriptions():
+    done = runner.invoke(app, ["list"])
+    assert done.exit_code == 0, done.output
+    for name in (*available_policies(), *ALLOCATORS):
+        assert name in done.stdout
+    for text in ("avg | max", '"uniform"', "Newest queries that vote.", "no settings"):
+        assert text in done.stdout
+
+
+@pytest.mark.parametrize("name", available_policies())
+def test_listed_defaults_are_what_the_policy_takes(name):
+    cls = get_policy_class(name)
+    defaults = {s.name: s.default for s in settings_of(cls) if not s.required}
+    assert parse_policy({"name": name, **json.loads(json.dumps(defaults))}) == cls()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"budget": 0.25},
+        {"budget": "64MiB"},
+        {"budget": 100, "allocator": {"name": "cross-layer", "safeguard": 0.5}},
+        {"allocator": "pyramid"},
+    ],
+)
+def test_written_settings_ask_for_the_same_policy(options):
+    policy = parse_policy({"name": "snapkv", **options})
+    config = json.loads(json.dumps(written_settings(policy)))
+    assert parse_policy({"name": "snapkv", **config}) == policy
+
+
+# -- doctor -----------------------------------------------------------------------
+
+
+def fake_checks(monkeypatch, *results: Check) -> None:
+    made = tuple((lambda result=result: result) for result in results)
+    monkeypatch.setattr(doctor, "CHECKS", made)
+
+
+FINE = Check("one", Status.OK, "good")
+ODD = Check("two", Status.WARN, "odd [not markup]", "do this")
+BAD = Check("three", Status.FAIL, "broken", "do that")
+
+
+@pytest.mark.parametrize(
+    ("results", "code", "verdict"),
+    [
+        ((FINE,), 0, "in order"),
+        ((FINE, ODD), 0, "warnings"),
+        ((BAD, ODD, FINE), 1, "cannot run"),
+    ],
+)
+def test_doctor_tells_the_worst_by_text_and_exit_status(
+    monkeypatch, results, code, verdict
+):
+    fake_checks(monkeypatch, *results)
+    done = runner.invoke(app, ["doctor"])
+    assert done.exit_code == code
+    assert verdict in done.stdout
+    for result in results:
+        assert result.detail in done.stdout
+        assert result.remedy in done.stdout
+    report = json.loads(runner.invoke(app, ["doctor", "--json"]).stdout)
+    assert report["status"] == max((r.status for r in results), key=list(Status).index)
+    assert [c["name"] for c in report["checks"]] == [r.name for r in results]
+
+
+def test_a_check_that_breaks_is_a_failure_and_not_a_traceback():
+    def wobbly() -> Check:
+        raise KeyError("surprise")
+
+    result = doctor.run_check(wobbly)
+    assert result.status is Status.FAIL
+    assert "KeyError" in result.detail
+    assert result.remedy
+
+
+def test_every_failing_or_warning_check_says_what_to_do(monkeypatch):
+    """With nothing installed, no check passes over it or raises."""
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks.metadata, "entry_points", lambda group: ())
+    for check in (checks.vllm, checks.platform, checks.entry_point):
+        result = check()
+        assert result.status is Status.FAIL, result
+        assert "install" in result.remedy
+    assert checks.compiled_ops().status is Status.FAIL
+    assert checks.media_packages().status is Status.OK
+
+
+def test_a_media_package_that_does_not_import_is_a_failure(monkeypatch, tmp_path):
+    module = tmp_path / "torchvision.py"
+    module.write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    result = checks.media_packages()
+    assert result.status is Status.FAIL
+    assert "nms does not exist" in result.detail
+    assert "pip uninstall torchvision" in result.remedy
+
+
+def test_ops_are_reported_as_the_dispatcher_sees_them(monkeypatch):
+    monkeypatch.setenv("KVP_OPS", "torch")
+    result = checks.compiled_ops()
+    assert result.status is Status.WARN
+    assert "KVP_OPS=torch" in result.detail
+    assert result.remedy == "unset KVP_OPS"
+    monkeypatch.setenv("KVP_OPS", "fast")
+    assert checks.compiled_ops().status is Status.FAIL
+
+
+def test_vllm_plugins_can_leave_the_plugin_out(monkeypatch):
+    entry = checks.metadata.EntryPoint(
+        "kv_policy", "vllm_kvplugins.plugin:register", "vllm.general_plugins"
+    )
+    monkeypatch.setattr(checks.metadata, "entry_points", lambda group: (entry,))
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    assert checks.entry_point().status is Status.OK
+    monkeypatch.setenv("VLLM_PLUGINS", "other,kv_policy")
+    assert checks.entry_point().status is Status.OK
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert checks.entry_point().status is Status.FAIL
+
+
+def test_cpu_flags_and_memory_are_read_within_a_container_limit(monkeypatch):
+    assert checks.cpu_flags("model name : x\nflags\t\t: fpu avx2 amx_tile\n") == {
+        "fpu",
+        "avx2",
+        "amx_tile",
+    }
+    files = {
+        "/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:  8388608 kB\n",
+        "/sys/fs/cgroup/memory.max": f"{4 << 30}\n",
+        "/sys/fs/cgroup/memory.current": f"{3 << 30}\n",
+    }
+    monkeypatch.setattr(checks, "_read", files.get)
+    assert checks.free_bytes() == 1 << 30
+    assert checks.memory().status is Status.WARN
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert checks.free_bytes() == 8 << 30
+    assert checks.memory().status is Status.OK
+
+
+# -- explain: what is wrong is said before an engine starts --------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"--policy": "snapkw"}, ["unknown KV policy 'snapkw'", "'snapkv'"]),
+        ({"--policy-config": "{budget"}, ["not JSON", "{budget"]),
+        ({"--policy-config": "[1]"}, ["JSON object"]),
+        ({"--policy-config": '{"windw": 3}'}, ["'windw'", "did you mean 'window'"]),
+        ({"--prompt-file": "absent.txt"}, ["absent.txt", "No such file"]),
+        ({"--prompt-file": "empty.txt"}, ["empty.txt", "is empty"]),
+        ({"--prompt-file": "latin.txt"}, ["latin.txt", "not UTF-8"]),
+        ({"--json": "nowhere/o.json"}, ["cannot write", "does not exist"]),
+        ({"--html": "folder"}, ["cannot write", "is a folder"]),
+        ({"--html": "o.json"}, ["different files"]),
+    ],
+)
+def test_mistakes_give_one_message(tmp_path, monkeypatch, change, words):
+    monkeypatch.chdir(tmp_path)
+    Path("p.txt").write_text("some text")
+    Path("empty.txt").write_text(" \n")
+    Path("latin.txt").write_bytes(b"gr\xfc\xdfe")
+    Path("folder").mkdir()
+    options = {
+        "--policy": "snapkv",
+        "--prompt-file": "p.txt",
+        "--json": "o.json",
+    } | change
+    done = runner.invoke(app, ["explain", "model", *sum(options.items(), ())])
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.output
+    assert isinstance(done.exception, SystemExit), "nothing else escapes"
+    for word in words:
+        assert word in done.stderr
+    assert not Path("o.json").exists()
+
+
+def test_missing_options_are_named():
+    done = runner.invoke(app, ["explain", "model"])
+    assert done.exit_code == 2
+    assert "--policy" in done.output
+
+
+def test_the_document_is_what_the_user_can_ask_for_again():
+    document = build_document("m", SNAPKV, [5, 6], ["a", "b"], [[[0, 1], [1]]])
+    policy = parse_policy({"name": document["policy"], **document["config"]})
+    assert policy == parse_policy(SNAPKV)
+    assert document["layers"] == [
+        {"layer": 0, "kv_heads": [{"kept_positions": [0, 1]}, {"kept_positions": [1]}]}
+    ]
+
+
+# -- the page ------------------------------------------------------------------------
+
+NASTY = [
+    "<script>alert(1)</script>",
+    "</span>",
+    "&amp;",
+    "\n",
+    "",
+    '"',
+    "'",
+    " é你",
+    "x",
+]
+KEPT = [[[0, 8], [1]], [[0, 1, 2, 3, 4, 5, 6, 7, 8], [7]], [[8], [0]]]
+
+
+class Page(HTMLParser):
+    """Texts of the prompt's spans, cells of the strip, and all tags."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.spans: list[str] = []
+        self.cells: dict[tuple[int, int], tuple[str | None, int]] = {}
+        self._into: str | None = None
+        self._in_prompt = False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.tags.append((tag, found))
+        self._in_prompt |= found.get("id") == "prompt"
+        self._into = tag
+        self._attrs = found
+        if tag == "span" and self._in_prompt:
+            self.spans.append("")
+
+    def handle_endtag(self, tag):
+        self._into = None
+        self._in_prompt &= tag != "div"
+
+    def handle_data(self, data):
+        if self._into == "span" and self._in_prompt:
+            self.spans[-1] += data
+        if self._into == "td":
+            key = int(self._attrs["data-layer"]), int(self._attrs["data-head"])
+            self.cells[key] = (self._attrs["class"], int(data))
+
+
+def page_of(tokens=NASTY, kept=KEPT, model="<b>&model") -> str:
+    ids = list(range(100, 100 + len(tokens)))
+    return render(build_document(model, SNAPKV, ids, tokens, kept))
+
+
+def embedded(text: str) -> dict:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
+    assert found
+    return json.loads(found[1])
+
+
+def decode(bits: str) -> list[int]:
+    raw = base64.b64decode(bits)
+    return [p for p in range(8 * len(raw)) if raw[p >> 3] >> (p & 7) & 1]
+
+
+def test_embedded_data_decode_to_the_kept_positions():
+    data = embedded(page_of())
+    assert (data["layers"], data["heads"]) == (3, 2)
+    heads = [head for layer in KEPT for head in layer]
+    assert [decode(bits) for bits in data["kept"]] == heads
+    assert data["tokens"] == NASTY
+    assert data["ids"] == list(range(100, 109))
+
+
+def test_nothing_in_the_prompt_becomes_markup():
+    text = page_of()
+    page = Page(text)
+    assert page.spans == [visible(token) for token in NASTY]
+    assert sum(tag == "script" for tag, _ in page.tags) == 2
+    assert "<b>" not in text
+    assert html.escape("<b>&model") in text
+    assert "alert(1)</script>" not in text
+
+
+def test_the_page_loads_nothing_from_outside():
+    page = Page(page_of())
+    names = {name for _, attrs in page.tags for name in attrs}
+    assert not names & {"src", "href", "srcset", "action"}
+    assert "default-src 'none'" in page_of()
+    assert "url(" not in page_of()
+    assert "@import" not in page_of()
+
+
+def test_the_strip_shows_each_heads_count_relative_to_the_most():
+    cells = Page(page_of()).cells
+    assert {key: count for key, (_, count) in cells.items()} == {
+        (layer, head): len(positions)
+        for layer, heads in enumerate(KEPT)
+        for head, positions in enumerate(heads)
+    }
+    assert cells[1, 0] == (f"l{LEVELS}", 9)
+    assert cells[0, 1] == ("l1", 1)
+
+
+def test_a_large_prompt_makes_a_page_of_reasonable_size():
+    tokens = [f" w{i}" for i in range(8000)]
+    kept = [[list(range(0, 8000, 2 + h)) for h in range(3)] for _ in range(30)]
+    text = page_of(tokens, kept)
+    assert len(text) < 1_000_000
+    assert decode(embedded(text)["kept"][2]) == list(range(0, 8000, 4))
+
+
+@pytest.mark.parametrize(
+    ("token", "shown"),
+    [("a\n", "a↵\n"), ("\t", "⇥\t"), ("", "∅"), ("\x00\r", "␀␍"), (" the", " the")],
+)
+def test_invisible_characters_are_shown(token, shown):
+    assert visible(token) == shown
+
+
+# -- model ---------------------------------------------------------------------------
+
+
+def test_model_prints_the_folder_or_one_message(monkeypatch, tmp_path):
+    from vllm_kvplugins.cli import model
+
+    asked = []
+    monkeypatch.setattr(
+        model, "materialise", lambda folder: asked.append(folder) or "X"
+    )
+    done = runner.invoke(app, ["model", "--out", str(tmp_path)])
+    assert (done.exit_code, done.stdout) == (0, "X\n")
+    assert asked == [tmp_path]
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("not a model")
+    monkeypatch.undo()
+    done = runner.invoke(app, ["model", "--out", str(tmp_path / "mine")])
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: ")
+    assert "was not made by this program" in done.stderr

