@@ -163,7 +163,9 @@ class HeadAdaptive(PageAllocator):
     """
 
     name: ClassVar[str] = "head-adaptive"
-    safeguard: float = Field(default=0.2, ge=0.0, le=1.0)
+    safeguard: float = Field(
+        default=0.2, ge=0.0, le=1.0, description="Share that every head is sure of."
+    )
 
     def allocate(
         self,
@@ -186,7 +188,9 @@ class CrossLayer(PageAllocator):
     """One ranking over all layers and KV heads, each sure of ``safeguard``."""
 
     name: ClassVar[str] = "cross-layer"
-    safeguard: float = Field(default=0.2, ge=0.0, le=1.0)
+    safeguard: float = Field(
+        default=0.2, ge=0.0, le=1.0, description="Share that every head is sure of."
+    )
 
     def allocate(
         self,

@@ -53,6 +53,7 @@ def test_the_guide_s_own_policy_works(monkeypatch):
             queries=values,
             query_positions=positions[0],
             scale=1.0,
+            rotary=None,
             observed=None,
             budget_tokens=0,
             load_values=lambda: values,

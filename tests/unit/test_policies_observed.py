@@ -7,11 +7,14 @@ import torch
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.policies.base import LayerView
+from vllm_kvplugins.rotary import Rotary
 
 SEED = 11
 
 
-def view_of(keys, queries, first_query, observed, order=None, budget=0):
+def view_of(
+    keys, queries, first_query, observed, order=None, budget=0, rotary=None, values=None
+):
     positions = torch.arange(keys.shape[1]).expand(keys.shape[0], -1)
     if order is not None:
         keys, positions = keys[:, order], positions[:, order]
@@ -23,9 +26,10 @@ def view_of(keys, queries, first_query, observed, order=None, budget=0):
         queries=queries,
         query_positions=torch.arange(first_query, first_query + queries.shape[1]),
         scale=keys.shape[-1] ** -0.5,
+        rotary=rotary,
         observed=observed,
         budget_tokens=budget,
-        load_values=lambda: keys,
+        load_values=lambda: keys if values is None else values,
     )
 
 
@@ -55,3 +59,81 @@ def test_h2o_accumulates_the_whole_causal_attention(group):
     scores = policy.score(view)
     assert torch.isinf(scores[:, -16:]).all(), "half of the budget is recent"
     torch.testing.assert_close(scores[:, :-16], expected[:, :-16], atol=1e-5, rtol=1e-5)
+
+
+def rotary_table(dim: int, positions: int, is_neox: bool) -> Rotary:
+    frequency = 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+    angle = torch.arange(positions)[:, None] * frequency
+    return Rotary(angle.cos(), angle.sin(), is_neox)
+
+
+def rotation(rotary: Rotary, position: int, dim: int) -> torch.Tensor:
+    """One position's rotation as a matrix, written out pair by pair."""
+    matrix = torch.zeros(dim, dim)
+    for i in range(dim // 2):
+        a, b = (i, i + dim // 2) if rotary.is_neox else (2 * i, 2 * i + 1)
+        c, s = rotary.cos[position, i], rotary.sin[position, i]
+        matrix[a, a], matrix[a, b], matrix[b, a], matrix[b, b] = c, -s, s, c
+    return matrix
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_rotary_is_undone_and_averaged(is_neox):
+    print("seed", SEED)
+    dim, heads = 8, 3
+    rotary = rotary_table(dim, 60, is_neox)
+    before = torch.randn(heads, 5, dim, generator=torch.Generator().manual_seed(SEED))
+    positions = torch.tensor([0, 3, 17, 40, 59])
+    after = torch.stack(
+        [before[:, i] @ rotation(rotary, p, dim).T for i, p in enumerate(positions)], 1
+    )
+    torch.testing.assert_close(rotary.undo(after, positions), before)
+    mean = torch.stack([rotation(rotary, p, dim) for p in range(50, 60)]).mean(0)
+    torch.testing.assert_close(rotary.mean_rotation(50, 512, dim), mean)
+    partial = rotary.undo(torch.cat([after, after], -1), positions)
+    torch.testing.assert_close(partial[..., dim:], after)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_expected_attention_against_its_formula(group):
+    """exp(mu k / sqrt d + k Sigma k / 2d), normalised, times the value's length."""
+    print("seed", SEED)
+    generator = torch.Generator().manual_seed(SEED)
+    heads, tokens, dim, sinks = 2, 70, 8, 4
+    rotary = rotary_table(dim, 700, True)
+    raw = torch.randn(heads * group, tokens, dim, generator=generator) + 0.3
+    queries = torch.stack(
+        [raw[:, p] @ rotation(rotary, p, dim).T for p in range(tokens)], 1
+    )
+    keys = torch.randn(heads, tokens, dim, generator=generator)
+    values = torch.randn(heads, tokens, dim, generator=generator)
+    policy = parse_policy({"name": "expected-attention", "future": 100})
+
+    observed = None
+    for first, stop in [(0, 3), (3, 30), (30, 70)]:  # a chunk of sinks only, too
+        view = view_of(
+            keys[:, :stop], queries[:, first:stop], first, observed, rotary=rotary
+        )
+        observed = policy.observe(view)
+    view = view_of(keys, queries[:, :0], tokens, observed, rotary=rotary, values=values)
+    scores = policy.score(view)
+
+    turn = torch.stack(
+        [rotation(rotary, p, dim) for p in range(tokens, tokens + 100)]
+    ).mean(0)
+    for head in range(heads):
+        total = torch.zeros(tokens - sinks)
+        for member in range(group):
+            sample = raw[head * group + member, sinks:]
+            mean = turn @ sample.mean(0)
+            spread = turn @ torch.cov(sample.T, correction=0) @ turn.T
+            logits = torch.stack(
+                [
+                    k @ mean / dim**0.5 + k @ spread @ k / (2 * dim)
+                    for k in keys[head, sinks:]
+                ]
+            )
+            total += logits.softmax(0) / group
+        expected = total * values[head, sinks:].norm(dim=-1)
+        torch.testing.assert_close(scores[head, sinks:], expected, atol=1e-5, rtol=1e-4)
+    assert torch.isinf(scores[:, :sinks]).all()

@@ -35,6 +35,7 @@ from vllm_kvplugins.residency.plan import (
     Fold,
     ResidencyPlan,
 )
+from vllm_kvplugins.rotary import Rotary
 
 
 class Trigger(Flag):
@@ -98,6 +99,7 @@ class LayerView:
             They belong to the newest slots.
         query_positions: int64 [num_queries].
         scale: softmax scale of the layer.
+        rotary: the model's RoPE; None if it has none that policies can undo.
         observed: what ``observe`` last returned for this layer, or None.
         budget_tokens: in ``score``, tokens that stay per KV head on average; 0
             in ``observe``.
@@ -111,6 +113,7 @@ class LayerView:
     queries: torch.Tensor
     query_positions: torch.Tensor
     scale: float
+    rotary: Rotary | None
     observed: Any
     budget_tokens: int
     load_values: Callable[[], torch.Tensor] = field(repr=False)
@@ -131,6 +134,8 @@ class KVCachePolicy(BaseModel, ABC):
     summary: ClassVar[str]
     triggers: ClassVar[Trigger]
     retention: ClassVar[Retention] = Retention.DROP
+    # Whether ``view.rotary`` must be there; the engine refuses other models.
+    needs_rotary: ClassVar[bool] = False
 
     @property
     def queries_needed(self) -> int:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 # name on the command line -> "module:class"; modules are imported on first use.
 _POLICIES: dict[str, str] = {
+    "expected-attention": (
+        "vllm_kvplugins.policies.expected_attention:ExpectedAttention"
+    ),
     "h2o": "vllm_kvplugins.policies.h2o:H2O",
     "full": "vllm_kvplugins.policies.full:FullKV",
     "streaming-llm": "vllm_kvplugins.policies.streaming_llm:StreamingLLM",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vllm_kvplugins.policies.base import Geometry
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.plan import Compaction
 
@@ -156,3 +157,15 @@ class Record:
     prompt_tokens: int
     # per layer, per KV head: ascending kept positions
     kept_positions: list[list[list[int]]]
+
+    @staticmethod
+    def of(due: Due, positions: torch.Tensor, geometry: Geometry) -> Record:
+        """A compaction's record: the landing zone's positions and the tail."""
+        tail_start = due.compaction.zone.stop * geometry.block_size
+        tail = list(range(tail_start, due.row.after_tokens))
+        shape = (geometry.num_layers, geometry.num_kv_heads, -1)
+        kept = [
+            [sorted(p for p in head if p >= 0) + tail for head in layer]
+            for layer in positions.view(shape).tolist()
+        ]
+        return Record(due.row.request_id, due.row.prompt_tokens, kept)

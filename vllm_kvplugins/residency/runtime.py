@@ -39,6 +39,7 @@ from vllm_kvplugins.residency.requests import (
     Tracked,
     Window,
 )
+from vllm_kvplugins.rotary import Rotary
 from vllm_kvplugins.selection import keep_top
 
 
@@ -56,6 +57,7 @@ class PolicyRuntime:
         self.heap: Heap | None = None
         self.records: list[Record] | None = None
         self._scales: list[float] = []
+        self._rotary: Rotary | None = None
         self._seconds: list[float] = []
         self._tables: PageTables | None = None
         self._requests: dict[str, Tracked] = {}
@@ -68,9 +70,12 @@ class PolicyRuntime:
 
     # -- start-up ---------------------------------------------------------
 
-    def attach(self, heap: Heap, scales: Sequence[float]) -> None:
+    def attach(
+        self, heap: Heap, scales: Sequence[float], rotary: Rotary | None
+    ) -> None:
         """Learn where the cache lies. ``scales``: softmax scale per layer."""
         self.heap = heap
+        self._rotary = rotary
         self._scales = list(scales)
         self._tables = PageTables(
             heap.num_layers,
@@ -249,6 +254,7 @@ class PolicyRuntime:
                 tokens - queries.shape[1], tokens, device=pages.device
             ),
             scale=self._scales[layer],
+            rotary=self._rotary,
             observed=tracked.observed.get(layer),
             budget_tokens=budget_tokens,
             load_values=lambda: shown(heap.values(pages)),
@@ -349,7 +355,7 @@ class PolicyRuntime:
             after.positions,
         )
         if self.records is not None:
-            self.records.append(self._record(due, after.positions))
+            self.records.append(Record.of(due, after.positions, self.geometry))
 
     # -- requests that go ----------------------------------------------------
 
@@ -382,17 +388,6 @@ class PolicyRuntime:
         """Durations of compactions since the last call."""
         taken, self._seconds = self._seconds, []
         return taken
-
-    def _record(self, due: Due, positions: torch.Tensor) -> Record:
-        assert self.heap is not None
-        size = self.geometry.block_size
-        tail = list(range(due.compaction.zone.stop * size, due.row.after_tokens))
-        shape = (self.heap.num_layers, self.heap.num_kv_heads, -1)
-        kept = [
-            [sorted(p for p in head if p >= 0) + tail for head in layer]
-            for layer in positions.view(shape).tolist()
-        ]
-        return Record(due.row.request_id, due.row.prompt_tokens, kept)
 
 
 _NO_QUERIES = torch.empty(0, 0, 0)

@@ -156,6 +156,7 @@ def runtime() -> PolicyRuntime:
 
 
 def set_runner(adapter: Any) -> None:
+    """Remember the adapter around this process's model runner."""
     _process.runner = adapter
 
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_kvplugins.residency.runtime import Row
+from vllm_kvplugins.errors import refuse
+from vllm_kvplugins.residency.requests import Row
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
 KNOWN_VERSIONS = ("0.32", "0.33")
+_REMEDY = f"reinstall vLLM ({' or '.join(KNOWN_VERSIONS)}) or update vllm_kvplugins"
 
 
 def vllm_version() -> str:
@@ -27,77 +32,197 @@ def vllm_version() -> str:
 def problems() -> list[str]:
     """Why this vLLM cannot be used, if so: unknown version, changed seams."""
     version = vllm_version()
-    match = re.match(r"(\d+\.\d+)", version)
+    match = re.match(r"(\d+\.\d+)(?!\d)", version)
     if match is None or match[1] not in KNOWN_VERSIONS:
         return [
             f"vLLM {version} is not a version that this plugin was tested with; "
             f"install one of {', '.join(KNOWN_VERSIONS)}"
         ]
     return [
-        f"vLLM {version}: {name} no longer takes {missing}; reinstall vLLM "
-        f"({' or '.join(KNOWN_VERSIONS)}) or update vllm_kvplugins"
-        for name, function, wanted in _seams()
-        if (missing := _missing_parameters(function, wanted))
+        f"vLLM {version}: {problem}; {_REMEDY}"
+        for seam in _seams()
+        for problem in seam.problems()
     ]
 
 
-def _missing_parameters(function: Any, wanted: tuple[str, ...]) -> str:
+# -- seams -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """What we use of one class or module of vLLM.
+
+    Attributes:
+        where: ``module`` or ``module:Class``.
+        uses: names separated by spaces. ``f(a b)`` is a function that we
+            override or call, with the parameters that we rely on; other names
+            are attributes, fields, or what a constructor assigns.
+    """
+
+    where: str
+    uses: str
+
+    def problems(self) -> Iterator[str]:
+        """What is no longer as we need it."""
+        module, _, class_name = self.where.partition(":")
+        try:
+            owner: Any = import_module(module)
+        except ImportError as error:
+            yield f"{module} cannot be imported ({error})"
+            return
+        if class_name:
+            owner = getattr(owner, class_name, None)
+            if owner is None:
+                yield f"{module} no longer has {class_name}"
+                return
+        short = class_name or module
+        assigned = _assigned(owner)
+        for name, call, wanted in re.findall(r"(\w+)(\(([^)]*)\))?", self.uses):
+            found = getattr(owner, name, None)
+            if found is None and (call or name not in assigned | set(dir(owner))):
+                yield f"{short} no longer has {name}"
+            elif call and (missing := _missing_parameters(found, wanted)):
+                yield f"{short}.{name} no longer takes {missing}"
+
+
+def _missing_parameters(function: Any, wanted: str) -> str:
     parameters = inspect.signature(function).parameters
-    return ", ".join(name for name in wanted if name not in parameters)
+    return ", ".join(name for name in wanted.split() if name not in parameters)
 
 
-def _seams() -> list[tuple[str, Any, tuple[str, ...]]]:
-    """Methods that we override or call, with the parameters that we rely on."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+def _assigned(owner: Any) -> set[str]:
+    """Fields of a class, and the names that its constructors mention."""
+    if not isinstance(owner, type):
+        return set()
+    known: set[str] = set()
+    for cls in owner.__mro__:
+        known.update(inspect.get_annotations(cls))
+        for constructor in ("__init__", "__post_init__"):
+            function = vars(cls).get(constructor)
+            if inspect.isfunction(function):
+                known.update(inspect.unwrap(function).__code__.co_names)
+    return known
 
-    manager = SingleTypeKVCacheManager
-    return [
-        (
-            "Scheduler._reserve_prefill_lookahead",
-            Scheduler._reserve_prefill_lookahead,
-            ("request", "num_computed_tokens", "num_new_tokens"),
-        ),
-        (
-            "Scheduler._get_local_prefix_cache_hit",
-            Scheduler._get_local_prefix_cache_hit,
-            ("request",),
-        ),
-        (
-            "SingleTypeKVCacheManager.remove_skipped_blocks",
-            manager.remove_skipped_blocks,
-            ("request_id", "processed_computed_tokens", "num_prompt_tokens"),
-        ),
-        (
-            "SingleTypeKVCacheManager.cache_blocks",
-            manager.cache_blocks,
-            ("request", "num_tokens", "retention_interval"),
-        ),
-        (
-            "SingleTypeKVCacheManager._remove_blocks_in_range",
-            manager._remove_blocks_in_range,
-            ("request_id", "first_block", "last_block"),
-        ),
-        (
-            "KVCacheCoordinator.remove_skipped_blocks",
-            KVCacheCoordinator.remove_skipped_blocks,
-            ("num_prompt_tokens",),
-        ),
-        (
-            "CPUAttentionBackendImpl.forward",
-            CPUAttentionBackendImpl.forward,
-            ("layer", "query", "kv_cache", "attn_metadata", "output"),
-        ),
-    ]
+
+_CORE = "vllm.v1.core"
+_CPU = "vllm.v1.attention.backends.cpu_attn"
+_TRANSFER = "vllm.distributed.kv_transfer"
+_CONNECTOR = f"{_TRANSFER}.kv_connector.v1"
+
+_SEAMS = {
+    # Where --kv-policy comes in.
+    "vllm.engine.arg_utils:EngineArgs": "add_cli_args(parser) from_cli_args(args) "
+    "create_engine_config() additional_config block_size kv_transfer_config "
+    "scheduler_cls speculative_config worker_cls",
+    "vllm.config:VllmConfig": "additional_config cache_config "
+    "model_config parallel_config scheduler_config",
+    "vllm.config:SchedulerConfig": "async_scheduling scheduler_cls "
+    "max_num_batched_tokens max_num_seqs long_prefill_token_threshold",
+    "vllm.config:ParallelConfig": "worker_cls",
+    "vllm.config:CacheConfig": "block_size cache_dtype",
+    "vllm.config:KVTransferConfig": "kv_connector kv_connector_module_path kv_role",
+    "vllm.config:ModelConfig": "get_num_layers(parallel_config) get_head_size() "
+    "get_num_kv_heads(parallel_config) get_total_num_kv_heads() "
+    "get_sliding_window() hf_text_config runner_type use_mla is_hybrid "
+    "is_attention_free is_encoder_decoder",
+    "vllm.utils.torch_utils": "STR_DTYPE_TO_TORCH_DTYPE",
+    # The scheduler: where prefill is cut, what a prefix hit may reuse.
+    f"{_CORE}.sched.scheduler:Scheduler": "_reserve_prefill_lookahead(request "
+    "num_computed_tokens num_new_tokens) _get_local_prefix_cache_hit(request) "
+    "kv_cache_manager block_size",
+    f"{_CORE}.sched.async_scheduler:AsyncScheduler": "_reserve_prefill_lookahead("
+    "request num_computed_tokens num_new_tokens) "
+    "_get_local_prefix_cache_hit(request)",
+    f"{_CORE}.sched.output:SchedulerOutput": "finished_req_ids preempted_req_ids",
+    "vllm.v1.request:Request": "num_prompt_tokens",
+    # The block pool: freeing blocks of running requests.
+    f"{_CORE}.kv_cache_manager:KVCacheManager": "create_kv_cache_blocks(blocks) "
+    "block_pool coordinator",
+    f"{_CORE}.kv_cache_manager:KVCacheBlocks": "blocks",
+    f"{_CORE}.kv_cache_coordinator:KVCacheCoordinator": "remove_skipped_blocks("
+    "num_prompt_tokens) single_type_managers",
+    f"{_CORE}.single_type_kv_cache_manager:FullAttentionManager": "__init__("
+    "kv_cache_spec) remove_skipped_blocks(request_id processed_computed_tokens "
+    "num_prompt_tokens) cache_blocks(request num_tokens) "
+    "pop_blocks_for_free(request_id) _remove_blocks_in_range(request_id "
+    "first_block last_block) block_size kv_cache_spec req_to_blocks",
+    f"{_CORE}.block_pool:BlockPool": "get_num_free_blocks() num_gpu_blocks",
+    f"{_CORE}.kv_cache_utils:KVCacheBlock": "is_null",
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": "merge(specs)",
+    "vllm.v1.kv_cache_interface": "replace_as()",
+    "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry": "_ensure_registered() "
+    "register(kvcache_spec_cls manager_class uniform_type_base_spec)",
+    # The attention backend.
+    "vllm.v1.attention.backends.registry": "register_backend(backend class_path)",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum": "clear_override() "
+    "CPU_ATTN",
+    "vllm.v1.attention.selector": "_cached_get_attn_backend()",
+    f"{_CPU}:CPUAttentionBackend": "customize_spec(spec) get_impl_cls() "
+    "get_builder_cls()",
+    f"{_CPU}:CPUAttentionMetadataBuilder": "build(common_prefix_len "
+    "common_attn_metadata) vllm_config layer_names num_heads num_kv_heads head_dim "
+    "dtype isa kv_cache_dtype reorder_batch_threshold",
+    f"{_CPU}:CPUAttentionMetadata": "num_actual_tokens",
+    f"{_CPU}:CPUAttentionBackendImpl": "forward(layer query key value kv_cache "
+    "attn_metadata output) num_kv_heads num_queries_per_kv head_size scale "
+    "kv_cache_dtype alibi_slopes sinks sliding_window kv_sharing_target_layer_name "
+    "logits_soft_cap",
+    "vllm.v1.attention.backend:CommonAttentionMetadata": "num_reqs query_start_loc "
+    "query_start_loc_cpu seq_lens block_table_tensor slot_mapping req_idx",
+    "vllm._custom_ops": "cpu_attention_with_kv_cache(query key_cache value_cache "
+    "output query_start_loc seq_lens scale causal alibi_slopes sliding_window "
+    "block_table softcap scheduler_metadata s_aux kv_cache_dtype) "
+    "cpu_attn_get_scheduler_metadata(num_reqs num_heads num_kv_heads head_dim "
+    "seq_lens dtype query_start_loc causal sliding_window_size isa enable_kv_split "
+    "kv_cache_dtype) cpu_attn_reshape_and_cache()",
+    "vllm.config": "get_layers_from_vllm_config()",
+    "vllm.model_executor.layers.attention:Attention": "impl kv_cache",
+    "vllm.envs": "VLLM_CPU_ATTN_SPLIT_KV",
+    # The worker, and what its model runner knows of a step's rows.
+    "vllm.v1.worker.cpu_worker:CPUWorker": "__init__(vllm_config) init_device() "
+    "execute_model(scheduler_output)",
+    "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids num_prompt_tokens",
+    "vllm.v1.worker.gpu.states:RequestState": "index_to_req_id prompt_len",
+    "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor": "np",
+    "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector": "_disabled",
+    # The connector: the end of each step, and metrics.
+    f"{_CONNECTOR}.base:KVConnectorBase_V1": "bind_kv_cache_manager("
+    "kv_cache_manager) build_connector_meta(scheduler_output) "
+    "build_kv_connector_stats(data) build_prom_metrics() get_kv_connector_stats() "
+    "get_num_new_matched_tokens(request num_computed_tokens) "
+    "save_kv_layer(layer_name kv_layer attn_metadata) start_load_kv("
+    "forward_context) update_state_after_alloc(request blocks "
+    "num_external_tokens) wait_for_layer_load(layer_name) wait_for_save() "
+    "requires_kv_delivery",
+    f"{_CONNECTOR}.base:SupportsHMA": "request_finished_all_groups(request block_ids)",
+    f"{_CONNECTOR}.metrics:KVConnectorPromMetrics": "observe(transfer_stats_data "
+    "engine_idx) _gauge_cls _counter_cls _histogram_cls _labelnames "
+    "per_engine_labelvalues",
+    f"{_CONNECTOR}.metrics:KVConnectorStats": "aggregate(other) reduce() reset() "
+    "is_empty() data",
+    f"{_TRANSFER}.kv_transfer_state": "ensure_kv_transfer_shutdown()",
+}
+
+
+def _seams() -> list[Seam]:
+    """Everything below vLLM's documented interfaces that this package uses."""
+    return [Seam(where, uses) for where, uses in _SEAMS.items()]
 
 
 def clear_backend_cache() -> None:
-    """Forget which attention backend was selected; the next model asks anew."""
+    """Forget what an earlier engine left in this process.
+
+    vLLM keeps two things per process: which attention backend it selected, and
+    the worker's KV connector. The next engine would otherwise get the connector
+    of the last one, which compacts requests of an engine that is gone.
+    """
+    from vllm.distributed.kv_transfer.kv_transfer_state import (
+        ensure_kv_transfer_shutdown,
+    )
     from vllm.v1.attention import selector
 
     selector._cached_get_attn_backend.cache_clear()
+    ensure_kv_transfer_shutdown()
 
 
 def kv_element_bytes(vllm_config: VllmConfig) -> int:
@@ -119,10 +244,22 @@ def kv_element_bytes(vllm_config: VllmConfig) -> int:
 class RunnerV1:
     """Rows of a step as model runner V1 keeps them."""
 
+    needs = ("input_batch",)
+
     def __init__(self, runner: Any) -> None:
         self._runner = runner
 
+    @property
+    def model(self) -> torch.nn.Module:
+        """The loaded model."""
+        return self._runner.model
+
     def rows(self, metadata: CommonAttentionMetadata) -> list[Row]:
+        """The step's requests in batch order; none in a dummy batch."""
+        # Dummy batches write nothing, so they have no slots. Without this test
+        # their rows would pass for the requests that the runner holds.
+        if metadata.slot_mapping.numel() and int(metadata.slot_mapping[0]) < 0:
+            return []
         batch = self._runner.input_batch
         request_ids = batch.req_ids[: metadata.num_reqs]
         return _rows(metadata, request_ids, batch.num_prompt_tokens)
@@ -131,15 +268,27 @@ class RunnerV1:
 class RunnerV2:
     """Rows of a step as model runner V2 keeps them."""
 
+    needs = ("req_states", "kv_connector")
+
     def __init__(self, runner: Any) -> None:
         self._runner = runner
 
+    @property
+    def model(self) -> torch.nn.Module:
+        """The loaded model."""
+        return self._runner.model
+
     def rows(self, metadata: CommonAttentionMetadata) -> list[Row]:
+        """The step's requests in batch order; none in a dummy batch."""
         states = self._runner.req_states
         indices = metadata.req_idx
-        if indices is None:  # a dummy batch has no requests
+        # V2 numbers the rows of dummy batches like requests. It switches the
+        # connector off around them and around its warm-up, so that no
+        # compaction would run at the end of such a step.
+        connector = self._runner.kv_connector
+        if indices is None or getattr(connector, "_disabled", True):
             return []
-        live = [i for i in indices.tolist() if i in states.index_to_req_id]
+        live = [int(i) for i in indices if int(i) in states.index_to_req_id]
         request_ids = [states.index_to_req_id[i] for i in live]
         return _rows(metadata, request_ids, states.prompt_len.np[live])
 
@@ -164,5 +313,19 @@ def _rows(
 
 
 def runner_adapter(runner: Any) -> RunnerV1 | RunnerV2:
-    """The adapter for this worker's model runner."""
-    return RunnerV2(runner) if hasattr(runner, "req_states") else RunnerV1(runner)
+    """The adapter for this worker's model runner.
+
+    Raises:
+        KVPolicyError: the runner lacks what the adapter reads.
+    """
+    kind = RunnerV2 if hasattr(runner, "req_states") else RunnerV1
+    name = type(runner).__name__
+    refuse(
+        f"a KV policy cannot follow vLLM {vllm_version()}'s {name}",
+        [
+            f"{name} no longer has {attribute}; {_REMEDY}"
+            for attribute in kind.needs
+            if not hasattr(runner, attribute)
+        ],
+    )
+    return kind(runner)

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
+    from vllm_kvplugins.policies.base import KVCachePolicy
+    from vllm_kvplugins.rotary import Rotary
+
 _PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 _STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 
@@ -166,3 +169,13 @@ def layer_problems(name: str, impl: Any) -> list[str]:
             "model without a policy"
         )
     return found
+
+
+def rotary_problems(policy: KVCachePolicy, rotary: Rotary | None) -> list[str]:
+    """A policy that undoes RoPE needs one that it can undo."""
+    if not policy.needs_rotary or rotary is not None:
+        return []
+    return [
+        f"{policy.name} works on queries before RoPE, and this model has none, "
+        "several, or one over more than one position index; use another policy"
+    ]

@@ -30,8 +30,9 @@ from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.runtime import PolicyRuntime
 from vllm_kvplugins.vllm_adapter import activation
+from vllm_kvplugins.vllm_adapter.rotary import rotary_of
 from vllm_kvplugins.vllm_adapter.spec import with_policy
-from vllm_kvplugins.vllm_adapter.validation import layer_problems
+from vllm_kvplugins.vllm_adapter.validation import layer_problems, rotary_problems
 
 
 class PagedPolicyBackend(CPUAttentionBackend):
@@ -85,12 +86,16 @@ class PagedPolicyMetadataBuilder(CPUAttentionMetadataBuilder):
             self.vllm_config, Attention, self.layer_names
         )
         self.layers = [layers[name] for name in self.layer_names]
+        self.rotary = rotary_of(activation.runner().model)
         refuse(
             f"KV policy {self.runtime.policy.name!r} cannot run with this model",
             [
-                problem
-                for name, layer in zip(self.layer_names, self.layers, strict=True)
-                for problem in layer_problems(name, layer.impl)
+                *rotary_problems(self.runtime.policy, self.rotary),
+                *(
+                    problem
+                    for name, layer in zip(self.layer_names, self.layers, strict=True)
+                    for problem in layer_problems(name, layer.impl)
+                ),
             ],
         )
         for index, layer in enumerate(self.layers):
@@ -100,9 +105,7 @@ class PagedPolicyMetadataBuilder(CPUAttentionMetadataBuilder):
         stock = super().build(common_prefix_len, common, *args, **kwargs)
         metadata = PagedPolicyMetadata(**vars(stock))
         if self.runtime.heap is None:
-            self.runtime.attach(
-                build_heap(self.layers, self.isa), [la.impl.scale for la in self.layers]
-            )
+            self._attach()
         num_rows = common.num_reqs
         query_start = common.query_start_loc[: num_rows + 1]
         seq_lens = common.seq_lens[:num_rows]
@@ -122,6 +125,14 @@ class PagedPolicyMetadataBuilder(CPUAttentionMetadataBuilder):
             for pages, lengths in zip(table.pages, table.lengths, strict=True)
         ]
         return metadata
+
+    def _attach(self) -> None:
+        """Give the runtime the heap; caches exist only from the first step on."""
+        self.runtime.attach(
+            build_heap(self.layers, self.isa),
+            [layer.impl.scale for layer in self.layers],
+            self.rotary,
+        )
 
     def _schedule(self, lengths: torch.Tensor, query_start: torch.Tensor) -> Any:
         return ops.cpu_attn_get_scheduler_metadata(

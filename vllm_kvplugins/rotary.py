@@ -1,0 +1,65 @@
+"""Rotary position embedding, as policies need it: undo it, average it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """A model's RoPE.
+
+    Attributes:
+        cos: float32 [positions, rotated_dim / 2].
+        sin: float32 [positions, rotated_dim / 2].
+        is_neox: True pairs dimension i with i + rotated_dim / 2 (Llama, Qwen),
+            False pairs 2i with 2i + 1 (GPT-J).
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    is_neox: bool
+
+    def undo(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """States before RoPE.
+
+        Args:
+            states: float [heads, n, head_dim], after RoPE.
+            positions: int64 [n].
+
+        Returns:
+            float32 [heads, n, head_dim].
+        """
+        cos, sin = self.cos[positions], -self.sin[positions]
+        return self._turn(states.to(torch.float32), cos, sin)
+
+    def mean_rotation(self, first: int, count: int, head_dim: int) -> torch.Tensor:
+        """Average rotation matrix over positions ``first`` to ``first + count``.
+
+        Positions beyond the model's table are left out; at least one is used.
+
+        Returns:
+            float32 [head_dim, head_dim]; ``states @ matrix.T`` turns states.
+        """
+        last = self.cos.shape[0]
+        first = min(first, last - 1)
+        at = slice(first, min(first + count, last))
+        cos, sin = self.cos[at].mean(0), self.sin[at].mean(0)
+        identity = torch.eye(head_dim, device=cos.device)
+        return self._turn(identity[None], cos[None], sin[None])[0].T
+
+    def _turn(
+        self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        half = cos.shape[-1]
+        turned, rest = states[..., : 2 * half], states[..., 2 * half :]
+        if self.is_neox:
+            a, b = turned[..., :half], turned[..., half:]
+            pair = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        else:
+            a, b = turned[..., 0::2], turned[..., 1::2]
+            pair = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1)
+            pair = pair.flatten(-2)
+        return torch.cat([pair, rest], dim=-1)
