@@ -7,9 +7,12 @@ exactly M * L * H: what is freed does not depend on who got how much.
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -88,6 +91,10 @@ class PageAllocator(BaseModel, ABC):
     name: ClassVar[str]
     # Whether every (layer, KV head) always gets the same number of pages.
     uniform: ClassVar[bool] = False
+
+    def problems(self, num_layers: int, num_kv_heads: int) -> list[str]:
+        """Why this allocator does not fit a model of this shape, if so."""
+        return []
 
     @abstractmethod
     def allocate(
@@ -207,8 +214,81 @@ class CrossLayer(PageAllocator):
         return counts.view(layers, heads)
 
 
+class FileWeights(PageAllocator):
+    """Pages in proportion to weights from a JSON file.
+
+    ``{"layer_weights": [w, ...]}``, one per layer, or ``{"head_weights":
+    [[w, ...], ...]}``, one per KV head of each layer.
+    """
+
+    name: ClassVar[str] = "file"
+    path: Path = Field(description="JSON file with layer_weights or head_weights.")
+
+    @cached_property
+    def weights(self) -> list[list[float]]:
+        """One list per layer: a weight per KV head, or a single one for all.
+
+        Raises:
+            ValueError: the file cannot be read or does not hold weights.
+        """
+        return _read_weights(self.path)
+
+    def model_post_init(self, context: Any) -> None:
+        assert self.weights  # a bad file is refused when it is named, not used
+
+    def problems(self, num_layers: int, num_kv_heads: int) -> list[str]:
+        widths = {len(row) for row in self.weights}
+        found = []
+        if len(self.weights) != num_layers:
+            found.append(
+                f"{self.path} has weights for {len(self.weights)} layers, the model "
+                f"has {num_layers}; make a file for this model"
+            )
+        if widths not in ({1}, {num_kv_heads}):
+            found.append(
+                f"{self.path} has weights for {sorted(widths)} KV heads per layer, "
+                f"this rank has {num_kv_heads}; give one per head, or layer_weights"
+            )
+        return found
+
+    def allocate(
+        self,
+        scores: torch.Tensor,
+        pages_per_head: int,
+        block_size: int,
+        available: torch.Tensor,
+    ) -> torch.Tensor:
+        layers, heads = scores.shape[:2]
+        weights = torch.tensor(self.weights, dtype=torch.float64).expand(layers, heads)
+        total = pages_per_head * layers * heads
+        return round_to_pages(weights * (total / weights.sum()), total, available)
+
+
+def _read_weights(path: Path) -> list[list[float]]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read weights from {path}: {error}") from error
+    rows: Any = None
+    if isinstance(content, dict) and "layer_weights" in content:
+        rows = [[weight] for weight in content["layer_weights"]]
+    elif isinstance(content, dict):
+        rows = content.get("head_weights")
+    try:
+        weights = [[float(weight) for weight in row] for row in rows]
+    except (TypeError, ValueError):
+        weights = []
+    flat = [weight for row in weights for weight in row]
+    if not flat or not all(0 < weight < float("inf") for weight in flat):
+        raise ValueError(
+            f"{path} must hold positive numbers as 'layer_weights' (a list) or "
+            "'head_weights' (a list of lists)"
+        )
+    return weights
+
+
 ALLOCATORS: dict[str, type[PageAllocator]] = {
-    cls.name: cls for cls in (Uniform, Pyramid, HeadAdaptive, CrossLayer)
+    cls.name: cls for cls in (Uniform, Pyramid, HeadAdaptive, CrossLayer, FileWeights)
 }
 
 

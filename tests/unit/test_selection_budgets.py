@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -59,7 +62,11 @@ def test_rounding_is_exact_and_bounded(wanted, most, random):
     assert int(pages.max()) <= most
 
 
-@pytest.mark.parametrize("name", sorted(ALLOCATORS))
+# `file` needs one; it is tested on its own
+NAMES = sorted(set(ALLOCATORS) - {"file"})
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("pages", [1, 2, 7, 15])
 def test_allocators_hand_out_exactly_what_there_is(name, pages):
     print("seed", SEED)
@@ -73,7 +80,7 @@ def test_allocators_hand_out_exactly_what_there_is(name, pages):
     assert int(counts.max()) <= 16
 
 
-@pytest.mark.parametrize("name", sorted(set(ALLOCATORS) - {"uniform"}))
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"uniform"}))
 def test_nobody_gets_more_pages_than_it_has(name):
     print("seed", SEED)
     generator = torch.Generator().manual_seed(SEED)
@@ -118,3 +125,30 @@ def test_budgets_in_all_units():
 def test_impossible_budgets_are_refused(bad):
     with pytest.raises(ValueError):
         Budget.parse(bad)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"layer_weights": [3, 1]}, [[6, 6], [2, 2]]),
+        ({"head_weights": [[1, 3], [2, 2]]}, [[2, 6], [4, 4]]),
+    ],
+)
+def test_pages_follow_a_file(tmp_path, content, expected):
+    path = tmp_path / "weights.json"
+    path.write_text(json.dumps(content))
+    allocator = parse_allocator({"name": "file", "path": str(path)})
+    assert allocator.problems(2, 2) == []
+    scores = torch.zeros(2, 2, 16 * 32)
+    assert allocator.allocate(scores, 4, 32, full(scores)).tolist() == expected
+    assert "3" in allocator.problems(3, 2)[0]
+
+
+@pytest.mark.parametrize(
+    "text", ["no json", "{}", '{"layer_weights": [1, -1]}', '{"head_weights": [1]}']
+)
+def test_files_without_weights_are_refused(tmp_path, text):
+    path = tmp_path / "weights.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        parse_allocator({"name": "file", "path": str(path)})

@@ -74,7 +74,10 @@ def finish_config(
     """
     refuse(
         f"KV policy {policy.name!r} cannot run with these engine settings",
-        validation.config_problems(vllm_config),
+        [
+            *validation.config_problems(vllm_config),
+            *_shape_problems(vllm_config, policy),
+        ],
     )
     scheduler = vllm_config.scheduler_config
     kind = (
@@ -82,6 +85,12 @@ def finish_config(
     )
     scheduler.scheduler_cls = f"{_PACKAGE}.scheduler.{kind}"
     vllm_config.parallel_config.worker_cls = _WORKER
+
+
+def _shape_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
+    geometry = geometry_of(vllm_config)
+    allocator = policy.page_allocator()
+    return allocator.problems(geometry.num_layers, geometry.num_kv_heads)
 
 
 def policy_of(vllm_config: VllmConfig) -> KVCachePolicy | None:
