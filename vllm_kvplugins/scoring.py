@@ -212,8 +212,8 @@ def mean_over_heads(
 
     Args:
         scores: float32 [num_kv_heads, num_slots], finite where valid.
-        places: int64, same shape, not negative where valid; positions, or
-            numbers of chunks of positions.
+        places: int64, same shape; positions, or numbers of chunks of positions.
+            Negative where invalid, and nowhere else.
         valid: bool, same shape, or None if all are.
 
     Returns:
@@ -221,8 +221,6 @@ def mean_over_heads(
     """
     if valid is not None:
         scores = scores.masked_fill(~valid, 0)
-        # They share a place of their own.
-        places = (places + 1).masked_fill(~valid, 0)
     # Places are numbered anew, so that the table is as long as the slots.
     found, clusters = torch.unique(places, return_inverse=True)
     flat = cluster_mean(scores.reshape(1, -1), clusters.view(1, -1), found.numel())

@@ -20,6 +20,13 @@ _POLICIES: dict[str, str] = {
     "full": "vllm_kvplugins.policies.full:FullKV",
     "streaming-llm": "vllm_kvplugins.policies.streaming_llm:StreamingLLM",
     "snapkv": "vllm_kvplugins.policies.snapkv:SnapKV",
+    "random": "vllm_kvplugins.policies.random:Random",
+    "knorm": "vllm_kvplugins.policies.knorm:Knorm",
+    "keydiff": "vllm_kvplugins.policies.keydiff:KeyDiff",
+    "tova": "vllm_kvplugins.policies.tova:TOVA",
+    "chunkkv": "vllm_kvplugins.policies.chunkkv:ChunkKV",
+    "pyramidkv": "vllm_kvplugins.policies.pyramidkv:PyramidKV",
+    "protokv": "vllm_kvplugins.policies.protokv:ProtoKV",
 }
 
 

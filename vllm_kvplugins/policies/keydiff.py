@@ -1,0 +1,43 @@
+"""KeyDiff: keys that point elsewhere than the rest stay."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from vllm_kvplugins.policies.base import Compressor, LayerView
+from vllm_kvplugins.scoring import drop_invalid, slot_tiles, valid_keys
+
+
+class KeyDiff(Compressor):
+    """Negative cosine to the mean direction of all keys (arXiv:2504.15364).
+
+    Section 3.2 there: the anchor of a KV head is the mean of its L2-normalised
+    keys. Needs no queries. Differs from the paper: the paper evicts block by
+    block during prefill; here, as in kvpress's press, at the end of the prompt
+    over all slots. A zero key has cosine 0.
+
+    Cost: two passes over the keys, float32 copies of one tile at a time.
+    """
+
+    name: ClassVar[str] = "keydiff"
+    summary: ClassVar[str] = "tokens whose keys differ most from the mean key"
+
+    def score(self, view: LayerView) -> torch.Tensor:
+        keys = valid_keys(view.keys, view.valid)
+        num_kv_heads, num_slots, head_dim = keys.shape
+        wide = torch.promote_types(keys.dtype, torch.float32)
+        tiles = slot_tiles(num_slots, num_kv_heads * head_dim)
+        anchor = torch.zeros(num_kv_heads, head_dim, dtype=wide, device=keys.device)
+        for tile in tiles:
+            anchor += F.normalize(keys[:, tile].to(wide), dim=-1).sum(dim=1)
+        anchor = F.normalize(anchor, dim=-1).unsqueeze(2)
+        scores = torch.empty(
+            num_kv_heads, num_slots, dtype=torch.float32, device=keys.device
+        )
+        for tile in tiles:
+            unit = F.normalize(keys[:, tile].to(wide), dim=-1)
+            scores[:, tile] = torch.bmm(unit, anchor).squeeze(2).neg_()
+        return drop_invalid(scores, view.valid)

@@ -1,0 +1,47 @@
+"""TOVA: what the newest token looks at stays."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from vllm_kvplugins.policies.base import Compressor, LayerView
+from vllm_kvplugins.scoring import (
+    drop_invalid,
+    mark_window,
+    mean_over_heads,
+    window_votes,
+)
+
+
+class TOVA(Compressor):
+    """Attention of the last query, averaged over all heads (arXiv:2401.06104).
+
+    Section 3.3 there: one decision per layer, so every KV head keeps the same
+    positions. Differs from the paper: it evicts one token after every decoding
+    step, here the prompt is compressed once, and then a few blocks at a time if
+    there is a ``decode_budget``; the newest slot always stays, as in kvpress
+    (the paper leaves that to its score). Under tensor parallelism
+    "all heads" are those of the rank, and ranks may keep different ones.
+
+    Cost: one query against all keys.
+    """
+
+    name: ClassVar[str] = "tova"
+    summary: ClassVar[str] = "tokens that the last token attends to, all heads alike"
+
+    @property
+    def queries_needed(self) -> int:
+        return 1
+
+    @property
+    def minimum_budget_tokens(self) -> int:
+        return 2
+
+    def score(self, view: LayerView) -> torch.Tensor:
+        num_slots = view.keys.shape[1]
+        votes = window_votes(view.queries, view.keys, view.scale, view.valid)
+        valid = None if view.valid is None else view.valid[:, :-1]
+        shared = mean_over_heads(votes.mean(dim=1), view.positions[:, :-1], valid)
+        return mark_window(drop_invalid(shared, valid), num_slots)
