@@ -141,7 +141,8 @@ class Pyramid(PageAllocator):
     """More pages for lower layers, fewer for higher ones (arXiv:2406.02069).
 
     PyramidKV, section 3.2: budgets fall linearly from layer to layer; the top
-    layer gets ``1 / beta`` of the average, the bottom one what balances it.
+    layer gets ``1 / beta`` of the average, the bottom one what balances it. As in
+    its published code, what must stay (the window) comes on top of the shares.
     """
 
     name: ClassVar[str] = "pyramid"
@@ -155,11 +156,14 @@ class Pyramid(PageAllocator):
         available: torch.Tensor,
     ) -> torch.Tensor:
         layers, heads = scores.shape[:2]
-        top = pages_per_head / self.beta
-        share = torch.linspace(2 * pages_per_head - top, top, layers).double()
+        must = torch.isposinf(scores).sum(-1).double().mean().item() / block_size
+        free = max(pages_per_head - must, 0.0)
+        top = free / self.beta
+        share = must + torch.linspace(2 * free - top, top, layers).double()
         wanted = share[:, None].expand(layers, heads).contiguous()
         total = pages_per_head * layers * heads
-        return round_to_pages(wanted, total, available)
+        least = _pages_that_must_stay(scores, block_size)
+        return round_to_pages(wanted, total, available, least)
 
 
 class HeadAdaptive(PageAllocator):
@@ -183,10 +187,11 @@ class HeadAdaptive(PageAllocator):
     ) -> torch.Tensor:
         wanted = _share_of_top(scores, pages_per_head, block_size, self.safeguard)
         per_layer = pages_per_head * scores.shape[1]
+        least = _pages_that_must_stay(scores, block_size)
         return torch.stack(
             [
-                round_to_pages(layer, per_layer, most)
-                for layer, most in zip(wanted, available, strict=True)
+                round_to_pages(layer, per_layer, most, few)
+                for layer, most, few in zip(wanted, available, least, strict=True)
             ]
         )
 
@@ -210,7 +215,8 @@ class CrossLayer(PageAllocator):
         flat = scores.reshape(1, layers * heads, slots)
         wanted = _share_of_top(flat, pages_per_head, block_size, self.safeguard)
         total = pages_per_head * layers * heads
-        counts = round_to_pages(wanted[0], total, available.reshape(-1))
+        least = _pages_that_must_stay(scores, block_size).reshape(-1)
+        counts = round_to_pages(wanted[0], total, available.reshape(-1), least)
         return counts.view(layers, heads)
 
 
@@ -261,7 +267,9 @@ class FileWeights(PageAllocator):
         layers, heads = scores.shape[:2]
         weights = torch.tensor(self.weights, dtype=torch.float64).expand(layers, heads)
         total = pages_per_head * layers * heads
-        return round_to_pages(weights * (total / weights.sum()), total, available)
+        least = _pages_that_must_stay(scores, block_size)
+        wanted = weights * (total / weights.sum())
+        return round_to_pages(wanted, total, available, least)
 
 
 def _read_weights(path: Path) -> list[list[float]]:
@@ -329,15 +337,22 @@ def _share_of_top(
     return safeguard * pages_per_head + (1 - safeguard) * free
 
 
+def _pages_that_must_stay(scores: torch.Tensor, block_size: int) -> torch.Tensor:
+    """int64 [layers, kv_heads], >= 1: pages for the slots marked ``inf``."""
+    slots = torch.isposinf(scores).sum(-1).cpu()
+    return (-(-slots // block_size)).clamp(min=1)
+
+
 def round_to_pages(
-    wanted: torch.Tensor, total: int, most: torch.Tensor
+    wanted: torch.Tensor, total: int, most: torch.Tensor, least: torch.Tensor
 ) -> torch.Tensor:
     """Whole pages near ``wanted`` with an exact sum (largest remainder).
 
     Args:
         wanted: float64, any shape; fractional pages.
         total: the exact sum asked for.
-        most: int64, shape of ``wanted``; largest entries. The smallest is 1.
+        most: int64, shape of ``wanted``; largest entries.
+        least: int64, shape of ``wanted``; smallest entries, each >= 1.
 
     Returns:
         int64, shape of ``wanted``. Deterministic: ties go to the lower index.
@@ -345,17 +360,17 @@ def round_to_pages(
     Raises:
         ValueError: no such rounding exists.
     """
-    flat, limit = wanted.reshape(-1).double(), most.reshape(-1)
-    if not flat.numel() <= total <= int(limit.sum()):
+    flat, high, low = wanted.reshape(-1).double(), most.reshape(-1), least.reshape(-1)
+    if not int(low.sum()) <= total <= int(high.sum()) or bool((low > high).any()):
         raise ValueError(
-            f"{total} pages do not fit {flat.numel()} heads with 1 to "
-            f"{limit.tolist()} pages"
+            f"{total} pages do not fit heads with {low.tolist()} to {high.tolist()} "
+            "pages"
         )
-    counts = flat.floor().long().clamp(min=1).minimum(limit)
+    counts = flat.floor().long().maximum(low).minimum(high)
     while (missing := total - int(counts.sum())) != 0:
         # Furthest from its wish first; one page each, as often as needed.
         distance = flat - counts
-        movable = counts < limit if missing > 0 else counts > 1
+        movable = counts < high if missing > 0 else counts > low
         order = (distance if missing > 0 else -distance).masked_fill(
             ~movable, -torch.inf
         )

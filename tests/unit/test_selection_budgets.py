@@ -56,7 +56,8 @@ def test_keep_top_refuses_nan_and_impossible_counts():
 def test_rounding_is_exact_and_bounded(wanted, most, random):
     total = random.randint(len(wanted), len(wanted) * most)
     limit = torch.full((len(wanted),), most)
-    pages = round_to_pages(torch.tensor(wanted), total, limit)
+    least = torch.ones_like(limit)
+    pages = round_to_pages(torch.tensor(wanted), total, limit, least)
     assert int(pages.sum()) == total
     assert int(pages.min()) >= 1
     assert int(pages.max()) <= most
@@ -91,6 +92,17 @@ def test_nobody_gets_more_pages_than_it_has(name):
     counts = parse_allocator(name).allocate(scores, 4, 32, available)
     assert int(counts.sum()) == 4 * 18
     assert bool((counts <= available).all())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_must_stay_always_fits(name):
+    """A window of three pages survives a steep pyramid and heads without votes."""
+    scores = torch.zeros(8, 2, 16 * 32)
+    scores[0, 0, :256] = 1.0
+    scores[:, :, -70:] = torch.inf
+    counts = parse_allocator(name).allocate(scores, 4, 32, full(scores))
+    assert int(counts.sum()) == 4 * 16
+    assert int(counts.min()) >= 3
 
 
 def test_adaptive_allocators_follow_the_scores():
