@@ -109,6 +109,7 @@ class ExpectedAttention(Compressor):
             float32 [num_q_heads, head_dim], [num_q_heads, head_dim, head_dim].
         """
         seen, rotary = view.observed, view.rotary
+        assert rotary is not None
         mean = seen.total / seen.count
         covariance = seen.outer / seen.count - mean[:, :, None] * mean[:, None, :]
         newest = int(view.positions.max())

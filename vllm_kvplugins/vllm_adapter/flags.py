@@ -55,7 +55,7 @@ def _wrap_add_cli_args() -> None:
 
 
 def _wrap_from_cli_args() -> None:
-    original = EngineArgs.from_cli_args.__func__  # type: ignore[attr-defined]
+    original = EngineArgs.from_cli_args.__func__
 
     @functools.wraps(original)
     def from_cli_args(cls: type[EngineArgs], args: argparse.Namespace) -> EngineArgs:

@@ -39,7 +39,7 @@ class PolicyStats(KVConnectorStats):
         return cls(data=dict(numbers))
 
     def reset(self) -> None:
-        self.data = {}
+        self.data.clear()
 
     def is_empty(self) -> bool:
         return not self.data

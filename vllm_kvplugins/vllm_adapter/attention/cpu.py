@@ -101,7 +101,9 @@ class PagedPolicyMetadataBuilder(CPUAttentionMetadataBuilder):
         for index, layer in enumerate(self.layers):
             layer.impl.bind(self.runtime, index)
 
-    def build(self, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
+    def build(
+        self, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any
+    ) -> PagedPolicyMetadata:
         stock = super().build(common_prefix_len, common, *args, **kwargs)
         metadata = PagedPolicyMetadata(**vars(stock))
         if self.runtime.heap is None:

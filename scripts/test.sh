@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Sets everything up and runs all checks.
+set -euo pipefail
+
+usage() {
+  cat <<'HELP'
+Usage: bash scripts/test.sh [pytest arguments]
+
+Sets up the same environment as serve.sh plus the test tools and the default
+model, then runs ruff, the C++ checks and pytest. With pytest arguments only
+pytest runs, with these:
+
+  bash scripts/test.sh tests/unit -k snapkv
+
+Results also go to build/test-results.xml (JUnit). The exit code is pytest's,
+or 1 if only another check failed. Environment: as in serve.sh --help.
+HELP
+}
+
+# shellcheck source=scripts/_setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
+
+if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+  usage
+  exit 0
+fi
+
+on_exit() {
+  local code=$?
+  trap '' INT TERM HUP
+  kvp_stop 20
+  exit "$code"
+}
+trap on_exit EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+trap 'exit 129' HUP
+
+kvp_setup dev
+kvp_default_model
+cd "$KVP_ROOT"
+
+export PATH="$KVP_VENV/bin:$PATH" PYTHON="$PY"
+export KVP_TEST_MODEL="$KVP_MODEL"
+# Tests use local files only; a look-up would wait for a network in vain.
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+export TOKENIZERS_PARALLELISM=false
+export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
+# By default every vLLM process pins itself to the same first cores, which
+# makes engines that run side by side crawl.
+export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
+
+failed=()
+check() { # check NAME COMMAND...
+  local name="$1"
+  shift
+  say "• $name"
+  "$@" || failed+=("$name")
+}
+
+if (($# == 0)); then
+  check "ruff" "$PY" -m ruff check .
+  check "C++ with sanitizers" bash scripts/check_sanitizers.sh
+  check "CUDA compiles" bash scripts/check_cuda_compile.sh
+fi
+if ((${#failed[@]})); then say "• FAILED before pytest: ${failed[*]}"; fi
+
+say "• pytest"
+code=0
+"$PY" -m pytest --durations=10 --junitxml=build/test-results.xml "$@" || code=$?
+if ((code == 0 && ${#failed[@]})); then
+  say "error: pytest passed, but these checks failed: ${failed[*]}"
+  code=1
+fi
+exit "$code"

@@ -1,0 +1,242 @@
+"""The shell scripts up to the point where they would install something."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"])
+
+
+def bash(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd="/",  # they must not depend on the current directory
+        env=os.environ | {"KVP_PYTHON": sys.executable} | environment,
+        check=False,
+    )
+
+
+def serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return bash(str(ROOT / "scripts" / "serve.sh"), *arguments, **environment)
+
+
+def setup(snippet: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a snippet after sourcing _setup.sh."""
+    source = f'set -euo pipefail; source "{ROOT}/scripts/_setup.sh"; {snippet}'
+    return bash("-c", source, **environment)
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_bash_can_parse_it(script: Path) -> None:
+    done = bash("-n", str(script))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["serve.sh", "test.sh"])
+def test_help(name: str) -> None:
+    done = bash(str(ROOT / "scripts" / name), "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"Usage: bash scripts/{name}")
+
+
+def test_help_names_every_option_and_variable() -> None:
+    text = (ROOT / "scripts" / "serve.sh").read_text()
+    shown = serve("--help").stdout
+    for option in set(re.findall(r"--(?:policy|policy-config|port|demo)\b", text)):
+        assert option in shown
+    variables = set(re.findall(r"\$\{(KVP_(?:VENV|PYTHON|DEVICE)):", setup_text()))
+    assert variables == {"KVP_VENV", "KVP_PYTHON", "KVP_DEVICE"}
+    assert all(variable in shown for variable in variables)
+
+
+def setup_text() -> str:
+    return (ROOT / "scripts" / "_setup.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--polcy", "snapkv"], "unknown option '--polcy'"),
+        (["--port"], "--port needs a value"),
+        (["--policy", "--demo"], "--policy needs a value"),
+        (["--port", "70000"], "from 1 to 65535, got '70000'"),
+        (["--port", "http"], "from 1 to 65535, got 'http'"),
+        (["--port=0"], "from 1 to 65535, got '0'"),
+        (["--policy="], "--policy must not be empty"),
+        (["a/model", "b/model"], "more than one MODEL: 'a/model' and 'b/model'"),
+        (["--policy", "none", "--policy-config", "{}"], "got --policy none"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: list[str], message: str) -> None:
+    done = serve(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "--help" in done.stderr
+
+
+def test_a_taken_port_is_told_before_anything_is_installed(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = serve("--port", str(port), KVP_VENV=str(tmp_path / "venv"))
+    assert done.returncode == 1
+    assert f"error: port {port}: is taken" in done.stderr
+    assert "--port N" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_missing_python_is_told() -> None:
+    done = serve(KVP_PYTHON="/no/such/python")
+    assert done.returncode == 1
+    assert "no Python from 3.11 to 3.13 found (KVP_PYTHON=/no/such/pyth" in done.stderr
+    assert "apt-get install" in done.stderr
+
+
+def test_all_missing_tools_are_told_at_once(tmp_path: Path) -> None:
+    done = setup(
+        "kvp_find_python; PATH=/nowhere kvp_require_tools",
+        KVP_PYTHON=sys.executable,
+        CXX="no-such-compiler",
+    )
+    assert done.returncode == 1
+    for package in ("util-linux", "g++", "cmake"):
+        assert f"package {package}" in done.stderr
+
+
+def test_an_unknown_device_is_refused() -> None:
+    done = setup("kvp_find_device", KVP_DEVICE="tpu")
+    assert done.returncode == 1
+    assert "KVP_DEVICE is 'tpu'; use cpu or cuda" in done.stderr
+
+
+def test_a_policy_on_a_gpu_is_refused_before_anything_is_installed(
+    tmp_path: Path,
+) -> None:
+    venv = tmp_path / "venv"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    done = serve("--port", port, KVP_DEVICE="cuda", KVP_VENV=str(venv))
+    assert done.returncode == 1
+    assert "KVP_DEVICE=cpu" in done.stderr
+    assert not venv.exists()
+
+
+def test_a_folder_that_is_no_environment_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    done = setup(
+        "kvp_find_python; kvp_find_device; kvp_make_venv", KVP_VENV=str(tmp_path)
+    )
+    assert done.returncode == 1
+    assert "holds files but no virtual environment" in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_failed_step_shows_its_output_and_code(tmp_path: Path) -> None:
+    (tmp_path / ".kvp-setup").mkdir()
+    done = setup(
+        "kvp_step 'a step' bash -c 'echo the reason; exit 7' || exit $?",
+        KVP_VENV=str(tmp_path),
+    )
+    assert done.returncode == 7
+    assert "• a step" in done.stderr
+    assert "the reason" in done.stderr
+
+
+def test_stopping_ends_the_leader_first_and_then_its_children(tmp_path: Path) -> None:
+    # The leader takes its time over SIGTERM; its child ignores the signal.
+    leader = tmp_path / "leader.sh"
+    leader.write_text(
+        "trap 'echo leader was told; exit 0' TERM\n"
+        "bash -c 'trap \"\" TERM; echo $$ > child; exec sleep 60' &\n"
+        "while true; do sleep 0.05; done\n"
+    )
+    done = setup(
+        f"cd {tmp_path}; kvp_start bash leader.sh\n"
+        "until [[ -s child ]]; do sleep 0.05; done\n"
+        "kvp_stop 5; sleep 0.2\n"
+        "state=$(ps -o stat= -p $(<child) || true); echo \"child: '${state:0:1}'\""
+    )
+    assert "leader was told" in done.stdout, done.stderr
+    assert re.search(r"child: 'Z?'$", done.stdout.strip()), done.stdout
+
+
+def test_the_pins_are_those_of_the_extras() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    for extra, variable in (("cpu", "KVP_VLLM_CPU"), ("cuda", "KVP_VLLM_CUDA")):
+        pin = re.search(rf'^{variable}="(.+)"$', setup_text(), re.MULTILINE)
+        assert pin is not None
+        assert re.search(
+            rf'^{extra} = \["{re.escape(pin[1])}"\]$', project, re.MULTILINE
+        )
+
+
+def test_the_demo_document_holds_its_fact_once() -> None:
+    demo = load("demo")
+    prompt, key = demo.build_prompt(3000, seed=1)
+    assert prompt == demo.build_prompt(3000, seed=1)[0]
+    assert prompt.count(key) == 2
+    assert 8_000 < len(prompt) < 14_000
+    assert demo.build_prompt(3000, seed=2)[1] != key
+
+
+def test_metrics_are_summed_over_their_labels() -> None:
+    demo = load("demo")
+    text = '# HELP x\nx{a="1 2"} 3.0\nx{a="2"} 4.0\ny 1e+06\n'
+    assert demo.parse_metrics(text) == {"x": 7.0, "y": 1e6}
+
+
+def test_a_server_that_is_not_there_is_not_ready() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # bound, not listening: nobody else gets it
+        assert (
+            load("demo").is_ready(f"http://127.0.0.1:{free.getsockname()[1]}") is False
+        )
+
+
+def test_the_vllm_distribution_is_a_cpu_build_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("pip", reason="the helper reads requirements with pip's parser")
+    helper = load("_vllm_cpu")
+    needs = [
+        "torch==2.13.0+cpu",
+        "torchvision",
+        "numpy>=2",
+        "fastapi[standard]<1",
+        'pandas; extra == "bench"',
+        'six; python_version < "3"',
+    ]
+    monkeypatch.setattr(helper, "requires", lambda name: needs)
+    monkeypatch.setattr(helper, "version", lambda name: "9.8.7")
+    assert helper.requirements() == ["numpy>=2", "fastapi[standard]<1"]
+    wheel = helper.distribution(tmp_path)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    command += ["--no-index", "--target", str(tmp_path / "site"), str(wheel)]
+    subprocess.run(command, check=True, timeout=60)
+    found = tmp_path / "site" / "vllm-9.8.7+cpu.dist-info"
+    assert "Version: 9.8.7+cpu" in (found / "METADATA").read_text()
