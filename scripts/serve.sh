@@ -17,6 +17,7 @@ in the foreground. Ctrl-C stops it and everything it started.
   --port N               port (default: 8000)
   --demo                 ask one question about a long document, print the
                          answer and what the policy freed, stop again
+                         (snapkv then has the settings budget 512, window 20)
   -h, --help             this text
 
 Environment:
@@ -76,6 +77,11 @@ parse_arguments() {
   [[ -n "$POLICY" ]] || bad_usage "--policy must not be empty; 'none' is stock vLLM"
   if [[ "$POLICY" == none && -n "$POLICY_CONFIG" ]]; then
     bad_usage "--policy-config needs a --policy to configure, got --policy none"
+  fi
+  # The demo's question is about 20 tokens long. A window that reaches back into the
+  # document lets the document vote for itself, and the small model loses the key.
+  if [[ -n "$DEMO" && "$POLICY" == snapkv && -z "$POLICY_CONFIG" ]]; then
+    POLICY_CONFIG='{"budget": 512, "window": 20}'
   fi
 }
 
