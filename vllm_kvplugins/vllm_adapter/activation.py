@@ -43,12 +43,15 @@ def prepared(args: EngineArgs, policy: KVCachePolicy) -> Iterator[None]:
         KVPolicyError: the arguments ask for something that does not go
             together with a policy.
     """
+    # First and alone: on an unknown vLLM the other checks may not even import.
+    refuse(f"KV policy {policy.name!r} cannot run on this vLLM", compat.problems())
+
     from vllm.config import KVTransferConfig
     from vllm.platforms import current_platform
 
     refuse(
         f"KV policy {policy.name!r} cannot run with these engine settings",
-        [*compat.problems(), *validation.argument_problems(args)],
+        validation.argument_problems(args),
     )
     saved = (args.kv_transfer_config, args.block_size)
     args.kv_transfer_config = KVTransferConfig(
@@ -141,7 +144,7 @@ def activate(vllm_config: VllmConfig) -> PolicyRuntime:
             "additional_config; use --kv-policy instead of --worker-cls"
         )
     register_backend(AttentionBackendEnum.CPU_ATTN, _BACKEND)
-    compat.clear_backend_cache()
+    compat.forget_previous_engine()
     _process.runtime = PolicyRuntime(policy, geometry_of(vllm_config))
     _process.runner = None
     return _process.runtime
@@ -149,12 +152,12 @@ def activate(vllm_config: VllmConfig) -> PolicyRuntime:
 
 def deactivate() -> None:
     """Restore the stock backend for whatever this process builds next."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
     if _process.runtime is None:
         return
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
     AttentionBackendEnum.CPU_ATTN.clear_override()
-    compat.clear_backend_cache()
+    compat.forget_previous_engine()
     _process.runtime = _process.runner = None
 
 

@@ -110,10 +110,11 @@ _TRANSFER = "vllm.distributed.kv_transfer"
 _CONNECTOR = f"{_TRANSFER}.kv_connector.v1"
 
 _SEAMS = {
-    # Where --kv-policy comes in.
+    # Where --kv-policy comes in, and where requests are checked.
     "vllm.engine.arg_utils:EngineArgs": "add_cli_args(parser) from_cli_args(args) "
     "create_engine_config() additional_config block_size kv_transfer_config "
     "scheduler_cls speculative_config worker_cls",
+    "vllm.v1.engine.input_processor:InputProcessor": "process_inputs(resumable)",
     "vllm.config:VllmConfig": "additional_config cache_config "
     "model_config parallel_config scheduler_config",
     "vllm.config:SchedulerConfig": "async_scheduling scheduler_cls "
@@ -209,7 +210,7 @@ def _seams() -> list[Seam]:
     return [Seam(where, uses) for where, uses in _SEAMS.items()]
 
 
-def clear_backend_cache() -> None:
+def forget_previous_engine() -> None:
     """Forget what an earlier engine left in this process.
 
     vLLM keeps two things per process: which attention backend it selected, and

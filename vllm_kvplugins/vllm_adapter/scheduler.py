@@ -46,14 +46,18 @@ class ResidencyScheduling:
         plan = self._residency_manager.plan(request.num_prompt_tokens)
         return plan.clip_chunk(num_computed_tokens, num_new_tokens)
 
-    def _get_local_prefix_cache_hit(self, request: Any) -> tuple[Any, ...]:
+    def _get_local_prefix_cache_hit(
+        self, request: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, ...]:
         """Take from the prefix cache only what the plan leaves untouched.
 
         A longer hit would skip the queries that score the prompt, and would
         make the landing zone lie in blocks that others share. A policy that
         observes the whole prompt gets no hit: cached tokens have no queries.
         """
-        blocks, hit_tokens, *rest = super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
+        blocks, hit_tokens, *rest = super()._get_local_prefix_cache_hit(  # type: ignore[misc]
+            request, *args, **kwargs
+        )
         manager = self._residency_manager
         usable = manager.plan(request.num_prompt_tokens).exact_prefix_blocks
         if usable is not None and manager.observes_prompt:

@@ -1,0 +1,27 @@
+"""What all tests share: the helpers' import path and the test model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+_TESTS = Path(__file__).parent
+sys.path.insert(0, str(_TESTS / "helpers"))
+
+
+@pytest.fixture(scope="session")
+def model_path() -> str:
+    """Folder of the real model; engine tests that need one are skipped without."""
+    path = os.environ.get("KVP_TEST_MODEL")
+    if not path:
+        pytest.skip(
+            "set KVP_TEST_MODEL to a folder with a small Llama-like model, "
+            "for example SmolLM2-135M-Instruct"
+        )
+    assert (Path(path) / "config.json").is_file(), (
+        f"KVP_TEST_MODEL={path} holds no config.json"
+    )
+    return path

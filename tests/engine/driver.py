@@ -1,0 +1,177 @@
+"""Drives an in-process engine step by step and looks inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def make_llm(model: str, policy: dict[str, Any] | None = None, **settings: Any) -> Any:
+    """An fp32 engine without CUDA graphs or a tokenizer; blocks of 32 tokens."""
+    from vllm import LLM
+
+    arguments: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "block_size": 32,
+        "max_model_len": 8192,
+        "max_num_batched_tokens": 1024,
+        "max_num_seqs": 8,
+        "seed": 0,
+        "disable_log_stats": True,
+    }
+    if policy is not None:
+        arguments["additional_config"] = {"kv_policy": policy}
+    return LLM(model, **(arguments | settings))
+
+
+class Driver:
+    """One engine, stepped by hand.
+
+    Attributes:
+        tokens: generated token ids per request, as far as they got.
+        cached: prompt tokens per request that came from the prefix cache.
+        margins: per request, per token, how far the best logprob led (only
+            for requests added with ``margins=True``).
+        finished: requests that ended by themselves.
+        preemptions, preempted_compacted: how often the scheduler took a
+            request's blocks away; how many of those had been compacted.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.engine = llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        (self.manager,) = managers
+        self.block_size = self.manager.block_size
+        self.tokens: dict[str, list[int]] = {}
+        self.cached: dict[str, int] = {}
+        self.margins: dict[str, list[float]] = {}
+        self.finished: set[str] = set()
+        self.preemptions = 0
+        self.preempted_compacted = 0
+        self._count_preemptions()
+
+    def _count_preemptions(self) -> None:
+        preempt = self.scheduler._preempt_request
+
+        def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
+            self.preemptions += 1
+            freed = getattr(self.manager, "_freed_up_to", {})
+            self.preempted_compacted += request.request_id in freed
+            return preempt(request, *args, **kwargs)
+
+        self.scheduler._preempt_request = counted
+
+    # -- requests -----------------------------------------------------------
+
+    def add(
+        self, name: str, prompt: list[int], max_tokens: int, margins: bool = False
+    ) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=2 if margins else None,
+        )
+        self.tokens[name] = []
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def abort(self, names: list[str]) -> None:
+        self.engine.abort_request(names)
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            name, best = output.request_id, output.outputs[0]
+            self.tokens[name] = list(best.token_ids)
+            if output.num_cached_tokens is not None:
+                self.cached[name] = output.num_cached_tokens
+            if best.logprobs:
+                self.margins[name] = [_margin(entry) for entry in best.logprobs]
+            if output.finished:
+                self.finished.add(name)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.engine.has_unfinished_requests())
+
+    def step_until(self, reached: Callable[[], bool], most: int = 5000) -> None:
+        """Step until ``reached()``; at least its check happens once per step."""
+        for _ in range(most):
+            if reached():
+                return
+            self.step()
+        raise AssertionError(f"not reached within {most} steps")
+
+    def run(self) -> None:
+        """Step until no request is left."""
+        self.step_until(lambda: not self.busy)
+
+    def generate(
+        self, prompts: dict[str, list[int]], max_tokens: int, margins: bool = False
+    ) -> dict[str, list[int]]:
+        """All prompts at once, to the end."""
+        for name, prompt in prompts.items():
+            self.add(name, prompt, max_tokens, margins)
+        self.run()
+        return {name: self.tokens[name] for name in prompts}
+
+    # -- what it looks like inside ---------------------------------------------
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self.pool.get_num_free_blocks())
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks that requests can have: all but the null block."""
+        return int(self.pool.num_gpu_blocks) - 1
+
+    def held_blocks(self) -> set[int]:
+        """Ids of the blocks that requests hold, each once."""
+        return {
+            block.block_id
+            for blocks in self.manager.req_to_blocks.values()
+            for block in blocks
+            if not block.is_null
+        }
+
+    def decoding(self) -> int:
+        """Running requests whose prompt is fully computed."""
+        return sum(
+            request.num_computed_tokens >= request.num_prompt_tokens
+            for request in self.scheduler.running
+        )
+
+    def check_blocks(self) -> None:
+        """Every block is either free or held by a request."""
+        used = len(self.held_blocks())
+        assert self.free_blocks + used == self.total_blocks, (
+            f"{self.free_blocks} free + {used} held != {self.total_blocks} blocks"
+        )
+
+    def check_policy_state(self) -> int:
+        """Raise if it contradicts itself; how many requests the worker knows."""
+        self.manager.check_integrity()
+        (tracked,) = self.llm.collective_rpc("kv_policy_check_integrity")
+        return int(tracked)
+
+
+def runtime() -> Any:
+    """The policy runtime of this process's worker."""
+    from vllm_kvplugins.vllm_adapter import activation
+
+    return activation.runtime()
+
+
+def _margin(entry: dict[int, Any]) -> float:
+    """Lead of the best token over the next one, in logprob."""
+    best, second = sorted((item.logprob for item in entry.values()), reverse=True)[:2]
+    return float(best - second)

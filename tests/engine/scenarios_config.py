@@ -1,0 +1,102 @@
+"""Configurations: what is refused, and what no policy leaves untouched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def try_configs(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Resolve each case's EngineArgs; nothing is loaded.
+
+    Returns:
+        Per case ``[name of the error's class, message]``, or None if it passed.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    found: dict[str, Any] = {}
+    for name, arguments in cases.items():
+        try:
+            EngineArgs(**_with_objects(arguments)).create_engine_config()
+        except Exception as error:
+            found[name] = [type(error).__name__, str(error)]
+        else:
+            found[name] = None
+    return found
+
+
+def _with_objects(arguments: dict[str, Any]) -> dict[str, Any]:
+    from vllm.config import KVTransferConfig
+
+    base = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True}
+    transfer = arguments.get("kv_transfer_config")
+    if transfer is not None:
+        base["kv_transfer_config"] = KVTransferConfig(**transfer)
+    return {**arguments, **base}
+
+
+def stock_run(model: str, prompts: list[list[int]]) -> dict[str, Any]:
+    """Tokens and resolved classes of an engine without a policy."""
+    from driver import Driver, make_llm
+
+    llm = make_llm(model, block_size=None)
+    driver = Driver(llm)
+    named = {str(index): prompt for index, prompt in enumerate(prompts)}
+    return {"tokens": driver.generate(named, 16), **_resolved(driver)}
+
+
+def policy_then_stock(
+    model: str, policy: dict[str, Any], prompts: list[list[int]]
+) -> dict[str, Any]:
+    """One process, three engines: with a policy, without, and with it again."""
+    from driver import Driver, make_llm
+
+    named = {str(index): prompt for index, prompt in enumerate(prompts)}
+    seen: dict[str, Any] = {}
+    for name, wanted in (("policy", policy), ("stock", None), ("again", policy)):
+        llm = make_llm(model, wanted, block_size=None)
+        driver = Driver(llm)
+        seen[name] = {"tokens": driver.generate(named, 16), **_resolved(driver)}
+        seen[name]["compactions"] = getattr(driver.manager, "compactions", None)
+        _tear_down(driver)
+        del llm, driver
+    return seen
+
+
+def _tear_down(driver: Any) -> None:
+    """Let go of an engine so that the process can build another."""
+    import gc
+
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    driver.core.shutdown()
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+def _resolved(driver: Any) -> dict[str, Any]:
+    """Everything that a policy replaces, by name."""
+    config = driver.engine.vllm_config
+    layers = config.compilation_config.static_forward_context
+    attention = [layer for layer in layers.values() if hasattr(layer, "attn_backend")]
+    return {
+        "scheduler_cls": str(config.scheduler_config.scheduler_cls),
+        "worker_cls": str(config.parallel_config.worker_cls),
+        "kv_transfer_config": str(config.kv_transfer_config),
+        "block_size": config.cache_config.block_size,
+        "additional_config": str(config.additional_config),
+        "scheduler": _name(driver.scheduler),
+        "manager": _name(driver.manager),
+        "worker": _name(driver.core.model_executor.driver_worker.worker),
+        "connector": str(driver.scheduler.connector),
+        "backends": sorted({_class(layer.attn_backend) for layer in attention}),
+        "impls": sorted({_name(layer.impl) for layer in attention}),
+        "config_hash": config.compute_hash(),
+    }
+
+
+def _name(thing: Any) -> str:
+    return _class(type(thing))
+
+
+def _class(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -1,0 +1,177 @@
+"""Random arrivals, aborts, preemptions and prefix hits on the tiny model."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from driver import Driver, make_llm, runtime
+from texts import random_tokens
+from tiny_model import VOCABULARY
+
+# Where two tokens are this close, batch shapes may decide which one is greedy.
+_CLOSE = 1e-3
+_MOST_TOKENS = 780  # of one request, prompt and answer; must fit the pool
+_DRAIN_EVERY = 50  # rounds
+_SAMPLES = 6  # requests compared with a run of their own, per drain
+
+
+@dataclass
+class Sent:
+    prompt: list[int]
+    max_tokens: int
+    aborted: bool = False
+
+
+class Fuzzer:
+    """Rounds against one engine; every check raises.
+
+    Attributes:
+        counts: what happened, so that the test can see that it did happen.
+    """
+
+    def __init__(self, driver: Driver, seed: int) -> None:
+        self.driver = driver
+        self.rng = random.Random(seed)
+        self.prefixes = [random_tokens(seed + i, 500, VOCABULARY) for i in range(3)]
+        self.sent: dict[str, Sent] = {}
+        self.number = 0
+        self.counts = dict.fromkeys(
+            ("requests", "aborts", "hits", "compared", "differed", "close"), 0
+        )
+
+    def round(self) -> None:
+        """Some requests come, some go, some steps pass."""
+        rng, driver = self.rng, self.driver
+        for _ in range(rng.choice((0, 1, 1, 2, 3))):
+            if self._alive() and len(self._alive()) >= 12:
+                break
+            self._send()
+        for _ in range(rng.randint(1, 8)):
+            if driver.busy:
+                driver.step()
+            driver.check_blocks()
+        if rng.random() < 0.05:  # vLLM's own way to preempt everybody
+            driver.llm.reset_prefix_cache(reset_running_requests=True)
+            driver.check_blocks()
+        alive = self._alive()
+        if alive and rng.random() < 0.2:
+            self._abort(rng.choice(alive))
+            driver.check_blocks()
+        self._check_state()
+
+    def drain(self) -> None:
+        """Let everybody finish; nothing may stay behind; compare tokens."""
+        driver = self.driver
+        driver.run()
+        driver.step()  # the worker hears of the last ones only now
+        driver.check_blocks()
+        assert driver.free_blocks == driver.total_blocks, "blocks leaked"
+        assert not driver.scheduler.requests, "requests leaked in the scheduler"
+        assert not driver.manager.req_to_blocks, "block lists leaked"
+        if hasattr(driver.manager, "_freed_up_to"):
+            assert not driver.manager._freed_up_to, "plan state leaked"
+            assert driver.check_policy_state() == 0, "requests leaked in the worker"
+            assert runtime()._tables.seats_taken == 0, "seats leaked"
+        self.counts["hits"] += sum(driver.cached.get(name, 0) > 0 for name in self.sent)
+        self._compare()
+        self.sent.clear()
+
+    # -- parts ------------------------------------------------------------------
+
+    def _alive(self) -> list[str]:
+        return [
+            name
+            for name, sent in self.sent.items()
+            if not sent.aborted and name not in self.driver.finished
+        ]
+
+    def _send(self) -> None:
+        rng = self.rng
+        head = rng.choice(self.prefixes)[: rng.choice((0, 40, 130, 200, 333))]
+        tail = random_tokens(rng.randrange(1 << 30), rng.randint(1, 120), VOCABULARY)
+        prompt = head + tail
+        # Long answers make the pool run dry, and so preempt.
+        most = min(_MOST_TOKENS - len(prompt), rng.choice((20, 80, 400)))
+        sent = Sent(prompt, rng.randint(1, most))
+        name = f"r{self.number}"
+        self.number += 1
+        self.counts["requests"] += 1
+        self.sent[name] = sent
+        self.driver.add(name, sent.prompt, sent.max_tokens)
+
+    def _abort(self, name: str) -> None:
+        self.driver.abort([name])
+        self.sent[name].aborted = True
+        self.counts["aborts"] += 1
+
+    def _check_state(self) -> None:
+        driver = self.driver
+        if not hasattr(driver.manager, "_freed_up_to"):
+            return
+        driver.check_policy_state()
+        live = set(driver.scheduler.requests)
+        assert set(driver.manager.req_to_blocks) <= live, "blocks of dead requests"
+        # One that ended in the last step is forgotten with the next.
+        gone = set(runtime()._requests) - live
+        assert gone <= set(driver.scheduler.finished_req_ids), "state of dead requests"
+
+    def _compare(self) -> None:
+        """Tokens of some requests against a run alone without cached prefixes."""
+        driver = self.driver
+        names = [name for name in self.sent if driver.tokens[name]]
+        for name in self.rng.sample(names, min(_SAMPLES, len(names))):
+            sent, got = self.sent[name], driver.tokens[name]
+            driver.llm.reset_prefix_cache()
+            alone = f"{name}-alone"
+            wanted = driver.generate({alone: sent.prompt}, sent.max_tokens, True)[alone]
+            assert driver.cached[alone] == 0
+            if not sent.aborted:
+                assert len(got) == len(wanted) == sent.max_tokens
+            self.counts["compared"] += 1
+            first = _first_difference(got, wanted)
+            if first is None:
+                continue
+            if driver.margins[alone][first] < _CLOSE:
+                self.counts["close"] += 1
+                continue
+            self.counts["differed"] += 1
+            print(
+                f"{name}: token {first} of a {len(sent.prompt)}-token prompt is "
+                f"{got[first]}, alone {wanted[first]} with a lead of "
+                f"{driver.margins[alone][first]:.4f}"
+            )
+
+
+def _first_difference(got: list[int], wanted: list[int]) -> int | None:
+    for index, (a, b) in enumerate(zip(got, wanted, strict=False)):
+        if a != b:
+            return index
+    return None
+
+
+def fuzz(
+    model: str, policy: dict[str, Any] | None, seed: int, rounds: int, blocks: int
+) -> dict[str, int]:
+    """``rounds`` rounds in a pool of ``blocks``; returns what happened."""
+    llm = make_llm(
+        model,
+        policy,
+        num_gpu_blocks_override=blocks,
+        max_model_len=800,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+    )
+    driver = Driver(llm)
+    fuzzer = Fuzzer(driver, seed)
+    for number in range(1, rounds + 1):
+        fuzzer.round()
+        if number % _DRAIN_EVERY == 0 or number == rounds:
+            fuzzer.drain()
+    counts = fuzzer.counts
+    counts["rounds"] = rounds
+    counts["preemptions"] = driver.preemptions
+    counts["preempted_compacted"] = driver.preempted_compacted
+    counts["compactions"] = getattr(driver.manager, "compactions", 0)
+    return counts

@@ -1,0 +1,208 @@
+"""Scenarios on the tiny random model; each function is one engine's life."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from driver import Driver, make_llm, runtime
+from texts import random_tokens
+from tiny_model import VOCABULARY
+
+Policy = dict[str, Any] | None
+
+
+def _prompt(seed: int, count: int) -> list[int]:
+    return random_tokens(seed, count, VOCABULARY)
+
+
+def _driver(model: str, policy: Policy) -> Driver:
+    llm = make_llm(model, policy, num_gpu_blocks_override=400, disable_log_stats=False)
+    return Driver(llm)
+
+
+def _left_behind(driver: Driver) -> dict[str, int]:
+    driver.step()  # the worker learns only now who left
+    driver.check_blocks()
+    return {
+        "tracked": driver.check_policy_state(),
+        "held": len(driver.held_blocks()),
+        "free": driver.free_blocks,
+        "total": driver.total_blocks,
+    }
+
+
+# -- reclaim and metrics --------------------------------------------------------
+
+
+def observe_reclaim(model: str, policy: Policy) -> dict[str, Any]:
+    """One prompt of 2900 tokens, step by step, to the pool and the metrics."""
+    driver = _driver(model, policy)
+    before = driver.free_blocks
+    driver.add("long", _prompt(1, 2900), max_tokens=70)
+    driver.step_until(lambda: driver.decoding() == 1)
+    at_prefill_end = driver.free_blocks
+    steps = []
+    pages: list[int] = []
+    while driver.busy:
+        driver.step()
+        driver.check_blocks()
+        if driver.busy:
+            (request,) = driver.scheduler.running
+            pages = _seated_pages()
+            steps.append(
+                {
+                    "computed": request.num_computed_tokens,
+                    "held": before - driver.free_blocks,
+                    "metrics": _policy_metrics(driver.llm),
+                }
+            )
+    return {
+        "free_before": before,
+        "free_at_prefill_end": at_prefill_end,
+        "steps": steps,
+        "free_after": driver.free_blocks,
+        "metrics_after": _policy_metrics(driver.llm),
+        "seated_pages": pages,
+    }
+
+
+def _policy_metrics(llm: Any) -> dict[str, float]:
+    found = {}
+    for metric in llm.get_metrics():
+        name = metric.name.removeprefix("vllm:kv_policy_")
+        if name != metric.name:
+            found[name] = getattr(metric, "value", None)
+            if found[name] is None:
+                found[name] = metric.count
+    return found
+
+
+def _seated_pages() -> list[int]:
+    """Landing-zone pages per (layer, KV head) of the only request, compacted."""
+    state = runtime()
+    (tracked,) = state._requests.values()
+    held = (tracked.resident.positions >= 0).sum(1)
+    return (held // state.geometry.block_size).tolist()
+
+
+# -- prefix caching ---------------------------------------------------------------
+
+
+def observe_prefix(model: str, policy: Policy) -> dict[str, Any]:
+    """Prompts that share beginnings, each fresh and after the others."""
+    driver = _driver(model, policy)
+    first = _prompt(11, 1000)
+    prompts = {
+        "first": first,
+        "same": first,
+        "longer": first[:700] + _prompt(12, 500),
+        "shorter": first[:700] + _prompt(13, 60),
+        "short": first[:110],
+    }
+    fresh = {}
+    for name, prompt in prompts.items():
+        driver.llm.reset_prefix_cache()
+        key = f"fresh-{name}"
+        driver.generate({key: prompt}, 24)
+        assert driver.cached[key] == 0
+        fresh[name] = driver.tokens[key]
+    driver.llm.reset_prefix_cache()
+
+    # "first" fills the cache; look at its blocks while it still holds them.
+    driver.add("first", first, 24)
+    driver.step_until(lambda: driver.decoding() == 1)
+    (blocks,) = driver.manager.req_to_blocks.values()
+    ids = [block.block_id for block in blocks if block.block_hash is not None]
+    before = _pages_of(ids)
+    driver.run()
+    after_first = _pages_of(ids)
+    for name in ("same", "longer", "shorter", "short"):
+        driver.generate({name: prompts[name]}, 24)
+    # and all at once, sharing blocks while they run
+    together = {f"together-{name}": prompt for name, prompt in prompts.items()}
+    driver.generate(together, 24)
+    after_all = _pages_of(ids)
+
+    # the next turn of a conversation that was never compacted
+    turn = [*prompts["short"], *driver.tokens["short"], *_prompt(14, 30)]
+    driver.generate({"next-turn": turn}, 4)
+    return {
+        "lengths": {name: len(prompt) for name, prompt in prompts.items()},
+        "fresh": fresh,
+        "tokens": {name: driver.tokens[name] for name in prompts},
+        "together": {name: driver.tokens[f"together-{name}"] for name in prompts},
+        "cached": {name: driver.cached[name] for name in prompts},
+        "cached_together": {n: driver.cached[f"together-{n}"] for n in prompts},
+        "cached_next_turn": driver.cached["next-turn"],
+        "hashed_blocks": len(ids),
+        "unchanged": before == after_first == after_all,
+        "left_behind": _left_behind(driver),
+    }
+
+
+def _pages_of(block_ids: list[int]) -> str:
+    """Fingerprint of what these blocks hold in all layers and KV heads."""
+    import hashlib
+
+    import torch
+
+    heap = runtime().heap
+    pages = heap.pages[heap.page_ids(torch.tensor(block_ids)).reshape(-1)]
+    return hashlib.sha256(pages.numpy().tobytes()).hexdigest()
+
+
+# -- capacity ------------------------------------------------------------------------
+
+
+def capacity(
+    model: str, policy: Policy, blocks: int, conversations: int, prompt_tokens: int
+) -> dict[str, Any]:
+    """How many conversations decode at the same time in a pool of ``blocks``."""
+    llm = make_llm(
+        model,
+        policy,
+        num_gpu_blocks_override=blocks,
+        max_num_seqs=conversations,
+        max_num_batched_tokens=4096,
+        enable_prefix_caching=False,
+    )
+    driver = Driver(llm)
+    for number in range(conversations):
+        prompt = _prompt(100 + number, prompt_tokens)
+        # Long enough that the first still decodes when the last arrives.
+        driver.add(str(number), prompt, max_tokens=3 * conversations)
+    most = 0
+    while driver.busy:
+        driver.step()
+        most = max(most, driver.decoding())
+    return {
+        "most_decoding": most,
+        "preemptions": driver.preemptions,
+        "finished": len(driver.finished),
+    }
+
+
+# -- answers -------------------------------------------------------------------------
+
+
+def answers(
+    model: str,
+    policy: Policy,
+    lengths: list[int],
+    max_tokens: int,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Greedy tokens of random prompts, all at once."""
+    driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400, **settings))
+    for length in lengths:
+        driver.add(str(length), _prompt(length, length), max_tokens)
+    steps = 0
+    while driver.busy:
+        driver.step()
+        driver.check_blocks()
+        steps += 1
+    return {
+        "tokens": driver.tokens,
+        "compactions": getattr(driver.manager, "compactions", 0),
+        "steps": steps,
+    }

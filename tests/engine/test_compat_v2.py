@@ -1,0 +1,99 @@
+"""Both model runners and both schedulers of the installed vLLM say the same.
+
+Model runner V2 is made for GPUs; here Triton's interpreter runs its kernels
+(``tests/helpers/cpu_v2``). Asynchronous scheduling is off on CPUs; the helper
+switches it on.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers" / "cpu_v2"))
+
+import runners
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+# (runner, asynchronous) -> what runs besides ``generate``, in the same process
+RUNS = {
+    ("V1", False): (),
+    ("V1", True): ("crowd",),
+    ("V2", False): ("dummy_batches",),
+    ("V2", True): ("crowd",),
+}
+
+
+@cache
+def found(model: str, runner: str, asynchronous: bool) -> dict[str, Any]:
+    """One process per combination, whichever tests ask for it."""
+    return runners.run(model, runner, asynchronous, RUNS[runner, asynchronous])
+
+
+def reference(model: str) -> dict[str, Any]:
+    return found(model, "V1", False)
+
+
+def test_eviction_shows_in_the_tokens(tiny_model: str):
+    """Else equal tokens would prove nothing."""
+    stock, _, snapkv = reference(tiny_model)["generate"]
+    assert snapkv["tokens"]["short"] == stock["tokens"]["short"]
+    assert snapkv["tokens"]["long"] != stock["tokens"]["long"]
+    assert snapkv["tokens"]["odd"] != stock["tokens"]["odd"]
+
+
+@pytest.mark.parametrize(("runner", "asynchronous"), RUNS)
+def test_same_tokens_and_blocks_everywhere(
+    tiny_model: str, runner: str, asynchronous: bool
+):
+    here = found(tiny_model, runner, asynchronous)
+    runners.check_generated(here, reference(tiny_model))
+
+
+@pytest.mark.parametrize(("runner", "asynchronous"), RUNS)
+def test_it_ran_on_what_was_asked_for(tiny_model: str, runner: str, asynchronous: bool):
+    stock, full, snapkv = found(tiny_model, runner, asynchronous)["generate"]
+    kind = "AsyncScheduler" if asynchronous else "Scheduler"
+    assert stock["facts"]["scheduler"] == kind
+    package = {
+        "V1": "vllm.v1.worker.cpu_model_runner",
+        "V2": "vllm.v1.worker.cpu.model_runner",
+    }
+    for result in (full, snapkv):
+        assert result["facts"]["scheduler"] == f"KVPolicy{kind}"
+        assert result["facts"]["runner"] == package[runner]
+        assert result["facts"]["steps_in_flight"] == (2 if asynchronous else 1)
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_async_scheduling_frees_only_what_no_step_in_flight_reads(
+    tiny_model: str, runner: str
+):
+    crowd = found(tiny_model, runner, True)["crowd"]
+    assert crowd["facts"]["scheduler"] == "KVPolicyAsyncScheduler"
+    assert len(crowd["early_frees"]) >= 8, "each request compacted, alone and together"
+    assert set(crowd["early_frees"]) == {0}
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_async_scheduling_survives_abort_and_preemption(tiny_model: str, runner: str):
+    crowd = found(tiny_model, runner, True)["crowd"]
+    assert crowd["preemptions"] > 0, "the pool was large enough after all"
+    assert crowd["left"] == 0
+    victim = crowd["together"].pop(crowd["victim"])
+    complete = crowd["alone"].pop(crowd["victim"])
+    assert 5 <= len(victim) < len(complete)
+    assert victim == complete[: len(victim)]
+    assert crowd["together"] == crowd["alone"]
+
+
+def test_dummy_batches_do_not_touch_requests(tiny_model: str):
+    """V2 numbers dummy rows like requests; they must not be taken for them."""
+    dummy = found(tiny_model, "V2", False)["dummy_batches"]
+    assert dummy["residents"] == [2, 2]
+    assert dummy["disturbed"] == dummy["plain"]

@@ -1,0 +1,53 @@
+"""500 rounds of traffic: no block, seat or request is lost, no token changes.
+
+The invariants are checked in ``scenarios_fuzz`` after every step and round, in
+the engine's process. The pool holds little more than one request at its
+longest, so that requests are preempted, also after they were compacted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from harness import run_scenario
+
+pytestmark = pytest.mark.engine
+
+SEED = 20261121
+ROUNDS = 500
+BLOCKS = 26
+SNAPKV: dict[str, Any] = {"name": "snapkv", "budget": 96, "window": 16}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SNAPKV,
+        SNAPKV | {"allocator": "cross-layer"},
+        {"name": "streaming-llm", "budget": 96, "allocator": "pyramid"},
+        SNAPKV | {"decode_budget": 64, "fold_blocks": 1, "allocator": "cross-layer"},
+        {"name": "full"},
+    ],
+    ids=["snapkv", "cross-layer", "streaming-llm-pyramid", "folding", "full"],
+)
+def test_random_traffic_leaks_nothing_and_changes_no_token(tiny_model, policy):
+    print("seed", SEED)
+    arguments = {
+        "model": tiny_model,
+        "policy": policy,
+        "seed": SEED,
+        "rounds": ROUNDS,
+        "blocks": BLOCKS,
+    }
+    counts = run_scenario("scenarios_fuzz:fuzz", arguments, timeout=550)
+    print(counts)
+    for event in ("requests", "aborts", "hits", "preemptions", "compared"):
+        assert counts[event] > 20, f"hardly any {event} in {ROUNDS} rounds: {counts}"
+    assert counts["differed"] == 0, counts
+    assert counts["close"] <= counts["compared"] / 20, "too many near ties to tell"
+    if policy["name"] == "full":
+        assert counts["compactions"] == 0
+    else:
+        assert counts["compactions"] > 100, counts
+        assert counts["preempted_compacted"] > 10, counts

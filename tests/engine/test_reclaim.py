@@ -1,0 +1,74 @@
+"""Memory comes back: blocks of a running request, to within one block.
+
+What vLLM's pool counts as free is the measure, read after every step.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from harness import run_scenario
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 32
+PROMPT = 2900  # tokens of the prompt in scenarios_tiny.reclaim
+BUDGET = 512
+ALLOCATORS = ("uniform", "head-adaptive", "cross-layer", "pyramid")
+
+
+@functools.cache
+def seen(model: str, allocator: str) -> dict[str, Any]:
+    policy = {"name": "snapkv", "budget": BUDGET, "allocator": allocator}
+    arguments = {"model": model, "policy": policy}
+    result: dict[str, Any] = run_scenario("scenarios_tiny:observe_reclaim", arguments)
+    return result
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_free_blocks_rise_with_the_first_decode_step(tiny_model, allocator):
+    run = seen(tiny_model, allocator)
+    held_for_prompt = run["free_before"] - run["free_at_prefill_end"]
+    assert held_for_prompt == -(-PROMPT // BLOCK), "the whole prompt was resident"
+    for step in run["steps"]:
+        generated = step["computed"] - PROMPT
+        implied = -(-(BUDGET + generated) // BLOCK)
+        assert abs(step["held"] - implied) <= 1, step
+    # 70 tokens cross two block boundaries; decoding allocates and frees nothing else
+    assert len({step["held"] for step in run["steps"]}) == 3
+    assert run["free_after"] == run["free_before"]
+
+
+def test_all_allocators_free_the_same(tiny_model):
+    held = {a: [s["held"] for s in seen(tiny_model, a)["steps"]] for a in ALLOCATORS}
+    assert all(counts == held["uniform"] for counts in held.values()), held
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_pages_are_shared_as_the_allocator_says(tiny_model, allocator):
+    """Otherwise the test above would compare four times the same thing."""
+    pages = seen(tiny_model, allocator)["seated_pages"]
+    zone = -(-(BUDGET - PROMPT % BLOCK) // BLOCK)
+    assert len(pages) == 2 * 2, "one entry per layer and KV head"
+    assert sum(pages) == zone * len(pages)
+    assert (len(set(pages)) > 1) == (allocator != "uniform"), pages
+
+
+@pytest.mark.timeout(400)
+def test_eight_times_as_many_conversations_decode_at_once(tiny_model):
+    """4096-token conversations in one pool, with stock vLLM and with SnapKV."""
+    arguments = {"model": tiny_model, "blocks": 537, "prompt_tokens": 4096}
+    stock = run_scenario(
+        "scenarios_tiny:capacity", {**arguments, "policy": None, "conversations": 8}
+    )
+    policy = {"name": "snapkv", "budget": 256}
+    compressed = run_scenario(
+        "scenarios_tiny:capacity",
+        {**arguments, "policy": policy, "conversations": 33},
+    )
+    assert stock["most_decoding"] == (537 - 1) // (4096 // BLOCK + 1)
+    assert compressed["most_decoding"] >= 8 * stock["most_decoding"], compressed
+    assert compressed["preemptions"] == 0
+    assert compressed["finished"] == 33

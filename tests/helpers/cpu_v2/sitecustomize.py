@@ -1,0 +1,64 @@
+"""Lets vLLM's model runner V2 run without a GPU, in Triton's interpreter.
+
+Runner V2 prepares its inputs with Triton kernels. vLLM asks for a Triton driver
+called ``cpu``, which the upstream wheel of Triton does not have; with
+``TRITON_INTERPRET=1`` no driver is ever called, so a name is enough.
+
+Python imports this module at start-up when this folder is on ``PYTHONPATH``; it
+also reaches the worker processes that vLLM starts. For tests only.
+
+Environment:
+    KVP_TEST_ASYNC=1: vLLM's CPU platform switches asynchronous scheduling off;
+        switch it on again, so that both schedulers are tested.
+"""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+from types import SimpleNamespace
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function on a module once, right after its import."""
+
+    def __init__(self, name, then):
+        self._name = name
+        self._then = then
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            self._then(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _name_a_cpu_driver(triton_backends):
+    driver = SimpleNamespace(is_active=lambda: True)
+    triton_backends.backends.setdefault(
+        "cpu", SimpleNamespace(driver=driver, compiler=None)
+    )
+
+
+def _allow_async_scheduling(platform):
+    update = platform.CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls, vllm_config):
+        update(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    platform.CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    sys.meta_path.insert(0, _AfterImport("triton.backends", _name_a_cpu_driver))
+if os.environ.get("KVP_TEST_ASYNC") == "1":
+    sys.meta_path.insert(0, _AfterImport("vllm.platforms.cpu", _allow_async_scheduling))

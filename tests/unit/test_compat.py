@@ -1,0 +1,266 @@
+"""What is said about a vLLM that we do not know, or that changed under us."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
+
+import torch
+
+from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.vllm_adapter import compat
+from vllm_kvplugins.vllm_adapter.compat import Seam
+
+# Wherever the product overrides one of vLLM's methods.
+OVERRIDING = [
+    "attention.cpu:PagedPolicyBackend",
+    "attention.cpu:PagedPolicyImpl",
+    "attention.cpu:PagedPolicyMetadataBuilder",
+    "block_manager:ResidencyBlockManager",
+    "connector:KVPolicyConnector",
+    "metrics:PolicyPromMetrics",
+    "metrics:PolicyStats",
+    "scheduler:KVPolicyAsyncScheduler",
+    "scheduler:KVPolicyScheduler",
+    "spec:ResidencySpec",
+    "worker:KVPolicyCPUWorker",
+]
+
+
+def test_the_installed_vllm_has_every_seam():
+    assert compat.problems() == []
+
+
+def test_the_seams_name_what_they_are_for():
+    seams = compat._seams()
+    assert len({seam.where for seam in seams}) == len(seams) > 30
+    for seam in seams:
+        assert seam.uses, f"{seam.where} asks for nothing"
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.40.0", "0.3.2", "0.320.1", "dev"])
+def test_an_unknown_version_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, version: str
+):
+    monkeypatch.setattr(compat, "vllm_version", lambda: version)
+    (problem,) = compat.problems()
+    assert f"vLLM {version} is not a version" in problem
+    for known in compat.KNOWN_VERSIONS:
+        assert known in problem
+
+
+@pytest.mark.parametrize(
+    "version", ["0.32.0", "0.32.1.dev0+cpu", "0.33.0", "0.33.0rc1"]
+)
+def test_a_known_version_is_accepted_with_any_suffix(
+    monkeypatch: pytest.MonkeyPatch, version: str
+):
+    monkeypatch.setattr(compat, "vllm_version", lambda: version)
+    assert compat.problems() == []
+
+
+def test_a_missing_parameter_is_reported_with_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+    def remove_skipped_blocks(self, request_id, processed_computed_tokens):
+        """An older signature."""
+
+    monkeypatch.setattr(
+        FullAttentionManager, "remove_skipped_blocks", remove_skipped_blocks
+    )
+    (problem,) = compat.problems()
+    assert (
+        "FullAttentionManager.remove_skipped_blocks no longer takes num_prompt_tokens"
+        in problem
+    )
+    assert "reinstall vLLM" in problem
+
+
+def test_everything_that_is_gone_is_reported_at_once(monkeypatch: pytest.MonkeyPatch):
+    from vllm.v1.attention import selector
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    monkeypatch.delattr(Scheduler, "_reserve_prefill_lookahead")
+    monkeypatch.delattr(KVCacheSpecRegistry, "_ensure_registered")
+    monkeypatch.delattr(selector, "_cached_get_attn_backend")
+    found = "\n".join(compat.problems())
+    for gone in (
+        "Scheduler no longer has _reserve_prefill_lookahead",
+        "AsyncScheduler no longer has _reserve_prefill_lookahead",
+        "KVCacheSpecRegistry no longer has _ensure_registered",
+        "selector no longer has _cached_get_attn_backend",
+    ):
+        assert gone in found
+
+
+class Holder:
+    limit = 3
+    size: int
+
+    def __init__(self) -> None:
+        self.assigned = 1
+
+    def act(self, first: int, *, second: int = 0) -> None:
+        """Does nothing."""
+
+
+@pytest.mark.parametrize(
+    ("uses", "problem"),
+    [
+        ("act(first second) limit size assigned", None),
+        ("act(first third fourth)", "Holder.act no longer takes third, fourth"),
+        ("vanish()", "Holder no longer has vanish"),
+        ("vanished", "Holder no longer has vanished"),
+        ("assigned()", "Holder no longer has assigned"),
+    ],
+)
+def test_a_seam_tells_what_it_misses(uses: str, problem: str | None):
+    seam = Seam(f"{__name__}:Holder", uses)
+    assert list(seam.problems()) == ([] if problem is None else [problem])
+
+
+def test_a_module_or_class_that_is_gone_is_one_problem():
+    (module,) = Seam("vllm.no_such_module:Thing", "a b c()").problems()
+    assert "vllm.no_such_module cannot be imported" in module
+    (cls,) = Seam(f"{__name__}:NoSuchClass", "a b c()").problems()
+    assert cls.endswith("no longer has NoSuchClass")
+
+
+# -- our side of the seams -----------------------------------------------------------
+
+
+def overrides() -> Iterator[tuple[str, inspect.Signature, inspect.Signature]]:
+    """Our overrides of vLLM's methods: name, our signature, vLLM's."""
+    from importlib import import_module
+
+    for place in OVERRIDING:
+        module, _, name = place.partition(":")
+        cls = getattr(import_module(f"vllm_kvplugins.vllm_adapter.{module}"), name)
+        ours = [c for c in cls.__mro__ if c.__module__.startswith("vllm_kvplugins")]
+        theirs = [c for c in cls.__mro__ if c.__module__.startswith("vllm.")]
+        for owner, method in ((c, m) for c in ours for m in vars(c)):
+            base = next((c for c in theirs if method in vars(c)), None)
+            if base is None or not callable(getattr(owner, method)):
+                continue
+            if method.startswith("__") and is_dataclass(owner):
+                continue  # generated
+            yield (
+                f"{owner.__name__}.{method}",
+                inspect.signature(getattr(owner, method)),
+                inspect.signature(getattr(base, method)),
+            )
+
+
+def refused_arguments(ours: inspect.Signature, theirs: inspect.Signature) -> list[str]:
+    """Parameters of vLLM's that our override could not be called with."""
+    mine, kinds = ours.parameters, inspect.Parameter
+    any_name = any(p.kind is kinds.VAR_KEYWORD for p in mine.values())
+    any_place = any(p.kind is kinds.VAR_POSITIONAL for p in mine.values())
+    places = [
+        p
+        for p in mine.values()
+        if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    ]
+    refused = []
+    for index, parameter in enumerate(theirs.parameters.values()):
+        if parameter.kind is kinds.VAR_POSITIONAL:
+            fits = any_place
+        elif parameter.kind is kinds.VAR_KEYWORD:
+            fits = any_name
+        elif parameter.kind is kinds.KEYWORD_ONLY:
+            fits = any_name or parameter.name in mine
+        else:
+            fits = any_place or index < len(places)
+        if not fits:
+            refused.append(parameter.name)
+    return refused
+
+
+def test_overrides_take_whatever_vllm_may_pass():
+    """0.33 gave a method another positional parameter; such things must pass."""
+    seen = list(overrides())
+    names = [name for name, _, _ in seen]
+    assert "ResidencyScheduling._get_local_prefix_cache_hit" in names
+    assert "ResidencyBlockManager.remove_skipped_blocks" in names
+    refused = {
+        name: missing
+        for name, ours, theirs in seen
+        if (missing := refused_arguments(ours, theirs))
+    }
+    assert refused == {}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "refused"),
+    [
+        (lambda a, *args: None, lambda a, b=1: None, []),
+        (lambda a: None, lambda a, b=1: None, ["b"]),
+        (lambda a: None, lambda a, *, b: None, ["b"]),
+        (lambda a, **kwargs: None, lambda a, *, b: None, []),
+    ],
+)
+def test_the_comparison_of_signatures(ours, theirs, refused):
+    signatures = inspect.signature(ours), inspect.signature(theirs)
+    assert refused_arguments(*signatures) == refused
+
+
+# -- rows ------------------------------------------------------------------------------
+
+
+def metadata(slots: list[int], req_idx: list[int] | None = None) -> SimpleNamespace:
+    """Two rows: request 1 computes 3 tokens on top of 5, request 0 its 9th."""
+    return SimpleNamespace(
+        num_reqs=2,
+        query_start_loc_cpu=torch.tensor([0, 3, 4]),
+        seq_lens=torch.tensor([8, 9]),
+        slot_mapping=torch.tensor(slots),
+        req_idx=req_idx,
+    )
+
+
+def runner_v1() -> SimpleNamespace:
+    batch = SimpleNamespace(req_ids=["b", "a", "waits"], num_prompt_tokens=[20, 8, 7])
+    return SimpleNamespace(input_batch=batch)
+
+
+def runner_v2(disabled: bool = False) -> SimpleNamespace:
+    states = SimpleNamespace(
+        index_to_req_id={0: "a", 1: "b", 2: "waits"},
+        prompt_len=SimpleNamespace(np=torch.tensor([8, 20, 7]).numpy()),
+    )
+    connector = SimpleNamespace(_disabled=disabled)
+    return SimpleNamespace(req_states=states, kv_connector=connector)
+
+
+@pytest.mark.parametrize("runner", [runner_v1(), runner_v2()], ids=["v1", "v2"])
+def test_rows_of_both_runners_say_the_same(runner: SimpleNamespace):
+    rows = compat.runner_adapter(runner).rows(metadata([7, 8, 9, 40], [1, 0]))
+    seen = [
+        (r.request_id, r.prompt_tokens, r.computed_tokens, r.new_tokens, r.first_query)
+        for r in rows
+    ]
+    assert seen == [("b", 20, 5, 3, 0), ("a", 8, 8, 1, 3)]
+
+
+def test_a_dummy_batch_is_not_mistaken_for_the_requests_of_the_runner():
+    no_slots = metadata([-1, -1, -1, -1])
+    assert compat.runner_adapter(runner_v1()).rows(no_slots) == []
+    numbered = metadata([-1, -1, -1, -1], [0, 1])
+    assert compat.runner_adapter(runner_v2(disabled=True)).rows(numbered) == []
+    assert compat.runner_adapter(runner_v2()).rows(metadata([7, 8, 9, 40])) == []
+
+
+def test_a_runner_without_what_we_read_is_refused():
+    with pytest.raises(KVPolicyError, match="no longer has kv_connector"):
+        compat.runner_adapter(SimpleNamespace(req_states=None))
+    with pytest.raises(KVPolicyError, match="no longer has input_batch"):
+        compat.runner_adapter(SimpleNamespace())
