@@ -11,17 +11,17 @@ def try_configs(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     Returns:
         Per case ``[name of the error's class, message]``, or None if it passed.
     """
+    return {name: _refusal(arguments) for name, arguments in cases.items()}
+
+
+def _refusal(arguments: dict[str, Any]) -> list[str] | None:
     from vllm.engine.arg_utils import EngineArgs
 
-    found: dict[str, Any] = {}
-    for name, arguments in cases.items():
-        try:
-            EngineArgs(**_with_objects(arguments)).create_engine_config()
-        except Exception as error:
-            found[name] = [type(error).__name__, str(error)]
-        else:
-            found[name] = None
-    return found
+    try:
+        EngineArgs(**_with_objects(arguments)).create_engine_config()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return None
 
 
 def _with_objects(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +47,12 @@ def stock_run(model: str, prompts: list[list[int]]) -> dict[str, Any]:
 def policy_then_stock(
     model: str, policy: dict[str, Any], prompts: list[list[int]]
 ) -> dict[str, Any]:
-    """One process, three engines: with a policy, without, and with it again."""
+    """One process, three engines: with a policy, without, and with it again.
+
+    An engine is only let go of, as a user would, not shut down.
+    """
+    import gc
+
     from driver import Driver, make_llm
 
     named = {str(index): prompt for index, prompt in enumerate(prompts)}
@@ -57,20 +62,9 @@ def policy_then_stock(
         driver = Driver(llm)
         seen[name] = {"tokens": driver.generate(named, 16), **_resolved(driver)}
         seen[name]["compactions"] = getattr(driver.manager, "compactions", None)
-        _tear_down(driver)
         del llm, driver
+        gc.collect()
     return seen
-
-
-def _tear_down(driver: Any) -> None:
-    """Let go of an engine so that the process can build another."""
-    import gc
-
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    driver.core.shutdown()
-    gc.collect()
-    cleanup_dist_env_and_memory()
 
 
 def _resolved(driver: Any) -> dict[str, Any]:

@@ -45,7 +45,8 @@ def greedy(
         "together": {str(n): driver.tokens[f"{n}-together"] for n in lengths},
         "alone": {str(n): driver.tokens[f"{n}-alone"] for n in one_by_one},
         "compactions": getattr(driver.manager, "compactions", 0),
-        "text": {str(n): tokenizer.decode(driver.tokens[f"{n}-together"])
-                 for n in lengths},
+        "text": {
+            str(n): tokenizer.decode(driver.tokens[f"{n}-together"]) for n in lengths
+        },
         "seconds": time.monotonic() - began,
     }

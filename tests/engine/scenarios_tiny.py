@@ -206,3 +206,27 @@ def answers(
         "compactions": getattr(driver.manager, "compactions", 0),
         "steps": steps,
     }
+
+
+# -- what was kept ---------------------------------------------------------------------
+
+
+def recorded(
+    model: str, policy: Policy, lengths: list[int], max_tokens: int
+) -> dict[str, Any]:
+    """Tokens of prompts that run together, and what each compaction kept."""
+    driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400))
+    driver.llm.collective_rpc("kv_policy_record", args=(True,))
+    prompts = {str(n): _prompt(n, n) for n in lengths}
+    driver.generate(prompts, max_tokens)
+    (records,) = driver.llm.collective_rpc("kv_policy_take_records")
+    runs: dict[str, Any] = {
+        name: {"prompt": prompt, "tokens": driver.tokens[name], "compactions": []}
+        for name, prompt in prompts.items()
+    }
+    for record in records:  # of one request: in the order in which they ran
+        done = runs[str(record.prompt_tokens)]["compactions"]
+        plan = runtime().plan(record.prompt_tokens)
+        at_tokens = plan.compaction(len(done)).at_tokens
+        done.append({"at_tokens": at_tokens, "kept": record.kept_positions})
+    return runs

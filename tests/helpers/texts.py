@@ -4,11 +4,78 @@ from __future__ import annotations
 
 import random
 
-_PEOPLE = ["The engineer", "A gardener", "The old captain", "My neighbour", "The librarian", "A young doctor", "The baker", "An astronomer", "The ferryman", "Her teacher", "The clockmaker", "A farmer"]
-_DEEDS = ["explained", "carried", "repaired", "remembered", "measured", "sold", "painted", "described", "buried", "counted", "borrowed", "followed", "ignored", "collected", "translated", "opened"]
-_THINGS = ["a broken compass", "the northern bridge", "three letters", "the harvest", "a map of the coast", "an unfinished melody", "the winter road", "seven copper coins", "the city's water", "a theory of tides", "the last telegram", "a garden of pears", "the wooden clock", "an oath"]
-_PLACES = ["near the harbour", "in the small village", "behind the observatory", "before the storm", "during the long war", "at the edge of the desert", "after the festival", "under the stairs", "on the third day", "beside the railway", "in the year of the flood"]
-_LINKS = ["because nobody else would", "although it was forbidden", "and told no one", "while the others slept", "so that the children could eat", "until the money was gone", "but the answer never came", "as the law required", "which surprised everyone"]
+_PEOPLE = [
+    "The engineer",
+    "A gardener",
+    "The old captain",
+    "My neighbour",
+    "The librarian",
+    "A young doctor",
+    "The baker",
+    "An astronomer",
+    "The ferryman",
+    "Her teacher",
+    "The clockmaker",
+    "A farmer",
+]
+_DEEDS = [
+    "explained",
+    "carried",
+    "repaired",
+    "remembered",
+    "measured",
+    "sold",
+    "painted",
+    "described",
+    "buried",
+    "counted",
+    "borrowed",
+    "followed",
+    "ignored",
+    "collected",
+    "translated",
+    "opened",
+]
+_THINGS = [
+    "a broken compass",
+    "the northern bridge",
+    "three letters",
+    "the harvest",
+    "a map of the coast",
+    "an unfinished melody",
+    "the winter road",
+    "seven copper coins",
+    "the city's water",
+    "a theory of tides",
+    "the last telegram",
+    "a garden of pears",
+    "the wooden clock",
+    "an oath",
+]
+_PLACES = [
+    "near the harbour",
+    "in the small village",
+    "behind the observatory",
+    "before the storm",
+    "during the long war",
+    "at the edge of the desert",
+    "after the festival",
+    "under the stairs",
+    "on the third day",
+    "beside the railway",
+    "in the year of the flood",
+]
+_LINKS = [
+    "because nobody else would",
+    "although it was forbidden",
+    "and told no one",
+    "while the others slept",
+    "so that the children could eat",
+    "until the money was gone",
+    "but the answer never came",
+    "as the law required",
+    "which surprised everyone",
+]
 
 
 def english(seed: int, sentences: int) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 VOCABULARY = 1000
 LAYERS = 2
@@ -80,3 +80,54 @@ def write_tiny_model(folder: Path, seed: int) -> Path:
     write_config(folder)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def masked_logits(
+    folder: Path, tokens: list[int], visible: torch.Tensor
+) -> torch.Tensor:
+    """Logits of the tiny Llama where every KV head sees what it is told to see.
+
+    Written out in plain torch, so that it shares no code with vLLM.
+
+    Args:
+        tokens: the whole sequence.
+        visible: bool [LAYERS, KV_HEADS, tokens, tokens]; query, key.
+
+    Returns:
+        float32 [tokens, VOCABULARY].
+    """
+    weights = load_file(folder / "model.safetensors")
+    x = weights["model.embed_tokens.weight"][tokens]
+    count, group = len(tokens), _HEADS // KV_HEADS
+    frequency = 10000.0 ** (-torch.arange(0, _HEAD_DIM, 2).double() / _HEAD_DIM)
+    angle = torch.arange(count).double()[:, None] * frequency
+    cos, sin = angle.cos().float()[:, None], angle.sin().float()[:, None]
+
+    def norm(values: torch.Tensor, name: str) -> torch.Tensor:
+        mean = values.pow(2).mean(-1, keepdim=True)
+        return values * torch.rsqrt(mean + LLAMA["rms_norm_eps"]) * weights[name]
+
+    def rotated(values: torch.Tensor) -> torch.Tensor:
+        first, second = values.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}."
+        h = norm(x, name + "input_layernorm.weight")
+        q, k, v = (
+            (h @ weights[f"{name}self_attn.{part}_proj.weight"].T).view(
+                count, -1, _HEAD_DIM
+            )
+            for part in "qkv"
+        )
+        q, k = rotated(q), rotated(k).repeat_interleave(group, 1)
+        logits = torch.einsum("qhd,khd->hqk", q, k) * _HEAD_DIM**-0.5
+        seen = visible[layer].repeat_interleave(group, 0)
+        shares = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        mixed = torch.einsum("hqk,khd->qhd", shares, v.repeat_interleave(group, 1))
+        x = x + mixed.reshape(count, -1) @ weights[name + "self_attn.o_proj.weight"].T
+        h = norm(x, name + "post_attention_layernorm.weight")
+        gate = torch.nn.functional.silu(h @ weights[name + "mlp.gate_proj.weight"].T)
+        up = h @ weights[name + "mlp.up_proj.weight"].T
+        x = x + (gate * up) @ weights[name + "mlp.down_proj.weight"].T
+    return norm(x, "model.norm.weight") @ weights["lm_head.weight"].T
