@@ -1,0 +1,221 @@
+"""A transformers model in which every (layer, KV head) sees what a mask says.
+
+After a compaction the engine attends to the kept tokens at their old positions.
+A model over the whole prompt with the dropped positions hidden computes the same
+(``tests/engine/test_masked_reference.py`` compares the two), and it needs one pass
+over the prompt for all policies and budgets, since they part only afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from vllm_kvplugins.rotary import Rotary
+
+ATTENTION = "kvp-masked"
+
+
+@dataclass(slots=True)
+class Prompt:
+    """What one pass over a prompt leaves, layer by layer; after RoPE.
+
+    Attributes:
+        queries: [num_q_heads, tokens, head_dim].
+        keys, values: [num_kv_heads, tokens, head_dim].
+        scales: softmax scale.
+        logits: [kept, vocabulary] of the newest tokens.
+    """
+
+    queries: list[torch.Tensor] = field(default_factory=list)
+    keys: list[torch.Tensor] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def tokens(self) -> int:
+        return self.keys[0].shape[1]
+
+    def first(self, tokens: int) -> Prompt:
+        """The same of the first tokens only; without logits."""
+
+        def cut(part: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [layer[:, :tokens].contiguous() for layer in part]
+
+        return Prompt(cut(self.queries), cut(self.keys), cut(self.values), self.scales)
+
+
+@dataclass(slots=True)
+class Branches:
+    """Several continuations of one prompt, each with a mask of its own.
+
+    Attributes:
+        prompt: what they share.
+        visible: bool [branches, layers, num_kv_heads, prompt tokens].
+        keys, values: per layer, [branches, num_kv_heads, new tokens, head_dim].
+        queries: per layer, [branches, num_q_heads, step's tokens, head_dim].
+        outputs: per layer, same shape; what the step's tokens attended to.
+    """
+
+    prompt: Prompt
+    visible: torch.Tensor
+    keys: dict[int, torch.Tensor] = field(default_factory=dict)
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def new_tokens(self) -> int:
+        return self.keys[0].shape[2] if self.keys else 0
+
+
+def attend(
+    queries: torch.Tensor,
+    prompt_keys: torch.Tensor,
+    prompt_values: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of the newest tokens over a masked prompt and each other.
+
+    Args:
+        queries: [branches, num_q_heads, n, head_dim], of the newest n tokens.
+        prompt_keys, prompt_values: [num_kv_heads, tokens, head_dim], shared.
+        new_keys, new_values: [branches, num_kv_heads, m, head_dim], m >= n.
+        visible: bool [branches, num_kv_heads, tokens].
+
+    Returns:
+        Shape of ``queries``.
+    """
+    branches, num_q_heads, count, dim = queries.shape
+    heads, tokens, _ = prompt_keys.shape
+    group, new = num_q_heads // heads, new_keys.shape[2]
+    # [heads, branches, group * count, dim]: one product for all branches
+    q = queries.reshape(branches, heads, group * count, dim).transpose(0, 1)
+    q = q.contiguous() * scale
+    old = torch.bmm(q.flatten(1, 2), prompt_keys.transpose(1, 2))
+    old = old.view(heads, branches, group * count, tokens)
+    old.masked_fill_(~visible.transpose(0, 1)[:, :, None], -torch.inf)
+    own = q @ new_keys.transpose(0, 1).transpose(2, 3)
+    future = torch.ones(count, new, dtype=torch.bool).triu_(new - count + 1)
+    own.masked_fill_(future.repeat(group, 1), -torch.inf)
+    shares = torch.cat([old, own], -1).softmax(-1)
+    out = torch.bmm(shares[..., :tokens].flatten(1, 2), prompt_values)
+    out = out.view_as(q) + shares[..., tokens:] @ new_values.transpose(0, 1)
+    return out.transpose(0, 1).reshape(branches, num_q_heads, count, dim)
+
+
+class MaskedModel:
+    """A causal language model on the CPU with replaced attention.
+
+    Args:
+        folder: of a transformers model whose layers all attend to everything.
+        dtype: of weights and cache.
+    """
+
+    def __init__(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        AttentionInterface.register(ATTENTION, _attention)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=ATTENTION
+        ).eval()
+        self._prompt: Prompt | None = None
+        self._branches: Branches | None = None
+        for layer in self.model.model.layers:
+            layer.self_attn.masked_model = [self]  # a list: not a submodule
+
+    @torch.no_grad()
+    def read(self, tokens: list[int], logits: int = 1) -> Prompt:
+        """One pass over a prompt; ``logits``: of how many newest tokens."""
+        self._prompt = prompt = Prompt()
+        try:
+            out = self.model(
+                torch.tensor([tokens]), use_cache=False, logits_to_keep=logits
+            )
+        finally:
+            self._prompt = None
+        prompt.logits = out.logits[0].float()
+        return prompt
+
+    @torch.no_grad()
+    def go_on(self, branches: Branches, tokens: torch.Tensor) -> torch.Tensor:
+        """Append the next tokens to every branch.
+
+        Args:
+            tokens: int64 [branches, n].
+
+        Returns:
+            float32 [branches, n, vocabulary].
+        """
+        first = branches.prompt.tokens + branches.new_tokens
+        positions = torch.arange(first, first + tokens.shape[1])
+        self._branches = branches
+        try:
+            out = self.model(
+                tokens,
+                position_ids=positions.expand_as(tokens),
+                use_cache=False,
+            )
+        finally:
+            self._branches = None
+        return out.logits.float()
+
+    @torch.no_grad()
+    def rotary(self) -> Rotary:
+        """The model's RoPE, as policies take it."""
+        count = self.model.config.max_position_embeddings
+        positions = torch.arange(count)[None]
+        table = self.model.model.rotary_emb(torch.zeros(1), positions)
+        cos, sin = (part[0, :, : part.shape[2] // 2].float() for part in table)
+        return Rotary(cos, sin, is_neox=True)
+
+    def attention(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """[branches, num_q_heads, n, head_dim]; keeps what it was given."""
+        if self._prompt is not None:
+            prompt = self._prompt
+            prompt.queries.append(q[0])
+            prompt.keys.append(k[0])
+            prompt.values.append(v[0])
+            prompt.scales.append(scale)
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=True
+            )
+        b = self._branches
+        assert b is not None, "call read or go_on, not the model"
+        if layer in b.keys:
+            k = torch.cat([b.keys[layer], k], 2)
+            v = torch.cat([b.values[layer], v], 2)
+        b.keys[layer], b.values[layer], b.queries[layer] = k, v, q
+        old_k, old_v = b.prompt.keys[layer], b.prompt.values[layer]
+        seen = b.visible[:, layer]
+        b.outputs[layer] = attend(q, old_k, old_v, k, v, seen, scale)
+        return b.outputs[layer]
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls; it takes [batch, n, heads, head_dim] back."""
+    (masked,) = module.masked_model
+    out = masked.attention(module.layer_idx, query, key, value, scaling)
+    return out.transpose(1, 2).contiguous(), None

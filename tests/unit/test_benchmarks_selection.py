@@ -1,0 +1,115 @@
+"""The benchmarks' shortcuts compute what the engine does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.policies.registry import available_policies
+from vllm_kvplugins.residency.heap import Heap
+from vllm_kvplugins.residency.requests import Row
+from vllm_kvplugins.residency.runtime import PolicyRuntime
+from vllm_kvplugins.rotary import Rotary
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+pytest.importorskip("transformers")
+from _masked_model import Prompt, attend
+from _selection import Selector, probed
+
+SEED = 20261121
+LAYERS, KV_HEADS, GROUP, DIM, SIZE, TOKENS = 3, 2, 2, 8, 16, 200
+SCALE = DIM**-0.5
+NAMES = [name for name in available_policies() if not probed(parse_policy(name))]
+
+
+def made_up_prompt() -> Prompt:
+    print("seed", SEED)
+    rng = torch.Generator().manual_seed(SEED)
+
+    def layers(heads: int) -> list[torch.Tensor]:
+        return [torch.randn(heads, TOKENS, DIM, generator=rng) for _ in range(LAYERS)]
+
+    queries, keys, values = layers(KV_HEADS * GROUP), layers(KV_HEADS), layers(KV_HEADS)
+    for layer in keys:  # one head flat, one peaked
+        layer *= torch.tensor([0.3, 4.0]).view(2, 1, 1)
+    return Prompt(queries, keys, values, [SCALE] * LAYERS)
+
+
+def made_up_rotary() -> Rotary:
+    angle = torch.arange(4 * TOKENS)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
+    return Rotary(angle.cos(), angle.sin(), is_neox=True)
+
+
+def runtime_keeps(policy: Any, prompt: Prompt, selector: Selector) -> torch.Tensor:
+    """What the worker's runtime keeps when the prompt comes in two steps."""
+    blocks = -(-TOKENS // SIZE)
+
+    def paged(parts: list[torch.Tensor]) -> torch.Tensor:
+        padded = torch.zeros(LAYERS, KV_HEADS, blocks * SIZE, DIM)
+        padded[:, :, :TOKENS] = torch.stack(parts)
+        return padded.view(LAYERS, KV_HEADS, blocks, SIZE, DIM).transpose(1, 2)
+
+    pages = torch.cat([paged(p).flatten(3) for p in (prompt.keys, prompt.values)], -1)
+    layout = PageLayout.natural(SIZE, DIM)
+    heap = Heap(pages.flatten(0, 2).clone(), layout, LAYERS, blocks, KV_HEADS)
+    runtime = PolicyRuntime(policy, selector.geometry)
+    runtime.attach(heap, [SCALE] * LAYERS, selector.rotary)
+    runtime.records = []
+    table = torch.arange(blocks, dtype=torch.int32)[None]
+    for start, stop in ((0, 120), (120, TOKENS)):
+        row = Row("r", TOKENS, start, stop - start, 0)
+        runtime.begin_step([row], torch.tensor([stop]), table)
+        for layer, queries in enumerate(prompt.queries):
+            runtime.after_attention(layer, queries[:, start:stop].transpose(0, 1))
+        runtime.end_step()
+    keep = torch.ones(LAYERS, KV_HEADS, TOKENS, dtype=torch.bool)
+    for record in runtime.records:
+        keep[:] = False
+        for layer, heads in enumerate(record.kept_positions):
+            for head, kept in enumerate(heads):
+                keep[layer, head, kept] = True
+    return keep
+
+
+@pytest.mark.parametrize("allocator", [None, "head-adaptive", "cross-layer"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_selector_keeps_what_the_runtime_keeps(name, allocator):
+    fields = type(parse_policy(name)).model_fields
+    options: dict[str, Any] = {"name": name}
+    options |= {"window": 8} if "window" in fields else {}
+    options |= {"budget": 0.3} if "budget" in fields else {}
+    options |= {"allocator": allocator} if allocator and "allocator" in fields else {}
+    policy = parse_policy(options)
+    prompt = made_up_prompt()
+    selector = Selector(prompt, made_up_rotary(), SIZE)
+    kept = selector.kept(policy)
+    assert torch.equal(kept, runtime_keeps(policy, prompt, selector))
+    assert name == "full" or kept.double().mean() < 0.4
+    # observations are shared between budgets; a second question hears the same
+    assert torch.equal(selector.kept(policy), kept)
+
+
+def test_attention_over_a_mask_is_attention_without_the_hidden_tokens():
+    prompt = made_up_prompt()
+    rng = torch.Generator().manual_seed(SEED + 1)
+    new, branches = 5, 3
+    q = torch.randn(branches, KV_HEADS * GROUP, 2, DIM, generator=rng)
+    k, v = torch.randn(2, branches, KV_HEADS, new, DIM, generator=rng)
+    seen = torch.rand(branches, KV_HEADS, TOKENS, generator=rng) < 0.2
+    got = attend(q, prompt.keys[0], prompt.values[0], k, v, seen, SCALE)
+    for branch in range(branches):
+        for head in range(KV_HEADS * GROUP):
+            kv = head // GROUP
+            at = seen[branch, kv]
+            for i in range(2):
+                own = slice(0, new - 1 + i)  # the newest two tokens ask
+                keys = torch.cat([prompt.keys[0][kv, at], k[branch, kv, own]])
+                values = torch.cat([prompt.values[0][kv, at], v[branch, kv, own]])
+                shares = (keys @ q[branch, head, i] * SCALE).softmax(0)
+                torch.testing.assert_close(got[branch, head, i], shares @ values)
