@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -79,7 +80,49 @@ def attention_mass(
 ) -> torch.Tensor:
     """Attention that some queries pay to each slot, summed over the queries.
 
-    Causal by position, so slots may lie in any order.
+    Causal by position, so slots may lie in any order. Arguments and cost: see
+    ``_attention``.
+
+    Returns:
+        float32 [num_kv_heads, num_slots], mean over the queries' group; 0 where
+        there is no token.
+    """
+    mass = torch.zeros(positions.shape, device=keys.device)
+    for weights in _attention(queries, keys, scale, query_positions, positions):
+        mass += weights.sum(2).mean(1)
+    return mass
+
+
+def attention_peak(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    query_positions: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Most attention that any of some queries pays to each slot.
+
+    Equation 3 (max) of the EpiCache paper, the maximum also over the queries
+    that share a KV head (its appendix A.2). Causal by position, so slots may lie
+    in any order. Arguments and cost: see ``_attention``.
+
+    Returns:
+        float32 [num_kv_heads, num_slots]; 0 where there is no token.
+    """
+    peak = torch.zeros(positions.shape, device=keys.device)
+    for weights in _attention(queries, keys, scale, query_positions, positions):
+        torch.maximum(peak, weights.flatten(1, 2).amax(1), out=peak)
+    return peak
+
+
+def _attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    query_positions: torch.Tensor,
+    positions: torch.Tensor,
+) -> Iterator[torch.Tensor]:
+    """Attention weights of a few queries at a time.
 
     Args:
         queries: [num_q_heads, num_queries, head_dim], after RoPE.
@@ -88,9 +131,9 @@ def attention_mass(
         query_positions: int64 [num_queries].
         positions: int64 [num_kv_heads, num_slots], -1 where there is no token.
 
-    Returns:
-        float32 [num_kv_heads, num_slots], mean over the queries' group; 0 where
-        there is no token.
+    Yields:
+        float32 [num_kv_heads, group, some queries, num_slots]; 0 where there is no
+        token.
 
     Cost: O(num_q_heads * num_queries * num_slots * head_dim), as much as the
         attention itself; weights are held for as many queries at a time as fit
@@ -100,7 +143,6 @@ def attention_mass(
     num_kv_heads, num_slots, _ = keys.shape
     group = num_q_heads // num_kv_heads
     grouped = queries.reshape(num_kv_heads, group, num_queries, head_dim)
-    mass = torch.zeros(num_kv_heads, num_slots, device=keys.device)
     step = max(_MAX_WEIGHTS // (num_q_heads * num_slots), 1)
     keys_t = keys.transpose(1, 2)
     for first in range(0, num_queries, step):
@@ -109,9 +151,7 @@ def attention_mass(
         logits = logits.view(num_kv_heads, group, -1, num_slots)
         at = query_positions[first : first + step, None]
         hidden = (positions[:, None] > at) | (positions[:, None] < 0)
-        weights = logits.masked_fill_(hidden[:, None], -torch.inf).softmax(-1)
-        mass += weights.sum(2).mean(1)
-    return mass
+        yield logits.masked_fill_(hidden[:, None], -torch.inf).softmax(-1)
 
 
 def pool_votes(

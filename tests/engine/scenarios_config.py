@@ -31,7 +31,8 @@ def _with_objects(arguments: dict[str, Any]) -> dict[str, Any]:
     transfer = arguments.get("kv_transfer_config")
     if transfer is not None:
         base["kv_transfer_config"] = KVTransferConfig(**transfer)
-    return {**arguments, **base}
+        arguments = {**arguments, "kv_transfer_config": None}
+    return base | {k: v for k, v in arguments.items() if v is not None}
 
 
 def stock_run(model: str, prompts: list[list[int]]) -> dict[str, Any]:

@@ -98,6 +98,16 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {"worker_cls": "my.Worker"},
         ["'my.Worker'", "remove --worker-cls"],
     ),
+    "probe without room": (
+        {"name": "infinipot"},
+        {"skip_tokenizer_init": False, "max_model_len": 8192},
+        ["8192 positions", "--max-model-len 8"],
+    ),
+    "probe without tokenizer": (
+        {"name": "kvzip"},
+        {"skip_tokenizer_init": True, "enable_lora": True},
+        ["1. kvzip", "remove --enable-lora", "2. ", "remove --skip-tokenizer-init"],
+    ),
     "odd block size": (SNAPKV, {"block_size": 16}, ["16", "--block-size 32"]),
     "two arguments": (
         SNAPKV,

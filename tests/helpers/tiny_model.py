@@ -40,10 +40,28 @@ LLAMA: dict[str, Any] = {
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
-    """A model folder with a ``config.json`` only, for ``load_format="dummy"``."""
+    """A model folder without weights, for ``load_format="dummy"``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(LLAMA | changes))
+    _write_tokenizer(folder)
     return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """One token per character, for policies that encode text."""
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+
+    characters = [chr(code) for code in range(32, 127)] + ["\n"]
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    vocabulary |= {text: 3 + index for index, text in enumerate(characters)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Split(Regex("[\\s\\S]"), "isolated")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special | kind))
 
 
 def write_tiny_model(folder: Path, seed: int) -> Path:

@@ -9,6 +9,8 @@ from vllm_kvplugins.policies.base import (
     KVCachePolicy,
     LayerView,
     Lengths,
+    Probe,
+    ProbeOccasion,
     Retention,
     Trigger,
 )
@@ -20,6 +22,8 @@ __all__ = [
     "KVCachePolicy",
     "LayerView",
     "Lengths",
+    "Probe",
+    "ProbeOccasion",
     "Retention",
     "Trigger",
     "available_policies",

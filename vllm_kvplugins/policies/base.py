@@ -14,7 +14,7 @@ Everything else (moving pages, freeing blocks, page tables) is the engine's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, Flag, auto
 from typing import Annotated, Any, ClassVar
@@ -45,6 +45,7 @@ class Trigger(Flag):
     PREFILL_END = auto()
     PREFILL_CHUNK = auto()
     DECODE_STEP = auto()
+    PROBE = auto()
 
 
 class Retention(Enum):
@@ -78,13 +79,49 @@ class Lengths:
     prompt_tokens: int
 
 
+# Text to token ids, without special tokens.
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Tokens that run through the model behind a request's cache, to be looked at.
+
+    They attend to the cache and to each other and leave nothing behind.
+
+    Attributes:
+        token_ids: what runs.
+        about: positions that the policy asks about; the engine ignores it.
+    """
+
+    token_ids: Sequence[int]
+    about: range
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeOccasion:
+    """What a policy knows when it writes its probes, just before a compaction.
+
+    Attributes:
+        prompt: the request's prompt.
+        tokens: tokens in the cache so far, the position of a probe's first one.
+        room: most tokens that one probe may have.
+        encode: the model's tokenizer.
+    """
+
+    prompt: Sequence[int]
+    tokens: int
+    room: int
+    encode: Encode
+
+
 @dataclass(frozen=True, slots=True)
 class LayerView:
     """One request, one layer, read-only, all slots up to now.
 
     In ``score`` slots are in order of position, newest last; KV heads with fewer
     slots than others start with invalid ones. In ``observe`` they are as they
-    lie in the cache.
+    lie in the cache; a probe's own come last.
 
     Attributes:
         layer: index of the layer, 0 first.
@@ -100,10 +137,12 @@ class LayerView:
         query_positions: int64 [num_queries].
         scale: softmax scale of the layer.
         rotary: the model's RoPE; None if it has none that policies can undo.
-        observed: what ``observe`` last returned for this layer, or None.
+        observed: what ``observe`` last returned for this layer, or None; a
+            compaction's first probe starts from None.
         budget_tokens: in ``score``, tokens that stay per KV head on average; 0
             in ``observe``.
         load_values: reads the values when first asked; see ``values``.
+        probe: in ``observe``, the probe whose tokens the queries are; else None.
     """
 
     layer: int
@@ -117,6 +156,7 @@ class LayerView:
     observed: Any
     budget_tokens: int
     load_values: Callable[[], torch.Tensor] = field(repr=False)
+    probe: Probe | None = None
 
     @property
     def values(self) -> torch.Tensor:
@@ -148,6 +188,11 @@ class KVCachePolicy(BaseModel, ABC):
         return Trigger.NEVER
 
     @property
+    def needs_tokenizer(self) -> bool:
+        """Whether ``probe_room`` and ``probes`` encode text."""
+        return False
+
+    @property
     def minimum_budget_tokens(self) -> int:
         """Smallest budget that leaves this policy anything to choose."""
         return 1
@@ -175,6 +220,19 @@ class KVCachePolicy(BaseModel, ABC):
             dropped with the request.
         """
         raise AssertionError(f"{self.name} observes nothing")
+
+    def probe_room(self, encode: Encode) -> int:
+        """Fewest tokens that a probe must have; the engine keeps so many
+        positions of the model free. Asked if ``observes`` has PROBE."""
+        raise AssertionError(f"{self.name} does not probe")
+
+    def probes(self, occasion: ProbeOccasion) -> Sequence[Probe]:
+        """What to run before a compaction, if ``observes`` has PROBE.
+
+        Each probe is a forward pass of its own, after which ``observe`` has
+        been called for every layer. Their time is part of the compaction's.
+        """
+        raise AssertionError(f"{self.name} does not probe")
 
     def page_allocator(self) -> PageAllocator:
         """How a compaction shares pages between layers and KV heads."""

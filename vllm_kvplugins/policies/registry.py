@@ -27,6 +27,8 @@ _POLICIES: dict[str, str] = {
     "chunkkv": "vllm_kvplugins.policies.chunkkv:ChunkKV",
     "pyramidkv": "vllm_kvplugins.policies.pyramidkv:PyramidKV",
     "protokv": "vllm_kvplugins.policies.protokv:ProtoKV",
+    "kvzip": "vllm_kvplugins.policies.kvzip:KVzip",
+    "infinipot": "vllm_kvplugins.policies.infinipot:InfiniPot",
 }
 
 

@@ -22,7 +22,6 @@ import torch
 from vllm_kvplugins.policies.base import (
     Geometry,
     KVCachePolicy,
-    LayerView,
     Lengths,
     Trigger,
 )
@@ -30,6 +29,7 @@ from vllm_kvplugins.residency.compaction import CompactedPages, compact
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.page_table import FlatTable, PageTables
 from vllm_kvplugins.residency.plan import ResidencyPlan
+from vllm_kvplugins.residency.probing import ProbeModel, Prober
 from vllm_kvplugins.residency.requests import (
     Due,
     PageList,
@@ -39,6 +39,7 @@ from vllm_kvplugins.residency.requests import (
     Tracked,
     Window,
 )
+from vllm_kvplugins.residency.views import Views
 from vllm_kvplugins.rotary import Rotary
 from vllm_kvplugins.selection import keep_top
 
@@ -56,11 +57,13 @@ class PolicyRuntime:
         self.geometry = geometry
         self.heap: Heap | None = None
         self.records: list[Record] | None = None
-        self._scales: list[float] = []
-        self._rotary: Rotary | None = None
+        self.prober: Prober | None = None
+        self._views: Views | None = None
         self._seconds: list[float] = []
         self._tables: PageTables | None = None
         self._requests: dict[str, Tracked] = {}
+        # prompts of all live requests, if the policy probes
+        self._prompts: dict[str, Sequence[int]] = {}
         self._due: list[Due] = []
         # this step's rows whose queries are kept: window, first token, how many
         self._kept: list[tuple[Window, int, int]] = []
@@ -71,12 +74,23 @@ class PolicyRuntime:
     # -- start-up ---------------------------------------------------------
 
     def attach(
-        self, heap: Heap, scales: Sequence[float], rotary: Rotary | None
+        self,
+        heap: Heap,
+        scales: Sequence[float],
+        rotary: Rotary | None,
+        model: ProbeModel | None = None,
     ) -> None:
-        """Learn where the cache lies. ``scales``: softmax scale per layer."""
+        """Learn where the cache lies.
+
+        Args:
+            scales: softmax scale per layer.
+            model: needed by policies that probe.
+        """
         self.heap = heap
-        self._rotary = rotary
-        self._scales = list(scales)
+        self._views = Views(heap, list(scales), rotary)
+        if self._probes:
+            assert model is not None, f"{self.policy.name} needs a model to probe"
+            self.prober = Prober(self.policy, self._views, model)
         self._tables = PageTables(
             heap.num_layers,
             heap.num_kv_heads,
@@ -95,6 +109,15 @@ class PolicyRuntime:
             plan = self.policy.plan(Lengths(prompt_tokens), self.geometry)
             self._plans[prompt_tokens] = plan
         return plan
+
+    @property
+    def _probes(self) -> bool:
+        return Trigger.PROBE in self.policy.observes
+
+    def learn(self, request_id: str, prompt: Sequence[int]) -> None:
+        """Remember a new request's prompt, if the policy needs it."""
+        if self._probes:
+            self._prompts[request_id] = prompt
 
     # -- one step -----------------------------------------------------------
 
@@ -184,8 +207,10 @@ class PolicyRuntime:
         for row, owned in self._seen:
             tracked = self._requests.setdefault(row.request_id, Tracked())
             part = queries[row.first_query : row.first_query + row.new_tokens]
-            view = self._view(
-                layer, owned, row.after_tokens, part.transpose(0, 1), tracked
+            observed = tracked.observed.get(layer)
+            assert self._views is not None
+            view = self._views.view(
+                layer, owned, row.after_tokens, part.transpose(0, 1), observed
             )
             tracked.observed[layer] = self.policy.observe(view)
 
@@ -212,66 +237,6 @@ class PolicyRuntime:
         if resident is None:
             return plain
         return plain.after(*self._tables.zone(resident.seat), resident.positions)
-
-    def _view(
-        self,
-        layer: int,
-        owned: PageList,
-        tokens: int,
-        queries: torch.Tensor,
-        tracked: Tracked,
-        budget_tokens: int = 0,
-        order: torch.Tensor | None = None,
-    ) -> LayerView:
-        """One layer of a request whose newest token has position tokens - 1.
-
-        Args:
-            order: int64 [kv_heads, slots], sequence in which to show the slots;
-                None = as they lie.
-        """
-        heap = self.heap
-        assert heap is not None
-        rows = self._rows(layer)
-        positions = self._positions(owned, rows, tokens)
-        slots = positions.shape[1]
-        pages = owned.pages[rows, : -(-slots // self.geometry.block_size)]
-
-        def shown(tensor: torch.Tensor) -> torch.Tensor:
-            tensor = tensor[:, :slots]
-            if order is None:
-                return tensor
-            return tensor.gather(1, order[..., None].expand_as(tensor))
-
-        if order is not None:
-            positions = positions.gather(1, order)
-        return LayerView(
-            layer=layer,
-            keys=shown(heap.keys(pages)),
-            positions=positions,
-            valid=positions >= 0 if bool((positions < 0).any()) else None,
-            queries=queries,
-            query_positions=torch.arange(
-                tokens - queries.shape[1], tokens, device=pages.device
-            ),
-            scale=self._scales[layer],
-            rotary=self._rotary,
-            observed=tracked.observed.get(layer),
-            budget_tokens=budget_tokens,
-            load_values=lambda: shown(heap.values(pages)),
-        )
-
-    def _rows(self, layer: int) -> slice:
-        heads = self.geometry.num_kv_heads
-        return slice(layer * heads, (layer + 1) * heads)
-
-    def _positions(self, owned: PageList, rows: slice, tokens: int) -> torch.Tensor:
-        """int64 [kv_heads, longest], -1 where a row has no token."""
-        size = self.geometry.block_size
-        lengths = owned.owned[rows] * size - (-tokens % size)
-        longest = int(lengths.max())
-        place = torch.arange(longest, device=lengths.device)
-        positions = owned.positions[rows, :longest].long()
-        return positions.masked_fill(place >= lengths[:, None], -1)
 
     def _compact(self, due: Due) -> None:
         heap, row, compaction = self.heap, due.row, due.compaction
@@ -311,26 +276,30 @@ class PolicyRuntime:
         self, due: Due, owned: PageList, competing: torch.Tensor
     ) -> torch.Tensor:
         """float32 [layers, kv_heads, slots]; -inf where a row owns no page."""
-        heap, size = self.heap, self.geometry.block_size
+        heap, views, size = self.heap, self._views, self.geometry.block_size
         assert heap is not None
-        tracked = self._requests.setdefault(due.row.request_id, Tracked())
+        assert views is not None
+        row = due.row
+        tracked = self._requests.setdefault(row.request_id, Tracked())
+        if self.prober is not None:
+            prompt = self._prompts[row.request_id]
+            tracked.observed = self.prober.run(prompt, owned, row.after_tokens)
         slots = int(competing.max()) * size
         shape = (heap.num_layers, heap.num_kv_heads, slots)
         # layers with fewer slots than the longest stay at -inf beyond their own
         scores = torch.full(shape, -torch.inf, device=heap.pages.device)
         window, tracked.window = tracked.window, None
-        budget = len(due.compaction.zone) * size + due.row.after_tokens % size
+        budget = len(due.compaction.zone) * size + row.after_tokens % size
         for layer in range(heap.num_layers):
             queries = window.take(layer) if window else _NO_QUERIES
             order = None
             if tracked.resident is not None:
                 # a landing zone is in no order: show it oldest first
-                positions = self._positions(
-                    owned, self._rows(layer), due.row.after_tokens
-                )
+                positions = views.positions(layer, owned, row.after_tokens)
                 order = positions.argsort(dim=1, stable=True)
-            view = self._view(
-                layer, owned, due.row.after_tokens, queries, tracked, budget, order
+            observed = tracked.observed.get(layer)
+            view = views.view(
+                layer, owned, row.after_tokens, queries, observed, budget, order
             )
             score = self.policy.score(view)
             if order is not None:
@@ -359,8 +328,14 @@ class PolicyRuntime:
 
     # -- requests that go ----------------------------------------------------
 
+    def finish(self, request_ids: Iterable[str]) -> None:
+        """Drop everything about finished or aborted requests."""
+        for request_id in request_ids:
+            self.forget([request_id])
+            self._prompts.pop(request_id, None)
+
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop the state of finished, aborted or preempted requests."""
+        """Drop the state of requests that will be computed anew, if ever."""
         for request_id in request_ids:
             tracked = self._requests.pop(request_id, None)
             if tracked is not None and tracked.resident is not None:
@@ -370,7 +345,7 @@ class PolicyRuntime:
     @property
     def num_tracked(self) -> int:
         """Requests that this worker holds any state of."""
-        return len(self._requests)
+        return len(self._requests.keys() | self._prompts.keys())
 
     def check_integrity(self) -> None:
         """Every compacted request has exactly one seat, and no seat is lost."""

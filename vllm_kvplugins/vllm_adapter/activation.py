@@ -17,7 +17,7 @@ from vllm_kvplugins.config import CONFIG_KEY, parse_policy
 from vllm_kvplugins.errors import KVPolicyError, refuse
 from vllm_kvplugins.policies.base import Geometry, KVCachePolicy
 from vllm_kvplugins.residency.runtime import PolicyRuntime
-from vllm_kvplugins.vllm_adapter import compat, validation
+from vllm_kvplugins.vllm_adapter import compat, probing, validation
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -80,6 +80,7 @@ def finish_config(
         [
             *validation.config_problems(vllm_config),
             *_shape_problems(vllm_config, policy),
+            *probing.problems(vllm_config, policy),
         ],
     )
     scheduler = vllm_config.scheduler_config

@@ -115,17 +115,18 @@ _SEAMS = {
     "create_engine_config() additional_config block_size kv_transfer_config "
     "scheduler_cls speculative_config worker_cls",
     "vllm.v1.engine.input_processor:InputProcessor": "process_inputs(resumable)",
-    "vllm.config:VllmConfig": "additional_config cache_config "
+    "vllm.config:VllmConfig": "additional_config cache_config lora_config "
     "model_config parallel_config scheduler_config",
     "vllm.config:SchedulerConfig": "async_scheduling scheduler_cls "
     "max_num_batched_tokens max_num_seqs long_prefill_token_threshold",
-    "vllm.config:ParallelConfig": "worker_cls",
+    "vllm.config:ParallelConfig": "worker_cls data_parallel_size is_moe_model",
     "vllm.config:CacheConfig": "block_size cache_dtype",
     "vllm.config:KVTransferConfig": "kv_connector kv_connector_module_path kv_role",
     "vllm.config:ModelConfig": "get_num_layers(parallel_config) get_head_size() "
     "get_num_kv_heads(parallel_config) get_total_num_kv_heads() "
     "get_sliding_window() hf_text_config runner_type use_mla is_hybrid "
-    "is_attention_free is_encoder_decoder",
+    "is_attention_free is_encoder_decoder is_multimodal_model uses_mrope "
+    "skip_tokenizer_init max_model_len",
     "vllm.utils.torch_utils": "STR_DTYPE_TO_TORCH_DTYPE",
     # The scheduler: where prefill is cut, what a prefix hit may reuse.
     f"{_CORE}.sched.scheduler:Scheduler": "_reserve_prefill_lookahead(request "
@@ -134,7 +135,9 @@ _SEAMS = {
     f"{_CORE}.sched.async_scheduler:AsyncScheduler": "_reserve_prefill_lookahead("
     "request num_computed_tokens num_new_tokens) "
     "_get_local_prefix_cache_hit(request)",
-    f"{_CORE}.sched.output:SchedulerOutput": "finished_req_ids preempted_req_ids",
+    f"{_CORE}.sched.output:SchedulerOutput": "finished_req_ids preempted_req_ids "
+    "scheduled_new_reqs",
+    f"{_CORE}.sched.output:NewRequestData": "req_id prompt_token_ids",
     "vllm.v1.request:Request": "num_prompt_tokens",
     # The block pool: freeing blocks of running requests.
     f"{_CORE}.kv_cache_manager:KVCacheManager": "create_kv_cache_blocks(blocks) "
@@ -177,6 +180,10 @@ _SEAMS = {
     "seq_lens dtype query_start_loc causal sliding_window_size isa enable_kv_split "
     "kv_cache_dtype) cpu_attn_reshape_and_cache()",
     "vllm.config": "get_layers_from_vllm_config()",
+    # Probes: a forward pass of our own.
+    "vllm.forward_context": "set_forward_context(attn_metadata vllm_config "
+    "num_tokens slot_mapping skip_compiled)",
+    "vllm.tokenizers": "cached_tokenizer_from_config(model_config)",
     "vllm.model_executor.layers.attention:Attention": "impl kv_cache",
     "vllm.envs": "VLLM_CPU_ATTN_SPLIT_KV",
     # The worker, and what its model runner knows of a step's rows.
@@ -237,6 +244,13 @@ def kv_element_bytes(vllm_config: VllmConfig) -> int:
         else STR_DTYPE_TO_TORCH_DTYPE[name]
     )
     return int(torch.empty(0, dtype=dtype).element_size())
+
+
+def max_positions(vllm_config: VllmConfig) -> int:
+    """How many token positions the model has, served or not."""
+    model = vllm_config.model_config
+    trained = getattr(model.hf_text_config, "max_position_embeddings", None) or 0
+    return max(int(trained), int(model.max_model_len))
 
 
 # -- model runners ---------------------------------------------------------------

@@ -26,9 +26,11 @@ class KVPolicyCPUWorker(CPUWorker):
         activation.set_runner(compat.runner_adapter(self.model_runner))
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        gone = set(scheduler_output.finished_req_ids)
-        gone |= set(getattr(scheduler_output, "preempted_req_ids", None) or ())
-        self.kv_policy_runtime.forget(gone)
+        runtime = self.kv_policy_runtime
+        runtime.finish(scheduler_output.finished_req_ids)
+        runtime.forget(getattr(scheduler_output, "preempted_req_ids", None) or ())
+        for new in scheduler_output.scheduled_new_reqs:
+            runtime.learn(new.req_id, new.prompt_token_ids)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     # -- called through LLM.collective_rpc ----------------------------------------

@@ -30,6 +30,7 @@ from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.runtime import PolicyRuntime
 from vllm_kvplugins.vllm_adapter import activation
+from vllm_kvplugins.vllm_adapter.probing import ProbeMetadata, probe_model
 from vllm_kvplugins.vllm_adapter.rotary import rotary_of
 from vllm_kvplugins.vllm_adapter.spec import with_policy
 from vllm_kvplugins.vllm_adapter.validation import layer_problems, rotary_problems
@@ -134,6 +135,7 @@ class PagedPolicyMetadataBuilder(CPUAttentionMetadataBuilder):
             build_heap(self.layers, self.isa),
             [layer.impl.scale for layer in self.layers],
             self.rotary,
+            probe_model(self.vllm_config, activation.runner().model, self.layer_names),
         )
 
     def _schedule(self, lengths: torch.Tensor, query_start: torch.Tensor) -> Any:
@@ -194,6 +196,11 @@ class PagedPolicyImpl(CPUAttentionBackendImpl):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
+        if isinstance(attn_metadata, ProbeMetadata):
+            prober = self.runtime.prober
+            assert prober is not None
+            output[:] = prober.attend(self.layer_index, query, key, value)
+            return output
         if not isinstance(attn_metadata, PagedPolicyMetadata):
             return super().forward(
                 layer,

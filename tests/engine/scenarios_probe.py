@@ -1,0 +1,89 @@
+"""Probing policies on the real model, and what transformers says they see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from driver import Driver, make_llm
+from texts import english_tokens
+
+
+def kept_and_wanted(
+    model: str, policy: dict[str, Any], seed: int, lengths: list[int], **settings: Any
+) -> dict[str, Any]:
+    """Positions kept of prompts that run together, and the reference's scores.
+
+    Returns:
+        Per prompt ``kept`` [layers][kv_heads][positions] and ``scores``
+        [layers][kv_heads][tokens].
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = {n: english_tokens(tokenizer, seed + n, n) for n in lengths}
+    llm = make_llm(model, policy, skip_tokenizer_init=False, **settings)
+    driver = Driver(llm)
+    llm.collective_rpc("kv_policy_record", args=(True,))
+    driver.generate({str(n): prompt for n, prompt in prompts.items()}, 4)
+    driver.step()
+    driver.check_blocks()
+    assert driver.check_policy_state() == 0, "state was left behind"
+    (records,) = llm.collective_rpc("kv_policy_take_records")
+    found = {str(r.prompt_tokens): {"kept": r.kept_positions} for r in records}
+    reference = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    for n, prompt in prompts.items():
+        scores = _scores(reference, tokenizer, policy, prompt)
+        found[str(n)]["scores"] = scores.tolist()
+    return found
+
+
+@torch.no_grad()
+def _scores(
+    reference: Any, tokenizer: Any, policy: dict[str, Any], prompt: list[int]
+) -> torch.Tensor:
+    """[layers, kv_heads, prompt tokens], from whole attention matrices."""
+    best = None
+    for lead, start, stop in _probes(tokenizer, policy, prompt):
+        repeated = prompt[start:stop] if policy["name"] == "kvzip" else []
+        sequence = torch.tensor([prompt + lead + repeated])
+        attentions = reference(sequence, output_attentions=True).attentions
+        seen = torch.zeros(sequence.shape[1], dtype=torch.bool)
+        seen[start:stop] = True
+        seen[len(prompt) :] = True
+        seen[: policy.get("sinks", 4)] = True
+        layers = []
+        for weights in attentions:
+            rows = weights[0, :, len(prompt) :]
+            rows = torch.where(seen, rows, 0)  # a softmax over fewer slots
+            rows = rows / rows.sum(-1, keepdim=True)
+            peak = rows.amax(1)[:, : len(prompt)]
+            layers.append(peak.unflatten(0, (-1, 3)).amax(1))
+        scores = torch.stack(layers)
+        best = scores if best is None else torch.maximum(best, scores)
+    assert best is not None
+    return best
+
+
+def _probes(
+    tokenizer: Any, policy: dict[str, Any], prompt: list[int]
+) -> list[tuple[list[int], int, int]]:
+    """(instruction, first position, end) of each probe, written out by hand."""
+    if policy["name"] == "infinipot":
+        text = "Summarize the previous context highlighting the most important parts."
+        return [(tokenizer.encode(text, add_special_tokens=False), 0, len(prompt))]
+    whole = tokenizer.encode(
+        "\n\nRepeat the previous context exactly.", add_special_tokens=False
+    )
+    part = tokenizer.encode(
+        "\n\nRepeat the part of the previous context exactly, starting with",
+        add_special_tokens=False,
+    )
+    found = [(whole, 0, min(policy["chunk"], len(prompt)))]
+    while found[-1][2] < len(prompt):
+        start = found[-1][2]
+        lead = part + prompt[start - 8 : start]
+        found.append((lead, start, min(start + policy["chunk"], len(prompt))))
+    return found

@@ -1,0 +1,55 @@
+"""KVzip and InfiniPot keep what transformers' attention says they should.
+
+Their probes run in the engine, behind the prompt, without touching the cache.
+The reference runs prompt and probe as one sequence and reads whole attention
+matrices.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import run_scenario
+
+pytestmark = pytest.mark.engine
+
+SEED = 41
+LENGTHS = [333, 608]
+POLICIES = {
+    "kvzip": {"name": "kvzip", "budget": 192, "chunk": 256},
+    "infinipot": {"name": "infinipot", "budget": 192},
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_kept_positions_are_the_references(model_path, name):
+    print("seed", SEED)
+    runs = run_scenario(
+        "scenarios_probe:kept_and_wanted",
+        {
+            "model": model_path,
+            "policy": POLICIES[name],
+            "seed": SEED,
+            "lengths": LENGTHS,
+            "max_model_len": 4096,
+            "max_num_batched_tokens": 512,  # prompts are prefilled in chunks
+        },
+    )
+    assert set(runs) == {str(n) for n in LENGTHS}
+    for length, run in runs.items():
+        tokens = int(length)
+        scores = torch.tensor(run["scores"])
+        scores[..., :4] = torch.inf
+        scores[..., tokens - 32 :] = torch.inf
+        tail = tokens % 32
+        kept = torch.zeros_like(scores, dtype=torch.bool)
+        for layer, heads in enumerate(run["kept"]):
+            for head, positions in enumerate(heads):
+                kept[layer, head, positions] = True
+        count = int(kept.sum()) // kept[..., 0].numel() - tail
+        best = scores[..., : tokens - tail].topk(count, dim=-1).indices
+        wanted = torch.zeros_like(kept).scatter(-1, best, True)
+        wanted[..., tokens - tail :] = True
+        agree = float((kept == wanted).float().mean())
+        print(length, "agreement", agree)
+        assert agree > 0.995

@@ -1,0 +1,121 @@
+"""KVzip: what the model looks at when it has to repeat its prompt."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+
+from vllm_kvplugins.policies.base import (
+    Compressor,
+    Encode,
+    LayerView,
+    Probe,
+    ProbeOccasion,
+    Trigger,
+)
+from vllm_kvplugins.scoring import attention_peak
+
+_ALL = "\n\nRepeat the previous context exactly."
+_PART = "\n\nRepeat the part of the previous context exactly, starting with"
+# The part to repeat is announced by so many tokens before it.
+_LEAD_TOKENS = 8
+# A prompt is not repeated in smaller parts, which would cost a pass each.
+_LEAST_CHUNK = 64
+
+
+class KVzip(Compressor):
+    """Context reconstruction (Kim et al., arXiv:2505.23416, section 3).
+
+    The prompt runs through the model a second time, in chunks, each behind the
+    request to repeat it. A token is worth the most attention that any query of
+    the repeated chunk, in any head of its group, pays it; the softmax runs over
+    the sinks, the chunk in the cache and the repetition (section 3.4). Instead of
+    the chat template's closing words, which a served prompt already ends with,
+    nothing stands between request and chunk.
+
+    Differs from the paper in when it runs: there the context is compressed before
+    a question is known, here the prompt ends with one, so ``recent`` tokens stay
+    as they are.
+
+    Cost: one to two more prefills of the prompt, and as much again for the weights
+    that the kernel does not hand out.
+    """
+
+    name: ClassVar[str] = "kvzip"
+    summary: ClassVar[str] = "tokens that repeating the prompt looks back at"
+
+    chunk: int = Field(
+        default=2048, ge=_LEAST_CHUNK, description="Tokens repeated at a time, at most."
+    )
+    sinks: int = Field(default=4, ge=0, description="First tokens, which stay.")
+    recent: int = Field(default=32, ge=0, description="Newest tokens, which stay.")
+
+    @property
+    def observes(self) -> Trigger:
+        return Trigger.PROBE
+
+    @property
+    def needs_tokenizer(self) -> bool:
+        return True
+
+    @property
+    def minimum_budget_tokens(self) -> int:
+        return self.sinks + self.recent + 1
+
+    def probe_room(self, encode: Encode) -> int:
+        longest = max(len(encode(_ALL)), len(encode(_PART)) + _LEAD_TOKENS)
+        return longest + _LEAST_CHUNK
+
+    def probes(self, occasion: ProbeOccasion) -> list[Probe]:
+        prompt, whole = occasion.prompt, occasion.encode(_ALL)
+        part = occasion.encode(_PART)
+        announced = max(len(whole), len(part) + _LEAD_TOKENS)
+        size = min(self.chunk, occasion.room - announced)
+        found = []
+        for start in range(0, len(prompt), size):
+            stop = min(start + size, len(prompt))
+            lead = [*part, *prompt[start - _LEAD_TOKENS : start]] if start else whole
+            found.append(Probe([*lead, *prompt[start:stop]], range(start, stop)))
+        return found
+
+    def observe(self, view: LayerView) -> torch.Tensor:
+        """float32 [num_kv_heads, tokens in the cache], by position."""
+        assert view.probe is not None
+        about, positions = view.probe.about, view.positions
+        tokens = int(view.query_positions[0])
+        asked = (positions >= about.start) & (positions < about.stop)
+        asked |= (positions >= 0) & (positions < self.sinks)
+        asked |= positions >= tokens
+        columns = asked.any(0).nonzero().squeeze(1)
+        places = positions.masked_fill(~asked, -1)[:, columns]
+        peak = attention_peak(
+            view.queries,
+            view.keys[:, columns],
+            view.scale,
+            view.query_positions,
+            places,
+        )
+        worth = view.observed
+        if worth is None:
+            worth = peak.new_zeros(positions.shape[0], tokens)
+        own = places >= tokens
+        peak = peak.masked_fill(own, 0)
+        places = places.masked_fill(own, 0).clamp(min=0)
+        return worth.scatter_reduce(1, places, peak, "amax")
+
+    def score(self, view: LayerView) -> torch.Tensor:
+        positions = view.positions
+        scores: torch.Tensor = view.observed.gather(1, positions.clamp(min=0))
+        stays = (positions < self.sinks) | (positions > positions.max() - self.recent)
+        return scores.masked_fill(stays & (positions >= 0), torch.inf)
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.decode_budget is not None:
+            found.append(
+                "kvzip repeats the prompt, which says nothing about generated tokens; "
+                "remove decode_budget or use another policy with it"
+            )
+        return found
