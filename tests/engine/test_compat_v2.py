@@ -41,10 +41,14 @@ def reference(model: str) -> dict[str, Any]:
 
 def test_eviction_shows_in_the_tokens(tiny_model: str):
     """Else equal tokens would prove nothing."""
-    stock, _, snapkv = reference(tiny_model)["generate"]
+    stock, _, snapkv, kvzip = reference(tiny_model)["generate"]
     assert snapkv["tokens"]["short"] == stock["tokens"]["short"]
     assert snapkv["tokens"]["long"] != stock["tokens"]["long"]
     assert snapkv["tokens"]["odd"] != stock["tokens"]["odd"]
+    assert kvzip["tokens"]["odd"] not in (
+        stock["tokens"]["odd"],
+        snapkv["tokens"]["odd"],
+    )
 
 
 @pytest.mark.parametrize(("runner", "asynchronous"), RUNS)
@@ -57,14 +61,14 @@ def test_same_tokens_and_blocks_everywhere(
 
 @pytest.mark.parametrize(("runner", "asynchronous"), RUNS)
 def test_it_ran_on_what_was_asked_for(tiny_model: str, runner: str, asynchronous: bool):
-    stock, full, snapkv = found(tiny_model, runner, asynchronous)["generate"]
+    stock, *ours = found(tiny_model, runner, asynchronous)["generate"]
     kind = "AsyncScheduler" if asynchronous else "Scheduler"
     assert stock["facts"]["scheduler"] == kind
     package = {
         "V1": "vllm.v1.worker.cpu_model_runner",
         "V2": "vllm.v1.worker.cpu.model_runner",
     }
-    for result in (full, snapkv):
+    for result in ours:
         assert result["facts"]["scheduler"] == f"KVPolicy{kind}"
         assert result["facts"]["runner"] == package[runner]
         assert result["facts"]["steps_in_flight"] == (2 if asynchronous else 1)

@@ -11,6 +11,9 @@ from harness import engine_environment, run_scenario
 _HERE = Path(__file__).parent
 FULL = {"name": "full"}
 SNAPKV = {"name": "snapkv", "budget": 128, "window": 16}
+KVZIP = {"name": "kvzip", "budget": 128, "chunk": 200}
+# The last one runs tokens of its own through the model.
+POLICIES = [None, FULL, SNAPKV, KVZIP]
 
 
 def environment(
@@ -40,24 +43,25 @@ def run(
     more: tuple[str, ...] = (),
     vllm_folder: Path | None = None,
 ) -> dict[str, Any]:
-    """``generate`` without a policy, with full and with snapkv, and more."""
+    """``generate`` under each of ``POLICIES``, and more."""
     return run_scenario(
         "scenarios_runners:several",
-        {"model": model, "policies": [None, FULL, SNAPKV], "more": list(more)},
+        {"model": model, "policies": POLICIES, "more": list(more)},
         environment(runner, asynchronous, vllm_folder),
     )
 
 
 def check_generated(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Tokens as on another runner; full as stock; blocks freed as planned."""
-    stock, full, snapkv = found["generate"]
+    stock, full, snapkv, kvzip = found["generate"]
     reference = expected["generate"]
     assert stock["tokens"] == reference[0]["tokens"]
     assert full["tokens"] == stock["tokens"]
     assert snapkv["tokens"] == reference[2]["tokens"]
+    assert kvzip["tokens"] == reference[3]["tokens"]
     assert full["freed"] == full["compactions"] == 0
     # 128 tokens of 32 stay. long: 10 blocks, zone 4, frees 6. odd: 14 full
     # blocks and 3 tokens, so 4 more blocks stay, frees 10. short: nothing.
-    assert snapkv["freed"] == 6 + 10
-    assert snapkv["compactions"] == 2
-    assert full["left"] == snapkv["left"] == 0
+    assert snapkv["freed"] == kvzip["freed"] == 6 + 10
+    assert snapkv["compactions"] == kvzip["compactions"] == 2
+    assert full["left"] == snapkv["left"] == kvzip["left"] == 0

@@ -25,7 +25,9 @@ def prompts() -> dict[str, list[int]]:
 
 
 def _driver(model: str, policy: dict[str, Any] | None, **settings: Any) -> Driver:
-    return Driver(make_llm(model, policy, enable_prefix_caching=False, **settings))
+    settings = {"enable_prefix_caching": False, "max_model_len": 2048} | settings
+    encodes = policy is not None and policy["name"] == "kvzip"
+    return Driver(make_llm(model, policy, skip_tokenizer_init=not encodes, **settings))
 
 
 def _facts(driver: Driver) -> dict[str, Any]:
