@@ -2,8 +2,7 @@
 
 Everything is batched over KV heads and tiled over slots; arithmetic is float32
 (float64 for float64 keys). ``assign_to_prototypes`` and ``scoring.cluster_mean``
-are the hot part: their arguments are plain tensors, so that a fused kernel can
-stand in.
+are the hot part; ``ops.clusters`` fuses them.
 
 Shapes: H KV heads, n slots, D head_dim, k chunks, u buckets, P prototypes.
 A prototype that does not exist (an empty bucket) is a row of zeros, and so is

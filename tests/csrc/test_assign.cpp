@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <memory>
+#include <cstring>
 #include <random>
 #include <vector>
 
@@ -53,15 +53,24 @@ Problem make_problem(Index slots, Index dims, Index count, Index gap,
   return made;
 }
 
+// Which vectors the tests run with; main goes through all that there are.
+kvp::Simd simd = kvp::Simd::kBaseline;
+
 template <typename Element>
 std::vector<Index> assign(const Problem& problem, const Element* keys) {
-  auto exists = std::make_unique<bool[]>(static_cast<std::size_t>(problem.count));
-  kvp::find_prototypes(problem.prototypes.data(), problem.count, problem.dims,
-                       exists.get());
+  // Exactly as large as promised, so that a sanitizer sees one float more.
+  std::vector<float> panels(static_cast<std::size_t>(
+      kvp::packed_size(simd, problem.count, problem.dims)));
+  std::vector<Index> order(static_cast<std::size_t>(problem.count));
+  const Index packed =
+      kvp::pack_prototypes(simd, problem.prototypes.data(), problem.count,
+                           problem.dims, panels.data(), order.data());
   std::vector<Index> clusters(static_cast<std::size_t>(problem.slots), -1);
-  kvp::assign_to_prototypes(keys, problem.slots, problem.stride,
-                            problem.prototypes.data(), exists.get(),
-                            problem.count, problem.dims, clusters.data());
+  kvp::assign_to_prototypes(
+      simd,
+      kvp::Assignment<Element>{keys, problem.slots, problem.stride, problem.dims,
+                               panels.data(), order.data(), packed},
+      clusters.data());
   return clusters;
 }
 
@@ -96,9 +105,9 @@ void check_nearest(const Problem& problem, const std::vector<float>& keys,
 }
 
 void test_nearest(std::mt19937& random) {
-  for (Index slots : {0, 1, 7, 8, 9, 97}) {
-    for (Index dims : {1, 7, 8, 54, 64, 128}) {
-      for (Index count : {1, 2, 17}) {
+  for (Index slots : {0, 1, 8, 12, 25, 97}) {
+    for (Index dims : {1, 7, 54, 64, 512}) {
+      for (Index count : {1, 2, 17, 50}) {
         current_case = "nearest";
         const Problem problem = make_problem(slots, dims, count, 3, random);
         check_nearest(problem, problem.keys, assign(problem, problem.keys.data()));
@@ -120,6 +129,36 @@ void test_bfloat16(std::mt19937& random) {
     CHECK(std::fabs(rounded.back() - x) <= std::fabs(x) / 128);
   }
   check_nearest(problem, rounded, assign(problem, narrow.data()));
+}
+
+void test_float16() {
+  current_case = "float16";
+  const auto wide = [](std::uint16_t bits) {
+    return kvp::to_float(kvp::Float16{bits});
+  };
+  CHECK(wide(0x3c00) == 1.0f && wide(0xc000) == -2.0f && wide(0x3555) == 0x1.554p-2f);
+  CHECK(wide(0x7bff) == 65504.0f && wide(0x0001) == 0x1p-24f);
+  CHECK(wide(0x8000) == 0.0f && std::signbit(wide(0x8000)));
+  CHECK(std::isinf(wide(0x7c00)) && wide(0xfc00) < 0 && std::isnan(wide(0x7e01)));
+}
+
+// Enough work for a parallel region; the same result whatever runs it.
+void test_large(std::mt19937& random) {
+  current_case = "large";
+  const Problem problem = make_problem(1500, 64, 90, 0, random);
+  const std::vector<Index> clusters = assign(problem, problem.keys.data());
+  check_nearest(problem, problem.keys, clusters);
+  CHECK(clusters == assign(problem, problem.keys.data()));
+}
+
+// The second half repeats the first: of 24 rows 16 exist, so that equal rows are
+// in the same lane of another panel.
+void test_ties_between_panels(std::mt19937& random) {
+  current_case = "ties between panels";
+  Problem problem = make_problem(60, 24, 48, 0, random);
+  std::vector<float>& rows = problem.prototypes;
+  std::copy_n(rows.begin(), rows.size() / 2, rows.begin() + 24 * 24);
+  for (Index chosen : assign(problem, problem.keys.data())) CHECK(chosen < 24);
 }
 
 void test_ties_and_nothing() {
@@ -181,10 +220,19 @@ void test_means(std::mt19937& random) {
 
 int main() {
   std::mt19937 random(kSeed);
-  test_nearest(random);
-  test_bfloat16(random);
-  test_ties_and_nothing();
+  for (kvp::Simd each :
+       {kvp::Simd::kBaseline, kvp::Simd::kAvx2, kvp::Simd::kAvx512}) {
+    if (!kvp::supported(each)) continue;
+    simd = each;
+    std::printf("vectors of %d floats\n", int(kvp::lanes_of(simd)));
+    test_nearest(random);
+    test_bfloat16(random);
+    test_large(random);
+    test_ties_between_panels(random);
+    test_ties_and_nothing();
+  }
+  test_float16();
   test_means(random);
-  std::printf(failures ? "%d checks failed\n" : "ok\n", failures);
+  std::printf("%d failure(s)\n", failures);
   return failures != 0;
 }

@@ -28,12 +28,13 @@ def run(command: list[str], **environment: str) -> str:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-def test_core_matches_its_definition(tmp_path):
+@pytest.mark.parametrize("name", ["page_copy", "assign"])
+def test_core_matches_its_definition(tmp_path, name):
     """With OpenMP and optimised, as it ships; warnings are errors."""
-    binary = tmp_path / "test_page_copy"
+    binary = tmp_path / f"test_{name}"
     warn = ["-Wall", "-Wextra", "-Werror"]
     flags = ["-std=c++17", "-O3", "-fopenmp", *warn, "-Icsrc/include"]
-    source = "tests/csrc/test_page_copy.cpp"
+    source = f"tests/csrc/test_{name}.cpp"
     run(["g++", *flags, source, "-o", str(binary)])
     assert "0 failure(s)" in run([str(binary)], OMP_NUM_THREADS="2")
 

@@ -179,7 +179,7 @@ def vllm_distribution() -> Check:
 
 
 def compiled_ops() -> Check:
-    """Page copies run compiled, or in torch and why."""
+    """Page copies and clustering run compiled, or in torch and why."""
     name = "compiled ops"
     if importlib.util.find_spec("torch") is None:
         return Check(name, Status.FAIL, "need torch", _INSTALL_VLLM)
@@ -193,7 +193,8 @@ def compiled_ops() -> Check:
     if backend == "compiled":
         build = info["build_type"] or "unknown build"
         cuda = "with CUDA kernels" if info["cuda"] else "for the CPU"
-        return Check(name, Status.OK, f"in use: {build}, {cuda}, {info['path']}")
+        detail = f"in use: {build}, {cuda}, {info['simd']} vectors, {info['path']}"
+        return Check(name, Status.OK, detail)
     reason = backend.partition(": ")[2]
     remedy = (
         "unset KVP_OPS"

@@ -51,7 +51,7 @@ def gather_tokens(
         _check_tokens(op, heap, pages, slots, layout, ("pages", "slots"))
     if compiled:
         places = pages.contiguous(), slots.contiguous()
-        return _call(op, heap, *places, *_layout_args(layout))
+        return call_compiled(op, heap, *places, *_layout_args(layout))
     return torch_ops.gather_tokens(heap, pages, slots, layout)
 
 
@@ -89,7 +89,7 @@ def scatter_tokens(
             checks.check_distinct(op, pages, slots, layout.block_size)
     if compiled:
         tensors = [t.contiguous() for t in (pages, slots, keys, values)]
-        _call(op, heap, *tensors, *_layout_args(layout))
+        call_compiled(op, heap, *tensors, *_layout_args(layout))
         return
     torch_ops.scatter_tokens(heap, pages, slots, keys, values, layout)
 
@@ -133,7 +133,7 @@ def move_tokens(
             checks.check_disjoint(op, *sources, *targets, layout.block_size)
     if compiled:
         places = [places.contiguous() for places in (*sources, *targets)]
-        _call(op, heap, *places, *_layout_args(layout))
+        call_compiled(op, heap, *places, *_layout_args(layout))
         return
     torch_ops.move_tokens(heap, *sources, *targets, layout)
 
@@ -209,7 +209,7 @@ def _gather_plane(
     if not compiled:
         return torch_ops.gather_plane(heap, page_table, plane, layout)
     natural_base = plane.base if plane.kind == "natural" else -1
-    return _call(
+    return call_compiled(
         op,
         heap,
         page_table.contiguous(),
@@ -219,7 +219,7 @@ def _gather_plane(
     )
 
 
-def _call(op: str, *arguments: Any) -> Any:
+def call_compiled(op: str, *arguments: Any) -> Any:
     """Run a compiled op; its complaints about arguments become ValueErrors."""
     try:
         return getattr(torch.ops.kvp, op)(*arguments)

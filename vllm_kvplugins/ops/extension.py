@@ -14,7 +14,7 @@ EXTENSION_PATH = Path(__file__).parent.parent / "_C.abi.so"
 
 # Counts changes of the op schemas; csrc/page_copy.cpp has the same number. A
 # library left over from another version is refused instead of misused.
-OPS_VERSION = "1"
+OPS_VERSION = "2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,8 @@ class Extension:
 
     Args:
         reason: why it is not in use; empty if it is.
-        facts: what it says about its own build.
+        facts: what it says about its own build, and ``simd``, the vectors that it
+            found on this CPU.
     """
 
     reason: str = ""
@@ -56,6 +57,7 @@ def load_extension() -> Extension:
             f"it was built for ops version {facts.get('ops_version')}, "
             f"this package needs {OPS_VERSION}"
         )
+    facts["simd"] = torch.ops.kvp.simd_in_use()
     return Extension(facts=facts)
 
 
@@ -70,6 +72,11 @@ def _unusable(problem: str) -> Extension:
     return Extension(reason=reason)
 
 
+def torch_by_request() -> bool:
+    """Whether ``KVP_OPS`` forbids everything but the torch versions."""
+    return os.environ.get("KVP_OPS", "auto") == "torch"
+
+
 def compiled_for(device: torch.device) -> tuple[bool, str]:
     """Whether the compiled ops run on a device, and if not, why.
 
@@ -81,7 +88,7 @@ def compiled_for(device: torch.device) -> tuple[bool, str]:
         RuntimeError: ``KVP_OPS=compiled``, but the compiled ops cannot run.
     """
     wanted = os.environ.get("KVP_OPS", "auto")
-    if wanted == "torch":
+    if torch_by_request():
         return False, "KVP_OPS=torch"
     if wanted not in ("auto", "compiled"):
         raise ValueError(f"KVP_OPS must be auto, torch or compiled, got {wanted!r}")

@@ -8,9 +8,9 @@ import torch
 from pydantic import Field
 
 from vllm_kvplugins import prototypes as proto
+from vllm_kvplugins.ops.clusters import assign_and_average
 from vllm_kvplugins.policies.base import Compressor, LayerView
 from vllm_kvplugins.scoring import (
-    cluster_mean,
     drop_invalid,
     mark_window,
     valid_keys,
@@ -85,11 +85,7 @@ class ProtoKV(Compressor):
         valid = None if view.valid is None else view.valid[:, prefix]
         keys = valid_keys(view.keys[:, prefix], valid)
         prototypes = self.prototypes(keys, valid)
-        clusters = proto.assign_to_prototypes(keys, prototypes)
-        nobody = prototypes.shape[1]  # what is no token counts in no cluster
-        if valid is not None:
-            clusters = clusters.masked_fill(~valid, nobody)
-        scores = cluster_mean(votes.mean(dim=1), clusters, nobody + 1)
+        scores, _ = assign_and_average(keys, prototypes, votes.mean(dim=1), valid)
         return mark_window(drop_invalid(scores, valid), num_slots)
 
     def prototypes(

@@ -1,9 +1,13 @@
 // Which prototype is nearest to each key, and means over the clusters found.
 //
-// Semantics are those of vllm_kvplugins: prototypes.assign_to_prototypes and
-// scoring.cluster_mean. Plain pointers, no allocation, all arguments trusted.
-// Results do not depend on the number of threads: every key is worked on alone,
-// and cluster sums are of integers.
+// Semantics are those of vllm_kvplugins/ops/torch_clusters.py. Plain pointers, no
+// allocation, all arguments trusted. Results do not depend on the number of
+// threads: every key is worked on alone, and cluster sums are of integers.
+//
+// The assignment is a matrix product whose result is never stored: prototypes
+// are packed a vector side by side (a panel), a group of keys stays in registers
+// against one panel, and only the best lane so far is kept. One source serves
+// three vector widths; which one runs is decided when the program runs.
 #pragma once
 
 #include <cmath>
@@ -13,92 +17,228 @@
 
 namespace kvp {
 
-// Keys that are scored together, so that a prototype read serves all of them.
-constexpr std::int64_t kKeysAtOnce = 8;
 constexpr std::int64_t kMaxHeadDim = 512;
 // Multiply-adds below which a parallel region costs more than it saves.
-constexpr std::int64_t kParallelWork = 1 << 18;
+constexpr std::int64_t kParallelWork = 1 << 20;
+
+enum class Simd { kBaseline, kAvx2, kAvx512 };
+
+inline bool supported(Simd simd) {
+#if defined(__x86_64__) && defined(__GNUC__)
+  if (simd == Simd::kAvx2) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  }
+  if (simd == Simd::kAvx512) return __builtin_cpu_supports("avx512f");
+#endif
+  return simd == Simd::kBaseline;
+}
+
+inline Simd best_simd() {
+  if (supported(Simd::kAvx512)) return Simd::kAvx512;
+  return supported(Simd::kAvx2) ? Simd::kAvx2 : Simd::kBaseline;
+}
+
+// Floats in a vector; 4 is what every 64-bit target has (SSE2, NEON).
+constexpr std::int64_t lanes_of(Simd simd) {
+  return simd == Simd::kAvx512 ? 16 : simd == Simd::kAvx2 ? 8 : 4;
+}
 
 struct BFloat16 {
   std::uint16_t bits;
 };
 
+struct Float16 {
+  std::uint16_t bits;
+};
+
+inline float from_bits(std::uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 inline float to_float(float value) { return value; }
 
 inline float to_float(BFloat16 value) {
-  const std::uint32_t bits = static_cast<std::uint32_t>(value.bits) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, sizeof wide);
-  return wide;
+  return from_bits(static_cast<std::uint32_t>(value.bits) << 16);
 }
 
-// Dot product in eight partial sums, which the compiler can keep in one vector.
-inline float dot(const float* left, const float* right, std::int64_t size) {
-  float parts[8] = {};
-  std::int64_t d = 0;
-  for (; d + 8 <= size; d += 8) {
-    for (int lane = 0; lane < 8; ++lane) {
-      parts[lane] += left[d + lane] * right[d + lane];
-    }
-  }
-  float sum = ((parts[0] + parts[4]) + (parts[1] + parts[5])) +
-              ((parts[2] + parts[6]) + (parts[3] + parts[7]));
-  for (; d < size; ++d) sum += left[d] * right[d];
-  return sum;
+inline float to_float(Float16 value) {
+  const std::uint32_t sign = (value.bits & 0x8000u) << 16;
+  const std::uint32_t rest = (value.bits & 0x7fffu) << 13;
+  // Exponents are biased by 15 there and by 127 here; the product also
+  // normalises what is subnormal there.
+  const float magnitude = from_bits(rest) * 0x1p112f;
+  std::uint32_t bits;
+  std::memcpy(&bits, &magnitude, sizeof bits);
+  const bool finite = (value.bits & 0x7c00u) != 0x7c00u;
+  return from_bits(sign | (finite ? bits : rest | 0x7f800000u));
 }
 
-// exists[p] = whether prototype p is not a row of zeros.
-inline void find_prototypes(const float* prototypes, std::int64_t num_prototypes,
-                            std::int64_t head_dim, bool* exists) {
+// Floats that pack_prototypes writes at most.
+inline std::int64_t packed_size(Simd simd, std::int64_t num_prototypes,
+                                std::int64_t head_dim) {
+  const std::int64_t lanes = lanes_of(simd);
+  return (num_prototypes + lanes - 1) / lanes * lanes * (head_dim + 1);
+}
+
+// Packs the prototypes that exist (are not a row of zeros) into panels.
+//
+//   panel: [1 + head_dim, lanes], first what lanes start from: 0, or -inf where
+//          there is no prototype any more; then their elements
+//   order: which prototype is packed where, ascending
+//
+// Returns how many exist.
+inline std::int64_t pack_prototypes(Simd simd, const float* prototypes,
+                                    std::int64_t num_prototypes,
+                                    std::int64_t head_dim, float* panels,
+                                    std::int64_t* order) {
+  const std::int64_t lanes = lanes_of(simd);
+  std::int64_t count = 0;
   for (std::int64_t p = 0; p < num_prototypes; ++p) {
     const float* row = prototypes + p * head_dim;
-    exists[p] = false;
-    for (std::int64_t d = 0; d < head_dim; ++d) exists[p] |= row[d] != 0.0f;
+    bool exists = false;
+    for (std::int64_t d = 0; d < head_dim; ++d) exists |= row[d] != 0.0f;
+    if (!exists) continue;
+    float* lane = panels + count / lanes * lanes * (head_dim + 1) + count % lanes;
+    lane[0] = 0.0f;
+    for (std::int64_t d = 0; d < head_dim; ++d) lane[(d + 1) * lanes] = row[d];
+    order[count++] = p;
+  }
+  for (std::int64_t at = count; at % lanes != 0; ++at) {
+    float* lane = panels + at / lanes * lanes * (head_dim + 1) + at % lanes;
+    lane[0] = -std::numeric_limits<float>::infinity();
+    for (std::int64_t d = 0; d < head_dim; ++d) lane[(d + 1) * lanes] = 0.0f;
+  }
+  return count;
+}
+
+// Keys of one KV head, and their packed prototypes.
+template <typename Element>
+struct Assignment {
+  const Element* keys;  // slot t at keys + t * key_stride, elements side by side
+  std::int64_t num_slots;
+  std::int64_t key_stride;
+  std::int64_t head_dim;  // at most kMaxHeadDim
+  const float* panels;
+  const std::int64_t* order;
+  std::int64_t num_packed;
+};
+
+#if defined(__GNUC__)
+#define KVP_ALWAYS_INLINE inline __attribute__((always_inline))
+#else
+#define KVP_ALWAYS_INLINE inline
+#endif
+
+// Assigns the keys [first, first + kKeys), as far as they exist. Must be inlined
+// into a function that is compiled for vectors of kLanes floats.
+template <int kLanes, int kKeys, typename Element>
+KVP_ALWAYS_INLINE void assign_group(const Assignment<Element>& work,
+                                    std::int64_t first, std::int64_t* clusters) {
+  typedef float Floats __attribute__((vector_size(kLanes * 4)));
+  typedef std::int32_t Ints __attribute__((vector_size(kLanes * 4)));
+  const std::int64_t left = work.num_slots - first;
+  const std::int64_t count = left < kKeys ? left : kKeys;
+  // Rows a line apart from a power of two, which would share cache sets.
+  constexpr std::int64_t kStride = kMaxHeadDim + 16;
+  float wide[kKeys * kStride];
+  for (std::int64_t i = 0; i < kKeys; ++i) {
+    // A group that is not full repeats its last key.
+    const std::int64_t slot = first + (i < count ? i : count - 1);
+    const Element* key = work.keys + slot * work.key_stride;
+    for (std::int64_t d = 0; d < work.head_dim; ++d) {
+      wide[i * kStride + d] = to_float(key[d]);
+    }
+  }
+  Floats best[kKeys];
+  Ints at[kKeys];
+  for (int i = 0; i < kKeys; ++i) {
+    best[i] = Floats{} - std::numeric_limits<float>::infinity();
+    at[i] = Ints{};
+  }
+  const std::int64_t num_panels = (work.num_packed + kLanes - 1) / kLanes;
+  const float* panel = work.panels;
+  for (std::int64_t p = 0; p < num_panels; ++p) {
+    Floats row, sums[kKeys];
+    std::memcpy(&row, panel, sizeof row);
+#pragma GCC unroll 32
+    for (int i = 0; i < kKeys; ++i) sums[i] = row;
+    for (std::int64_t d = 0; d < work.head_dim; ++d) {
+      std::memcpy(&row, panel + (d + 1) * kLanes, sizeof row);
+#pragma GCC unroll 32
+      for (int i = 0; i < kKeys; ++i) sums[i] += row * wide[i * kStride + d];
+    }
+#pragma GCC unroll 32
+    for (int i = 0; i < kKeys; ++i) {
+      const Ints better = sums[i] > best[i];
+      best[i] = better ? sums[i] : best[i];
+      at[i] = better ? Ints{} + static_cast<std::int32_t>(p) : at[i];
+    }
+    panel += (work.head_dim + 1) * kLanes;
+  }
+  for (std::int64_t i = 0; i < count; ++i) {
+    float most = -std::numeric_limits<float>::infinity();
+    std::int64_t found = 0;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const std::int64_t packed = std::int64_t{at[i][lane]} * kLanes + lane;
+      if (best[i][lane] > most || (best[i][lane] == most && packed < found)) {
+        most = best[i][lane];
+        found = packed;
+      }
+    }
+    clusters[first + i] = work.num_packed > 0 ? work.order[found] : 0;
   }
 }
+
+// Keys per group: as many sums as leave a few vector registers for the rest.
+constexpr int keys_of(Simd simd) {
+  return simd == Simd::kAvx512 ? 24 : simd == Simd::kAvx2 ? 12 : 8;
+}
+
+template <typename Element>
+void assign_group_baseline(const Assignment<Element>& work, std::int64_t first,
+                           std::int64_t* clusters) {
+  assign_group<lanes_of(Simd::kBaseline), keys_of(Simd::kBaseline)>(work, first,
+                                                                    clusters);
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+template <typename Element>
+__attribute__((target("avx2,fma"))) void assign_group_avx2(
+    const Assignment<Element>& work, std::int64_t first,
+    std::int64_t* clusters) {
+  assign_group<lanes_of(Simd::kAvx2), keys_of(Simd::kAvx2)>(work, first,
+                                                            clusters);
+}
+
+template <typename Element>
+__attribute__((target("avx512f"))) void assign_group_avx512(
+    const Assignment<Element>& work, std::int64_t first,
+    std::int64_t* clusters) {
+  assign_group<lanes_of(Simd::kAvx512), keys_of(Simd::kAvx512)>(work, first,
+                                                                clusters);
+}
+#endif
 
 // clusters[t] = the existing prototype with the largest dot product with key t
 // (of unit prototypes: the largest cosine); ties to the lower, 0 if none exist.
-//
-// One KV head. Keys lie key_stride elements apart, their elements side by side;
-// prototypes are [num_prototypes, head_dim] without gaps. head_dim is at most
-// kMaxHeadDim.
+// The prototypes must have been packed for the same `simd`.
 template <typename Element>
-inline void assign_to_prototypes(const Element* keys, std::int64_t num_slots,
-                                 std::int64_t key_stride,
-                                 const float* prototypes, const bool* exists,
-                                 std::int64_t num_prototypes,
-                                 std::int64_t head_dim,
-                                 std::int64_t* clusters) {
-  const std::int64_t groups = (num_slots + kKeysAtOnce - 1) / kKeysAtOnce;
+void assign_to_prototypes(Simd simd, const Assignment<Element>& work,
+                          std::int64_t* clusters) {
+  auto* assign = assign_group_baseline<Element>;
+#if defined(__x86_64__) && defined(__GNUC__)
+  if (simd == Simd::kAvx2) assign = assign_group_avx2<Element>;
+  if (simd == Simd::kAvx512) assign = assign_group_avx512<Element>;
+#endif
+  const std::int64_t step = keys_of(simd);
+  const std::int64_t groups = (work.num_slots + step - 1) / step;
   [[maybe_unused]] const bool parallel =
-      num_slots * num_prototypes * head_dim >= kParallelWork;
+      work.num_slots * work.num_packed * work.head_dim >= kParallelWork;
 #pragma omp parallel for schedule(static) if (parallel)
   for (std::int64_t group = 0; group < groups; ++group) {
-    const std::int64_t first = group * kKeysAtOnce;
-    const std::int64_t left = num_slots - first;
-    const std::int64_t count = left < kKeysAtOnce ? left : kKeysAtOnce;
-    float wide[kKeysAtOnce * kMaxHeadDim];
-    float best[kKeysAtOnce];
-    for (std::int64_t i = 0; i < count; ++i) {
-      const Element* key = keys + (first + i) * key_stride;
-      for (std::int64_t d = 0; d < head_dim; ++d) {
-        wide[i * head_dim + d] = to_float(key[d]);
-      }
-      best[i] = -std::numeric_limits<float>::infinity();
-      clusters[first + i] = 0;
-    }
-    for (std::int64_t p = 0; p < num_prototypes; ++p) {
-      if (!exists[p]) continue;
-      for (std::int64_t i = 0; i < count; ++i) {
-        const float similarity =
-            dot(wide + i * head_dim, prototypes + p * head_dim, head_dim);
-        if (similarity > best[i]) {
-          best[i] = similarity;
-          clusters[first + i] = p;
-        }
-      }
-    }
+    assign(work, group * step, clusters);
   }
 }
 
@@ -111,20 +251,21 @@ inline void cluster_mean(const float* values, const std::int64_t* clusters,
                          std::int64_t num_values, std::int64_t num_clusters,
                          std::int64_t* sums, std::int64_t* sizes,
                          float* means) {
-  double peak = 0.0;
+  float peak = 0.0f;
   for (std::int64_t t = 0; t < num_values; ++t) {
-    peak = std::fmax(peak, std::fabs(static_cast<double>(values[t])));
+    const float size = std::fabs(values[t]);
+    peak = size > peak ? size : peak;
   }
   int exponent = 0;
-  std::frexp(peak, &exponent);
+  std::frexp(static_cast<double>(peak), &exponent);
   int bits = 62;
   for (std::int64_t rest = num_values; rest > 0; rest >>= 1) --bits;
   const double unit = std::ldexp(1.0, exponent - bits);
+  const double per_unit = 1.0 / unit;  // exact: a power of two
   for (std::int64_t c = 0; c < num_clusters; ++c) sums[c] = sizes[c] = 0;
   for (std::int64_t t = 0; t < num_values; ++t) {
     // Ties to even, as torch.round does.
-    sums[clusters[t]] +=
-        static_cast<std::int64_t>(std::nearbyint(values[t] / unit));
+    sums[clusters[t]] += std::llrint(static_cast<double>(values[t]) * per_unit);
     sizes[clusters[t]] += 1;
   }
   for (std::int64_t t = 0; t < num_values; ++t) {

@@ -1,0 +1,246 @@
+"""Fused clustering: compiled, Triton (interpreted) and torch agree with float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_kvplugins.ops import clusters as op
+from vllm_kvplugins.ops.extension import load_extension
+
+ROOT = Path(__file__).parents[2]
+SEED = 20261121
+NARROW = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def triton_op():
+    """The Triton version; see the last test."""
+    from vllm_kvplugins.ops.triton import clusters
+
+    return clusters.assign_and_average
+
+
+def compiled_op(keys, *rest):
+    assert op.backend_for(keys.device, keys.dtype, keys.shape[2]) == "compiled"
+    return op.assign_and_average(keys, *rest)
+
+
+# Triton's has a process of its own, as its interpreter is chosen at import.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(params=["triton"] if INTERPRETED else ["compiled", "torch"])
+def run(request):
+    """Each implementation."""
+    print("seed", SEED)
+    if request.param == "compiled" and (reason := load_extension().reason):
+        pytest.skip(f"no compiled ops: {reason}")
+    if request.param == "triton":
+        return triton_op()
+    return compiled_op if request.param == "compiled" else op.in_torch
+
+
+def problem(heads, slots, count, head_dim, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(SEED)
+    keys = torch.randn(heads, slots, head_dim, generator=generator).to(dtype)
+    rows = torch.randn(heads, count, head_dim, generator=generator)
+    rows /= rows.norm(dim=-1, keepdim=True)
+    values = torch.rand(heads, slots, generator=generator) ** 4
+    return keys, rows, values
+
+
+def cosines(keys, rows):
+    """float64 [H, n, P], of keys as they are and rows of length 1."""
+    keys = keys.double()
+    return keys @ rows.double().transpose(1, 2) / keys.norm(dim=-1, keepdim=True)
+
+
+def check_means(means, clusters, values):
+    for head in range(len(means)):
+        for cluster in clusters[head].unique():
+            members = clusters[head] == cluster
+            got = means[head, members].unique()
+            assert got.numel() == 1
+            expected = values[head, members].double().mean()
+            torch.testing.assert_close(got[0].double(), expected, rtol=1e-6, atol=1e-9)
+
+
+SHAPES = [
+    (1, 1, 1, 1),
+    (2, 7, 3, 5),
+    (3, 97, 17, 54),
+    (2, 130, 33, 64),
+    (1, 65, 5, 128),
+]
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_nearest_and_mean(run, shape, dtype):
+    """The error bar: within twice the rounding of torch's product in float32."""
+    keys, rows, values = problem(*shape, dtype)
+    means, clusters = run(keys, rows, values)
+    exact = cosines(keys, rows)
+    in_float32 = keys.float() @ rows.transpose(1, 2)
+    in_float32 = in_float32 / keys.float().norm(dim=-1, keepdim=True)
+    bar = 2 * (in_float32 - exact).abs().max()
+    lost = exact.amax(-1) - exact.gather(2, clusters[..., None])[..., 0]
+    assert lost.max() <= bar
+    check_means(means, clusters, values)
+
+
+def test_ties_go_to_the_lower(run):
+    keys, rows, values = problem(2, 50, 40, 16)
+    rows[:, 3] = rows[:, 1]
+    rows[:, 20:] = rows[:, :20]
+    keys[:, ::7] = 0  # ties them all
+    clusters = run(keys, rows, values)[1]
+    assert (clusters < 20).all()
+    assert (clusters != 3).all()
+    assert (clusters[:, ::7] == 0).all()
+
+
+def test_prototypes_that_do_not_exist(run):
+    keys = -torch.ones(1, 4, 3)
+    rows = torch.tensor([[[0.0, 0, 0], [1, 0, 0], [0, 0, 0], [0.6, 0.8, 0]]])
+    values = torch.ones(1, 4)
+    assert run(keys, rows, values)[1].tolist() == [[1] * 4]
+    assert run(keys * 0, rows, values)[1].tolist() == [[1] * 4]
+    assert run(keys, rows * 0, values)[1].tolist() == [[0] * 4]
+
+
+def test_slots_without_a_token(run):
+    keys, rows, values = problem(2, 90, 9, 24)
+    expected = run(keys[:, 30:].contiguous(), rows, values[:, 30:])
+    valid = (torch.arange(90) >= 30).expand(2, -1)
+    keys[:, :30], values[:, :30] = torch.nan, torch.nan
+    means, clusters = run(keys, rows, values, valid)
+    assert torch.equal(clusters[:, 30:], expected[1])
+    # Units of the sums depend on the number of values.
+    torch.testing.assert_close(means[:, 30:], expected[0], rtol=1e-6, atol=0)
+    assert (clusters[:, :30] == 9).all()
+    assert (means[:, :30] == 0).all()
+    nobody = torch.zeros_like(valid)
+    assert (run(keys, rows, values, nobody)[0] == 0).all()
+
+
+def test_strides(run):
+    keys, rows, values = problem(3, 70, 9, 24)
+    plain = run(keys, rows, values)
+    padded = torch.zeros(3, 80, 48)
+    padded[:, 5:75, :24] = keys
+    columns = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    for strided in (padded[:, 5:75, :24], columns):
+        assert not strided.is_contiguous()
+        assert all(map(torch.equal, run(strided, rows, values), plain))
+
+
+@pytest.mark.parametrize("peak", [1e-38, 3e38, 0.0])
+def test_extreme_values(run, peak):
+    keys, rows, values = problem(1, 100, 5, 16)
+    values = values * peak
+    means, clusters = run(keys, rows, values)
+    torch.testing.assert_close(
+        means, op.in_torch(keys, rows, values)[0], rtol=0, atol=0
+    )
+    check_means(means.double() / (peak or 1), clusters, values.double() / (peak or 1))
+
+
+def test_no_slots(run):
+    keys, rows, values = problem(2, 0, 3, 8)
+    means, clusters = run(keys, rows, values)
+    assert means.shape == clusters.shape == (2, 0)
+    assert clusters.dtype == torch.int64
+
+
+def test_threads_change_nothing(run):
+    """Also not when repeated: atomics add in any order."""
+    keys, rows, values = problem(2, 1030, 70, 64, torch.bfloat16)
+    before = torch.get_num_threads()
+    first = run(keys, rows, values)
+    try:
+        torch.set_num_threads(1)
+        again = run(keys, rows, values)
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, first, again))
+
+
+WRONG = {
+    "keys must have 3 dimension": {"keys": torch.zeros(4, 3)},
+    "prototypes must have 3 dimension": {"prototypes": torch.zeros(4, 3)},
+    r"prototypes must have shape \[2, 5, 3\], got \[2, 5, 4\]": {
+        "prototypes": torch.zeros(2, 5, 4)
+    },
+    r"values must have shape \[2, 4\], got \[2, 3\]": {"values": torch.zeros(2, 3)},
+    "at least one prototype": {"prototypes": torch.zeros(2, 0, 3)},
+    "prototypes must be torch.float32": {"prototypes": torch.zeros(2, 5, 3).half()},
+    "values must be torch.float32": {"values": torch.zeros(2, 4).double()},
+    "valid must be torch.bool": {"valid": torch.ones(2, 4)},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_arguments_that_do_not_fit(message):
+    right = {
+        "keys": torch.zeros(2, 4, 3),
+        "prototypes": torch.zeros(2, 5, 3),
+        "values": torch.zeros(2, 4),
+    }
+    with pytest.raises(ValueError, match=rf"kvp\.assign_and_average: .*{message}"):
+        op.assign_and_average(**right | WRONG[message])
+
+
+@pytest.mark.skipif(bool(load_extension().reason), reason="no compiled ops")
+def test_the_compiled_op_checks_for_itself():
+    keys, rows, values = problem(2, 4, 5, 3)
+    compiled = torch.ops.kvp.assign_and_average
+    for wrong in (
+        (keys.double(), rows, values, None),
+        (keys, rows[:, :, :2], values, None),
+        (keys, rows, values[:, :2], None),
+        (keys, rows, values, torch.ones(2, 4)),
+        (keys.mT.contiguous().mT, rows, values, None),
+        (torch.zeros(2, 4, 513), torch.zeros(2, 5, 513), values, None),
+    ):
+        with pytest.raises(RuntimeError, match=r"kvp\.assign_and_average: "):
+            compiled(*wrong)
+
+
+def test_which_implementation_runs(monkeypatch):
+    cpu, cuda, narrow = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
+    monkeypatch.delenv("KVP_OPS", raising=False)
+    compiled = "torch" if load_extension().reason else "compiled"
+    assert op.backend_for(cpu, narrow, 64) == compiled
+    assert op.backend_for(cpu, torch.float64, 64) == "torch"
+    assert op.backend_for(cpu, narrow, 513) == "torch"
+    monkeypatch.setattr(op, "_has_triton", lambda: True)
+    assert op.backend_for(cuda, narrow, 64) == "triton"
+    monkeypatch.setattr(op, "_has_triton", lambda: False)
+    assert op.backend_for(cuda, narrow, 64) == "torch"
+    monkeypatch.setattr(op, "_has_triton", lambda: True)
+    monkeypatch.setenv("KVP_OPS", "torch")
+    assert op.backend_for(cpu, narrow, 64) == "torch"
+    assert op.backend_for(cuda, narrow, 64) == "torch"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+def test_triton_in_the_interpreter():
+    """All of the above for the Triton version, in a process of its own."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-k", "triton", __file__],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "24 passed" in done.stdout, done.stdout

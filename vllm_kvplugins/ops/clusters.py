@@ -1,0 +1,148 @@
+"""Nearest prototype of every key and means over the clusters found, fused.
+
+Runs the compiled version on CPUs, a Triton kernel on CUDA, and torch otherwise.
+``KVP_OPS=torch`` (``extension.py``) forces the last.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+from vllm_kvplugins import prototypes as proto
+from vllm_kvplugins import scoring
+from vllm_kvplugins.ops.dispatch import call_compiled
+from vllm_kvplugins.ops.extension import compiled_for, torch_by_request
+
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_MAX_HEAD_DIM = 512  # kMaxHeadDim in csrc/include/kvp/assign.hpp
+
+
+def assign_and_average(
+    keys: torch.Tensor,
+    prototypes: torch.Tensor,
+    values: torch.Tensor,
+    valid: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cluster keys by cosine and replace each value by its cluster's mean.
+
+    ProtoKV, equations 17 and 18. Where two prototypes are equally near the lower
+    is taken. Means are bitwise equal within a cluster and do not depend on the
+    order of additions.
+
+    Args:
+        keys: [H, n, D], any float type and strides.
+        prototypes: [H, P, D], P >= 1, float32 (float64 for float64 keys); unit
+            rows, or zero rows, which attract no key unless there are no others.
+        values: float32 [H, n], finite where valid.
+        valid: bool [H, n], slots that hold a token; None = all are.
+
+    Returns:
+        float32 [H, n], the means, 0 where invalid; int64 [H, n], the clusters in
+        ``[0, P)``, P where invalid. Invalid keys may be anything.
+
+    Raises:
+        ValueError: a shape or dtype does not fit.
+
+    Cost: O(H * n * P * D). No similarity is written to memory, but in torch,
+        where those of one tile of slots at a time are.
+    """
+    _check(keys, prototypes, values, valid)
+    backend = backend_for(keys.device, keys.dtype, keys.shape[2])
+    if backend == "compiled":
+        if keys.stride(2) != 1:
+            keys = keys.contiguous()
+        rest = None if valid is None else valid.contiguous()
+        return call_compiled(
+            "assign_and_average",
+            keys,
+            prototypes.contiguous(),
+            values.contiguous(),
+            rest,
+        )
+    if backend == "triton":
+        from vllm_kvplugins.ops.triton import clusters
+
+        return clusters.assign_and_average(keys, prototypes, values, valid)
+    return in_torch(keys, prototypes, values, valid)
+
+
+def in_torch(
+    keys: torch.Tensor,
+    prototypes: torch.Tensor,
+    values: torch.Tensor,
+    valid: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``assign_and_average`` in torch; the oracle of the others."""
+    clusters = proto.assign_to_prototypes(keys, prototypes)
+    nobody = prototypes.shape[1]
+    if valid is not None:
+        clusters = clusters.masked_fill(~valid, nobody)
+        values = values.masked_fill(~valid, 0)
+    if clusters.shape[1] == 0:
+        return values.clone(), clusters
+    return scoring.cluster_mean(values, clusters, nobody + 1), clusters
+
+
+def backend_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """``compiled``, ``triton`` or ``torch``, for keys like these.
+
+    Raises:
+        ValueError, RuntimeError: ``KVP_OPS`` is wrong or cannot be honoured.
+    """
+    if dtype not in _NARROW or head_dim > _MAX_HEAD_DIM:
+        return "torch"
+    if device.type == "cpu":
+        return "compiled" if compiled_for(device)[0] else "torch"
+    if device.type == "cuda" and not torch_by_request() and _has_triton():
+        return "triton"
+    return "torch"
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _check(
+    keys: torch.Tensor,
+    prototypes: torch.Tensor,
+    values: torch.Tensor,
+    valid: torch.Tensor | None,
+) -> None:
+    """The checks of csrc/assign.cpp, for all implementations."""
+    if keys.dim() != 3:
+        _fail(f"keys must have 3 dimension(s), got shape {list(keys.shape)}")
+    if prototypes.dim() != 3:
+        shape = list(prototypes.shape)
+        _fail(f"prototypes must have 3 dimension(s), got shape {shape}")
+    heads, slots, head_dim = keys.shape
+    count = prototypes.shape[1]
+    _check_like("prototypes", prototypes, keys, (heads, count, head_dim))
+    _check_like("values", values, keys, (heads, slots))
+    if count == 0:
+        _fail("there must be at least one prototype")
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    if prototypes.dtype != wide:
+        _fail(f"prototypes must be {wide}, got {prototypes.dtype}")
+    if values.dtype != torch.float32:
+        _fail(f"values must be torch.float32, got {values.dtype}")
+    if valid is not None:
+        _check_like("valid", valid, keys, (heads, slots))
+        if valid.dtype != torch.bool:
+            _fail(f"valid must be torch.bool, got {valid.dtype}")
+
+
+def _check_like(
+    name: str, tensor: torch.Tensor, keys: torch.Tensor, shape: tuple[int, ...]
+) -> None:
+    if tensor.shape != shape:
+        _fail(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+    if tensor.device != keys.device:
+        _fail(f"{name} must be on the device of the keys")
+
+
+def _fail(problem: str) -> None:
+    raise ValueError(f"kvp.assign_and_average: {problem}")
