@@ -1,0 +1,346 @@
+// torch bindings of the key index: the DCI-tree and the exact scan.
+//
+// An index is a handle (an integer) that Python owns and destroys. Queries of one
+// index run side by side, additions alone. Schemas take plain integers and
+// tensors; the meaning of every argument is in vllm_kvplugins/index/dci.py.
+//
+// torch releases the interpreter's lock around an op that is called through
+// torch.ops (tests/unit/test_index_threads.py proves it for these), so nothing
+// here does; a call from C++ has no lock to release.
+#include <torch/csrc/stable/library.h>
+
+#include <limits>
+#include <tuple>
+
+#include "index_registry.hpp"
+
+namespace kvp::binding {
+namespace {
+
+std::int64_t index_create(std::int64_t kind, std::int64_t num_heads,
+                          std::int64_t head_dim, std::int64_t page_size,
+                          double promotion, std::int64_t composite,
+                          std::int64_t simple, std::int64_t seed) {
+  const char* op = "index_create";
+  const auto require = [op](const char* name, std::int64_t value, std::int64_t low,
+                            std::int64_t high) {
+    if (value < low || value > high) {
+      fail(op, name, " must be ", low, " to ", high, ", got ", value);
+    }
+  };
+  require("kind", kind, 0, 1);
+  require("num_heads", num_heads, 1, 4096);
+  require("head_dim", head_dim, 1, 4096);
+  require("page_size", page_size, 1, 65536);
+  require("composite", composite, 0, 16);
+  require("simple", simple, 0, 16);
+  if (!(promotion > 0.0 && promotion <= 0.5)) {
+    fail(op, "promotion must be above 0 and at most 0.5, got ", promotion);
+  }
+  const Settings settings{head_dim, page_size,  promotion,
+                          composite, simple, static_cast<std::uint64_t>(seed)};
+  if (kind == 0) {
+    return Registry::get().add(
+        std::make_shared<OneIndex<index::DciTree>>(settings, num_heads));
+  }
+  return Registry::get().add(
+      std::make_shared<OneIndex<index::BruteForce>>(settings, num_heads));
+}
+
+void index_destroy(std::int64_t handle) {
+  if (!Registry::get().remove(handle)) {
+    fail("index_destroy", "there is no index ", handle);
+  }
+}
+
+void index_append(std::int64_t handle, const Tensor& keys, const Tensor& table,
+                  std::int64_t count) {
+  const char* op = "index_append";
+  const std::shared_ptr<AnyIndex> found = Registry::get().find(op, handle);
+  const std::unique_lock<std::shared_mutex> lock(found->mutex);
+  require_whole(op, *found);
+  const std::vector<KeyView> views = view_keys(
+      op, keys, table, 1, found->num_heads(), found->settings().head_dim);
+  if (count < 0 || count > views.front().num_places) {
+    fail(op, "count is ", count, ", but keys has ", views.front().num_places,
+         " slots per head");
+  }
+  if (found->num_keys() + count > 0x7fffffff / 2) {
+    fail(op, "an index holds at most ", 0x7fffffff / 2, " keys per head");
+  }
+  found->broken = true;
+  const BadKey bad = found->append(views, count);
+  found->broken = false;
+  if (bad.head >= 0) {
+    fail(op, "key ", bad.slot, " of head ", bad.head,
+         " is not finite, or its norm exceeds 1e18; nothing was added");
+  }
+}
+
+// Indexes, queries and keys of one call, checked and locked for its duration.
+struct Question {
+  std::vector<std::shared_ptr<AnyIndex>> indexes;  // one per request
+  std::vector<std::shared_lock<std::shared_mutex>> locks;
+  std::vector<KeyView> views;  // [request][head]
+  std::vector<float> queries;  // [request][head][group][head_dim]
+  std::int64_t heads, group, head_dim;
+  bool by_page;
+  std::int64_t k;
+  QueryOptions options;
+
+  std::int64_t tasks() const { return static_cast<std::int64_t>(views.size()); }
+};
+
+void lock_indexes(const char* op, const Tensor& handles, Question& question) {
+  const Argument argument{op, "handles", handles};
+  argument.require_dim(1);
+  argument.require_type(ScalarType::Long);
+  argument.require_contiguous();
+  if (!handles.is_cpu() || handles.size(0) == 0) {
+    fail(op, "handles must be on the CPU and not empty");
+  }
+  const std::int64_t* handle = handles.const_data_ptr<std::int64_t>();
+  std::map<std::int64_t, AnyIndex*> distinct;
+  for (std::int64_t i = 0; i < handles.size(0); ++i) {
+    question.indexes.push_back(Registry::get().find(op, handle[i]));
+    distinct[handle[i]] = question.indexes.back().get();
+  }
+  // Each once: a thread must not wait for a lock that it holds.
+  for (const auto& [number, found] : distinct) {
+    question.locks.emplace_back(found->mutex);
+    require_whole(op, *found);
+  }
+}
+
+void read_queries(const char* op, const Tensor& queries, Question& question) {
+  const AnyIndex& first = *question.indexes.front();
+  const Argument argument{op, "queries", queries};
+  argument.require_dim(4);
+  argument.require_contiguous();
+  const auto requests = static_cast<std::int64_t>(question.indexes.size());
+  question.heads = first.num_heads();
+  question.head_dim = first.settings().head_dim;
+  for (const auto& found : question.indexes) {
+    if (found->num_heads() != question.heads ||
+        found->settings().head_dim != question.head_dim) {
+      fail(op, "indexes of one call must have the same heads and head_dim");
+    }
+  }
+  if (!queries.is_cpu() || queries.size(0) != requests ||
+      queries.size(1) != question.heads || queries.size(3) != question.head_dim) {
+    fail(op, "queries must be [", requests, ", ", question.heads, ", group, ",
+         question.head_dim, "] on the CPU, got ", shape_of(queries));
+  }
+  question.group = queries.size(2);
+  question.queries.resize(static_cast<std::size_t>(queries.numel()));
+  const ScalarType type = queries.scalar_type();
+  for (std::size_t i = 0; i < question.queries.size(); ++i) {
+    float& out = question.queries[i];
+    if (type == ScalarType::Float) {
+      out = static_cast<const float*>(queries.const_data_ptr())[i];
+    } else if (type == ScalarType::BFloat16) {
+      out = index::widen(
+          static_cast<const std::uint16_t*>(queries.const_data_ptr())[i]);
+    } else {
+      fail(op, "queries must be float32 or bfloat16, got ",
+           torch::headeronly::toString(type));
+    }
+    if (!(out >= -1e18f && out <= 1e18f)) {
+      fail(op, "element ", i, " of queries is not finite, or exceeds 1e18");
+    }
+  }
+}
+
+Question ask(const char* op, const Tensor& handles, const Tensor& queries,
+             const Tensor& keys, const Tensor& table, bool by_page, std::int64_t k,
+             std::int64_t max_visits, double visit_ratio) {
+  Question question{};
+  lock_indexes(op, handles, question);
+  read_queries(op, queries, question);
+  if (k < 1 || k > 0x7fffffff / 4) fail(op, "k must be positive, got ", k);
+  if (max_visits < 0) {
+    fail(op, "max_visits must be 0 (no limit) or positive, got ", max_visits);
+  }
+  if (!(visit_ratio > 0.0 && visit_ratio <= 1.0)) {
+    fail(op, "visit_ratio must be above 0 and at most 1, got ", visit_ratio);
+  }
+  question.by_page = by_page;
+  question.k = k;
+  question.options = {max_visits, visit_ratio};
+  const auto requests = static_cast<std::int64_t>(question.indexes.size());
+  question.views =
+      view_keys(op, keys, table, requests, question.heads, question.head_dim);
+  for (std::int64_t r = 0; r < requests; ++r) {
+    require_places(op, *question.indexes[static_cast<std::size_t>(r)],
+                   question.views.data() + r * question.heads, by_page);
+  }
+  return question;
+}
+
+// Answers every query of every (request, head), in parallel; take(task, g, best,
+// visits) gets the best keys of query g, task by task.
+template <typename Take, typename Done>
+void answer(const Question& question, const Take& take, const Done& done) {
+  index::for_all(question.tasks(), [&](std::int64_t task) {
+    const AnyIndex& found =
+        *question.indexes[static_cast<std::size_t>(task / question.heads)];
+    const std::int64_t head = task % question.heads;
+    Scratch scratch;
+    TopK top(std::min(question.k, std::max<std::int64_t>(found.num_keys(), 1)));
+    for (std::int64_t g = 0; g < question.group; ++g) {
+      top.clear();
+      const float* query =
+          question.queries.data() + (task * question.group + g) * question.head_dim;
+      const std::int64_t visits =
+          found.query(head, question.views[static_cast<std::size_t>(task)],
+                      question.by_page, query, question.options, scratch, top);
+      take(task * question.group + g, top.sorted(), visits);
+    }
+    done(task, found, head);
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> index_topk(
+    const Tensor& handles, const Tensor& queries, const Tensor& keys,
+    const Tensor& table, bool by_page, std::int64_t k, std::int64_t max_visits,
+    double visit_ratio) {
+  const Question question = ask("index_topk", handles, queries, keys, table,
+                                by_page, k, max_visits, visit_ratio);
+  const std::int64_t requests = queries.size(0);
+  const std::vector<std::int64_t> shape{requests, question.heads, question.group, k};
+  Tensor slots = torch::stable::new_empty(handles, shape);
+  Tensor scores = torch::stable::new_empty(handles, shape, ScalarType::Float);
+  Tensor visits = torch::stable::new_empty(
+      handles, {requests, question.heads, question.group});
+  std::int64_t* slot = slots.mutable_data_ptr<std::int64_t>();
+  float* score = scores.mutable_data_ptr<float>();
+  std::int64_t* visit = visits.mutable_data_ptr<std::int64_t>();
+  answer(
+      question,
+      [&](std::int64_t row, const std::vector<Scored>& best, std::int64_t looked) {
+        const auto found = static_cast<std::int64_t>(best.size());
+        for (std::int64_t i = 0; i < k; ++i) {
+          const bool is = i < found;
+          slot[row * k + i] = is ? best[static_cast<std::size_t>(i)].slot : -1;
+          score[row * k + i] = is ? best[static_cast<std::size_t>(i)].score
+                                  : -std::numeric_limits<float>::infinity();
+        }
+        visit[row] = looked;
+      },
+      [](std::int64_t, const AnyIndex&, std::int64_t) {});
+  return {slots, scores, visits};
+}
+
+std::tuple<Tensor, Tensor> index_pages(
+    const Tensor& handles, const Tensor& queries, const Tensor& keys,
+    const Tensor& table, bool by_page, std::int64_t k, std::int64_t max_visits,
+    double visit_ratio, std::int64_t max_pages) {
+  const char* op = "index_pages";
+  const Question question =
+      ask(op, handles, queries, keys, table, by_page, k, max_visits, visit_ratio);
+  if (max_pages < 1) fail(op, "max_pages must be positive, got ", max_pages);
+  Tensor pages = torch::stable::new_empty(
+      handles, {queries.size(0), question.heads, max_pages});
+  Tensor counts =
+      torch::stable::new_empty(handles, {queries.size(0), question.heads});
+  std::int64_t* page = pages.mutable_data_ptr<std::int64_t>();
+  std::int64_t* count = counts.mutable_data_ptr<std::int64_t>();
+  std::vector<std::vector<std::vector<Scored>>> best(
+      static_cast<std::size_t>(question.tasks()),
+      std::vector<std::vector<Scored>>(static_cast<std::size_t>(question.group)));
+  answer(
+      question,
+      [&](std::int64_t row, const std::vector<Scored>& found, std::int64_t) {
+        best[static_cast<std::size_t>(row / question.group)]
+            [static_cast<std::size_t>(row % question.group)] = found;
+      },
+      [&](std::int64_t task, const AnyIndex& found, std::int64_t head) {
+        std::int64_t* out = page + task * max_pages;
+        count[task] = found.pages(head, best[static_cast<std::size_t>(task)],
+                                  max_pages, out);
+        std::fill(out + count[task], out + max_pages, std::int64_t{-1});
+      });
+  return {pages, counts};
+}
+
+Tensor index_places(std::int64_t handle, std::int64_t first) {
+  const char* op = "index_places";
+  const std::shared_ptr<AnyIndex> found = Registry::get().find(op, handle);
+  const std::shared_lock<std::shared_mutex> lock(found->mutex);
+  require_whole(op, *found);
+  const std::int64_t n = found->num_keys();
+  if (first < 0 || first > n) fail(op, "first must be 0 to ", n, ", got ", first);
+  Tensor places =
+      torch::stable::empty({found->num_heads(), n - first}, ScalarType::Long);
+  std::int64_t* out = places.mutable_data_ptr<std::int64_t>();
+  for (std::int64_t head = 0; head < found->num_heads(); ++head) {
+    for (std::int64_t slot = first; slot < n; ++slot) {
+      *out++ = found->place(head, slot);
+    }
+  }
+  return places;
+}
+
+// [num_keys, memory_bytes, pages of head 0, pages of head 1, ...]
+Tensor index_stats(std::int64_t handle) {
+  const std::shared_ptr<AnyIndex> found =
+      Registry::get().find("index_stats", handle);
+  const std::shared_lock<std::shared_mutex> lock(found->mutex);
+  Tensor stats = torch::stable::empty({2 + found->num_heads()}, ScalarType::Long);
+  std::int64_t* out = stats.mutable_data_ptr<std::int64_t>();
+  *out++ = found->num_keys();
+  *out++ = found->memory_bytes();
+  for (std::int64_t head = 0; head < found->num_heads(); ++head) {
+    *out++ = found->num_pages(head);
+  }
+  return stats;
+}
+
+std::string index_check(std::int64_t handle, const Tensor& keys,
+                        const Tensor& table, bool by_page) {
+  const char* op = "index_check";
+  const std::shared_ptr<AnyIndex> found = Registry::get().find(op, handle);
+  const std::shared_lock<std::shared_mutex> lock(found->mutex);
+  require_whole(op, *found);
+  return found->integrity(view_keys(op, keys, table, 1, found->num_heads(),
+                                    found->settings().head_dim),
+                          by_page);
+}
+
+std::string index_kernels() { return index::select_kernels().name; }
+
+}  // namespace
+}  // namespace kvp::binding
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
+  m.def(
+      "index_create(int kind, int num_heads, int head_dim, int page_size, "
+      "float promotion, int composite, int simple, int seed) -> int");
+  m.def("index_destroy(int handle) -> ()");
+  m.def("index_append(int handle, Tensor keys, Tensor table, int count) -> ()");
+  m.def(
+      "index_topk(Tensor handles, Tensor queries, Tensor keys, Tensor table, "
+      "bool by_page, int k, int max_visits, float visit_ratio) "
+      "-> (Tensor, Tensor, Tensor)");
+  m.def(
+      "index_pages(Tensor handles, Tensor queries, Tensor keys, Tensor table, "
+      "bool by_page, int k, int max_visits, float visit_ratio, int max_pages) "
+      "-> (Tensor, Tensor)");
+  m.def("index_places(int handle, int first) -> Tensor");
+  m.def("index_stats(int handle) -> Tensor");
+  m.def("index_check(int handle, Tensor keys, Tensor table, bool by_page) -> str");
+  m.def("index_kernels() -> str");
+}
+
+// Not under CPU: half of them take no tensor, and none has another device.
+STABLE_TORCH_LIBRARY_IMPL(kvp, CompositeExplicitAutograd, m) {
+  m.impl("index_create", TORCH_BOX(&kvp::binding::index_create));
+  m.impl("index_destroy", TORCH_BOX(&kvp::binding::index_destroy));
+  m.impl("index_append", TORCH_BOX(&kvp::binding::index_append));
+  m.impl("index_topk", TORCH_BOX(&kvp::binding::index_topk));
+  m.impl("index_pages", TORCH_BOX(&kvp::binding::index_pages));
+  m.impl("index_places", TORCH_BOX(&kvp::binding::index_places));
+  m.impl("index_stats", TORCH_BOX(&kvp::binding::index_stats));
+  m.impl("index_check", TORCH_BOX(&kvp::binding::index_check));
+  m.impl("index_kernels", TORCH_BOX(&kvp::binding::index_kernels));
+}

@@ -1,0 +1,58 @@
+// What the tree and the exact scan share: settings, options and the scratch of a
+// thread. Both answer the same calls (see Forest in index_forest.hpp):
+//
+//   append(keys, n)                    true, or false and nothing changed
+//   query(keys, by_page, q, options, scratch, top)   keys looked at
+//   num_keys(), num_pages(), place(slot), integrity(keys, by_page)
+//
+// Slots are numbers of keys in the order of arrival, from 0. A place is
+// page * page_size + slot in page: where the index wants the key to lie. Keys are
+// read through a KeyView, indexed by slot or, with by_page, by place.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kvp/simd.hpp"
+
+namespace kvp::index {
+
+struct Settings {
+  std::int64_t head_dim = 0;
+  std::int64_t page_size = 0;
+  // Tree only: promotion ratio r, composite and simple indices per node, seed.
+  double promotion = 0.0;
+  std::int64_t composite = 0;
+  std::int64_t simple = 0;
+  std::uint64_t seed = 0;
+
+  std::int64_t projections() const { return composite * simple; }
+};
+
+struct QueryOptions {
+  std::int64_t max_visits = 0;  // keys to look at per query; 0: all, exact
+  double visit_ratio = 1.0;     // share of a node's keys to look at, by bound
+};
+
+// Buffers of one thread; they only grow.
+struct Scratch {
+  std::vector<float> rows, scores, query, targets, bounds;
+  std::vector<std::int64_t> offsets;
+  std::vector<std::int32_t> slots, nodes;
+  std::int64_t visits = 0;
+};
+
+template <typename T>
+T* at_least(std::vector<T>& buffer, std::int64_t size) {
+  if (buffer.size() < static_cast<std::size_t>(size)) {
+    buffer.resize(static_cast<std::size_t>(size));
+  }
+  return buffer.data();
+}
+
+constexpr std::int64_t round_up(std::int64_t value, std::int64_t step) {
+  return (value + step - 1) / step * step;
+}
+
+}  // namespace kvp::index

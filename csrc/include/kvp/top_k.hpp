@@ -1,0 +1,76 @@
+// The k best of a stream of scored slots. Larger scores are better; equal scores
+// go to the lower slot, in whatever order they arrive.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace kvp::index {
+
+struct Scored {
+  float score;
+  std::int32_t slot;
+};
+
+inline bool better(const Scored& a, const Scored& b) {
+  return a.score > b.score || (a.score == b.score && a.slot < b.slot);
+}
+
+// Collects candidates and throws the worse part away whenever 2k have come
+// together: a push costs one comparison, and O(1) on average if it is kept.
+class TopK {
+ public:
+  explicit TopK(std::int64_t k) : k_(static_cast<std::size_t>(k)) {
+    kept_.reserve(2 * k_);
+  }
+
+  void clear() {
+    kept_.clear();
+    full_ = false;
+  }
+
+  void push(Scored candidate) {
+    if (full_ && !better(candidate, worst_)) return;
+    kept_.push_back(candidate);
+    if (kept_.size() == 2 * k_) shrink();
+  }
+
+  // Scores of slots[0..n), or of slots first, first + 1, ... if slots is null.
+  void push_all(const float* scores, const std::int32_t* slots,
+                std::int32_t first, std::int64_t n) {
+    for (std::int64_t i = 0; i < n; ++i) {
+      if (full_ && scores[i] < worst_.score) continue;
+      push({scores[i],
+            slots != nullptr ? slots[i] : first + static_cast<std::int32_t>(i)});
+    }
+  }
+
+  // Whether k candidates were seen; then no score below floor() can enter.
+  bool full() const { return full_; }
+  float floor() const { return worst_.score; }
+
+  // The k best so far, best first. Candidates may be pushed afterwards.
+  const std::vector<Scored>& sorted() {
+    if (kept_.size() > k_) shrink();
+    std::sort(kept_.begin(), kept_.end(), better);
+    return kept_;
+  }
+
+ private:
+  void shrink() {
+    std::nth_element(kept_.begin(), kept_.begin() + static_cast<std::ptrdiff_t>(k_ - 1),
+                     kept_.end(), better);
+    kept_.resize(k_);
+    worst_ = kept_.back();
+    full_ = true;
+  }
+
+  std::size_t k_;
+  bool full_ = false;
+  Scored worst_ = {};
+  std::vector<Scored> kept_;
+};
+
+}  // namespace kvp::index

@@ -1,0 +1,217 @@
+// The indexes that Python holds handles of, and the checks of their keys; shared by
+// nothing but dci.cpp, apart for the sake of length.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "binding.hpp"
+#include "kvp/index_forest.hpp"
+
+namespace kvp::binding {
+
+using index::BadKey;
+using index::KeyView;
+using index::QueryOptions;
+using index::Scored;
+using index::Scratch;
+using index::Settings;
+using index::TopK;
+
+// What the ops need of either kind of index.
+class AnyIndex {
+ public:
+  virtual ~AnyIndex() = default;
+  virtual const Settings& settings() const = 0;
+  virtual std::int64_t num_heads() const = 0;
+  virtual std::int64_t num_keys() const = 0;
+  virtual std::int64_t num_pages(std::int64_t head) const = 0;
+  virtual std::int64_t memory_bytes() const = 0;
+  virtual std::int64_t place(std::int64_t head, std::int64_t slot) const = 0;
+  virtual BadKey append(const std::vector<KeyView>& heads, std::int64_t n) = 0;
+  virtual std::string integrity(const std::vector<KeyView>& heads,
+                                bool by_page) const = 0;
+  virtual std::int64_t query(std::int64_t head, const KeyView& keys, bool by_page,
+                             const float* query, const QueryOptions& options,
+                             Scratch& scratch, TopK& top) const = 0;
+  virtual std::int64_t pages(std::int64_t head,
+                             const std::vector<std::vector<Scored>>& best,
+                             std::int64_t max_pages, std::int64_t* out) const = 0;
+
+  mutable std::shared_mutex mutex;
+  bool broken = false;  // an addition failed half-way, for want of memory
+};
+
+template <typename Tree>
+class OneIndex final : public AnyIndex {
+ public:
+  OneIndex(const Settings& settings, std::int64_t num_heads)
+      : forest_(settings, num_heads, index::select_kernels()) {}
+
+  const Settings& settings() const override { return forest_.settings(); }
+  std::int64_t num_heads() const override { return forest_.num_heads(); }
+  std::int64_t num_keys() const override { return forest_.num_keys(); }
+  std::int64_t num_pages(std::int64_t head) const override {
+    return forest_.tree(head).num_pages();
+  }
+  std::int64_t memory_bytes() const override { return forest_.memory_bytes(); }
+  std::int64_t place(std::int64_t head, std::int64_t slot) const override {
+    return forest_.tree(head).place(slot);
+  }
+  BadKey append(const std::vector<KeyView>& heads, std::int64_t n) override {
+    return forest_.append(heads, n);
+  }
+  std::string integrity(const std::vector<KeyView>& heads,
+                        bool by_page) const override {
+    return forest_.integrity(heads, by_page);
+  }
+  std::int64_t query(std::int64_t head, const KeyView& keys, bool by_page,
+                     const float* query, const QueryOptions& options,
+                     Scratch& scratch, TopK& top) const override {
+    return forest_.tree(head).query(keys, by_page, query, options, scratch, top);
+  }
+  std::int64_t pages(std::int64_t head,
+                     const std::vector<std::vector<Scored>>& best,
+                     std::int64_t max_pages, std::int64_t* out) const override {
+    return index::pages_of(forest_.tree(head), settings().page_size, best,
+                           max_pages, out);
+  }
+
+ private:
+  index::Forest<Tree> forest_;
+};
+
+// Indexes by handle. Handles are never used twice.
+class Registry {
+ public:
+  static Registry& get() {
+    static Registry registry;
+    return registry;
+  }
+
+  std::int64_t add(std::shared_ptr<AnyIndex> made) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    indexes_[++last_] = std::move(made);
+    return last_;
+  }
+
+  bool remove(std::int64_t handle) {
+    std::shared_ptr<AnyIndex> gone;  // freed after the lock
+    const std::lock_guard<std::mutex> guard(mutex_);
+    const auto found = indexes_.find(handle);
+    if (found == indexes_.end()) return false;
+    gone = std::move(found->second);
+    indexes_.erase(found);
+    return true;
+  }
+
+  std::shared_ptr<AnyIndex> find(const char* op, std::int64_t handle) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    const auto found = indexes_.find(handle);
+    if (found == indexes_.end()) fail(op, "there is no index ", handle);
+    return found->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::int64_t, std::shared_ptr<AnyIndex>> indexes_;
+  std::int64_t last_ = 0;
+};
+
+inline void require_whole(const char* op, const AnyIndex& found) {
+  if (found.broken) {
+    fail(op, "an earlier addition ran out of memory; destroy this index");
+  }
+}
+
+// Keys of all (request, head), from [requests, heads, n, head_dim] of any strides,
+// or from pages [num_pages, block_size, head_dim] and a table of page ids
+// [requests, heads, pages].
+inline std::vector<KeyView> view_keys(const char* op, const Tensor& keys,
+                               const Tensor& table, std::int64_t requests,
+                               std::int64_t heads, std::int64_t head_dim) {
+  const Argument argument{op, "keys", keys};
+  if (!keys.is_cpu()) fail(op, "keys must be on the CPU");
+  const ScalarType type = keys.scalar_type();
+  if (type != ScalarType::Float && type != ScalarType::BFloat16) {
+    fail(op, "keys must be float32 or bfloat16, got ",
+         torch::headeronly::toString(type));
+  }
+  const bool paged = keys.dim() == 3;
+  if (!paged) argument.require_dim(4);
+  const std::int64_t last = keys.dim() - 1;
+  if (keys.size(last) != head_dim || keys.size(last - 1) > 0x7fffffff ||
+      (!paged && (keys.size(0) != requests || keys.size(1) != heads))) {
+    fail(op, "keys must be [", requests, ", ", heads, ", n, ", head_dim,
+         "] or pages [num_pages, block_size, ", head_dim, "], got ", shape_of(keys));
+  }
+  KeyView view;
+  view.type = type == ScalarType::Float ? index::ElementType::kFloat32
+                                        : index::ElementType::kBFloat16;
+  view.head_dim = head_dim;
+  view.slots_per_page = std::max<std::int64_t>(keys.size(last - 1), 1);
+  view.slot_stride = keys.stride(last - 1);
+  view.dim_stride = keys.stride(last);
+  std::int64_t per_row = 0;
+  const std::int64_t* ids = nullptr;
+  if (paged) {
+    const Argument rows{op, "table", table};
+    rows.require_dim(3);
+    rows.require_type(ScalarType::Long);
+    rows.require_contiguous();
+    if (!table.is_cpu() || table.size(0) != requests || table.size(1) != heads) {
+      fail(op, "table must be [", requests, ", ", heads,
+           ", pages] on the CPU, got ", shape_of(table));
+    }
+    ids = table.const_data_ptr<std::int64_t>();
+    per_row = table.size(2);
+    for (std::int64_t i = 0; i < table.numel(); ++i) {
+      if (ids[i] < 0 || ids[i] >= keys.size(0)) {
+        fail(op, "table entry ", i, " is page ", ids[i], ", but keys has pages 0 to ",
+             keys.size(0) - 1);
+      }
+    }
+    view.page_stride = keys.stride(0);
+    view.num_places = per_row * keys.size(1);
+  } else {
+    view.num_places = keys.size(2);
+  }
+  const char* base = static_cast<const char*>(keys.const_data_ptr());
+  const auto bytes = static_cast<std::int64_t>(keys.element_size());
+  std::vector<KeyView> views;
+  for (std::int64_t request = 0; request < requests; ++request) {
+    for (std::int64_t head = 0; head < heads; ++head) {
+      view.base = base;
+      if (paged) {
+        view.table = ids + (request * heads + head) * per_row;
+      } else {
+        view.base = base + (request * keys.stride(0) + head * keys.stride(1)) * bytes;
+      }
+      views.push_back(view);
+    }
+  }
+  return views;
+}
+
+// Places that an index reads in a query, of every head.
+inline void require_places(const char* op, const AnyIndex& found, const KeyView* views,
+                    bool by_page) {
+  for (std::int64_t head = 0; head < found.num_heads(); ++head) {
+    const std::int64_t needed =
+        by_page ? found.num_pages(head) * found.settings().page_size
+                : found.num_keys();
+    if (views[head].num_places < needed) {
+      fail(op, "keys has ", views[head].num_places, " slots for head ", head,
+           ", the index reads ", needed);
+    }
+  }
+}
+
+}  // namespace kvp::binding
