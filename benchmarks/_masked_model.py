@@ -145,14 +145,17 @@ class MaskedModel:
         return prompt
 
     @torch.no_grad()
-    def go_on(self, branches: Branches, tokens: torch.Tensor) -> torch.Tensor:
+    def go_on(
+        self, branches: Branches, tokens: torch.Tensor, logits: int = 0
+    ) -> torch.Tensor:
         """Append the next tokens to every branch.
 
         Args:
             tokens: int64 [branches, n].
+            logits: of how many newest tokens; 0: of all n.
 
         Returns:
-            float32 [branches, n, vocabulary].
+            float32 [branches, logits, vocabulary].
         """
         first = branches.prompt.tokens + branches.new_tokens
         positions = torch.arange(first, first + tokens.shape[1])
@@ -162,16 +165,21 @@ class MaskedModel:
                 tokens,
                 position_ids=positions.expand_as(tokens),
                 use_cache=False,
+                logits_to_keep=logits,
             )
         finally:
             self._branches = None
         return out.logits.float()
 
+    @property
+    def max_positions(self) -> int:
+        """Positions that the model has."""
+        return int(self.model.config.max_position_embeddings)
+
     @torch.no_grad()
     def rotary(self) -> Rotary:
         """The model's RoPE, as policies take it."""
-        count = self.model.config.max_position_embeddings
-        positions = torch.arange(count)[None]
+        positions = torch.arange(self.max_positions)[None]
         table = self.model.model.rotary_emb(torch.zeros(1), positions)
         cos, sin = (part[0, :, : part.shape[2] // 2].float() for part in table)
         return Rotary(cos, sin, is_neox=True)

@@ -8,31 +8,43 @@ runtime keeps the same.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from _masked_model import Prompt
+from _masked_model import Branches, MaskedModel, Prompt
 
 from vllm_kvplugins.config import describe
 from vllm_kvplugins.policies.base import (
     Compressor,
+    Encode,
     Geometry,
     KVCachePolicy,
     LayerView,
     Lengths,
+    Probe,
+    ProbeOccasion,
     Trigger,
 )
 from vllm_kvplugins.rotary import Rotary
 from vllm_kvplugins.selection import keep_top
 
 
-def probed(policy: KVCachePolicy) -> bool:
-    """Whether the policy wants a forward pass of its own before it scores.
+@dataclass(frozen=True, slots=True)
+class Probing:
+    """What policies need that run tokens of their own behind the prompt.
 
-    ``Selector`` does not run one yet: this is where it would.
+    Attributes:
+        model: reads them.
+        prompt: the prompt's tokens.
+        encode: the model's tokenizer, without special tokens.
     """
-    probe = getattr(Trigger, "PROBE", Trigger.NEVER)
-    return bool(probe & policy.observes)
+
+    model: MaskedModel
+    prompt: Sequence[int]
+    encode: Encode
 
 
 class Selector:
@@ -42,10 +54,18 @@ class Selector:
         prompt: its keys, values and queries.
         rotary: the model's RoPE, for policies that need it.
         block_size: tokens per page.
+        probing: needed by policies that probe.
     """
 
-    def __init__(self, prompt: Prompt, rotary: Rotary | None, block_size: int) -> None:
+    def __init__(
+        self,
+        prompt: Prompt,
+        rotary: Rotary | None,
+        block_size: int,
+        probing: Probing | None = None,
+    ) -> None:
         self.prompt = prompt
+        self.probing = probing
         self.rotary = rotary
         heads, _, dim = prompt.keys[0].shape
         layers = len(prompt.keys)
@@ -87,19 +107,60 @@ class Selector:
         return keep
 
     def _observations(self, policy: KVCachePolicy) -> list[Any]:
-        """What ``observe`` returns for the whole prompt, per layer."""
-        if Trigger.PREFILL_CHUNK not in policy.observes:
+        """What ``observe`` returns for the whole prompt or its probes, per layer."""
+        occasions = {
+            Trigger.PREFILL_CHUNK: self._observe_prompt,
+            Trigger.PROBE: self._observe_probes,
+        }
+        asked = [run for when, run in occasions.items() if when in policy.observes]
+        if not asked:
             return [None] * self.geometry.num_layers
+        (run,) = asked
         assert isinstance(policy, Compressor)
         default = type(policy).model_fields["budget"].default
         key = describe(policy.model_copy(update={"budget": default}))
         if key not in self._observed:
-            tokens = self.prompt.tokens
-            self._observed[key] = [
-                policy.observe(self._view(layer, tokens, None, 0))
-                for layer in range(self.geometry.num_layers)
-            ]
+            self._observed[key] = run(policy)
         return self._observed[key]
+
+    def _observe_prompt(self, policy: KVCachePolicy) -> list[Any]:
+        layers, tokens = range(self.geometry.num_layers), self.prompt.tokens
+        return [policy.observe(self._view(i, tokens, None, 0)) for i in layers]
+
+    def _observe_probes(self, policy: KVCachePolicy) -> list[Any]:
+        """Run the policy's probes, each behind the whole prompt."""
+        probing, prompt = self.probing, self.prompt
+        assert probing is not None, f"{policy.name} needs a model to probe"
+        layers, heads = self.geometry.num_layers, self.geometry.num_kv_heads
+        room = probing.model.max_positions - prompt.tokens
+        occasion = ProbeOccasion(probing.prompt, prompt.tokens, room, probing.encode)
+        everything = torch.ones(1, layers, heads, prompt.tokens, dtype=torch.bool)
+        observed: list[Any] = [None] * layers
+        for probe in policy.probes(occasion):
+            ran = Branches(prompt, everything)
+            probing.model.go_on(ran, torch.tensor([list(probe.token_ids)]), logits=1)
+            for layer in range(layers):
+                view = self._probe_view(layer, ran, probe, observed[layer])
+                observed[layer] = policy.observe(view)
+        return observed
+
+    def _probe_view(
+        self, layer: int, ran: Branches, probe: Probe, observed: Any
+    ) -> LayerView:
+        """The prompt's slots with the probe's own behind them."""
+        cached = self._view(layer, 0, observed, 0)
+        tokens, new = self.prompt.tokens, ran.new_tokens
+        positions = torch.arange(tokens + new)
+        values = torch.cat([self.prompt.values[layer], ran.values[layer][0]], 1)
+        return dataclasses.replace(
+            cached,
+            keys=torch.cat([cached.keys, ran.keys[layer][0]], 1),
+            positions=positions.expand(self.geometry.num_kv_heads, -1),
+            queries=ran.queries[layer][0],
+            query_positions=positions[tokens:],
+            load_values=lambda: values,
+            probe=probe,
+        )
 
     def _view(
         self, layer: int, queries: int, observed: Any, budget_tokens: int

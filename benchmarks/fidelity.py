@@ -27,7 +27,7 @@ import typer
 from _documents import Document, read_documents
 from _engine import provenance
 from _masked_model import Branches, MaskedModel, Prompt, attend
-from _selection import Selector, probed
+from _selection import Probing, Selector
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
@@ -121,8 +121,7 @@ class Reference:
 def parse_rows(names: list[str]) -> dict[str, dict[str, Any]]:
     """Label -> policy as its configuration; every dropping policy by default."""
     if not names:
-        known = [name for name in available_policies() if name != "full"]
-        names = [name for name in known if not probed(parse_policy(name))]
+        names = [name for name in available_policies() if name != "full"]
     rows = {}
     for name in names:
         config = json.loads(name) if name.startswith("{") else {"name": name}
@@ -224,6 +223,10 @@ def main(
     tokenizer = AutoTokenizer.from_pretrained(model)
     texts = choose(read_documents(documents), tokenizer, needed, count, seed)
     masked = MaskedModel(model)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
     source = provenance() | {
         "model": Path(model).name,
         "seed": seed,
@@ -236,7 +239,8 @@ def main(
         for name, ids in texts:
             progress.update(task, description=f"reading {name}")
             reference = Reference(masked, ids, prompt_tokens)
-            selector = Selector(reference.prompt, masked.rotary(), block_size)
+            probing = Probing(masked, ids[:prompt_tokens], encode)
+            selector = Selector(reference.prompt, masked.rotary(), block_size, probing)
             progress.console.print(f"{name}: full KV agrees, KL {reference.check:.1e}")
             progress.advance(task)
             for label, config in chosen_rows.items():

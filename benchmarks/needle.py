@@ -1,114 +1,301 @@
 """Pass key at several depths: how often each policy's answers are right.
 
-A key stands somewhere in filler text, the question at the end. Every policy is
-given the same prompts; stock vLLM and `random` are the bounds. Each runs in an
-engine of its own, one after the other.
+A key stands somewhere in filler or in real text (``--haystack``), the question at
+the end. Every policy is given the same prompts; stock vLLM and `random` are the
+bounds. Two ways to run:
+
+* ``--backend engine``: vLLM, one engine per policy and budget;
+* ``--backend mask``: the model in float32 with what a policy drops hidden, which
+  computes the same (``_masked_model.py``) but reads every prompt once for all.
+
+Every answer is a line of ``--out``; a run that was interrupted goes on there.
+
+    python benchmarks/needle.py MODEL --haystack ESSAYS --out needle.jsonl
 """
 
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from _engine import provenance
+from _pass_key import filler, plant, sentences
 from rich.console import Console
 from rich.table import Table
 
-FILLER = (
-    "The grass is green. The sky is blue. The sun is yellow. "
-    "Here we go. There and back again. "
-)
-FILLER_TOKENS = 25
-TASK = (
-    "There is an important info hidden inside a lot of irrelevant text. Find it "
-    "and memorize it. I will quiz you about the important information there.\n\n"
-)
-QUESTION = "\n\nWhat is the pass key? Answer with the 5-digit number only."
+from vllm_kvplugins.policies.registry import available_policies
+
+MAX_TOKENS = 16
+# The question and the chat template's closing words have about so many tokens.
+QUESTION_WINDOW = 20
+VOTERS = ("snapkv", "protokv", "chunkkv")
 
 
-def prompts(tokens: int, depths: int) -> list[tuple[str, str]]:
-    """One (prompt, key) per depth, evenly spread over the document."""
-    made = []
-    for depth in range(depths):
-        key = str(random.Random(depth).randrange(10_000, 100_000))
-        lines = [FILLER] * (tokens // FILLER_TOKENS)
-        place = (2 * depth + 1) * len(lines) // (2 * depths)
-        lines.insert(place, f"The pass key is {key}. Remember it. {key} is the key. ")
-        made.append((TASK + "".join(lines) + QUESTION, key))
-    return made
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One policy at one budget. ``config``: JSON; "{}" is stock vLLM."""
+
+    config: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        parsed: dict[str, Any] = json.loads(self.config)
+        return parsed
+
+    @property
+    def label(self) -> str:
+        options = self.options
+        name = options.pop("name", "stock")
+        options.pop("budget", None)
+        return " ".join([name, *(f"{k}={v}" for k, v in options.items())])
+
+    @property
+    def budget(self) -> int | None:
+        budget: int | None = self.options.get("budget")
+        return budget
 
 
-def answer(model: str, policy: str, tokens: int, depths: int, dtype: str) -> None:
-    """Child: run one engine, print one line of JSON with a verdict per depth."""
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all jobs of a run share."""
+
+    model: str
+    haystack: str  # a path, or "" for filler
+    tokens: int
+    depths: int
+    dtype: str
+
+    def prompts(self) -> list[tuple[str, str]]:
+        """(prompt, key) per depth."""
+        if not self.haystack:
+            lines = filler(self.tokens)
+        else:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(self.model)
+
+            def first_tokens(text: str, count: int) -> str:
+                return str(tokenizer.decode(tokenizer.encode(text)[:count]))
+
+            lines = sentences(Path(self.haystack), self.tokens, first_tokens)
+        return [plant(lines, depth, self.depths) for depth in range(self.depths)]
+
+
+def make_jobs(policies: list[str], budgets: list[int]) -> list[Job]:
+    """Stock once, every policy at every budget; all policies by default."""
+    if not policies:
+        names = [name for name in available_policies() if name != "full"]
+        windows = [{"name": name, "window": QUESTION_WINDOW} for name in VOTERS]
+        policies = ["{}", *names, *(json.dumps(window) for window in windows)]
+    jobs = []
+    for policy in policies:
+        config = json.loads(policy) if policy.startswith("{") else {"name": policy}
+        fixed = not config or config["name"] == "full" or "budget" in config
+        for budget in [None] if fixed else budgets:
+            extra = {} if budget is None else {"budget": budget}
+            jobs.append(Job(json.dumps(config | extra)))
+    return jobs
+
+
+def order(depths: int) -> list[int]:
+    """All depths, far apart ones first: what is there after a while is from all
+    over the text."""
+    step = next(s for s in range(depths // 3 + 1, depths + 2) if gcd(s, depths) == 1)
+    return [index * step % depths for index in range(depths)]
+
+
+# -- the two ways ---------------------------------------------------------------
+
+
+def ask_engine(setting: Setting, job: Job, todo: list[int]) -> Iterator[dict[str, Any]]:
+    """Run one engine in a child process; an answer per depth as it comes."""
+    request = json.dumps([vars_of(setting), job.config, todo])
+    with tempfile.TemporaryFile("w+") as log:
+        child = subprocess.Popen(
+            [sys.executable, __file__, "--child", request],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith("RESULT "):
+                yield json.loads(line[7:])
+        if child.wait():
+            log.seek(0)
+            raise RuntimeError(f"{job.config} failed:\n{log.read()[-3000:]}")
+
+
+def run_engine(setting: Setting, job: Job, todo: list[int]) -> None:
+    """Child: answer the prompts at these depths, one line of JSON each."""
     from vllm import LLM, SamplingParams
 
-    config = json.loads(policy)
+    config = job.options
     extra = {"additional_config": {"kv_policy": config}} if config else {}
     llm = LLM(
-        model,
-        dtype=dtype,
+        setting.model,
+        dtype=setting.dtype,
         enforce_eager=True,
         max_model_len=8192,
         kv_cache_memory_bytes=1 << 30,
         **extra,
     )
-    made = prompts(tokens, depths)
-    outputs = llm.chat(
-        [[{"role": "user", "content": prompt}] for prompt, _ in made],
-        SamplingParams(temperature=0, max_tokens=16),
-        use_tqdm=False,
-    )
-    right = [
-        key in output.outputs[0].text
-        for output, (_, key) in zip(outputs, made, strict=True)
-    ]
-    length = len(outputs[0].prompt_token_ids)
-    print("RESULT " + json.dumps({"right": right, "prompt_tokens": length}))
+    made = setting.prompts()
+    sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    for depth in todo:
+        prompt, key = made[depth]
+        messages = [{"role": "user", "content": prompt}]
+        (output,) = llm.chat([messages], sampling, use_tqdm=False)
+        found = {"depth": depth, "key": key, "answer": output.outputs[0].text}
+        found["prompt_tokens"] = len(output.prompt_token_ids)
+        print("RESULT " + json.dumps(found), flush=True)
+
+
+def ask_masks(
+    setting: Setting, jobs: list[Job], todo: dict[Job, list[int]]
+) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Depth by depth, all jobs' answers together."""
+    from _masked_needle import Answers
+
+    answers = Answers(setting.model, MAX_TOKENS)
+    made = setting.prompts()
+    for depth in order(setting.depths):
+        prompt, key = made[depth]
+        due = [job for job in jobs if depth in todo[job]]
+        if due:
+            said, length = answers.ask(prompt, [job.options for job in due])
+            for job, answer in zip(due, said, strict=True):
+                found = {"depth": depth, "key": key, "answer": answer}
+                yield job, found | {"prompt_tokens": length}
+
+
+# -- rows -----------------------------------------------------------------------
+
+
+def vars_of(setting: Setting) -> dict[str, Any]:
+    return {name: getattr(setting, name) for name in Setting.__dataclass_fields__}
+
+
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What makes a row one and the same measurement."""
+    names = ("backend", "model", "haystack", "tokens", "depths", "dtype", "config")
+    return tuple(row[name] for name in (*names, "depth"))
+
+
+def read_rows(out: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Earlier answers; a last line that was cut off does not count."""
+    rows = {}
+    for line in out.read_text().splitlines() if out.exists() else []:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        rows[key_of(row)] = row
+    return rows
+
+
+def marks(rows: list[dict[str, Any]]) -> str:
+    """One sign per depth: + found, . not."""
+    ordered = sorted(rows, key=lambda row: row["depth"])
+    return "".join("+" if row["right"] else "." for row in ordered)
+
+
+def summary(jobs: list[Job], rows: dict[Job, list[dict[str, Any]]]) -> Table:
+    budgets = list(dict.fromkeys(job.budget for job in jobs if job.budget))
+    table = Table("policy", *(f"budget {budget}" for budget in budgets))
+    for label in dict.fromkeys(job.label for job in jobs):
+        found = {job.budget: rows[job] for job in jobs if job.label == label}
+        if None in found:
+            found = dict.fromkeys(budgets or [0], found[None])
+        signs = [marks(found.get(budget, [])) for budget in budgets]
+        table.add_row(label, *(f"{s.count('+')}/{len(s)} {s}" for s in signs))
+    return table
+
+
+def measure(setting: Setting, jobs: list[Job], backend: str, out: Path) -> None:
+    """Ask for every answer that ``out`` does not have yet, then show all."""
+    console = Console()
+    shared = {"backend": backend} | vars_of(setting)
+    shared["model"] = Path(setting.model).name
+    earlier = read_rows(out)
+    if out.exists() and not out.read_text().endswith("\n"):
+        with out.open("a") as file:  # after a line that was cut off
+            file.write("\n")
+    rows: dict[Job, list[dict[str, Any]]] = {job: [] for job in jobs}
+    todo: dict[Job, list[int]] = {}
+    for job in jobs:
+        for depth in order(setting.depths):
+            row = earlier.get(key_of(shared | {"config": job.config, "depth": depth}))
+            if row is None:
+                todo.setdefault(job, []).append(depth)
+            else:
+                rows[job].append(row)
+    console.print(f"{sum(map(len, todo.values()))} answers to come, see {out}")
+    for job in jobs:
+        todo.setdefault(job, [])
+    if backend == "mask":
+        answers = ask_masks(setting, jobs, todo)
+    else:
+        asked = [job for job in jobs if todo[job]]
+        answers = (
+            (job, found)
+            for job in asked
+            for found in ask_engine(setting, job, todo[job])
+        )
+    source = provenance()
+    for job, found in answers:
+        right = found["key"] in found["answer"]
+        row = shared | {"config": job.config} | found | {"right": right} | source
+        rows[job].append(row)
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        said = repr(found["answer"])[:30]
+        sign = "+" if right else "."
+        budget = job.budget or "all"
+        console.print(
+            f"{sign} depth {found['depth']}  {job.label:24} {budget:>5}  {said}",
+            markup=False,
+            highlight=False,
+        )
+    console.print(summary(jobs, rows))
+    console.print_json(data=source)
 
 
 def main(
-    model: str,
+    model: Annotated[str, typer.Argument()] = "",
     policies: Annotated[
-        list[str], typer.Argument(help="JSON objects; {} is stock vLLM")
-    ],
+        list[str] | None, typer.Argument(help="names or JSON; {} is stock; all")
+    ] = None,
+    haystack: Annotated[
+        Path | None, typer.Option(help="texts to plant the key in; default: filler")
+    ] = None,
+    budget: Annotated[list[int] | None, typer.Option(help="tokens; default: 3")] = None,
     tokens: int = 2900,
     depths: int = 10,
-    dtype: str = "bfloat16",
-    json_out: Path | None = None,
-    child: Annotated[bool, typer.Option(hidden=True)] = False,
+    dtype: Annotated[str, typer.Option(help="of the engine")] = "bfloat16",
+    backend: Annotated[str, typer.Option(help="engine or mask")] = "engine",
+    out: Path = Path("needle.jsonl"),
+    child: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Ask every policy for the key at ``depths`` depths."""
     if child:
-        answer(model, policies[0], tokens, depths, dtype)
+        shared, config, todo = json.loads(child)
+        run_engine(Setting(**shared), Job(config), todo)
         return
-    console = Console()
-    results = {}
-    table = Table("policy", "right", *(f"{i + 1}" for i in range(depths)))
-    for policy in policies:
-        name = "stock" if not json.loads(policy) else policy
-        command = [sys.executable, __file__, model, policy, "--child"]
-        command += ["--tokens", str(tokens), "--depths", str(depths), "--dtype", dtype]
-        with console.status(name):
-            done = subprocess.run(command, capture_output=True, text=True)
-        lines = [
-            line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")
-        ]
-        if not lines:
-            raise typer.Exit(console.print(done.stderr[-3000:]) or 1)
-        results[name] = json.loads(lines[0])
-        right = results[name]["right"]
-        marks = ["+" if hit else "." for hit in right]
-        table.add_row(name, f"{sum(right)}/{len(right)}", *marks)
-    console.print(table)
-    record = provenance() | {"results": results}
-    console.print_json(data=provenance())
-    if json_out:
-        json_out.write_text(json.dumps(record, indent=1))
+    if not model or backend not in ("engine", "mask"):
+        raise typer.BadParameter("give a MODEL, and a backend: engine or mask")
+    if backend == "mask":
+        dtype = "float32"
+    setting = Setting(model, str(haystack or ""), tokens, depths, dtype)
+    measure(setting, make_jobs(policies or [], budget or [128, 256, 512]), backend, out)
 
 
 if __name__ == "__main__":

@@ -13,19 +13,21 @@ from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.policies.registry import available_policies
 from vllm_kvplugins.residency.heap import Heap
+from vllm_kvplugins.residency.probing import ProbeModel
 from vllm_kvplugins.residency.requests import Row
 from vllm_kvplugins.residency.runtime import PolicyRuntime
 from vllm_kvplugins.rotary import Rotary
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 pytest.importorskip("transformers")
-from _masked_model import Prompt, attend
-from _selection import Selector, probed
+from _masked_model import Branches, Prompt, attend
+from _selection import Probing, Selector
 
 SEED = 20261121
 LAYERS, KV_HEADS, GROUP, DIM, SIZE, TOKENS = 3, 2, 2, 8, 16, 200
 SCALE = DIM**-0.5
-NAMES = [name for name in available_policies() if not probed(parse_policy(name))]
+POSITIONS = 4 * TOKENS
+PROMPT = [i % 97 for i in range(TOKENS)]
 
 
 def made_up_prompt() -> Prompt:
@@ -42,8 +44,45 @@ def made_up_prompt() -> Prompt:
 
 
 def made_up_rotary() -> Rotary:
-    angle = torch.arange(4 * TOKENS)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
+    angle = torch.arange(POSITIONS)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
     return Rotary(angle.cos(), angle.sin(), is_neox=True)
+
+
+class LookUpModel:
+    """Queries, keys and values are rows of random tables; nothing else matters."""
+
+    max_positions = POSITIONS
+
+    def __init__(self) -> None:
+        rng = torch.Generator().manual_seed(SEED + 2)
+        heads = (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)
+        self.tables = [torch.randn(97, LAYERS, n, DIM, generator=rng) for n in heads]
+
+    def rows(self, token_ids: torch.Tensor, layer: int) -> list[torch.Tensor]:
+        """Each [tokens, heads, DIM]."""
+        return [table[token_ids, layer] for table in self.tables]
+
+    def go_on(self, branches: Branches, tokens: torch.Tensor, logits: int = 0) -> None:
+        for layer in range(LAYERS):
+            parts = [part.transpose(0, 1)[None] for part in self.rows(tokens[0], layer)]
+            branches.queries[layer], branches.keys[layer] = parts[0], parts[1]
+            branches.values[layer] = parts[2]
+
+
+def encode(text: str) -> list[int]:
+    return [ord(letter) % 97 for letter in text]
+
+
+def attach(runtime: PolicyRuntime, heap: Heap, rotary: Rotary) -> None:
+    """With a model that shows its layers to the runtime's prober."""
+    tables = LookUpModel()
+
+    def forward(token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        for layer in range(LAYERS):
+            runtime.prober.attend(layer, *tables.rows(token_ids, layer))
+
+    model = ProbeModel(forward, encode, POSITIONS, POSITIONS)
+    runtime.attach(heap, [SCALE] * LAYERS, rotary, model)
 
 
 def runtime_keeps(policy: Any, prompt: Prompt, selector: Selector) -> torch.Tensor:
@@ -59,7 +98,8 @@ def runtime_keeps(policy: Any, prompt: Prompt, selector: Selector) -> torch.Tens
     layout = PageLayout.natural(SIZE, DIM)
     heap = Heap(pages.flatten(0, 2).clone(), layout, LAYERS, blocks, KV_HEADS)
     runtime = PolicyRuntime(policy, selector.geometry)
-    runtime.attach(heap, [SCALE] * LAYERS, selector.rotary)
+    attach(runtime, heap, selector.rotary)
+    runtime.learn("r", PROMPT)
     runtime.records = []
     table = torch.arange(blocks, dtype=torch.int32)[None]
     for start, stop in ((0, 120), (120, TOKENS)):
@@ -78,16 +118,18 @@ def runtime_keeps(policy: Any, prompt: Prompt, selector: Selector) -> torch.Tens
 
 
 @pytest.mark.parametrize("allocator", [None, "head-adaptive", "cross-layer"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", available_policies())
 def test_the_selector_keeps_what_the_runtime_keeps(name, allocator):
     fields = type(parse_policy(name)).model_fields
     options: dict[str, Any] = {"name": name}
-    options |= {"window": 8} if "window" in fields else {}
+    small = {"window": 8, "recent": 8, "chunk": 64}
+    options |= {key: value for key, value in small.items() if key in fields}
     options |= {"budget": 0.3} if "budget" in fields else {}
     options |= {"allocator": allocator} if allocator and "allocator" in fields else {}
     policy = parse_policy(options)
     prompt = made_up_prompt()
-    selector = Selector(prompt, made_up_rotary(), SIZE)
+    probing = Probing(LookUpModel(), PROMPT, encode)
+    selector = Selector(prompt, made_up_rotary(), SIZE, probing)
     kept = selector.kept(policy)
     assert torch.equal(kept, runtime_keeps(policy, prompt, selector))
     assert name == "full" or kept.double().mean() < 0.4

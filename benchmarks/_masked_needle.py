@@ -1,0 +1,63 @@
+"""Answers of many policies to one prompt, from one pass over it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from _masked_model import Branches, MaskedModel
+from _selection import Probing, Selector
+from transformers import AutoTokenizer
+
+from vllm_kvplugins.config import parse_policy
+
+BLOCK_SIZE = 32
+
+
+class Answers:
+    """A chat model whose cache policies compress before it answers."""
+
+    def __init__(self, folder: str, max_tokens: int) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = MaskedModel(folder)
+        self.max_tokens = max_tokens
+        ends = self.model.model.generation_config.eos_token_id
+        self.ends = set(ends if isinstance(ends, list) else [ends])
+
+    def ask(
+        self, question: str, policies: list[dict[str, Any]]
+    ) -> tuple[list[str], int]:
+        """What each policy makes the model say (an empty one is full KV), and the
+        prompt's length in tokens."""
+        tokens = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        prompt = self.model.read(tokens)
+        probing = Probing(self.model, tokens, self._encode)
+        selector = Selector(prompt, self.model.rotary(), BLOCK_SIZE, probing)
+        full = {"name": "full"}
+        kept = [selector.kept(parse_policy(policy or full)) for policy in policies]
+        branches = Branches(prompt, torch.stack(kept))
+        said = self._generate(branches, prompt.logits[-1].argmax())
+        return [self.tokenizer.decode(ids) for ids in said], len(tokens)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _generate(self, branches: Branches, first: torch.Tensor) -> list[list[int]]:
+        """Greedy tokens of every branch, without what follows the end."""
+        count = len(branches.visible)
+        said = [first.expand(count)]
+        for _ in range(self.max_tokens - 1):
+            logits = self.model.go_on(branches, said[-1][:, None])
+            said.append(logits[:, -1].argmax(-1))
+            if self.ends.issuperset(said[-1].tolist()):
+                break
+        rows = torch.stack(said, 1).tolist()
+        return [self._until_end(row) for row in rows]
+
+    def _until_end(self, ids: list[int]) -> list[int]:
+        stop = next((i for i, token in enumerate(ids) if token in self.ends), len(ids))
+        return ids[:stop]
