@@ -13,7 +13,7 @@ from vllm_kvplugins.policies.base import Compressor, LayerView, Trigger
 
 @dataclass(slots=True)
 class QueryStatistics:
-    """Sums over the prompt's queries before RoPE.
+    """Sums over all queries so far, before RoPE.
 
     Attributes:
         count: queries summed.
@@ -35,6 +35,9 @@ class ExpectedAttention(Compressor):
     normalised over the keys and weighed by the length of the value. Constants and
     the treatment of sinks are those of the authors' kvpress code, with which kept
     positions agree.
+
+    With a ``decode_budget`` generated queries count as well, all alike. Differs
+    from kvpress, which then takes those of the newest tokens only.
 
     Cost: the covariance needs O(num_q_heads * head_dim^2) per query; its prompts
     take nothing from the prefix cache, because cached tokens have no queries.
@@ -60,7 +63,9 @@ class ExpectedAttention(Compressor):
 
     @property
     def observes(self) -> Trigger:
-        return Trigger.PREFILL_CHUNK
+        if self.decode_budget is None:
+            return Trigger.PREFILL_CHUNK
+        return Trigger.PREFILL_CHUNK | Trigger.DECODE_STEP
 
     @property
     def minimum_budget_tokens(self) -> int:
