@@ -65,7 +65,7 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def write_tiny_model(folder: Path, seed: int) -> Path:
-    """Config and random weights of the tiny Llama."""
+    """Config, random weights and a tokenizer of the tiny Llama."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, gain: float) -> torch.Tensor:
@@ -96,8 +96,21 @@ def write_tiny_model(folder: Path, seed: int) -> Path:
             name + "mlp.down_proj.weight": matrix(_HIDDEN, _INNER, 1.0),
         }
     write_config(folder)
+    _write_tokenizer(folder)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """One token per word, for policies that encode text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<unk>": 0, "Repeat": 5, "Summarize": 6, "the": 7, "context": 8}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def masked_logits(

@@ -1,0 +1,106 @@
+"""Traffic under one policy after the other, with NaN in all free blocks."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import torch
+from driver import Driver, make_llm, runtime
+from scenarios_fuzz import Fuzzer
+
+
+class PoisoningDriver(Driver):
+    """Fills free blocks with NaN after every step, and refuses NaN in logits.
+
+    vLLM's kernel for the CPU multiplies what lies behind a request's last token in
+    its last block with a weight of 0. So a block that is handed out is filled with
+    the largest numbers instead: a read of those shows as well, but times 0 is 0.
+    Needs an engine without prefix caching: cached blocks are free, and read.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        super().__init__(llm)
+        assert not self.pool.enable_caching
+        self.poisoned = 0
+        model = self.core.model_executor.driver_worker.worker.model_runner.model
+        compute = model.compute_logits
+
+        def checked(*args: Any, **kwargs: Any) -> torch.Tensor:
+            logits: torch.Tensor = compute(*args, **kwargs)
+            assert logits.isfinite().all(), "a layer read what nobody owns"
+            return logits
+
+        model.compute_logits = checked
+        hand_out = self.pool.get_new_blocks
+
+        def filled(*args: Any, **kwargs: Any) -> list[Any]:
+            blocks: list[Any] = hand_out(*args, **kwargs)
+            _fill(blocks, torch.finfo(torch.float32).max)
+            return blocks
+
+        self.pool.get_new_blocks = filled
+
+    def step(self) -> None:
+        super().step()
+        self.poison()
+
+    def poison(self) -> None:
+        free = self.pool.free_block_queue.get_all_free_blocks()
+        _fill(free, torch.nan)
+        self.poisoned += len(free)
+
+
+def _fill(blocks: list[Any], number: float) -> None:
+    """All keys and values of these blocks."""
+    heap = runtime().heap
+    if blocks and heap is not None:  # known with the first step
+        ids = torch.tensor([block.block_id for block in blocks], dtype=torch.int64)
+        heap.pages[heap.page_ids(ids).reshape(-1)] = number
+
+
+def traffic(
+    model: str, policies: dict[str, dict[str, Any]], seed: int, rounds: int, blocks: int
+) -> dict[str, dict[str, Any]]:
+    """``rounds`` rounds of arrivals, aborts and preemptions per policy.
+
+    Returns:
+        Per policy what happened, or ``error`` if a check raised.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, policy in policies.items():
+        began = time.monotonic()
+        try:
+            found[name] = _traffic(model, policy, seed, rounds, blocks)
+        except Exception as error:
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+        found[name]["seconds"] = time.monotonic() - began
+        gc.collect()  # an engine that is let go of ends here
+    return found
+
+
+def _traffic(
+    model: str, policy: dict[str, Any], seed: int, rounds: int, blocks: int
+) -> dict[str, Any]:
+    llm = make_llm(
+        model,
+        policy,
+        num_gpu_blocks_override=blocks,
+        max_model_len=800,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=False,  # for policies that encode text
+    )
+    driver = PoisoningDriver(llm)
+    fuzzer = Fuzzer(driver, seed)
+    for _ in range(rounds):
+        fuzzer.round()
+    fuzzer.drain()
+    return fuzzer.counts | {
+        "preemptions": driver.preemptions,
+        "preempted_compacted": driver.preempted_compacted,
+        "compactions": getattr(driver.manager, "compactions", 0),
+        "poisoned": driver.poisoned,
+    }

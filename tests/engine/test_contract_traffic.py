@@ -1,0 +1,92 @@
+"""Every policy and every allocator in a real engine, under traffic, among NaN.
+
+The unit tests in ``test_contract`` run all pairs without vLLM. Here each policy
+runs once and the allocators take turns, as an engine costs seconds. Requests
+arrive, are aborted and preempted, and fold while they generate; what nobody
+owns is NaN; tokens must be those of a request alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run_scenario
+from policy_settings import configure, shares_pages, write_weights
+from tiny_model import KV_HEADS, LAYERS
+
+from vllm_kvplugins.budgets import ALLOCATORS
+from vllm_kvplugins.policies.registry import available_policies
+
+pytestmark = pytest.mark.engine
+
+SEED = 20261121
+ROUNDS, BLOCKS = 60, 26
+PROCESSES = 2
+SETTINGS = {
+    "budget": 96,
+    "window": 16,
+    "decode_budget": 64,
+    "fold_blocks": 1,
+    "chunk_size": 16,
+}
+
+
+def turns() -> dict[str, str]:
+    """Policy -> its allocator; those that share nothing have none."""
+    sharing = [name for name in available_policies() if shares_pages(name)]
+    allocators = sorted(ALLOCATORS)
+    chosen = {n: allocators[i % len(allocators)] for i, n in enumerate(sharing)}
+    return {name: chosen.get(name, "none") for name in available_policies()}
+
+
+@functools.cache
+def traffic_of(model: str, process: int) -> dict[str, Any]:
+    """What happened under the policies of this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        weights = write_weights(Path(folder, "weights.json"), LAYERS, KV_HEADS)
+        policies = {
+            name: configure(
+                name,
+                SETTINGS | {"allocator": weights if allocator == "file" else allocator},
+            )
+            for name, allocator in list(turns().items())[process::PROCESSES]
+        }
+        arguments = {
+            "model": model,
+            "policies": policies,
+            "seed": SEED,
+            "rounds": ROUNDS,
+            "blocks": BLOCKS,
+        }
+        found: dict[str, Any] = run_scenario("scenarios_contract:traffic", arguments)
+    return found
+
+
+def test_every_allocator_has_its_turn():
+    assert set(ALLOCATORS) <= set(turns().values())
+
+
+@pytest.mark.parametrize(
+    ("name", "allocator"), turns().items(), ids=map("-".join, turns().items())
+)
+def test_traffic_among_poison(tiny_model, name, allocator):
+    print("seed", SEED)
+    process = list(turns()).index(name) % PROCESSES
+    counts = traffic_of(tiny_model, process)[name]
+    print(counts)
+    assert "error" not in counts, counts["error"]
+    assert counts["poisoned"] > 100 * ROUNDS
+    assert counts["requests"] > 20
+    assert counts["compared"] > 4
+    assert counts["differed"] == counts["close"] == 0
+    for event in ("aborts", "preemptions"):
+        assert counts[event] > 5, counts
+    if allocator == "none":
+        assert counts["compactions"] == 0
+    else:
+        assert counts["compactions"] > 20, counts
+        assert counts["preempted_compacted"] > 3, counts

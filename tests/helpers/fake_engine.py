@@ -1,0 +1,376 @@
+"""A stand-in for vLLM around ``PolicyRuntime``: scheduler, cache and attention.
+
+Keys, values and queries of a request are random numbers that depend on its name
+and the position only, so that the same request can be run in different company.
+All that no live request owns is NaN, at every moment. Each step attends twice:
+over the pages that the page table names, and over a dense copy of the request
+in which every (layer, KV head) sees the positions that it kept.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.ops import gather_keys, gather_values, scatter_tokens
+from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.policies.base import Geometry
+from vllm_kvplugins.residency.heap import Heap
+from vllm_kvplugins.residency.plan import Compaction
+from vllm_kvplugins.residency.probing import ProbeModel
+from vllm_kvplugins.residency.requests import Row
+from vllm_kvplugins.residency.runtime import PolicyRuntime
+from vllm_kvplugins.rotary import Rotary
+
+LAYERS, KV_HEADS, GROUP, HEAD_DIM = 3, 2, 2, 8
+POSITIONS = 2048
+SCALE = HEAD_DIM**-0.5
+# [layer][KV head][compaction]: ascending positions
+Kept = list[list[list[int]]]
+
+
+@dataclass
+class Request:
+    """One request, its tokens, and what the fake scheduler knows of it.
+
+    Attributes:
+        keys, values: [LAYERS, KV_HEADS, tokens, HEAD_DIM], the dense copy.
+        queries: [LAYERS, tokens, KV_HEADS * GROUP, HEAD_DIM].
+        visible: bool [LAYERS, KV_HEADS, tokens], not yet dropped.
+        table: block ids by logical index; entries of freed blocks are stale.
+        held: logical indices that it holds.
+        kept: what its compactions kept, since it last started.
+    """
+
+    name: str
+    prompt: int
+    answer: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    queries: torch.Tensor
+    visible: torch.Tensor
+    computed: int = 0
+    generated: int = 0
+    table: list[int] = field(default_factory=list)
+    held: set[int] = field(default_factory=set)
+    kept: list[Kept] = field(default_factory=list)
+
+    @staticmethod
+    def make(name: str, prompt: int, answer: int) -> Request:
+        rng = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        tokens = prompt + answer
+        shape = (LAYERS, KV_HEADS, tokens, HEAD_DIM)
+        # flat and peaked heads, so that adaptive allocators have a choice
+        peak = torch.tensor([0.3, 4.0]).view(1, KV_HEADS, 1, 1)
+        keys = torch.randn(shape, generator=rng) * peak
+        values = torch.randn(shape, generator=rng)
+        shape = (LAYERS, tokens, KV_HEADS * GROUP, HEAD_DIM)
+        queries = torch.randn(shape, generator=rng)
+        visible = torch.ones(LAYERS, KV_HEADS, tokens, dtype=torch.bool)
+        return Request(name, prompt, answer, keys, values, queries, visible)
+
+    @property
+    def known(self) -> int:
+        """Tokens that can be computed: the prompt and what was generated."""
+        return self.prompt + self.generated
+
+    @property
+    def done(self) -> bool:
+        return self.generated == self.answer
+
+    def start_over(self) -> None:
+        self.computed, self.table, self.held, self.kept = 0, [], set(), []
+        self.visible[:] = True
+
+
+class FakeEngine:
+    """Runs requests under a policy; every check raises.
+
+    Attributes:
+        free: ids of free blocks; block 0 is the null block.
+        steps: how many have run.
+    """
+
+    def __init__(self, policy: Any, block: int, blocks: int) -> None:
+        self.block, self.blocks = block, blocks
+        layout = PageLayout.transposed_keys(block, HEAD_DIM)
+        rows = LAYERS * blocks * KV_HEADS
+        pages = torch.full((rows, layout.page_elems), torch.nan)
+        self.heap = Heap(pages, layout, LAYERS, blocks, KV_HEADS)
+        per_token = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
+        geometry = Geometry(block, LAYERS, KV_HEADS, per_token)
+        self.runtime = PolicyRuntime(parse_policy(policy), geometry)
+        model = ProbeModel(self._run_probe, encode, POSITIONS, max_tokens=128)
+        self.runtime.attach(self.heap, [SCALE] * LAYERS, _rotary(), model)
+        self.runtime.records = []
+        self.free = list(range(blocks - 1, 0, -1))
+        self.requests: dict[str, Request] = {}
+        # the worker hears of them with the next step
+        self.gone: set[str] = set()
+        self.preempted: set[str] = set()
+        self.steps = 0
+
+    # -- requests ---------------------------------------------------------
+
+    def add(self, name: str, prompt: int, answer: int) -> Request:
+        request = self.requests[name] = Request.make(name, prompt, answer)
+        self.runtime.learn(name, range(prompt))
+        return request
+
+    def remove(self, name: str) -> Request:
+        """It is finished, or aborted."""
+        request = self.requests.pop(name)
+        self._release(request, set(request.held))
+        self.gone.add(name)
+        return request
+
+    def preempt(self, name: str) -> None:
+        """Its blocks are taken away; what it generated so far stays known."""
+        request = self.requests[name]
+        self._release(request, set(request.held))
+        request.start_over()
+        self.preempted.add(name)
+
+    def _release(self, request: Request, indices: set[int]) -> None:
+        freed = [request.table[index] for index in indices]
+        request.held -= indices
+        self.free += freed
+        self.pages[:, freed] = torch.nan
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """[LAYERS, blocks, KV_HEADS, page_elems]."""
+        return self.heap.pages.view(LAYERS, self.blocks, KV_HEADS, -1)
+
+    # -- steps ------------------------------------------------------------
+
+    def step(self, chunks: dict[str, int]) -> None:
+        """One step of these requests with at most so many tokens each."""
+        self.steps += 1
+        self.runtime.finish(self.gone)
+        self.runtime.forget(self.preempted)
+        self.gone, self.preempted = set(), set()
+        rows = self._schedule(chunks)
+        table = self._block_table(rows)
+        lens = torch.tensor([row.after_tokens for row in rows])
+        flat = self.runtime.begin_step(rows, lens, table)
+        for index, row in enumerate(rows):
+            span = slice(index * KV_HEADS, (index + 1) * KV_HEADS)
+            pages = flat.pages[:, span].long()
+            if len(flat.pages) == 1:
+                layer = torch.arange(LAYERS)[:, None, None]
+                pages = pages + layer * self.blocks * KV_HEADS
+            lengths = flat.lengths[:, span].expand(LAYERS, -1)
+            self._check_ownership(self.requests[row.request_id], pages, lengths)
+            self._check_attention(row, pages, lengths)
+        for layer in range(LAYERS):
+            self.runtime.after_attention(layer, self._queries(rows, layer))
+        due = [self._due(row) for row in rows]
+        before = self.heap.pages.clone() if any(due) else None
+        self.runtime.end_step()
+        if before is not None:
+            self._check_written(rows, before)
+        self._settle(rows)
+        self._check_state()
+
+    def _schedule(self, chunks: dict[str, int]) -> list[Row]:
+        """Clip at compactions, take blocks and write the new tokens' K and V."""
+        rows: list[Row] = []
+        for name, most in chunks.items():
+            request = self.requests[name]
+            plan = self.runtime.plan(request.prompt)
+            most = min(most, request.known - request.computed)
+            new = plan.clip_chunk(request.computed, most)
+            assert new > 0, "a step without tokens"
+            first = rows[-1].first_query + rows[-1].new_tokens if rows else 0
+            rows.append(Row(name, request.prompt, request.computed, new, first))
+            while len(request.table) * self.block < rows[-1].after_tokens:
+                request.held.add(len(request.table))
+                request.table.append(self.free.pop())
+            self._write(request, request.computed, rows[-1].after_tokens)
+        return rows
+
+    def _write(self, request: Request, start: int, stop: int) -> None:
+        at = torch.arange(start, stop)
+        block = torch.tensor(request.table)[at // self.block]
+        pages = self.heap.page_ids(block).reshape(-1)
+        slots = (at % self.block).repeat(LAYERS * KV_HEADS)
+        keys = request.keys[:, :, start:stop].reshape(-1, HEAD_DIM)
+        values = request.values[:, :, start:stop].reshape(-1, HEAD_DIM)
+        scatter_tokens(self.heap.pages, pages, slots, keys, values, self.heap.layout)
+
+    def _due(self, row: Row) -> Compaction | None:
+        plan = self.runtime.plan(row.prompt_tokens)
+        return plan.due(row.computed_tokens, row.after_tokens)
+
+    def _block_table(self, rows: list[Row]) -> torch.Tensor:
+        tables = [self.requests[row.request_id].table for row in rows]
+        out = torch.zeros(len(rows), max(map(len, tables)), dtype=torch.int32)
+        for index, table in enumerate(tables):
+            out[index, : len(table)] = torch.tensor(table)
+        return out
+
+    def _queries(self, rows: list[Row], layer: int) -> torch.Tensor:
+        parts = [
+            self.requests[row.request_id].queries[layer][
+                row.computed_tokens : row.after_tokens
+            ]
+            for row in rows
+        ]
+        return torch.cat(parts)
+
+    def _run_probe(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """The fake model's forward pass: numbers by token, position and layer."""
+        prober = self.runtime.prober
+        assert prober is not None
+        seeds = f"{token_ids.tolist()} {positions.tolist()}"
+        rng = torch.Generator().manual_seed(zlib.crc32(seeds.encode()))
+        heads = (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)  # of q, k and v
+        for layer in range(LAYERS):
+            parts = [
+                torch.randn(len(token_ids), count, HEAD_DIM, generator=rng)
+                for count in heads
+            ]
+            output = prober.attend(layer, *parts)
+            assert output.isfinite().all(), "a probe read what nobody owns"
+
+    def _settle(self, rows: list[Row]) -> None:
+        """Free what the plan no longer holds; sample where all is computed."""
+        records, self.runtime.records = self.runtime.records or [], []
+        compacted = {record.request_id: record for record in records}
+        assert len(compacted) == len(records), "compacted twice in one step"
+        for row in rows:
+            request = self.requests[row.request_id]
+            plan = self.runtime.plan(request.prompt)
+            request.computed = row.after_tokens
+            due = self._due(row)
+            record = compacted.pop(row.request_id, None)
+            assert (due is None) == (record is None), "compacted off the plan"
+            if due is not None and record is not None:
+                self._check_kept(request, record.kept_positions, len(due.zone))
+                zone = range(due.freed.start, due.freed.stop)
+                self._release(request, set(zone) & request.held)
+            assert len(request.held) == plan.resident_blocks(request.computed)
+            if request.computed == request.known and not request.done:
+                request.generated += 1
+        assert not compacted, "a compaction of a request that was not in the step"
+
+    # -- checks -----------------------------------------------------------
+
+    def _check_kept(self, request: Request, kept: Kept, zone_blocks: int) -> None:
+        """Exactly M * L * H pages, of tokens that were there, and each once."""
+        now = torch.zeros_like(request.visible)
+        total = 0
+        for layer, heads in enumerate(kept):
+            for head, positions in enumerate(heads):
+                assert positions == sorted(set(positions)), "a token twice"
+                now[layer, head, positions] = True
+                total += len(positions)
+        tail = request.computed % self.block
+        pages = zone_blocks * LAYERS * KV_HEADS
+        assert total == pages * self.block + tail * LAYERS * KV_HEADS
+        assert not (now & ~request.visible).any(), "a dropped token came back"
+        assert not now[..., request.computed :].any(), "a token of the future"
+        now[..., request.computed :] = True
+        request.visible = now
+        request.kept.append(kept)
+
+    def _check_written(self, rows: list[Row], before: torch.Tensor) -> None:
+        """Compactions write their landing zones and nothing else.
+
+        The prefix cache may hand what they free to others.
+        """
+        zones = []
+        for row in rows:
+            due = self._due(row)
+            if due is not None:
+                table = self.requests[row.request_id].table
+                zones += table[due.zone.start : due.zone.stop]
+        # bit by bit, because NaN is not equal to itself
+        changed = self.heap.pages.view(torch.int32) != before.view(torch.int32)
+        changed = changed.view(LAYERS, self.blocks, -1).any(-1).any(0)
+        assert set(changed.nonzero()[:, 0].tolist()) <= set(zones), "wrote elsewhere"
+
+    def _check_ownership(
+        self, request: Request, pages: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        """Its page tables name every page of its blocks once, and no other."""
+        used = -(-lengths // self.block)
+        place = torch.arange(pages.shape[-1])
+        named = pages[place < used[..., None]].sort().values
+        blocks = torch.tensor([request.table[index] for index in request.held])
+        owned = self.heap.page_ids(blocks).reshape(-1).sort().values
+        assert torch.equal(named, owned), f"{request.name} reads other pages"
+
+    def _check_attention(
+        self, row: Row, pages: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        """Over pages as over the dense copy; finite although the rest is NaN."""
+        request, after = self.requests[row.request_id], row.after_tokens
+        queries = request.queries[:, row.computed_tokens : after]
+        flat = pages.reshape(LAYERS * KV_HEADS, -1)
+        heap = self.heap
+        keys = gather_keys(heap.pages, flat, heap.layout).unflatten(0, (LAYERS, -1))
+        values = gather_values(heap.pages, flat, heap.layout)
+        # newest tokens last: query j of the step sees all but the ones after it
+        order = torch.arange(keys.shape[2])
+        last = lengths[..., None] - row.new_tokens + torch.arange(row.new_tokens)
+        paged = attend(
+            queries, keys, values.unflatten(0, (LAYERS, -1)), order <= last[..., None]
+        )
+        at = torch.arange(after)
+        causal = at <= at[row.computed_tokens :, None]
+        seen = request.visible[:, :, None, :after] & causal
+        dense = attend(
+            queries, request.keys[:, :, :after], request.values[:, :, :after], seen
+        )
+        assert paged.isfinite().all(), f"{row.request_id} read what nobody owns"
+        assert (paged - dense).abs().max() < 1e-9, f"{row.request_id} attends wrongly"
+
+    def _check_state(self) -> None:
+        self.runtime.check_integrity()
+        held = [r.table[i] for r in self.requests.values() for i in r.held]
+        assert sorted(self.free + held) == list(range(1, self.blocks))
+        assert self.pages[:, self.free].isnan().all(), "a free block was written"
+
+    def check_idle(self) -> None:
+        """Everybody left: nothing stays behind."""
+        self.runtime.finish(self.gone)
+        self.runtime.check_integrity()
+        assert not self.requests
+        assert self.runtime.num_tracked == 0, "requests leaked in the worker"
+        assert len(self.free) == self.blocks - 1, "blocks leaked"
+
+
+def attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor
+) -> torch.Tensor:
+    """Plain attention in float64; what is not seen may be NaN.
+
+    Args:
+        queries: [LAYERS, new, KV_HEADS * GROUP, HEAD_DIM].
+        keys, values: [LAYERS, KV_HEADS, slots, HEAD_DIM].
+        seen: bool [LAYERS, KV_HEADS, new, slots].
+    """
+    grouped = queries.double().unflatten(2, (KV_HEADS, GROUP)).permute(0, 2, 3, 1, 4)
+    logits = grouped @ keys.double().unsqueeze(2).transpose(-1, -2) * SCALE
+    logits = torch.where(seen[:, :, None], logits, -torch.inf)
+    ever = seen.any(2)[..., None]
+    values = torch.where(ever, values.double(), 0.0)
+    return logits.softmax(-1) @ values.unsqueeze(2)
+
+
+def encode(text: str) -> list[int]:
+    """The fake model's tokenizer."""
+    return [len(word) for word in text.split()]
+
+
+def _rotary() -> Rotary:
+    half = HEAD_DIM // 2
+    frequency = 10000.0 ** (-torch.arange(half) / half)
+    angle = torch.arange(POSITIONS)[:, None] * frequency
+    return Rotary(angle.cos(), angle.sin(), True)

@@ -1,0 +1,236 @@
+"""What every policy owes the engine, with every allocator, in every situation.
+
+All policies of the registry and all allocators are run on ``FakeEngine``, which
+poisons with NaN whatever no live request owns, and checks after every step that
+page tables name each page of a request once, that attention over them is that
+over the kept positions of a dense copy, that a compaction keeps exactly
+M * layers * heads pages, and that no seat, block or request is lost.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import KV_HEADS, LAYERS, FakeEngine, Kept
+from policy_settings import configure, folds, shares_pages, write_weights
+
+from vllm_kvplugins.budgets import ALLOCATORS
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.policies.base import Compressor
+from vllm_kvplugins.policies.registry import available_policies, get_policy_class
+
+SEED = 20261121
+BLOCK, BLOCKS = 4, 60
+# Small enough for a budget of one page; whoever has such a setting gets it.
+SMALL = {
+    "window": 3,
+    "sinks": 2,
+    "recent": 1,
+    "chunk_size": 4,
+    "hash_bits": 1,
+    "future": 16,
+}
+BUDGETS: dict[str, dict[str, Any]] = {
+    "one-page": {"budget": BLOCK, "decode_budget": BLOCK, "fold_blocks": 1},
+    "half": {"budget": 0.5, "decode_budget": 8, "fold_blocks": 1},
+    "whole": {"budget": 1.0},
+}
+# prompt and answer tokens: with a tail, without, one page, shorter than a window
+REQUESTS = {
+    "tail": (38, 9),
+    "exact": (24, 9),
+    "page": (BLOCK, 10),
+    "short": (2, 11),
+    "one": (1, 5),
+}
+ONE_CHUNK = 1 << 20
+
+
+def pairs() -> list[tuple[str, str]]:
+    """(policy, allocator); a policy that shares out nothing comes once."""
+    return [
+        (name, allocator)
+        for name in available_policies()
+        for allocator in (sorted(ALLOCATORS) if shares_pages(name) else ["none"])
+    ]
+
+
+@functools.cache
+def weights_file() -> dict[str, str]:
+    folder = tempfile.TemporaryDirectory(prefix="kvp-weights")
+    atexit.register(folder.cleanup)
+    return write_weights(Path(folder.name, "weights.json"), LAYERS, KV_HEADS)
+
+
+def settings(name: str, allocator: str, budget: str) -> dict[str, Any]:
+    wanted: dict[str, Any] = {**SMALL, **BUDGETS[budget], "allocator": allocator}
+    if allocator == "file":
+        wanted["allocator"] = weights_file()
+    return configure(name, wanted)
+
+
+def engine_for(case: tuple[str, str, str]) -> FakeEngine:
+    return FakeEngine(settings(*case), BLOCK, BLOCKS)
+
+
+@functools.cache
+def alone(case: tuple[str, str, str], name: str) -> list[Kept]:
+    """What a request keeps on its own, with its prompt in as few chunks as can be."""
+    engine = engine_for(case)
+    request = engine.add(name, *REQUESTS[name])
+    while not request.done:
+        engine.step({name: ONE_CHUNK})
+    engine.remove(name)
+    engine.check_idle()
+    return request.kept
+
+
+def everybody(engine: FakeEngine, rng: random.Random) -> dict[str, int]:
+    """A step's chunks: everybody alive, in random order, up to 11 tokens each."""
+    names = list(engine.requests)
+    rng.shuffle(names)
+    return {name: rng.randint(1, 11) for name in names}
+
+
+def run_all(
+    case: tuple[str, str, str],
+    disturb: Callable[[FakeEngine, random.Random], None] = lambda *_: None,
+) -> dict[str, list[Kept]]:
+    """All requests, one more with each step, to the end, disturbed before each.
+
+    Returns:
+        What each request kept that was not removed by ``disturb``.
+    """
+    print("seed", SEED)
+    rng = random.Random(SEED)
+    engine, kept = engine_for(case), {}
+    waiting = list(REQUESTS)
+    while waiting or engine.requests:
+        if waiting:
+            name = waiting.pop(0)
+            engine.add(name, *REQUESTS[name])
+        disturb(engine, rng)
+        if engine.requests:
+            engine.step(everybody(engine, rng))
+        for name in [n for n, r in engine.requests.items() if r.done]:
+            kept[name] = engine.remove(name).kept
+        assert engine.steps < 500, "never ends"
+    engine.check_idle()
+    return kept
+
+
+def case_id(value: Any) -> str:
+    return "-".join(value) if isinstance(value, tuple) else str(value)
+
+
+# Nobody asks the allocator for the whole prompt, and of one page each all say the
+# same (see test_budgets_mean_what_they_say): two are enough, one that has the
+# runtime build a page table per layer.
+CASES = [
+    (*pair, budget)
+    for pair in pairs()
+    for budget in BUDGETS
+    if budget == "half" or pair[1] in ("none", "uniform", "cross-layer")
+]
+cases = pytest.mark.parametrize("case", CASES, ids=case_id)
+
+
+@cases
+def test_chunked_prefill_keeps_what_one_chunk_keeps(case):
+    print("seed", SEED)
+    rng = random.Random(SEED)
+    for name in ("tail", "exact"):
+        prompt, answer = REQUESTS[name]
+        engine = engine_for(case)
+        request = engine.add(name, prompt, answer)
+        while not request.done:
+            engine.step({name: rng.randint(1, 7)})
+        assert request.kept == alone(case, name), name
+
+
+@cases
+def test_concurrent_requests_keep_what_they_keep_alone(case):
+    kept = run_all(case)
+    assert kept == {name: alone(case, name) for name in REQUESTS}
+
+
+@cases
+def test_aborted_requests_leave_the_others_alone(case):
+    """One in the middle of its prompt, one when it has been compacted."""
+
+    def abort(engine: FakeEngine, rng: random.Random) -> None:
+        for name, at in (("tail", 5), ("exact", 24)):
+            if name in engine.requests and engine.requests[name].computed >= at:
+                engine.remove(name)
+
+    kept = run_all(case, abort)
+    assert kept == {name: alone(case, name) for name in ("page", "short", "one")}
+
+
+@cases
+def test_preempted_requests_keep_the_same_again(case):
+    """Some while they are prefilled, some while they generate; one twice."""
+    plan = {"tail": [9, 44], "exact": [27], "page": [10], "short": [3]}
+
+    def preempt(engine: FakeEngine, rng: random.Random) -> None:
+        for name, request in engine.requests.items():
+            left = waiting.get(name, [])
+            if left and request.computed >= left[0]:
+                left.pop(0)
+                engine.preempt(name)
+
+    waiting = {name: list(at) for name, at in plan.items()}
+    kept = run_all(case, preempt)
+    assert not any(waiting.values()), "somebody was not preempted"
+    assert kept == {name: alone(case, name) for name in REQUESTS}
+
+
+@pytest.mark.parametrize("pair", pairs(), ids=case_id)
+def test_budgets_mean_what_they_say(pair):
+    """Otherwise the tests above would compare nothing with nothing."""
+    name, allocator = pair
+    if (*pair, "whole") in CASES:
+        for request in REQUESTS:
+            assert alone((*pair, "whole"), request) == [], "the whole prompt stays"
+    if not issubclass(get_policy_class(name), Compressor):
+        return
+    for request in ("tail", "exact"):
+        for budget in ("one-page", "half"):
+            compactions = len(alone((*pair, budget), request))
+            assert compactions > 2 if folds(name) else compactions == 1
+    assert alone((*pair, "one-page"), "one") == [], "nothing to compact"
+    assert bool(alone((*pair, "one-page"), "short")) == folds(name)
+    first = alone((*pair, "half"), "tail")[0]
+    counts = {len(head) for layer in first for head in layer}
+    if allocator == "uniform":
+        assert len(counts) == 1
+    if allocator in ("pyramid", "file"):
+        assert len(counts) > 1
+    one = alone((*pair, "one-page"), "tail")[0]
+    assert {len(head) for layer in one for head in layer} == {BLOCK + 38 % BLOCK}
+
+
+def test_the_fake_engine_sees_a_read_of_what_nobody_owns():
+    engine = engine_for(("snapkv", "uniform", "half"))
+    request = engine.add("tail", *REQUESTS["tail"])
+    for _ in range(3):
+        engine.step({"tail": ONE_CHUNK})
+    engine.pages[1, request.table[max(request.held) - 1], 0] = torch.nan
+    with pytest.raises(AssertionError, match="read what nobody owns"):
+        engine.step({"tail": 1})
+
+
+def test_policies_without_an_allocator_refuse_one():
+    for name, allocator in pairs():
+        if allocator == "none":
+            with pytest.raises(KVPolicyError, match="unknown setting 'allocator'"):
+                parse_policy({"name": name, "allocator": "pyramid"})
