@@ -1,6 +1,8 @@
-// torch binding of kvp/assign.hpp, CPU only; on CUDA a Triton kernel runs
-// (vllm_kvplugins/ops/triton/clusters.py).
+// torch bindings of kvp/assign.hpp and kvp/irregularity.hpp, CPU only; on CUDA
+// Triton (vllm_kvplugins/ops/triton/clusters.py) and torch take their places.
 #include "kvp/assign.hpp"
+
+#include "kvp/irregularity.hpp"
 
 #include <optional>
 #include <tuple>
@@ -131,6 +133,51 @@ std::tuple<Tensor, Tensor> assign_and_average_cpu(
   return {means, clusters};
 }
 
+template <typename Element>
+void irregularity_of_heads(const Tensor& keys, std::int64_t chunks,
+                           std::int64_t length, float* delta) {
+  const auto* first = static_cast<const Element*>(keys.const_data_ptr());
+  for (std::int64_t head = 0; head < keys.size(0); ++head) {
+    const Chunks<Element> all{first + head * keys.stride(0), chunks, length,
+                              keys.stride(1), keys.size(2)};
+    irregularity(best_simd(), all, delta + head * chunks * length);
+  }
+}
+
+Tensor irregularity_cpu(const Tensor& keys, std::int64_t chunks) {
+  const char* op = "irregularity";
+  Argument{op, "keys", keys}.require_dim(3);
+  if (chunks < 1 || chunks > keys.size(1)) {
+    fail(op, "num_chunks must be 1 to the number of slots, ", keys.size(1),
+         ", got ", chunks);
+  }
+  if (keys.size(2) > kMaxHeadDim) {
+    fail(op, "head_dim must be at most ", kMaxHeadDim, ", got ", keys.size(2));
+  }
+  if (keys.size(2) > 1 && keys.stride(2) != 1) {
+    fail(op, "the elements of a key must lie side by side");
+  }
+  const std::int64_t length = keys.size(1) / chunks;
+  Tensor delta = torch::stable::new_empty(keys, {keys.size(0), chunks * length},
+                                          ScalarType::Float);
+  float* out = delta.mutable_data_ptr<float>();
+  switch (keys.scalar_type()) {
+    case ScalarType::Float:
+      irregularity_of_heads<float>(keys, chunks, length, out);
+      break;
+    case ScalarType::Half:
+      irregularity_of_heads<Float16>(keys, chunks, length, out);
+      break;
+    case ScalarType::BFloat16:
+      irregularity_of_heads<BFloat16>(keys, chunks, length, out);
+      break;
+    default:
+      fail(op, "keys must be float32, float16 or bfloat16, got ",
+           torch::headeronly::toString(keys.scalar_type()));
+  }
+  return delta;
+}
+
 std::string simd_in_use() {
   const Simd simd = best_simd();
   return simd == Simd::kAvx512 ? "avx512" : simd == Simd::kAvx2 ? "avx2" : "baseline";
@@ -143,11 +190,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
   m.def(
       "assign_and_average(Tensor keys, Tensor prototypes, Tensor values, "
       "Tensor? valid) -> (Tensor, Tensor)");
+  m.def("irregularity(Tensor keys, int num_chunks) -> Tensor");
   m.def("simd_in_use() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvp, CPU, m) {
   m.impl("assign_and_average", TORCH_BOX(&kvp::binding::assign_and_average_cpu));
+  m.impl("irregularity", TORCH_BOX(&kvp::binding::irregularity_cpu));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvp, CompositeExplicitAutograd, m) {

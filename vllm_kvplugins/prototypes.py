@@ -11,11 +11,17 @@ the key of a slot without a token: zeros change no sum.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
 from vllm_kvplugins.scoring import slot_tiles
 from vllm_kvplugins.selection import keep_top
+
+# Tiles are this much smaller than slot_tiles makes them for one copy of the keys:
+# a chunk is gone over several times, and should still be in the cache.
+_COPIES = 16
 
 
 def irregularity(
@@ -42,24 +48,38 @@ def irregularity(
     delta = torch.empty(
         num_heads, num_chunks, length, dtype=_wide(keys), device=keys.device
     )
-    if valid is None:
-        valid = torch.ones(1, 1, dtype=torch.bool, device=keys.device)
-        valid = valid.expand(num_heads, num_slots)
-    for tile in slot_tiles(num_chunks, num_heads * length * head_dim):
+    for tile in slot_tiles(num_chunks, _COPIES * num_heads * length * head_dim):
         chunks = _chunks(keys, tile, length)
-        member = _chunks(valid, tile, length).unsqueeze(3)
-        size = member.sum(dim=2, keepdim=True).clamp(min=1)
-        mean = chunks.sum(dim=2, keepdim=True) / size
-        off = (chunks - mean) * member
-        spread = torch.linalg.vector_norm(off, dim=(2, 3)) / size[:, :, 0, 0].sqrt()
-        key_norms, mean_norm = _norms(chunks), _norms(mean)
-        apart = _norms(chunks / key_norms - mean / mean_norm).squeeze(3)
-        # Zero vectors gave NaN; they have no direction.
-        dissimilarity = (apart.square() / 2).nan_to_num_(nan=1.0)
-        spread = spread.unsqueeze(2)
-        ratio = torch.where(spread > 0, dissimilarity / spread, 0.0)
-        delta[:, tile] = ratio.masked_fill(~member.squeeze(3), -torch.inf)
+        member = None if valid is None else _chunks(valid, tile, length)
+        delta[:, tile] = _deltas(chunks, member)
     return delta.view(num_heads, num_chunks * length)
+
+
+def _deltas(chunks: torch.Tensor, member: torch.Tensor | None) -> torch.Tensor:
+    """Equation 10 for whole chunks; see ``irregularity``.
+
+    Args:
+        chunks: [H, chunks, length, D], zero where there is no member.
+        member: bool [H, chunks, length], or None if all are.
+
+    Returns:
+        [H, chunks, length].
+    """
+    if member is None:
+        size = chunks.new_full((1, 1, 1, 1), chunks.shape[2])
+    else:
+        size = member.unsqueeze(3).sum(dim=2, keepdim=True).clamp(min=1)
+    mean = chunks.sum(dim=2, keepdim=True) / size
+    off = chunks - mean
+    if member is not None:
+        off *= member.unsqueeze(3)
+    spread = torch.linalg.vector_norm(off, dim=(2, 3)) / size[:, :, 0, 0].sqrt()
+    apart = torch.div(chunks, _norms(chunks), out=off).sub_(mean / _norms(mean))
+    # Zero vectors gave NaN; they have no direction.
+    dissimilarity = (_norms(apart)[..., 0].square() / 2).nan_to_num_(nan=1.0)
+    spread = spread.unsqueeze(2)
+    ratio = torch.where(spread > 0, dissimilarity / spread, 0.0)
+    return ratio if member is None else ratio.masked_fill_(~member, -torch.inf)
 
 
 def find_irregular(delta: torch.Tensor, count: int) -> torch.Tensor:
@@ -122,7 +142,7 @@ def hash_buckets(
         int64 [H, m], each in ``[0, num_buckets)``.
     """
     num_heads, num_slots, head_dim = keys.shape
-    weight, phase = _fourier_weights(bits, head_dim, seed, keys)
+    weight, phase = _fourier_weights(bits, head_dim, seed, _wide(keys), keys.device)
     norms = torch.linalg.vector_norm(keys, dim=-1, dtype=_wide(keys))
     scale = (norms.square().sum(dim=-1) / (norms > 0).sum(dim=-1)).sqrt()
     weight = weight * (gamma / torch.where(scale > 0, scale, 1.0))[:, None, None]
@@ -208,11 +228,15 @@ def _directions(vectors: torch.Tensor) -> torch.Tensor:
     return torch.where(norms > 0, vectors / norms, 0.0)
 
 
+@functools.lru_cache(maxsize=16)
 def _fourier_weights(
-    bits: int, head_dim: int, seed: int, like: torch.Tensor
+    bits: int, head_dim: int, seed: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """W^T [D, r] from N(0, 1) and b [r] from [0, 2 pi); drawn on the CPU."""
+    """W^T [D, r] from N(0, 1) and b [r] from [0, 2 pi); drawn on the CPU.
+
+    Every layer asks for the same; the result is shared and must not be written.
+    """
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(bits, head_dim, generator=generator, dtype=torch.float64)
     phase = torch.rand(bits, generator=generator, dtype=torch.float64) * 2 * torch.pi
-    return weight.T.to(like.device, _wide(like)), phase.to(like.device, _wide(like))
+    return weight.T.to(device, dtype), phase.to(device, dtype)

@@ -42,32 +42,34 @@ def window_votes(
         ValueError: the window is not smaller than the number of slots.
 
     Cost: O(num_q_heads * window * num_slots * head_dim); weights are held for
-        as many KV heads at a time as fit 128 MiB.
+        one KV head at a time.
     """
     num_q_heads, window, head_dim = queries.shape
     num_kv_heads, num_slots, _ = keys.shape
     if window >= num_slots:
         raise ValueError(f"window {window} must be smaller than {num_slots} slots")
     group = num_q_heads // num_kv_heads
-    grouped = queries.reshape(num_kv_heads, group * window, head_dim)
+    rows = group * window
+    grouped = queries.reshape(num_kv_heads, rows, head_dim)
     # Query i of the window sits at slot num_slots - window + i.
     future = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu_(
         diagonal=1
     )
-    heads_at_once = max(_MAX_WEIGHTS // (group * window * num_slots), 1)
-    votes = torch.empty(
-        num_kv_heads, group, num_slots - window, dtype=torch.float32, device=keys.device
-    )
-    for first in range(0, num_kv_heads, heads_at_once):
-        heads = slice(first, first + heads_at_once)
-        logits = torch.bmm(grouped[heads], keys[heads].transpose(1, 2))
-        logits = logits.to(torch.float32).mul_(scale)
-        logits = logits.view(-1, group, window, num_slots)
-        logits[..., num_slots - window :].masked_fill_(future, -torch.inf)
+    votes = keys.new_empty(num_kv_heads, group, num_slots - window, dtype=torch.float32)
+    # A product instead of a mean: it reads the weights as they lie.
+    share = votes.new_full((group, 1, window), 1 / window)
+    # One KV head at a time, in memory that is used again: fresh memory of this
+    # size costs the kernel a page fault per 4 KiB, more than all the arithmetic.
+    narrow = keys.new_empty(rows, num_slots)
+    weights = votes.new_empty(group, window, num_slots)
+    for head in range(num_kv_heads):
+        torch.mm(grouped[head], keys[head].T, out=narrow)
+        weights.view(rows, num_slots).copy_(narrow).mul_(scale)
+        weights[..., num_slots - window :].masked_fill_(future, -torch.inf)
         if valid is not None:
-            logits.masked_fill_(~valid[heads, None, None], -torch.inf)
-        weights = torch.softmax(logits, dim=-1)
-        votes[heads] = weights[..., : num_slots - window].mean(dim=2)
+            weights.masked_fill_(~valid[head], -torch.inf)
+        torch.softmax(weights, dim=-1, out=weights)
+        votes[head] = torch.bmm(share, weights)[:, 0, : num_slots - window]
     return votes
 
 

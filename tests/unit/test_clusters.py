@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm_kvplugins import prototypes as proto
 from vllm_kvplugins.ops import clusters as op
 from vllm_kvplugins.ops.extension import load_extension
 
@@ -169,6 +170,31 @@ def test_threads_change_nothing(run):
     finally:
         torch.set_num_threads(before)
     assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.skipif(bool(load_extension().reason), reason="no compiled ops")
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize(("slots", "chunks"), [(1, 1), (57, 5), (130, 4), (64, 64)])
+def test_compiled_irregularity(slots, chunks, dtype):
+    """Error bar: twice that of torch in the same type, against float64."""
+    keys = problem(3, slots, 1, 54, dtype)[0]
+    keys[:, ::9] = 0
+    strided = torch.cat([keys, keys], dim=2)[..., :54]
+    exact = proto.irregularity(keys.double(), chunks)
+    bar = 2 * (proto.irregularity(keys, chunks) - exact).abs().max() + 1e-6
+    for given in (keys, strided):
+        delta = op.irregularity(given, chunks)
+        assert delta.shape == exact.shape
+        assert delta.dtype == torch.float32
+        assert (delta - exact).abs().max() <= bar
+
+
+@pytest.mark.skipif(bool(load_extension().reason), reason="no compiled ops")
+def test_compiled_irregularity_checks_its_arguments():
+    keys = torch.zeros(2, 8, 16)
+    for wrong in ((keys, 0), (keys, 9), (keys.double(), 2), (keys.mT, 2), (keys[0], 2)):
+        with pytest.raises(RuntimeError, match=r"kvp\.irregularity: "):
+            torch.ops.kvp.irregularity(*wrong)
 
 
 WRONG = {

@@ -28,7 +28,9 @@ def run(command: list[str], **environment: str) -> str:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-@pytest.mark.parametrize("name", ["page_copy", "assign", "dci", "index_kernels"])
+@pytest.mark.parametrize(
+    "name", ["page_copy", "assign", "irregularity", "dci", "index_kernels"]
+)
 def test_core_matches_its_definition(tmp_path, name):
     """With OpenMP and optimised, as it ships; warnings are errors."""
     binary = tmp_path / f"test_{name}"

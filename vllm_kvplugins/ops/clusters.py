@@ -69,6 +69,23 @@ def assign_and_average(
     return in_torch(keys, prototypes, values, valid)
 
 
+def irregularity(
+    keys: torch.Tensor, num_chunks: int, valid: torch.Tensor | None = None
+) -> torch.Tensor:
+    """How far each key points away from its chunk (ProtoKV, equation 10).
+
+    Compiled where :func:`assign_and_average` is, if all slots are valid; in torch
+    otherwise. Arguments and result: see ``prototypes.irregularity``.
+
+    Cost: two passes over the keys; nothing but the result is written to memory.
+    """
+    backend = backend_for(keys.device, keys.dtype, keys.shape[2])
+    if backend != "compiled" or valid is not None:
+        return proto.irregularity(keys, num_chunks, valid)
+    keys = keys if keys.stride(2) == 1 else keys.contiguous()
+    return call_compiled("irregularity", keys, num_chunks)
+
+
 def in_torch(
     keys: torch.Tensor,
     prototypes: torch.Tensor,

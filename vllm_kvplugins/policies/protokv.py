@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 
 from vllm_kvplugins import prototypes as proto
-from vllm_kvplugins.ops.clusters import assign_and_average
+from vllm_kvplugins.ops.clusters import assign_and_average, irregularity
 from vllm_kvplugins.policies.base import Compressor, LayerView
 from vllm_kvplugins.scoring import (
     drop_invalid,
@@ -111,7 +111,7 @@ class ProtoKV(Compressor):
             chunks, outliers = min(chunks + buckets, num_slots), 0
         else:
             outliers = 3 * buckets
-        delta = proto.irregularity(keys, chunks, valid)
+        delta = irregularity(keys, chunks, valid)
         irregular = proto.find_irregular(delta, outliers)
         regular = proto.regular_prototypes(keys, irregular, chunks)
         if not outliers:

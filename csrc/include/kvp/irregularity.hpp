@@ -1,0 +1,137 @@
+// How far each key points away from its chunk (ProtoKV, equation 10).
+//
+// Semantics are those of prototypes.irregularity. Plain pointers, no
+// allocation, all arguments trusted. Results do not depend on the number of
+// threads: every chunk is worked on alone.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "kvp/assign.hpp"
+
+namespace kvp {
+
+// Chunks of one KV head: key t of chunk c at keys + (c * length + t) * stride.
+template <typename Element>
+struct Chunks {
+  const Element* keys;
+  std::int64_t count;
+  std::int64_t length;
+  std::int64_t stride;
+  std::int64_t head_dim;  // at most kMaxHeadDim
+};
+
+// wide[d] = key[d], zeros up to a whole number of vectors.
+template <int kLanes, typename Element>
+KVP_ALWAYS_INLINE void widen(const Element* key, std::int64_t size, float* wide) {
+  for (std::int64_t d = 0; d < size; ++d) wide[d] = to_float(key[d]);
+  for (std::int64_t d = size; d % kLanes != 0; ++d) wide[d] = 0.0f;
+}
+
+// Sum of the lanes of a vector in memory; pairs first, for speed and precision.
+template <int kLanes>
+KVP_ALWAYS_INLINE float sum_lanes(const void* vector) {
+  float parts[kLanes];
+  std::memcpy(parts, vector, sizeof parts);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) parts[lane] += parts[lane + half];
+  }
+  return parts[0];
+}
+
+// delta[t] for the keys of chunk c. A key or mean of zero has cosine 0; where
+// all keys are equal the result is 0. Must be inlined into a function that is
+// compiled for vectors of kLanes floats.
+template <int kLanes, typename Element>
+KVP_ALWAYS_INLINE void chunk_deltas(const Chunks<Element>& all, std::int64_t c,
+                                    float* delta) {
+  typedef float Floats __attribute__((vector_size(kLanes * 4)));
+  const std::int64_t vectors = (all.head_dim + kLanes - 1) / kLanes;
+  const Element* first = all.keys + c * all.length * all.stride;
+  const float length = static_cast<float>(all.length);
+  Floats mean[kMaxHeadDim / kLanes], direction[kMaxHeadDim / kLanes];
+  Floats key;
+  float wide[kMaxHeadDim];
+  for (std::int64_t v = 0; v < vectors; ++v) mean[v] = Floats{};
+  for (std::int64_t t = 0; t < all.length; ++t) {
+    widen<kLanes>(first + t * all.stride, all.head_dim, wide);
+    for (std::int64_t v = 0; v < vectors; ++v) {
+      std::memcpy(&key, wide + v * kLanes, sizeof key);
+      mean[v] += key;
+    }
+  }
+  Floats squares = {};
+  for (std::int64_t v = 0; v < vectors; ++v) {
+    mean[v] /= length;
+    squares += mean[v] * mean[v];
+  }
+  const float mean_norm = std::sqrt(sum_lanes<kLanes>(&squares));
+  for (std::int64_t v = 0; v < vectors; ++v) direction[v] = mean[v] / mean_norm;
+  Floats offs = {};
+  for (std::int64_t t = 0; t < all.length; ++t) {
+    widen<kLanes>(first + t * all.stride, all.head_dim, wide);
+    Floats apart = {};
+    squares = Floats{};
+    for (std::int64_t v = 0; v < vectors; ++v) {
+      std::memcpy(&key, wide + v * kLanes, sizeof key);
+      const Floats off = key - mean[v];
+      offs += off * off;
+      squares += key * key;
+    }
+    const float norm = std::sqrt(sum_lanes<kLanes>(&squares));
+    const float per_norm = 1.0f / norm;
+    // 1 - cos as half the squared distance of unit vectors: keeps its digits
+    // when they are nearly parallel.
+    for (std::int64_t v = 0; v < vectors; ++v) {
+      std::memcpy(&key, wide + v * kLanes, sizeof key);
+      const Floats off = key * per_norm - direction[v];
+      apart += off * off;
+    }
+    const bool directed = norm > 0.0f && mean_norm > 0.0f;
+    delta[t] = directed ? sum_lanes<kLanes>(&apart) / 2 : 1.0f;
+  }
+  const float spread = std::sqrt(sum_lanes<kLanes>(&offs) / length);
+  for (std::int64_t t = 0; t < all.length; ++t) {
+    delta[t] = spread > 0.0f ? delta[t] / spread : 0.0f;
+  }
+}
+
+template <typename Element>
+void chunk_deltas_baseline(const Chunks<Element>& all, std::int64_t c,
+                           float* delta) {
+  chunk_deltas<4>(all, c, delta);
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+template <typename Element>
+__attribute__((target("avx2,fma"))) void chunk_deltas_avx2(
+    const Chunks<Element>& all, std::int64_t c, float* delta) {
+  chunk_deltas<8>(all, c, delta);
+}
+
+template <typename Element>
+__attribute__((target("avx512f"))) void
+chunk_deltas_avx512(const Chunks<Element>& all, std::int64_t c, float* delta) {
+  chunk_deltas<16>(all, c, delta);
+}
+#endif
+
+// delta[c * length + t] for all chunks of a head.
+template <typename Element>
+void irregularity(Simd simd, const Chunks<Element>& all, float* delta) {
+  auto* deltas = chunk_deltas_baseline<Element>;
+#if defined(__x86_64__) && defined(__GNUC__)
+  if (simd == Simd::kAvx2) deltas = chunk_deltas_avx2<Element>;
+  if (simd == Simd::kAvx512) deltas = chunk_deltas_avx512<Element>;
+#endif
+  [[maybe_unused]] const bool parallel =
+      8 * all.count * all.length * all.head_dim >= kParallelWork;
+#pragma omp parallel for schedule(static) if (parallel)
+  for (std::int64_t c = 0; c < all.count; ++c) {
+    deltas(all, c, delta + c * all.length);
+  }
+}
+
+}  // namespace kvp
