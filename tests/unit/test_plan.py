@@ -154,7 +154,7 @@ def test_folding_cuts_any_chunking(plan, chunk):
     "make",
     [
         lambda: BlockSpan(3, 2),
-        lambda: Compaction(64, BlockSpan(0, 2), BlockSpan(0, 2)),
+        lambda: Compaction(64, BlockSpan(1, 2), BlockSpan(0, 2)),
         lambda: Compaction(64, BlockSpan(0, 2), BlockSpan(1, 1)),
         lambda: ResidencyPlan(32, (Compaction(63, BlockSpan(0, 2), BlockSpan(1, 2)),)),
         lambda: ResidencyPlan(
@@ -162,6 +162,7 @@ def test_folding_cuts_any_chunking(plan, chunk):
         ),
         lambda: Fold(4, 0, 2),
         lambda: Fold(2, 1, 2),
+        lambda: Fold(4, 1, 2, whole_layers=3, num_layers=3),
         lambda: ResidencyPlan(
             32,
             (Compaction(99, BlockSpan(0, 3), BlockSpan(1, 3)),),

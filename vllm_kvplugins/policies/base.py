@@ -52,6 +52,9 @@ class Retention(Enum):
     """What becomes of slots that are not resident."""
 
     DROP = "drop"
+    # They stay in host memory and come back when a query asks for them; such a
+    # policy is a ``Retriever``.
+    OFFLOAD = "offload"
 
 
 @dataclass(frozen=True, slots=True)

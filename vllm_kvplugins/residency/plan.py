@@ -51,10 +51,10 @@ class Compaction:
     zone: BlockSpan
 
     def __post_init__(self) -> None:
-        inside = self.candidates.start < self.zone.start < self.zone.stop
+        inside = self.candidates.start <= self.zone.start < self.zone.stop
         if not inside or self.zone.stop != self.candidates.stop:
             raise ValueError(
-                f"landing zone {self.zone} must be a proper, non-empty tail of the "
+                f"landing zone {self.zone} must be a non-empty tail of the "
                 f"candidates {self.candidates}"
             )
 
@@ -68,7 +68,8 @@ class Fold:
     """Compactions that go on while a request generates.
 
     Whenever ``every_blocks`` new blocks are full, they and the landing zone are
-    folded into the newest ``keep_blocks`` blocks.
+    folded into the newest ``zone_blocks`` blocks: ``keep_blocks`` for most layers,
+    and everything for ``whole_layers`` of ``num_layers``.
 
     Attributes:
         first_at_block: full blocks at the first fold.
@@ -77,6 +78,8 @@ class Fold:
     first_at_block: int
     every_blocks: int
     keep_blocks: int
+    whole_layers: int = 0
+    num_layers: int = 1
 
     def __post_init__(self) -> None:
         if min(self.every_blocks, self.keep_blocks) < 1:
@@ -89,6 +92,15 @@ class Fold:
                 f"a fold at block {self.first_at_block} has nothing to free beyond "
                 f"{self.keep_blocks} blocks"
             )
+        if not 0 <= self.whole_layers < self.num_layers:
+            raise ValueError(
+                f"{self.whole_layers} of {self.num_layers} layers cannot stay whole"
+            )
+
+    def zone_blocks(self, stop: int) -> int:
+        """Blocks whose pages hold what stays of the first ``stop`` ones."""
+        some = (self.num_layers - self.whole_layers) * self.keep_blocks
+        return -(-(some + self.whole_layers * stop) // self.num_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +148,14 @@ class ResidencyPlan:
         step = index - len(self.compactions)
         stop = self.fold.first_at_block + step * self.fold.every_blocks
         if step:
-            start = stop - self.fold.every_blocks - self.fold.keep_blocks
+            before = stop - self.fold.every_blocks
+            start = before - self.fold.zone_blocks(before)
         else:
             start = self.compactions[-1].zone.start if self.compactions else 0
         return Compaction(
             stop * self.block_size,
             BlockSpan(start, stop),
-            BlockSpan(stop - self.fold.keep_blocks, stop),
+            BlockSpan(stop - self.fold.zone_blocks(stop), stop),
         )
 
     def num_done(self, computed_tokens: int) -> int:

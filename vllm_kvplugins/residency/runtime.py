@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -23,6 +24,7 @@ from vllm_kvplugins.policies.base import (
     Geometry,
     KVCachePolicy,
     Lengths,
+    Retention,
     Trigger,
 )
 from vllm_kvplugins.residency.compaction import CompactedPages, compact
@@ -39,9 +41,14 @@ from vllm_kvplugins.residency.requests import (
     Tracked,
     Window,
 )
+from vllm_kvplugins.residency.retrieval import Retrieval
+from vllm_kvplugins.residency.scores import slot_scores
 from vllm_kvplugins.residency.views import Views
 from vllm_kvplugins.rotary import Rotary
 from vllm_kvplugins.selection import keep_top
+
+if TYPE_CHECKING:
+    from vllm_kvplugins.policies.retrieval import Retriever
 
 
 class PolicyRuntime:
@@ -58,6 +65,7 @@ class PolicyRuntime:
         self.heap: Heap | None = None
         self.records: list[Record] | None = None
         self.prober: Prober | None = None
+        self.retrieval: Retrieval | None = None
         self._views: Views | None = None
         self._seconds: list[float] = []
         self._tables: PageTables | None = None
@@ -69,6 +77,8 @@ class PolicyRuntime:
         self._kept: list[tuple[Window, int, int]] = []
         # this step's rows that the policy observes, with what they own
         self._seen: list[tuple[Row, PageList]] = []
+        # this step's rows that fetch from the host tier
+        self._fetching: list[Row] = []
         self._plans: dict[int, ResidencyPlan] = {}
 
     # -- start-up ---------------------------------------------------------
@@ -91,6 +101,9 @@ class PolicyRuntime:
         if self._probes:
             assert model is not None, f"{self.policy.name} needs a model to probe"
             self.prober = Prober(self.policy, self._views, model)
+        if self.policy.retention is Retention.OFFLOAD:
+            retriever = cast("Retriever", self.policy)
+            self.retrieval = Retrieval(retriever, heap, list(scales))
         self._tables = PageTables(
             heap.num_layers,
             heap.num_kv_heads,
@@ -133,12 +146,14 @@ class PolicyRuntime:
             block_table: int32 [rows, blocks], vLLM's.
         """
         assert self._tables is not None, "not attached"
-        self._due, self._kept, self._seen = [], [], []
+        self._due, self._kept, self._seen, self._fetching = [], [], [], []
         seats = [0] * seq_lens.numel()
         for index, row in enumerate(rows):
             resident = self._resident(row)
             if resident is not None:
                 seats[index] = resident.seat
+                if self.retrieval is not None:
+                    self._fetching.append(row)
             plan = self.plan(row.prompt_tokens)
             if not plan.is_static:
                 self._note(row, plan, block_table[index])
@@ -195,6 +210,17 @@ class PolicyRuntime:
             (window, row.first_query + start - row.computed_tokens, count)
         )
 
+    def before_attention(self, layer: int, queries: torch.Tensor) -> None:
+        """Called when a layer is about to attend, its cache written.
+
+        Args:
+            queries: [step tokens, num_q_heads, head_dim], after RoPE.
+        """
+        for row in self._fetching:
+            assert self.retrieval is not None
+            part = queries[row.first_query : row.first_query + row.new_tokens]
+            self.retrieval.fetch(row.request_id, layer, part.transpose(0, 1))
+
     def after_attention(self, layer: int, queries: torch.Tensor) -> None:
         """Called when a layer has attended, with the step's queries.
 
@@ -241,11 +267,21 @@ class PolicyRuntime:
     def _compact(self, due: Due) -> None:
         heap, row, compaction = self.heap, due.row, due.compaction
         assert heap is not None
+        assert self._views is not None
+        tracked = self._requests.setdefault(row.request_id, Tracked())
         size = self.geometry.block_size
+        if self.retrieval is not None:
+            self._refresh_positions(row.request_id)
         owned = self._owned(row, due.blocks)
         # the partial last page is the tail; it does not compete
         competing = owned.owned - int(row.after_tokens % size > 0)
-        scores = self._scores(due, owned, competing)
+        if self.prober is not None:
+            prompt = self._prompts[row.request_id]
+            tracked.observed = self.prober.run(prompt, owned, row.after_tokens)
+        if self.retrieval is not None:
+            before_tail = compaction.zone.stop * size
+            self.retrieval.offload(row.request_id, owned, row.after_tokens, before_tail)
+        scores = slot_scores(self.policy, self._views, due, owned, competing, tracked)
         counts = self.policy.page_allocator().allocate(
             scores,
             len(compaction.zone),
@@ -266,49 +302,18 @@ class PolicyRuntime:
         heap.apply(after)
         self._settle(due, after)
 
+    def _refresh_positions(self, request_id: str) -> None:
+        """Let the landing zone's positions say what was fetched last."""
+        tracked = self._requests.get(request_id)
+        if tracked is not None and tracked.resident is not None:
+            assert self.retrieval is not None
+            self.retrieval.refresh_positions(request_id, tracked.resident.positions)
+
     def _pool(self, due: Due, owned: PageList) -> torch.Tensor:
         """Pages of the compaction's landing zone, whoever owns them now."""
         assert self.heap is not None
         zone = due.compaction.zone
         return self.heap.page_ids(due.blocks[zone.start : zone.stop]).reshape(-1)
-
-    def _scores(
-        self, due: Due, owned: PageList, competing: torch.Tensor
-    ) -> torch.Tensor:
-        """float32 [layers, kv_heads, slots]; -inf where a row owns no page."""
-        heap, views, size = self.heap, self._views, self.geometry.block_size
-        assert heap is not None
-        assert views is not None
-        row = due.row
-        tracked = self._requests.setdefault(row.request_id, Tracked())
-        if self.prober is not None:
-            prompt = self._prompts[row.request_id]
-            tracked.observed = self.prober.run(prompt, owned, row.after_tokens)
-        slots = int(competing.max()) * size
-        shape = (heap.num_layers, heap.num_kv_heads, slots)
-        # layers with fewer slots than the longest stay at -inf beyond their own
-        scores = torch.full(shape, -torch.inf, device=heap.pages.device)
-        window, tracked.window = tracked.window, None
-        budget = len(due.compaction.zone) * size + row.after_tokens % size
-        for layer in range(heap.num_layers):
-            queries = window.take(layer) if window else _NO_QUERIES
-            order = None
-            if tracked.resident is not None:
-                # a landing zone is in no order: show it oldest first
-                positions = views.positions(layer, owned, row.after_tokens)
-                order = positions.argsort(dim=1, stable=True)
-            observed = tracked.observed.get(layer)
-            view = views.view(
-                layer, owned, row.after_tokens, queries, observed, budget, order
-            )
-            score = self.policy.score(view)
-            if order is not None:
-                score = score.scatter(1, order, score)
-            width = min(score.shape[1], slots)
-            scores[layer, :, :width] = score[:, :width]
-        place = torch.arange(slots, device=scores.device)
-        beyond = place >= (competing * size).view(*shape[:2], 1)
-        return scores.masked_fill_(beyond, -torch.inf)
 
     def _settle(self, due: Due, after: CompactedPages) -> None:
         """Seat the request on its new pages; from now on it reads only these."""
@@ -323,6 +328,8 @@ class PolicyRuntime:
             tail_block,
             after.positions,
         )
+        if self.retrieval is not None:
+            self.retrieval.settle(due.row.request_id, after.pages, after.positions)
         if self.records is not None:
             self.records.append(Record.of(due, after.positions, self.geometry))
 
@@ -338,6 +345,8 @@ class PolicyRuntime:
         """Drop the state of requests that will be computed anew, if ever."""
         for request_id in request_ids:
             tracked = self._requests.pop(request_id, None)
+            if self.retrieval is not None:
+                self.retrieval.forget([request_id])
             if tracked is not None and tracked.resident is not None:
                 assert self._tables is not None
                 self._tables.leave(tracked.resident.seat)
@@ -356,6 +365,8 @@ class PolicyRuntime:
         seats = [resident.seat for resident in residents]
         assert len(set(seats)) == len(seats), f"seats shared: {sorted(seats)}"
         assert self._tables.seats_taken == len(seats), "seats leaked"
+        offloaded = self.retrieval.num_requests if self.retrieval else 0
+        assert offloaded in (0, len(seats)), "host tier and seats disagree"
 
     # -- observability ---------------------------------------------------------
 
@@ -363,6 +374,3 @@ class PolicyRuntime:
         """Durations of compactions since the last call."""
         taken, self._seconds = self._seconds, []
         return taken
-
-
-_NO_QUERIES = torch.empty(0, 0, 0)

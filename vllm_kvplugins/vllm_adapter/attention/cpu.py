@@ -213,6 +213,7 @@ class PagedPolicyImpl(CPUAttentionBackendImpl):
                 *args,
                 **kwargs,
             )
+        self.runtime.before_attention(self.layer_index, query)
         self._attend(query, kv_cache, attn_metadata, output)
         self.runtime.after_attention(self.layer_index, query)
         return output

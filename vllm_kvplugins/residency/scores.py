@@ -1,0 +1,58 @@
+"""A policy's scores of one request, all layers and KV heads, slot by slot."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.residency.requests import Due, PageList, Tracked
+from vllm_kvplugins.residency.views import Views
+
+_NO_QUERIES = torch.empty(0, 0, 0)
+
+
+def slot_scores(
+    policy: KVCachePolicy,
+    views: Views,
+    due: Due,
+    owned: PageList,
+    competing: torch.Tensor,
+    tracked: Tracked,
+) -> torch.Tensor:
+    """Ask a policy what each competing slot is worth.
+
+    Args:
+        owned: the request's pages.
+        competing: int64 [rows], how many of them compete, first ones first.
+        tracked: what is known of the request; its window of queries is used up.
+
+    Returns:
+        float32 [layers, kv_heads, slots]; -inf where a row owns no page.
+    """
+    heap, row = views.heap, due.row
+    size = heap.layout.block_size
+    slots = int(competing.max()) * size
+    shape = (heap.num_layers, heap.num_kv_heads, slots)
+    # layers with fewer slots than the longest stay at -inf beyond their own
+    scores = torch.full(shape, -torch.inf, device=heap.pages.device)
+    window, tracked.window = tracked.window, None
+    budget = len(due.compaction.zone) * size + row.after_tokens % size
+    for layer in range(heap.num_layers):
+        queries = window.take(layer) if window else _NO_QUERIES
+        order = None
+        if tracked.resident is not None:
+            # a landing zone is in no order: show it oldest first
+            positions = views.positions(layer, owned, row.after_tokens)
+            order = positions.argsort(dim=1, stable=True)
+        observed = tracked.observed.get(layer)
+        view = views.view(
+            layer, owned, row.after_tokens, queries, observed, budget, order
+        )
+        score = policy.score(view)
+        if order is not None:
+            score = score.scatter(1, order, score)
+        width = min(score.shape[1], slots)
+        scores[layer, :, :width] = score[:, :width]
+    place = torch.arange(slots, device=scores.device)
+    beyond = place >= (competing * size).view(*shape[:2], 1)
+    return scores.masked_fill_(beyond, -torch.inf)
