@@ -118,7 +118,7 @@ def test_requests_do_not_share_what_they_fetch(monkeypatch):
     for name, prompt in (("a", 40), ("b", 21), ("c", 33)):
         fake.add(name, prompt, 30)
     for step in range(34):
-        fake.step({name: 9 for name in fake.requests})
+        fake.step(dict.fromkeys(fake.requests, 9))
         if step == 12:
             fake.remove("b")
         if step == 20:
