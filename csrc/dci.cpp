@@ -20,7 +20,7 @@ namespace {
 std::int64_t index_create(std::int64_t kind, std::int64_t num_heads,
                           std::int64_t head_dim, std::int64_t page_size,
                           double promotion, std::int64_t composite,
-                          std::int64_t simple, std::int64_t seed) {
+                          std::int64_t simple, std::int64_t seed, bool by_mean) {
   const char* op = "index_create";
   const auto require = [op](const char* name, std::int64_t value, std::int64_t low,
                             std::int64_t high) {
@@ -38,7 +38,8 @@ std::int64_t index_create(std::int64_t kind, std::int64_t num_heads,
     fail(op, "promotion must be above 0 and at most 0.5, got ", promotion);
   }
   const Settings settings{head_dim, page_size,  promotion,
-                          composite, simple, static_cast<std::uint64_t>(seed)};
+                          composite, simple, static_cast<std::uint64_t>(seed),
+                          by_mean};
   if (kind == 0) {
     return Registry::get().add(
         std::make_shared<OneIndex<index::DciTree>>(settings, num_heads));
@@ -315,7 +316,7 @@ std::string index_kernels() { return index::select_kernels().name; }
 STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
   m.def(
       "index_create(int kind, int num_heads, int head_dim, int page_size, "
-      "float promotion, int composite, int simple, int seed) -> int");
+      "float promotion, int composite, int simple, int seed, bool by_mean) -> int");
   m.def("index_destroy(int handle) -> ()");
   m.def("index_append(int handle, Tensor keys, Tensor table, int count) -> ()");
   m.def(

@@ -127,6 +127,7 @@ inline Settings settings_for(Index dims, Index page_size, double promotion = 0.1
   settings.composite = 2;
   settings.simple = 3;
   settings.seed = kSeed;
+  settings.by_mean = page_size % 2 == 0;  // both kinds
   return settings;
 }
 

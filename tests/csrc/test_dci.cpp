@@ -201,6 +201,7 @@ void test_the_check_sees_damage(const Kernels& kernels, std::mt19937& random) {
   sees("a wrong norm", breaker.norm(), breaker.norm() * 2.0f);
   sees("a wrong projection", pages.raw[0], pages.raw[0] + 0.01f);
   sees("a stale lift", pages.lift[0], pages.lift[0] + 0.01f);
+  sees("a wrong mean", nodes.mean[0], nodes.mean[0] + 0.1f);
   sees("another key", keys[7], keys[7] + 0.5f);
   // Two keys of different nodes exchanged: all counts still hold.
   current_case = "a parent that is not the nearest";

@@ -132,6 +132,10 @@ inline void DciTree::promote(const KeyView& keys, std::int64_t first,
       level.first.push(-1);
       level.last.push(-1);
       level.num_children.push(0);
+      if (settings_.by_mean && l == 2) {
+        level.mean.resize((point + 1) * row_stride_);
+        level.members.push(0);
+      }
       level.key.push(static_cast<std::int32_t>(first + i));
     }
   }
@@ -169,8 +173,22 @@ inline void DciTree::attach_keys(const KeyView& keys, std::int64_t first,
       row[settings_.head_dim] = lift(squared_norm(row, settings_.head_dim));
     }
     add_block(rows.data(), at, count, panels, bias, points);
+    if (settings_.by_mean) add_to_means(rows.data(), points.parent.data() + at, count);
   }
   hang(levels_.front(), points, place_.data() + first);
+}
+
+inline void DciTree::add_to_means(const float* rows, const std::int32_t* nodes,
+                                  std::int64_t n) {
+  Level& level = levels_.front();
+  for (std::int64_t i = 0; i < n; ++i) {
+    const float share = 1.0f / static_cast<float>(++level.members[nodes[i]]);
+    float* mean = level.mean.data() + nodes[i] * row_stride_;
+    const float* key = rows + i * row_stride_;
+    for (std::int64_t d = 0; d < settings_.head_dim; ++d) {
+      mean[d] += (key[d] - mean[d]) * share;
+    }
+  }
 }
 
 inline DciTree::Points DciTree::make_points(std::int64_t first,

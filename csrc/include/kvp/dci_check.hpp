@@ -49,7 +49,7 @@ struct TreeChecker {
     }
     // Structure first: the others index by what it has checked.
     if (check_pages() && check_levels() && read_all() && check_norms() &&
-        check_children() && check_parents()) {
+        check_children() && check_parents() && check_means()) {
       check_projections();
     }
     return fault;
@@ -186,6 +186,35 @@ struct TreeChecker {
                    "level %zu has %lld of %lld points below its nodes", at + 2,
                    children, static_cast<long long>(expected))) {
         return false;
+      }
+    }
+    return true;
+  }
+
+  bool check_means() {
+    if (!tree.settings_.by_mean) return true;
+    const Level& nodes = tree.levels_.front();
+    const Chunks& pages = tree.pages();
+    const double scale = std::sqrt(static_cast<double>(tree.c2_));
+    std::vector<double> mean(static_cast<std::size_t>(dims()));
+    for (std::int64_t node = 0; node < nodes.size(); ++node) {
+      std::fill(mean.begin(), mean.end(), 0.0);
+      for (std::int32_t c = nodes.first[node]; c >= 0; c = pages.next[c]) {
+        for (std::int64_t i = 0; i < pages.count[c]; ++i) {
+          const float* member = key(pages.child[c * pages.capacity + i]);
+          for (std::size_t d = 0; d < mean.size(); ++d) {
+            mean[d] += static_cast<double>(member[d]) / nodes.num_children[node];
+          }
+        }
+      }
+      for (std::int64_t d = 0; d < dims(); ++d) {
+        const double stored = nodes.mean[node * tree.row_stride_ + d];
+        if (!require(nodes.members[node] == nodes.num_children[node] &&
+                         std::fabs(stored - mean[static_cast<std::size_t>(d)]) <=
+                             1e-4 * scale,
+                     "mean of node %lld is wrong", static_cast<long long>(node))) {
+          return false;
+        }
       }
     }
     return true;

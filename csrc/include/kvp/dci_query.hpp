@@ -11,7 +11,7 @@
 // a priority queue; nodes here have tens of children, for which computing all
 // lower bounds and picking the smallest is faster and gives the same children.
 //
-// Without a limit (max_visits 0, visit_ratio 1) every key is looked at, and the
+// Without a limit (max_visits 0, any visit_ratio) every key is looked at, and the
 // result is the exact scan's, ties included: both score keys with one function.
 //
 // Differs from algorithm 4, where every node visited yields k children whatever
@@ -48,8 +48,9 @@ inline std::int64_t DciTree::query(const KeyView& keys, bool by_page,
   if (num_keys() == 0) return 0;
   const std::int64_t budget =
       options.max_visits > 0 ? options.max_visits : num_keys();
-  Search search{keys, by_page, query, budget, options.visit_ratio, scratch, top};
-  if (options.visit_ratio < 1.0) {
+  const double ratio = options.max_visits > 0 ? options.visit_ratio : 1.0;
+  Search search{keys, by_page, query, budget, ratio, scratch, top};
+  if (ratio < 1.0) {
     // c * <u, T_Q(q)>, eq. 3; a query of zeros has no direction and gets zeros.
     search.query_norm = std::sqrt(squared_norm(query, settings_.head_dim));
     const double scale =
@@ -89,7 +90,9 @@ inline void DciTree::rank(Search& search, const Level& level) const {
   for (std::int64_t i = 0; i < n; ++i) {
     offsets[i] = scratch.nodes[static_cast<std::size_t>(i)] * row_stride_;
   }
-  kernels_->score(search.query, settings_.head_dim, level.rows.data(), offsets, 0, n,
+  const bool by_mean = settings_.by_mean && &level == &levels_.front();
+  kernels_->score(search.query, settings_.head_dim,
+                  by_mean ? level.mean.data() : level.rows.data(), offsets, 0, n,
                   scores);
   search.ranked.resize(static_cast<std::size_t>(n));
   for (std::size_t i = 0; i < search.ranked.size(); ++i) {

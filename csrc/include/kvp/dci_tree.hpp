@@ -26,7 +26,9 @@
 //
 // Differs from the paper: a promoted key stays at every level below as well, so
 // that every key has exactly one page; the first key is always promoted, so that
-// level 2 exists; parents are found exactly instead of by a query of the tree.
+// level 2 exists; parents are found exactly instead of by a query of the tree. With
+// Settings::by_mean a search orders the nodes of level 2 by the mean of their keys
+// instead of by their promoted key, which stands for them less well.
 #pragma once
 
 #include <cstdint>
@@ -74,7 +76,7 @@ struct Chunks {
 struct Level {
   Level(Arena& arena, std::int64_t chunk_capacity, std::int64_t projections)
       : key(arena), rows(arena), norm2(arena), parent(arena), first(arena),
-        last(arena), num_children(arena),
+        last(arena), num_children(arena), mean(arena), members(arena),
         chunks(arena, chunk_capacity, projections) {}
 
   std::int64_t size() const { return key.size(); }
@@ -85,6 +87,8 @@ struct Level {
   Array<std::int32_t> parent;  // point of the level above; -1 at the top
   Array<std::int32_t> first, last;  // chunks of the node, -1 if it has none
   Array<std::int32_t> num_children;
+  Array<float> mean;           // [point][row_stride] of the node's keys; level 2
+  Array<std::int32_t> members;  // keys in the mean; level 2
   Chunks chunks;               // children, at the level below
   std::int64_t attached_at = 0;  // keys there were when parents were last chosen
                                  // for the whole level (a level above appeared)
@@ -147,6 +151,7 @@ class DciTree {
   void grow_norm(float norm2);
   void promote(const KeyView& keys, std::int64_t first, std::int64_t n);
   void attach_level(std::size_t level, std::int64_t first);
+  void add_to_means(const float* rows, const std::int32_t* nodes, std::int64_t n);
   void attach_keys(const KeyView& keys, std::int64_t first, std::int64_t n);
   Points make_points(std::int64_t first, std::int64_t n) const;
   void add_block(const float* rows, std::int64_t at, std::int64_t n,

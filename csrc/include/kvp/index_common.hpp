@@ -26,12 +26,14 @@ struct Settings {
   std::int64_t composite = 0;
   std::int64_t simple = 0;
   std::uint64_t seed = 0;
+  bool by_mean = false;  // nodes of level 2 are ranked by the mean of their keys
 
   std::int64_t projections() const { return composite * simple; }
 };
 
 struct QueryOptions {
-  std::int64_t max_visits = 0;  // keys to look at per query; 0: all, exact
+  std::int64_t max_visits = 0;  // keys to look at per query; 0: all, exact,
+                                // whatever the share below
   double visit_ratio = 1.0;     // share of a node's keys to look at, by bound
 };
 

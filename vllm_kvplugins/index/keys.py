@@ -1,0 +1,79 @@
+"""Where the keys of a layer lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+def _no_table() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Keys:
+    """A description of keys in memory, which an index reads in place.
+
+    Keys are float32 or bfloat16, on the CPU, with any strides: a transposed page
+    (``[head_dim, block_size]``, vLLM's CPU backend) is the ``transpose`` of its
+    view. Rows whose elements lie side by side are read fastest.
+
+    Args:
+        data: [requests, heads, n, head_dim], or with a table pages
+            [num_pages, block_size, head_dim] that all requests and heads share.
+        table: int64 [requests, heads, pages]: slot ``s`` of a head is slot
+            ``s % block_size`` of page ``table[..., s // block_size]``.
+        by_page: the keys lie in the places that the index gave them
+            (:meth:`KeyIndex.places`) instead of in the order of their slots.
+            Neighbours in the tree are then neighbours in memory.
+    """
+
+    data: torch.Tensor
+    table: torch.Tensor = field(default_factory=_no_table)
+    by_page: bool = False
+
+    @classmethod
+    def dense(cls, keys: torch.Tensor, by_page: bool = False) -> Keys:
+        """Keys in one tensor.
+
+        Args:
+            keys: [heads, n, head_dim] of one request, or of several with a first
+                dimension for them.
+            by_page: see the class.
+        """
+        return cls(_with_requests(keys, 4), by_page=by_page)
+
+    @classmethod
+    def paged(
+        cls, pages: torch.Tensor, table: torch.Tensor, by_page: bool = False
+    ) -> Keys:
+        """Keys in pages.
+
+        Args:
+            pages: [num_pages, block_size, head_dim], a view of any strides.
+            table: int64 [heads, pages] of one request, or of several with a first
+                dimension for them.
+            by_page: see the class.
+        """
+        return cls(pages, _with_requests(table, 3).contiguous(), by_page)
+
+    @property
+    def capacity(self) -> int:
+        """Slots per head."""
+        if self.data.dim() == 4:
+            return self.data.shape[2]
+        return self.table.shape[2] * self.data.shape[1]
+
+    def gather(self) -> torch.Tensor:
+        """All of them, copied: [requests, heads, capacity, head_dim]."""
+        if self.data.dim() == 4:
+            return self.data.clone()
+        requests, heads, pages = self.table.shape
+        _, block_size, head_dim = self.data.shape
+        found = self.data[self.table]
+        return found.reshape(requests, heads, pages * block_size, head_dim)
+
+
+def _with_requests(tensor: torch.Tensor, dims: int) -> torch.Tensor:
+    return tensor.unsqueeze(0) if tensor.dim() == dims - 1 else tensor
