@@ -26,10 +26,22 @@ from vllm_kvplugins.policies.base import (
     Lengths,
     Probe,
     ProbeOccasion,
+    Retention,
     Trigger,
 )
+from vllm_kvplugins.policies.registry import available_policies, get_policy_class
 from vllm_kvplugins.rotary import Rotary
 from vllm_kvplugins.selection import keep_top
+
+
+def dropping_policies() -> list[str]:
+    """Names of the policies that drop tokens; others keep all, or elsewhere."""
+    classes = {name: get_policy_class(name) for name in available_policies()}
+    return [
+        name
+        for name, cls in classes.items()
+        if cls.retention is Retention.DROP and cls.triggers is not Trigger.NEVER
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,13 +27,12 @@ import typer
 from _documents import Document, read_documents
 from _engine import provenance
 from _masked_model import Branches, MaskedModel, Prompt, attend
-from _selection import Probing, Selector
+from _selection import Probing, Selector, dropping_policies
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
 from vllm_kvplugins.config import describe, parse_policy
-from vllm_kvplugins.policies.registry import available_policies
 
 # Full KV, token by token and in one pass, may differ by rounding only.
 SAME_KL = 1e-4
@@ -121,7 +120,7 @@ class Reference:
 def parse_rows(names: list[str]) -> dict[str, dict[str, Any]]:
     """Label -> policy as its configuration; every dropping policy by default."""
     if not names:
-        names = [name for name in available_policies() if name != "full"]
+        names = dropping_policies()
     rows = {}
     for name in names:
         config = json.loads(name) if name.startswith("{") else {"name": name}

@@ -31,8 +31,6 @@ from _pass_key import filler, plant, sentences
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvplugins.policies.registry import available_policies
-
 MAX_TOKENS = 16
 # The question and the chat template's closing words have about so many tokens.
 QUESTION_WINDOW = 20
@@ -92,9 +90,14 @@ class Setting:
 def make_jobs(policies: list[str], budgets: list[int]) -> list[Job]:
     """Stock once, every policy at every budget; all policies by default."""
     if not policies:
-        names = [name for name in available_policies() if name != "full"]
+        from _selection import dropping_policies  # which imports transformers
+
         windows = [{"name": name, "window": QUESTION_WINDOW} for name in VOTERS]
-        policies = ["{}", *names, *(json.dumps(window) for window in windows)]
+        policies = [
+            "{}",
+            *dropping_policies(),
+            *(json.dumps(window) for window in windows),
+        ]
     jobs = []
     for policy in policies:
         config = json.loads(policy) if policy.startswith("{") else {"name": policy}
