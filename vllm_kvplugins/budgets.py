@@ -170,7 +170,9 @@ class HeadAdaptive(PageAllocator):
     """Within a layer, pages go where the best scores are (Ada-KV).
 
     arXiv:2407.11550, algorithm 1: the layer's top tokens over all its heads
-    decide the heads' shares; each head is sure of ``safeguard`` of the average.
+    decide the heads' shares; each head is sure of ``safeguard`` of the average, and
+    the rest is shared. Differs from kvpress, where the top tokens decide alone and
+    only heads below the safeguard are lifted to it.
     """
 
     name: ClassVar[str] = "head-adaptive"

@@ -9,14 +9,17 @@ layer's hook, what it would keep. ``compare`` needs only this package: it gives
 our policies the recorded keys and queries and compares the kept positions.
 
 A press returns keys and values without their positions. Its ``values`` argument
-is therefore replaced by numbers that are the positions; none of the presses
-below reads values to score.
+is therefore replaced by numbers that are the positions; where a press reads values
+or attention to score, its ``score`` is called instead, and the best are taken as
+``ScorerPress.compress`` does.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,12 @@ WINDOW = 64
 PROMPTS = {1013: 400, 4001: 1400}
 PYRAMID_BETA = 4  # 400 / 4 >= WINDOW
 SEED = 20261121
+
+
+# Tokens whose attention is summed at a time.
+QUERIES_AT_ONCE = 256
+FUTURE = 512
+BY_SCORE = ("expected-attention", "observed attention")
 
 
 # -- step one: kvpress ----------------------------------------------------------
@@ -52,6 +61,10 @@ def make_presses(ratio: float) -> dict[str, Any]:
         "pyramidkv": kvpress.PyramidKVPress(
             ratio, window_size=WINDOW, beta=PYRAMID_BETA
         ),
+        "expected-attention": kvpress.ExpectedAttentionPress(
+            ratio, n_future_positions=FUTURE
+        ),
+        "observed attention": kvpress.ObservedAttentionPress(ratio),
         "adakv safeguard=0": kvpress.AdaKVPress(snapkv(), alpha_safeguard=0.0),
         "adakv safeguard=0.2": kvpress.AdaKVPress(snapkv(), alpha_safeguard=0.2),
     }
@@ -75,6 +88,33 @@ def press_keeps(
     return keep.scatter(1, kept[0, :, :, 0].long(), True)
 
 
+def scores_keep(
+    press: Any, module: Any, hidden: torch.Tensor, cache: Any, attentions: Any
+) -> torch.Tensor:
+    """As ``press_keeps``, for presses that score by values or attention."""
+    from kvpress.utils import compute_n_kept
+
+    scores = press.score(module, hidden, cache.keys, cache.values, attentions, {})[0]
+    count = compute_n_kept(scores.shape[1], press.compression_ratio)
+    best = scores.topk(count, dim=-1).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True)
+
+
+def attention_sums(
+    queries: torch.Tensor, keys: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention that each key receives: [num_q_heads, num_slots]."""
+    slots = keys.shape[1]
+    keys = keys.repeat_interleave(queries.shape[0] // keys.shape[0], 0)
+    total = torch.zeros(keys.shape[:2])
+    for first in range(0, slots, QUERIES_AT_ONCE):
+        logits = queries[:, first : first + QUERIES_AT_ONCE] @ keys.mT * scale
+        at = torch.arange(first, first + logits.shape[1])[:, None]
+        later = torch.arange(slots) > at
+        total += logits.masked_fill(later, -torch.inf).softmax(-1).sum(1)
+    return total
+
+
 @torch.no_grad()
 def record_prompt(model: Any, tokens: list[int], budget: int) -> dict[str, Any]:
     """Keys, newest queries and every press's choice, layer by layer."""
@@ -86,20 +126,25 @@ def record_prompt(model: Any, tokens: list[int], budget: int) -> dict[str, Any]:
     layers: list[dict[str, Any]] = []
 
     def hook(module: Any, _: Any, kwargs: Any, output: Any) -> None:
-        keys = kwargs["past_key_values"].layers[module.layer_idx].keys
+        cache = kwargs["past_key_values"].layers[module.layer_idx]
         hidden = kwargs["hidden_states"]
-        cos, sin = (part[:, None, -WINDOW:] for part in kwargs["position_embeddings"])
-        newest = module.q_proj(hidden[:, -WINDOW:])
-        newest = newest.unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-        queries = newest * cos + rotate_half(newest) * sin
+        cos, sin = (part[:, None] for part in kwargs["position_embeddings"])
+        raw = module.q_proj(hidden).unflatten(-1, (-1, module.head_dim))
+        raw = raw.transpose(1, 2)
+        queries = (raw * cos + rotate_half(raw) * sin)[0]
+        # the press sums over the queries, which are all in one row here
+        sums = attention_sums(queries, cache.keys[0], module.scaling)[None, :, None]
         kept = {
-            name: press_keeps(press, module, hidden, keys, kwargs)
+            name: scores_keep(press, module, hidden, cache, sums)
+            if name in BY_SCORE
+            else press_keeps(press, module, hidden, cache.keys, kwargs)
             for name, press in presses.items()
         }
         layers.append(
             {
-                "keys": keys[0].clone(),
-                "queries": queries[0].clone(),
+                "keys": cache.keys[0].clone(),
+                "values": cache.values[0].clone(),
+                "queries": queries.clone(),
                 "scale": module.scaling,
                 "kept": kept,
             }
@@ -115,7 +160,15 @@ def record_prompt(model: Any, tokens: list[int], budget: int) -> dict[str, Any]:
         for handle in hooks:
             handle.remove()
     version = getattr(kvpress, "__version__", "unknown")
-    return {"layers": layers, "budget": budget, "kvpress": version}
+    positions = torch.arange(len(tokens) + FUTURE)[None]
+    rotary = model.model.rotary_emb(torch.zeros(1), positions)
+    half = rotary[0].shape[-1] // 2
+    return {
+        "layers": layers,
+        "budget": budget,
+        "kvpress": version,
+        "rotary": [part[0, :, :half] for part in rotary],
+    }
 
 
 def record(model_path: str, folder: Path, text_path: Path | None) -> None:
@@ -140,66 +193,112 @@ def record(model_path: str, folder: Path, text_path: Path | None) -> None:
 # -- step two: ours -------------------------------------------------------------
 
 
-def make_policies() -> dict[str, Any]:
-    """Name of a press -> (our policy, our allocator)."""
+@dataclass(frozen=True)
+class Comparison:
+    """One line of the table: a press, and what it is compared with.
+
+    Attributes:
+        adapt: changes our scores first, to show that nothing else differs.
+    """
+
+    name: str
+    press: str
+    policy: Any
+    allocator: Any
+    adapt: Callable[[torch.Tensor], torch.Tensor] = lambda scores: scores
+
+
+def make_comparisons() -> list[Comparison]:
+    """All presses of ``make_presses``, some of them twice."""
     from vllm_kvplugins.budgets import parse_allocator
     from vllm_kvplugins.config import parse_policy
 
     def policy(name: str, **options: Any) -> Any:
         return parse_policy({"name": name, "budget": 400, **options})
 
-    snapkv = policy("snapkv", window=WINDOW)
-    uniform = parse_allocator("uniform")
-
     def adaptive(safeguard: float) -> Any:
         return parse_allocator({"name": "head-adaptive", "safeguard": safeguard})
 
-    return {
-        "streaming-llm": (policy("streaming-llm"), uniform),
-        "knorm": (policy("knorm"), uniform),
-        "keydiff": (policy("keydiff"), uniform),
-        "tova": (policy("tova"), uniform),
-        "snapkv": (snapkv, uniform),
-        "chunkkv": (policy("chunkkv", window=WINDOW), uniform),
-        "pyramidkv": (
-            policy("pyramidkv", window=WINDOW),
-            parse_allocator({"name": "pyramid", "beta": PYRAMID_BETA}),
-        ),
-        "adakv safeguard=0": (snapkv, adaptive(0.0)),
-        "adakv safeguard=0.2": (snapkv, adaptive(0.2)),
+    snapkv = policy("snapkv", window=WINDOW)
+    uniform = parse_allocator("uniform")
+    plain = {
+        "streaming-llm": policy("streaming-llm"),
+        "knorm": policy("knorm"),
+        "keydiff": policy("keydiff"),
+        "tova": policy("tova"),
+        "snapkv": snapkv,
+        "chunkkv": policy("chunkkv", window=WINDOW),
+        "expected-attention": policy("expected-attention", future=FUTURE),
     }
+    pyramidkv = policy("pyramidkv", window=WINDOW)
+    pyramid = parse_allocator({"name": "pyramid", "beta": PYRAMID_BETA})
+    h2o, seen = policy("h2o", recent=0), "observed attention"
+    name = f"pyramidkv, beta {PYRAMID_BETA}"
+    return [
+        *(Comparison(name, name, one, uniform) for name, one in plain.items()),
+        Comparison(name, "pyramidkv", pyramidkv, pyramid),
+        Comparison(
+            f"{name}, window inside", "pyramidkv", pyramidkv, pyramid, window_inside
+        ),
+        Comparison("observed attention, h2o", seen, h2o, uniform),
+        Comparison("observed attention, h2o per query", seen, h2o, uniform, per_query),
+        *(
+            Comparison(f"adakv, safeguard {x:g}", f"adakv safeguard={x:g}", snapkv, a)
+            for x, a in ((0, adaptive(0.0)), (0.2, adaptive(0.2)))
+        ),
+    ]
 
 
-def our_keeps(
-    recorded: dict[str, Any], policy: Any, allocator: Any, chunked_count: int | None
-) -> torch.Tensor:
+def window_inside(scores: torch.Tensor) -> torch.Tensor:
+    """The window wins by its score and is not known to stay."""
+    stays = scores.isposinf()
+    return scores.masked_fill(stays, float(scores[~stays].max()) + 1)
+
+
+def per_query(scores: torch.Tensor) -> torch.Tensor:
+    """Sums divided by the number of queries that saw a slot."""
+    return scores / torch.arange(scores.shape[-1], 0, -1)
+
+
+def our_keeps(recorded: dict[str, Any], ours: Comparison, average: int) -> torch.Tensor:
     """bool [layers, num_kv_heads, num_slots], pages of one token."""
-    from views import make_layer_view
-
     from vllm_kvplugins.selection import keep_top
 
-    rows = []
-    for index, layer in enumerate(recorded["layers"]):
-        keys, queries = layer["keys"], layer["queries"]
-        wanted = policy.queries_needed
-        view = make_layer_view(
-            layer=index,
-            keys=keys,
-            positions=torch.arange(keys.shape[1]).expand(keys.shape[0], -1),
-            queries=queries[:, queries.shape[1] - wanted :],
-            query_positions=torch.arange(keys.shape[1] - wanted, keys.shape[1]),
-            scale=layer["scale"],
-            load_values=_no_values,
-        )
-        rows.append(policy.score(view))
-    scores = torch.stack(rows)
-    average = chunked_count or recorded["budget"]
+    layers = range(len(recorded["layers"]))
+    scores = torch.stack([our_scores(recorded, i, ours.policy) for i in layers])
+    scores = ours.adapt(scores)
     available = torch.full(scores.shape[:2], scores.shape[2])
-    return keep_top(scores, allocator.allocate(scores, average, 1, available))
+    return keep_top(scores, ours.allocator.allocate(scores, average, 1, available))
 
 
-def _no_values() -> torch.Tensor:
-    raise AssertionError("values were not recorded")
+def our_scores(recorded: dict[str, Any], index: int, policy: Any) -> torch.Tensor:
+    """float32 [num_kv_heads, num_slots] of one layer."""
+    from views import make_layer_view
+
+    from vllm_kvplugins.policies.base import Trigger
+    from vllm_kvplugins.rotary import Rotary
+
+    layer = recorded["layers"][index]
+    heads, slots, _ = layer["keys"].shape
+
+    def view(newest: int, observed: Any) -> Any:
+        return make_layer_view(
+            layer=index,
+            keys=layer["keys"],
+            positions=torch.arange(slots).expand(heads, -1),
+            queries=layer["queries"][:, slots - newest :],
+            query_positions=torch.arange(slots - newest, slots),
+            scale=layer["scale"],
+            rotary=Rotary(*recorded["rotary"], True),
+            observed=observed,
+            budget_tokens=recorded["budget"],
+            load_values=lambda: layer["values"],
+        )
+
+    observed = None
+    if Trigger.PREFILL_CHUNK in policy.observes:
+        observed = policy.observe(view(slots, None))
+    return policy.score(view(policy.queries_needed, observed))
 
 
 def compare(folder: Path) -> None:
@@ -207,18 +306,24 @@ def compare(folder: Path) -> None:
     print("|---|---|---|---|---|---|")
     for path in sorted(folder.glob("*.pt"), key=lambda item: int(item.stem)):
         recorded = torch.load(path)
-        for name, (policy, allocator) in make_policies().items():
-            theirs = torch.stack([one["kept"][name] for one in recorded["layers"]])
-            per_head = theirs.sum(-1)
+        for ours in make_comparisons():
+            layers = recorded["layers"]
+            theirs = torch.stack([layer["kept"][ours.press] for layer in layers])
             # kvpress keeps whole chunks, the short last one among them or not.
-            chunked = int(per_head[0, 0]) if name == "chunkkv" else None
-            ours = our_keeps(recorded, policy, allocator, chunked)
-            same = (ours == theirs).double().mean()
-            overlap = (ours & theirs).sum() / theirs.sum()
-            print(
-                f"| {path.stem} | {name} | {_span(per_head)} | {_span(ours.sum(-1))} "
-                f"| {same:.5f} | {overlap:.5f} |"
-            )
+            chunked = ours.press == "chunkkv"
+            average = int(theirs[0, 0].sum()) if chunked else recorded["budget"]
+            _print_row(path.stem, ours.name, theirs, our_keeps(recorded, ours, average))
+
+
+def _print_row(
+    prompt: str, name: str, theirs: torch.Tensor, ours: torch.Tensor
+) -> None:
+    same = (ours == theirs).double().mean()
+    overlap = (ours & theirs).sum() / theirs.sum()
+    print(
+        f"| {prompt} | {name} | {_span(theirs.sum(-1))} | {_span(ours.sum(-1))} "
+        f"| {same:.5f} | {overlap:.5f} |"
+    )
 
 
 def _span(counts: torch.Tensor) -> str:

@@ -18,7 +18,9 @@ class H2O(Compressor):
     adds its attention to what a token has received so far; the tokens that got
     most stay, and the newest ones. Differs from the paper: sums are averaged over
     the queries that share a KV head (the paper has no GQA), and tokens go when
-    the request is compacted, not one at every step.
+    the request is compacted, not one at every step. Differs from
+    kvpress's observed attention, which divides each sum by the number of its
+    queries and keeps no newest tokens; algorithm 1 sums, and has a recent window.
 
     Cost: as much again as the attention of the prompt, since the kernel does not
     hand out its weights; while generating, one more pass over the resident keys

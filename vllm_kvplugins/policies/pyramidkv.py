@@ -16,15 +16,15 @@ class PyramidKV(SnapKV):
     arXiv:2406.02069: section 3.3's scores are SnapKV's, section 3.2's budgets
     are the ``pyramid`` allocator, which is only this policy's default. The
     window is 8 queries, as in the paper's experiments and its published
-    scripts: with ``beta`` 20 the top layer gets 1/20 of the budget, and a
-    window of 64 would fill it.
+    scripts; as there, every layer keeps it on top of its share.
 
-    Differs from the paper: pooling is SnapKV's average; budgets are whole
-    pages, at least one per layer and head, and count the window (the paper
-    shares out what is left after the window). Differs from kvpress, which falls
-    back to equal budgets when the top layer's share is below the window, and
-    flattens the slope when the bottom layer's share exceeds the prompt (here
-    the bottom layers keep everything and the rest goes to the layers above).
+    Differs from the paper: pooling is SnapKV's average; budgets are whole pages,
+    at least one per layer and head; ``budget`` counts the window, so ``beta``
+    divides what is left of it. Differs from kvpress, which counts the window in
+    the layers' shares, falls back to equal budgets when the top layer's share is
+    below the window, and flattens the slope when the bottom layer's share exceeds
+    the prompt (here the bottom layers keep everything and the rest goes to the
+    layers above).
 
     Cost: SnapKV's.
     """
