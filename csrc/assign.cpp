@@ -4,6 +4,7 @@
 
 #include "kvp/irregularity.hpp"
 
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -133,49 +134,76 @@ std::tuple<Tensor, Tensor> assign_and_average_cpu(
   return {means, clusters};
 }
 
+// What chunk_prototypes works out for all heads.
+struct Chunked {
+  std::int64_t chunks, length, count;
+  float* sums;
+  std::int64_t* slots;
+};
+
 template <typename Element>
-void irregularity_of_heads(const Tensor& keys, std::int64_t chunks,
-                           std::int64_t length, float* delta) {
+void chunk_heads(const Tensor& keys, const Chunked& out) {
   const auto* first = static_cast<const Element*>(keys.const_data_ptr());
+  const std::int64_t n = out.chunks * out.length;
+  const auto size = static_cast<std::size_t>(n);
+  std::vector<float> delta(size);
+  std::vector<std::int64_t> order(size);
+  const auto irregular = std::make_unique<bool[]>(size);
   for (std::int64_t head = 0; head < keys.size(0); ++head) {
-    const Chunks<Element> all{first + head * keys.stride(0), chunks, length,
-                              keys.stride(1), keys.size(2)};
-    irregularity(best_simd(), all, delta + head * chunks * length);
+    const Chunks<Element> all{first + head * keys.stride(0), out.chunks,
+                              out.length, keys.stride(1), keys.size(2)};
+    irregularity(best_simd(), all, delta.data());
+    for (float x : delta) {
+      if (std::isnan(x)) fail("chunk_prototypes", "keys hold NaN or infinities");
+    }
+    find_irregular(delta.data(), n, out.count, order.data(), irregular.get(),
+                   out.slots + head * out.count);
+    sum_regular(all, irregular.get(),
+                out.sums + head * out.chunks * all.head_dim);
   }
 }
 
-Tensor irregularity_cpu(const Tensor& keys, std::int64_t chunks) {
-  const char* op = "irregularity";
+std::tuple<Tensor, Tensor> chunk_prototypes_cpu(const Tensor& keys,
+                                                std::int64_t chunks,
+                                                std::int64_t count) {
+  const char* op = "chunk_prototypes";
   Argument{op, "keys", keys}.require_dim(3);
+  const std::int64_t heads = keys.size(0), head_dim = keys.size(2);
   if (chunks < 1 || chunks > keys.size(1)) {
     fail(op, "num_chunks must be 1 to the number of slots, ", keys.size(1),
          ", got ", chunks);
   }
-  if (keys.size(2) > kMaxHeadDim) {
-    fail(op, "head_dim must be at most ", kMaxHeadDim, ", got ", keys.size(2));
+  const std::int64_t length = keys.size(1) / chunks;
+  if (count < 0 || count > chunks * length) {
+    fail(op, "count must be 0 to ", chunks * length, ", got ", count);
   }
-  if (keys.size(2) > 1 && keys.stride(2) != 1) {
+  if (head_dim > kMaxHeadDim) {
+    fail(op, "head_dim must be at most ", kMaxHeadDim, ", got ", head_dim);
+  }
+  if (head_dim > 1 && keys.stride(2) != 1) {
     fail(op, "the elements of a key must lie side by side");
   }
-  const std::int64_t length = keys.size(1) / chunks;
-  Tensor delta = torch::stable::new_empty(keys, {keys.size(0), chunks * length},
-                                          ScalarType::Float);
-  float* out = delta.mutable_data_ptr<float>();
+  Tensor sums = torch::stable::new_empty(keys, {heads, chunks, head_dim},
+                                         ScalarType::Float);
+  Tensor slots =
+      torch::stable::new_empty(keys, {heads, count}, ScalarType::Long);
+  const Chunked out{chunks, length, count, sums.mutable_data_ptr<float>(),
+                    slots.mutable_data_ptr<std::int64_t>()};
   switch (keys.scalar_type()) {
     case ScalarType::Float:
-      irregularity_of_heads<float>(keys, chunks, length, out);
+      chunk_heads<float>(keys, out);
       break;
     case ScalarType::Half:
-      irregularity_of_heads<Float16>(keys, chunks, length, out);
+      chunk_heads<Float16>(keys, out);
       break;
     case ScalarType::BFloat16:
-      irregularity_of_heads<BFloat16>(keys, chunks, length, out);
+      chunk_heads<BFloat16>(keys, out);
       break;
     default:
       fail(op, "keys must be float32, float16 or bfloat16, got ",
            torch::headeronly::toString(keys.scalar_type()));
   }
-  return delta;
+  return {sums, slots};
 }
 
 std::string simd_in_use() {
@@ -190,13 +218,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
   m.def(
       "assign_and_average(Tensor keys, Tensor prototypes, Tensor values, "
       "Tensor? valid) -> (Tensor, Tensor)");
-  m.def("irregularity(Tensor keys, int num_chunks) -> Tensor");
+  m.def(
+      "chunk_prototypes(Tensor keys, int num_chunks, int count) "
+      "-> (Tensor, Tensor)");
   m.def("simd_in_use() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvp, CPU, m) {
   m.impl("assign_and_average", TORCH_BOX(&kvp::binding::assign_and_average_cpu));
-  m.impl("irregularity", TORCH_BOX(&kvp::binding::irregularity_cpu));
+  m.impl("chunk_prototypes", TORCH_BOX(&kvp::binding::chunk_prototypes_cpu));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvp, CompositeExplicitAutograd, m) {

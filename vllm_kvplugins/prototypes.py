@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import torch.nn.functional as F
 
 from vllm_kvplugins.scoring import slot_tiles
 from vllm_kvplugins.selection import keep_top
@@ -118,7 +117,7 @@ def regular_prototypes(
     for tile in slot_tiles(num_chunks, num_heads * length * head_dim):
         chunks = _chunks(keys, tile, length)
         sums[:, tile] = (regular[:, tile].to(chunks.dtype) @ chunks).squeeze(2)
-    return _directions(sums)
+    return directions(sums)
 
 
 def hash_buckets(
@@ -172,10 +171,11 @@ def bucket_prototypes(
     num_heads, num_slots, head_dim = keys.shape
     wide = _wide(keys)
     sums = torch.zeros(num_heads, num_buckets, head_dim, dtype=wide, device=keys.device)
+    every = torch.arange(num_buckets, device=keys.device)
     for tile in slot_tiles(num_slots, num_heads * (head_dim + num_buckets)):
-        member = F.one_hot(buckets[:, tile], num_buckets).to(wide)
+        member = (buckets[:, tile, None] == every).to(wide)
         sums += member.transpose(1, 2) @ keys[:, tile].to(wide)
-    return _directions(sums)
+    return directions(sums)
 
 
 def assign_to_prototypes(keys: torch.Tensor, prototypes: torch.Tensor) -> torch.Tensor:
@@ -222,7 +222,7 @@ def _norms(vectors: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
 
 
-def _directions(vectors: torch.Tensor) -> torch.Tensor:
+def directions(vectors: torch.Tensor) -> torch.Tensor:
     """Unit vectors along the last dimension; zero stays zero."""
     norms = _norms(vectors)
     return torch.where(norms > 0, vectors / norms, 0.0)

@@ -95,10 +95,36 @@ void test_nearly_parallel(kvp::Simd simd) {
   }
 }
 
+void test_find() {
+  const float delta[] = {1, 5, 5, -INFINITY, 5, 2};
+  Index order[6], slots[6];
+  bool irregular[6];
+  kvp::find_irregular(delta, 6, 2, order, irregular, slots);
+  check(slots[0] == 1 && slots[1] == 2, "ties go to the lower", 6, 1);
+  check(irregular[1] && irregular[2] && !irregular[4], "marks", 6, 1);
+  kvp::find_irregular(delta, 6, 4, order, irregular, slots);
+  check(slots[2] == 4 && slots[3] == 5 && !irregular[0], "ascending", 6, 1);
+  kvp::find_irregular(delta, 6, 6, order, irregular, slots);
+  check(irregular[3] && slots[5] == 5, "all", 6, 1);
+  kvp::find_irregular(delta, 6, 0, order, irregular, slots);
+  check(!irregular[1], "none", 6, 1);
+}
+
+void test_sums() {
+  const std::vector<float> keys{1, 2, -9, 3, 4, -9, 5, 6, -9, 7, 8, -9};
+  const bool irregular[] = {false, true, true, true};
+  float sums[] = {-7, -7, -7, -7};
+  kvp::sum_regular(kvp::Chunks<float>{keys.data(), 2, 2, 3, 2}, irregular, sums);
+  check(sums[0] == 1 && sums[1] == 2, "sum of the regular", 2, 2);
+  check(sums[2] == 0 && sums[3] == 0, "sum of none", 2, 2);
+}
+
 }  // namespace
 
 int main() {
   std::mt19937 random(kSeed);
+  test_find();
+  test_sums();
   for (kvp::Simd simd :
        {kvp::Simd::kBaseline, kvp::Simd::kAvx2, kvp::Simd::kAvx512}) {
     if (!kvp::supported(simd)) continue;

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_kvplugins import prototypes as proto
 from vllm_kvplugins.ops import clusters as op
 from vllm_kvplugins.ops.extension import load_extension
 
@@ -174,27 +173,43 @@ def test_threads_change_nothing(run):
 
 @pytest.mark.skipif(bool(load_extension().reason), reason="no compiled ops")
 @pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("count", [0, 1, 12, 99])
 @pytest.mark.parametrize(("slots", "chunks"), [(1, 1), (57, 5), (130, 4), (64, 64)])
-def test_compiled_irregularity(slots, chunks, dtype):
-    """Error bar: twice that of torch in the same type, against float64."""
+def test_compiled_chunks(slots, chunks, count, dtype):
     keys = problem(3, slots, 1, 54, dtype)[0]
     keys[:, ::9] = 0
     strided = torch.cat([keys, keys], dim=2)[..., :54]
-    exact = proto.irregularity(keys.double(), chunks)
-    bar = 2 * (proto.irregularity(keys, chunks) - exact).abs().max() + 1e-6
-    for given in (keys, strided):
-        delta = op.irregularity(given, chunks)
-        assert delta.shape == exact.shape
-        assert delta.dtype == torch.float32
-        assert (delta - exact).abs().max() <= bar
+    # float64, so that rounding decides nothing
+    exact, expected = op.chunk_prototypes(keys.double(), chunks, count)
+    for given in (keys, strided, keys.mT.contiguous().mT):
+        assert op.backend_for(given.device, dtype, 54) == "compiled"
+        rows, found = op.chunk_prototypes(given, chunks, count)
+        assert torch.equal(found, expected)
+        assert rows.dtype == torch.float32
+        torch.testing.assert_close(rows.double(), exact, rtol=0, atol=5e-6)
 
 
 @pytest.mark.skipif(bool(load_extension().reason), reason="no compiled ops")
-def test_compiled_irregularity_checks_its_arguments():
+def test_compiled_chunks_check_their_arguments():
     keys = torch.zeros(2, 8, 16)
-    for wrong in ((keys, 0), (keys, 9), (keys.double(), 2), (keys.mT, 2), (keys[0], 2)):
-        with pytest.raises(RuntimeError, match=r"kvp\.irregularity: "):
-            torch.ops.kvp.irregularity(*wrong)
+    for wrong in (
+        (keys, 0, 1),
+        (keys, 9, 1),
+        (keys, 2, -1),
+        (keys, 3, 7),
+        (keys.double(), 2, 1),
+        (keys.mT, 2, 1),
+        (keys[0], 2, 1),
+    ):
+        with pytest.raises(RuntimeError, match=r"kvp\.chunk_prototypes: "):
+            torch.ops.kvp.chunk_prototypes(*wrong)
+
+
+def test_keys_that_are_nan_are_survived():
+    """The engine refuses the scores that come of them."""
+    keys = torch.full((1, 8, 4), torch.nan)
+    slots = op.chunk_prototypes(keys, 2, 3)[1]
+    assert torch.equal(slots, op.chunks_in_torch(keys, 2, 3)[1])
 
 
 WRONG = {

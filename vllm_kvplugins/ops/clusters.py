@@ -69,21 +69,50 @@ def assign_and_average(
     return in_torch(keys, prototypes, values, valid)
 
 
-def irregularity(
-    keys: torch.Tensor, num_chunks: int, valid: torch.Tensor | None = None
-) -> torch.Tensor:
-    """How far each key points away from its chunk (ProtoKV, equation 10).
+def chunk_prototypes(
+    keys: torch.Tensor,
+    num_chunks: int,
+    count: int,
+    valid: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chunks without their irregular keys, and where those are.
 
-    Compiled where :func:`assign_and_average` is, if all slots are valid; in torch
-    otherwise. Arguments and result: see ``prototypes.irregularity``.
+    ProtoKV, equations 10 and 11. Compiled where :func:`assign_and_average` is, if
+    all slots are valid; in torch otherwise.
 
-    Cost: two passes over the keys; nothing but the result is written to memory.
+    Args:
+        keys: [H, n, D], any float type and strides.
+        num_chunks: k; chunks are ``n // k`` slots long and start at slot 0.
+        count: how many keys per head are irregular; all, if there are fewer.
+        valid: bool [H, n], or None if all are; other slots have zero keys.
+
+    Returns:
+        float32 (float64 for float64 keys) [H, k, D], unit rows, zero where a
+        chunk has no regular key; int64 [H, count], ascending, ties to the lower.
+
+    Cost: three passes over the keys. Compiled, nothing but the result and one
+        number per slot is written to memory.
     """
+    count = min(count, keys.shape[1] // num_chunks * num_chunks)
     backend = backend_for(keys.device, keys.dtype, keys.shape[2])
-    if backend != "compiled" or valid is not None:
-        return proto.irregularity(keys, num_chunks, valid)
-    keys = keys if keys.stride(2) == 1 else keys.contiguous()
-    return call_compiled("irregularity", keys, num_chunks)
+    if backend == "compiled" and valid is None:
+        keys = keys if keys.stride(2) == 1 else keys.contiguous()
+        sums, slots = call_compiled("chunk_prototypes", keys, num_chunks, count)
+        return proto.directions(sums), slots
+    return chunks_in_torch(keys, num_chunks, count, valid)
+
+
+def chunks_in_torch(
+    keys: torch.Tensor,
+    num_chunks: int,
+    count: int,
+    valid: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``chunk_prototypes`` in torch; the oracle of the compiled one."""
+    delta = proto.irregularity(keys, num_chunks, valid)
+    irregular = proto.find_irregular(delta, count)
+    slots = irregular.nonzero()[:, 1].view(keys.shape[0], count)
+    return proto.regular_prototypes(keys, irregular, num_chunks), slots
 
 
 def in_torch(

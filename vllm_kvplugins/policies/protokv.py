@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 
 from vllm_kvplugins import prototypes as proto
-from vllm_kvplugins.ops.clusters import assign_and_average, irregularity
+from vllm_kvplugins.ops.clusters import assign_and_average, chunk_prototypes
 from vllm_kvplugins.policies.base import Compressor, LayerView
 from vllm_kvplugins.scoring import (
     drop_invalid,
@@ -111,13 +111,10 @@ class ProtoKV(Compressor):
             chunks, outliers = min(chunks + buckets, num_slots), 0
         else:
             outliers = 3 * buckets
-        delta = irregularity(keys, chunks, valid)
-        irregular = proto.find_irregular(delta, outliers)
-        regular = proto.regular_prototypes(keys, irregular, chunks)
+        regular, slots = chunk_prototypes(keys, chunks, outliers, valid)
         if not outliers:
             return regular
-        slots = irregular.nonzero()[:, 1].view(keys.shape[0], -1, 1)
-        chosen = keys.gather(1, slots.expand(-1, -1, keys.shape[2]))
+        chosen = keys.gather(1, slots.unsqueeze(2).expand(-1, -1, keys.shape[2]))
         return torch.cat([regular, self._hashed(chosen, buckets)], dim=1)
 
     def _hashed(self, keys: torch.Tensor, num_buckets: int) -> torch.Tensor:

@@ -178,16 +178,24 @@ KVP_ALWAYS_INLINE void assign_group(const Assignment<Element>& work,
     panel += (work.head_dim + 1) * kLanes;
   }
   for (std::int64_t i = 0; i < count; ++i) {
-    float most = -std::numeric_limits<float>::infinity();
-    std::int64_t found = 0;
+    // The lower of equally good lanes wins, by halves and without branches.
+    float most[kLanes];
+    std::int32_t found[kLanes];
+    std::memcpy(most, &best[i], sizeof most);
+    std::memcpy(found, &at[i], sizeof found);
     for (int lane = 0; lane < kLanes; ++lane) {
-      const std::int64_t packed = std::int64_t{at[i][lane]} * kLanes + lane;
-      if (best[i][lane] > most || (best[i][lane] == most && packed < found)) {
-        most = best[i][lane];
-        found = packed;
+      found[lane] = found[lane] * kLanes + lane;
+    }
+    for (int half = kLanes / 2; half > 0; half /= 2) {
+      for (int lane = 0; lane < half; ++lane) {
+        const float left = most[lane], right = most[lane + half];
+        const std::int32_t low = found[lane], high = found[lane + half];
+        const bool take = (right > left) | ((right == left) & (high < low));
+        most[lane] = take ? right : left;
+        found[lane] = take ? high : low;
       }
     }
-    clusters[first + i] = work.num_packed > 0 ? work.order[found] : 0;
+    clusters[first + i] = work.num_packed > 0 ? work.order[found[0]] : 0;
   }
 }
 

@@ -1,13 +1,17 @@
-// How far each key points away from its chunk (ProtoKV, equation 10).
+// Chunks of keys: which keys point away from theirs (ProtoKV, equation 10), and
+// sums of the others (equation 11).
 //
-// Semantics are those of prototypes.irregularity. Plain pointers, no
+// Semantics are those of prototypes.irregularity, find_irregular and
+// regular_prototypes. Plain pointers, no
 // allocation, all arguments trusted. Results do not depend on the number of
 // threads: every chunk is worked on alone.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 
 #include "kvp/assign.hpp"
 
@@ -131,6 +135,41 @@ void irregularity(Simd simd, const Chunks<Element>& all, float* delta) {
 #pragma omp parallel for schedule(static) if (parallel)
   for (std::int64_t c = 0; c < all.count; ++c) {
     deltas(all, c, delta + c * all.length);
+  }
+}
+
+// Marks the `count` largest of n deltas and lists them in ascending order; ties to
+// the lower. No delta may be NaN. order is scratch of n entries.
+inline void find_irregular(const float* delta, std::int64_t n,
+                           std::int64_t count, std::int64_t* order,
+                           bool* irregular, std::int64_t* slots) {
+  std::iota(order, order + n, std::int64_t{0});
+  const auto before = [delta](std::int64_t a, std::int64_t b) {
+    return delta[a] > delta[b] || (delta[a] == delta[b] && a < b);
+  };
+  if (count < n) std::nth_element(order, order + count, order + n, before);
+  std::fill(irregular, irregular + n, false);
+  for (std::int64_t i = 0; i < count; ++i) irregular[order[i]] = true;
+  std::copy(order, order + count, slots);
+  std::sort(slots, slots + count);
+}
+
+// sums[c * head_dim + d] = sum of the keys of chunk c that are not irregular.
+template <typename Element>
+void sum_regular(const Chunks<Element>& all, const bool* irregular,
+                 float* sums) {
+  const std::int64_t size = all.head_dim;
+  [[maybe_unused]] const bool parallel =
+      all.count * all.length * size >= kParallelWork;
+#pragma omp parallel for schedule(static) if (parallel)
+  for (std::int64_t c = 0; c < all.count; ++c) {
+    float sum[kMaxHeadDim] = {};
+    for (std::int64_t t = c * all.length; t < (c + 1) * all.length; ++t) {
+      if (irregular[t]) continue;
+      const Element* key = all.keys + t * all.stride;
+      for (std::int64_t d = 0; d < size; ++d) sum[d] += to_float(key[d]);
+    }
+    std::copy(sum, sum + size, sums + c * size);
   }
 }
 
