@@ -111,6 +111,8 @@ class _Child:
     def do_open(self, policy: dict[str, Any] | None, engine: dict[str, Any]) -> Any:
         from vllm import LLM
 
+        self.compression_cpu = 0.0
+        self._time_compactions()
         extra = {"additional_config": {"kv_policy": policy}} if policy else {}
         self.llm = LLM(**engine, **extra, disable_log_stats=False)
         self.core = self.llm.llm_engine.engine_core.engine_core
@@ -147,7 +149,21 @@ class _Child:
         return {
             "compressions": seconds[0].count if seconds else 0,
             "compression_s": seconds[0].sum if seconds else 0.0,
+            "compression_cpu_s": self.compression_cpu,
         }
+
+    def _time_compactions(self) -> None:
+        """CPU seconds of compactions; the plugin's own metric has wall time."""
+        from vllm_kvplugins.residency.runtime import PolicyRuntime
+
+        end_step = PolicyRuntime.end_step
+
+        def timed(runtime: PolicyRuntime) -> None:
+            began = _cpu_seconds()
+            end_step(runtime)
+            self.compression_cpu += _cpu_seconds() - began
+
+        PolicyRuntime.end_step = timed
 
     def _step(self) -> list[float]:
         wall, cpu = time.perf_counter(), _cpu_seconds()
