@@ -141,16 +141,17 @@ def hash_buckets(
         int64 [H, m], each in ``[0, num_buckets)``.
     """
     num_heads, num_slots, head_dim = keys.shape
-    weight, phase = _fourier_weights(bits, head_dim, seed, _wide(keys), keys.device)
+    weight, phase, place = _fourier_weights(
+        bits, head_dim, seed, _wide(keys), keys.device
+    )
     norms = torch.linalg.vector_norm(keys, dim=-1, dtype=_wide(keys))
-    scale = (norms.square().sum(dim=-1) / (norms > 0).sum(dim=-1)).sqrt()
+    scale = (norms.square().sum(dim=-1) / norms.count_nonzero(dim=-1)).sqrt()
     weight = weight * (gamma / torch.where(scale > 0, scale, 1.0))[:, None, None]
-    place = 2 ** torch.arange(bits - 1, -1, -1, device=keys.device)
     buckets = torch.empty(num_heads, num_slots, dtype=torch.int64, device=keys.device)
     for tile in slot_tiles(num_slots, num_heads * (head_dim + bits)):
         angles = keys[:, tile].to(_wide(keys)) @ weight + phase
         code = torch.where(angles.cos() > 0, place, 0).sum(dim=-1)
-        buckets[:, tile] = code % num_buckets
+        buckets[:, tile] = code if num_buckets == 1 << bits else code % num_buckets
     return buckets
 
 
@@ -231,12 +232,13 @@ def directions(vectors: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=16)
 def _fourier_weights(
     bits: int, head_dim: int, seed: int, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """W^T [D, r] from N(0, 1) and b [r] from [0, 2 pi); drawn on the CPU.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """W^T [D, r] from N(0, 1) and b [r] from [0, 2 pi), drawn on the CPU; 2**i [r].
 
     Every layer asks for the same; the result is shared and must not be written.
     """
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(bits, head_dim, generator=generator, dtype=torch.float64)
     phase = torch.rand(bits, generator=generator, dtype=torch.float64) * 2 * torch.pi
-    return weight.T.to(device, dtype), phase.to(device, dtype)
+    place = 2 ** torch.arange(bits - 1, -1, -1, device=device)
+    return weight.T.to(device, dtype), phase.to(device, dtype), place
