@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 from harness import run_scenario
-from policy_settings import configure, shares_pages, write_weights
+from policy_settings import configure, policies_that, shares_pages, write_weights
 from tiny_model import KV_HEADS, LAYERS
 
 from vllm_kvplugins.budgets import ALLOCATORS
-from vllm_kvplugins.policies.registry import available_policies
+from vllm_kvplugins.policies.base import Retention
 
 pytestmark = pytest.mark.engine
 
@@ -37,10 +37,11 @@ SETTINGS = {
 
 def turns() -> dict[str, str]:
     """Policy -> its allocator; those that share nothing have none."""
-    sharing = [name for name in available_policies() if shares_pages(name)]
+    names = policies_that(Retention.DROP)
+    sharing = [name for name in names if shares_pages(name)]
     allocators = sorted(ALLOCATORS)
     chosen = {n: allocators[i % len(allocators)] for i, n in enumerate(sharing)}
-    return {name: chosen.get(name, "none") for name in available_policies()}
+    return {name: chosen.get(name, "none") for name in names}
 
 
 @functools.cache

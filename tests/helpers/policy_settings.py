@@ -7,7 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_kvplugins.policies.registry import get_policy_class
+from vllm_kvplugins.policies.base import Retention
+from vllm_kvplugins.policies.registry import available_policies, get_policy_class
+
+
+def policies_that(retention: Retention) -> tuple[str, ...]:
+    """Names of the policies that do this with what is not resident."""
+    names = available_policies()
+    return tuple(n for n in names if get_policy_class(n).retention is retention)
 
 
 def configure(name: str, wanted: dict[str, Any]) -> dict[str, Any]:

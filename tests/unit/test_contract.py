@@ -20,13 +20,19 @@ from typing import Any
 import pytest
 import torch
 from fake_engine import KV_HEADS, LAYERS, FakeEngine, Kept
-from policy_settings import configure, folds, shares_pages, write_weights
+from policy_settings import (
+    configure,
+    folds,
+    policies_that,
+    shares_pages,
+    write_weights,
+)
 
 from vllm_kvplugins.budgets import ALLOCATORS
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.policies.base import Compressor
-from vllm_kvplugins.policies.registry import available_policies, get_policy_class
+from vllm_kvplugins.policies.base import Compressor, Retention
+from vllm_kvplugins.policies.registry import get_policy_class
 
 SEED = 20261121
 BLOCK, BLOCKS = 4, 60
@@ -59,7 +65,7 @@ def pairs() -> list[tuple[str, str]]:
     """(policy, allocator); a policy that shares out nothing comes once."""
     return [
         (name, allocator)
-        for name in available_policies()
+        for name in policies_that(Retention.DROP)
         for allocator in (sorted(ALLOCATORS) if shares_pages(name) else ["none"])
     ]
 
@@ -163,46 +169,64 @@ def test_concurrent_requests_keep_what_they_keep_alone(case):
     assert kept == {name: alone(case, name) for name in REQUESTS}
 
 
+def abort(engine: FakeEngine, rng: random.Random) -> None:
+    """One in the middle of its prompt, one when it has been compacted."""
+    for name, at in (("tail", 5), ("exact", 24)):
+        if name in engine.requests and engine.requests[name].computed >= at:
+            engine.remove(name)
+
+
+class Preempt:
+    """Some while they are prefilled, some while they generate; one twice."""
+
+    def __init__(self) -> None:
+        self.left = {"tail": [9, 44], "exact": [27], "page": [10], "short": [3]}
+
+    def __call__(self, engine: FakeEngine, rng: random.Random) -> None:
+        for name, request in engine.requests.items():
+            left = self.left.get(name, [])
+            if left and request.computed >= left[0]:
+                left.pop(0)
+                engine.preempt(name)
+
+
 @cases
 def test_aborted_requests_leave_the_others_alone(case):
-    """One in the middle of its prompt, one when it has been compacted."""
-
-    def abort(engine: FakeEngine, rng: random.Random) -> None:
-        for name, at in (("tail", 5), ("exact", 24)):
-            if name in engine.requests and engine.requests[name].computed >= at:
-                engine.remove(name)
-
     kept = run_all(case, abort)
     assert kept == {name: alone(case, name) for name in ("page", "short", "one")}
 
 
 @cases
 def test_preempted_requests_keep_the_same_again(case):
-    """Some while they are prefilled, some while they generate; one twice."""
-    plan = {"tail": [9, 44], "exact": [27], "page": [10], "short": [3]}
-
-    def preempt(engine: FakeEngine, rng: random.Random) -> None:
-        for name, request in engine.requests.items():
-            left = waiting.get(name, [])
-            if left and request.computed >= left[0]:
-                left.pop(0)
-                engine.preempt(name)
-
-    waiting = {name: list(at) for name, at in plan.items()}
+    preempt = Preempt()
     kept = run_all(case, preempt)
-    assert not any(waiting.values()), "somebody was not preempted"
+    assert not any(preempt.left.values()), "somebody was not preempted"
     assert kept == {name: alone(case, name) for name in REQUESTS}
+
+
+@pytest.mark.parametrize("budget", ["one-page", "half"])
+@pytest.mark.parametrize("name", policies_that(Retention.OFFLOAD))
+def test_policies_that_fetch_own_what_they_read(name, budget):
+    """What is resident changes with every query, so only the engine's checks."""
+    case = (name, "none", budget)
+    for request in REQUESTS:
+        kept = alone(case, request)
+        assert len(kept) > 1 or request not in ("tail", "exact")
+    preempt = Preempt()
+    for disturb in (lambda *_: None, abort, preempt):
+        run_all(case, disturb)
+    assert not any(preempt.left.values()), "somebody was not preempted"
 
 
 @pytest.mark.parametrize("pair", pairs(), ids=case_id)
 def test_budgets_mean_what_they_say(pair):
     """Otherwise the tests above would compare nothing with nothing."""
     name, allocator = pair
+    if not issubclass(get_policy_class(name), Compressor):
+        pytest.skip("its plan is its own")
     if (*pair, "whole") in CASES:
         for request in REQUESTS:
             assert alone((*pair, "whole"), request) == [], "the whole prompt stays"
-    if not issubclass(get_policy_class(name), Compressor):
-        return
     for request in ("tail", "exact"):
         for budget in ("one-page", "half"):
             compactions = len(alone((*pair, budget), request))

@@ -12,13 +12,19 @@ import pytest
 import torch
 from fake_engine import GROUP, KV_HEADS, LAYERS, SCALE, FakeEngine, Request, attend
 
+from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.ops import gather_keys, gather_values
-from vllm_kvplugins.policies import registry
+from vllm_kvplugins.policies import available_policies, get_policy_class
+from vllm_kvplugins.policies.base import Retention
+from vllm_kvplugins.policies.quest import PageBounds
 from vllm_kvplugins.policies.retrieval import WholeFirstLayers
 from vllm_kvplugins.residency.requests import Row
 
+SEED = 5
 BLOCK, BLOCKS, SINKS, WINDOW, SKIP = 4, 120, 2, 5, 1
+# least share of the attention that the exact choice covers
+FOUND = {"exact-topk": 0.9999, "icecache": 0.95, "quest": 0.2}
 
 
 class RetrievingEngine(FakeEngine):
@@ -73,11 +79,18 @@ class RetrievingEngine(FakeEngine):
             kept = each + (layer - SKIP < more)
             hot = kept * BLOCK - SINKS - (last.zone.stop * BLOCK - stop)
             queries = request.queries[layer, row.computed_tokens : after]
+            seen[layer, :, SINKS:stop] = False
+            if self.runtime.policy.name != "exact-topk":
+                state = self.runtime.retrieval._requests[request.name]
+                token = state.layers[layer].hot.token
+                assert token.shape[1] == hot
+                assert all(len(set(head)) == hot for head in token.tolist())
+                seen[layer].scatter_(1, token + SINKS, True)
+                continue
             for head in range(KV_HEADS):
                 group = queries[:, head * GROUP : (head + 1) * GROUP].flatten(0, 1)
                 logits = group @ request.keys[layer, head, SINKS:stop].T * SCALE
                 worth = logits.softmax(-1).sum(0)
-                seen[layer, head, SINKS:stop] = False
                 seen[layer, head, worth.topk(hot).indices + SINKS] = True
         return seen
 
@@ -87,21 +100,27 @@ class RetrievingEngine(FakeEngine):
         request.visible[:] = True
 
 
-def engine(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> RetrievingEngine:
-    policies = registry._POLICIES | {
-        "exact-topk": "vllm_kvplugins.policies.exact_topk:ExactTopK"
-    }
-    monkeypatch.setattr(registry, "_POLICIES", policies)
+RETRIEVERS = sorted(
+    name
+    for name in available_policies()
+    if get_policy_class(name).retention is Retention.OFFLOAD
+)
+
+
+def engine(name: str, **settings: Any) -> RetrievingEngine:
     base = {"sinks": SINKS, "window": WINDOW, "skip_layers": SKIP}
+    if "page_tokens" in get_policy_class(name).model_fields:
+        base["page_tokens"] = 3
     return RetrievingEngine(
-        {"name": "exact-topk", "budget": 9, **base, **settings}, BLOCK, BLOCKS
+        {"name": name, "budget": 9, **base, **settings}, BLOCK, BLOCKS
     )
 
 
+@pytest.mark.parametrize("name", RETRIEVERS)
 @pytest.mark.parametrize("age_blocks", [1, 3])
 @pytest.mark.parametrize("prompt", [6, 40, 43])
-def test_attention_is_over_what_the_queries_ask_for(monkeypatch, prompt, age_blocks):
-    fake = engine(monkeypatch, age_blocks=age_blocks)
+def test_attention_is_over_what_was_asked_for(name, prompt, age_blocks):
+    fake = engine(name, age_blocks=age_blocks)
     request = fake.add("r", prompt, 60)
     while not request.done:
         fake.step({"r": 11})
@@ -113,12 +132,23 @@ def test_attention_is_over_what_the_queries_ask_for(monkeypatch, prompt, age_blo
     assert fake.runtime.retrieval.host_bytes == 0
 
 
-def test_requests_do_not_share_what_they_fetch(monkeypatch):
-    fake = engine(monkeypatch)
+def test_icecache_fetches_whole_pages_if_told_to():
+    fake = engine("icecache", fetch="pages")
+    request = fake.add("r", 43, 40)
+    while not request.done:
+        fake.step({"r": 11})
+    fake.remove("r")
+    fake.check_idle()
+
+
+@pytest.mark.parametrize("name", RETRIEVERS)
+def test_requests_do_not_share_what_they_fetch(name):
+    fake = engine(name)
     for name, prompt in (("a", 40), ("b", 21), ("c", 33)):
         fake.add(name, prompt, 30)
     for step in range(34):
-        fake.step(dict.fromkeys(fake.requests, 9))
+        alive = [n for n, r in fake.requests.items() if not r.done]
+        fake.step(dict.fromkeys(alive, 9))
         if step == 12:
             fake.remove("b")
         if step == 20:
@@ -142,7 +172,54 @@ def test_whole_layers_leave_the_rest_to_the_others():
     assert not allocator.problems(3, 3)
 
 
-def test_bad_settings(monkeypatch):
+def test_bad_settings():
     for bad in ({"window": 0}, {"budget": 0}, {"reuse_every": 0}):
         with pytest.raises(KVPolicyError, match=next(iter(bad))):
-            engine(monkeypatch, **bad)
+            engine("exact-topk", **bad)
+
+
+# -- indices ------------------------------------------------------------------------
+
+
+def clustered(seed: int, tokens: int, heads: int = 2, dim: int = 16) -> torch.Tensor:
+    """Keys [heads, tokens, dim] around a few centres."""
+    rng = torch.Generator().manual_seed(seed)
+    centres = 3 * torch.randn(heads, 12, dim, generator=rng)
+    which = torch.randint(12, (heads, tokens), generator=rng)
+    noise = torch.randn(heads, tokens, dim, generator=rng)
+    return centres.gather(1, which[..., None].expand(-1, -1, dim)) + noise
+
+
+@pytest.mark.parametrize("name", RETRIEVERS)
+def test_an_index_finds_most_of_the_attention(name):
+    print("seed", SEED)
+    keys = clustered(SEED, 1500)
+    rng = torch.Generator().manual_seed(SEED + 1)
+    queries = torch.randn(2 * GROUP, 1, 16, generator=rng)
+    index = parse_policy({"name": name}).new_index(2, 16)
+    for first, stop in ((0, 1000), (1000, 1037), (1037, 1500)):
+        index.insert(keys[:, :stop], first)
+    chosen = index.select(queries, keys, 0.25, 150)
+    assert chosen.shape == (2, 150)
+    assert all(len(set(head)) == 150 for head in chosen.tolist())
+    weights = (queries.reshape(2, -1, 16) @ keys.transpose(1, 2) * 0.25).softmax(-1)
+    worth = weights.sum(1)
+    found = worth.gather(1, chosen).sum() / worth.topk(150).values.sum()
+    anything = worth[:, :150].sum() / worth.topk(150).values.sum()
+    assert found > 1.5 * anything
+    print(name, "share of what the exact choice covers:", float(found))
+    assert found > FOUND[name]
+
+
+def test_quest_s_bounds_are_those_of_the_pages():
+    print("seed", SEED)
+    keys = clustered(SEED, 103)
+    index = PageBounds(2, 16, page_tokens=10)
+    for first, stop in ((0, 4), (4, 57), (57, 60), (60, 103)):
+        index.insert(keys[:, :stop], first)
+    for page in range(11):
+        part = keys[:, page * 10 : page * 10 + 10]
+        assert torch.equal(index._least[:, page], part.amin(1))
+        assert torch.equal(index._most[:, page], part.amax(1))
+    with pytest.raises(AssertionError, match="too few"):
+        index.select(torch.randn(2, 1, 16), keys, 1.0, 104)

@@ -44,5 +44,5 @@ class ExactTopK(Retriever):
     name: ClassVar[str] = "exact-topk"
     summary: ClassVar[str] = "nothing dropped; fetches the tokens with most attention"
 
-    def new_index(self) -> TokenIndex:
+    def new_index(self, num_kv_heads: int, head_dim: int) -> TokenIndex:
         return ExactScan()

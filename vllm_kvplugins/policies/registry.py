@@ -27,6 +27,9 @@ _POLICIES: dict[str, str] = {
     "chunkkv": "vllm_kvplugins.policies.chunkkv:ChunkKV",
     "pyramidkv": "vllm_kvplugins.policies.pyramidkv:PyramidKV",
     "protokv": "vllm_kvplugins.policies.protokv:ProtoKV",
+    "exact-topk": "vllm_kvplugins.policies.exact_topk:ExactTopK",
+    "quest": "vllm_kvplugins.policies.quest:Quest",
+    "icecache": "vllm_kvplugins.policies.icecache:IceCache",
     "kvzip": "vllm_kvplugins.policies.kvzip:KVzip",
     "infinipot": "vllm_kvplugins.policies.infinipot:InfiniPot",
 }

@@ -64,6 +64,24 @@ class TokenIndex(ABC):
         """
 
 
+def tokens_of_pages(pages: torch.Tensor, count: int) -> torch.Tensor:
+    """The first tokens of pages that are not full.
+
+    Args:
+        pages: int64 [num_kv_heads, num_pages, page_size], best page first, token
+            numbers, -1 in empty slots; at least ``count`` tokens per head.
+
+    Returns:
+        int64 [num_kv_heads, count].
+    """
+    flat = pages.flatten(1)
+    filled = flat >= 0
+    rank = filled.cumsum(1) - 1
+    assert int(rank[:, -1].min()) + 1 >= count, "pages hold too few tokens"
+    chosen = filled & (rank < count)
+    return flat[chosen].view(flat.shape[0], count)
+
+
 class WholeFirstLayers(PageAllocator):
     """The first layers keep all pages, the others share the rest evenly."""
 
@@ -128,7 +146,7 @@ class Retriever(KVCachePolicy):
     )
 
     @abstractmethod
-    def new_index(self) -> TokenIndex:
+    def new_index(self, num_kv_heads: int, head_dim: int) -> TokenIndex:
         """An empty index, for one request and layer."""
 
     def selects(self, layer: int) -> bool:

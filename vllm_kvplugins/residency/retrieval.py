@@ -104,7 +104,7 @@ class Retrieval:
             here = state.layers.get(layer)
             if here is None:
                 host = HostLayer.empty(heads, dim, self._heap.pages)
-                here = OffloadedLayer(host, self._policy.new_index())
+                here = OffloadedLayer(host, self._policy.new_index(heads, dim))
                 state.layers[layer] = here
             first = here.host.tokens
             start = wanted.start + first

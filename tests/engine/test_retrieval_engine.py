@@ -1,0 +1,59 @@
+"""Retrieval in a real engine: tokens, memory, and what is left behind."""
+
+from __future__ import annotations
+
+import pytest
+from harness import run_scenario
+from policy_settings import policies_that
+
+from vllm_kvplugins.policies.base import Retention
+
+pytestmark = pytest.mark.engine
+
+RETRIEVERS = policies_that(Retention.OFFLOAD)
+SMALL = {"skip_layers": 1, "sinks": 16, "window": 32}
+LENGTHS = [100, 700, 1500]
+
+
+@pytest.mark.parametrize("name", RETRIEVERS)
+def test_fetching_everything_is_stock(tiny_model, name):
+    """A budget above the context: all is offloaded as it ages, and comes back."""
+    arguments = {"model": tiny_model, "lengths": LENGTHS, "max_tokens": 60}
+    stock = run_scenario("scenarios_tiny:answers", arguments | {"policy": None})
+    policy = {"name": name, **SMALL, "budget": 1600}
+    whole = run_scenario("scenarios_tiny:answers", arguments | {"policy": policy})
+    assert whole["tokens"] == stock["tokens"]
+
+
+def test_resident_memory_stays_flat(tiny_model):
+    """Of two layers one keeps everything, so half of what is generated stays."""
+    policy = {"name": "icecache", **SMALL, "budget": 64}
+    steps = run_scenario(
+        "scenarios_retrieval:held_while_generating",
+        {"model": tiny_model, "policy": policy, "prompt": 1000, "max_tokens": 1500},
+    )
+    pages = -(-(16 + 64 + 32) // 32)
+    for tokens, held in steps:
+        full = tokens // 32
+        allowed = (pages + full) / 2 + 2  # the tail, a block that ages, rounding
+        assert held <= allowed, (tokens, held)
+    assert steps[-1][0] > 2400
+
+
+def test_traffic_leaves_nothing_behind(tiny_model):
+    found = run_scenario(
+        "scenarios_contract:traffic",
+        {
+            "model": tiny_model,
+            "policies": {
+                name: {"name": name, **SMALL, "budget": 64} for name in RETRIEVERS
+            },
+            "seed": 3,
+            "rounds": 40,
+            "blocks": 40,
+        },
+    )
+    for name, counts in found.items():
+        assert "error" not in counts, (name, counts["error"])
+        assert counts["compactions"] > 20
+        assert counts["aborts"] > 3

@@ -1,0 +1,116 @@
+"""IceCache: similar keys share pages; a tree finds the pages that a query wants."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from vllm_kvplugins.index import DCIIndex, Keys
+from vllm_kvplugins.policies.retrieval import Retriever, TokenIndex, tokens_of_pages
+
+
+class TreeTokens(TokenIndex):
+    """A DCI tree per KV head; fetches the keys that it finds."""
+
+    def __init__(self, tree: DCIIndex) -> None:
+        self._tree = tree
+
+    def insert(self, keys: torch.Tensor, first: int) -> None:
+        """Put new keys below the nodes nearest to them; full pages split off."""
+        self._tree.insert(Keys.dense(keys[:, first:]))
+
+    def select(
+        self, queries: torch.Tensor, keys: torch.Tensor, scale: float, count: int
+    ) -> torch.Tensor:
+        """The tokens that get most attention among the best keys of each query.
+
+        Each query finds ``count`` keys; of their union, those stay that get most
+        attention, summed over the queries.
+        """
+        heads, tokens, head_dim = keys.shape
+        grouped = queries.reshape(heads, -1, head_dim)
+        found = self._tree.query_topk(grouped, Keys.dense(keys), count)
+        weights = (found.scores * scale).softmax(-1).flatten(1)
+        slots = found.slots.clamp(min=0).flatten(1)
+        worth = weights.new_zeros(heads, tokens).scatter_add_(1, slots, weights)
+        return worth.topk(count, dim=-1).indices
+
+
+class TreePages(TreeTokens):
+    """A DCI tree per KV head; fetches the pages of the keys that it finds."""
+
+    def __init__(self, tree: DCIIndex) -> None:
+        super().__init__(tree)
+        self._tokens = torch.empty(tree.num_heads, 0, tree.page_size, dtype=torch.int64)
+
+    def insert(self, keys: torch.Tensor, first: int) -> None:
+        """As above, and note which tokens lie in which page."""
+        super().insert(keys, first)
+        places = self._tree.places(first)
+        heads, held, size = self._tokens.shape
+        more = max(self._tree.num_pages) - held
+        if more > 0:
+            fresh = self._tokens.new_full((heads, more + held // 4, size), -1)
+            self._tokens = torch.cat([self._tokens, fresh], 1)
+        numbers = torch.arange(first, keys.shape[1]).expand(heads, -1)
+        self._tokens.flatten(1).scatter_(1, places, numbers)
+
+    def select(
+        self, queries: torch.Tensor, keys: torch.Tensor, scale: float, count: int
+    ) -> torch.Tensor:
+        """Algorithm 3 of the IceCache paper: the best ``count`` keys per query,
+        then all tokens of their pages, until ``count`` are there."""
+        heads, _, head_dim = keys.shape
+        grouped = queries.reshape(heads, -1, head_dim)
+        found = self._tree.query_pages(grouped, Keys.dense(keys), count, count)
+        pages = found.pages[..., None].expand(-1, -1, self._tokens.shape[2])
+        tokens = self._tokens.gather(1, pages.clamp(min=0))
+        return tokens_of_pages(tokens.masked_fill(pages < 0, -1), count)
+
+
+class IceCache(Retriever):
+    """Fetch clusters of similar keys from host memory (IceCache, ICLR 2026).
+
+    Sections 3.3 and 4, algorithms 1 to 4. All of the cache lies on the host; per
+    request, layer and KV head a DCI tree clusters it into pages. At every step the
+    tree finds the best keys for the queries of a KV head's group, and they are
+    made resident beside sinks and window; what is resident already is not copied
+    again. Tokens that age out of the window enter the tree.
+
+    Differs from the paper: it fetches whole pages of the best keys, which fills
+    most of a budget with their neighbours; here the budget goes to the keys that
+    the tree found, unless ``fetch`` is "pages" (the last page then in part, so
+    that the hot zone is always exactly full). See ``DCIIndex`` for the tree.
+
+    Cost: per step and selecting layer about ``max_visits`` key products per query;
+    per prompt the building of the trees.
+    """
+
+    name: ClassVar[str] = "icecache"
+    summary: ClassVar[str] = "nothing dropped; fetches clusters of keys through a tree"
+
+    page_tokens: int = Field(default=16, ge=1, description="Tokens per page, at most.")
+    promotion: float = Field(
+        default=1 / 32, gt=0, le=0.5, description="Share of keys promoted per level."
+    )
+    fetch: Literal["tokens", "pages"] = Field(
+        default="tokens",
+        description="The best keys alone, or as in the paper their whole pages.",
+    )
+    max_visits: int = Field(
+        default=1024, ge=0, description="Keys looked at per query, about; 0: all."
+    )
+    seed: int = Field(default=0, ge=0, description="Of the promotions.")
+
+    def new_index(self, num_kv_heads: int, head_dim: int) -> TokenIndex:
+        tree = DCIIndex(
+            num_kv_heads,
+            head_dim,
+            self.page_tokens,
+            promotion=self.promotion,
+            max_visits=self.max_visits,
+            seed=self.seed,
+        )
+        return TreePages(tree) if self.fetch == "pages" else TreeTokens(tree)
