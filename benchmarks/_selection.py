@@ -18,7 +18,6 @@ from _masked_model import Branches, MaskedModel, Prompt
 
 from vllm_kvplugins.config import describe
 from vllm_kvplugins.policies.base import (
-    Compressor,
     Encode,
     Geometry,
     KVCachePolicy,
@@ -84,7 +83,7 @@ class Selector:
         self.geometry = Geometry(
             block_size, layers, heads, 2 * 2 * dim * heads * layers
         )
-        # what policies observed, which depends on no budget
+        # what policies observed, which depends on no budget and no allocator
         self._observed: dict[str, list[Any]] = {}
 
     def kept(self, policy: KVCachePolicy) -> torch.Tensor:
@@ -128,9 +127,12 @@ class Selector:
         if not asked:
             return [None] * self.geometry.num_layers
         (run,) = asked
-        assert isinstance(policy, Compressor)
-        default = type(policy).model_fields["budget"].default
-        key = describe(policy.model_copy(update={"budget": default}))
+        defaults = {
+            field: info.default
+            for field, info in type(policy).model_fields.items()
+            if field in ("budget", "allocator")
+        }
+        key = describe(policy.model_copy(update=defaults))
         if key not in self._observed:
             self._observed[key] = run(policy)
         return self._observed[key]
