@@ -18,7 +18,7 @@ import torch
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.ops import gather_keys, gather_values, scatter_tokens
 from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.policies.base import Geometry
+from vllm_kvplugins.policies.base import Geometry, Retention
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.plan import Compaction
 from vllm_kvplugins.residency.probing import ProbeModel
@@ -91,6 +91,7 @@ class FakeEngine:
     """Runs requests under a policy; every check raises.
 
     Attributes:
+        fetches: dropped tokens may come back.
         free: ids of free blocks; block 0 is the null block.
         steps: how many have run.
     """
@@ -107,6 +108,7 @@ class FakeEngine:
         model = ProbeModel(self._run_probe, encode, POSITIONS, max_tokens=128)
         self.runtime.attach(self.heap, [SCALE] * LAYERS, _rotary(), model)
         self.runtime.records = []
+        self.fetches = self.runtime.policy.retention is not Retention.DROP
         self.free = list(range(blocks - 1, 0, -1))
         self.requests: dict[str, Request] = {}
         # the worker hears of them with the next step
@@ -158,6 +160,8 @@ class FakeEngine:
         table = self._block_table(rows)
         lens = torch.tensor([row.after_tokens for row in rows])
         flat = self.runtime.begin_step(rows, lens, table)
+        for layer in range(LAYERS):
+            self.runtime.before_attention(layer, self._queries(rows, layer))
         for index, row in enumerate(rows):
             span = slice(index * KV_HEADS, (index + 1) * KV_HEADS)
             pages = flat.pages[:, span].long()
@@ -273,7 +277,8 @@ class FakeEngine:
         tail = request.computed % self.block
         pages = zone_blocks * LAYERS * KV_HEADS
         assert total == pages * self.block + tail * LAYERS * KV_HEADS
-        assert not (now & ~request.visible).any(), "a dropped token came back"
+        came_back = (now & ~request.visible).any()
+        assert self.fetches or not came_back, "a dropped token came back"
         assert not now[..., request.computed :].any(), "a token of the future"
         now[..., request.computed :] = True
         request.visible = now
@@ -315,6 +320,8 @@ class FakeEngine:
         flat = pages.reshape(LAYERS * KV_HEADS, -1)
         heap = self.heap
         keys = gather_keys(heap.pages, flat, heap.layout).unflatten(0, (LAYERS, -1))
+        if self.fetches:
+            self._recognise(request, keys, lengths)
         values = gather_values(heap.pages, flat, heap.layout)
         # newest tokens last: query j of the step sees all but the ones after it
         order = torch.arange(keys.shape[2])
@@ -330,6 +337,17 @@ class FakeEngine:
         )
         assert paged.isfinite().all(), f"{row.request_id} read what nobody owns"
         assert (paged - dense).abs().max() < 1e-9, f"{row.request_id} attends wrongly"
+
+    def _recognise(
+        self, request: Request, keys: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        """Which tokens are resident now, where that changes with every query."""
+        used = torch.arange(keys.shape[2]) < lengths[..., None]
+        same = (keys.unsqueeze(3) == request.keys.unsqueeze(2)).all(-1)
+        same &= used[..., None]
+        assert torch.equal(same.any(3), used), "a slot holds none of its tokens"
+        assert (same.sum(2) <= 1).all(), "a token is resident twice"
+        request.visible = same.any(2)
 
     def _check_state(self) -> None:
         self.runtime.check_integrity()
