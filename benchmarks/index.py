@@ -6,9 +6,10 @@ Compared are the DCI-tree, the compiled exact scan (``scan``) and torch
 (``matmul`` and ``topk``; for groups one matmul for all their queries). Keys of a
 size follow each other and all implementations take turns within each repetition, in
 a random order, so that a drifting machine slows all alike; before each call 64 MiB
-of other memory are written, as by the other layers of a model. Times are medians
-with the 10th and 90th percentile, wall clock and processor time of the process; a
-query is one call for all heads.
+of other memory are written, as by the other layers of a model. Times are
+milliseconds: **median of processor time**, median of wall clock (10th to 90th
+percentile); a query is one call for all heads. ``scan / tree`` is of processor
+times: on a machine that others use, wall clock times are mostly theirs.
 
 Keys are clustered random ones, or with ``--model`` those of a real model: of its
 middle layers after RoPE, from the texts of ``--texts``; longer contexts than the
@@ -110,11 +111,11 @@ class Timer:
     def cell(self, name: str) -> str:
         times = sorted(self.wall[name])
         low, high = times[len(times) // 10], times[-1 - len(times) // 10]
-        cpu = statistics.median(self.cpu[name])
-        return f"{statistics.median(times):.3g} ({low:.3g}–{high:.3g}; {cpu:.3g})"
+        wall, cpu = statistics.median(times), self.processor(name)
+        return f"**{cpu:.3g}**, {wall:.3g} ({low:.3g}–{high:.3g})"
 
-    def median(self, name: str) -> float:
-        return statistics.median(self.wall[name])
+    def processor(self, name: str) -> float:
+        return statistics.median(self.cpu[name])
 
 
 def placed(tree: DCIIndex, keys: torch.Tensor) -> Keys:
@@ -193,7 +194,7 @@ def measure(
         "tree, token order": timer.cell("order"),
         "scan ms": timer.cell("scan"),
         "torch ms": timer.cell("torch"),
-        "scan / tree": f"{timer.median('scan') / timer.median('tree'):.2f}",
+        "scan / tree": f"{timer.processor('scan') / timer.processor('tree'):.2f}",
         f"recall@{options.k}": f"{hits:.3f}",
         "mass": f"{mass:.3f}",
         "build ms": timer.cell("build"),
