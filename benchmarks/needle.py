@@ -16,6 +16,7 @@ Every answer is a line of ``--out``; a run that was interrupted goes on there.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -201,8 +202,13 @@ def read_rows(out: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        rows[key_of(row)] = row
+        rows[key_of(row)] = row | {"right": says(row["answer"], row["key"])}
     return rows
+
+
+def says(answer: str, key: str) -> bool:
+    """Whether the key stands in the answer, and not inside a longer number."""
+    return re.search(rf"(?<!\d){key}(?!\d)", answer) is not None
 
 
 def marks(rows: list[dict[str, Any]]) -> str:
@@ -255,7 +261,7 @@ def measure(setting: Setting, jobs: list[Job], backend: str, out: Path) -> None:
         )
     source = provenance()
     for job, found in answers:
-        right = found["key"] in found["answer"]
+        right = says(found["answer"], found["key"])
         row = shared | {"config": job.config} | found | {"right": right} | source
         rows[job].append(row)
         with out.open("a") as file:

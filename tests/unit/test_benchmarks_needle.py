@@ -91,3 +91,9 @@ def test_only_missing_answers_are_asked_for(tmp_path, monkeypatch):
     assert asked == every
     needle.measure(SETTING, jobs, "engine", out)
     assert asked == every
+
+
+def test_a_longer_number_is_no_answer():
+    assert needle.says("It is 12345.", "12345")
+    assert not needle.says("It is 123450000.", "12345")
+    assert not needle.says("It is 1234.", "12345")
