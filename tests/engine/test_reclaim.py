@@ -6,24 +6,33 @@ What vLLM's pool counts as free is the measure, read after every step.
 from __future__ import annotations
 
 import functools
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import run_scenario
+from policy_settings import write_weights
+from tiny_model import KV_HEADS, LAYERS
+
+from vllm_kvplugins.budgets import ALLOCATORS
 
 pytestmark = pytest.mark.engine
 
 BLOCK = 32
 PROMPT = 2900  # tokens of the prompt in scenarios_tiny.reclaim
 BUDGET = 512
-ALLOCATORS = ("uniform", "head-adaptive", "cross-layer", "pyramid")
 
 
 @functools.cache
 def seen(model: str, allocator: str) -> dict[str, Any]:
-    policy = {"name": "snapkv", "budget": BUDGET, "allocator": allocator}
-    arguments = {"model": model, "policy": policy}
-    result: dict[str, Any] = run_scenario("scenarios_tiny:observe_reclaim", arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        weights = write_weights(Path(folder, "weights.json"), LAYERS, KV_HEADS)
+        chosen = weights if allocator == "file" else allocator
+        policy = {"name": "snapkv", "budget": BUDGET, "allocator": chosen}
+        result: dict[str, Any] = run_scenario(
+            "scenarios_tiny:observe_reclaim", {"model": model, "policy": policy}
+        )
     return result
 
 
@@ -48,7 +57,7 @@ def test_all_allocators_free_the_same(tiny_model):
 
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_pages_are_shared_as_the_allocator_says(tiny_model, allocator):
-    """Otherwise the test above would compare four times the same thing."""
+    """Otherwise the test above would compare the same thing with itself."""
     pages = seen(tiny_model, allocator)["seated_pages"]
     zone = -(-(BUDGET - PROMPT % BLOCK) // BLOCK)
     assert len(pages) == 2 * 2, "one entry per layer and KV head"
