@@ -144,7 +144,11 @@ def measure(
     """One line of the table."""
     heads, count, dim = keys.shape
     view, timer = Keys.dense(keys), Timer()
-    settings = {"promotion": options.promotion, "route": options.route}
+    settings = {
+        "promotion": options.promotion,
+        "route": options.route,
+        "visit_ratio": options.visit_ratio,
+    }
     scan = BruteForceIndex(heads, dim, options.page_size)
     scan.build(view)
     trees = []
@@ -219,6 +223,7 @@ def parse() -> argparse.Namespace:
     add("--visits", type=int, default=2048, help="max_visits of the tree")
     add("--page-size", type=int, default=32)
     add("--promotion", type=float, default=1 / 32)
+    add("--visit-ratio", type=float, default=1.0, help="below 1: prioritized DCI")
     add("--route", choices=["mean", "parent"], default="mean")
     add("--repeats", type=int, default=40)
     add("--builds", type=int, default=3)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 import time
 
@@ -83,6 +85,15 @@ def test_other_python_threads_run_while_the_index_works():
 def test_the_measurement_sees_a_held_lock():
     took, silence = longest_silence(hold_the_lock)
     assert silence > 0.8 * took
+
+
+def test_an_index_may_outlive_the_interpreter():
+    code = (
+        "from vllm_kvplugins.index import *; import torch\n"
+        "index = DCIIndex(1, 8); index.build(Keys.dense(torch.ones(1, 9, 8)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_queries_beside_inserts():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,16 +34,16 @@ class CompiledIndex:
         self._handle = call_compiled(
             "index_create", kind, num_heads, head_dim, page_size, *settings
         )
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
-            self.close()
+        # Not __del__: when the interpreter ends, torch may be gone before it.
+        self._destroy = weakref.finalize(
+            self, call_compiled, "index_destroy", self._handle
+        )
 
     def close(self) -> None:
         """See :meth:`KeyIndex.close`; a second call does nothing."""
         if self._handle is not None:
-            handle, self._handle = self._handle, None
-            call_compiled("index_destroy", handle)
+            self._handle = None
+            self._destroy()
 
     def build(self, keys: Keys, count: int | None = None) -> None:
         """See :meth:`KeyIndex.build`."""
