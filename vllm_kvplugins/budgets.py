@@ -23,6 +23,22 @@ from vllm_kvplugins.selection import keep_top
 _UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
+def parse_bytes(value: Any) -> int | None:
+    """Read an amount of memory: ``"8GiB"``, or bytes as a number; None stays.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?b)\s*", str(value).lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(
+            f"an amount of memory looks like '8GiB' (B, KiB, MiB, GiB), got {value!r}"
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Tokens, a share of the prompt, or bytes per request; exactly one is set."""

@@ -9,6 +9,51 @@ from texts import random_tokens
 from tiny_model import VOCABULARY
 
 
+def turns(
+    model: str, policy: dict[str, Any], lengths: list[int], max_tokens: int
+) -> dict[str, Any]:
+    """Requests that do not all fit into the host tier, and one that never does."""
+    from vllm.exceptions import VLLMValidationError
+
+    driver = Driver(
+        make_llm(
+            model,
+            policy,
+            num_gpu_blocks_override=400,
+            max_model_len=4096,
+            disable_log_stats=False,
+        )
+    )
+    refused = ""
+    try:
+        driver.add("giant", random_tokens(0, 3000, VOCABULARY), 900)
+    except VLLMValidationError as error:
+        refused = str(error)
+    for index, length in enumerate(lengths):
+        driver.add(str(index), random_tokens(index, length, VOCABULARY), max_tokens)
+    most_at_once = most_held = 0
+    while driver.busy:
+        driver.step()
+        most_at_once = max(most_at_once, len(driver.scheduler.running))
+        most_held = max(most_held, int(_metric(driver, "held_requests")))
+    driver.step()
+    assert driver.check_policy_state() == 0
+    host = driver.scheduler.connector._host
+    return {
+        "refused": refused,
+        "finished": len(driver.finished),
+        "most_at_once": most_at_once,
+        "most_held": most_held,
+        "reserved_after": host.reserved_bytes,
+        "held_after": len(host.held),
+    }
+
+
+def _metric(driver: Driver, name: str) -> float:
+    metrics = {metric.name: metric for metric in driver.llm.get_metrics()}
+    return float(metrics[f"vllm:kv_policy_{name}"].value)
+
+
 def held_while_generating(
     model: str, policy: dict[str, Any], prompt: int, max_tokens: int
 ) -> list[list[int]]:

@@ -40,6 +40,24 @@ def test_resident_memory_stays_flat(tiny_model):
     assert steps[-1][0] > 2400
 
 
+def test_requests_take_turns_in_a_small_host_tier(tiny_model):
+    run = run_scenario(
+        "scenarios_retrieval:turns",
+        {
+            "model": tiny_model,
+            # one layer of two, 512 bytes per token, for two requests at most
+            "policy": {"name": "quest", **SMALL, "budget": 64, "host_memory": "1MiB"},
+            "lengths": [700, 710, 720, 730, 740],
+            "max_tokens": 40,
+        },
+    )
+    assert run["most_at_once"] == 2
+    assert run["most_held"] == 3
+    assert run["finished"] == 5
+    assert run["reserved_after"] == run["held_after"] == 0
+    assert "lower max_tokens" in run["refused"]
+
+
 def test_traffic_leaves_nothing_behind(tiny_model):
     found = run_scenario(
         "scenarios_contract:traffic",

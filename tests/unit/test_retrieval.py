@@ -6,6 +6,7 @@ tokens is only possible if each step fetched them to the right places.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,19 @@ from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.ops import gather_keys, gather_values
 from vllm_kvplugins.policies import available_policies, get_policy_class
-from vllm_kvplugins.policies.base import Retention
-from vllm_kvplugins.policies.quest import PageBounds
-from vllm_kvplugins.policies.retrieval import WholeFirstLayers
+from vllm_kvplugins.policies.base import Geometry, Retention
+from vllm_kvplugins.policies.quest import PageBounds, Quest
+from vllm_kvplugins.policies.retrieval import (
+    ExactScan,
+    TokenIndex,
+    WholeFirstLayers,
+)
 from vllm_kvplugins.residency.requests import Row
+from vllm_kvplugins.vllm_adapter.host_memory import (
+    HostReservations,
+    limited,
+    too_long,
+)
 
 SEED = 5
 BLOCK, BLOCKS, SINKS, WINDOW, SKIP = 4, 120, 2, 5, 1
@@ -223,3 +233,86 @@ def test_quest_s_bounds_are_those_of_the_pages():
         assert torch.equal(index._most[:, page], part.amax(1))
     with pytest.raises(AssertionError, match="too few"):
         index.select(torch.randn(2, 1, 16), keys, 1.0, 104)
+
+
+class Failing(TokenIndex):
+    """Raises when asked the n-th time; until then finds the newest tokens."""
+
+    def __init__(self, inserts: int, selects: int) -> None:
+        self.left = {"insert": inserts, "select": selects}
+
+    def _count(self, what: str) -> None:
+        self.left[what] -= 1
+        if self.left[what] < 0:
+            raise RuntimeError("no memory for a node")
+
+    def insert(self, keys: torch.Tensor, first: int) -> None:
+        self._count("insert")
+
+    def select(
+        self, queries: torch.Tensor, keys: torch.Tensor, scale: float, count: int
+    ) -> torch.Tensor:
+        self._count("select")
+        newest = torch.arange(keys.shape[1] - count, keys.shape[1])
+        return newest.expand(keys.shape[0], -1)
+
+
+@pytest.mark.parametrize(("inserts", "selects"), [(0, 99), (1, 99), (99, 3)])
+def test_a_failing_index_is_replaced_by_a_scan(monkeypatch, inserts, selects):
+    fake = engine("quest")
+    monkeypatch.setattr(
+        Quest, "new_index", lambda *_: Failing(inserts, selects), raising=True
+    )
+    request = fake.add("r", 40, 20)
+    while not request.done:
+        fake.step({"r": 40})
+    assert fake.runtime.retrieval.traffic.failed == LAYERS - SKIP
+    state = fake.runtime.retrieval._requests["r"]
+    assert all(isinstance(here.index, ExactScan) for here in state.layers.values())
+    fake.remove("r")
+    fake.check_idle()
+
+
+# -- admission to the host tier -------------------------------------------------------
+
+
+def request_of(name: str, prompt: int, answer: int) -> SimpleNamespace:
+    return SimpleNamespace(request_id=name, num_prompt_tokens=prompt, max_tokens=answer)
+
+
+def test_requests_wait_for_host_memory():
+    shape = Geometry(32, num_layers=4, num_kv_heads=2, kv_bytes_per_token=4096)
+    policy = parse_policy(
+        {"name": "exact-topk", "sinks": 0, "window": 1, "host_memory": "1MiB"}
+    )
+    host = HostReservations(policy, shape)
+    need = policy.host_bytes(101, shape)
+    assert need == 100 * 2048 * 5 // 4, "two of four layers, a quarter of slack"
+    fitting = (1 << 20) // need
+    for index in range(fitting):
+        request = request_of(str(index), 50, 51)
+        assert host.fits(request)
+        host.reserve(request)
+    late = request_of("late", 50, 51)
+    assert not host.fits(late)
+    assert host.held == {"late"}
+    assert host.fits(request_of("0", 50, 51)), "who runs, or ran, is not held"
+    host.release(request_of("0", 50, 51))
+    assert host.fits(late)
+    assert not host.held
+    for index in range(1, fitting):
+        host.release(request_of(str(index), 50, 51))
+    assert host.reserved_bytes == 0
+    giant = 10_000
+    assert "lower max_tokens" in (too_long(policy, shape, giant) or "")
+    assert too_long(policy, shape, 101) is None
+
+
+def test_the_limit_is_settled_once():
+    request = {"name": "quest"}
+    settled = limited(request, parse_policy(request))
+    assert parse_policy(settled).host_memory_bytes == settled["host_memory"] > 1 << 20
+    own = {"name": "quest", "host_memory": "2GiB"}
+    assert limited(own, parse_policy(own)) == own
+    snapkv = {"name": "snapkv"}
+    assert limited(snapkv, parse_policy(snapkv)) == snapkv

@@ -237,6 +237,15 @@ class KVCachePolicy(BaseModel, ABC):
         """
         raise AssertionError(f"{self.name} does not probe")
 
+    @property
+    def host_memory_bytes(self) -> int | None:
+        """Most host memory for what is offloaded; None: the engine decides."""
+        return None
+
+    def host_bytes(self, tokens: int, geometry: Geometry) -> int:
+        """Most host memory of a request that ends with so many tokens."""
+        return 0
+
     def page_allocator(self) -> PageAllocator:
         """How a compaction shares pages between layers and KV heads."""
         return Uniform()

@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import BeforeValidator, Field
 
-from vllm_kvplugins.budgets import Budget, PageAllocator
+from vllm_kvplugins.budgets import Budget, PageAllocator, parse_bytes
 from vllm_kvplugins.policies.base import (
     Geometry,
     KVCachePolicy,
@@ -62,6 +62,28 @@ class TokenIndex(ABC):
         Returns:
             int64 [num_kv_heads, count], distinct in each row, best first.
         """
+
+
+class ExactScan(TokenIndex):
+    """No index: all keys are scored."""
+
+    def insert(self, keys: torch.Tensor, first: int) -> None:
+        """Nothing to build."""
+
+    def select(
+        self, queries: torch.Tensor, keys: torch.Tensor, scale: float, count: int
+    ) -> torch.Tensor:
+        """The tokens that get most attention, summed over queries and group.
+
+        The softmax runs over the offloaded tokens alone, per query head; sinks
+        and window would scale all of a head's weights alike.
+
+        Cost: O(num_q_heads * num_queries * tokens * head_dim).
+        """
+        heads = keys.shape[0]
+        grouped = queries.reshape(heads, -1, queries.shape[-1])
+        logits = torch.bmm(grouped, keys.transpose(1, 2)).to(torch.float32).mul_(scale)
+        return logits.softmax(-1).sum(1).topk(count, dim=-1).indices
 
 
 def tokens_of_pages(pages: torch.Tensor, count: int) -> torch.Tensor:
@@ -144,6 +166,24 @@ class Retriever(KVCachePolicy):
         ge=1,
         description="Select in every n-th layer only; those between reuse its choice.",
     )
+
+    host_memory: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
+        default=None,
+        ge=1,
+        description='Most host memory for offloaded tokens ("8GiB"), all ranks '
+        "together; null: half of what is free at start-up. Requests wait for it.",
+    )
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        return self.host_memory
+
+    def host_bytes(self, tokens: int, geometry: Geometry) -> int:
+        offloaded = max(tokens - self.sinks - self.window, 0)
+        layers = max(geometry.num_layers - self.skip_layers, 0)
+        per_token = geometry.kv_bytes_per_token * layers // geometry.num_layers
+        # what is generated is appended to arrays with a quarter of slack
+        return offloaded * per_token * 5 // 4
 
     @abstractmethod
     def new_index(self, num_kv_heads: int, head_dim: int) -> TokenIndex:

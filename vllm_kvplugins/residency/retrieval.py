@@ -11,16 +11,20 @@ Only contents change: page tables and lengths stay as the compaction left them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from vllm_kvplugins.ops import dispatch as ops
-from vllm_kvplugins.policies.retrieval import Retriever, TokenIndex
+from vllm_kvplugins.policies.retrieval import ExactScan, Retriever, TokenIndex
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.host_tier import HostLayer
 from vllm_kvplugins.residency.requests import PageList
+
+# vLLM configures only the loggers below its own name.
+logger = logging.getLogger("vllm.kv_policy")
 
 
 @dataclass(slots=True)
@@ -64,10 +68,12 @@ class Traffic:
     Attributes:
         selected: tokens that queries asked for.
         fetched: of these, copied from the host because they were not resident.
+        failed: indices that raised; their layers are scanned from then on.
     """
 
     selected: int = 0
     fetched: int = 0
+    failed: int = 0
 
 
 class Retrieval:
@@ -110,7 +116,7 @@ class Retrieval:
             start = wanted.start + first
             if start < wanted.stop:
                 here.host.append(*self._read(layer, owned, start, wanted.stop))
-                here.index.insert(here.host.present_keys, first)
+                self._insert(here, first)
 
     def _read(
         self, layer: int, owned: PageList, start: int, stop: int
@@ -189,14 +195,36 @@ class Retrieval:
             return
         count = here.hot.token.shape[1]
         if self._policy.selects(layer):
-            wanted = here.index.select(
-                queries, here.host.present_keys, self._scales[layer], count
-            )
+            wanted = self._select(here, queries, self._scales[layer], count)
             state.chosen = {layer: wanted}
         else:
             (wanted,) = state.chosen.values()
             wanted = wanted[:, :count]
         self._swap(here.host, here.hot, wanted)
+
+    # -- indices, which may fail ----------------------------------------------------
+
+    def _insert(self, here: OffloadedLayer, first: int) -> None:
+        try:
+            here.index.insert(here.host.present_keys, first)
+        except (RuntimeError, ValueError) as error:
+            self._scan_instead(here, error)
+
+    def _select(
+        self, here: OffloadedLayer, queries: torch.Tensor, scale: float, count: int
+    ) -> torch.Tensor:
+        keys = here.host.present_keys
+        try:
+            return here.index.select(queries, keys, scale, count)
+        except (RuntimeError, ValueError) as error:
+            self._scan_instead(here, error)
+            return here.index.select(queries, keys, scale, count)
+
+    def _scan_instead(self, here: OffloadedLayer, error: Exception) -> None:
+        """One request's index must not end the server: scan its keys instead."""
+        self.traffic.failed += 1
+        logger.warning("an index failed, its keys are scanned instead: %s", error)
+        here.index = ExactScan()
 
     def _swap(self, host: HostLayer, hot: HotZone, wanted: torch.Tensor) -> None:
         """Put wanted tokens in the place of hot ones that nobody wants now."""

@@ -17,7 +17,7 @@ from vllm_kvplugins.config import CONFIG_KEY, parse_policy
 from vllm_kvplugins.errors import KVPolicyError, refuse
 from vllm_kvplugins.policies.base import Geometry, KVCachePolicy
 from vllm_kvplugins.residency.runtime import PolicyRuntime
-from vllm_kvplugins.vllm_adapter import compat, probing, validation
+from vllm_kvplugins.vllm_adapter import compat, host_memory, probing, validation
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,6 +83,9 @@ def finish_config(
             *probing.problems(vllm_config, policy),
         ],
     )
+    config = vllm_config.additional_config
+    request = host_memory.limited(config[CONFIG_KEY], policy)
+    vllm_config.additional_config = config | {CONFIG_KEY: request}
     scheduler = vllm_config.scheduler_config
     kind = (
         "KVPolicyAsyncScheduler" if scheduler.async_scheduling else "KVPolicyScheduler"

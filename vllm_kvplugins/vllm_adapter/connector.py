@@ -15,7 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from vllm_kvplugins.residency.retrieval import Traffic
 from vllm_kvplugins.vllm_adapter import activation
+from vllm_kvplugins.vllm_adapter.host_memory import HostReservations
 from vllm_kvplugins.vllm_adapter.metrics import PolicyPromMetrics, PolicyStats
 from vllm_kvplugins.vllm_adapter.scheduler import residency_manager
 
@@ -41,6 +43,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self._kv_cache_manager: Any = None
         self._manager: ResidencyBlockManager | None = None
         self._reported = (0, 0)
+        self._host: HostReservations | None = None
         if role == KVConnectorRole.WORKER:
             self._runtime = activation.runtime()
 
@@ -72,16 +75,22 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         self._kv_cache_manager = kv_cache_manager
         self._manager = residency_manager(kv_cache_manager)
+        spec = self._manager.kv_cache_spec
+        self._host = HostReservations(spec.policy, spec.geometry)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return 0, False
+        """No external tokens; None: ask again, the host tier has no room yet."""
+        assert self._host is not None
+        return (0 if self._host.fits(request) else None), False
 
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int
     ) -> None:
-        """Nothing was loaded."""
+        """Nothing was loaded; the request starts."""
+        assert self._host is not None
+        self._host.reserve(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return _NoMetadata()
@@ -89,6 +98,8 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: Any
     ) -> tuple[bool, dict[str, Any] | None]:
+        assert self._host is not None
+        self._host.release(request)
         return False, None
 
     # -- metrics ----------------------------------------------------------------
@@ -96,7 +107,9 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> PolicyStats | None:
         """What happened since the last call on this side."""
         if self._runtime is not None:
-            return PolicyStats.from_worker(self._runtime.take_compression_seconds())
+            return PolicyStats.from_worker(
+                self._runtime.take_compression_seconds(), self._take_traffic()
+            )
         if self._manager is None:
             return None
         freed, compactions = self._manager.freed_blocks, self._manager.compactions
@@ -109,7 +122,21 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             compressions=compactions - before[1],
             resident_tokens=held * self._manager.block_size,
             logical_tokens=logical * self._manager.block_size,
+            host_reserved_bytes=self._host.reserved_bytes if self._host else 0,
+            held_requests=len(self._host.held) if self._host else 0,
         )
+
+    def _take_traffic(self) -> dict[str, int]:
+        """Tokens selected and fetched since the last call."""
+        retrieval = self._runtime.retrieval if self._runtime else None
+        if retrieval is None:
+            return {}
+        taken, retrieval.traffic = retrieval.traffic, Traffic()
+        return {
+            "selected_tokens": taken.selected,
+            "fetched_tokens": taken.fetched,
+            "failed_indices": taken.failed,
+        }
 
     @classmethod
     def build_kv_connector_stats(

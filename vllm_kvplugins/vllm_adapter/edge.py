@@ -9,7 +9,9 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_kvplugins.vllm_adapter.activation import policy_of
+from vllm_kvplugins.policies.base import KVCachePolicy, Retention
+from vllm_kvplugins.vllm_adapter.activation import geometry_of, policy_of
+from vllm_kvplugins.vllm_adapter.host_memory import too_long
 
 
 def install() -> None:
@@ -20,8 +22,8 @@ def install() -> None:
     @functools.wraps(original)
     def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
         asked = signature.bind(self, *args, **kwargs).arguments
-        policy = policy_of(self.vllm_config) if asked.get("resumable") else None
-        if policy is not None:
+        policy = policy_of(self.vllm_config)
+        if policy is not None and asked.get("resumable"):
             raise VLLMValidationError(
                 f"streaming input is not supported with KV policy {policy.name!r}: "
                 "each part would lengthen the prompt after it was compacted; send "
@@ -29,6 +31,19 @@ def install() -> None:
                 parameter="resumable",
                 value=True,
             )
-        return original(self, *args, **kwargs)
+        request = original(self, *args, **kwargs)
+        if policy is not None and policy.retention is Retention.OFFLOAD:
+            _check_host_memory(self.vllm_config, policy, request)
+        return request
 
     InputProcessor.process_inputs = process_inputs
+
+
+def _check_host_memory(vllm_config: Any, policy: KVCachePolicy, request: Any) -> None:
+    if request.sampling_params is None:
+        return
+    answer = request.sampling_params.max_tokens or 0
+    tokens = len(request.prompt_token_ids or ()) + answer
+    problem = too_long(policy, geometry_of(vllm_config), tokens)
+    if problem is not None:
+        raise VLLMValidationError(problem, parameter="max_tokens", value=answer)

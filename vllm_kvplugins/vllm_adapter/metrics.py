@@ -7,6 +7,11 @@
 | ``vllm:kv_policy_blocks_freed_total`` | counter | blocks that plans gave back |
 | ``vllm:kv_policy_compressions_total`` | counter | compactions |
 | ``vllm:kv_policy_compression_seconds`` | histogram | score, select and move |
+| ``vllm:kv_policy_selected_tokens_total`` | counter | slots filled by retrieval |
+| ``vllm:kv_policy_fetched_tokens_total`` | counter | of these, copied from the host |
+| ``vllm:kv_policy_failed_indices_total`` | counter | indices replaced by a scan |
+| ``vllm:kv_policy_host_reserved_bytes`` | gauge | host memory promised to requests |
+| ``vllm:kv_policy_held_requests`` | gauge | requests that wait for host memory |
 """
 
 from __future__ import annotations
@@ -20,8 +25,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-_SUMS = ("blocks_freed", "compressions")
-_LATEST = ("resident_tokens", "logical_tokens")
+_SUMS = (
+    "blocks_freed",
+    "compressions",
+    "selected_tokens",
+    "fetched_tokens",
+    "failed_indices",
+)
+_LATEST = (
+    "resident_tokens",
+    "logical_tokens",
+    "host_reserved_bytes",
+    "held_requests",
+)
 _SECONDS = "compression_seconds"
 _BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
@@ -31,8 +47,12 @@ class PolicyStats(KVConnectorStats):
     """``data`` holds plain numbers and lists, so that any transport takes it."""
 
     @classmethod
-    def from_worker(cls, seconds: list[float]) -> PolicyStats | None:
-        return cls(data={_SECONDS: seconds}) if seconds else None
+    def from_worker(
+        cls, seconds: list[float], traffic: dict[str, int]
+    ) -> PolicyStats | None:
+        data: dict[str, Any] = {_SECONDS: seconds} if seconds else {}
+        data |= {name: count for name, count in traffic.items() if count}
+        return cls(data=data) if data else None
 
     @classmethod
     def from_scheduler(cls, **numbers: int) -> PolicyStats:
@@ -79,6 +99,11 @@ class PolicyPromMetrics(KVConnectorPromMetrics):
         self._gauge("budget_ratio", "Token slots held over tokens in context.")
         self._counter("blocks_freed", "Blocks that policies freed.")
         self._counter("compressions", "Compactions of requests.")
+        self._counter("selected_tokens", "Hot slots that retrieval filled.")
+        self._counter("fetched_tokens", "Tokens copied from the host tier.")
+        self._counter("failed_indices", "Indices that failed; scans took over.")
+        self._gauge("host_reserved_bytes", "Host memory promised to requests.")
+        self._gauge("held_requests", "Requests that wait for host memory.")
         self._histogram(_SECONDS, "Seconds to score, select and move one request.")
 
     def _add(self, name: str, metric: Any) -> None:
@@ -122,6 +147,8 @@ class PolicyPromMetrics(KVConnectorPromMetrics):
             resident, logical = data["resident_tokens"], data["logical_tokens"]
             self.resident_tokens[engine_idx].set(resident)
             self.budget_ratio[engine_idx].set(resident / logical if logical else 1.0)
+            for key in ("host_reserved_bytes", "held_requests"):
+                getattr(self, key)[engine_idx].set(data[key])
         for seconds in data.get(_SECONDS, []):
             self.compression_seconds[engine_idx].observe(seconds)
 
