@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from driver import Driver, make_llm, runtime
 from scenarios_fuzz import Fuzzer
+from texts import random_tokens
+from tiny_model import VOCABULARY
 
 
 class PoisoningDriver(Driver):
@@ -24,6 +26,7 @@ class PoisoningDriver(Driver):
         super().__init__(llm)
         assert not self.pool.enable_caching
         self.poisoned = 0
+        self._is_nan: set[int] = set()
         model = self.core.model_executor.driver_worker.worker.model_runner.model
         compute = model.compute_logits
 
@@ -37,7 +40,9 @@ class PoisoningDriver(Driver):
 
         def filled(*args: Any, **kwargs: Any) -> list[Any]:
             blocks: list[Any] = hand_out(*args, **kwargs)
-            _fill(blocks, torch.finfo(torch.float32).max)
+            ids = [block.block_id for block in blocks]
+            _fill(ids, torch.finfo(torch.float32).max)
+            self._is_nan -= set(ids)
             return blocks
 
         self.pool.get_new_blocks = filled
@@ -47,17 +52,20 @@ class PoisoningDriver(Driver):
         self.poison()
 
     def poison(self) -> None:
+        if runtime().heap is None:  # it is known with the first step
+            return
         free = self.pool.free_block_queue.get_all_free_blocks()
-        _fill(free, torch.nan)
-        self.poisoned += len(free)
+        fresh = {block.block_id for block in free} - self._is_nan
+        _fill(list(fresh), torch.nan)
+        self._is_nan |= fresh
+        self.poisoned += len(fresh)
 
 
-def _fill(blocks: list[Any], number: float) -> None:
+def _fill(block_ids: list[int], number: float) -> None:
     """All keys and values of these blocks."""
     heap = runtime().heap
-    if blocks and heap is not None:  # known with the first step
-        ids = torch.tensor([block.block_id for block in blocks], dtype=torch.int64)
-        heap.pages[heap.page_ids(ids).reshape(-1)] = number
+    if block_ids and heap is not None:
+        heap.pages[heap.page_ids(torch.tensor(block_ids)).reshape(-1)] = number
 
 
 def traffic(
@@ -103,4 +111,41 @@ def _traffic(
         "preempted_compacted": driver.preempted_compacted,
         "compactions": getattr(driver.manager, "compactions", 0),
         "poisoned": driver.poisoned,
+    }
+
+
+def long_generation(
+    model: str,
+    policy: dict[str, Any],
+    prompt_tokens: int,
+    max_tokens: int,
+    blocks: int,
+) -> dict[str, Any]:
+    """One request that generates far more tokens than it may hold.
+
+    Returns:
+        ``held`` blocks after each step, ``tokens``.
+    """
+    llm = make_llm(
+        model,
+        policy,
+        num_gpu_blocks_override=blocks,
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+    )
+    driver = PoisoningDriver(llm)
+    prompt = random_tokens(prompt_tokens, prompt_tokens, VOCABULARY)
+    driver.add("long", prompt, max_tokens)
+    held = []
+    while driver.busy:
+        driver.step()
+        held.append(len(driver.held_blocks()))
+    driver.step()
+    driver.check_blocks()
+    return {
+        "held": held[:-1],  # with the last token all are freed
+        "tokens": driver.tokens["long"],
+        "preemptions": driver.preemptions,
+        "tracked": driver.check_policy_state(),
+        "compactions": driver.manager.compactions,
     }

@@ -93,7 +93,7 @@ class FakeEngine:
     Attributes:
         fetches: dropped tokens may come back.
         free: ids of free blocks; block 0 is the null block.
-        steps: how many have run.
+        steps: how many have run; every ``attend_every``-th attends.
     """
 
     def __init__(self, policy: Any, block: int, blocks: int) -> None:
@@ -114,7 +114,7 @@ class FakeEngine:
         # the worker hears of them with the next step
         self.gone: set[str] = set()
         self.preempted: set[str] = set()
-        self.steps = 0
+        self.steps, self.attend_every = 0, 1
 
     # -- requests ---------------------------------------------------------
 
@@ -170,7 +170,8 @@ class FakeEngine:
                 pages = pages + layer * self.blocks * KV_HEADS
             lengths = flat.lengths[:, span].expand(LAYERS, -1)
             self._check_ownership(self.requests[row.request_id], pages, lengths)
-            self._check_attention(row, pages, lengths)
+            if self.steps % self.attend_every == 0:
+                self._check_attention(row, pages, lengths)
         for layer in range(LAYERS):
             self.runtime.after_attention(layer, self._queries(rows, layer))
         due = [self._due(row) for row in rows]
