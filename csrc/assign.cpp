@@ -63,40 +63,45 @@ Sizes checked(const Tensor& keys, const Tensor& prototypes,
   return size;
 }
 
-// Assigns all heads. Scratch is one head's packed prototypes.
+// What is no token forms a cluster of its own, of value 0.
+void mark_absent(const float* values, const bool* valid, const Sizes& size,
+                 std::int64_t* clusters, float* kept) {
+  for (std::int64_t t = 0; t < size.slots; ++t) {
+    const bool token = valid == nullptr || valid[t];
+    kept[t] = token ? values[t] : 0.0f;
+    if (!token) clusters[t] = size.prototypes;
+  }
+}
+
+// Assigns all heads, in one parallel region. Scratch is their packed prototypes.
 template <typename Element>
 void assign_heads(const Tensor& keys, const Tensor& prototypes,
                   const Sizes& size, std::int64_t* clusters) {
   const auto* first = static_cast<const Element*>(keys.const_data_ptr());
   const float* rows = prototypes.const_data_ptr<float>();
-  const Simd simd = best_simd();
-  std::vector<float> panels(static_cast<std::size_t>(
-      packed_size(simd, size.prototypes, size.head_dim)));
-  std::vector<std::int64_t> order(static_cast<std::size_t>(size.prototypes));
+  const Simd simd = best_simd_for<Element>();
+  const std::int64_t panel_size =
+      packed_size(simd, size.prototypes, size.head_dim);
+  std::vector<float> panels(static_cast<std::size_t>(size.heads * panel_size));
+  std::vector<std::int64_t> order(
+      static_cast<std::size_t>(size.heads * size.prototypes));
+  std::vector<Assignment<Element>> work;
   for (std::int64_t head = 0; head < size.heads; ++head) {
+    float* panel = panels.data() + head * panel_size;
+    std::int64_t* numbers = order.data() + head * size.prototypes;
     const std::int64_t packed = pack_prototypes(
-        simd, rows + head * size.prototypes * size.head_dim, size.prototypes,
-        size.head_dim, panels.data(), order.data());
-    assign_to_prototypes(
-        simd,
-        Assignment<Element>{first + head * keys.stride(0), size.slots,
-                            keys.stride(1), size.head_dim, panels.data(),
-                            order.data(), packed},
-        clusters + head * size.slots);
+        simd, rows + head * size.prototypes * size.head_dim,
+        size.prototypes, size.head_dim, panel, numbers);
+    work.push_back({first + head * keys.stride(0), size.slots, keys.stride(1),
+                    size.head_dim, panel, numbers, packed});
   }
-}
-
-// Averages one head; what is no token forms a cluster of its own, of mean 0.
-void average_head(const float* values, const bool* valid, const Sizes& size,
-                  std::int64_t* clusters, std::int64_t* table, float* means) {
-  const std::int64_t nobody = size.prototypes;
-  for (std::int64_t t = 0; t < size.slots; ++t) {
-    const bool token = valid == nullptr || valid[t];
-    means[t] = token ? values[t] : 0.0f;
-    if (!token) clusters[t] = nobody;
+  [[maybe_unused]] const bool parallel =
+      size.heads * size.slots * size.prototypes * size.head_dim >= kParallelWork;
+#pragma omp parallel if (parallel)
+  for (std::int64_t head = 0; head < size.heads; ++head) {
+    assign_to_prototypes(simd, work[static_cast<std::size_t>(head)],
+                         clusters + head * size.slots);
   }
-  cluster_mean(means, clusters, size.slots, nobody + 1, table,
-               table + nobody + 1, means);
 }
 
 std::tuple<Tensor, Tensor> assign_and_average_cpu(
@@ -124,12 +129,15 @@ std::tuple<Tensor, Tensor> assign_and_average_cpu(
   const float* value = values.const_data_ptr<float>();
   const bool* token = valid ? valid->const_data_ptr<bool>() : nullptr;
   float* mean = means.mutable_data_ptr<float>();
-  std::vector<std::int64_t> table(
-      static_cast<std::size_t>(2 * (size.prototypes + 1)));
+  const auto table = static_cast<std::size_t>(size.prototypes + 1);
+  std::vector<std::int64_t> sums(table), sizes(table);
+  std::vector<float> of_cluster(table);
   for (std::int64_t head = 0; head < size.heads; ++head) {
     const std::int64_t at = head * size.slots;
-    average_head(value + at, token ? token + at : nullptr, size, found + at,
-                 table.data(), mean + at);
+    mark_absent(value + at, token ? token + at : nullptr, size, found + at,
+                mean + at);
+    cluster_mean(mean + at, found + at, size.slots, size.prototypes + 1,
+                 sums.data(), sizes.data(), of_cluster.data(), mean + at);
   }
   return {means, clusters};
 }
@@ -144,23 +152,40 @@ struct Chunked {
 template <typename Element>
 void chunk_heads(const Tensor& keys, const Chunked& out) {
   const auto* first = static_cast<const Element*>(keys.const_data_ptr());
-  const std::int64_t n = out.chunks * out.length;
-  const auto size = static_cast<std::size_t>(n);
-  std::vector<float> delta(size);
-  std::vector<std::int64_t> order(size);
-  const auto irregular = std::make_unique<bool[]>(size);
-  for (std::int64_t head = 0; head < keys.size(0); ++head) {
-    const Chunks<Element> all{first + head * keys.stride(0), out.chunks,
-                              out.length, keys.stride(1), keys.size(2)};
-    irregularity(best_simd(), all, delta.data());
-    for (float x : delta) {
-      if (std::isnan(x)) fail("chunk_prototypes", "keys hold NaN or infinities");
+  const std::int64_t heads = keys.size(0), n = out.chunks * out.length;
+  const auto total = static_cast<std::size_t>(heads * n);
+  std::vector<float> delta(total);
+  std::vector<std::int64_t> order(total);
+  const auto irregular = std::make_unique<bool[]>(total);
+  const Simd simd = best_simd();
+  std::int64_t strange = 0;
+  const auto chunks_of = [&](std::int64_t head) {
+    return Chunks<Element>{first + head * keys.stride(0), out.chunks, out.length,
+                           keys.stride(1), keys.size(2)};
+  };
+  [[maybe_unused]] const bool parallel = 8 * heads * n * keys.size(2) >= kParallelWork;
+#pragma omp parallel if (parallel)
+  {
+    for (std::int64_t head = 0; head < heads; ++head) {
+      irregularity(simd, chunks_of(head), delta.data() + head * n,
+                   out.sums + head * out.chunks * keys.size(2));
     }
-    find_irregular(delta.data(), n, out.count, order.data(), irregular.get(),
-                   out.slots + head * out.count);
-    sum_regular(all, irregular.get(),
-                out.sums + head * out.chunks * all.head_dim);
+#pragma omp barrier
+#pragma omp for schedule(dynamic) reduction(+ : strange)
+    for (std::int64_t head = 0; head < heads; ++head) {
+      const float* here = delta.data() + head * n;
+      if (std::any_of(here, here + n, [](float x) { return std::isnan(x); })) {
+        ++strange;  // nothing can throw in here
+        continue;
+      }
+      bool* marks = irregular.get() + head * n;
+      find_irregular(here, n, out.count, order.data() + head * n, marks,
+                     out.slots + head * out.count);
+      sum_regular(chunks_of(head), marks,
+                  out.sums + head * out.chunks * keys.size(2));
+    }
   }
+  if (strange) fail("chunk_prototypes", "keys hold NaN or infinities");
 }
 
 std::tuple<Tensor, Tensor> chunk_prototypes_cpu(const Tensor& keys,
@@ -207,6 +232,7 @@ std::tuple<Tensor, Tensor> chunk_prototypes_cpu(const Tensor& keys,
 }
 
 std::string simd_in_use() {
+  if (supported(Simd::kAvx512Bf16)) return "avx512_bf16";
   const Simd simd = best_simd();
   return simd == Simd::kAvx512 ? "avx512" : simd == Simd::kAvx2 ? "avx2" : "baseline";
 }

@@ -25,9 +25,19 @@ std::vector<float> deltas(kvp::Simd simd, const std::vector<float>& keys,
                           Index count, Index length, Index dims, Index stride) {
   // Not initialised by the function: what it leaves out stays -7.
   std::vector<float> delta(static_cast<std::size_t>(count * length), -7.0f);
-  kvp::irregularity(
-      simd, kvp::Chunks<float>{keys.data(), count, length, stride, dims},
-      delta.data());
+  const kvp::Chunks<float> chunks{keys.data(), count, length, stride, dims};
+  std::vector<float> sums(static_cast<std::size_t>(count * dims), -7.0f);
+#pragma omp parallel
+  kvp::irregularity(simd, chunks, delta.data(), sums.data());
+  for (Index c = 0; c < count; ++c) {
+    for (Index d = 0; d < dims; ++d) {
+      float sum = 0;
+      for (Index t = c * length; t < (c + 1) * length; ++t) {
+        sum += keys[static_cast<std::size_t>(t * stride + d)];
+      }
+      check(sums[static_cast<std::size_t>(c * dims + d)] == sum, "sums", length, dims);
+    }
+  }
   return delta;
 }
 
@@ -57,7 +67,7 @@ std::vector<double> expected(const float* keys, Index length, Index dims,
 void test_random(kvp::Simd simd, std::mt19937& random) {
   std::normal_distribution<float> normal(0.5f, 1.0f);
   for (Index length : {2, 7, 32}) {
-    for (Index dims : {1, 3, 16, 54, 64, 512}) {
+    for (Index dims : {1, 3, 16, 54, 64, 128, 512}) {
       const Index count = 5, stride = dims + 3;
       std::vector<float> keys(static_cast<std::size_t>(count * length * stride));
       for (float& x : keys) x = normal(random);
@@ -112,11 +122,13 @@ void test_find() {
 
 void test_sums() {
   const std::vector<float> keys{1, 2, -9, 3, 4, -9, 5, 6, -9, 7, 8, -9};
-  const bool irregular[] = {false, true, true, true};
-  float sums[] = {-7, -7, -7, -7};
-  kvp::sum_regular(kvp::Chunks<float>{keys.data(), 2, 2, 3, 2}, irregular, sums);
+  const bool irregular[] = {false, true, true, true, false, false};
+  // Without irregular keys the third chunk is not looked at.
+  float sums[] = {-7, -7, -7, -7, -7, -7};
+  kvp::sum_regular(kvp::Chunks<float>{keys.data(), 3, 2, 3, 2}, irregular, sums);
   check(sums[0] == 1 && sums[1] == 2, "sum of the regular", 2, 2);
   check(sums[2] == 0 && sums[3] == 0, "sum of none", 2, 2);
+  check(sums[4] == -7 && sums[5] == -7, "sum of all", 2, 2);
 }
 
 }  // namespace

@@ -117,7 +117,8 @@ def test_grouped_heads_and_few_chunks(group, max_chunks):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_keys_are_computed_in_float32(dtype):
+def test_narrow_keys_are_computed_in_float32(dtype, monkeypatch):
+    monkeypatch.setenv("KVP_OPS", "torch")
     keys = make_keys("passages", 2, 130, seed=1).to(dtype)
     policy, view = ProtoKV(**SMALL), make_view(keys, group=3)
     scores, expected = policy.score(view), by_the_paper(policy, view)
@@ -125,6 +126,20 @@ def test_narrow_keys_are_computed_in_float32(dtype):
     # Only window_votes multiplies in the cache's type.
     tolerance = 0.05 if dtype == torch.bfloat16 else 1e-4
     torch.testing.assert_close(scores.double(), expected, rtol=tolerance, atol=1e-4)
+
+
+def test_compiled_bfloat16_keeps_the_slots_of_float32(monkeypatch):
+    """Where the CPU multiplies bfloat16, a key may join another, as near cluster."""
+    keys = make_keys("passages", 2, 1030, seed=1).to(torch.bfloat16)
+    policy, view = ProtoKV(**SMALL), make_view(keys, group=3)
+    kept = [policy.score(view).topk(200).indices]
+    monkeypatch.setenv("KVP_OPS", "torch")
+    kept.append(policy.score(view).topk(200).indices)
+    shared = [
+        len(set(a.tolist()) & set(b.tolist())) for a, b in zip(*kept, strict=True)
+    ]
+    print("shared", shared)
+    assert min(shared) >= 190
 
 
 @settings(max_examples=40, deadline=None)

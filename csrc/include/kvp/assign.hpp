@@ -1,91 +1,72 @@
 // Which prototype is nearest to each key, and means over the clusters found.
 //
-// Semantics are those of vllm_kvplugins/ops/torch_clusters.py. Plain pointers, no
+// Semantics are those of vllm_kvplugins/ops/clusters.py (in_torch). Plain pointers, no
 // allocation, all arguments trusted. Results do not depend on the number of
 // threads: every key is worked on alone, and cluster sums are of integers.
 //
 // The assignment is a matrix product whose result is never stored: prototypes
 // are packed a vector side by side (a panel), a group of keys stays in registers
-// against one panel, and only the best lane so far is kept. One source serves
-// three vector widths; which one runs is decided when the program runs.
+// against one panel, and only the best lane so far is kept.
+//
+// bfloat16 keys meet prototypes rounded to bfloat16 where the CPU has such products
+// (kAvx512Bf16): pairs of elements lie in one word, and sums are of float32.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#endif
+
+#include "kvp/vectors.hpp"
 
 namespace kvp {
 
-constexpr std::int64_t kMaxHeadDim = 512;
-// Multiply-adds below which a parallel region costs more than it saves.
-constexpr std::int64_t kParallelWork = 1 << 20;
-
-enum class Simd { kBaseline, kAvx2, kAvx512 };
-
-inline bool supported(Simd simd) {
-#if defined(__x86_64__) && defined(__GNUC__)
-  if (simd == Simd::kAvx2) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  }
-  if (simd == Simd::kAvx512) return __builtin_cpu_supports("avx512f");
-#endif
-  return simd == Simd::kBaseline;
+// What runs for keys of type Element: the fastest that there is.
+template <typename Element>
+Simd best_simd_for() {
+  const bool pairs = std::is_same_v<Element, BFloat16>;
+  if (pairs && supported(Simd::kAvx512Bf16)) return Simd::kAvx512Bf16;
+  return best_simd();
 }
 
-inline Simd best_simd() {
-  if (supported(Simd::kAvx512)) return Simd::kAvx512;
-  return supported(Simd::kAvx2) ? Simd::kAvx2 : Simd::kBaseline;
-}
-
-// Floats in a vector; 4 is what every 64-bit target has (SSE2, NEON).
-constexpr std::int64_t lanes_of(Simd simd) {
-  return simd == Simd::kAvx512 ? 16 : simd == Simd::kAvx2 ? 8 : 4;
-}
-
-struct BFloat16 {
-  std::uint16_t bits;
-};
-
-struct Float16 {
-  std::uint16_t bits;
-};
-
-inline float from_bits(std::uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-inline float to_float(float value) { return value; }
-
-inline float to_float(BFloat16 value) {
-  return from_bits(static_cast<std::uint32_t>(value.bits) << 16);
-}
-
-inline float to_float(Float16 value) {
-  const std::uint32_t sign = (value.bits & 0x8000u) << 16;
-  const std::uint32_t rest = (value.bits & 0x7fffu) << 13;
-  // Exponents are biased by 15 there and by 127 here; the product also
-  // normalises what is subnormal there.
-  const float magnitude = from_bits(rest) * 0x1p112f;
-  std::uint32_t bits;
-  std::memcpy(&bits, &magnitude, sizeof bits);
-  const bool finite = (value.bits & 0x7c00u) != 0x7c00u;
-  return from_bits(sign | (finite ? bits : rest | 0x7f800000u));
+// Rows of a panel that hold elements: one each, or two.
+constexpr std::int64_t rows_of(Simd simd, std::int64_t head_dim) {
+  return simd == Simd::kAvx512Bf16 ? (head_dim + 1) / 2 : head_dim;
 }
 
 // Floats that pack_prototypes writes at most.
 inline std::int64_t packed_size(Simd simd, std::int64_t num_prototypes,
                                 std::int64_t head_dim) {
   const std::int64_t lanes = lanes_of(simd);
-  return (num_prototypes + lanes - 1) / lanes * lanes * (head_dim + 1);
+  return (num_prototypes + lanes - 1) / lanes * lanes *
+         (rows_of(simd, head_dim) + 1);
+}
+
+// The nearest bfloat16, of two the even one, as its bits.
+inline std::uint32_t round_to_bfloat16(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if (value != value) return bits >> 16 | 0x40u;
+  return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+}
+
+// Elements of row r of a panel: one, or a pair in one word.
+inline float packed_element(Simd simd, const float* row, std::int64_t r,
+                            std::int64_t head_dim) {
+  if (simd != Simd::kAvx512Bf16) return row[r];
+  const float odd = 2 * r + 1 < head_dim ? row[2 * r + 1] : 0.0f;
+  return from_bits(round_to_bfloat16(odd) << 16 | round_to_bfloat16(row[2 * r]));
 }
 
 // Packs the prototypes that exist (are not a row of zeros) into panels.
 //
-//   panel: [1 + head_dim, lanes], first what lanes start from: 0, or -inf where
-//          there is no prototype any more; then their elements
+//   panel: [1 + rows_of(head_dim), lanes], first what lanes start from: 0, or -inf
+//          where there is no prototype any more; then their elements
 //   order: which prototype is packed where, ascending
 //
 // Returns how many exist.
@@ -93,22 +74,24 @@ inline std::int64_t pack_prototypes(Simd simd, const float* prototypes,
                                     std::int64_t num_prototypes,
                                     std::int64_t head_dim, float* panels,
                                     std::int64_t* order) {
-  const std::int64_t lanes = lanes_of(simd);
+  const std::int64_t lanes = lanes_of(simd), rows = rows_of(simd, head_dim);
   std::int64_t count = 0;
   for (std::int64_t p = 0; p < num_prototypes; ++p) {
     const float* row = prototypes + p * head_dim;
     bool exists = false;
     for (std::int64_t d = 0; d < head_dim; ++d) exists |= row[d] != 0.0f;
     if (!exists) continue;
-    float* lane = panels + count / lanes * lanes * (head_dim + 1) + count % lanes;
+    float* lane = panels + count / lanes * lanes * (rows + 1) + count % lanes;
     lane[0] = 0.0f;
-    for (std::int64_t d = 0; d < head_dim; ++d) lane[(d + 1) * lanes] = row[d];
+    for (std::int64_t r = 0; r < rows; ++r) {
+      lane[(r + 1) * lanes] = packed_element(simd, row, r, head_dim);
+    }
     order[count++] = p;
   }
   for (std::int64_t at = count; at % lanes != 0; ++at) {
-    float* lane = panels + at / lanes * lanes * (head_dim + 1) + at % lanes;
+    float* lane = panels + at / lanes * lanes * (rows + 1) + at % lanes;
     lane[0] = -std::numeric_limits<float>::infinity();
-    for (std::int64_t d = 0; d < head_dim; ++d) lane[(d + 1) * lanes] = 0.0f;
+    for (std::int64_t r = 0; r < rows; ++r) lane[(r + 1) * lanes] = 0.0f;
   }
   return count;
 }
@@ -124,12 +107,6 @@ struct Assignment {
   const std::int64_t* order;
   std::int64_t num_packed;
 };
-
-#if defined(__GNUC__)
-#define KVP_ALWAYS_INLINE inline __attribute__((always_inline))
-#else
-#define KVP_ALWAYS_INLINE inline
-#endif
 
 // Assigns the keys [first, first + kKeys), as far as they exist. Must be inlined
 // into a function that is compiled for vectors of kLanes floats.
@@ -201,6 +178,7 @@ KVP_ALWAYS_INLINE void assign_group(const Assignment<Element>& work,
 
 // Keys per group: as many sums as leave a few vector registers for the rest.
 constexpr int keys_of(Simd simd) {
+  if (simd == Simd::kAvx512Bf16) return 8;  // times three panels
   return simd == Simd::kAvx512 ? 24 : simd == Simd::kAvx2 ? 12 : 8;
 }
 
@@ -227,11 +205,120 @@ __attribute__((target("avx512f"))) void assign_group_avx512(
   assign_group<lanes_of(Simd::kAvx512), keys_of(Simd::kAvx512)>(work, first,
                                                                 clusters);
 }
+
+// GCC takes its own undefined vectors inside of intrinsics for ours (its bug 105593).
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#define KVP_BF16 __attribute__((target("avx512f,avx512bf16")))
+
+// A group of keys as pairs, and where each lane reached its largest sum.
+struct Bf16Group {
+  static constexpr int kKeys = keys_of(Simd::kAvx512Bf16);
+  // Rows a line apart from a power of two, which would share cache sets.
+  static constexpr std::int64_t kStride = kMaxHeadDim / 2 + 16;
+  std::int32_t pairs[kKeys * kStride];
+  __m512 best[kKeys];
+  __m512i at[kKeys];
+};
+
+// Compares a group with kPanels panels, the first of which has this number.
+template <int kPanels>
+KVP_BF16 KVP_ALWAYS_INLINE void compare_bf16(Bf16Group& group, const float* panel,
+                                             std::int64_t rows,
+                                             std::int64_t number) {
+  constexpr int kKeys = Bf16Group::kKeys;
+  const std::int64_t size = (rows + 1) * lanes_of(Simd::kAvx512Bf16);
+  __m512 sums[kPanels][kKeys];
+#pragma GCC unroll 32
+  for (int j = 0; j < kPanels; ++j) {
+    const __m512 start = _mm512_loadu_ps(panel + j * size);
+#pragma GCC unroll 32
+    for (int i = 0; i < kKeys; ++i) sums[j][i] = start;
+  }
+  for (std::int64_t r = 0; r < rows; ++r) {
+    __m512bh row[kPanels];
+#pragma GCC unroll 32
+    for (int j = 0; j < kPanels; ++j) {
+      row[j] = (__m512bh)_mm512_loadu_ps(panel + j * size + (r + 1) * 16);
+    }
+#pragma GCC unroll 32
+    for (int i = 0; i < kKeys; ++i) {
+      const auto key =
+          (__m512bh)_mm512_set1_epi32(group.pairs[i * Bf16Group::kStride + r]);
+#pragma GCC unroll 32
+      for (int j = 0; j < kPanels; ++j) {
+        sums[j][i] = _mm512_dpbf16_ps(sums[j][i], row[j], key);
+      }
+    }
+  }
+#pragma GCC unroll 32
+  for (int i = 0; i < kKeys; ++i) {
+    __m512 best = group.best[i];
+    __m512i at = group.at[i];
+#pragma GCC unroll 32
+    for (int j = 0; j < kPanels; ++j) {
+      const __mmask16 better = _mm512_cmp_ps_mask(sums[j][i], best, _CMP_GT_OQ);
+      best = _mm512_mask_mov_ps(best, better, sums[j][i]);
+      at = _mm512_mask_set1_epi32(at, better, static_cast<int>(number) + j);
+    }
+    group.best[i] = best;
+    group.at[i] = at;
+  }
+}
+
+// As assign_group, of bfloat16 pairs. Subnormal elements count as zeros, and of a
+// pair the upper product is added first: so says the instruction.
+KVP_BF16 inline void assign_group_bf16(const Assignment<BFloat16>& work,
+                                       std::int64_t first,
+                                       std::int64_t* clusters) {
+  constexpr int kKeys = Bf16Group::kKeys, kPanels = 3;
+  constexpr std::int64_t kLanes = lanes_of(Simd::kAvx512Bf16);
+  const std::int64_t left = work.num_slots - first;
+  const std::int64_t count = left < kKeys ? left : kKeys;
+  const std::int64_t rows = rows_of(Simd::kAvx512Bf16, work.head_dim);
+  Bf16Group group;
+  for (std::int64_t i = 0; i < kKeys; ++i) {
+    // A group that is not full repeats its last key.
+    const std::int64_t slot = first + (i < count ? i : count - 1);
+    std::int32_t* pairs = group.pairs + i * Bf16Group::kStride;
+    if (rows > 0) pairs[rows - 1] = 0;
+    std::memcpy(pairs, work.keys + slot * work.key_stride,
+                static_cast<std::size_t>(work.head_dim) * sizeof(BFloat16));
+    group.best[i] = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    group.at[i] = _mm512_setzero_si512();
+  }
+  const std::int64_t num_panels = (work.num_packed + kLanes - 1) / kLanes;
+  const std::int64_t size = (rows + 1) * kLanes;
+  std::int64_t p = 0;
+  for (; p + kPanels <= num_panels; p += kPanels) {
+    compare_bf16<kPanels>(group, work.panels + p * size, rows, p);
+  }
+  for (; p < num_panels; ++p) {
+    compare_bf16<1>(group, work.panels + p * size, rows, p);
+  }
+  const __m512i lane_numbers =
+      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  for (std::int64_t i = 0; i < count; ++i) {
+    // The lower of equally good lanes wins.
+    const __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(group.best[i]));
+    const __mmask16 good = _mm512_cmp_ps_mask(group.best[i], most, _CMP_EQ_OQ);
+    const __m512i found =
+        _mm512_add_epi32(_mm512_slli_epi32(group.at[i], 4), lane_numbers);
+    const int lane = _mm512_mask_reduce_min_epi32(good, found);
+    clusters[first + i] = work.num_packed > 0 ? work.order[lane] : 0;
+  }
+}
+
+#undef KVP_BF16
+#pragma GCC diagnostic pop
 #endif
 
 // clusters[t] = the existing prototype with the largest dot product with key t
 // (of unit prototypes: the largest cosine); ties to the lower, 0 if none exist.
 // The prototypes must have been packed for the same `simd`.
+//
+// Inside a parallel region its threads share the keys, and do not wait for each
+// other at the end; outside the caller does all.
 template <typename Element>
 void assign_to_prototypes(Simd simd, const Assignment<Element>& work,
                           std::int64_t* clusters) {
@@ -239,12 +326,13 @@ void assign_to_prototypes(Simd simd, const Assignment<Element>& work,
 #if defined(__x86_64__) && defined(__GNUC__)
   if (simd == Simd::kAvx2) assign = assign_group_avx2<Element>;
   if (simd == Simd::kAvx512) assign = assign_group_avx512<Element>;
+  if constexpr (std::is_same_v<Element, BFloat16>) {
+    if (simd == Simd::kAvx512Bf16) assign = assign_group_bf16;
+  }
 #endif
   const std::int64_t step = keys_of(simd);
   const std::int64_t groups = (work.num_slots + step - 1) / step;
-  [[maybe_unused]] const bool parallel =
-      work.num_slots * work.num_packed * work.head_dim >= kParallelWork;
-#pragma omp parallel for schedule(static) if (parallel)
+#pragma omp for schedule(dynamic, 8) nowait
   for (std::int64_t group = 0; group < groups; ++group) {
     assign(work, group * step, clusters);
   }
@@ -253,12 +341,12 @@ void assign_to_prototypes(Simd simd, const Assignment<Element>& work,
 // means[t] = mean of the values of t's cluster, for one row of values.
 //
 // Sums are of integers in units of a power of two such that num_values of the
-// largest fit 62 bits: exact, in any order. sums and sizes are scratch of
-// num_clusters entries each; means may be values.
+// largest fit 62 bits: exact, in any order. sums, sizes and of_cluster are scratch
+// of num_clusters entries each; means may be values.
 inline void cluster_mean(const float* values, const std::int64_t* clusters,
                          std::int64_t num_values, std::int64_t num_clusters,
                          std::int64_t* sums, std::int64_t* sizes,
-                         float* means) {
+                         float* of_cluster, float* means) {
   float peak = 0.0f;
   for (std::int64_t t = 0; t < num_values; ++t) {
     const float size = std::fabs(values[t]);
@@ -276,11 +364,11 @@ inline void cluster_mean(const float* values, const std::int64_t* clusters,
     sums[clusters[t]] += std::llrint(static_cast<double>(values[t]) * per_unit);
     sizes[clusters[t]] += 1;
   }
-  for (std::int64_t t = 0; t < num_values; ++t) {
-    const std::int64_t c = clusters[t];
-    means[t] = static_cast<float>(static_cast<double>(sums[c]) /
-                                  static_cast<double>(sizes[c]) * unit);
+  for (std::int64_t c = 0; c < num_clusters; ++c) {
+    const auto size = static_cast<double>(sizes[c] > 0 ? sizes[c] : 1);
+    of_cluster[c] = static_cast<float>(static_cast<double>(sums[c]) / size * unit);
   }
+  for (std::int64_t t = 0; t < num_values; ++t) means[t] = of_cluster[clusters[t]];
 }
 
 }  // namespace kvp

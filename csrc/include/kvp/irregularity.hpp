@@ -13,7 +13,7 @@
 #include <cstring>
 #include <numeric>
 
-#include "kvp/assign.hpp"
+#include "kvp/vectors.hpp"
 
 namespace kvp {
 
@@ -45,14 +45,16 @@ KVP_ALWAYS_INLINE float sum_lanes(const void* vector) {
   return parts[0];
 }
 
-// delta[t] for the keys of chunk c. A key or mean of zero has cosine 0; where
-// all keys are equal the result is 0. Must be inlined into a function that is
-// compiled for vectors of kLanes floats.
+// delta[t] for the keys of chunk c, and the sum of its keys. A key or mean of zero
+// has cosine 0; where all keys are equal the result is 0. Must be inlined into a
+// function that is compiled for vectors of kLanes floats. head_dim is that of
+// `all`; the loops over it unroll where the caller passes a constant.
 template <int kLanes, typename Element>
-KVP_ALWAYS_INLINE void chunk_deltas(const Chunks<Element>& all, std::int64_t c,
-                                    float* delta) {
+KVP_ALWAYS_INLINE void chunk_deltas(const Chunks<Element>& all,
+                                    const std::int64_t head_dim, std::int64_t c,
+                                    float* delta, float* sum) {
   typedef float Floats __attribute__((vector_size(kLanes * 4)));
-  const std::int64_t vectors = (all.head_dim + kLanes - 1) / kLanes;
+  const std::int64_t vectors = (head_dim + kLanes - 1) / kLanes;
   const Element* first = all.keys + c * all.length * all.stride;
   const float length = static_cast<float>(all.length);
   Floats mean[kMaxHeadDim / kLanes], direction[kMaxHeadDim / kLanes];
@@ -60,12 +62,13 @@ KVP_ALWAYS_INLINE void chunk_deltas(const Chunks<Element>& all, std::int64_t c,
   float wide[kMaxHeadDim];
   for (std::int64_t v = 0; v < vectors; ++v) mean[v] = Floats{};
   for (std::int64_t t = 0; t < all.length; ++t) {
-    widen<kLanes>(first + t * all.stride, all.head_dim, wide);
+    widen<kLanes>(first + t * all.stride, head_dim, wide);
     for (std::int64_t v = 0; v < vectors; ++v) {
       std::memcpy(&key, wide + v * kLanes, sizeof key);
       mean[v] += key;
     }
   }
+  std::memcpy(sum, mean, static_cast<std::size_t>(head_dim) * sizeof(float));
   Floats squares = {};
   for (std::int64_t v = 0; v < vectors; ++v) {
     mean[v] /= length;
@@ -75,7 +78,7 @@ KVP_ALWAYS_INLINE void chunk_deltas(const Chunks<Element>& all, std::int64_t c,
   for (std::int64_t v = 0; v < vectors; ++v) direction[v] = mean[v] / mean_norm;
   Floats offs = {};
   for (std::int64_t t = 0; t < all.length; ++t) {
-    widen<kLanes>(first + t * all.stride, all.head_dim, wide);
+    widen<kLanes>(first + t * all.stride, head_dim, wide);
     Floats apart = {};
     squares = Floats{};
     for (std::int64_t v = 0; v < vectors; ++v) {
@@ -102,39 +105,53 @@ KVP_ALWAYS_INLINE void chunk_deltas(const Chunks<Element>& all, std::int64_t c,
   }
 }
 
+// The usual sizes of heads get loops of their own.
+template <int kLanes, typename Element>
+KVP_ALWAYS_INLINE void chunk_deltas(const Chunks<Element>& all, std::int64_t c,
+                                    float* delta, float* sum) {
+  if (all.head_dim == 64) {
+    chunk_deltas<kLanes>(all, 64, c, delta, sum);
+  } else if (all.head_dim == 128) {
+    chunk_deltas<kLanes>(all, 128, c, delta, sum);
+  } else {
+    chunk_deltas<kLanes>(all, all.head_dim, c, delta, sum);
+  }
+}
+
 template <typename Element>
 void chunk_deltas_baseline(const Chunks<Element>& all, std::int64_t c,
-                           float* delta) {
-  chunk_deltas<4>(all, c, delta);
+                           float* delta, float* sum) {
+  chunk_deltas<4>(all, c, delta, sum);
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)
 template <typename Element>
 __attribute__((target("avx2,fma"))) void chunk_deltas_avx2(
-    const Chunks<Element>& all, std::int64_t c, float* delta) {
-  chunk_deltas<8>(all, c, delta);
+    const Chunks<Element>& all, std::int64_t c, float* delta, float* sum) {
+  chunk_deltas<8>(all, c, delta, sum);
 }
 
 template <typename Element>
-__attribute__((target("avx512f"))) void
-chunk_deltas_avx512(const Chunks<Element>& all, std::int64_t c, float* delta) {
-  chunk_deltas<16>(all, c, delta);
+__attribute__((target("avx512f"))) void chunk_deltas_avx512(
+    const Chunks<Element>& all, std::int64_t c, float* delta, float* sum) {
+  chunk_deltas<16>(all, c, delta, sum);
 }
 #endif
 
-// delta[c * length + t] for all chunks of a head.
+// delta[c * length + t] and sums[c * head_dim + d] of all keys, for all chunks of a
+// head. Inside a parallel region its threads share the chunks, and do not wait for
+// each other at the end; outside the caller does all.
 template <typename Element>
-void irregularity(Simd simd, const Chunks<Element>& all, float* delta) {
+void irregularity(Simd simd, const Chunks<Element>& all, float* delta,
+                  float* sums) {
   auto* deltas = chunk_deltas_baseline<Element>;
 #if defined(__x86_64__) && defined(__GNUC__)
   if (simd == Simd::kAvx2) deltas = chunk_deltas_avx2<Element>;
   if (simd == Simd::kAvx512) deltas = chunk_deltas_avx512<Element>;
 #endif
-  [[maybe_unused]] const bool parallel =
-      8 * all.count * all.length * all.head_dim >= kParallelWork;
-#pragma omp parallel for schedule(static) if (parallel)
+#pragma omp for schedule(dynamic, 8) nowait
   for (std::int64_t c = 0; c < all.count; ++c) {
-    deltas(all, c, delta + c * all.length);
+    deltas(all, c, delta + c * all.length, sums + c * all.head_dim);
   }
 }
 
@@ -154,19 +171,19 @@ inline void find_irregular(const float* delta, std::int64_t n,
   std::sort(slots, slots + count);
 }
 
-// sums[c * head_dim + d] = sum of the keys of chunk c that are not irregular.
+// Takes the irregular keys out of the sums that irregularity() wrote: chunks that
+// have any are added up anew.
 template <typename Element>
 void sum_regular(const Chunks<Element>& all, const bool* irregular,
                  float* sums) {
   const std::int64_t size = all.head_dim;
-  [[maybe_unused]] const bool parallel =
-      all.count * all.length * size >= kParallelWork;
-#pragma omp parallel for schedule(static) if (parallel)
   for (std::int64_t c = 0; c < all.count; ++c) {
+    const bool* here = irregular + c * all.length;
+    if (std::none_of(here, here + all.length, [](bool x) { return x; })) continue;
     float sum[kMaxHeadDim] = {};
-    for (std::int64_t t = c * all.length; t < (c + 1) * all.length; ++t) {
-      if (irregular[t]) continue;
-      const Element* key = all.keys + t * all.stride;
+    for (std::int64_t t = 0; t < all.length; ++t) {
+      if (here[t]) continue;
+      const Element* key = all.keys + (c * all.length + t) * all.stride;
       for (std::int64_t d = 0; d < size; ++d) sum[d] += to_float(key[d]);
     }
     std::copy(sum, sum + size, sums + c * size);
