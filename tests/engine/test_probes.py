@@ -16,7 +16,12 @@ pytestmark = pytest.mark.engine
 SEED = 41
 LENGTHS = [333, 608]
 POLICIES = {
-    "kvzip": {"name": "kvzip", "budget": 192, "chunk": 256},
+    "kvzip": {
+        "name": "kvzip",
+        "budget": 192,
+        "chunk": 256,
+        "allocator": "uniform",  # so that the reference need not allocate
+    },
     "infinipot": {"name": "infinipot", "budget": 192},
 }
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from vllm_kvplugins.budgets import CrossLayer, PageAllocator, parse_allocator
 from vllm_kvplugins.policies.base import (
     Compressor,
     Encode,
@@ -35,6 +36,9 @@ class KVzip(Compressor):
     the chat template's closing words, which a served prompt already ends with,
     nothing stands between request and chunk.
 
+    As in the paper one ranking over all layers and KV heads decides who keeps how
+    many (``allocator: cross-layer``, the default here).
+
     Differs from the paper in when it runs: there the context is compressed before
     a question is known, here the prompt ends with one, so ``recent`` tokens stay
     as they are.
@@ -46,6 +50,10 @@ class KVzip(Compressor):
     name: ClassVar[str] = "kvzip"
     summary: ClassVar[str] = "tokens that repeating the prompt looks back at"
 
+    allocator: Annotated[PageAllocator, BeforeValidator(parse_allocator)] = Field(
+        default=CrossLayer(),
+        description="How pages are shared between layers and KV heads.",
+    )
     chunk: int = Field(
         default=2048, ge=_LEAST_CHUNK, description="Tokens repeated at a time, at most."
     )
