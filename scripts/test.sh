@@ -36,6 +36,8 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 trap 'exit 129' HUP
 
+# Policies run on the CPU only in this version, and so do their tests.
+export KVP_DEVICE="${KVP_DEVICE:-cpu}"
 kvp_setup dev
 kvp_default_model
 cd "$KVP_ROOT"

@@ -264,3 +264,15 @@ def test_a_runner_without_what_we_read_is_refused():
         compat.runner_adapter(SimpleNamespace(req_states=None))
     with pytest.raises(KVPolicyError, match="no longer has input_batch"):
         compat.runner_adapter(SimpleNamespace())
+
+
+def test_the_platform_is_known_without_a_network(monkeypatch):
+    pytest.importorskip("vllm")
+    from huggingface_hub import constants
+
+    from vllm_kvplugins.vllm_adapter import validation
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    name, problems = validation.platform_in_use()
+    assert name
+    assert (name == "cpu") == (not problems)

@@ -122,9 +122,9 @@ def platform() -> Check:
     if importlib.util.find_spec("vllm") is None:
         return Check("platform", Status.FAIL, "unknown without vLLM", _INSTALL_VLLM)
     try:
-        from vllm_kvplugins.vllm_adapter import explain
+        from vllm_kvplugins.vllm_adapter import validation
 
-        name, problems = explain.platform_in_use()
+        name, problems = validation.platform_in_use()
     except Exception as error:
         remedy = "look at the check of vllm"
         return Check("platform", Status.FAIL, f"unknown: {_brief(error)}", remedy)

@@ -115,17 +115,6 @@ def readable_tokens(tokenizer: Any, ids: list[int]) -> list[str]:
     ]
 
 
-def platform_in_use() -> tuple[str, list[str]]:
-    """The platform that vLLM chose, and why a policy cannot run there, if so."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
-
-    from vllm_kvplugins.vllm_adapter import validation
-
-    name = current_platform.device_type or "none"
-    return name, validation.argument_problems(EngineArgs())
-
-
 def _prefill(llm: Any, ids: list[int], geometry: Geometry) -> list[list[list[int]]]:
     """Kept positions per layer and KV head; all of them without a compaction."""
     from vllm import SamplingParams

@@ -7,6 +7,7 @@ backend, still before the first request.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,6 +56,16 @@ def argument_problems(args: EngineArgs) -> list[str]:
             f"worker {args.worker_cls!r}: a policy brings its own; remove --worker-cls"
         )
     return found
+
+
+def platform_in_use() -> tuple[str, list[str]]:
+    """The platform that vLLM chose, and why a policy cannot run there, if so."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    name = current_platform.device_type or "none"
+    # Any folder will do as a model: offline, vLLM looks its default one up.
+    return name, argument_problems(EngineArgs(model=os.curdir))
 
 
 def config_problems(vllm_config: VllmConfig) -> list[str]:
