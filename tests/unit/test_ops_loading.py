@@ -74,7 +74,7 @@ class TestLoading:
             pytest.skip(f"no compiled ops: {info['reason']}")
         assert info["build_type"]
         assert info["cuda"] in (True, False)
-        assert info["simd"] in ("avx512", "avx2", "baseline")
+        assert info["simd"] in ("avx512_bf16", "avx512", "avx2", "baseline")
         assert Path(info["path"]).exists()
 
     def test_library_does_not_link_python(self):
