@@ -39,7 +39,7 @@ endif()
 
 # MODULE: loaded by torch.ops.load_library, never linked against. It does not
 # link libpython either, so one file serves every Python version.
-add_library(kvp_C MODULE csrc/page_copy.cpp csrc/assign.cpp csrc/dci.cpp)
+add_library(kvp_C MODULE csrc/page_copy.cpp csrc/assign.cpp csrc/dci.cpp csrc/retrieve.cpp)
 set_target_properties(kvp_C PROPERTIES
   PREFIX "" OUTPUT_NAME "_C.abi" SUFFIX ".so"
   LIBRARY_OUTPUT_DIRECTORY "${KVP_OUTPUT_DIR}"

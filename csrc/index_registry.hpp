@@ -1,5 +1,4 @@
-// The indexes that Python holds handles of, and the checks of their keys; shared by
-// nothing but dci.cpp, apart for the sake of length.
+// The indexes that Python holds handles of, and the checks of their keys.
 #pragma once
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 
 #include "binding.hpp"
 #include "kvp/index_forest.hpp"
+#include "kvp/votes.hpp"
 
 namespace kvp::binding {
 
@@ -24,6 +24,7 @@ using index::Scored;
 using index::Scratch;
 using index::Settings;
 using index::TopK;
+using index::VoteScratch;
 
 // What the ops need of either kind of index.
 class AnyIndex {
@@ -41,6 +42,9 @@ class AnyIndex {
   virtual std::int64_t query(std::int64_t head, const KeyView& keys, bool by_page,
                              const float* query, const QueryOptions& options,
                              Scratch& scratch, TopK& top) const = 0;
+  virtual void vote(std::int64_t head, const KeyView& keys, bool by_page,
+                    const float* queries, std::int64_t group, float scale,
+                    const QueryOptions& options, VoteScratch& scratch) const = 0;
   virtual std::int64_t pages(std::int64_t head,
                              const std::vector<std::vector<Scored>>& best,
                              std::int64_t max_pages, std::int64_t* out) const = 0;
@@ -76,6 +80,12 @@ class OneIndex final : public AnyIndex {
                      const float* query, const QueryOptions& options,
                      Scratch& scratch, TopK& top) const override {
     return forest_.tree(head).query(keys, by_page, query, options, scratch, top);
+  }
+  void vote(std::int64_t head, const KeyView& keys, bool by_page,
+            const float* queries, std::int64_t group, float scale,
+            const QueryOptions& options, VoteScratch& scratch) const override {
+    index::vote(forest_.tree(head), keys, by_page, queries, group,
+                settings().head_dim, scale, options, scratch);
   }
   std::int64_t pages(std::int64_t head,
                      const std::vector<std::vector<Scored>>& best,

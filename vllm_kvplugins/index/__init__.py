@@ -10,6 +10,7 @@ from vllm_kvplugins.index.brute_force import BruteForceIndex
 from vllm_kvplugins.index.compiled import query_pages, query_topk
 from vllm_kvplugins.index.dci import DCIIndex
 from vllm_kvplugins.index.keys import Keys
+from vllm_kvplugins.index.selection import scan_in_torch, select_tokens
 
 __all__ = [
     "BruteForceIndex",
@@ -20,4 +21,6 @@ __all__ = [
     "TopKeys",
     "query_pages",
     "query_topk",
+    "scan_in_torch",
+    "select_tokens",
 ]

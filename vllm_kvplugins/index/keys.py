@@ -58,6 +58,13 @@ class Keys:
         """
         return cls(pages, _with_requests(table, 3).contiguous(), by_page)
 
+    def of(self, request: int) -> Keys:
+        """Those of one request of several."""
+        part = slice(request, request + 1)
+        if self.data.dim() == 4:
+            return Keys(self.data[part], self.table, self.by_page)
+        return Keys(self.data, self.table[part], self.by_page)
+
     @property
     def capacity(self) -> int:
         """Slots per head."""

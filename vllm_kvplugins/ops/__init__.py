@@ -13,12 +13,14 @@ from vllm_kvplugins.ops.dispatch import (
     move_tokens,
     scatter_tokens,
 )
+from vllm_kvplugins.ops.hot_set import fill_hot
 from vllm_kvplugins.ops.layout import PageLayout
 
 __all__ = [
     "PageLayout",
     "backend_in_use",
     "extension_info",
+    "fill_hot",
     "gather_keys",
     "gather_tokens",
     "gather_values",

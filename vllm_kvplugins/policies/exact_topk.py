@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from vllm_kvplugins.policies.retrieval import ExactScan, Retriever, TokenIndex
+from vllm_kvplugins.policies.retrieval import Retriever, TokenIndex
 
 
 class ExactTopK(Retriever):
@@ -21,4 +21,4 @@ class ExactTopK(Retriever):
     summary: ClassVar[str] = "nothing dropped; fetches the tokens with most attention"
 
     def new_index(self, num_kv_heads: int, head_dim: int) -> TokenIndex:
-        return ExactScan()
+        return self.scan(num_kv_heads, head_dim)

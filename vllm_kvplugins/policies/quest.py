@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
+from vllm_kvplugins.index import Keys
 from vllm_kvplugins.policies.retrieval import Retriever, TokenIndex, tokens_of_pages
 
 
@@ -20,31 +21,40 @@ class PageBounds(TokenIndex):
 
     def __init__(self, num_kv_heads: int, head_dim: int, page_tokens: int) -> None:
         self._page_tokens = page_tokens
+        self._tokens = 0
         self._least = torch.empty(num_kv_heads, 0, head_dim)
         self._most = torch.empty(num_kv_heads, 0, head_dim)
 
     def insert(self, keys: torch.Tensor, first: int) -> None:
-        """Bounds of the new pages, and anew of the one that was not full."""
-        size = self._page_tokens
-        full = first // size
-        fresh = keys[:, full * size :].to(torch.float32)
-        missing = -fresh.shape[1] % size
-        # the last page's empty slots repeat its first key, which bounds nothing new
-        start = fresh.shape[1] - (size - missing)
-        filler = fresh[:, start : start + 1].expand(-1, missing, -1)
-        pages = torch.cat([fresh, filler], 1).unflatten(1, (-1, size))
-        self._least = torch.cat([self._least[:, :full], pages.amin(2)], 1)
-        self._most = torch.cat([self._most[:, :full], pages.amax(2)], 1)
+        """Bounds of the new pages; the one that was not full gets wider ones."""
+        size, full = self._page_tokens, first // self._page_tokens
+        before, behind = first % size, -(first + keys.shape[1]) % size
+        fresh = keys.to(torch.float32)
+        # empty slots repeat a key of their own page, which bounds nothing new
+        pages = torch.cat(
+            [
+                fresh[:, :1].expand(-1, before, -1),
+                fresh,
+                fresh[:, -1:].expand(-1, behind, -1),
+            ],
+            1,
+        ).unflatten(1, (-1, size))
+        least, most = pages.amin(2), pages.amax(2)
+        if before:
+            least[:, 0] = torch.minimum(least[:, 0], self._least[:, full])
+            most[:, 0] = torch.maximum(most[:, 0], self._most[:, full])
+        self._least = torch.cat([self._least[:, :full], least], 1)
+        self._most = torch.cat([self._most[:, :full], most], 1)
+        self._tokens = first + keys.shape[1]
 
     def select(
-        self, queries: torch.Tensor, keys: torch.Tensor, scale: float, count: int
+        self, queries: torch.Tensor, keys: Keys, scale: float, count: int
     ) -> torch.Tensor:
         """The tokens of the pages with the largest bounds.
 
-        Cost: O(num_q_heads * num_queries * tokens / page_tokens * head_dim).
+        Cost: O(group * tokens / page_tokens * head_dim) per KV head.
         """
-        heads, tokens, head_dim = keys.shape
-        grouped = queries.reshape(heads, -1, head_dim).to(torch.float32)
+        grouped = queries.to(torch.float32)
         bound = torch.bmm(F.relu(grouped), self._most.transpose(1, 2))
         bound -= torch.bmm(F.relu(-grouped), self._least.transpose(1, 2))
         worth = bound.mul_(scale).softmax(-1).sum(1)
@@ -53,7 +63,8 @@ class PageBounds(TokenIndex):
         pages = worth.topk(wanted, dim=-1).indices
         slots = torch.arange(self._page_tokens)
         numbers = pages[..., None] * self._page_tokens + slots
-        return tokens_of_pages(numbers.masked_fill(numbers >= tokens, -1), count)
+        numbers = numbers.masked_fill(numbers >= self._tokens, -1)
+        return tokens_of_pages(numbers, count)
 
 
 class Quest(Retriever):

@@ -11,12 +11,20 @@ Sinks and window are always resident. The first ``skip_layers`` layers keep all.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import torch
 from pydantic import BeforeValidator, Field
 
 from vllm_kvplugins.budgets import Budget, PageAllocator, parse_bytes
+from vllm_kvplugins.index import (
+    BruteForceIndex,
+    Keys,
+    scan_in_torch,
+    select_tokens,
+)
+from vllm_kvplugins.index.compiled import CompiledIndex
 from vllm_kvplugins.policies.base import (
     Geometry,
     KVCachePolicy,
@@ -39,51 +47,72 @@ class TokenIndex(ABC):
 
     @abstractmethod
     def insert(self, keys: torch.Tensor, first: int) -> None:
-        """Take in new tokens.
+        """Take in new tokens. May run on another thread; never twice at a time.
 
         Args:
-            keys: [num_kv_heads, tokens, head_dim], all so far; storage may move
-                between calls.
-            first: number of the first new one.
+            keys: [num_kv_heads, n, head_dim], the new ones only.
+            first: number of the first one: how many there were before.
         """
 
     @abstractmethod
     def select(
-        self, queries: torch.Tensor, keys: torch.Tensor, scale: float, count: int
+        self, queries: torch.Tensor, keys: Keys, scale: float, count: int
     ) -> torch.Tensor:
         """The tokens to have resident for some queries.
 
         Args:
-            queries: [num_q_heads, num_queries, head_dim], after RoPE.
-            keys: [num_kv_heads, tokens, head_dim], as inserted.
+            queries: [num_kv_heads, group, head_dim], after RoPE; all that share a
+                KV head, of one new token or of several.
+            keys: where the inserted keys lie.
             scale: softmax scale.
-            count: how many, at most ``tokens``.
+            count: how many.
 
         Returns:
-            int64 [num_kv_heads, count], distinct in each row, best first.
+            int64 [num_kv_heads, count], distinct in each row, best first; -1 where
+            it finds fewer.
         """
 
 
 class ExactScan(TokenIndex):
-    """No index: all keys are scored."""
+    """No index: all keys are scored, in torch. Never fails, whatever the keys are;
+    the engine uses it where another index has failed."""
+
+    def __init__(self, tokens: int = 0) -> None:
+        self._tokens = tokens
 
     def insert(self, keys: torch.Tensor, first: int) -> None:
-        """Nothing to build."""
+        """Count them."""
+        self._tokens = first + keys.shape[1]
 
     def select(
-        self, queries: torch.Tensor, keys: torch.Tensor, scale: float, count: int
+        self, queries: torch.Tensor, keys: Keys, scale: float, count: int
     ) -> torch.Tensor:
-        """The tokens that get most attention, summed over queries and group.
+        """The tokens that get most attention, summed over queries and group."""
+        return scan_in_torch([self._tokens], queries[None], keys, scale, count)[0]
 
-        The softmax runs over the offloaded tokens alone, per query head; sinks
-        and window would scale all of a head's weights alike.
 
-        Cost: O(num_q_heads * num_queries * tokens * head_dim).
-        """
-        heads = keys.shape[0]
-        grouped = queries.reshape(heads, -1, queries.shape[-1])
-        logits = torch.bmm(grouped, keys.transpose(1, 2)).to(torch.float32).mul_(scale)
-        return logits.softmax(-1).sum(1).topk(count, dim=-1).indices
+class SearchedTokens(TokenIndex):
+    """Tokens found by one of our indices; several requests are served in one call.
+
+    The softmax runs over the keys looked at, per query; sinks and window would scale
+    all of a query's votes alike.
+
+    Args:
+        searcher: a tree, or the exact scan.
+    """
+
+    def __init__(self, searcher: CompiledIndex) -> None:
+        self.searcher = searcher
+
+    def insert(self, keys: torch.Tensor, first: int) -> None:
+        """Add the keys to the index."""
+        self.searcher.insert(Keys.dense(keys))
+
+    def select(
+        self, queries: torch.Tensor, keys: Keys, scale: float, count: int
+    ) -> torch.Tensor:
+        """The tokens that get most attention, summed over queries and group."""
+        return select_tokens([self.searcher], queries[None], keys, scale, count)[0]
 
 
 def tokens_of_pages(pages: torch.Tensor, count: int) -> torch.Tensor:
@@ -91,17 +120,16 @@ def tokens_of_pages(pages: torch.Tensor, count: int) -> torch.Tensor:
 
     Args:
         pages: int64 [num_kv_heads, num_pages, page_size], best page first, token
-            numbers, -1 in empty slots; at least ``count`` tokens per head.
+            numbers, -1 in empty slots.
 
     Returns:
-        int64 [num_kv_heads, count].
+        int64 [num_kv_heads, count], -1 behind the last.
     """
     flat = pages.flatten(1)
     filled = flat >= 0
-    rank = filled.cumsum(1) - 1
-    assert int(rank[:, -1].min()) + 1 >= count, "pages hold too few tokens"
-    chosen = filled & (rank < count)
-    return flat[chosen].view(flat.shape[0], count)
+    rank = (filled.cumsum(1) - 1).masked_fill(~filled, count).clamp(max=count)
+    chosen = flat.new_full((len(flat), count + 1), -1)
+    return chosen.scatter_(1, rank, flat)[:, :count]
 
 
 class WholeFirstLayers(PageAllocator):
@@ -178,16 +206,59 @@ class Retriever(KVCachePolicy):
     def host_memory_bytes(self) -> int | None:
         return self.host_memory
 
+    # Bytes of the index relative to those of the keys and values, at most.
+    index_share: ClassVar[float] = 0.0
+    # Tokens per page of host memory.
+    host_page_tokens: ClassVar[int] = 16
+
     def host_bytes(self, tokens: int, geometry: Geometry) -> int:
-        offloaded = max(tokens - self.sinks - self.window, 0)
+        size = self.host_page_tokens
+        offloaded = -(-max(tokens - self.sinks - self.window, 0) // size) * size
         layers = max(geometry.num_layers - self.skip_layers, 0)
         per_token = geometry.kv_bytes_per_token * layers // geometry.num_layers
-        # what is generated is appended to arrays with a quarter of slack
-        return offloaded * per_token * 5 // 4
+        return int(offloaded * per_token * (1 + self.index_share))
 
     @abstractmethod
     def new_index(self, num_kv_heads: int, head_dim: int) -> TokenIndex:
         """An empty index, for one request and layer."""
+
+    @property
+    def builds_lazily(self) -> bool:
+        """Whether a request may go on before its indices are built."""
+        return False
+
+    def scan(self, num_kv_heads: int, head_dim: int) -> TokenIndex:
+        """What stands in for an index that is not built yet."""
+        return SearchedTokens(BruteForceIndex(num_kv_heads, head_dim))
+
+    def select(
+        self,
+        indices: Sequence[TokenIndex],
+        queries: torch.Tensor,
+        keys: Keys,
+        scale: float,
+        count: int,
+    ) -> torch.Tensor:
+        """What to have resident, for all requests of a step.
+
+        Args:
+            indices: one per request.
+            queries: [requests, num_kv_heads, group, head_dim], see ``TokenIndex``.
+            keys: where the inserted keys of all requests lie.
+            scale: softmax scale.
+            count: how many.
+
+        Returns:
+            int64 [requests, num_kv_heads, count], as of ``TokenIndex.select``.
+        """
+        searchers = [i.searcher for i in indices if isinstance(i, SearchedTokens)]
+        if len(searchers) == len(indices):
+            return select_tokens(searchers, queries, keys, scale, count)
+        chosen = [
+            index.select(queries[request], keys.of(request), scale, count)
+            for request, index in enumerate(indices)
+        ]
+        return torch.stack(chosen)
 
     def selects(self, layer: int) -> bool:
         """Whether this layer selects for itself (an anchor layer)."""

@@ -6,59 +6,64 @@ One request, one layer::
     every step ── query ──> index.select ──> which of them are not resident?
                              copy those over the hot slots of tokens not asked for
 
-Only contents change: page tables and lengths stay as the compaction left them.
+Only contents change: page tables and lengths stay as the compaction left them. All
+requests of a step are served in one call per layer.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_kvplugins.index import Keys
 from vllm_kvplugins.ops import dispatch as ops
-from vllm_kvplugins.policies.retrieval import ExactScan, Retriever, TokenIndex
+from vllm_kvplugins.ops.hot_set import fill_hot
+from vllm_kvplugins.policies.retrieval import Retriever
 from vllm_kvplugins.residency.heap import Heap
-from vllm_kvplugins.residency.host_tier import HostLayer
-from vllm_kvplugins.residency.requests import PageList
+from vllm_kvplugins.residency.host_tier import HostTier, default_limit_bytes
+from vllm_kvplugins.residency.hot_zones import HotZones
+from vllm_kvplugins.residency.indexing import Indexer, OffloadedLayer
+from vllm_kvplugins.residency.requests import PageList, Row
 
-# vLLM configures only the loggers below its own name.
-logger = logging.getLogger("vllm.kv_policy")
-
-
-@dataclass(slots=True)
-class HotZone:
-    """Slots of one request and layer that hold fetched tokens.
-
-    Attributes:
-        page, slot: int64 [num_kv_heads, count], where in the heap.
-        place: int64 [num_kv_heads, count], index into the rows' positions.
-        token: int64 [num_kv_heads, count], number of the token that is there.
-    """
-
-    page: torch.Tensor
-    slot: torch.Tensor
-    place: torch.Tensor
-    token: torch.Tensor
-
-
-@dataclass(slots=True)
-class OffloadedLayer:
-    """One layer of a request: what is on the host and what of it is hot."""
-
-    host: HostLayer
-    index: TokenIndex
-    hot: HotZone | None = None
+if TYPE_CHECKING:
+    from vllm_kvplugins.residency.retrieval_log import RetrievalLog
 
 
 @dataclass(slots=True)
 class Offloaded:
-    """A request that has tokens in the host tier."""
+    """A request that has tokens in the host tier.
 
+    Attributes:
+        seat: its row in the hot zones of every layer.
+        tokens: how many are on the host; the same in all layers.
+        pages: int64 [num_kv_heads, n] per layer, its pages of the host tier.
+        hot: hot slots per KV head, per layer; empty before the first compaction.
+    """
+
+    seat: int
+    tokens: int = 0
+    pages: dict[int, torch.Tensor] = field(default_factory=dict)
     layers: dict[int, OffloadedLayer] = field(default_factory=dict)
-    # per anchor layer, what it selected in this step
-    chosen: dict[int, torch.Tensor] = field(default_factory=dict)
+    hot: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Requests of a step with equally many new tokens.
+
+    Attributes:
+        seats: int64 [requests].
+        query: int64 [requests, new tokens], rows among the step's queries.
+        chosen: what the last anchor layer selected.
+    """
+
+    states: list[Offloaded]
+    seats: torch.Tensor
+    query: torch.Tensor
+    chosen: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -81,42 +86,90 @@ class Retrieval:
 
     Args:
         scales: softmax scale per layer.
+        share: this worker's part of the policy's host memory; the rest is other
+            ranks'.
     """
 
-    def __init__(self, policy: Retriever, heap: Heap, scales: list[float]) -> None:
+    def __init__(
+        self,
+        policy: Retriever,
+        heap: Heap,
+        scales: Sequence[float],
+        share: float = 1.0,
+    ) -> None:
         self.traffic = Traffic()
+        self.log: RetrievalLog | None = None
         self._policy = policy
         self._heap = heap
         self._scales = scales
+        limit = policy.host_memory_bytes or default_limit_bytes()
+        self.tier = HostTier(
+            int(limit * share),
+            policy.host_page_tokens,
+            heap.layout.head_dim,
+            heap.pages.dtype,
+        )
+        self._zones = {
+            layer: HotZones.empty(heap.num_kv_heads)
+            for layer in range(policy.skip_layers, heap.num_layers)
+        }
+        self._indexer = Indexer(policy, self.traffic_of)
         self._requests: dict[str, Offloaded] = {}
-        self._layers = range(policy.skip_layers, heap.num_layers)
+        self._free_seats: list[int] = []
+        self._batches: list[Batch] = []
+
+    def traffic_of(self) -> Traffic:
+        """The counts of now; the metrics take and replace them."""
+        return self.traffic
 
     # -- compactions --------------------------------------------------------------
 
     def offload(
-        self, request_id: str, owned: PageList, tokens: int, before_tail: int
+        self,
+        request_id: str,
+        layer: int,
+        owned: PageList,
+        tokens: int,
+        before_tail: int,
     ) -> None:
-        """Copy to the host what leaves the window with this compaction.
+        """Copy one layer's tokens to the host that leave the window with the
+        compaction at the end of this step, and start to index them.
 
         Args:
             owned: the request's pages before the compaction.
             tokens: in the cache.
             before_tail: of these, in front of the tail.
         """
-        state = self._requests.setdefault(request_id, Offloaded())
+        if layer not in self._zones:
+            return
+        state = self._requests.get(request_id)
+        if state is None:
+            state = self._requests[request_id] = Offloaded(self._take_seat())
         wanted = self._policy.offloaded(tokens, before_tail)
+        first = state.tokens
         heads, dim = self._heap.num_kv_heads, self._heap.layout.head_dim
-        for layer in self._layers:
-            here = state.layers.get(layer)
-            if here is None:
-                host = HostLayer.empty(heads, dim, self._heap.pages)
-                here = OffloadedLayer(host, self._policy.new_index(heads, dim))
-                state.layers[layer] = here
-            first = here.host.tokens
-            start = wanted.start + first
-            if start < wanted.stop:
-                here.host.append(*self._read(layer, owned, start, wanted.stop))
-                self._insert(here, first)
+        if layer not in state.layers:
+            state.pages[layer] = torch.empty(heads, 0, dtype=torch.int64)
+            state.layers[layer] = self._indexer.new_layer(heads, dim)
+        if wanted.start + first < wanted.stop:
+            keys, values = self._read(layer, owned, wanted.start + first, wanted.stop)
+            self._make_room(state, layer, first + keys.shape[1])
+            self.tier.write(state.pages[layer], first, keys, values)
+            self._indexer.insert(state.layers[layer], keys, first)
+        if layer == max(self._zones):
+            state.tokens = max(len(wanted), first)
+
+    def _make_room(self, state: Offloaded, layer: int, tokens: int) -> None:
+        """Host pages for so many tokens of a layer."""
+        have, size = state.pages[layer], self.tier.page_tokens
+        more = -(-tokens // size) - have.shape[1]
+        if more <= 0:
+            return
+        fresh = self.tier.take(more * len(have)).view(len(have), more)
+        pages = state.pages[layer] = torch.cat([have, fresh], 1)
+        zones = self._zones[layer]
+        zones.make_room(state.seat + 1, pages=pages.shape[1])
+        zones.table[state.seat, :, : pages.shape[1]] = pages
 
     def _read(
         self, layer: int, owned: PageList, start: int, stop: int
@@ -144,7 +197,7 @@ class Retrieval:
     def settle(
         self, request_id: str, pages: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        """Find the hot slots after a compaction.
+        """Find the hot slots after a compaction; wait for indices that must be there.
 
         Args:
             pages: int64 [rows, most], landing zone.
@@ -152,18 +205,20 @@ class Retrieval:
         """
         state = self._requests[request_id]
         heads, size = self._heap.num_kv_heads, self._heap.layout.block_size
-        sinks = self._policy.sinks
         for layer, here in state.layers.items():
             rows = slice(layer * heads, (layer + 1) * heads)
-            token = positions[rows].long() - sinks
-            hot = (token >= 0) & (token < here.host.tokens)
+            token = positions[rows].long() - self._policy.sinks
+            hot = (token >= 0) & (token < state.tokens)
             place = hot.nonzero(as_tuple=True)[1].view(heads, -1)
-            here.hot = HotZone(
-                pages[rows].gather(1, place // size),
-                place % size,
-                place,
-                token.gather(1, place),
+            self._zones[layer].settle(
+                state.seat,
+                page=pages[rows].gather(1, place // size),
+                slot=place % size,
+                place=place,
+                token=token.gather(1, place),
             )
+            state.hot[layer] = place.shape[1]
+            self._indexer.settle(here)
 
     def refresh_positions(self, request_id: str, positions: torch.Tensor) -> None:
         """Write which tokens are hot now into a landing zone's positions."""
@@ -171,97 +226,107 @@ class Retrieval:
         if state is None:
             return
         heads = self._heap.num_kv_heads
-        for layer, here in state.layers.items():
-            if here.hot is not None:
-                rows = positions[layer * heads : (layer + 1) * heads]
-                token = (here.hot.token + self._policy.sinks).to(positions.dtype)
-                rows.scatter_(1, here.hot.place, token)
+        for layer, count in state.hot.items():
+            zones = self._zones[layer]
+            rows = positions[layer * heads : (layer + 1) * heads]
+            token = zones.hot_tokens(state.seat) + self._policy.sinks
+            place = zones.place[state.seat, :, :count]
+            rows.scatter_(1, place, token.to(positions.dtype))
 
     # -- steps --------------------------------------------------------------------
+
+    def begin_step(self, rows: Sequence[Row]) -> None:
+        """Note which rows of a step have tokens to fetch."""
+        by_length: dict[int, list[Row]] = {}
+        for row in rows:
+            state = self._requests.get(row.request_id)
+            if state is not None and any(state.hot.values()):
+                by_length.setdefault(row.new_tokens, []).append(row)
+        self._batches = []
+        for length, alike in by_length.items():
+            states = [self._requests[row.request_id] for row in alike]
+            first = torch.tensor([row.first_query for row in alike])
+            self._batches.append(
+                Batch(
+                    states,
+                    torch.tensor([state.seat for state in states]),
+                    first[:, None] + torch.arange(length),
+                )
+            )
+
+    def fetch(self, layer: int, queries: torch.Tensor) -> None:
+        """Make resident what this step's queries ask for, before they attend.
+
+        Args:
+            queries: [step tokens, num_q_heads, head_dim].
+        """
+        if layer not in self._zones:
+            return
+        for batch in self._batches:
+            self._fetch(batch, layer, queries)
+
+    def _fetch(self, batch: Batch, layer: int, queries: torch.Tensor) -> None:
+        zones = self._zones[layer]
+        table = zones.table.index_select(0, batch.seats)
+        if self._policy.selects(layer):
+            count = max(state.hot[layer] for state in batch.states)
+            keys = Keys.paged(self.tier.keys, table)
+            asked = self._grouped(queries, batch.query)
+            layers = [state.layers[layer] for state in batch.states]
+            scale = self._scales[layer]
+            batch.chosen = self._indexer.select(layers, asked, keys, scale, count)
+        assert batch.chosen is not None, "the first layer that retrieves selects"
+        fetched = fill_hot(
+            self._heap.pages,
+            self._heap.layout,
+            self.tier.pages,
+            table,
+            batch.chosen,
+            batch.seats,
+            zones.token,
+            zones.page,
+            zones.slot,
+            zones.counts,
+        )
+        heads = self._heap.num_kv_heads
+        self.traffic.selected += heads * sum(s.hot[layer] for s in batch.states)
+        self.traffic.fetched += int(fetched.sum())
+
+    def _grouped(self, queries: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """[requests, num_kv_heads, group * new tokens, head_dim]."""
+        heads = self._heap.num_kv_heads
+        own = queries[rows]  # [requests, new tokens, num_q_heads, head_dim]
+        return own.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+    # -- requests that go ---------------------------------------------------------
+
+    def _take_seat(self) -> int:
+        if self._free_seats:
+            return self._free_seats.pop()
+        return len(self._requests)
+
+    # The engine calls this outside its steps, whose tensors it writes.
+    @torch.inference_mode()
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Free the host memory of requests."""
+        for request_id in request_ids:
+            state = self._requests.pop(request_id, None)
+            if state is None:
+                continue
+            for pages in state.pages.values():
+                self.tier.give(pages.flatten())
+            for zones in self._zones.values():
+                zones.leave(state.seat)
+            self._free_seats.append(state.seat)
+            self._batches = []
 
     def retrieves(self, request_id: str) -> bool:
         """Whether a request has tokens to fetch."""
         return request_id in self._requests
 
-    def fetch(self, request_id: str, layer: int, queries: torch.Tensor) -> None:
-        """Make resident what these queries ask for, before they attend.
-
-        Args:
-            queries: [num_q_heads, num_queries, head_dim] of one request.
-        """
-        state = self._requests[request_id]
-        here = state.layers.get(layer)
-        if here is None or here.hot is None or not here.hot.token.shape[1]:
-            return
-        count = here.hot.token.shape[1]
-        if self._policy.selects(layer):
-            wanted = self._select(here, queries, self._scales[layer], count)
-            state.chosen = {layer: wanted}
-        else:
-            (wanted,) = state.chosen.values()
-            wanted = wanted[:, :count]
-        self._swap(here.host, here.hot, wanted)
-
-    # -- indices, which may fail ----------------------------------------------------
-
-    def _insert(self, here: OffloadedLayer, first: int) -> None:
-        try:
-            here.index.insert(here.host.present_keys, first)
-        except (RuntimeError, ValueError) as error:
-            self._scan_instead(here, error)
-
-    def _select(
-        self, here: OffloadedLayer, queries: torch.Tensor, scale: float, count: int
-    ) -> torch.Tensor:
-        keys = here.host.present_keys
-        try:
-            return here.index.select(queries, keys, scale, count)
-        except (RuntimeError, ValueError) as error:
-            self._scan_instead(here, error)
-            return here.index.select(queries, keys, scale, count)
-
-    def _scan_instead(self, here: OffloadedLayer, error: Exception) -> None:
-        """One request's index must not end the server: scan its keys instead."""
-        self.traffic.failed += 1
-        logger.warning("an index failed, its keys are scanned instead: %s", error)
-        here.index = ExactScan()
-
-    def _swap(self, host: HostLayer, hot: HotZone, wanted: torch.Tensor) -> None:
-        """Put wanted tokens in the place of hot ones that nobody wants now."""
-        heads = wanted.shape[0]
-        there = torch.zeros(heads, host.tokens, dtype=torch.bool)
-        asked = there.clone()
-        there.scatter_(1, hot.token, True)
-        asked.scatter_(1, wanted, True)
-        missing = ~there.gather(1, wanted)
-        leaves = ~asked.gather(1, hot.token)
-        self.traffic.selected += wanted.numel()
-        row, rank = missing.nonzero(as_tuple=True)
-        out_row, out = leaves.nonzero(as_tuple=True)
-        if not row.numel():
-            return
-        # fewer may be wanted than there are slots: some that leave then stay
-        if row.numel() != out_row.numel():
-            leaves &= leaves.cumsum(1) <= missing.sum(1, keepdim=True)
-            out_row, out = leaves.nonzero(as_tuple=True)
-        self.traffic.fetched += row.numel()
-        token = wanted[row, rank]
-        ops.scatter_tokens(
-            self._heap.pages,
-            hot.page[out_row, out],
-            hot.slot[out_row, out],
-            host.keys[row, token],
-            host.values[row, token],
-            self._heap.layout,
-        )
-        hot.token[out_row, out] = token
-
-    # -- requests that go ---------------------------------------------------------
-
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Free the host memory of requests."""
-        for request_id in request_ids:
-            self._requests.pop(request_id, None)
+    def hot_tokens(self, request_id: str, layer: int) -> torch.Tensor:
+        """int64 [num_kv_heads, count]: numbers of the host tokens that are hot."""
+        return self._zones[layer].hot_tokens(self._requests[request_id].seat)
 
     @property
     def num_requests(self) -> int:
@@ -270,8 +335,13 @@ class Retrieval:
     @property
     def host_bytes(self) -> int:
         """Host memory that requests hold, without their indices."""
-        return sum(
-            layer.host.num_bytes
-            for state in self._requests.values()
-            for layer in state.layers.values()
+        return self.tier.used_bytes
+
+    def check_integrity(self) -> None:
+        """Host pages and seats have one owner each."""
+        states = list(self._requests.values())
+        self.tier.check_integrity(
+            [pages.flatten() for state in states for pages in state.pages.values()]
         )
+        seats = [state.seat for state in states] + self._free_seats
+        assert sorted(seats) == list(range(len(seats))), "a seat is lost"

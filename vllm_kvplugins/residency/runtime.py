@@ -77,8 +77,9 @@ class PolicyRuntime:
         self._kept: list[tuple[Window, int, int]] = []
         # this step's rows that the policy observes, with what they own
         self._seen: list[tuple[Row, PageList]] = []
-        # this step's rows that fetch from the host tier
-        self._fetching: list[Row] = []
+        # what the requests due own before their compaction, if tokens leave for the
+        # host tier: these go layer by layer
+        self._leaving: list[tuple[Due, PageList]] = []
         self._plans: dict[int, ResidencyPlan] = {}
 
     # -- start-up ---------------------------------------------------------
@@ -103,7 +104,9 @@ class PolicyRuntime:
             self.prober = Prober(self.policy, self._views, model)
         if self.policy.retention is Retention.OFFLOAD:
             retriever = cast("Retriever", self.policy)
-            self.retrieval = Retrieval(retriever, heap, list(scales))
+            local = 2 * heap.rows * heap.layout.head_dim * heap.pages.itemsize
+            share = local / self.geometry.kv_bytes_per_token
+            self.retrieval = Retrieval(retriever, heap, list(scales), share)
         self._tables = PageTables(
             heap.num_layers,
             heap.num_kv_heads,
@@ -146,17 +149,20 @@ class PolicyRuntime:
             block_table: int32 [rows, blocks], vLLM's.
         """
         assert self._tables is not None, "not attached"
-        self._due, self._kept, self._seen, self._fetching = [], [], [], []
+        self._due, self._kept, self._seen, self._leaving = [], [], [], []
         seats = [0] * seq_lens.numel()
         for index, row in enumerate(rows):
             resident = self._resident(row)
             if resident is not None:
                 seats[index] = resident.seat
-                if self.retrieval is not None:
-                    self._fetching.append(row)
             plan = self.plan(row.prompt_tokens)
             if not plan.is_static:
                 self._note(row, plan, block_table[index])
+        if self.retrieval is not None:
+            self.retrieval.begin_step(rows)
+            self._leaving = [
+                (due, self._owned(due.row, due.blocks)) for due in self._due
+            ]
         seat_ids = torch.tensor(seats, dtype=torch.int64, device=block_table.device)
         return self._tables.build(seat_ids, seq_lens, block_table)
 
@@ -216,10 +222,8 @@ class PolicyRuntime:
         Args:
             queries: [step tokens, num_q_heads, head_dim], after RoPE.
         """
-        for row in self._fetching:
-            assert self.retrieval is not None
-            part = queries[row.first_query : row.first_query + row.new_tokens]
-            self.retrieval.fetch(row.request_id, layer, part.transpose(0, 1))
+        if self.retrieval is not None:
+            self.retrieval.fetch(layer, queries)
 
     def after_attention(self, layer: int, queries: torch.Tensor) -> None:
         """Called when a layer has attended, with the step's queries.
@@ -227,6 +231,13 @@ class PolicyRuntime:
         Args:
             queries: [step tokens, num_q_heads, head_dim], after RoPE.
         """
+        for due, owned in self._leaving:
+            assert self.retrieval is not None
+            row, before_tail = due.row, due.compaction.zone.stop
+            before_tail *= self.geometry.block_size
+            self.retrieval.offload(
+                row.request_id, layer, owned, row.after_tokens, before_tail
+            )
         for window, first, count in self._kept:
             part = queries[first : first + count].transpose(0, 1)
             window.queries.setdefault(layer, []).append(part.contiguous())
@@ -243,7 +254,7 @@ class PolicyRuntime:
     def end_step(self) -> None:
         """Run the compactions that this step completed; call when all layers
         have attended. Costs nothing when there are none."""
-        due_now, self._due = self._due, []
+        due_now, self._due, self._leaving = self._due, [], []
         for due in due_now:
             began = time.perf_counter()
             self._compact(due)
@@ -278,9 +289,6 @@ class PolicyRuntime:
         if self.prober is not None:
             prompt = self._prompts[row.request_id]
             tracked.observed = self.prober.run(prompt, owned, row.after_tokens)
-        if self.retrieval is not None:
-            before_tail = compaction.zone.stop * size
-            self.retrieval.offload(row.request_id, owned, row.after_tokens, before_tail)
         scores = slot_scores(self.policy, self._views, due, owned, competing, tracked)
         counts = self.policy.page_allocator().allocate(
             scores,
@@ -367,6 +375,8 @@ class PolicyRuntime:
         assert self._tables.seats_taken == len(seats), "seats leaked"
         offloaded = self.retrieval.num_requests if self.retrieval else 0
         assert offloaded in (0, len(seats)), "host tier and seats disagree"
+        if self.retrieval:
+            self.retrieval.check_integrity()
 
     # -- observability ---------------------------------------------------------
 

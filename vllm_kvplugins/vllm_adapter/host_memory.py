@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_kvplugins.policies.base import Geometry, KVCachePolicy, Retention
+from vllm_kvplugins.residency.host_tier import default_limit_bytes
 
 _MIB = 1 << 20
 
@@ -13,9 +14,7 @@ def limited(request: dict[str, Any], policy: KVCachePolicy) -> dict[str, Any]:
     """The policy's settings with a limit, so that all processes know the same."""
     if policy.retention is not Retention.OFFLOAD or policy.host_memory_bytes:
         return request
-    import psutil
-
-    return request | {"host_memory": psutil.virtual_memory().available // 2}
+    return request | {"host_memory": default_limit_bytes()}
 
 
 class HostReservations:

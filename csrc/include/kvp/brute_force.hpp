@@ -22,6 +22,7 @@ class BruteForce {
              std::int64_t /*head*/)
       : settings_(settings), kernels_(&kernels) {}
 
+  const Kernels& kernels() const { return *kernels_; }
   std::int64_t num_keys() const { return num_keys_; }
   std::int64_t num_pages() const {
     return (num_keys_ + settings_.page_size - 1) / settings_.page_size;

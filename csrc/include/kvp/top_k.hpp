@@ -51,6 +51,10 @@ class TopK {
   bool full() const { return full_; }
   float floor() const { return worst_.score; }
 
+  // At least the k best so far (all of them, if not more than 2k were pushed), as
+  // they came.
+  const std::vector<Scored>& unsorted() const { return kept_; }
+
   // The k best so far, best first. Candidates may be pushed afterwards.
   const std::vector<Scored>& sorted() {
     if (kept_.size() > k_) shrink();

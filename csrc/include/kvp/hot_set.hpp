@@ -1,0 +1,96 @@
+// The hot set: slots of a request's pages that hold fetched tokens.
+//
+//   hot slots     [ 17 | 4 | 230 | 9 ]      wanted: 9 230 51 88
+//   unwanted        17   4                  not there: 51 88
+//   afterwards    [ 51 | 88 | 230 | 9 ]     copied from the host: 51 88
+//
+// What is resident already stays where it is and is not copied. Wanted tokens come
+// best first; unwanted slots are filled from the first on.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "kvp/page_copy.hpp"
+
+namespace kvp {
+
+// Host pages: [2 (keys, values), page_tokens, head_dim] elements, without gaps.
+// Token t of a KV head is slot t % page_tokens of page table[t / page_tokens].
+template <typename Element>
+struct HostTokens {
+  const Element* pages;
+  const std::int64_t* table;
+  std::int64_t page_tokens;
+  std::int64_t head_dim;
+  std::int64_t capacity;  // tokens that the table has room for
+
+  const Element* key(std::int64_t token) const {
+    const std::int64_t page = table[token / page_tokens];
+    const std::int64_t row = page * 2 * page_tokens + token % page_tokens;
+    return pages + row * head_dim;
+  }
+  const Element* value(std::int64_t token) const {
+    return key(token) + page_tokens * head_dim;
+  }
+};
+
+// The hot slots of one (request, KV head): where they are, and what is there.
+struct HotSlots {
+  std::int64_t* token;       // [n], numbers of host tokens, distinct
+  const std::int64_t* page;  // [n], pages of the heap
+  const std::int64_t* slot;  // [n]
+  std::int64_t n;
+};
+
+// Makes wanted tokens resident, as many as there are hot slots; negative ones ask
+// for nothing. Returns how many were copied, or -1 - i if entry i of wanted, or
+// entry i - num_wanted of hot.token, is not a token of the host; nothing was
+// written then.
+//
+//   mark: one entry per host token, all zero; zero again afterwards
+template <typename Element>
+std::int64_t fill_hot_slots(const HostTokens<Element>& host,
+                            const std::int64_t* wanted, std::int64_t num_wanted,
+                            const HotSlots& hot, Element* heap,
+                            std::int64_t page_stride, const PageLayout& layout,
+                            std::vector<std::uint8_t>& mark) {
+  constexpr std::uint8_t kWanted = 1, kHot = 2;
+  num_wanted = std::min(num_wanted, hot.n);
+  for (std::int64_t i = 0; i < num_wanted; ++i) {
+    if (wanted[i] >= host.capacity) return -1 - i;
+  }
+  for (std::int64_t i = 0; i < hot.n; ++i) {
+    if (hot.token[i] < 0 || hot.token[i] >= host.capacity) return -1 - num_wanted - i;
+  }
+  const auto at = [&mark](std::int64_t token) -> std::uint8_t& {
+    return mark[static_cast<std::size_t>(token)];
+  };
+  for (std::int64_t i = 0; i < num_wanted; ++i) {
+    if (wanted[i] >= 0) at(wanted[i]) |= kWanted;
+  }
+  for (std::int64_t i = 0; i < hot.n; ++i) at(hot.token[i]) |= kHot;
+  std::int64_t place = 0, copied = 0;
+  for (std::int64_t i = 0; i < num_wanted; ++i) {
+    const std::int64_t token = wanted[i];
+    if (token < 0 || (at(token) & kHot)) continue;
+    while (at(hot.token[place]) & kWanted) ++place;  // there is one: n >= num_wanted
+    Element* page = heap + hot.page[place] * page_stride;
+    store_row(page, layout.keys, hot.slot[place], layout.block_size, host.head_dim,
+              host.key(token));
+    store_row(page, layout.values, hot.slot[place], layout.block_size, host.head_dim,
+              host.value(token));
+    at(hot.token[place]) = 0;
+    at(token) |= kHot;
+    hot.token[place] = token;
+    ++copied;
+  }
+  for (std::int64_t i = 0; i < num_wanted; ++i) {
+    if (wanted[i] >= 0) at(wanted[i]) = 0;
+  }
+  for (std::int64_t i = 0; i < hot.n; ++i) at(hot.token[i]) = 0;
+  return copied;
+}
+
+}  // namespace kvp

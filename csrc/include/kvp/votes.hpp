@@ -1,0 +1,196 @@
+// The tokens that a group of queries attends to most.
+//
+// Every query of the group spreads one vote over the keys that were scored for it,
+// in the proportions of its softmax; the votes of a key add up over the queries.
+// Over all keys that is the attention itself, apart from what lies elsewhere.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "kvp/brute_force.hpp"
+#include "kvp/dci_tree.hpp"
+#include "kvp/index_common.hpp"
+#include "kvp/top_k.hpp"
+
+namespace kvp::index {
+
+// exp(x) for -60 <= x <= 0, to 3e-7; below that exp(-60), so that no vote is zero.
+// Written for the compiler to vectorize: no branch, no call.
+inline float exp_of_logit(float x) {
+  constexpr float kLog2E = 1.44269504f, kMagic = 12582912.0f;  // 1.5 * 2^23
+  const float t = (x < -60.0f ? -60.0f : x) * kLog2E;
+  const float shifted = t + kMagic;  // rounds to the nearest integer
+  const float whole = shifted - kMagic;
+  const float f = t - whole;  // -0.5 to 0.5
+  float p = 1.5403530e-4f;
+  p = p * f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  const auto exponent = std::bit_cast<std::int32_t>(shifted) << 23;
+  return std::bit_cast<float>(std::bit_cast<std::int32_t>(p) + exponent);
+}
+
+// logits[i] becomes exp(scale * (logits[i] - peak)) / their sum. Scale is >= 0.
+inline void softmax_in_place(float* logits, std::int64_t n, float scale) {
+  float peak = logits[0];
+  for (std::int64_t i = 1; i < n; ++i) peak = logits[i] > peak ? logits[i] : peak;
+  for (std::int64_t i = 0; i < n; ++i) {
+    logits[i] = exp_of_logit(scale * (logits[i] - peak));
+  }
+  // Eight sums side by side: one order of additions, and no waiting for each.
+  float sums[8] = {};
+  std::int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    for (int lane = 0; lane < 8; ++lane) sums[lane] += logits[i + lane];
+  }
+  for (; i < n; ++i) sums[0] += logits[i];
+  float sum = 0.0f;
+  for (const float part : sums) sum += part;
+  const float share = 1.0f / sum;
+  for (i = 0; i < n; ++i) logits[i] *= share;
+}
+
+// Votes of one KV head. Buffers only grow; one thread uses it for head after head.
+class Votes {
+ public:
+  // Starts a head with keys 0 to num_keys - 1.
+  void begin(std::int64_t num_keys) {
+    for (const std::int32_t slot : touched_) worth_[static_cast<std::size_t>(slot)] = 0;
+    touched_.clear();
+    if (worth_.size() < static_cast<std::size_t>(num_keys)) {
+      worth_.resize(static_cast<std::size_t>(num_keys), 0.0f);
+    }
+  }
+
+  // One query's scores of some keys, each at most once.
+  void add(const std::vector<Scored>& scored, float scale) {
+    const auto n = static_cast<std::int64_t>(scored.size());
+    if (n == 0) return;
+    float* logits = at_least(logits_, n);
+    for (std::int64_t i = 0; i < n; ++i) {
+      logits[i] = scored[static_cast<std::size_t>(i)].score;
+    }
+    softmax_in_place(logits, n, scale);
+    for (std::int64_t i = 0; i < n; ++i) {
+      const std::int32_t slot = scored[static_cast<std::size_t>(i)].slot;
+      float& worth = worth_[static_cast<std::size_t>(slot)];
+      if (worth == 0.0f) touched_.push_back(slot);
+      worth += logits[i];
+    }
+  }
+
+  // One query's scores of keys 0 to n - 1; overwrites them.
+  void add_all(float* scores, std::int64_t n, float scale) {
+    if (n == 0) return;
+    softmax_in_place(scores, n, scale);
+    const bool first = touched_.empty();
+    for (std::int64_t i = 0; i < n; ++i) worth_[static_cast<std::size_t>(i)] += scores[i];
+    if (!first) return;
+    touched_.resize(static_cast<std::size_t>(n));
+    for (std::int64_t i = 0; i < n; ++i) {
+      touched_[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(i);
+    }
+  }
+
+  // The count keys with most votes, best first, lower slot first among equals; -1
+  // where fewer got any. Returns how many did.
+  //
+  // Votes are positive, so their bits order as they do. A count of keys per range of
+  // bits shows where the last place falls; only that range's keys are compared.
+  std::int64_t best(std::int64_t count, std::int64_t* slots) {
+    std::int32_t in_range[kRanges] = {};
+    for (const std::int32_t slot : touched_) ++in_range[range_of(bits_of(slot))];
+    std::int64_t above = 0;  // keys in ranges above `last`
+    std::uint32_t last = kRanges - 1;
+    while (last > 0 && above + in_range[last] < count) above += in_range[last--];
+    candidates_.clear();
+    for (const std::int32_t slot : touched_) {
+      const std::uint32_t bits = bits_of(slot);
+      if (range_of(bits) < last) continue;
+      // Larger is better: more votes, then the lower slot.
+      candidates_.push_back(std::uint64_t{bits} << 32 |
+                            (0xffffffffu - static_cast<std::uint32_t>(slot)));
+    }
+    const auto found = std::min<std::int64_t>(
+        count, static_cast<std::int64_t>(candidates_.size()));
+    std::sort(candidates_.begin(), candidates_.end(), std::greater<>());
+    for (std::int64_t i = 0; i < found; ++i) {
+      slots[i] = 0xffffffffu - static_cast<std::uint32_t>(
+                                   candidates_[static_cast<std::size_t>(i)]);
+    }
+    std::fill(slots + found, slots + count, std::int64_t{-1});
+    return found;
+  }
+
+ private:
+  // Ranges of votes: eight per power of two from 2^-112 to 2^16, a few thousand
+  // groups at most; smaller votes share the first, larger ones the last.
+  static constexpr std::uint32_t kRanges = 1024, kFirst = (127u - 112u) << 3;
+
+  std::uint32_t bits_of(std::int32_t slot) const {
+    return std::bit_cast<std::uint32_t>(worth_[static_cast<std::size_t>(slot)]);
+  }
+  static std::uint32_t range_of(std::uint32_t bits) {
+    const std::uint32_t range = bits >> 20;
+    return range < kFirst ? 0 : std::min(range - kFirst, kRanges - 1);
+  }
+
+  std::vector<float> worth_;
+  std::vector<std::int32_t> touched_;  // slots with a vote
+  std::vector<std::uint64_t> candidates_;
+  std::vector<float> logits_;
+};
+
+// What a thread needs to let a group of queries vote.
+struct VoteScratch {
+  Scratch search;
+  Votes votes;
+  std::vector<float> scores;
+};
+
+// Lets queries [group, head_dim] of a KV head vote on the keys that a tree finds:
+// about options.max_visits for each query.
+inline void vote(const DciTree& tree, const KeyView& keys, bool by_page,
+                 const float* queries, std::int64_t group, std::int64_t head_dim,
+                 float scale, const QueryOptions& options, VoteScratch& scratch) {
+  scratch.votes.begin(tree.num_keys());
+  // Room for all that is looked at: what matters is the sum, not each query's best.
+  TopK all(std::max<std::int64_t>(
+      options.max_visits > 0 ? options.max_visits : tree.num_keys(), 1));
+  for (std::int64_t g = 0; g < group; ++g) {
+    all.clear();
+    tree.query(keys, by_page, queries + g * head_dim, options, scratch.search, all);
+    scratch.votes.add(all.unsorted(), scale);
+  }
+}
+
+// The same over all keys. Each block of keys is read once for the whole group.
+inline void vote(const BruteForce& scan, const KeyView& keys, bool /*by_page*/,
+                 const float* queries, std::int64_t group, std::int64_t head_dim,
+                 float scale, const QueryOptions& /*options*/,
+                 VoteScratch& scratch) {
+  const std::int64_t n = scan.num_keys();
+  scratch.votes.begin(n);
+  float* scores = at_least(scratch.scores, group * n);
+  float* rows = at_least(scratch.search.rows, BruteForce::kBlock * head_dim);
+  for (std::int64_t first = 0; first < n; first += BruteForce::kBlock) {
+    const std::int64_t left = n - first;
+    const std::int64_t count = left < BruteForce::kBlock ? left : BruteForce::kBlock;
+    for (std::int64_t g = 0; g < group; ++g) {
+      score_run(scan.kernels(), keys, queries + g * head_dim, first, count, rows,
+                scores + g * n + first);
+    }
+  }
+  for (std::int64_t g = 0; g < group; ++g) {
+    scratch.votes.add_all(scores + g * n, n, scale);
+  }
+}
+
+}  // namespace kvp::index

@@ -1,0 +1,99 @@
+"""Who has which hot slots: one layer, all requests that retrieve.
+
+Kept in tensors over all requests, so that a step serves them in one call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class HotZones:
+    """Hot slots and host pages of one layer, a row (seat) per request.
+
+    Attributes:
+        table: int64 [seats, num_kv_heads, host pages], pages of the host tier; 0
+            behind a request's last.
+        page, slot: int64 [seats, num_kv_heads, width], where hot slots are in the
+            heap.
+        token: int64 [seats, num_kv_heads, width], number of the host token there.
+        place: int64 [seats, num_kv_heads, width], their place in the landing zone's
+            rows of positions.
+        counts: int64 [seats], how many of ``width`` there are.
+    """
+
+    table: torch.Tensor
+    page: torch.Tensor
+    slot: torch.Tensor
+    token: torch.Tensor
+    place: torch.Tensor
+    counts: torch.Tensor
+
+    @staticmethod
+    def empty(num_kv_heads: int) -> HotZones:
+        def nothing() -> torch.Tensor:
+            return torch.zeros(0, num_kv_heads, 0, dtype=torch.int64)
+
+        return HotZones(
+            nothing(),
+            nothing(),
+            nothing(),
+            nothing(),
+            nothing(),
+            torch.zeros(0, dtype=torch.int64),
+        )
+
+    def make_room(self, seats: int, pages: int = 0, width: int = 0) -> None:
+        """Grow to at least so many seats, host pages and hot slots."""
+        if seats > len(self.counts):
+            grown = self.counts.new_zeros(max(seats, 2 * len(self.counts)))
+            grown[: len(self.counts)] = self.counts
+            self.counts = grown
+        self.table = _grown(self.table, len(self.counts), pages)
+        for name in ("page", "slot", "token", "place"):
+            setattr(self, name, _grown(getattr(self, name), len(self.counts), width))
+
+    def leave(self, seat: int) -> None:
+        """The request of this seat has gone."""
+        if seat < len(self.counts):
+            self.counts[seat] = 0
+            self.table[seat] = 0
+
+    def settle(
+        self,
+        seat: int,
+        page: torch.Tensor,
+        slot: torch.Tensor,
+        place: torch.Tensor,
+        token: torch.Tensor,
+    ) -> None:
+        """A compaction has laid out a request's hot slots anew.
+
+        Args:
+            page, slot, place, token: int64 [num_kv_heads, n], as the attributes.
+        """
+        count = page.shape[1]
+        self.make_room(seat + 1, width=count)
+        self.counts[seat] = count
+        self.page[seat, :, :count] = page
+        self.slot[seat, :, :count] = slot
+        self.place[seat, :, :count] = place
+        self.token[seat, :, :count] = token
+
+    def hot_tokens(self, seat: int) -> torch.Tensor:
+        """int64 [num_kv_heads, count], a view."""
+        return self.token[seat, :, : int(self.counts[seat])]
+
+
+def _grown(tensor: torch.Tensor, seats: int, width: int) -> torch.Tensor:
+    """With room for so many; a quarter more than asked for, for the next time."""
+    have, heads, wide = tensor.shape
+    if seats <= have and width <= wide:
+        return tensor
+    wider = wide if width <= wide else width + width // 4
+    grown = tensor.new_zeros(max(seats, have), heads, wider)
+    grown[:have, :, :wide] = tensor
+    return grown

@@ -1,0 +1,122 @@
+"""The indices of offloaded tokens: built beside the computation, and replaceable.
+
+An index is built on a thread of its own while later layers compute (IceCache fig.
+5b). The compiled code holds no interpreter lock meanwhile. A lazy one is not waited
+for: until it is there, its tokens are scanned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_kvplugins.index import Keys
+from vllm_kvplugins.policies.retrieval import ExactScan, Retriever, TokenIndex
+
+if TYPE_CHECKING:
+    from vllm_kvplugins.residency.retrieval import Traffic
+
+# vLLM configures only the loggers below its own name.
+logger = logging.getLogger("vllm.kv_policy")
+
+
+@dataclass(slots=True)
+class OffloadedLayer:
+    """The index of one layer of a request.
+
+    Attributes:
+        tokens: how many have been handed to it.
+        under_way: its last addition, if that may not be over.
+        meanwhile: what to ask until then, if it is lazy.
+    """
+
+    index: TokenIndex
+    meanwhile: TokenIndex | None = None
+    tokens: int = 0
+    under_way: Future[None] | None = None
+
+
+class Indexer:
+    """Adds to indices and asks them; where one fails, its tokens are scanned.
+
+    Args:
+        traffic: where failures are counted.
+    """
+
+    def __init__(self, policy: Retriever, traffic: Callable[[], Traffic]) -> None:
+        self._policy = policy
+        self._traffic = traffic
+        # one thread: additions to an index keep their order
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvp-index")
+
+    def new_layer(self, num_kv_heads: int, head_dim: int) -> OffloadedLayer:
+        """An empty index."""
+        index = self._policy.new_index(num_kv_heads, head_dim)
+        if not self._policy.builds_lazily:
+            return OffloadedLayer(index)
+        return OffloadedLayer(index, self._policy.scan(num_kv_heads, head_dim))
+
+    def insert(self, layer: OffloadedLayer, keys: torch.Tensor, first: int) -> None:
+        """Start to add [num_kv_heads, n, head_dim] of the next tokens."""
+        layer.tokens = first + keys.shape[1]
+        if layer.meanwhile is not None:
+            layer.meanwhile.insert(keys, first)
+        layer.under_way = self._thread.submit(layer.index.insert, keys, first)
+
+    def settle(self, layer: OffloadedLayer) -> None:
+        """Wait until an index that is not lazy has all that it was given."""
+        if layer.meanwhile is None:
+            self._collect(layer)
+
+    def select(
+        self,
+        layers: Sequence[OffloadedLayer],
+        queries: torch.Tensor,
+        keys: Keys,
+        scale: float,
+        count: int,
+    ) -> torch.Tensor:
+        """Ask the indices of several requests; see ``Retriever.select``."""
+        indices = [self._ready(layer) for layer in layers]
+        try:
+            return self._policy.select(indices, queries, keys, scale, count)
+        except (RuntimeError, ValueError) as error:
+            if len(layers) == 1:
+                self._scan_instead(layers[0], error)
+                return layers[0].index.select(queries[0], keys, scale, count)[None]
+        # One of them failed: ask one by one, so that the others keep theirs.
+        chosen = [
+            self.select([layer], queries[i : i + 1], keys.of(i), scale, count)
+            for i, layer in enumerate(layers)
+        ]
+        return torch.cat(chosen)
+
+    def _ready(self, layer: OffloadedLayer) -> TokenIndex:
+        if layer.under_way is None:
+            return layer.index
+        if layer.meanwhile is not None and not layer.under_way.done():
+            return layer.meanwhile
+        self._collect(layer)
+        return layer.index
+
+    def _collect(self, layer: OffloadedLayer) -> None:
+        """The addition under way is over; learn whether it went well."""
+        if layer.under_way is None:
+            return
+        try:
+            layer.under_way.result()
+        except (RuntimeError, ValueError) as error:
+            self._scan_instead(layer, error)
+        layer.under_way = None
+
+    def _scan_instead(self, layer: OffloadedLayer, error: Exception) -> None:
+        """One request's index must not end the server: scan its keys instead."""
+        self._traffic().failed += 1
+        logger.warning("an index failed, its keys are scanned instead: %s", error)
+        layer.index, layer.meanwhile = ExactScan(layer.tokens), None
+        layer.under_way = None
