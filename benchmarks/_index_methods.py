@@ -1,0 +1,174 @@
+"""Ways to find the keys with the largest inner products, for ``index_peers.py``.
+
+Each has a ``name``, a ``knob`` that trades speed for what it finds with the values of
+it to try (``knobs``), and these calls:
+
+    build()                  an index of all heads; again: another one
+    ready()                  after the last build, not timed
+    prepared(queries)        queries [heads, n, head_dim] as ``ask`` wants them
+    ask(prepared, value)     int64 [heads, n, K], the slots found; -1 for none
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from index import placed
+
+from vllm_kvplugins.index import BruteForceIndex, DCIIndex, Keys
+
+PACKAGES = {"hnswlib": "hnswlib", "faiss": "faiss-cpu"}  # module: what to install
+K = 64
+
+
+class Ours:
+    """The tree or the exact scan: all heads in one call.
+
+    Args:
+        keys: float32 [heads, n, head_dim].
+        dtype: of the rows to index.
+        tree: or else the scan.
+    """
+
+    def __init__(self, keys: torch.Tensor, dtype: torch.dtype, tree: bool) -> None:
+        kind = "tree" if tree else "scan"
+        self.name = f"{kind} {str(dtype).removeprefix('torch.')}"
+        self.knob = "max_visits" if tree else ""
+        self.knobs = steps(K, keys.shape[1]) if tree else [0]
+        self.rows = keys.to(dtype)
+        self.kind = DCIIndex if tree else BruteForceIndex
+
+    def build(self) -> None:
+        self.index = self.kind(len(self.rows), self.rows.shape[2])
+        self.index.build(Keys.dense(self.rows))
+
+    def ready(self) -> None:
+        """After the last build, not timed."""
+        tree = isinstance(self.index, DCIIndex)
+        self.keys = placed(self.index, self.rows) if tree else Keys.dense(self.rows)
+
+    def prepared(self, queries: torch.Tensor) -> torch.Tensor:
+        return queries.contiguous()
+
+    def ask(self, queries: torch.Tensor, knob: int) -> torch.Tensor:
+        return self.index.query_topk(queries, self.keys, K, knob).slots
+
+
+class Library:
+    """An index of a library: one per head, asked through a pool of threads.
+
+    Args:
+        keys: float32 [heads, n, head_dim].
+        module: the imported library.
+        threads: how many heads at once.
+    """
+
+    name = knob = ""
+
+    def __init__(self, keys: torch.Tensor, module: Any, threads: int) -> None:
+        self.module = module
+        self.rows = [head.numpy() for head in keys]
+        self.count, self.dim = keys.shape[1:]
+        self.map: Callable[..., Iterator[Any]] = map
+        self.one_thread()
+        if threads > 1:
+            self.map = ThreadPoolExecutor(threads, initializer=self.one_thread).map
+
+    def one_thread(self) -> None:
+        """Make searches of the calling thread use no others."""
+
+    def build(self) -> None:
+        self.heads = list(self.map(self.build_head, self.rows))
+
+    def ready(self) -> None:
+        """Nothing is left to do."""
+
+    def prepared(self, queries: torch.Tensor) -> list[Any]:
+        return [head.contiguous().numpy() for head in queries]
+
+    def ask(self, queries: list[Any], knob: int) -> torch.Tensor:
+        asked = partial(self.ask_head, knob=knob)
+        found = list(self.map(asked, self.heads, queries))
+        return torch.stack([torch.from_numpy(slots) for slots in found])
+
+    def build_head(self, rows: Any) -> Any:
+        raise NotImplementedError
+
+    def ask_head(self, index: Any, queries: Any, knob: int) -> Any:
+        raise NotImplementedError
+
+
+class Hnsw(Library):
+    """hnswlib's graph, with the library's default degree and construction effort."""
+
+    name, knob = "hnswlib", "ef"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.knobs = steps(K, min(8192, self.count))
+
+    def build_head(self, rows: Any) -> Any:
+        index = self.module.Index(space="ip", dim=self.dim)
+        index.init_index(max_elements=self.count, M=16, ef_construction=200)
+        index.add_items(rows, num_threads=1)
+        return index
+
+    def ask_head(self, index: Any, queries: Any, knob: int) -> Any:
+        index.set_ef(knob)
+        return index.knn_query(queries, K, num_threads=1)[0].astype("int64")
+
+
+class IvfFlat(Library):
+    """FAISS's inverted lists: 4 sqrt(n) of them, as its guidelines advise."""
+
+    name, knob = "faiss ivf-flat", "nprobe"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.lists = round(4 * math.sqrt(self.count))
+        self.knobs = steps(1, self.lists)
+
+    def one_thread(self) -> None:
+        self.module.omp_set_num_threads(1)
+
+    def build_head(self, rows: Any) -> Any:
+        metric = self.module.METRIC_INNER_PRODUCT
+        coarse = self.module.IndexFlatIP(self.dim)
+        index = self.module.IndexIVFFlat(coarse, self.dim, self.lists, metric)
+        index.cp.min_points_per_centroid = 1  # or it warns about short contexts
+        index.train(rows)
+        index.add(rows)
+        return index
+
+    def ask_head(self, index: Any, queries: Any, knob: int) -> Any:
+        index.nprobe = knob
+        return index.search(queries, K)[1]
+
+
+def steps(low: int, high: int) -> list[int]:
+    """Settings from low to high, each about 2^(1/4) times the one before."""
+    count = math.ceil(4 * math.log2(high / low)) + 1
+    return sorted({min(high, round(low * 2 ** (i / 4))) for i in range(count)})
+
+
+def libraries() -> dict[str, Any]:
+    """The installed ones; says how to install the others."""
+    found = {}
+    for module, package in PACKAGES.items():
+        if importlib.util.find_spec(module) is not None:
+            found[module] = importlib.import_module(module)
+            continue
+        print(
+            f"warning: measuring without {module}, which is not installed "
+            f"(pip install {package})",
+            file=sys.stderr,
+        )
+    return found
