@@ -104,8 +104,13 @@ def spread(times: list[float]) -> list[float]:
 def cell(row: dict[str, Any], what: str) -> str:
     if what + "_cpu" not in row:
         return ""
-    wall, low, high = row[what + "_wall"]
-    return f"**{row[what + '_cpu'][0]:.3g}**, {wall:.3g} ({low:.3g}–{high:.3g})"
+    cpu = row[what + "_cpu"][0]
+    wall, low, high = (number(x) for x in row[what + "_wall"])
+    return f"**{number(cpu)}**, {wall}" + (f" ({low}–{high})" if low != high else "")
+
+
+def number(x: float) -> str:
+    return f"{x:.3g}" if x < 999.5 else f"{x:,.0f}"
 
 
 def measure(
