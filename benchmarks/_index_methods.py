@@ -35,19 +35,26 @@ class Ours:
     Args:
         keys: float32 [heads, n, head_dim].
         dtype: of the rows to index.
-        tree: or else the scan.
+        tree: the settings of a tree; without it the scan.
     """
 
-    def __init__(self, keys: torch.Tensor, dtype: torch.dtype, tree: bool) -> None:
-        kind = "tree" if tree else "scan"
+    def __init__(
+        self, keys: torch.Tensor, dtype: torch.dtype, tree: dict[str, Any] | None = None
+    ) -> None:
+        kind = "scan" if tree is None else "tree"
         self.name = f"{kind} {str(dtype).removeprefix('torch.')}"
-        self.knob = "max_visits" if tree else ""
-        self.knobs = steps(K, keys.shape[1]) if tree else [0]
+        self.knob = "" if tree is None else "max_visits"
+        self.knobs = [0] if tree is None else steps(K, keys.shape[1])
         self.rows = keys.to(dtype)
-        self.kind = DCIIndex if tree else BruteForceIndex
+        self.tree = tree
 
     def build(self) -> None:
-        self.index = self.kind(len(self.rows), self.rows.shape[2])
+        heads, _, dim = self.rows.shape
+        self.index = (
+            BruteForceIndex(heads, dim)
+            if self.tree is None
+            else DCIIndex(heads, dim, **self.tree)
+        )
         self.index.build(Keys.dense(self.rows))
 
     def ready(self) -> None:

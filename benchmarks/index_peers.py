@@ -131,7 +131,8 @@ def measure(
     timed = batches[:, rounds // 2 :].unbind(1)
     checking = torch.cat(timed, 1)
 
-    kinds = [(dtype, tree) for dtype in options.dtypes for tree in (False, True)]
+    settings = {"promotion": options.promotion}
+    kinds = [(dtype, tree) for dtype in options.dtypes for tree in (None, settings)]
     methods: list[Any] = [Ours(keys, getattr(torch, d), tree) for d, tree in kinds]
     for module, kind in {"hnswlib": Hnsw, "faiss": IvfFlat}.items():
         if module in found:
@@ -279,6 +280,7 @@ def parse() -> argparse.Namespace:
     add("--heads", type=int, nargs="+", default=[8, 8, 2], help="KV heads, per size")
     add("--group", type=int, default=3, help="queries per KV head in a call")
     add("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of ours")
+    add("--promotion", type=float, default=1 / 32, help="of the tree")
     add("--targets", type=float, nargs="+", default=[0.95, 0.98], help="coverage")
     add("--threads", type=int, default=1)
     add("--repeats", type=int, default=30)

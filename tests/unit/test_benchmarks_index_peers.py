@@ -83,7 +83,7 @@ def test_every_method_finds_all_when_it_looks_at_all(kind, threads):
         pytest.skip("the extension is not built")
     keys, queries, exact = made()
     if kind in ("tree", "scan"):
-        method = Ours(keys, torch.float32, kind == "tree")
+        method = Ours(keys, torch.float32, {} if kind == "tree" else None)
     else:
         module = pytest.importorskip(kind)
         method = {"hnswlib": Hnsw, "faiss": IvfFlat}[kind](keys, module, threads)
