@@ -255,11 +255,11 @@ def table_of_crossovers(sizes: list[int], lines: list[dict[str, Any]]) -> Table:
 
 
 def where(sizes: list[int], gains: list[float]) -> str:
-    """In words, at which sizes the gains are positive."""
+    """In words, at which sizes the gains are positive: where both reach the target."""
     if all(gain > 0 for gain in gains):
-        return "at every length measured"
+        return "at every length compared"
     if all(gain <= 0 for gain in gains):
-        return "at none measured"
+        return "at none compared"
     words = []
     for i in range(len(sizes) - 1):
         if (gains[i] > 0) != (gains[i + 1] > 0):

@@ -60,8 +60,8 @@ def test_crossovers_are_interpolated():
     sizes, gains = [4096, 16384], [math.log(0.5), math.log(2.0)]
     assert where(sizes, gains) == "from about 8,192"
     assert where(sizes, gains[::-1]) == "up to about 8,192"
-    assert where(sizes, [0.1, 0.2]) == "at every length measured"
-    assert where(sizes, [-0.1, -0.2]) == "at none measured"
+    assert where(sizes, [0.1, 0.2]) == "at every length compared"
+    assert where(sizes, [-0.1, -0.2]) == "at none compared"
     rows = [
         {"method": method, "target": target, "keys": size, "query_us_cpu": [time]}
         for method, target, size, time in [
