@@ -41,6 +41,16 @@ inline std::string shape_of(const Tensor& tensor) {
   return text.str();
 }
 
+inline std::string strides_of(const Tensor& tensor) {
+  std::ostringstream text;
+  text << '[';
+  for (std::int64_t i = 0; i < tensor.dim(); ++i) {
+    text << (i ? ", " : "") << tensor.stride(i);
+  }
+  text << ']';
+  return text.str();
+}
+
 // A tensor argument of a call, with what error messages say about it.
 struct Argument {
   const char* op;

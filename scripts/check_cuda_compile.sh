@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compile-checks csrc/page_copy.cu with nvcc. Needs no GPU and no CUDA torch.
+# Compile-checks csrc/*.cu with nvcc. Needs no GPU and no CUDA torch.
 #
 # Usage: scripts/check_cuda_compile.sh        (PYTHON=... names an interpreter
 #        that has torch, for its headers; NVCC=... names the compiler)
@@ -22,11 +22,14 @@ fi
 out="$(mktemp -d)"
 trap 'rm -rf "$out"' EXIT
 
-for arch in 80 90a; do
-  "$nvcc" -c csrc/page_copy.cu -o "$out/page_copy_$arch.o" \
-    -gencode "arch=compute_$arch,code=sm_$arch" -std=c++20 -O3 \
-    -Icsrc/include -isystem "$torch_include" \
-    -DUSE_CUDA -DKVP_WITH_CUDA -DTORCH_TARGET_VERSION=0x020b000000000000ULL \
-    -Xcompiler -Wall,-Wextra,-fPIC --Werror all-warnings
-  echo "ok: sm_$arch ($(stat -c %s "$out/page_copy_$arch.o") bytes)"
+for source in csrc/*.cu; do
+  name="$(basename "$source" .cu)"
+  for arch in 80 90a; do
+    "$nvcc" -c "$source" -o "$out/${name}_$arch.o" \
+      -gencode "arch=compute_$arch,code=sm_$arch" -std=c++20 -O3 \
+      -Icsrc/include -isystem "$torch_include" \
+      -DUSE_CUDA -DKVP_WITH_CUDA -DTORCH_TARGET_VERSION=0x020b000000000000ULL \
+      -Xcompiler -Wall,-Wextra,-fPIC --Werror all-warnings
+    echo "ok: $name sm_$arch ($(stat -c %s "$out/${name}_$arch.o") bytes)"
+  done
 done

@@ -29,7 +29,16 @@ def run(command: list[str], **environment: str) -> str:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 @pytest.mark.parametrize(
-    "name", ["page_copy", "assign", "irregularity", "dci", "index_kernels", "threads"]
+    "name",
+    [
+        "page_copy",
+        "bulk_copy",
+        "assign",
+        "irregularity",
+        "dci",
+        "index_kernels",
+        "threads",
+    ],
 )
 def test_core_matches_its_definition(tmp_path, name):
     """With OpenMP and optimised, as it ships; warnings are errors."""
@@ -56,5 +65,6 @@ def test_cuda_sources_compile():
     output = run(["scripts/check_cuda_compile.sh"], PYTHON=sys.executable)
     if output.startswith("skipped"):
         pytest.skip(output.strip())
-    assert "ok: sm_80" in output
-    assert "ok: sm_90a" in output
+    for name in ("page_copy", "bulk_copy"):
+        assert f"ok: {name} sm_80" in output
+        assert f"ok: {name} sm_90a" in output

@@ -4,6 +4,7 @@
 ``reference`` holds the oracles. Nothing here imports vLLM.
 """
 
+from vllm_kvplugins.ops.bulk import copy_pages
 from vllm_kvplugins.ops.dispatch import (
     backend_in_use,
     extension_info,
@@ -19,6 +20,7 @@ from vllm_kvplugins.ops.layout import PageLayout
 __all__ = [
     "PageLayout",
     "backend_in_use",
+    "copy_pages",
     "extension_info",
     "fill_hot",
     "gather_keys",

@@ -100,6 +100,19 @@ inline Status check_distinct(const std::int64_t* dst_pages,
   return {};
 }
 
+// The same for whole pages: `bitmap` has span.bitmap_words(1) zeroed words.
+inline Status check_distinct_pages(const std::int64_t* pages, std::int64_t n,
+                                   PageSpan span, std::uint64_t* bitmap) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::int64_t bit = pages[i] - span.first;
+    std::uint64_t& word = bitmap[bit >> 6];
+    const std::uint64_t mask = std::uint64_t{1} << (bit & 63);
+    if (word & mask) return {Fault::kDuplicateDestination, i, pages[i]};
+    word |= mask;
+  }
+  return {};
+}
+
 // Whether no source is a destination; `bitmap` as check_distinct left it.
 inline Status check_disjoint(const std::int64_t* src_pages,
                              const std::int64_t* src_slots, std::int64_t n,

@@ -1,0 +1,198 @@
+// Copies of many whole pages between two buffers: gathers, scatters, or both.
+//
+// Pages are bytes. Indices are trusted (page_check.hpp checks them). Results do
+// not depend on the number of threads: iterations write disjoint pages.
+//
+// Two things make the difference to a memcpy per page, measured with pages of 2
+// to 64 KiB picked at random from 1 GiB, 64 MiB at a time (benchmarks/gather.py):
+//
+// - Streaming stores, which do not read the target's lines before they overwrite
+//   them: two thirds of the traffic. memcpy streams large copies too, but sees one
+//   page at a time.
+// - Prefetching 4 KiB ahead across page borders: the CPU's own prefetcher stops
+//   at each 4 KiB and has to find the stream anew.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "kvp/page_copy.hpp"
+
+namespace kvp::bulk {
+
+// From this size of a whole copy on, stores stream past the caches. Measured as
+// the time to copy and then read the target once, on a core with 1 MiB of L2 and
+// 32 MiB of L3: streaming takes 1.15 times as long at 4 MiB, as long at 8 MiB,
+// and 0.8 times as long from 16 MiB on.
+constexpr std::int64_t kStreamBytes = 8 * 1024 * 1024;
+
+// How far ahead of the copy its source is fetched, in bytes of whole pages.
+constexpr std::int64_t kAheadBytes = 4096;
+
+// Bytes per iteration of the kernels.
+constexpr std::int64_t kBlockBytes = 256;
+
+// The pages of one side: page i is at base + (ids ? ids[i] : i) * stride_bytes.
+template <typename Byte>
+struct PageList {
+  Byte* base;
+  std::int64_t stride_bytes;
+  const std::int64_t* ids;  // null: 0, 1, 2, ...
+
+  Byte* at(std::int64_t i) const {
+    return base + (ids != nullptr ? ids[i] : i) * stride_bytes;
+  }
+};
+
+using Targets = PageList<std::uint8_t>;
+using Sources = PageList<const std::uint8_t>;
+
+// Where to look ahead while one page is copied: `lead` bytes on in this page, and
+// past its end in `next`.
+struct Ahead {
+  const std::uint8_t* next;
+  std::int64_t lead;  // at most a page
+
+  // For the source's page i of n: of pages below kAheadBytes several lie between.
+  static Ahead of(const Sources& source, std::int64_t i, std::int64_t n,
+                  std::int64_t page_bytes) {
+    const std::int64_t pages =
+        std::max<std::int64_t>(1, kAheadBytes / page_bytes);
+    return {source.at(std::min(i + pages, n - 1)),
+            std::min(page_bytes, kAheadBytes)};
+  }
+
+  // Fetches to L2, from where the copy takes it: L1 is too small to look ahead.
+  void fetch(const std::uint8_t* from, std::int64_t done,
+             std::int64_t bytes) const {
+    const std::int64_t there = done + lead;
+    const std::uint8_t* line = there < bytes ? from + there : next + (there - bytes);
+    for (std::int64_t i = 0; i < kBlockBytes; i += 64) {
+      __builtin_prefetch(line + i, 0, 2);
+    }
+  }
+};
+
+using CopyPage = void (*)(std::uint8_t* to, const std::uint8_t* from,
+                          std::int64_t bytes, const Ahead& ahead);
+
+struct Kernels {
+  const char* name;
+  CopyPage plain;
+  CopyPage stream;  // its stores are in order with others only after fence()
+};
+
+#if defined(__x86_64__)
+
+inline void fence() { _mm_sfence(); }
+
+// Copies one page with vectors of one width, compiled for TARGET. Streaming stores
+// must be aligned: the page's first bytes, up to a cache line, are copied as they
+// come.
+#define KVP_COPY_PAGE(NAME, TARGET, VECTOR, LOAD, STORE, STREAM)                 \
+  namespace NAME {                                                               \
+  template <bool kStream>                                                        \
+  TARGET inline void copy_page(std::uint8_t* to, const std::uint8_t* from,       \
+                               std::int64_t bytes, const Ahead& ahead) {         \
+    constexpr std::int64_t kWidth = sizeof(VECTOR);                              \
+    const auto past = static_cast<std::int64_t>(                                 \
+        reinterpret_cast<std::uintptr_t>(to) % 64);                              \
+    std::int64_t done = kStream ? std::min((64 - past) % 64, bytes) : 0;         \
+    std::memcpy(to, from, static_cast<std::size_t>(done));                       \
+    for (; done + kBlockBytes <= bytes; done += kBlockBytes) {                   \
+      ahead.fetch(from, done, bytes);                                            \
+      for (std::int64_t i = done; i < done + kBlockBytes; i += 4 * kWidth) {     \
+        const auto* source = reinterpret_cast<const VECTOR*>(from + i);          \
+        auto* target = reinterpret_cast<VECTOR*>(to + i);                        \
+        const VECTOR a = LOAD(source), b = LOAD(source + 1);                     \
+        const VECTOR c = LOAD(source + 2), d = LOAD(source + 3);                 \
+        if constexpr (kStream) {                                                 \
+          STREAM(target, a), STREAM(target + 1, b);                              \
+          STREAM(target + 2, c), STREAM(target + 3, d);                          \
+        } else {                                                                 \
+          STORE(target, a), STORE(target + 1, b);                                \
+          STORE(target + 2, c), STORE(target + 3, d);                            \
+        }                                                                        \
+      }                                                                          \
+    }                                                                            \
+    std::memcpy(to + done, from + done, static_cast<std::size_t>(bytes - done)); \
+  }                                                                              \
+  inline constexpr Kernels table{#NAME, copy_page<false>, copy_page<true>};      \
+  }
+
+KVP_COPY_PAGE(baseline, , __m128i, _mm_loadu_si128, _mm_storeu_si128,
+              _mm_stream_si128)
+KVP_COPY_PAGE(avx2, __attribute__((target("avx2"))), __m256i,
+              _mm256_loadu_si256, _mm256_storeu_si256, _mm256_stream_si256)
+KVP_COPY_PAGE(avx512, __attribute__((target("avx512f"))), __m512i,
+              _mm512_loadu_si512, _mm512_storeu_si512, _mm512_stream_si512)
+
+#undef KVP_COPY_PAGE
+
+#else
+
+inline void fence() {}
+
+namespace baseline {
+
+inline void copy_page(std::uint8_t* to, const std::uint8_t* from,
+                      std::int64_t bytes, const Ahead& ahead) {
+  for (std::int64_t done = 0; done < bytes; done += kBlockBytes) {
+    ahead.fetch(from, done, bytes);
+  }
+  std::memcpy(to, from, static_cast<std::size_t>(bytes));
+}
+
+inline constexpr Kernels table{"baseline", copy_page, copy_page};
+
+}  // namespace baseline
+
+#endif
+
+// Whether this CPU and its operating system can run a set of kernels.
+inline bool can_run(const Kernels& kernels) {
+#if defined(__x86_64__)
+  if (&kernels == &avx512::table) return __builtin_cpu_supports("avx512f");
+  if (&kernels == &avx2::table) return __builtin_cpu_supports("avx2");
+#endif
+  return &kernels == &baseline::table;
+}
+
+inline const Kernels& select_kernels() {
+#if defined(__x86_64__)
+  if (can_run(avx512::table)) return avx512::table;
+  if (can_run(avx2::table)) return avx2::table;
+#endif
+  return baseline::table;
+}
+
+// Copies n pages: target page i = source page i, bit for bit. The target's pages
+// must be distinct and share no byte with the source; the source's may repeat.
+//
+// Cost: 2 * n * page_bytes of traffic; below kStreamBytes 3, most of it in caches.
+inline void copy_pages(const Targets& target, const Sources& source,
+                       std::int64_t n, std::int64_t page_bytes,
+                       const Kernels& kernels = select_kernels()) {
+  const std::int64_t total = n * page_bytes;
+  if (total == 0) return;
+  const bool stream = total >= kStreamBytes;
+  const CopyPage copy_page = stream ? kernels.stream : kernels.plain;
+  [[maybe_unused]] const bool parallel = total >= kParallelBytes;
+#pragma omp parallel if (parallel)
+  {
+#pragma omp for schedule(static) nowait
+    for (std::int64_t i = 0; i < n; ++i) {
+      copy_page(target.at(i), source.at(i), page_bytes,
+                Ahead::of(source, i, n, page_bytes));
+    }
+    // Each thread its own, before the barrier that tells others it is done.
+    if (stream) fence();
+  }
+}
+
+}  // namespace kvp::bulk

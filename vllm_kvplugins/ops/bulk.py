@@ -1,0 +1,197 @@
+"""Copies of many whole pages at once: between a heap and a staging buffer, say.
+
+Compiled if built, in torch otherwise; ``KVP_OPS`` chooses (``extension.py``). What
+``dispatch.py`` says about checks on CUDA holds here too.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import NoReturn
+
+import torch
+
+from vllm_kvplugins.ops.dispatch import call_compiled
+from vllm_kvplugins.ops.extension import compiled_for
+
+_OP = "copy_pages"
+# Torch copies integers of the elements' size: not every dtype has all operations.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def copy_pages(
+    target: torch.Tensor,
+    target_ids: torch.Tensor | None,
+    source: torch.Tensor,
+    source_ids: torch.Tensor | None,
+) -> None:
+    """Copy whole pages bit for bit: target page i of the list = source page i.
+
+    A gather into a dense buffer names no ``target_ids``, a scatter out of it no
+    ``source_ids``. Shapes of pages may differ, their sizes may not.
+
+    Args:
+        target: [num_pages, ...], each page contiguous and apart from the others;
+            any dtype of 1, 2, 4 or 8 bytes. Changed in place.
+        target_ids: int64 [n], distinct; None = the first n pages, in order.
+        source: [num_source_pages, ...] of the same dtype, on the same device; must
+            not share memory with ``target``, not even lie between its pages.
+        source_ids: int64 [n], may repeat; None = the first n pages, in order.
+
+    Without any ids n is the number of source pages.
+
+    Raises:
+        ValueError: a shape, dtype, device or page does not fit, a target page
+            repeats, or target and source share memory. Nothing is then changed.
+
+    Cost: each byte read and written once, past the caches from 8 MiB on; a bit per
+        page of the range of ``target_ids``. One kernel launch on CUDA. In torch, a
+        copy of the pages besides if both have ids.
+    """
+    compiled = compiled_for(target.device)[0]
+    forced = target.device.type != "cpu" and os.environ.get("KVP_OPS_CHECK") == "1"
+    if not compiled or forced:
+        n = _check(target, target_ids, source, source_ids)
+        if target.device.type == "cpu" or forced:
+            _check_contents("target", target_ids, len(target))
+            _check_contents("source", source_ids, len(source))
+            _check_distinct(target_ids)
+    if not compiled:
+        _in_torch(target, target_ids, source, source_ids, n)
+        return
+    if target_ids is not None:
+        target_ids = target_ids.contiguous()
+    if source_ids is not None:
+        source_ids = source_ids.contiguous()
+    call_compiled(_OP, target, target_ids, source, source_ids)
+
+
+def _in_torch(
+    target: torch.Tensor,
+    target_ids: torch.Tensor | None,
+    source: torch.Tensor,
+    source_ids: torch.Tensor | None,
+    n: int,
+) -> None:
+    into, out_of = _rows(target), _rows(source)
+    if target_ids is None and source_ids is None:
+        into[:n] = out_of[:n]
+    elif target_ids is None:
+        torch.index_select(out_of, 0, source_ids, out=into[:n])
+    elif source_ids is None:
+        into.index_copy_(0, target_ids, out_of[:n])
+    else:
+        into.index_copy_(0, target_ids, out_of.index_select(0, source_ids))
+
+
+def _rows(pages: torch.Tensor) -> torch.Tensor:
+    """[num_pages, page_elems] integers over the same memory."""
+    rows = pages.view(len(pages), math.prod(pages.shape[1:]))
+    return rows.view(_BITS[pages.dtype.itemsize])
+
+
+def _check(
+    target: torch.Tensor,
+    target_ids: torch.Tensor | None,
+    source: torch.Tensor,
+    source_ids: torch.Tensor | None,
+) -> int:
+    """Raise ValueError if anything but the contents of ids is wrong; returns n."""
+    sizes = [_page_bytes("target", target), _page_bytes("source", source)]
+    if source.device != target.device:
+        _fail("source must be on the device of target")
+    if source.dtype != target.dtype:
+        _fail(f"source must be {target.dtype}, got {source.dtype}")
+    if sizes[0] != sizes[1]:
+        _fail(
+            "pages of source must have the size of target's, got "
+            f"{sizes[1]} and {sizes[0]} bytes"
+        )
+    _check_apart(target, source, sizes[0])
+    for name, ids in (("target_ids", target_ids), ("source_ids", source_ids)):
+        if ids is None:
+            continue
+        if ids.device != target.device:
+            _fail(f"{name} must be on the device of target")
+        if ids.dim() != 1:
+            _fail(f"{name} must have 1 dimension(s), got shape {list(ids.shape)}")
+        if ids.dtype != torch.int64:
+            _fail(f"{name} must be int64, got {ids.dtype}")
+    if target_ids is not None:
+        n = len(target_ids)
+    else:
+        n = len(source if source_ids is None else source_ids)
+    if source_ids is not None and len(source_ids) != n:
+        _fail(f"source_ids must have {n} entries, got {len(source_ids)}")
+    sides = ("target", target, target_ids), ("source", source, source_ids)
+    for name, pages, ids in sides:
+        if ids is None and len(pages) < n:
+            _fail(f"{name} has {len(pages)} pages, but {n} are copied in order")
+    return n
+
+
+def _page_bytes(name: str, pages: torch.Tensor) -> int:
+    """Size of a page, checked to be contiguous and apart from the others."""
+    if pages.dim() < 1:
+        _fail(f"{name} must be [num_pages, ...], got a scalar")
+    elems, together = 1, True
+    for size, stride in zip(pages.shape[:0:-1], pages.stride()[:0:-1], strict=True):
+        # The stride of a dimension of size 1 carries no meaning.
+        together &= size == 1 or stride == elems
+        elems *= size
+    overlap = len(pages) > 1 and pages.stride(0) < elems
+    if elems > 0 and (not together or overlap):
+        _fail(
+            f"{name} must have contiguous pages that do not overlap, got shape "
+            f"{list(pages.shape)} with strides {list(pages.stride())}"
+        )
+    if pages.dtype.itemsize not in _BITS:
+        _fail(f"{name} must have elements of 1, 2, 4 or 8 bytes, got {pages.dtype}")
+    return elems * pages.dtype.itemsize
+
+
+def _check_apart(target: torch.Tensor, source: torch.Tensor, page_bytes: int) -> None:
+    if page_bytes == 0 or len(target) == 0 or len(source) == 0:
+        return
+    spans, strides = [], []
+    for pages in (target, source):
+        stride = pages.stride(0) * pages.itemsize if len(pages) > 1 else page_bytes
+        first = pages.data_ptr()
+        spans.append((first, first + (len(pages) - 1) * stride + page_bytes))
+        strides.append(stride)
+    if spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]:
+        _fail(
+            f"target and source must not share memory, got pages {strides[0]} bytes "
+            f"apart from address {spans[0][0]} and {strides[1]} bytes apart from "
+            f"{spans[1][0]}"
+        )
+
+
+def _check_contents(name: str, ids: torch.Tensor | None, num_pages: int) -> None:
+    if ids is None:
+        return
+    wrong = ((ids < 0) | (ids >= num_pages)).nonzero()
+    if len(wrong):
+        i = int(wrong[0])
+        _fail(
+            f"{name}_ids[{i}] is page {int(ids[i])}, but {name} has pages 0 to "
+            f"{num_pages - 1}"
+        )
+
+
+def _check_distinct(ids: torch.Tensor | None) -> None:
+    if ids is None:
+        return
+    ordered, order = ids.sort(stable=True)
+    repeated = order[1:][ordered[1:] == ordered[:-1]]
+    if len(repeated):
+        i = int(repeated.min())
+        _fail(
+            f"target_ids[{i}] (page {int(ids[i])}) repeats an earlier one; target "
+            "pages must differ"
+        )
+
+
+def _fail(problem: str) -> NoReturn:
+    raise ValueError(f"kvp.{_OP}: {problem}")
