@@ -7,25 +7,18 @@ tokens is only possible if each step fetched them to the right places.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from fake_engine import GROUP, KV_HEADS, LAYERS, SCALE, FakeEngine, Request, attend
+from fake_engine import GROUP, KV_HEADS
+from retrieving_engine import BLOCK, RETRIEVERS, engine
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.index import Keys
-from vllm_kvplugins.ops import gather_keys, gather_values
-from vllm_kvplugins.policies import available_policies, get_policy_class
-from vllm_kvplugins.policies.base import Geometry, Retention
-from vllm_kvplugins.policies.quest import PageBounds, Quest
-from vllm_kvplugins.policies.retrieval import (
-    ExactScan,
-    TokenIndex,
-    WholeFirstLayers,
-)
-from vllm_kvplugins.residency.requests import Row
+from vllm_kvplugins.policies.base import Geometry
+from vllm_kvplugins.policies.quest import PageBounds
+from vllm_kvplugins.policies.retrieval import WholeFirstLayers
 from vllm_kvplugins.vllm_adapter.host_memory import (
     HostReservations,
     limited,
@@ -33,92 +26,8 @@ from vllm_kvplugins.vllm_adapter.host_memory import (
 )
 
 SEED = 5
-BLOCK, BLOCKS, SINKS, WINDOW, SKIP = 4, 120, 2, 5, 1
 # least share of the attention that the exact choice covers
 FOUND = {"exact-topk": 0.9999, "icecache": 0.95, "quest": 0.2}
-
-
-class RetrievingEngine(FakeEngine):
-    """Checks a retriever's attention against the tokens that an oracle picks."""
-
-    def _check_attention(
-        self, row: Row, pages: torch.Tensor, lengths: torch.Tensor
-    ) -> None:
-        request, after = self.requests[row.request_id], row.after_tokens
-        span = slice(row.computed_tokens, after)
-        flat = pages.reshape(LAYERS * KV_HEADS, -1)
-        keys = gather_keys(self.heap.pages, flat, self.heap.layout)
-        values = gather_values(self.heap.pages, flat, self.heap.layout)
-        order = torch.arange(keys.shape[1])
-        last = lengths[..., None] - row.new_tokens + torch.arange(row.new_tokens)
-        paged = attend(
-            request.queries[:, span],
-            keys.unflatten(0, (LAYERS, -1)),
-            values.unflatten(0, (LAYERS, -1)),
-            order <= last[..., None],
-        )
-        at = torch.arange(after)
-        causal = at <= at[row.computed_tokens :, None]
-        seen = self._wanted(request, row)[:, :, None] & causal
-        dense = attend(
-            request.queries[:, span],
-            request.keys[:, :, :after],
-            request.values[:, :, :after],
-            seen,
-        )
-        assert paged.isfinite().all(), "attention over what nobody owns"
-        torch.testing.assert_close(paged, dense, atol=1e-5, rtol=1e-4)
-
-    def _wanted(self, request: Request, row: Row) -> torch.Tensor:
-        """bool [LAYERS, KV_HEADS, tokens]: resident for this step's queries."""
-        after = row.after_tokens
-        seen = torch.ones(LAYERS, KV_HEADS, after, dtype=torch.bool)
-        plan = self.runtime.plan(request.prompt)
-        done = plan.num_done(row.computed_tokens)
-        if not done:
-            return seen
-        last = plan.compaction(done - 1)
-        stop = min(last.at_tokens - WINDOW, last.zone.stop * BLOCK)
-        total = len(last.zone) * LAYERS - SKIP * last.zone.stop
-        each, more = divmod(total, LAYERS - SKIP)
-        for layer in range(SKIP, LAYERS):
-            kept = each + (layer - SKIP < more)
-            hot = kept * BLOCK - SINKS - (last.zone.stop * BLOCK - stop)
-            queries = request.queries[layer, row.computed_tokens : after]
-            seen[layer, :, SINKS:stop] = False
-            if self.runtime.policy.name != "exact-topk":
-                token = self.runtime.retrieval.hot_tokens(request.name, layer)
-                assert token.shape[1] == hot
-                assert all(len(set(head)) == hot for head in token.tolist())
-                seen[layer].scatter_(1, token + SINKS, True)
-                continue
-            for head in range(KV_HEADS):
-                group = queries[:, head * GROUP : (head + 1) * GROUP].flatten(0, 1)
-                logits = group @ request.keys[layer, head, SINKS:stop].T * SCALE
-                worth = logits.softmax(-1).sum(0)
-                seen[layer, head, worth.topk(hot).indices + SINKS] = True
-        return seen
-
-    def _check_kept(self, request: Request, kept: Any, zone_blocks: int) -> None:
-        request.visible[:] = True  # nothing is ever dropped
-        super()._check_kept(request, kept, zone_blocks)
-        request.visible[:] = True
-
-
-RETRIEVERS = sorted(
-    name
-    for name in available_policies()
-    if get_policy_class(name).retention is Retention.OFFLOAD
-)
-
-
-def engine(name: str, **settings: Any) -> RetrievingEngine:
-    base = {"sinks": SINKS, "window": WINDOW, "skip_layers": SKIP}
-    if "page_tokens" in get_policy_class(name).model_fields:
-        base["page_tokens"] = 3
-    return RetrievingEngine(
-        {"name": name, "budget": 9, **base, **settings}, BLOCK, BLOCKS
-    )
 
 
 @pytest.mark.parametrize("name", RETRIEVERS)
@@ -135,6 +44,47 @@ def test_attention_is_over_what_was_asked_for(name, prompt, age_blocks):
     fake.remove("r")
     fake.check_idle()
     assert fake.runtime.retrieval.host_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["exact-topk", "icecache"])
+@pytest.mark.parametrize("prefetch", ["step", "layer"])
+def test_fetching_ahead_asks_with_earlier_queries(name, prefetch):
+    """Of the layer or step before; the oracle checks which (see ``_asking``)."""
+    fake = engine(name, prefetch=prefetch)
+    for prompt in (33, 47):
+        fake.add(str(prompt), prompt, 40)
+    step = 0
+    while alive := [n for n, r in fake.requests.items() if not r.done]:
+        fake.step(dict.fromkeys(alive, 11))
+        step += 1
+        if step == 15:
+            fake.preempt("33")
+    assert fake.runtime.retrieval.traffic.fetched > 0
+    assert (fake.times_served > 20) == (prefetch == "step")
+    for prompt in (33, 47):
+        fake.remove(str(prompt))
+    fake.check_idle()
+
+
+def test_layers_between_anchors_reuse_their_choice():
+    """Layer 0 keeps all, layer 1 selects, and layer 2 takes its choice."""
+    fake = engine("exact-topk", reuse_every=2)
+    fake.attend_every = 10_000
+    request = fake.add("r", 43, 20)
+    retrieval = fake.runtime.retrieval
+    while not request.done:
+        fake.step({"r": 43})
+        if not retrieval._batches:
+            continue
+        chosen = retrieval._batches[0].chosen[0]
+        for layer in (1, 2):
+            hot = retrieval.hot_tokens("r", layer)
+            if not fake.runtime.records and request.computed % BLOCK > 1:
+                for head in range(KV_HEADS):
+                    wanted = chosen[head, : hot.shape[1]].tolist()
+                    assert set(wanted) <= set(hot[head].tolist())
+    fake.remove("r")
+    fake.check_idle()
 
 
 def test_icecache_fetches_whole_pages_if_told_to():
@@ -231,46 +181,6 @@ def test_quest_s_bounds_are_those_of_the_pages():
     assert more[:, :103].sort().values.equal(torch.arange(103).expand(2, -1))
 
 
-class Failing(TokenIndex):
-    """Raises when asked the n-th time; until then finds the newest tokens."""
-
-    def __init__(self, inserts: int, selects: int) -> None:
-        self.left = {"insert": inserts, "select": selects}
-
-    def _count(self, what: str) -> None:
-        self.left[what] -= 1
-        if self.left[what] < 0:
-            raise RuntimeError("no memory for a node")
-
-    def insert(self, keys: torch.Tensor, first: int) -> None:
-        self._count("insert")
-
-        self.tokens = first + keys.shape[1]
-
-    def select(
-        self, queries: torch.Tensor, keys: Keys, scale: float, count: int
-    ) -> torch.Tensor:
-        self._count("select")
-        newest = torch.arange(self.tokens - count, self.tokens)
-        return newest.expand(queries.shape[0], -1)
-
-
-@pytest.mark.parametrize(("inserts", "selects"), [(0, 99), (1, 99), (99, 3)])
-def test_a_failing_index_is_replaced_by_a_scan(monkeypatch, inserts, selects):
-    fake = engine("quest")
-    monkeypatch.setattr(
-        Quest, "new_index", lambda *_: Failing(inserts, selects), raising=True
-    )
-    request = fake.add("r", 40, 20)
-    while not request.done:
-        fake.step({"r": 40})
-    assert fake.runtime.retrieval.traffic.failed == LAYERS - SKIP
-    state = fake.runtime.retrieval._requests["r"]
-    assert all(isinstance(here.index, ExactScan) for here in state.layers.values())
-    fake.remove("r")
-    fake.check_idle()
-
-
 # -- admission to the host tier -------------------------------------------------------
 
 
@@ -304,6 +214,22 @@ def test_requests_wait_for_host_memory():
     giant = 10_000
     assert "lower max_tokens" in (too_long(policy, shape, giant) or "")
     assert too_long(policy, shape, 101) is None
+
+
+@pytest.mark.parametrize("name", RETRIEVERS)
+def test_no_request_needs_more_than_it_reserves(name):
+    """So the tier never overflows: what was admitted finds room."""
+    fake = engine(name, host_memory="64KiB")
+    policy, shape = fake.runtime.policy, fake.runtime.geometry
+    for prompt, answer in ((6, 30), (21, 60), (43, 1), (50, 70)):
+        request = fake.add("r", prompt, answer)
+        most = 0
+        while not request.done:
+            fake.step({"r": 50})
+            most = max(most, fake.runtime.retrieval.host_bytes)
+        assert most <= policy.host_bytes(prompt + answer, shape) < 64 * 1024
+        fake.remove("r")
+        fake.check_idle()
 
 
 def test_the_limit_is_settled_once():

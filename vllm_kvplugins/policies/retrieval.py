@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import BeforeValidator, Field
@@ -193,6 +193,11 @@ class Retriever(KVCachePolicy):
         default=1,
         ge=1,
         description="Select in every n-th layer only; those between reuse its choice.",
+    )
+    prefetch: Literal["off", "step", "layer"] = Field(
+        default="off",
+        description="Select while the model computes, with the queries of the step "
+        "before (step), or of the layer before, which finds little (layer).",
     )
 
     host_memory: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(

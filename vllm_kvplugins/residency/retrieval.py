@@ -13,6 +13,7 @@ requests of a step are served in one call per layer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ class Offloaded:
         tokens: how many are on the host; the same in all layers.
         pages: int64 [num_kv_heads, n] per layer, its pages of the host tier.
         hot: hot slots per KV head, per layer; empty before the first compaction.
+        served: they are being filled for the next step.
     """
 
     seat: int
@@ -48,6 +50,7 @@ class Offloaded:
     pages: dict[int, torch.Tensor] = field(default_factory=dict)
     layers: dict[int, OffloadedLayer] = field(default_factory=dict)
     hot: dict[int, int] = field(default_factory=dict)
+    served: bool = False
 
 
 @dataclass(slots=True)
@@ -58,12 +61,16 @@ class Batch:
         seats: int64 [requests].
         query: int64 [requests, new tokens], rows among the step's queries.
         chosen: what the last anchor layer selected.
+        served: its hot slots were filled during the step before.
+        ahead: what the next layer fetches, under way on another thread.
     """
 
     states: list[Offloaded]
     seats: torch.Tensor
     query: torch.Tensor
+    served: bool = False
     chosen: torch.Tensor | None = None
+    ahead: Future[int] | None = None
 
 
 @dataclass(slots=True)
@@ -117,6 +124,9 @@ class Retrieval:
         self._requests: dict[str, Offloaded] = {}
         self._free_seats: list[int] = []
         self._batches: list[Batch] = []
+        # fetches on another thread: for the next layer, or for the next step
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="kvp-fetch")
+        self._under_way: list[Future[int]] = []
 
     def traffic_of(self) -> Traffic:
         """The counts of now; the metrics take and replace them."""
@@ -204,6 +214,7 @@ class Retrieval:
             positions: int32 [rows, most * block_size], -1 where unused.
         """
         state = self._requests[request_id]
+        state.served = False
         heads, size = self._heap.num_kv_heads, self._heap.layout.block_size
         for layer, here in state.layers.items():
             rows = slice(layer * heads, (layer + 1) * heads)
@@ -237,22 +248,26 @@ class Retrieval:
 
     def begin_step(self, rows: Sequence[Row]) -> None:
         """Note which rows of a step have tokens to fetch."""
-        by_length: dict[int, list[Row]] = {}
+        self._join()
+        alike: dict[tuple[int, bool], list[Row]] = {}
         for row in rows:
             state = self._requests.get(row.request_id)
             if state is not None and any(state.hot.values()):
-                by_length.setdefault(row.new_tokens, []).append(row)
+                alike.setdefault((row.new_tokens, state.served), []).append(row)
         self._batches = []
-        for length, alike in by_length.items():
-            states = [self._requests[row.request_id] for row in alike]
-            first = torch.tensor([row.first_query for row in alike])
+        for (length, served), batch in alike.items():
+            states = [self._requests[row.request_id] for row in batch]
+            first = torch.tensor([row.first_query for row in batch])
             self._batches.append(
                 Batch(
                     states,
                     torch.tensor([state.seat for state in states]),
                     first[:, None] + torch.arange(length),
+                    served,
                 )
             )
+        for state in self._requests.values():
+            state.served = False
 
     def fetch(self, layer: int, queries: torch.Tensor) -> None:
         """Make resident what this step's queries ask for, before they attend.
@@ -260,18 +275,57 @@ class Retrieval:
         Args:
             queries: [step tokens, num_q_heads, head_dim].
         """
-        if layer not in self._zones:
+        for batch in self._batches:
+            if layer in self._zones:
+                self._count(batch, layer, self._fetched(batch, layer, queries))
+            if self._policy.prefetch == "layer" and layer + 1 in self._zones:
+                batch.ahead = self._submit(batch, layer + 1, queries)
+
+    def _fetched(self, batch: Batch, layer: int, queries: torch.Tensor) -> int:
+        if batch.served:
+            return 0  # and counted when it was fetched
+        ahead, batch.ahead = batch.ahead, None
+        if ahead is not None:
+            return ahead.result()
+        return self._fetch(batch, layer, self._asked(batch, queries))
+
+    def _count(self, batch: Batch, layer: int, fetched: int) -> None:
+        hot = sum(state.hot[layer] for state in batch.states)
+        self.traffic.selected += self._heap.num_kv_heads * hot
+        self.traffic.fetched += fetched
+
+    def fetch_for_next_step(self, layer: int, queries: torch.Tensor) -> None:
+        """Called when a layer has attended: start to fetch for the step after, if
+        the policy asks for it, with this step's queries. Not before a compaction."""
+        if self._policy.prefetch != "step" or layer not in self._zones:
             return
         for batch in self._batches:
-            self._fetch(batch, layer, queries)
+            self._under_way.append(self._submit(batch, layer, queries))
+            for state in batch.states:
+                state.served = True
 
-    def _fetch(self, batch: Batch, layer: int, queries: torch.Tensor) -> None:
+    def _submit(self, batch: Batch, layer: int, queries: torch.Tensor) -> Future[int]:
+        # a copy of the queries: the model may write over its own
+        asked = self._asked(batch, queries)
+        return self._helper.submit(self._fetch_ahead, batch, layer, asked)
+
+    def _join(self) -> None:
+        """Wait until nothing is being fetched for a later step."""
+        under_way, self._under_way = self._under_way, []
+        self.traffic.fetched += sum(future.result() for future in under_way)
+
+    @torch.inference_mode()
+    def _fetch_ahead(self, batch: Batch, layer: int, asked: torch.Tensor) -> int:
+        """On another thread, while the model computes."""
+        return self._fetch(batch, layer, asked)
+
+    def _fetch(self, batch: Batch, layer: int, asked: torch.Tensor) -> int:
+        """Returns how many tokens had to be copied."""
         zones = self._zones[layer]
         table = zones.table.index_select(0, batch.seats)
         if self._policy.selects(layer):
             count = max(state.hot[layer] for state in batch.states)
             keys = Keys.paged(self.tier.keys, table)
-            asked = self._grouped(queries, batch.query)
             layers = [state.layers[layer] for state in batch.states]
             scale = self._scales[layer]
             batch.chosen = self._indexer.select(layers, asked, keys, scale, count)
@@ -288,14 +342,12 @@ class Retrieval:
             zones.slot,
             zones.counts,
         )
-        heads = self._heap.num_kv_heads
-        self.traffic.selected += heads * sum(s.hot[layer] for s in batch.states)
-        self.traffic.fetched += int(fetched.sum())
+        return int(fetched.sum())
 
-    def _grouped(self, queries: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """[requests, num_kv_heads, group * new tokens, head_dim]."""
+    def _asked(self, batch: Batch, queries: torch.Tensor) -> torch.Tensor:
+        """A copy [requests, num_kv_heads, group * new tokens, head_dim]."""
         heads = self._heap.num_kv_heads
-        own = queries[rows]  # [requests, new tokens, num_q_heads, head_dim]
+        own = queries[batch.query]  # [requests, new tokens, num_q_heads, head_dim]
         return own.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
     # -- requests that go ---------------------------------------------------------
@@ -308,7 +360,8 @@ class Retrieval:
     # The engine calls this outside its steps, whose tensors it writes.
     @torch.inference_mode()
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Free the host memory of requests."""
+        """Free the host memory of requests; waits for fetches that are under way."""
+        self._join()
         for request_id in request_ids:
             state = self._requests.pop(request_id, None)
             if state is None:

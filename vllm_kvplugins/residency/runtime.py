@@ -238,6 +238,8 @@ class PolicyRuntime:
             self.retrieval.offload(
                 row.request_id, layer, owned, row.after_tokens, before_tail
             )
+        if self.retrieval is not None and not self._leaving:
+            self.retrieval.fetch_for_next_step(layer, queries)
         for window, first, count in self._kept:
             part = queries[first : first + count].transpose(0, 1)
             window.queries.setdefault(layer, []).append(part.contiguous())

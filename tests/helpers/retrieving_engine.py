@@ -1,0 +1,123 @@
+"""A fake engine that checks what a retriever attends to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fake_engine import GROUP, KV_HEADS, LAYERS, SCALE, FakeEngine, Request, attend
+
+from vllm_kvplugins.ops import gather_keys, gather_values
+from vllm_kvplugins.policies import available_policies, get_policy_class
+from vllm_kvplugins.policies.base import Retention
+from vllm_kvplugins.residency.requests import Row
+
+BLOCK, BLOCKS, SINKS, WINDOW, SKIP = 4, 120, 2, 5, 1
+RETRIEVERS = sorted(
+    name
+    for name in available_policies()
+    if get_policy_class(name).retention is Retention.OFFLOAD
+)
+
+
+class RetrievingEngine(FakeEngine):
+    """Checks a retriever's attention against the tokens that an oracle picks.
+
+    Attributes:
+        served: requests whose tokens were fetched during the step before.
+        last_step: the positions whose queries they were fetched for.
+    """
+
+    def step(self, chunks: dict[str, int]) -> None:
+        held = self.runtime.retrieval._requests
+        self.served = {name for name, state in held.items() if state.served}
+        first = {name: self.requests[name].computed for name in chunks}
+        super().step(chunks)
+        self.last_step = {
+            name: slice(start, self.requests[name].computed)
+            for name, start in first.items()
+        }
+        self.times_served += len(self.served)
+
+    times_served = 0
+
+    def _check_attention(
+        self, row: Row, pages: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        request, after = self.requests[row.request_id], row.after_tokens
+        span = slice(row.computed_tokens, after)
+        flat = pages.reshape(LAYERS * KV_HEADS, -1)
+        keys = gather_keys(self.heap.pages, flat, self.heap.layout)
+        values = gather_values(self.heap.pages, flat, self.heap.layout)
+        order = torch.arange(keys.shape[1])
+        last = lengths[..., None] - row.new_tokens + torch.arange(row.new_tokens)
+        paged = attend(
+            request.queries[:, span],
+            keys.unflatten(0, (LAYERS, -1)),
+            values.unflatten(0, (LAYERS, -1)),
+            order <= last[..., None],
+        )
+        at = torch.arange(after)
+        causal = at <= at[row.computed_tokens :, None]
+        seen = self._wanted(request, row)[:, :, None] & causal
+        dense = attend(
+            request.queries[:, span],
+            request.keys[:, :, :after],
+            request.values[:, :, :after],
+            seen,
+        )
+        assert paged.isfinite().all(), "attention over what nobody owns"
+        torch.testing.assert_close(paged, dense, atol=1e-5, rtol=1e-4)
+
+    def _wanted(self, request: Request, row: Row) -> torch.Tensor:
+        """bool [LAYERS, KV_HEADS, tokens]: resident for this step's queries."""
+        after = row.after_tokens
+        seen = torch.ones(LAYERS, KV_HEADS, after, dtype=torch.bool)
+        plan = self.runtime.plan(request.prompt)
+        done = plan.num_done(row.computed_tokens)
+        if not done:
+            return seen
+        last = plan.compaction(done - 1)
+        stop = min(last.at_tokens - WINDOW, last.zone.stop * BLOCK)
+        total = len(last.zone) * LAYERS - SKIP * last.zone.stop
+        each, more = divmod(total, LAYERS - SKIP)
+        for layer in range(SKIP, LAYERS):
+            kept = each + (layer - SKIP < more)
+            hot = kept * BLOCK - SINKS - (last.zone.stop * BLOCK - stop)
+            queries = self._asking(request, row, layer)
+            seen[layer, :, SINKS:stop] = False
+            if self.runtime.policy.name != "exact-topk":
+                token = self.runtime.retrieval.hot_tokens(request.name, layer)
+                assert token.shape[1] == hot
+                assert all(len(set(head)) == hot for head in token.tolist())
+                seen[layer].scatter_(1, token + SINKS, True)
+                continue
+            for head in range(KV_HEADS):
+                group = queries[:, head * GROUP : (head + 1) * GROUP].flatten(0, 1)
+                logits = group @ request.keys[layer, head, SINKS:stop].T * SCALE
+                worth = logits.softmax(-1).sum(0)
+                seen[layer, head, worth.topk(hot).indices + SINKS] = True
+        return seen
+
+    def _asking(self, request: Request, row: Row, layer: int) -> torch.Tensor:
+        """The queries that chose what is resident now."""
+        step = slice(row.computed_tokens, row.after_tokens)
+        if self.runtime.policy.prefetch == "layer":
+            layer -= 1
+        elif request.name in self.served:
+            step = self.last_step[request.name]
+        return request.queries[layer, step]
+
+    def _check_kept(self, request: Request, kept: Any, zone_blocks: int) -> None:
+        request.visible[:] = True  # nothing is ever dropped
+        super()._check_kept(request, kept, zone_blocks)
+        request.visible[:] = True
+
+
+def engine(name: str, **settings: Any) -> RetrievingEngine:
+    base = {"sinks": SINKS, "window": WINDOW, "skip_layers": SKIP}
+    if "page_tokens" in get_policy_class(name).model_fields:
+        base["page_tokens"] = 3
+    return RetrievingEngine(
+        {"name": name, "budget": 9, **base, **settings}, BLOCK, BLOCKS
+    )

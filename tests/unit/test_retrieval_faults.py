@@ -1,0 +1,149 @@
+"""Indices that fail or are late, and requests that go at a bad moment."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import LAYERS
+from retrieving_engine import SKIP, engine
+
+from vllm_kvplugins.index import Keys
+from vllm_kvplugins.policies.exact_topk import ExactTopK
+from vllm_kvplugins.policies.quest import PageBounds, Quest
+from vllm_kvplugins.policies.retrieval import ExactScan, TokenIndex
+from vllm_kvplugins.residency import retrieval as retrieval_module
+
+
+class Failing(TokenIndex):
+    """Raises when asked the n-th time; until then finds the newest tokens."""
+
+    def __init__(self, inserts: int, selects: int) -> None:
+        self.left = {"insert": inserts, "select": selects}
+
+    def _count(self, what: str) -> None:
+        self.left[what] -= 1
+        if self.left[what] < 0:
+            raise RuntimeError("no memory for a node")
+
+    def insert(self, keys: torch.Tensor, first: int) -> None:
+        self._count("insert")
+
+        self.tokens = first + keys.shape[1]
+
+    def select(
+        self, queries: torch.Tensor, keys: Keys, scale: float, count: int
+    ) -> torch.Tensor:
+        self._count("select")
+        newest = torch.arange(self.tokens - count, self.tokens)
+        return newest.expand(queries.shape[0], -1)
+
+
+@pytest.mark.parametrize(("inserts", "selects"), [(0, 99), (1, 99), (99, 3)])
+def test_a_failing_index_is_replaced_by_a_scan(monkeypatch, inserts, selects):
+    fake = engine("quest")
+    monkeypatch.setattr(
+        Quest, "new_index", lambda *_: Failing(inserts, selects), raising=True
+    )
+    request = fake.add("r", 40, 20)
+    while not request.done:
+        fake.step({"r": 40})
+    assert fake.runtime.retrieval.traffic.failed == LAYERS - SKIP
+    state = fake.runtime.retrieval._requests["r"]
+    assert all(isinstance(here.index, ExactScan) for here in state.layers.values())
+    fake.remove("r")
+    fake.check_idle()
+
+
+def test_a_failing_index_leaves_the_others_alone(monkeypatch):
+    fake = engine("quest")
+    made: list[TokenIndex] = []
+
+    def new_index(self: Quest, heads: int, dim: int) -> TokenIndex:
+        fails = len(made) >= LAYERS - SKIP
+        made.append(Failing(99, 3) if fails else PageBounds(heads, dim, 3))
+        return made[-1]
+
+    monkeypatch.setattr(Quest, "new_index", new_index)
+    fake.add("sound", 40, 30)
+    fake.step({"sound": 40})
+    fake.add("failing", 40, 30)
+    while not fake.requests["failing"].done:
+        fake.step({n: 40 for n, r in fake.requests.items() if not r.done})
+    retrieval = fake.runtime.retrieval
+    assert retrieval.traffic.failed == LAYERS - SKIP
+    for name, kind in (("sound", PageBounds), ("failing", ExactScan)):
+        layers = retrieval._requests[name].layers.values()
+        assert all(isinstance(here.index, kind) for here in layers), name
+        fake.remove(name)
+    fake.check_idle()
+
+
+class Slow(ExactScan):
+    """Is built only when it may be, and counts how often it is asked."""
+
+    may_build = threading.Event()
+    asked = 0
+
+    def insert(self, keys: torch.Tensor, first: int) -> None:
+        assert self.may_build.wait(60)
+        super().insert(keys, first)
+
+    def select(
+        self, queries: torch.Tensor, keys: Keys, scale: float, count: int
+    ) -> torch.Tensor:
+        Slow.asked += 1
+        return super().select(queries, keys, scale, count)
+
+
+def test_a_lazy_index_is_not_waited_for(monkeypatch):
+    """Until it is built all keys are scanned; whoever leaves before takes it along."""
+    monkeypatch.setattr(ExactTopK, "new_index", lambda *_: Slow())
+    monkeypatch.setattr(ExactTopK, "builds_lazily", True)
+    Slow.may_build.clear()
+    Slow.asked = 0
+    fake = engine("exact-topk")
+    for name in ("stays", "goes"):
+        fake.add(name, 43, 60)
+    for _ in range(20):
+        fake.step({"stays": 43, "goes": 43})
+    assert Slow.asked == 0
+    fake.remove("goes")
+    fake.step({"stays": 1})
+    Slow.may_build.set()
+    while not fake.requests["stays"].done:
+        fake.step({"stays": 1})
+    assert Slow.asked > 0
+    fake.remove("stays")
+    fake.check_idle()
+
+
+def test_what_is_being_fetched_is_not_freed(monkeypatch):
+    """A request that goes while its tokens are on their way: they arrive first."""
+    fake = engine("exact-topk", prefetch="step")
+    arrived: list[int] = []
+    fill = retrieval_module.fill_hot
+
+    def slow_fill(*arguments: Any) -> torch.Tensor:
+        time.sleep(0.05)
+        arrived.append(1)
+        return fill(*arguments)
+
+    for name in ("a", "b"):
+        fake.add(name, 43, 30)
+    for _ in range(8):
+        fake.step({"a": 43, "b": 43})
+    monkeypatch.setattr(retrieval_module, "fill_hot", slow_fill)
+    fake.step({"a": 1, "b": 1})
+    before = len(arrived)
+    fake.runtime.finish(["a"])
+    assert len(arrived) == LAYERS - SKIP > before
+    fake.remove("a")
+    monkeypatch.setattr(retrieval_module, "fill_hot", fill)
+    while not fake.requests["b"].done:
+        fake.step({"b": 1})
+    fake.remove("b")
+    fake.check_idle()
