@@ -107,6 +107,15 @@ def _cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+# Names of operators, by what they do in a decode step.
+PARTS = {
+    "select": ("kvp::index_select",),
+    "gather": ("kvp::fill_hot",),
+    "attention": ("_C::cpu_attention_with_kv_cache",),
+    "matrix products": ("_C::onednn_mm", "aten::mm", "aten::addmm"),
+}
+
+
 class _Child:
     def do_open(self, policy: dict[str, Any] | None, engine: dict[str, Any]) -> Any:
         from vllm import LLM
@@ -141,6 +150,20 @@ class _Child:
 
     def do_steps(self, count: int) -> Any:
         return {"steps": [self._step() for _ in range(count)]} | self._pool()
+
+    def do_profile(self, count: int) -> Any:
+        """Milliseconds per step and part, of ``count`` steps under a profiler."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            wall = sum(self._step()[0] for _ in range(count)) / count
+        parts: dict[str, float] = {}
+        for event in seen.key_averages():
+            for part, names in PARTS.items():
+                if event.key.startswith(names):
+                    spent = event.self_cpu_time_total / 1e3 / count
+                    parts[part] = parts.get(part, 0.0) + spent
+        return parts | {"rest": wall - sum(parts.values())}
 
     def do_drain(self) -> Any:
         while self.llm.llm_engine.has_unfinished_requests():

@@ -59,13 +59,14 @@ def main(
         for _ in track(range(rounds), "interleaved rounds", console=console):
             for i, each in enumerate(engines):
                 turns[i].append(each.ask("steps", count=steps)["steps"])
+        parts = [each.ask("profile", count=4) for each in engines]
     finally:
         for each in engines:
             each.close()
-    report(console, engines, turns, pools, model, json_out)
+    report(console, engines, turns, pools, parts, model, json_out)
 
 
-def report(console, engines, turns, pools, model, json_out) -> None:  # type: ignore[no-untyped-def]
+def report(console, engines, turns, pools, parts, model, json_out) -> None:  # type: ignore[no-untyped-def]
     """Print the table; medians over turns, ratio of paired turns."""
     medians = [
         [
@@ -93,12 +94,17 @@ def report(console, engines, turns, pools, model, json_out) -> None:  # type: ig
             f"stock / {engines[1].name}, {kind}: median "
             f"{statistics.median(values):.2f} ({values[0]:.2f}..{values[-1]:.2f})"
         )
+    split = Table("engine", *parts[-1], title="ms per step, by profiler")
+    for each, spent in zip(engines, parts, strict=True):
+        split.add_row(each.name, *(f"{spent.get(part, 0.0):.1f}" for part in parts[-1]))
+    console.print(split)
     weights = sum(f.stat().st_size for f in Path(model).glob("*.safetensors"))
     console.print(
         f"weights read per step: {weights / 1e6:.0f} MB as stored; the step cannot "
         "be faster than reading them"
     )
     record = provenance() | {"turns": turns, "ratios": ratios, "held_blocks": pools}
+    record["parts"] = parts
     console.print_json(data={k: record[k] for k in provenance()})
     if json_out:
         json_out.write_text(json.dumps(record, indent=1))

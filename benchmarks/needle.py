@@ -28,7 +28,7 @@ from typing import Annotated, Any
 
 import typer
 from _engine import provenance
-from _pass_key import filler, plant, sentences
+from _pass_key import QUESTION, filler, plant, sentences
 from rich.console import Console
 from rich.table import Table
 
@@ -71,9 +71,11 @@ class Setting:
     tokens: int
     depths: int
     dtype: str
+    talk: int = 0  # tokens that are generated before the question
 
     def prompts(self) -> list[tuple[str, str]]:
-        """(prompt, key) per depth."""
+        """(prompt, key) per depth; the prompt has the question unless it comes after
+        a talk."""
         if not self.haystack:
             lines = filler(self.tokens)
         else:
@@ -85,7 +87,10 @@ class Setting:
                 return str(tokenizer.decode(tokenizer.encode(text)[:count]))
 
             lines = sentences(Path(self.haystack), self.tokens, first_tokens)
-        return [plant(lines, depth, self.depths) for depth in range(self.depths)]
+        made = [plant(lines, depth, self.depths) for depth in range(self.depths)]
+        if self.talk:
+            made = [(prompt.removesuffix(QUESTION), key) for prompt, key in made]
+        return made
 
 
 def make_jobs(policies: list[str], budgets: list[int]) -> list[Job]:
@@ -140,6 +145,7 @@ def ask_engine(setting: Setting, job: Job, todo: list[int]) -> Iterator[dict[str
 
 def run_engine(setting: Setting, job: Job, todo: list[int]) -> None:
     """Child: answer the prompts at these depths, one line of JSON each."""
+    from _talk import Prescribed, conversation, render
     from vllm import LLM, SamplingParams
 
     config = job.options
@@ -150,17 +156,45 @@ def run_engine(setting: Setting, job: Job, todo: list[int]) -> None:
         enforce_eager=True,
         max_model_len=8192,
         kv_cache_memory_bytes=1 << 30,
+        logits_processors=[Prescribed],
         **extra,
     )
+    tokenizer = llm.get_tokenizer()
+    filler_ids = tokenizer.encode(" ".join(filler(setting.talk + 2 * MAX_TOKENS)))
     made = setting.prompts()
-    sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-    for depth in todo:
-        prompt, key = made[depth]
-        messages = [{"role": "user", "content": prompt}]
-        (output,) = llm.chat([messages], sampling, use_tqdm=False)
-        found = {"depth": depth, "key": key, "answer": output.outputs[0].text}
-        found["prompt_tokens"] = len(output.prompt_token_ids)
-        print("RESULT " + json.dumps(found), flush=True)
+    # as many at a time as are in the middle of a small server's work
+    for first in range(0, len(todo), 4):
+        depths = todo[first : first + 4]
+        prompts, sampling, skipped = [], [], []
+        for depth in depths:
+            said: list[int] = []
+            if setting.talk:
+                ids, said = conversation(
+                    tokenizer,
+                    made[depth][0],
+                    QUESTION.strip(),
+                    filler_ids[: setting.talk],
+                )
+            else:
+                ids = render(tokenizer, [{"role": "user", "content": made[depth][0]}])
+            prompts.append({"prompt_token_ids": ids})
+            skipped.append(len(said))
+            sampling.append(
+                SamplingParams(
+                    temperature=0,
+                    max_tokens=len(said) + MAX_TOKENS,
+                    ignore_eos=bool(said),
+                    extra_args={"prescribed": said} if said else None,
+                )
+            )
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        for depth, output, skip in zip(depths, outputs, skipped, strict=True):
+            answer = tokenizer.decode(
+                output.outputs[0].token_ids[skip:], skip_special_tokens=True
+            )
+            found = {"depth": depth, "key": made[depth][1], "answer": answer}
+            found["prompt_tokens"] = len(output.prompt_token_ids)
+            print("RESULT " + json.dumps(found), flush=True)
 
 
 def ask_masks(
@@ -191,7 +225,7 @@ def vars_of(setting: Setting) -> dict[str, Any]:
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """What makes a row one and the same measurement."""
     names = ("backend", "model", "haystack", "tokens", "depths", "dtype", "config")
-    return tuple(row[name] for name in (*names, "depth"))
+    return (*(row[name] for name in (*names, "depth")), row.get("talk", 0))
 
 
 def read_rows(out: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -291,6 +325,9 @@ def main(
     depths: int = 10,
     dtype: Annotated[str, typer.Option(help="of the engine")] = "bfloat16",
     backend: Annotated[str, typer.Option(help="engine or mask")] = "engine",
+    talk: Annotated[
+        int, typer.Option(help="tokens generated before the question; engine only")
+    ] = 0,
     out: Path = Path("needle.jsonl"),
     child: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
@@ -303,7 +340,9 @@ def main(
         raise typer.BadParameter("give a MODEL, and a backend: engine or mask")
     if backend == "mask":
         dtype = "float32"
-    setting = Setting(model, str(haystack or ""), tokens, depths, dtype)
+        if talk:
+            raise typer.BadParameter("a talk needs the engine: --backend engine")
+    setting = Setting(model, str(haystack or ""), tokens, depths, dtype, talk)
     measure(setting, make_jobs(policies or [], budget or [128, 256, 512]), backend, out)
 
 
