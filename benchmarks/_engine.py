@@ -151,6 +151,29 @@ class _Child:
     def do_steps(self, count: int) -> Any:
         return {"steps": [self._step() for _ in range(count)]} | self._pool()
 
+    def do_run(self) -> Any:
+        """Step until every request has finished."""
+        scheduler = self.core.scheduler
+        began, cpu = time.perf_counter(), _cpu_seconds()
+        running: list[int] = []
+        finished: list[float] = []
+        while self.llm.llm_engine.has_unfinished_requests():
+            done = sum(output.finished for output in self.llm.llm_engine.step())
+            finished += [time.perf_counter() - began] * done
+            running.append(len(scheduler.running))
+        (preempted,) = (
+            m.value for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions"
+        )
+        return {
+            "wall_s": time.perf_counter() - began,
+            "cpu_s": _cpu_seconds() - cpu,
+            "finished_s": finished,
+            "mean_running": sum(running) / len(running),
+            "most_running": max(running),
+            "steps": len(running),
+            "preemptions": preempted,
+        }
+
     def do_profile(self, count: int) -> Any:
         """Milliseconds per step and part, of ``count`` steps under a profiler."""
         from torch.profiler import ProfilerActivity, profile
