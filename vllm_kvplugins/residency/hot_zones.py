@@ -31,6 +31,8 @@ class HotZones:
     token: torch.Tensor
     place: torch.Tensor
     counts: torch.Tensor
+    # the last answer of tables_of, while it holds
+    _tables: tuple[tuple[int, ...], torch.Tensor] | None = None
 
     @staticmethod
     def empty(num_kv_heads: int) -> HotZones:
@@ -45,6 +47,19 @@ class HotZones:
             nothing(),
             torch.zeros(0, dtype=torch.int64),
         )
+
+    def tables_of(self, seats: tuple[int, ...]) -> torch.Tensor:
+        """int64 [len(seats), num_kv_heads, host pages]; the same tensor again while
+        neither seats nor pages change, which is for most steps."""
+        if self._tables is None or self._tables[0] != seats:
+            self._tables = seats, self.table[list(seats)]
+        return self._tables[1]
+
+    def add_pages(self, seat: int, pages: torch.Tensor) -> None:
+        """A request has so many host pages now, int64 [num_kv_heads, pages]."""
+        self.make_room(seat + 1, pages=pages.shape[1])
+        self.table[seat, :, : pages.shape[1]] = pages
+        self._tables = None
 
     def make_room(self, seats: int, pages: int = 0, width: int = 0) -> None:
         """Grow to at least so many seats, host pages and hot slots."""
@@ -61,6 +76,7 @@ class HotZones:
         if seat < len(self.counts):
             self.counts[seat] = 0
             self.table[seat] = 0
+            self._tables = None
 
     def settle(
         self,

@@ -11,15 +11,11 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_kvplugins.index import Keys
 from vllm_kvplugins.policies.retrieval import ExactScan, Retriever, TokenIndex
-
-if TYPE_CHECKING:
-    from vllm_kvplugins.residency.retrieval import Traffic
 
 # vLLM configures only the loggers below its own name.
 logger = logging.getLogger("vllm.kv_policy")
@@ -45,12 +41,12 @@ class Indexer:
     """Adds to indices and asks them; where one fails, its tokens are scanned.
 
     Args:
-        traffic: where failures are counted.
+        failed: called when an index has failed.
     """
 
-    def __init__(self, policy: Retriever, traffic: Callable[[], Traffic]) -> None:
+    def __init__(self, policy: Retriever, failed: Callable[[], None]) -> None:
         self._policy = policy
-        self._traffic = traffic
+        self._failed = failed
         # one thread: additions to an index keep their order
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvp-index")
 
@@ -116,7 +112,7 @@ class Indexer:
 
     def _scan_instead(self, layer: OffloadedLayer, error: Exception) -> None:
         """One request's index must not end the server: scan its keys instead."""
-        self._traffic().failed += 1
+        self._failed()
         logger.warning("an index failed, its keys are scanned instead: %s", error)
         layer.index, layer.meanwhile = ExactScan(layer.tokens), None
         layer.under_way = None

@@ -14,78 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_kvplugins.index import Keys
-from vllm_kvplugins.ops import dispatch as ops
 from vllm_kvplugins.ops.hot_set import fill_hot
 from vllm_kvplugins.policies.retrieval import Retriever
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.host_tier import HostTier, default_limit_bytes
 from vllm_kvplugins.residency.hot_zones import HotZones
-from vllm_kvplugins.residency.indexing import Indexer, OffloadedLayer
+from vllm_kvplugins.residency.indexing import Indexer
+from vllm_kvplugins.residency.offloaded import (
+    Batch,
+    Offloaded,
+    Traffic,
+    read_tokens,
+)
 from vllm_kvplugins.residency.requests import PageList, Row
 
 if TYPE_CHECKING:
     from vllm_kvplugins.residency.retrieval_log import RetrievalLog
-
-
-@dataclass(slots=True)
-class Offloaded:
-    """A request that has tokens in the host tier.
-
-    Attributes:
-        seat: its row in the hot zones of every layer.
-        tokens: how many are on the host; the same in all layers.
-        pages: int64 [num_kv_heads, n] per layer, its pages of the host tier.
-        hot: hot slots per KV head, per layer; empty before the first compaction.
-        served: they are being filled for the next step.
-    """
-
-    seat: int
-    tokens: int = 0
-    pages: dict[int, torch.Tensor] = field(default_factory=dict)
-    layers: dict[int, OffloadedLayer] = field(default_factory=dict)
-    hot: dict[int, int] = field(default_factory=dict)
-    served: bool = False
-
-
-@dataclass(slots=True)
-class Batch:
-    """Requests of a step with equally many new tokens.
-
-    Attributes:
-        seats: int64 [requests].
-        query: int64 [requests, new tokens], rows among the step's queries.
-        chosen: what the last anchor layer selected.
-        served: its hot slots were filled during the step before.
-        ahead: what the next layer fetches, under way on another thread.
-    """
-
-    states: list[Offloaded]
-    seats: torch.Tensor
-    query: torch.Tensor
-    served: bool = False
-    chosen: torch.Tensor | None = None
-    ahead: Future[int] | None = None
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Counts since the start, over all layers and KV heads.
-
-    Attributes:
-        selected: tokens that queries asked for.
-        fetched: of these, copied from the host because they were not resident.
-        failed: indices that raised; their layers are scanned from then on.
-    """
-
-    selected: int = 0
-    fetched: int = 0
-    failed: int = 0
 
 
 class Retrieval:
@@ -104,7 +53,7 @@ class Retrieval:
         scales: Sequence[float],
         share: float = 1.0,
     ) -> None:
-        self.traffic = Traffic()
+        self._traffic = Traffic()
         self.log: RetrievalLog | None = None
         self._policy = policy
         self._heap = heap
@@ -120,17 +69,31 @@ class Retrieval:
             layer: HotZones.empty(heap.num_kv_heads)
             for layer in range(policy.skip_layers, heap.num_layers)
         }
-        self._indexer = Indexer(policy, self.traffic_of)
+        self._indexer = Indexer(policy, self._failed)
         self._requests: dict[str, Offloaded] = {}
         self._free_seats: list[int] = []
         self._batches: list[Batch] = []
         # fetches on another thread: for the next layer, or for the next step
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="kvp-fetch")
-        self._under_way: list[Future[int]] = []
+        self._under_way: list[Future[torch.Tensor]] = []
+        # not yet in the traffic: a sum per layer would cost more than it tells
+        self._copied: list[torch.Tensor] = []
 
-    def traffic_of(self) -> Traffic:
-        """The counts of now; the metrics take and replace them."""
-        return self.traffic
+    @property
+    def traffic(self) -> Traffic:
+        """What has been counted since it was last taken."""
+        copied, self._copied = self._copied, []
+        if copied:
+            self._traffic.fetched += int(torch.cat(copied).sum())
+        return self._traffic
+
+    def take_traffic(self) -> Traffic:
+        """The same, and count anew."""
+        taken, self._traffic = self.traffic, Traffic()
+        return taken
+
+    def _failed(self) -> None:
+        self._traffic.failed += 1
 
     # -- compactions --------------------------------------------------------------
 
@@ -162,7 +125,8 @@ class Retrieval:
             state.pages[layer] = torch.empty(heads, 0, dtype=torch.int64)
             state.layers[layer] = self._indexer.new_layer(heads, dim)
         if wanted.start + first < wanted.stop:
-            keys, values = self._read(layer, owned, wanted.start + first, wanted.stop)
+            start = wanted.start + first
+            keys, values = read_tokens(self._heap, layer, owned, start, wanted.stop)
             self._make_room(state, layer, first + keys.shape[1])
             self.tier.write(state.pages[layer], first, keys, values)
             self._indexer.insert(state.layers[layer], keys, first)
@@ -177,32 +141,7 @@ class Retrieval:
             return
         fresh = self.tier.take(more * len(have)).view(len(have), more)
         pages = state.pages[layer] = torch.cat([have, fresh], 1)
-        zones = self._zones[layer]
-        zones.make_room(state.seat + 1, pages=pages.shape[1])
-        zones.table[state.seat, :, : pages.shape[1]] = pages
-
-    def _read(
-        self, layer: int, owned: PageList, start: int, stop: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [num_kv_heads, stop - start, head_dim] by position."""
-        heads, size = self._heap.num_kv_heads, self._heap.layout.block_size
-        rows = slice(layer * heads, (layer + 1) * heads)
-        positions = owned.positions[rows]
-        used = torch.arange(positions.shape[1]) < owned.owned[rows, None] * size
-        row, place = ((positions >= start) & (positions < stop) & used).nonzero(
-            as_tuple=True
-        )
-        assert row.numel() == heads * (stop - start), "tokens to offload are not there"
-        place = place.view(heads, -1)
-        place = place.gather(1, positions.gather(1, place).argsort(1))
-        page = owned.pages[rows].gather(1, place // size)
-        keys, values = ops.gather_tokens(
-            self._heap.pages,
-            page.flatten(),
-            (place % size).flatten(),
-            self._heap.layout,
-        )
-        return keys.view(heads, stop - start, -1), values.view(heads, stop - start, -1)
+        self._zones[layer].add_pages(state.seat, pages)
 
     def settle(
         self, request_id: str, pages: torch.Tensor, positions: torch.Tensor
@@ -257,14 +196,11 @@ class Retrieval:
         self._batches = []
         for (length, served), batch in alike.items():
             states = [self._requests[row.request_id] for row in batch]
+            seats = tuple(state.seat for state in states)
             first = torch.tensor([row.first_query for row in batch])
+            query = (first[:, None] + torch.arange(length)).flatten()
             self._batches.append(
-                Batch(
-                    states,
-                    torch.tensor([state.seat for state in states]),
-                    first[:, None] + torch.arange(length),
-                    served,
-                )
+                Batch(states, torch.tensor(seats), seats, query, served)
             )
         for state in self._requests.values():
             state.served = False
@@ -281,18 +217,22 @@ class Retrieval:
             if self._policy.prefetch == "layer" and layer + 1 in self._zones:
                 batch.ahead = self._submit(batch, layer + 1, queries)
 
-    def _fetched(self, batch: Batch, layer: int, queries: torch.Tensor) -> int:
+    def _fetched(
+        self, batch: Batch, layer: int, queries: torch.Tensor
+    ) -> torch.Tensor | None:
+        """How many tokens had to be copied, per request."""
         if batch.served:
-            return 0  # and counted when it was fetched
+            return None  # counted when they were fetched
         ahead, batch.ahead = batch.ahead, None
         if ahead is not None:
             return ahead.result()
         return self._fetch(batch, layer, self._asked(batch, queries))
 
-    def _count(self, batch: Batch, layer: int, fetched: int) -> None:
+    def _count(self, batch: Batch, layer: int, fetched: torch.Tensor | None) -> None:
         hot = sum(state.hot[layer] for state in batch.states)
-        self.traffic.selected += self._heap.num_kv_heads * hot
-        self.traffic.fetched += fetched
+        self._traffic.selected += self._heap.num_kv_heads * hot
+        if fetched is not None:
+            self._copied.append(fetched)
 
     def fetch_for_next_step(self, layer: int, queries: torch.Tensor) -> None:
         """Called when a layer has attended: start to fetch for the step after, if
@@ -304,7 +244,9 @@ class Retrieval:
             for state in batch.states:
                 state.served = True
 
-    def _submit(self, batch: Batch, layer: int, queries: torch.Tensor) -> Future[int]:
+    def _submit(
+        self, batch: Batch, layer: int, queries: torch.Tensor
+    ) -> Future[torch.Tensor]:
         # a copy of the queries: the model may write over its own
         asked = self._asked(batch, queries)
         return self._helper.submit(self._fetch_ahead, batch, layer, asked)
@@ -312,17 +254,19 @@ class Retrieval:
     def _join(self) -> None:
         """Wait until nothing is being fetched for a later step."""
         under_way, self._under_way = self._under_way, []
-        self.traffic.fetched += sum(future.result() for future in under_way)
+        self._copied += [future.result() for future in under_way]
 
     @torch.inference_mode()
-    def _fetch_ahead(self, batch: Batch, layer: int, asked: torch.Tensor) -> int:
+    def _fetch_ahead(
+        self, batch: Batch, layer: int, asked: torch.Tensor
+    ) -> torch.Tensor:
         """On another thread, while the model computes."""
         return self._fetch(batch, layer, asked)
 
-    def _fetch(self, batch: Batch, layer: int, asked: torch.Tensor) -> int:
-        """Returns how many tokens had to be copied."""
+    def _fetch(self, batch: Batch, layer: int, asked: torch.Tensor) -> torch.Tensor:
+        """Returns int64 [requests]: tokens that had to be copied."""
         zones = self._zones[layer]
-        table = zones.table.index_select(0, batch.seats)
+        table = zones.tables_of(batch.seat_numbers)
         if self._policy.selects(layer):
             count = max(state.hot[layer] for state in batch.states)
             keys = Keys.paged(self.tier.keys, table)
@@ -330,7 +274,7 @@ class Retrieval:
             scale = self._scales[layer]
             batch.chosen = self._indexer.select(layers, asked, keys, scale, count)
         assert batch.chosen is not None, "the first layer that retrieves selects"
-        fetched = fill_hot(
+        return fill_hot(
             self._heap.pages,
             self._heap.layout,
             self.tier.pages,
@@ -342,13 +286,15 @@ class Retrieval:
             zones.slot,
             zones.counts,
         )
-        return int(fetched.sum())
 
     def _asked(self, batch: Batch, queries: torch.Tensor) -> torch.Tensor:
         """A copy [requests, num_kv_heads, group * new tokens, head_dim]."""
-        heads = self._heap.num_kv_heads
-        own = queries[batch.query]  # [requests, new tokens, num_q_heads, head_dim]
-        return own.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        heads, requests = self._heap.num_kv_heads, len(batch.states)
+        own = queries.index_select(0, batch.query)
+        if own.shape[0] == requests:
+            return own.view(requests, heads, -1, own.shape[2])
+        own = own.view(requests, -1, heads, own.shape[1] // heads, own.shape[2])
+        return own.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
     # -- requests that go ---------------------------------------------------------
 

@@ -15,7 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_kvplugins.residency.retrieval import Traffic
 from vllm_kvplugins.vllm_adapter import activation
 from vllm_kvplugins.vllm_adapter.host_memory import HostReservations
 from vllm_kvplugins.vllm_adapter.metrics import PolicyPromMetrics, PolicyStats
@@ -131,7 +130,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         retrieval = self._runtime.retrieval if self._runtime else None
         if retrieval is None:
             return {}
-        taken, retrieval.traffic = retrieval.traffic, Traffic()
+        taken = retrieval.take_traffic()
         return {
             "selected_tokens": taken.selected,
             "fetched_tokens": taken.fetched,

@@ -1,0 +1,156 @@
+"""What retrieval costs per layer of a decode step, without a model around it.
+
+Requests with random keys in clusters hold their tokens in a host tier, as after a
+prompt; every step asks with new queries. Reported per layer: all, the compiled parts
+(select, fill), and the rest, which is Python and small torch calls. It should stay
+below 0.15 ms at 8 requests.
+
+    python benchmarks/retrieval_step.py --requests 8 --tokens 4000
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+import typer
+from _engine import provenance
+from rich.console import Console
+from rich.table import Table
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.index import selection
+from vllm_kvplugins.ops import hot_set
+from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.policies.base import Geometry
+from vllm_kvplugins.residency.heap import Heap
+from vllm_kvplugins.residency.requests import Row
+from vllm_kvplugins.residency.runtime import PolicyRuntime
+
+BLOCK = 32
+
+
+class Clock:
+    """Milliseconds spent in compiled ops."""
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            result = call(*arguments)
+            self.spent += 1e3 * (time.perf_counter() - began)
+            return result
+
+        return timed
+
+
+def prepare(
+    config: dict[str, Any],
+    requests: int,
+    tokens: int,
+    layers: int,
+    heads: int,
+    dim: int,
+) -> tuple[PolicyRuntime, list[Row], torch.Tensor, torch.Tensor]:
+    """A worker whose requests have read their prompts.
+
+    Returns:
+        The runtime, the rows of a decode step, their lengths and block table.
+    """
+    per_request = tokens // BLOCK + 2
+    blocks = requests * per_request
+    layout = PageLayout.transposed_keys(BLOCK, dim)
+    generator = torch.Generator().manual_seed(0)
+    pages = torch.empty(layers * blocks * heads, layout.page_elems).to(torch.bfloat16)
+    centres = torch.randn(200, dim, generator=generator)
+    for page in pages:  # page by page: the heap is large
+        which = torch.randint(200, (2 * BLOCK,), generator=generator)
+        rows = centres[which] + 0.5 * torch.randn(2 * BLOCK, dim, generator=generator)
+        page.copy_(rows.flatten())
+    per_token = 2 * layers * heads * dim * 2
+    geometry = Geometry(BLOCK, layers, heads, per_token)
+    runtime = PolicyRuntime(parse_policy(config), geometry)
+    runtime.attach(
+        Heap(pages, layout, layers, blocks, heads), [dim**-0.5] * layers, None
+    )
+    table = torch.arange(blocks, dtype=torch.int32).view(requests, per_request)
+    group = 3
+    for i in range(requests):
+        row = Row(str(i), tokens, 0, tokens, 0)
+        runtime.begin_step([row], torch.tensor([tokens]), table[i : i + 1])
+        queries = torch.randn(tokens, heads * group, dim).to(torch.bfloat16)
+        for layer in range(layers):
+            runtime.after_attention(layer, queries)
+        runtime.end_step()
+    rows = [Row(str(i), tokens, tokens, 1, i) for i in range(requests)]
+    return runtime, rows, torch.full((requests,), tokens + 1), table
+
+
+def main(
+    policy: str = "icecache",
+    config: Annotated[str, typer.Option(help="JSON")] = '{"budget": 256}',
+    requests: int = 8,
+    tokens: int = 4000,
+    layers: int = 6,
+    heads: int = 3,
+    dim: int = 64,
+    steps: int = 40,
+    json_out: Path | None = None,
+) -> None:
+    """Time ``steps`` decode steps."""
+    console = Console()
+    chosen = {"name": policy, **json.loads(config)}
+    with console.status("prompts"):
+        runtime, rows, lengths, table = prepare(
+            chosen, requests, tokens, layers, heads, dim
+        )
+    clocks = {"select": Clock(), "fill": Clock()}
+    found: dict[str, list[float]] = {"all": [], "select": [], "fill": [], "rest": []}
+    retrieving = layers - runtime.policy.skip_layers  # type: ignore[attr-defined]
+    select = clocks["select"].around(selection.call_compiled)
+    fill = clocks["fill"].around(hot_set.call_compiled)
+    with (
+        mock.patch.object(selection, "call_compiled", select),
+        mock.patch.object(hot_set, "call_compiled", fill),
+    ):
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            queries = torch.randn(requests, heads * 3, dim, generator=generator)
+            queries = queries.to(torch.bfloat16)
+            runtime.begin_step(rows, lengths, table)
+            for clock in clocks.values():
+                clock.spent = 0.0
+            began = time.perf_counter()
+            for layer in range(layers):
+                runtime.before_attention(layer, queries)
+            spent = {"all": 1e3 * (time.perf_counter() - began)}
+            spent |= {name: clock.spent for name, clock in clocks.items()}
+            spent["rest"] = spent["all"] - spent["select"] - spent["fill"]
+            for name, value in spent.items():
+                found[name].append(value / retrieving)
+    table_out = Table("per layer", "median ms", "10th..90th percentile")
+    for name, values in found.items():
+        tenths = statistics.quantiles(values, n=10)
+        table_out.add_row(
+            name,
+            f"{statistics.median(values):.3f}",
+            f"{tenths[0]:.3f}..{tenths[-1]:.3f}",
+        )
+    console.print(table_out)
+    console.print_json(data=provenance())
+    if json_out is not None:
+        json_out.write_text(
+            json.dumps({"ms_per_layer": found, **provenance()}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)
