@@ -108,6 +108,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {"skip_tokenizer_init": True, "enable_lora": True},
         ["1. kvzip", "remove --enable-lora", "2. ", "remove --skip-tokenizer-init"],
     ),
+    "index of float16": (
+        {"name": "quest"},
+        {"dtype": "float16"},
+        ["float16", "--dtype bfloat16"],
+    ),
     "odd block size": (SNAPKV, {"block_size": 16}, ["16", "--block-size 32"]),
     "two arguments": (
         SNAPKV,

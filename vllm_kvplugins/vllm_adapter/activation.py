@@ -79,6 +79,7 @@ def finish_config(
         f"KV policy {policy.name!r} cannot run with these engine settings",
         [
             *validation.config_problems(vllm_config),
+            *validation.dtype_problems(policy, vllm_config.model_config),
             *_shape_problems(vllm_config, policy),
             *probing.problems(vllm_config, policy),
         ],

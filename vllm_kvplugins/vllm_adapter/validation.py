@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvplugins.policies.base import Retention
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -180,6 +182,16 @@ def layer_problems(name: str, impl: Any) -> list[str]:
             "model without a policy"
         )
     return found
+
+
+def dtype_problems(policy: KVCachePolicy, model: Any) -> list[str]:
+    """Why a policy cannot run with the model's dtype."""
+    if policy.retention is Retention.DROP or str(model.dtype) != "torch.float16":
+        return []
+    return [
+        f"{policy.name} indexes keys in bfloat16 or float32, and this model runs in "
+        "float16; use --dtype bfloat16"
+    ]
 
 
 def rotary_problems(policy: KVCachePolicy, rotary: Rotary | None) -> list[str]:
