@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import KV_HEADS, LAYERS, FakeEngine
 
 BLOCK = 16
 PROMPT, ANSWER = 70, 8000
@@ -34,3 +34,35 @@ def test_held_blocks_stay_flat(name):
     assert len(request.kept) == (PROMPT + ANSWER - 1 - first) // circle + 1
     engine.remove("long")
     engine.check_idle()
+
+
+@pytest.mark.parametrize("name", ["icecache", "quest"])
+def test_retrieval_holds_sinks_budget_and_window(name):
+    """Through 4000 generated tokens, in a pool with no block to spare."""
+    sinks, budget, window = 8, 40, 16
+    policy = {
+        "name": name,
+        "budget": budget,
+        "sinks": sinks,
+        "window": window,
+        "skip_layers": 0,
+    }
+    keep = (sinks + budget + window) // BLOCK
+    # what is kept, a tail of up to two blocks, and the null block
+    engine = FakeEngine(policy, BLOCK, keep + 2 + 1)
+    engine.attend_every = 10_000
+    request = engine.add("long", 50, 4000)
+    most = 0
+    while not request.done:
+        engine.step({"long": 50})
+        if request.computed > (keep + 2) * BLOCK:
+            most = max(most, len(request.held))
+    assert most == keep + 1, "one page per head beyond sinks, budget and window"
+    # the host has the rest, in every layer and head
+    tokens = request.computed - sinks - window
+    tier = engine.runtime.retrieval.tier
+    held_pages = (len(tier.pages) - tier.num_free) // (LAYERS * KV_HEADS)
+    assert 0 <= held_pages * tier.page_tokens - tokens + BLOCK <= 2 * BLOCK
+    engine.remove("long")
+    engine.check_idle()
+    assert tier.used_bytes == 0
