@@ -28,7 +28,7 @@ from vllm_kvplugins.vllm_adapter.host_memory import (
 SEED = 5
 # least share of the attention that the exact choice covers
 FOUND = {"exact-topk": 0.9999, "icecache": 0.95, "quest": 0.2}
-FOUND |= {"arkvale": 0.2}
+FOUND |= {"arkvale": 0.2, "pqcache": 0.85}
 # in keys without an order, pages of 32 are all alike
 ASKED = {"arkvale": {"page_tokens": 16}}
 

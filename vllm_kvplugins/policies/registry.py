@@ -30,6 +30,7 @@ _POLICIES: dict[str, str] = {
     "exact-topk": "vllm_kvplugins.policies.exact_topk:ExactTopK",
     "quest": "vllm_kvplugins.policies.quest:Quest",
     "arkvale": "vllm_kvplugins.policies.arkvale:ArkVale",
+    "pqcache": "vllm_kvplugins.policies.pqcache:PQCache",
     "icecache": "vllm_kvplugins.policies.icecache:IceCache",
     "kvzip": "vllm_kvplugins.policies.kvzip:KVzip",
     "infinipot": "vllm_kvplugins.policies.infinipot:InfiniPot",
