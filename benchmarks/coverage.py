@@ -25,28 +25,36 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.index import Keys
 from vllm_kvplugins.policies import available_policies, get_policy_class
 from vllm_kvplugins.policies.base import Retention
 
 BUDGETS = (64, 128, 256)
 
 
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {"name": "icecache", "fetch": "pages"},
+    {"name": "arkvale", "page_tokens": 16},
+    {"name": "pqcache", "subspaces": 4, "bits": 8},
+)
+
+
 def retrievers() -> list[dict[str, Any]]:
-    """All that are installed, and IceCache as its paper has it."""
+    """All that are installed, and some with other settings than their defaults."""
     names = available_policies()
     found = [
         {"name": name}
         for name in names
         if get_policy_class(name).retention is Retention.OFFLOAD
     ]
-    return [*found, {"name": "icecache", "fetch": "pages"}]
+    return [*found, *VARIANTS]
 
 
 def coverage(
-    policy: Any, prompt: Prompt, offloaded: range, asked: range, budget: int
-) -> list[float]:
-    """Shares, one per layer, KV head and query."""
-    shares: list[float] = []
+    policy: Any, prompt: Prompt, offloaded: range, asked: range
+) -> dict[int, list[float]]:
+    """Shares by budget: one per layer, KV head and query."""
+    shares: dict[int, list[float]] = {budget: [] for budget in BUDGETS}
     for layer in range(policy.skip_layers, len(prompt.keys)):
         keys = prompt.keys[layer][:, offloaded.start : offloaded.stop]
         heads, _, head_dim = keys.shape
@@ -54,12 +62,14 @@ def coverage(
         index.insert(keys, 0)
         scale = prompt.scales[layer]
         for position in asked:
-            queries = prompt.queries[layer][:, position : position + 1]
+            queries = prompt.queries[layer][:, position]
             grouped = queries.reshape(heads, -1, head_dim)
             worth = (grouped @ keys.transpose(1, 2) * scale).softmax(-1).sum(1)
-            found = index.select(queries, keys, scale, budget)
-            best = worth.topk(budget).values.sum(1)
-            shares += (worth.gather(1, found).sum(1) / best).tolist()
+            for budget in BUDGETS:
+                found = index.select(grouped, Keys.dense(keys), scale, budget)
+                held = worth.gather(1, found.clamp(min=0)).masked_fill(found < 0, 0)
+                best = worth.topk(budget).values.sum(1)
+                shares[budget] += (held.sum(1) / best).tolist()
     return shares
 
 
@@ -90,9 +100,9 @@ def main(
         for number, request in enumerate(track(chosen, document.name, console=console)):
             parsed = parse_policy(request)
             span = range(parsed.sinks, tokens - parsed.window)  # type: ignore[attr-defined]
-            for budget in BUDGETS:
-                found = coverage(parsed, prompt, span, asked, budget)
-                shares.setdefault((number, budget), []).extend(found)
+            by_budget = coverage(parsed, prompt, span, asked)
+            for budget, some in by_budget.items():
+                shares.setdefault((number, budget), []).extend(some)
     if len(used) < limit:
         raise typer.BadParameter(
             f"{documents} has {len(used)} documents of {tokens} tokens, not {limit}"
