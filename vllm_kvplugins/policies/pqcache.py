@@ -47,7 +47,7 @@ def k_means(
     where it is.
 
     In torch and not scikit-learn, which takes 0.6 of the time (8192 tokens, 6 sets of
-    32 dimensions, 64 centroids, 10 iterations, one thread: 71 ms against 126) but
+    32 dimensions, 64 centroids, 10 iterations, one thread: 78 ms against 123) but
     would be a new dependency, and limits the threads of the whole process while it
     runs beside the model.
 
@@ -191,7 +191,7 @@ class PQCache(Retriever):
 
     Cost: per step and selecting layer ``subspaces`` table entries per query and
     offloaded token; per prompt K-Means (see ``k_means``: 28 layers of 3 KV heads,
-    8192 tokens, 3.5 s of one thread).
+    8192 tokens, 3.7 s of one thread).
     """
 
     name: ClassVar[str] = "pqcache"
