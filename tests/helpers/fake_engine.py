@@ -14,20 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from fake_text import POSITIONS, encode, make_rotary
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.ops import gather_keys, gather_values, scatter_tokens
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.policies.base import Geometry, Retention
 from vllm_kvplugins.residency.heap import Heap
-from vllm_kvplugins.residency.plan import Compaction
+from vllm_kvplugins.residency.plan import Compaction, ResidencyPlan
 from vllm_kvplugins.residency.probing import ProbeModel
 from vllm_kvplugins.residency.requests import Row
 from vllm_kvplugins.residency.runtime import PolicyRuntime
-from vllm_kvplugins.rotary import Rotary
 
 LAYERS, KV_HEADS, GROUP, HEAD_DIM = 3, 2, 2, 8
-POSITIONS = 2048
 SCALE = HEAD_DIM**-0.5
 # [layer][KV head][compaction]: ascending positions
 Kept = list[list[list[int]]]
@@ -44,6 +43,7 @@ class Request:
         table: block ids by logical index; entries of freed blocks are stale.
         held: logical indices that it holds.
         kept: what its compactions kept, since it last started.
+        turn_ends: of its prompt.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Request:
     table: list[int] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
     kept: list[Kept] = field(default_factory=list)
+    turn_ends: tuple[int, ...] = ()
 
     @staticmethod
     def make(name: str, prompt: int, answer: int) -> Request:
@@ -106,7 +107,7 @@ class FakeEngine:
         geometry = Geometry(block, LAYERS, KV_HEADS, per_token)
         self.runtime = PolicyRuntime(parse_policy(policy), geometry)
         model = ProbeModel(self._run_probe, encode, POSITIONS, max_tokens=128)
-        self.runtime.attach(self.heap, [SCALE] * LAYERS, _rotary(), model)
+        self.runtime.attach(self.heap, [SCALE] * LAYERS, make_rotary(HEAD_DIM), model)
         self.runtime.records = []
         self.fetches = self.runtime.policy.retention is not Retention.DROP
         self.free = list(range(blocks - 1, 0, -1))
@@ -118,10 +119,17 @@ class FakeEngine:
 
     # -- requests ---------------------------------------------------------
 
-    def add(self, name: str, prompt: int, answer: int) -> Request:
+    def add(
+        self, name: str, prompt: int, answer: int, turn_ends: tuple[int, ...] = ()
+    ) -> Request:
         request = self.requests[name] = Request.make(name, prompt, answer)
-        self.runtime.learn(name, range(prompt))
+        request.turn_ends = turn_ends
+        self.runtime.learn(name, range(prompt), turn_ends)
         return request
+
+    def plan(self, name: str) -> ResidencyPlan:
+        request = self.requests[name]
+        return self.runtime.plan(request.prompt, request.turn_ends)
 
     def remove(self, name: str) -> Request:
         """It is finished, or aborted."""
@@ -187,7 +195,7 @@ class FakeEngine:
         rows: list[Row] = []
         for name, most in chunks.items():
             request = self.requests[name]
-            plan = self.runtime.plan(request.prompt)
+            plan = self.plan(name)
             most = min(most, request.known - request.computed)
             new = plan.clip_chunk(request.computed, most)
             assert new > 0, "a step without tokens"
@@ -209,7 +217,7 @@ class FakeEngine:
         scatter_tokens(self.heap.pages, pages, slots, keys, values, self.heap.layout)
 
     def _due(self, row: Row) -> Compaction | None:
-        plan = self.runtime.plan(row.prompt_tokens)
+        plan = self.plan(row.request_id)
         return plan.due(row.computed_tokens, row.after_tokens)
 
     def _block_table(self, rows: list[Row]) -> torch.Tensor:
@@ -250,7 +258,7 @@ class FakeEngine:
         assert len(compacted) == len(records), "compacted twice in one step"
         for row in rows:
             request = self.requests[row.request_id]
-            plan = self.runtime.plan(request.prompt)
+            plan = self.plan(row.request_id)
             request.computed = row.after_tokens
             due = self._due(row)
             record = compacted.pop(row.request_id, None)
@@ -381,15 +389,3 @@ def attend(
     ever = seen.any(2)[..., None]
     values = torch.where(ever, values.double(), 0.0)
     return logits.softmax(-1) @ values.unsqueeze(2)
-
-
-def encode(text: str) -> list[int]:
-    """The fake model's tokenizer."""
-    return [len(word) for word in text.split()]
-
-
-def _rotary() -> Rotary:
-    half = HEAD_DIM // 2
-    frequency = 10000.0 ** (-torch.arange(half) / half)
-    angle = torch.arange(POSITIONS)[:, None] * frequency
-    return Rotary(angle.cos(), angle.sin(), True)

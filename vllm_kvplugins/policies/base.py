@@ -77,9 +77,15 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Token counts of one request that both processes know."""
+    """Token counts of one request that both processes know.
+
+    Attributes:
+        turn_ends: token counts at which turns of the prompt end, ascending; see
+            ``KVCachePolicy.turn_ends``.
+    """
 
     prompt_tokens: int
+    turn_ends: tuple[int, ...] = ()
 
 
 # Text to token ids, without special tokens.
@@ -177,6 +183,8 @@ class KVCachePolicy(BaseModel, ABC):
     summary: ClassVar[str]
     triggers: ClassVar[Trigger]
     retention: ClassVar[Retention] = Retention.DROP
+    # Whether it keeps the best-scoring tokens of a budget, which others may set.
+    compresses: ClassVar[bool] = False
     # Whether ``view.rotary`` must be there; the engine refuses other models.
     needs_rotary: ClassVar[bool] = False
 
@@ -199,6 +207,25 @@ class KVCachePolicy(BaseModel, ABC):
     def minimum_budget_tokens(self) -> int:
         """Smallest budget that leaves this policy anything to choose."""
         return 1
+
+    @property
+    def needs_turns(self) -> bool:
+        """Whether ``turn_ends`` has anything to say."""
+        return False
+
+    def turn_ends(
+        self, prompt: Sequence[int], asked: Sequence[int] | None
+    ) -> tuple[int, ...]:
+        """Where turns of a prompt end, for ``plan``. Pure, like ``plan``.
+
+        Args:
+            prompt: token ids.
+            asked: what the request says about it, if anything; checked.
+
+        Returns:
+            Token counts, ascending, none beyond the prompt.
+        """
+        return ()
 
     @abstractmethod
     def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
@@ -268,6 +295,7 @@ class Compressor(KVCachePolicy):
     """
 
     triggers: ClassVar[Trigger] = Trigger.PREFILL_END
+    compresses: ClassVar[bool] = True
 
     budget: Annotated[Budget, BeforeValidator(Budget.parse)] = Field(
         default=Budget(tokens=512),

@@ -32,6 +32,7 @@ _POLICIES: dict[str, str] = {
     "arkvale": "vllm_kvplugins.policies.arkvale:ArkVale",
     "pqcache": "vllm_kvplugins.policies.pqcache:PQCache",
     "icecache": "vllm_kvplugins.policies.icecache:IceCache",
+    "flowkv": "vllm_kvplugins.policies.flowkv:FlowKV",
     "kvzip": "vllm_kvplugins.policies.kvzip:KVzip",
     "infinipot": "vllm_kvplugins.policies.infinipot:InfiniPot",
 }

@@ -44,11 +44,14 @@ class Compaction:
         candidates: the blocks whose tokens compete for a place.
         zone: the last blocks of ``candidates``; the survivors move here and
             the rest of ``candidates`` is freed.
+        fixed_blocks: the landing zone before this one, of so many blocks, moves
+            here whole; only what came after it competes, for what is left.
     """
 
     at_tokens: int
     candidates: BlockSpan
     zone: BlockSpan
+    fixed_blocks: int = 0
 
     def __post_init__(self) -> None:
         inside = self.candidates.start <= self.zone.start < self.zone.stop
@@ -56,6 +59,11 @@ class Compaction:
             raise ValueError(
                 f"landing zone {self.zone} must be a non-empty tail of the "
                 f"candidates {self.candidates}"
+            )
+        if not 0 <= self.fixed_blocks < len(self.zone):
+            raise ValueError(
+                f"landing zone {self.zone} has no room beside {self.fixed_blocks} "
+                "fixed blocks"
             )
 
     @property
@@ -112,11 +120,13 @@ class ResidencyPlan:
         compactions: strictly increasing in ``at_tokens``; empty = all resident.
         fold: what happens during generation, after ``compactions``; None = the
             request grows.
+        notes: what the user should know about it; logged once per request.
     """
 
     block_size: int
     compactions: tuple[Compaction, ...] = ()
     fold: Fold | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         previous_at = 0

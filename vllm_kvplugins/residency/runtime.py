@@ -27,10 +27,12 @@ from vllm_kvplugins.policies.base import (
     Retention,
     Trigger,
 )
+from vllm_kvplugins.residency.choice import choose_slots
 from vllm_kvplugins.residency.compaction import CompactedPages, compact
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.page_table import FlatTable, PageTables
 from vllm_kvplugins.residency.plan import ResidencyPlan
+from vllm_kvplugins.residency.plans import Plans
 from vllm_kvplugins.residency.probing import ProbeModel, Prober
 from vllm_kvplugins.residency.requests import (
     Due,
@@ -45,7 +47,6 @@ from vllm_kvplugins.residency.retrieval import Retrieval
 from vllm_kvplugins.residency.scores import slot_scores
 from vllm_kvplugins.residency.views import Views
 from vllm_kvplugins.rotary import Rotary
-from vllm_kvplugins.selection import keep_top
 
 if TYPE_CHECKING:
     from vllm_kvplugins.policies.retrieval import Retriever
@@ -80,7 +81,9 @@ class PolicyRuntime:
         # what the requests due own before their compaction, if tokens leave for the
         # host tier: these go layer by layer
         self._leaving: list[tuple[Due, PageList]] = []
-        self._plans: dict[int, ResidencyPlan] = {}
+        # of live requests whose prompts have turns
+        self._turn_ends: dict[str, tuple[int, ...]] = {}
+        self._plans = Plans(policy, geometry)
 
     # -- start-up ---------------------------------------------------------
 
@@ -116,24 +119,31 @@ class PolicyRuntime:
             heap.pages.device,
         )
 
-    def plan(self, prompt_tokens: int) -> ResidencyPlan:
-        """The plan of a request with this prompt length."""
-        plan = self._plans.get(prompt_tokens)
-        if plan is None:
-            if len(self._plans) >= 4096:
-                self._plans.clear()
-            plan = self.policy.plan(Lengths(prompt_tokens), self.geometry)
-            self._plans[prompt_tokens] = plan
-        return plan
+    def plan(
+        self, prompt_tokens: int, turn_ends: tuple[int, ...] = ()
+    ) -> ResidencyPlan:
+        """The plan of a request with this prompt."""
+        return self._plans.get(Lengths(prompt_tokens, turn_ends))
 
     @property
     def _probes(self) -> bool:
         return Trigger.PROBE in self.policy.observes
 
-    def learn(self, request_id: str, prompt: Sequence[int]) -> None:
-        """Remember a new request's prompt, if the policy needs it."""
+    def learn(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        turn_ends: Sequence[int] | None = None,
+    ) -> None:
+        """Remember a new request's prompt and its turns, if the policy needs them.
+
+        Args:
+            turn_ends: what the request says about them.
+        """
         if self._probes:
             self._prompts[request_id] = prompt
+        if self.policy.needs_turns:
+            self._turn_ends[request_id] = self.policy.turn_ends(prompt, turn_ends)
 
     # -- one step -----------------------------------------------------------
 
@@ -155,7 +165,7 @@ class PolicyRuntime:
             resident = self._resident(row)
             if resident is not None:
                 seats[index] = resident.seat
-            plan = self.plan(row.prompt_tokens)
+            plan = self.plan(row.prompt_tokens, self._turn_ends.get(row.request_id, ()))
             if not plan.is_static:
                 self._note(row, plan, block_table[index])
         if self.retrieval is not None:
@@ -281,6 +291,7 @@ class PolicyRuntime:
         heap, row, compaction = self.heap, due.row, due.compaction
         assert heap is not None
         assert self._views is not None
+        assert self._tables is not None
         tracked = self._requests.setdefault(row.request_id, Tracked())
         size = self.geometry.block_size
         if self.retrieval is not None:
@@ -292,14 +303,13 @@ class PolicyRuntime:
             prompt = self._prompts[row.request_id]
             tracked.observed = self.prober.run(prompt, owned, row.after_tokens)
         scores = slot_scores(self.policy, self._views, due, owned, competing, tracked)
-        counts = self.policy.page_allocator().allocate(
-            scores,
-            len(compaction.zone),
-            size,
-            competing.view(heap.num_layers, heap.num_kv_heads).cpu(),
+        fixed = None
+        if compaction.fixed_blocks:
+            assert tracked.resident is not None, "nothing was kept before"
+            fixed = self._tables.zone(tracked.resident.seat)[1]
+        keep, counts = choose_slots(
+            self.policy.page_allocator(), compaction, scores, competing, fixed, size
         )
-        counts = counts.to(scores.device).view(heap.rows)
-        keep = keep_top(scores.view(heap.rows, -1), counts * size)
         most = int(competing.max())
         after = compact(
             keep,
@@ -350,6 +360,7 @@ class PolicyRuntime:
         for request_id in request_ids:
             self.forget([request_id])
             self._prompts.pop(request_id, None)
+            self._turn_ends.pop(request_id, None)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop the state of requests that will be computed anew, if ever."""
@@ -364,7 +375,8 @@ class PolicyRuntime:
     @property
     def num_tracked(self) -> int:
         """Requests that this worker holds any state of."""
-        return len(self._requests.keys() | self._prompts.keys())
+        known = (self._requests, self._prompts, self._turn_ends)
+        return len({request_id for each in known for request_id in each})
 
     def check_integrity(self) -> None:
         """Every compacted request has exactly one seat, and no seat is lost."""

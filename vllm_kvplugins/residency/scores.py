@@ -36,7 +36,9 @@ def slot_scores(
     # layers with fewer slots than the longest stay at -inf beyond their own
     scores = torch.full(shape, -torch.inf, device=heap.pages.device)
     window, tracked.window = tracked.window, None
-    budget = len(due.compaction.zone) * size + row.after_tokens % size
+    compaction = due.compaction
+    blocks = len(compaction.zone) - compaction.fixed_blocks
+    budget = blocks * size + row.after_tokens % size
     for layer in range(heap.num_layers):
         queries = window.take(layer) if window else _NO_QUERIES
         order = None

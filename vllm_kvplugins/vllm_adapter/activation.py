@@ -17,7 +17,13 @@ from vllm_kvplugins.config import CONFIG_KEY, parse_policy
 from vllm_kvplugins.errors import KVPolicyError, refuse
 from vllm_kvplugins.policies.base import Geometry, KVCachePolicy
 from vllm_kvplugins.residency.runtime import PolicyRuntime
-from vllm_kvplugins.vllm_adapter import compat, host_memory, probing, validation
+from vllm_kvplugins.vllm_adapter import (
+    compat,
+    host_memory,
+    probing,
+    turns,
+    validation,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,6 +92,7 @@ def finish_config(
     )
     config = vllm_config.additional_config
     request = host_memory.limited(config[CONFIG_KEY], policy)
+    request = turns.settled(request, policy, lambda: _tokenizer(vllm_config))
     vllm_config.additional_config = config | {CONFIG_KEY: request}
     scheduler = vllm_config.scheduler_config
     kind = (
@@ -93,6 +100,15 @@ def finish_config(
     )
     scheduler.scheduler_cls = f"{_PACKAGE}.scheduler.{kind}"
     vllm_config.parallel_config.worker_cls = _WORKER
+
+
+def _tokenizer(vllm_config: VllmConfig) -> Any:
+    """The model's tokenizer, or None if the engine has none."""
+    if vllm_config.model_config.skip_tokenizer_init:
+        return None
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    return cached_tokenizer_from_config(vllm_config.model_config)
 
 
 def _shape_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
+from vllm.logger import init_logger
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from vllm_kvplugins.policies.base import Lengths, Trigger
 from vllm_kvplugins.residency.plan import ResidencyPlan
+from vllm_kvplugins.residency.plans import Plans
+from vllm_kvplugins.vllm_adapter.turns import asked_turn_ends
+
+# vLLM configures only the loggers below its own name.
+logger = init_logger("vllm.kv_policy")
 
 
 class ResidencyBlockManager(FullAttentionManager):
@@ -34,19 +41,27 @@ class ResidencyBlockManager(FullAttentionManager):
         self.compactions = 0
         # request -> how many of its plan's compactions have been freed
         self._freed_up_to: dict[str, int] = {}
-        self._plans: dict[int, ResidencyPlan] = {}
+        self._plans = Plans(kv_cache_spec.policy, kv_cache_spec.geometry)
+        # vLLM names requests only by id when it frees; both go with the request
+        self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        self._lengths: WeakKeyDictionary[Any, Lengths] = WeakKeyDictionary()
         self.observes_prompt = Trigger.PREFILL_CHUNK in kv_cache_spec.policy.observes
 
-    def plan(self, prompt_tokens: int) -> ResidencyPlan:
-        """The plan of a request with this prompt length."""
-        plan = self._plans.get(prompt_tokens)
-        if plan is None:
-            if len(self._plans) >= 4096:
-                self._plans.clear()
-            spec = self.kv_cache_spec
-            plan = spec.policy.plan(Lengths(prompt_tokens), spec.geometry)
-            self._plans[prompt_tokens] = plan
-        return plan
+    def plan(self, request: Any) -> ResidencyPlan:
+        """The plan of a request."""
+        lengths = self._lengths.get(request)
+        if lengths is None:
+            policy = self.kv_cache_spec.policy
+            turns: tuple[int, ...] = ()
+            if policy.needs_turns:
+                asked = asked_turn_ends(request.sampling_params)
+                turns = policy.turn_ends(request.prompt_token_ids or (), asked)
+            lengths = Lengths(request.num_prompt_tokens, turns)
+            self._lengths[request] = lengths
+            self._requests[request.request_id] = request
+            for note in self._plans.get(lengths).notes:
+                logger.warning("request %s: %s", request.request_id, note)
+        return self._plans.get(lengths)
 
     def remove_skipped_blocks(
         self,
@@ -55,11 +70,10 @@ class ResidencyBlockManager(FullAttentionManager):
         num_prompt_tokens: int | None = None,
     ) -> None:
         """Free the blocks of every compaction that has run by now."""
-        assert num_prompt_tokens is not None, "vLLM no longer passes prompt lengths"
         blocks = self.req_to_blocks.get(request_id)
         if not blocks:
             return
-        plan = self.plan(num_prompt_tokens)
+        plan = self.plan(self._requests[request_id])
         done = plan.num_done(processed_computed_tokens)
         freed_up_to = self._freed_up_to.get(request_id, 0)
         for index in range(freed_up_to, done):
@@ -75,7 +89,7 @@ class ResidencyBlockManager(FullAttentionManager):
         self, request: Any, num_tokens: int, *args: Any, **kwargs: Any
     ) -> None:
         """Hash only blocks that no compaction rewrites."""
-        exact = self.plan(request.num_prompt_tokens).exact_prefix_blocks
+        exact = self.plan(request).exact_prefix_blocks
         if exact is not None:
             num_tokens = min(num_tokens, exact * self.block_size)
         super().cache_blocks(request, num_tokens, *args, **kwargs)

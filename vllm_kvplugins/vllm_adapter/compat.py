@@ -137,8 +137,9 @@ _SEAMS = {
     "_get_local_prefix_cache_hit(request)",
     f"{_CORE}.sched.output:SchedulerOutput": "finished_req_ids preempted_req_ids "
     "scheduled_new_reqs",
-    f"{_CORE}.sched.output:NewRequestData": "req_id prompt_token_ids",
-    "vllm.v1.request:Request": "num_prompt_tokens",
+    f"{_CORE}.sched.output:NewRequestData": "req_id prompt_token_ids sampling_params",
+    "vllm.v1.request:Request": "num_prompt_tokens prompt_token_ids sampling_params "
+    "request_id",
     # The block pool: freeing blocks of running requests.
     f"{_CORE}.kv_cache_manager:KVCacheManager": "create_kv_cache_blocks(blocks) "
     "block_pool coordinator",

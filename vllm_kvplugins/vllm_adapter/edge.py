@@ -12,6 +12,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm_kvplugins.policies.base import KVCachePolicy, Retention
 from vllm_kvplugins.vllm_adapter.activation import geometry_of, policy_of
 from vllm_kvplugins.vllm_adapter.host_memory import too_long
+from vllm_kvplugins.vllm_adapter.turns import asked_turn_ends, turn_ends_problem
 
 
 def install() -> None:
@@ -34,6 +35,8 @@ def install() -> None:
         request = original(self, *args, **kwargs)
         if policy is not None and policy.retention is Retention.OFFLOAD:
             _check_host_memory(self.vllm_config, policy, request)
+        if policy is not None:
+            _check_turn_ends(request)
         return request
 
     InputProcessor.process_inputs = process_inputs
@@ -47,3 +50,11 @@ def _check_host_memory(vllm_config: Any, policy: KVCachePolicy, request: Any) ->
     problem = too_long(policy, geometry_of(vllm_config), tokens)
     if problem is not None:
         raise VLLMValidationError(problem, parameter="max_tokens", value=answer)
+
+
+def _check_turn_ends(request: Any) -> None:
+    tokens = len(request.prompt_token_ids or ())
+    problem = turn_ends_problem(request.sampling_params, tokens)
+    if problem is not None:
+        asked = asked_turn_ends(request.sampling_params)
+        raise VLLMValidationError(problem, parameter="turn_ends", value=asked)

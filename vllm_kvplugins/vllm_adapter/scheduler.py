@@ -43,7 +43,7 @@ class ResidencyScheduling:
         num_new_tokens = super()._reserve_prefill_lookahead(  # type: ignore[misc]
             request, num_computed_tokens, num_new_tokens
         )
-        plan = self._residency_manager.plan(request.num_prompt_tokens)
+        plan = self._residency_manager.plan(request)
         return plan.clip_chunk(num_computed_tokens, num_new_tokens)
 
     def _get_local_prefix_cache_hit(
@@ -59,7 +59,7 @@ class ResidencyScheduling:
             request, *args, **kwargs
         )
         manager = self._residency_manager
-        usable = manager.plan(request.num_prompt_tokens).exact_prefix_blocks
+        usable = manager.plan(request).exact_prefix_blocks
         if usable is not None and manager.observes_prompt:
             usable = 0
         if usable is not None and hit_tokens > usable * self.block_size:

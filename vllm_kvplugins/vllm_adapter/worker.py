@@ -8,6 +8,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvplugins.residency.requests import Record
 from vllm_kvplugins.vllm_adapter import activation, compat
+from vllm_kvplugins.vllm_adapter.turns import asked_turn_ends
 
 
 class KVPolicyCPUWorker(CPUWorker):
@@ -30,7 +31,8 @@ class KVPolicyCPUWorker(CPUWorker):
         runtime.finish(scheduler_output.finished_req_ids)
         runtime.forget(getattr(scheduler_output, "preempted_req_ids", None) or ())
         for new in scheduler_output.scheduled_new_reqs:
-            runtime.learn(new.req_id, new.prompt_token_ids)
+            turns = asked_turn_ends(new.sampling_params)
+            runtime.learn(new.req_id, new.prompt_token_ids or (), turns)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     # -- called through LLM.collective_rpc ----------------------------------------

@@ -1,0 +1,128 @@
+"""Conversations under FlowKV, in a real engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from driver import Driver, make_llm
+from texts import random_tokens
+from tiny_model import VOCABULARY
+
+
+def _add(driver: Driver, name: str, prompt: list[int], turn_ends: Any) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=20,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"turn_ends": turn_ends},
+    )
+    driver.tokens[name] = []
+    driver.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+
+def _held(driver: Driver, name: str) -> int:
+    blocks = driver.manager.req_to_blocks[name]
+    return sum(not block.is_null for block in blocks)
+
+
+def conversation(
+    model: str,
+    policy: dict[str, Any],
+    turns: list[int],
+    company: int,
+    settings: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A history that grows from request to request, every turn one longer.
+
+    Returns:
+        Per request the kept positions of its compactions [compaction][layer][head],
+        its tokens, and how many blocks it held when it decoded, beside the plan's.
+    """
+    llm = make_llm(model, policy, num_gpu_blocks_override=400, **(settings or {}))
+    driver = Driver(llm)
+    whole = random_tokens(5, turns[-1] + 70, VOCABULARY)
+    llm.collective_rpc("kv_policy_record", args=(True,))
+    requests = []
+    for number in range(1, len(turns) + 1):
+        ends = turns[:number]
+        name = f"turn-{number}"
+        _add(driver, name, whole[: ends[-1] + 70], ends)
+        others = [f"{name}-{i}" for i in range(company)]
+        for index, other in enumerate(others):
+            _add(driver, other, random_tokens(index, 400 + 90 * index, VOCABULARY), [])
+        request = next(
+            r
+            for r in (*driver.scheduler.waiting, *driver.scheduler.running)
+            if r.request_id.startswith(name) and r.request_id not in others
+        )
+        driver.step_until(lambda name=name: len(driver.tokens[name]) >= 3)
+        plan = driver.manager.plan(request)
+        held = _held(driver, request.request_id)
+        planned = plan.resident_blocks(request.num_computed_tokens)
+        driver.run()
+        driver.check_blocks()
+        (records,) = llm.collective_rpc("kv_policy_take_records")
+        kept = [r.kept_positions for r in records if r.request_id == request.request_id]
+        requests.append(
+            {
+                "kept": kept,
+                "tokens": driver.tokens[name],
+                "held": held,
+                "planned": planned,
+                "compactions": len(plan.compactions),
+            }
+        )
+    driver.step()
+    assert driver.check_policy_state() == 0
+    return {"requests": requests}
+
+
+def refusals(model: str, asked: list[Any]) -> dict[str, Any]:
+    """What each nonsensical ``turn_ends`` is answered with; the engine goes on."""
+    from vllm.exceptions import VLLMValidationError
+
+    driver = Driver(make_llm(model, {"name": "flowkv"}, max_model_len=2048))
+
+    def said(name: str, ends: Any) -> str:
+        try:
+            _add(driver, name, random_tokens(1, 100, VOCABULARY), ends)
+        except VLLMValidationError as error:
+            return str(error)
+        return ""
+
+    found = [said(str(number), ends) for number, ends in enumerate(asked)]
+    _add(driver, "sound", random_tokens(1, 100, VOCABULARY), [60])
+    driver.run()
+    return {"said": found, "tokens": driver.tokens["sound"]}
+
+
+def chat(model: str, policy: dict[str, Any]) -> dict[str, Any]:
+    """Turns from the chat template of a real model."""
+    from vllm import SamplingParams
+
+    llm = make_llm(model, policy, skip_tokenizer_init=False, max_model_len=2048)
+    llm.collective_rpc("kv_policy_record", args=(True,))
+    fact = "My cat is called Tom and he is orange. " * 8
+    messages = [
+        {"role": "user", "content": fact},
+        {"role": "assistant", "content": "Hello Tom, nice to meet you! " * 10},
+        {"role": "user", "content": "Tell me of the sea, please. " * 9},
+        {"role": "assistant", "content": "The sea is deep and blue. " * 12},
+        {"role": "user", "content": "What is my cat called?"},
+    ]
+    (output,) = llm.chat(
+        [messages], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False
+    )
+    (records,) = llm.collective_rpc("kv_policy_take_records")
+    tokenizer = llm.get_tokenizer()
+    ids = list(output.prompt_token_ids)
+    ends = [i + 1 for i, token in enumerate(ids) if token == tokenizer.eos_token_id]
+    return {
+        "answer": output.outputs[0].text,
+        "messages": len(ends),
+        "ends": ends,
+        "compacted_at": [1 + max(r.kept_positions[0][0]) for r in records],
+    }

@@ -1,0 +1,95 @@
+"""FlowKV in a real engine: turns of one request, and of requests that follow."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from harness import run_scenario
+
+pytestmark = pytest.mark.engine
+
+TURNS = [150, 500, 620, 1100]
+FLOW = {"name": "flowkv", "ratio": 0.3, "base_config": {"window": 16}}
+
+
+def rows(kept):
+    """Kept positions of one compaction, by layer and KV head."""
+    return [set(head) for layer in kept for head in layer]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model):
+    found = {}
+    for name, policy in (("isolated", FLOW), ("nested", FLOW | {"nested": True})):
+        arguments = {"model": tiny_model, "policy": policy, "turns": TURNS}
+        found[name] = run_scenario(
+            "scenarios_flowkv:conversation", arguments | {"company": 2}
+        )["requests"]
+    return found
+
+
+def test_a_turn_is_compressed_once(runs):
+    for request in runs["isolated"]:
+        assert len(request["kept"]) == request["compactions"]
+        assert request["held"] == request["planned"]
+        for before, after in itertools.pairwise(request["kept"]):
+            for old, new in zip(rows(before), rows(after), strict=True):
+                # the newest tokens of a turn may lie in a block of the next one
+                whole = max(old) // 32 * 32
+                assert {p for p in old if p < whole} <= new
+    assert runs["isolated"][-1]["compactions"] >= 3
+
+
+def test_a_later_request_keeps_of_its_history_what_the_earlier_kept(runs):
+    """Isolation across requests: the same turns, the same survivors."""
+    for before, after in itertools.pairwise(runs["isolated"]):
+        shared = len(before["kept"])
+        assert after["kept"][:shared] == before["kept"]
+
+
+def test_nested_loses_what_it_kept(runs):
+    lost = [
+        old - new
+        for before, after in itertools.pairwise(runs["nested"][-1]["kept"])
+        for old, new in zip(rows(before), rows(after), strict=True)
+    ]
+    assert sum(map(len, lost)) > 100
+    assert [r["held"] for r in runs["nested"]] == [r["held"] for r in runs["isolated"]]
+
+
+def test_the_company_changes_no_token(tiny_model, runs):
+    alone = run_scenario(
+        "scenarios_flowkv:conversation",
+        {
+            "model": tiny_model,
+            "policy": FLOW,
+            "turns": TURNS,
+            "company": 0,
+            "settings": {"max_num_batched_tokens": 256},
+        },
+    )["requests"]
+    for other, ours in zip(alone, runs["isolated"], strict=True):
+        assert other["tokens"] == ours["tokens"]
+        assert other["kept"] == ours["kept"]
+
+
+def test_nonsense_is_refused_and_the_engine_goes_on(tiny_model):
+    asked = [[0], [101], [5, 5], [9, 4], "12", [1.5], [True], {"a": 1}, [[1]], -3]
+    found = run_scenario(
+        "scenarios_flowkv:refusals", {"model": tiny_model, "asked": asked}
+    )
+    for ends, said in zip(asked, found["said"], strict=True):
+        assert "turn_ends must be ascending token counts from 1 to 100" in said, ends
+    assert len(found["tokens"]) == 20
+
+
+def test_turns_of_a_chat_template(model_path):
+    policy = FLOW | {"ratio": 0.4}
+    found = run_scenario(
+        "scenarios_flowkv:chat", {"model": model_path, "policy": policy}
+    )
+    assert found["messages"] in (5, 6), "with or without a system prompt"
+    answers = [found["ends"][-4], found["ends"][-2]]
+    assert found["compacted_at"] == answers
+    assert found["answer"]

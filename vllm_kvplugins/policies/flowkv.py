@@ -1,0 +1,210 @@
+"""FlowKV: what was compressed once is never compressed again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field, PrivateAttr, ValidationError, field_validator
+
+from vllm_kvplugins.budgets import PageAllocator
+from vllm_kvplugins.policies.base import (
+    Encode,
+    Geometry,
+    KVCachePolicy,
+    LayerView,
+    Lengths,
+    Probe,
+    ProbeOccasion,
+    Trigger,
+)
+from vllm_kvplugins.residency.plan import BlockSpan, Compaction, ResidencyPlan
+
+# FlowKV sets these; the base has no say in them.
+_NOT_FOR_THE_BASE = ("budget", "decode_budget", "fold_blocks")
+
+
+class FlowKV(KVCachePolicy):
+    """Compress each turn once, when it is over (FlowKV, arXiv:2505.15347).
+
+    Section 2.2, equations 10 to 12: at the end of a turn only its own query and
+    answer are compressed, by any compressor; what earlier turns kept stays as it is.
+    The current query is whole. Appendix D: the budget of a turn is what the ratio
+    leaves after the turns before, ``B_new(t) = ratio * S_full(t) - S_preserved``, so
+    that at each turn's end a share ``ratio`` of all tokens is resident.
+
+    ``nested`` is the baseline of the paper (equations 7 to 9): at each turn's end
+    everything kept so far is compressed again, to the same sizes.
+
+    Differs from the paper: sizes are whole pages, so a turn that ends inside a block
+    leaves up to a block of its newest tokens to the next turn; every turn keeps at
+    least ``floor`` tokens, above the ratio where that leaves less; scores of a turn's
+    tokens come from attention over all that is resident, as the base computes them.
+
+    Turns end where the request says (``turn_ends``) or else after the answers that
+    the chat template closed with ``turn_end_token``. A prompt without turns is one
+    query and stays whole.
+
+    Cost: a compaction of the base per turn, and moving what earlier turns kept.
+    """
+
+    name: ClassVar[str] = "flowkv"
+    summary: ClassVar[str] = (
+        "compresses each turn of a conversation once, by any policy"
+    )
+
+    base: str = Field(default="snapkv", description="The compressor.")
+    base_config: dict[str, Any] = Field(
+        default_factory=dict, description="Its settings, without a budget."
+    )
+    ratio: float = Field(
+        default=0.5, gt=0, lt=1, description="Share of all tokens kept, at turn ends."
+    )
+    floor: int = Field(
+        default=32, ge=1, description="Tokens per KV head that every turn keeps."
+    )
+    nested: bool = Field(
+        default=False,
+        description="Compress everything again at each turn, to compare with.",
+    )
+    turn_end_token: int | None = Field(
+        default=None,
+        ge=0,
+        description="Token that closes a message; null: the tokenizer's end of text.",
+    )
+    _base: KVCachePolicy = PrivateAttr()
+
+    @field_validator("base")
+    @classmethod
+    def _is_a_compressor(cls, name: str) -> str:
+        from vllm_kvplugins.errors import KVPolicyError
+        from vllm_kvplugins.policies.registry import get_policy_class
+
+        try:
+            found = get_policy_class(name)
+        except KVPolicyError as error:
+            raise ValueError(str(error)) from error
+        if not found.compresses:
+            raise ValueError(f"{name!r} does not compress; give a compressor")
+        return name
+
+    def model_post_init(self, context: Any) -> None:
+        from vllm_kvplugins.policies.registry import get_policy_class
+
+        taken = [key for key in _NOT_FOR_THE_BASE if key in self.base_config]
+        if taken:
+            raise ValueError(
+                f"base_config must not hold {', '.join(taken)}: flowkv sets what each "
+                "turn keeps; use ratio and floor"
+            )
+        try:
+            self._base = get_policy_class(self.base).model_validate(self.base_config)
+        except ValidationError as error:
+            said = "; ".join(
+                f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()
+            )
+            raise ValueError(f"base_config does not fit {self.base}: {said}") from error
+
+    def __hash__(self) -> int:
+        # vLLM hashes it as a part of the cache's description; a dict has no hash
+        return hash(repr(self))
+
+    # -- turns ----------------------------------------------------------------
+
+    @property
+    def needs_turns(self) -> bool:
+        return True
+
+    def turn_ends(
+        self, prompt: Sequence[int], asked: Sequence[int] | None
+    ) -> tuple[int, ...]:
+        """Ends of finished turns: the system prompt's, then every second message's.
+
+        The last message is the current query; an answer ends before it, another one
+        two messages earlier, and so on up to the system prompt's end, if there is one
+        (equation 10 compresses that first).
+        """
+        if asked is not None:
+            return tuple(asked)
+        if self.turn_end_token is None:
+            return ()
+        ends = [
+            place + 1
+            for place, token in enumerate(prompt)
+            if token == self.turn_end_token
+        ]
+        return tuple(ends[:-1][::-2][::-1])
+
+    def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
+        size = geometry.block_size
+        least = -(-max(self.floor, self._base.minimum_budget_tokens) // size)
+        compactions: list[Compaction] = []
+        notes: list[str] = []
+        start = stop = 0  # the landing zone so far
+        for end in lengths.turn_ends:
+            full = end // size
+            kept, new = stop - start, full - stop
+            target = -(-(int(self.ratio * end) - end % size) // size)
+            zone = max(target, kept + least)
+            if zone >= kept + new:
+                continue  # nothing would go: it competes at the end of the next turn
+            compactions.append(
+                Compaction(
+                    at_tokens=end,
+                    candidates=BlockSpan(start, full),
+                    zone=BlockSpan(full - zone, full),
+                    fixed_blocks=0 if self.nested else kept,
+                )
+            )
+            start, stop = full - zone, full
+            if target < kept + least:
+                notes.append(
+                    f"flowkv: ratio {self.ratio} leaves {target - kept} blocks for the "
+                    f"turn that ends at token {end}; it keeps the floor of {least}"
+                )
+        return ResidencyPlan(size, tuple(compactions), notes=tuple(notes))
+
+    # -- what the base does ------------------------------------------------------
+
+    @property
+    def triggers(self) -> Trigger:  # type: ignore[override]
+        return self._base.triggers
+
+    @property
+    def needs_rotary(self) -> bool:  # type: ignore[override]
+        return self._base.needs_rotary
+
+    @property
+    def queries_needed(self) -> int:
+        return self._base.queries_needed
+
+    @property
+    def observes(self) -> Trigger:
+        return self._base.observes
+
+    @property
+    def needs_tokenizer(self) -> bool:
+        return self._base.needs_tokenizer
+
+    @property
+    def minimum_budget_tokens(self) -> int:
+        return self._base.minimum_budget_tokens
+
+    def score(self, view: LayerView) -> torch.Tensor:
+        return self._base.score(view)
+
+    def observe(self, view: LayerView) -> Any:
+        return self._base.observe(view)
+
+    def probe_room(self, encode: Encode) -> int:
+        return self._base.probe_room(encode)
+
+    def probes(self, occasion: ProbeOccasion) -> Sequence[Probe]:
+        return self._base.probes(occasion)
+
+    def page_allocator(self) -> PageAllocator:
+        return self._base.page_allocator()
+
+    def problems(self) -> list[str]:
+        return [f"{self.base}: {problem}" for problem in self._base.problems()]
