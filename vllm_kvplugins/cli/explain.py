@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,43 +10,40 @@ import typer
 from rich.markup import escape
 
 from vllm_kvplugins.cli.console import out, quiet_engine, user_errors
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.cli.inputs import (
+    Dtype,
+    MaxModelLen,
+    Model,
+    Policy,
+    PolicyConfig,
+    PromptFile,
+    Verbose,
+    check_targets,
+    policy_request,
+    read_prompt,
+    write_text,
+)
 
 
 def explain(
-    model: Annotated[str, typer.Argument(help="Folder or Hugging Face id.")],
-    policy: Annotated[
-        str, typer.Option("--policy", "--kv-policy", help="See `kvplugins list`.")
-    ],
-    prompt_file: Annotated[
-        Path, typer.Option(metavar="F", help="Text of the prompt, UTF-8.")
-    ],
+    model: Model,
+    policy: Policy,
+    prompt_file: PromptFile,
     json_path: Annotated[
         Path, typer.Option("--json", metavar="OUT.json", help="Where to write.")
     ],
-    policy_config: Annotated[
-        str | None,
-        typer.Option(
-            "--policy-config",
-            "--kv-policy-config",
-            metavar="JSON",
-            help="The policy's settings, such as '{\"budget\": 512}'.",
-        ),
-    ] = None,
+    policy_config: PolicyConfig = None,
     html_path: Annotated[
         Path | None,
         typer.Option("--html", metavar="OUT.html", help="A page to look at."),
     ] = None,
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=2, help="Context; default: the model's."),
-    ] = None,
-    dtype: Annotated[str, typer.Option(metavar="D", help="vLLM's dtype.")] = "auto",
-    verbose: Annotated[bool, typer.Option(help="Show what vLLM prints.")] = False,
+    max_model_len: MaxModelLen = None,
+    dtype: Dtype = "auto",
+    verbose: Verbose = False,
 ) -> None:
     """Run a prompt through vLLM under a policy and write what each KV head kept."""
     with user_errors():
-        request = _request(policy, policy_config)
+        request = policy_request(policy, policy_config)
         check_targets(json_path, html_path)
         prompt = read_prompt(prompt_file)
         with quiet_engine(verbose) as progress:
@@ -59,11 +55,11 @@ def explain(
         document = build_document(
             model, request, found.prompt_token_ids, found.tokens, found.kept_positions
         )
-        _write(json_path, json.dumps(document, ensure_ascii=False) + "\n")
+        write_text(json_path, json.dumps(document, ensure_ascii=False) + "\n")
         if html_path is not None:
             from vllm_kvplugins.cli.explain_html import render
 
-            _write(html_path, render(document))
+            write_text(html_path, render(document))
     _print_summary(document, [path for path in (json_path, html_path) if path])
 
 
@@ -102,72 +98,6 @@ def build_document(
             for layer, heads in enumerate(kept_positions)
         ],
     }
-
-
-def read_prompt(path: Path) -> str:
-    """The prompt's text.
-
-    Raises:
-        KVPolicyError: no such file, not UTF-8, or nothing in it.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise KVPolicyError(
-            f"cannot read the prompt file {path}: {error.strerror}; pass a text file "
-            "with --prompt-file"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise KVPolicyError(
-            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); "
-            "convert it first"
-        ) from error
-    if not text.strip():
-        raise KVPolicyError(f"the prompt file {path} is empty; write a prompt into it")
-    return text
-
-
-def check_targets(*paths: Path | None) -> None:
-    """Find out before the long run whether the results can be written.
-
-    Raises:
-        KVPolicyError: a folder is missing or read-only, a path is a folder, or
-            two paths are the same.
-    """
-    given = [path for path in paths if path is not None]
-    if len({path.resolve() for path in given}) < len(given):
-        raise KVPolicyError(
-            f"--json and --html both name {given[0]}; give them different files"
-        )
-    for path in given:
-        folder = path.absolute().parent
-        if not folder.is_dir():
-            reason = f"the folder {folder} does not exist; create it"
-        elif path.is_dir():
-            reason = "it is a folder; name a file"
-        elif not os.access(path if path.exists() else folder, os.W_OK):
-            reason = "no permission; choose another place"
-        else:
-            continue
-        raise KVPolicyError(f"cannot write {path}: {reason}")
-
-
-def _request(policy: str, policy_config: str | None) -> dict[str, Any]:
-    from vllm_kvplugins.config import parse_options, parse_policy
-
-    options = parse_options(policy_config) if policy_config is not None else {}
-    request = {"name": policy, **options}
-    parse_policy(request)
-    return request
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise KVPolicyError(
-            f"cannot write {path}: {error.strerror}; choose another place"
-        ) from error
 
 
 def _print_summary(document: dict[str, Any], paths: list[Path]) -> None:

@@ -1,25 +1,12 @@
-"""One prompt through a real engine: which positions each KV head keeps.
-
-The engine runs in this process, so that the worker can be asked what its
-compaction kept.
-"""
+"""One prompt through a real engine: which positions each KV head keeps."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from vllm_kvplugins.config import CONFIG_KEY, parse_policy
-from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.policies.base import Geometry
-
-_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-# Room beyond the prompt: the answer's token, vLLM's null block, rounding.
-_SPARE_TOKENS = 1024
+from vllm_kvplugins.vllm_adapter.offline import Engine, engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,43 +49,12 @@ def explain(
 
     Cost: start-up of an engine, and prefill of the prompt.
     """
-    policy = parse_policy(request)
-    _check_folder(model)
-    options: dict[str, Any] = {
-        "model": model,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "enforce_eager": True,
-        "max_num_seqs": 1,
-        "additional_config": {CONFIG_KEY: request},
-    }
-    with _environment(_IN_PROCESS):
-        progress("importing vLLM")
-        import vllm
-        from vllm.engine.arg_utils import EngineArgs
-
-        from vllm_kvplugins.vllm_adapter import activation, flags
-
-        flags.install()
-        progress("reading the model's configuration")
-        with _refusals(f"vLLM cannot use {model!r}"):
-            config = EngineArgs(**options).create_engine_config()
-            tokenizer = _tokenizer(config.model_config)
-        ids = list(tokenizer.encode(prompt))
-        context = config.model_config.max_model_len
-        _check_length(len(ids), context, model, max_model_len)
-        geometry = activation.geometry_of(config)
-        options |= _room_for(len(ids), context, geometry)
-
-        progress(f"loading {model}")
-        with _refusals(f"vLLM cannot start with {model!r}"):
-            llm = vllm.LLM(**options)
-        try:
-            progress(f"prefilling {len(ids)} tokens under {policy.name}")
-            kept = _prefill(llm, ids, geometry)
-        finally:
-            llm.llm_engine.engine_core.shutdown()
-    return Explanation(ids, readable_tokens(tokenizer, ids), kept)
+    with engine(model, request, prompt, 1, dtype, max_model_len, progress) as running:
+        ids = running.prompt_token_ids
+        progress(f"prefilling {len(ids)} tokens under {request['name']}")
+        kept = _prefill(running)
+        texts = readable_tokens(running.tokenizer, ids)
+    return Explanation(ids, texts, kept)
 
 
 def readable_tokens(tokenizer: Any, ids: list[int]) -> list[str]:
@@ -115,95 +71,14 @@ def readable_tokens(tokenizer: Any, ids: list[int]) -> list[str]:
     ]
 
 
-def _prefill(llm: Any, ids: list[int], geometry: Geometry) -> list[list[list[int]]]:
+def _prefill(running: Engine) -> list[list[list[int]]]:
     """Kept positions per layer and KV head; all of them without a compaction."""
-    from vllm import SamplingParams
-
-    llm.collective_rpc("kv_policy_record", args=(True,))
-    llm.generate(
-        [{"prompt_token_ids": ids}],
-        SamplingParams(temperature=0.0, max_tokens=1),
-        use_tqdm=False,
-    )
-    (records,) = llm.collective_rpc("kv_policy_take_records")
+    running.llm.collective_rpc("kv_policy_record", args=(True,))
+    running.generate(running.prompt_token_ids, 1)
+    (records,) = running.llm.collective_rpc("kv_policy_take_records")
     if records:  # the newest one tells what is resident now
         kept: list[list[list[int]]] = records[-1].kept_positions
         return kept
-    everything = list(range(len(ids)))
+    everything = list(range(len(running.prompt_token_ids)))
+    geometry = running.geometry
     return [[everything] * geometry.num_kv_heads for _ in range(geometry.num_layers)]
-
-
-def _tokenizer(model_config: Any) -> Any:
-    from vllm.tokenizers import cached_tokenizer_from_config
-
-    return cached_tokenizer_from_config(model_config)
-
-
-def _check_folder(model: str) -> None:
-    """Say plainly what transformers would report as a malformed repository id."""
-    path = Path(model).expanduser()
-    if model.startswith(("/", ".", "~")) and not (path / "config.json").is_file():
-        what = "holds no config.json" if path.is_dir() else "does not exist"
-        raise KVPolicyError(
-            f"the model folder {model} {what}; pass a folder with a model in Hugging "
-            "Face format, or a Hugging Face id"
-        )
-
-
-def _check_length(tokens: int, context: int, model: str, asked: int | None) -> None:
-    if tokens == 0:
-        raise KVPolicyError("the prompt has no tokens; write some text into the file")
-    if tokens + 1 > context:  # one token must be generated
-        where, remedy = f"the context of {model}, {context}", "shorten the prompt"
-        if asked:
-            where, remedy = f"--max-model-len {asked}", f"raise it or {remedy}"
-        raise KVPolicyError(
-            f"the prompt has {tokens} tokens and needs one more to generate, which "
-            f"does not fit {where}; {remedy}"
-        )
-
-
-def _room_for(tokens: int, context: int, geometry: Geometry) -> dict[str, int]:
-    """A context and a KV cache just large enough, whatever the model's limit."""
-    limit = min(context, tokens + _SPARE_TOKENS)
-    slots = limit + _SPARE_TOKENS
-    return {
-        "max_model_len": limit,
-        "kv_cache_memory_bytes": slots * geometry.kv_bytes_per_token,
-    }
-
-
-@contextmanager
-def _refusals(title: str) -> Iterator[None]:
-    """Turn what vLLM and transformers raise about a model into one message."""
-    try:
-        yield
-    except KVPolicyError:
-        raise
-    except (OSError, ValueError, RuntimeError) as error:
-        raise KVPolicyError(f"{title}: {_first_words(error)}") from error
-
-
-def _first_words(error: Exception) -> str:
-    """The message without pydantic's frame, at most three lines."""
-    reports = getattr(error, "errors", None)
-    if callable(reports):
-        messages = (str(item["msg"]) for item in reports())
-        return "; ".join(text.removeprefix("Value error, ") for text in messages)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return "\n".join(lines[:3]) or type(error).__name__
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables, and put them back afterwards."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
