@@ -75,7 +75,7 @@ class Retrieval:
         self._batches: list[Batch] = []
         # fetches on another thread: for the next layer, or for the next step
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="kvp-fetch")
-        self._under_way: list[Future[torch.Tensor]] = []
+        self._under_way: list[tuple[Batch, int, Future[torch.Tensor]]] = []
         # not yet in the traffic: a sum per layer would cost more than it tells
         self._copied: list[torch.Tensor] = []
 
@@ -213,7 +213,10 @@ class Retrieval:
         """
         for batch in self._batches:
             if layer in self._zones:
-                self._count(batch, layer, self._fetched(batch, layer, queries))
+                fetched = self._fetched(batch, layer, queries)
+                self._count(batch, layer, fetched)
+                if self.log is not None:
+                    self._note(self.log, batch, layer, queries, fetched)
             if self._policy.prefetch == "layer" and layer + 1 in self._zones:
                 batch.ahead = self._submit(batch, layer + 1, queries)
 
@@ -240,7 +243,8 @@ class Retrieval:
         if self._policy.prefetch != "step" or layer not in self._zones:
             return
         for batch in self._batches:
-            self._under_way.append(self._submit(batch, layer, queries))
+            ahead = self._submit(batch, layer, queries)
+            self._under_way.append((batch, layer, ahead))
             for state in batch.states:
                 state.served = True
 
@@ -254,7 +258,12 @@ class Retrieval:
     def _join(self) -> None:
         """Wait until nothing is being fetched for a later step."""
         under_way, self._under_way = self._under_way, []
-        self._copied += [future.result() for future in under_way]
+        for batch, layer, future in under_way:
+            fetched = future.result()
+            self._copied.append(fetched)
+            if self.log is not None:
+                for row, name in enumerate(self._names(batch)):
+                    self.log.add_ahead(name, layer, int(fetched[row]))
 
     @torch.inference_mode()
     def _fetch_ahead(
@@ -295,6 +304,35 @@ class Retrieval:
             return own.view(requests, heads, -1, own.shape[2])
         own = own.view(requests, -1, heads, own.shape[1] // heads, own.shape[2])
         return own.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+    def _note(
+        self,
+        log: RetrievalLog,
+        batch: Batch,
+        layer: int,
+        queries: torch.Tensor,
+        fetched: torch.Tensor | None,
+    ) -> None:
+        """Log what this layer fetched; scans all offloaded keys."""
+        asked = self._asked(batch, queries)
+        for row, name in enumerate(self._names(batch)):
+            state = batch.states[row]
+            keys = self.tier.keys[state.pages[layer]].flatten(1, 2)
+            log.add(
+                name,
+                layer,
+                asked[row],
+                queries.shape[1] // self._heap.num_kv_heads,
+                keys[:, : state.tokens],
+                self._zones[layer].hot_tokens(state.seat),
+                self._scales[layer],
+                None if fetched is None else int(fetched[row]),
+            )
+
+    def _names(self, batch: Batch) -> list[str]:
+        """Ids of a batch's requests."""
+        names = {state.seat: name for name, state in self._requests.items()}
+        return [names[seat] for seat in batch.seat_numbers]
 
     # -- requests that go ---------------------------------------------------------
 
