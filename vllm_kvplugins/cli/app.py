@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from vllm_kvplugins.cli import doctor, explain, listing, model
+from vllm_kvplugins.cli import doctor, explain, listing, model, plot, record
 
 app = typer.Typer(
     name="kvplugins",
@@ -18,7 +18,9 @@ app.command("list")(listing.list_policies)
 app.command("doctor")(doctor.doctor)
 app.command("explain")(explain.explain)
 app.command("model")(model.model)
-# New subcommands (calibrate, train-router, plot, sessions, size) go here.
+app.command("record")(record.record)
+app.add_typer(plot.plots)
+# New subcommands (calibrate, train-router, sessions, size) go here.
 
 
 def main() -> None:

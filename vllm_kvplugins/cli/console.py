@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.models import ModelError
+from vllm_kvplugins.residency.recorded_run import RunFileError
 
 
 def out() -> Console:
@@ -34,7 +35,7 @@ def user_errors() -> Iterator[None]:
     """Errors that a user can cause end the command without a traceback."""
     try:
         yield
-    except (KVPolicyError, ModelError) as error:
+    except (KVPolicyError, ModelError, RunFileError) as error:
         fail(str(error))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]

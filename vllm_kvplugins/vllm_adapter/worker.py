@@ -6,7 +6,9 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_kvplugins.residency.recorded_run import Fetch
 from vllm_kvplugins.residency.requests import Record
+from vllm_kvplugins.residency.retrieval_log import RetrievalLog
 from vllm_kvplugins.vllm_adapter import activation, compat
 from vllm_kvplugins.vllm_adapter.turns import asked_turn_ends
 
@@ -47,6 +49,18 @@ class KVPolicyCPUWorker(CPUWorker):
         if self.kv_policy_runtime.records is not None:
             self.kv_policy_runtime.records = []
         return taken
+
+    def kv_policy_log_retrieval(self) -> None:
+        """Start to log what is fetched; a step must have run, under a retriever."""
+        retrieval = self.kv_policy_runtime.retrieval
+        assert retrieval is not None, "no retriever, or no step has run yet"
+        retrieval.log = RetrievalLog()
+
+    def kv_policy_take_fetches(self) -> list[Fetch]:
+        """What was fetched since the last call; empty unless a log is kept."""
+        retrieval = self.kv_policy_runtime.retrieval
+        log = retrieval.log if retrieval is not None else None
+        return log.take() if log is not None else []
 
     def kv_policy_check_integrity(self) -> int:
         """Raise if the residency state contradicts itself.

@@ -1,0 +1,192 @@
+"""The plot of ``kvplugins plot hit-rate``. Only drawing itself needs matplotlib."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_kvplugins.residency.recorded_run import Header, RecordedRun
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Text stays text, and the same run gives the same file.
+_STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "kvp", "font.size": 9}
+_COLOURS = "viridis"  # perceptually uniform, safe for the colour-blind
+_KEEPS_ALL = "0.85"
+# Okabe and Ito's, dashed and solid: apart also in grey.
+_BLUE, _ORANGE = "#0072B2", "#D55E00"
+_PNG_DPI = 150
+
+
+@dataclass(frozen=True, slots=True)
+class Grids:
+    """Means over requests; NaN where nothing was fetched or asked for.
+
+    Attributes:
+        pages: [layers, steps], tokens fetched per KV head, in pages.
+        hot_pages: [layers, steps], all hot slots per KV head, in pages.
+        mass: [layers, steps], share of the attention that is covered.
+    """
+
+    pages: np.ndarray
+    hot_pages: np.ndarray
+    mass: np.ndarray
+
+    @property
+    def fetched_share(self) -> np.ndarray:
+        """[steps], of the hot slots of all layers that retrieve."""
+        return np.nansum(self.pages, 0) / np.nansum(self.hot_pages, 0)
+
+    @property
+    def mean_mass(self) -> np.ndarray:
+        """[steps], mean over layers that retrieve."""
+        return np.nanmean(self.mass, 0)
+
+
+def grids_of(run: RecordedRun) -> Grids:
+    """The run on a grid of layers and steps."""
+    header = run.header
+    steps = 1 + max(fetch.step for fetch in run.fetches)
+    sums = np.zeros((3, header.num_layers, steps))
+    counts = np.zeros((header.num_layers, steps))
+    for fetch in run.fetches:
+        sums[:, fetch.layer, fetch.step] += (
+            fetch.fetched_tokens,
+            fetch.hot_tokens,
+            fetch.mass_covered_share,
+        )
+        counts[fetch.layer, fetch.step] += 1
+    means = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    page = header.num_kv_heads * header.block_size
+    return Grids(means[0] / page, means[1] / page, means[2])
+
+
+def draw(run: RecordedRun, path: Path) -> None:
+    """Two heat maps over layers and steps, and their means per step.
+
+    Args:
+        path: its suffix says which format; SVG and PNG are meant.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure  # without pyplot: needs no display
+
+    grids, header = grids_of(run), run.header
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(9, 7.6), layout="constrained")
+        figure.suptitle(_title(run), fontsize=10)
+        fetched, mass, means = figure.subplots(
+            3, 1, sharex=True, height_ratios=[3, 3, 1.5]
+        )
+        least, most = np.nanmin(grids.hot_pages), np.nanmax(grids.hot_pages)
+        hot = f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"
+        _heat_map(
+            figure,
+            fetched,
+            grids.pages,
+            # the hot zone itself would leave little of the scale to what is fetched
+            float(np.nanmax(grids.pages)) or 1.0,
+            f"Tokens fetched per KV head, in pages of {header.block_size}",
+            f"pages (hot zone: {hot})",
+        )
+        _heat_map(
+            figure,
+            mass,
+            grids.mass,
+            1.0,
+            "Mass covered: attention over offloaded tokens that falls on hot ones",
+            "share",
+        )
+        _lines(means, grids)
+        figure.savefig(
+            path,
+            dpi=_PNG_DPI,
+            metadata={"Date": None} if path.suffix.lower() == ".svg" else {},
+        )
+
+
+def _title(run: RecordedRun) -> str:
+    header = run.header
+    requests = len({fetch.request for fetch in run.fetches})
+    idle = header.num_layers - len({fetch.layer for fetch in run.fetches})
+    lines = [
+        f"{header.policy}, budget {_budget(header)}  ·  {Path(header.model).name}  ·  "
+        f"{header.prompt_tokens} prompt tokens"
+    ]
+    if requests > 1:
+        lines.append(f"mean of {requests} requests")
+    if idle:
+        lines.append(f"grey: the {idle} layers that keep everything resident")
+    # a dollar would start a formula
+    return "\n".join(lines).replace("$", r"\$")
+
+
+def _budget(header: Header) -> str:
+    budget = header.config.get("budget", "unknown")
+    if isinstance(budget, int):
+        return f"{budget} tokens per KV head"
+    return f"{budget:.3g} of the prompt" if isinstance(budget, float) else str(budget)
+
+
+def _heat_map(
+    figure: Figure,
+    axes: Axes,
+    values: np.ndarray,
+    most: float,
+    title: str,
+    unit: str,
+) -> None:
+    """One grid; layers that keep everything stay grey."""
+    from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator
+
+    # an image, so that an SVG holds one picture and not a path per cell
+    image = axes.imshow(
+        values,
+        cmap=colormaps[_COLOURS].with_extremes(bad=_KEEPS_ALL),
+        vmin=0,
+        vmax=most,
+        origin="lower",
+        aspect="auto",
+        interpolation="nearest",
+    )
+    axes.set_title(title, fontsize=9)
+    axes.set_ylabel("layer")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, ax=axes, label=unit, pad=0.01)
+
+
+def _lines(axes: Axes, grids: Grids) -> None:
+    """What all layers fetched and covered, per step."""
+    from matplotlib.ticker import MaxNLocator
+
+    steps = np.arange(len(grids.mean_mass))
+    dot = "." if len(steps) < 2 else ""
+    axes.plot(
+        steps,
+        grids.mean_mass,
+        color=_BLUE,
+        marker=dot,
+        label="mass covered, mean over layers",
+    )
+    axes.plot(
+        steps,
+        grids.fetched_share,
+        color=_ORANGE,
+        linestyle="--",
+        marker=dot,
+        label="fetched, of all hot slots",
+    )
+    axes.set(ylim=(0, 1.02), ylabel="share", xlabel="decode step")
+    axes.set_title("All layers together", fontsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best", ncols=2, frameon=False)
