@@ -13,7 +13,10 @@ pytest runs, with these:
   bash scripts/test.sh tests/unit -k snapkv
 
 Results also go to build/test-results.xml (JUnit). The exit code is pytest's,
-or 1 if only another check failed. Environment: as in serve.sh --help.
+or 1 if only another check failed. Environment: as in serve.sh --help, and
+
+  KVP_TEST_WORKERS   test files that run at a time (default: one per core, four
+                     at most)
 HELP
 }
 
@@ -69,7 +72,11 @@ if ((${#failed[@]})); then say "• FAILED before pytest: ${failed[*]}"; fi
 
 say "• pytest"
 code=0
-"$PY" -m pytest --durations=10 --junitxml=build/test-results.xml "$@" || code=$?
+cores="$(nproc 2>/dev/null || echo 1)"
+workers="${KVP_TEST_WORKERS:-$((cores < 4 ? cores : 4))}"
+# Whole files, whose tests share engines; each engine has one thread.
+"$PY" -m pytest --durations=10 --junitxml=build/test-results.xml \
+  -n "$workers" --dist loadfile "$@" || code=$?
 if ((code == 0 && ${#failed[@]})); then
   say "error: pytest passed, but these checks failed: ${failed[*]}"
   code=1
