@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from vllm_kvplugins.cli import doctor, explain, listing, model, plot, record
+from vllm_kvplugins.cli import doctor, explain, listing, model, size
 
 app = typer.Typer(
     name="kvplugins",
@@ -21,6 +22,8 @@ app.command("model")(model.model)
 app.command("record")(record.record)
 app.add_typer(plot.plots)
 # New subcommands (calibrate, train-router, sessions, size) go here.
+app.command("size")(size.size)
+# New subcommands (calibrate, train-router, plot, sessions) go here.
 
 
 def main() -> None:

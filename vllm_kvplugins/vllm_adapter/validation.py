@@ -73,13 +73,18 @@ def platform_in_use() -> tuple[str, list[str]]:
 def config_problems(vllm_config: VllmConfig) -> list[str]:
     """What the resolved configuration and the model rule out."""
     return [
-        *_model_problems(vllm_config.model_config),
-        *_cache_problems(vllm_config),
+        *model_problems(vllm_config.model_config),
+        *cache_problems(vllm_config.cache_config),
         *_parallel_problems(vllm_config.parallel_config),
     ]
 
 
-def _model_problems(model: Any) -> list[str]:
+def model_problems(model: Any) -> list[str]:
+    """Models that policies cannot run with.
+
+    Args:
+        model: vLLM's ModelConfig, or what is known of it without vLLM.
+    """
     found = []
     if model.runner_type != "generate":
         found.append(
@@ -124,8 +129,12 @@ def _has_sliding_window(model: Any) -> bool:
     )
 
 
-def _cache_problems(vllm_config: VllmConfig) -> list[str]:
-    cache = vllm_config.cache_config
+def cache_problems(cache: Any) -> list[str]:
+    """Caches that policies cannot run with.
+
+    Args:
+        cache: vLLM's CacheConfig, or anything with its dtype and block size.
+    """
     found = []
     if cache.cache_dtype not in _PLAIN_KV_DTYPES:
         found.append(

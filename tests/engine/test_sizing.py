@@ -1,0 +1,68 @@
+"""What ``kvplugins size`` computes is what vLLM's pool counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from harness import run_scenario
+
+from vllm_kvplugins.cli.size import sizing
+
+pytestmark = pytest.mark.engine
+
+PROMPT, ANSWER = 2900, 70  # of scenarios_tiny.observe_reclaim
+FOLDING = {"name": "snapkv", "budget": 512, "decode_budget": 512, "fold_blocks": 1}
+
+
+def computed(model: str, config: str, **lengths: Any) -> dict[str, Any]:
+    settings = {"dtype": "float32", "block_size": 32, "pool_bytes": None}
+    return sizing(model, "snapkv", config, **(settings | lengths))
+
+
+@pytest.mark.parametrize(
+    ("policy", "config"),
+    [
+        ({"name": "snapkv", "budget": 512}, '{"budget": 512}'),
+        (FOLDING, '{"budget": 512, "decode_budget": 512, "fold_blocks": 1}'),
+    ],
+)
+def test_every_figure_of_a_request_is_the_pool_s(tiny_model, policy, config):
+    run = run_scenario(
+        "scenarios_tiny:observe_reclaim", {"model": tiny_model, "policy": policy}
+    )
+    found = computed(
+        tiny_model, config, prompt_tokens=PROMPT, answer_tokens=ANSWER, requests=1
+    )
+    blocks = {k: v["blocks"] for k, v in found["request"].items() if k != "host_bytes"}
+    seen = [step["held"] for step in run["steps"]]
+    assert blocks["prefill_peak"] == run["free_before"] - run["free_at_prefill_end"]
+    assert blocks["decode_peak"] == max(seen)
+    assert blocks["after_prefill"] == seen[0]
+
+
+@pytest.mark.timeout(400)
+def test_as_many_requests_run_at_once_as_it_says(tiny_model):
+    """35 conversations in a pool for 35: all decode together, none is preempted."""
+    conversations, prompt = 35, 4096
+    lengths = {"prompt_tokens": prompt, "answer_tokens": 3 * conversations}
+    found = computed(
+        tiny_model,
+        '{"budget": 256}',
+        **lengths,
+        requests=conversations,
+        pool_bytes=537 * 32 * (2 * 2 * 2 * 32 * 4),
+    )
+    assert found["pool"]["requests"] == conversations
+    run = run_scenario(
+        "scenarios_tiny:capacity",
+        {
+            "model": tiny_model,
+            "policy": {"name": "snapkv", "budget": 256},
+            "blocks": 537,
+            "conversations": conversations,
+            "prompt_tokens": prompt,
+        },
+    )
+    assert run["most_decoding"] == conversations
+    assert run["preemptions"] == 0

@@ -1,0 +1,377 @@
+"""``kvplugins size``: the figures, what limits them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from vllm_kvplugins.cli import app
+from vllm_kvplugins.cli.size import amount
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.model_config import ConfigOnlyModel
+from vllm_kvplugins.policies import available_policies
+from vllm_kvplugins.policies.base import Geometry, Lengths
+from vllm_kvplugins.residency.plan import ResidencyPlan
+from vllm_kvplugins.sizing import Footprint, Limit, blocks_for, capacity, footprint
+
+runner = CliRunner()
+ROOT = Path(__file__).parents[2]
+GIB = 1 << 30
+# Llama 3.1 8B, the fields that count: 32 * 8 * 128 * 2 * 2 = 131072 bytes per token.
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return str(tmp_path)
+
+
+def run(*arguments: str, context: int = 32000, policy: str = "snapkv"):
+    fixed = ("--context", str(context), "--policy", policy)
+    return runner.invoke(app, ["size", *arguments, *fixed])
+
+
+def figures(*arguments: str, **options):
+    done = run(*arguments, "--json", **options)
+    assert done.exit_code in (0, 1), done.output
+    return json.loads(done.stdout)
+
+
+# -- figures computed by hand --------------------------------------------------------
+
+
+def test_figures_of_snapkv_on_an_8b_model(folder):
+    found = figures(folder, "--answer", "1000", "--concurrency", "10")
+    assert found["kv_bytes_per_token"] == 131072
+    assert found["block_bytes"] == 32 * 131072 == 4 << 20
+    blocks = {key: held["blocks"] for key, held in found["stock_request"].items()}
+    # 32000 = 1000 blocks; the answer's last token is never computed
+    assert blocks == {
+        "full": 1032,
+        "prefill_peak": 1000,
+        "after_prefill": 1000,
+        "decode_peak": 1032,
+        "end": 1032,
+    }
+    held = found["request"]
+    assert held.pop("host_bytes") == 0
+    blocks = {key: amounts["blocks"] for key, amounts in held.items()}
+    assert blocks == {
+        "full": 1032,
+        "prefill_peak": 1000,  # the whole prompt, whatever the budget
+        "after_prefill": 16,
+        "decode_peak": 48,
+        "end": 48,
+    }
+    assert all(a["bytes"] == a["blocks"] * (4 << 20) for a in held.values())
+    # nine decode while the tenth's prompt comes in; one block is never handed out
+    assert found["wanted"]["pool_bytes"] == (9 * 48 + 1000 + 1) * (4 << 20)
+    assert found["wanted"]["stock_pool_bytes"] == (10 * 1032 + 1) * (4 << 20)
+    assert found["pool"] is None
+
+
+def test_a_pool_holds_requests_until_the_next_prefill_does_not_fit(folder):
+    options = ("--answer", "1000", "--pool-gib", "20", "--concurrency", "86")
+    done = run(folder, *options)
+    pool = figures(folder, *options)["pool"]
+    assert pool["blocks"] == 20 * 256 - 1
+    assert pool["decoding_alone"] == 5119 // 48 == 106
+    assert pool["requests"] == (5119 - 1000) // 48 + 1 == 86
+    assert pool["limit"] == "prefill"
+    assert (pool["stock_requests"], pool["stock_limit"]) == (4, "decoding")
+    assert done.exit_code == 0
+    assert "86 requests at once" in done.stdout
+    assert "21.5 times as many" in done.stdout
+    assert "3.91 GiB beside the requests that decode" in done.stdout
+
+
+def test_decode_budgets_count_their_longest_moment(folder):
+    settings = '{"budget": 512, "decode_budget": 512, "fold_blocks": 4}'
+    held = figures(folder, "--answer", "2000", "--policy-config", settings)["request"]
+    assert held["after_prefill"]["blocks"] == 16
+    assert held["decode_peak"]["blocks"] == 20, "four blocks fill before they fold"
+    assert held["end"]["blocks"] <= 20
+
+
+def test_retrieval_says_what_lies_on_the_host(folder):
+    config = '{"host_memory": "6GiB"}'
+    options = ("--policy-config", config, "--pool-gib", "40")
+    found = figures(folder, *options, policy="exact-topk")
+    tokens = 32000 + 512 - 16 - 64
+    assert found["request"]["host_bytes"] == tokens * 131072 * 30 // 32
+    assert found["pool"]["limit"] == "host-memory"
+    assert found["pool"]["requests"] == 1
+    done = run(folder, *options, "--concurrency", "2", policy="exact-topk")
+    assert done.exit_code == 1
+    assert "raise host_memory" in done.stdout
+    notes = figures(folder, policy="exact-topk")["notes"]
+    assert any("half of what is free" in note for note in notes)
+
+
+# -- what no policy can help with ----------------------------------------------------
+
+
+def test_a_prompt_larger_than_the_pool_never_runs(folder):
+    done = run(folder, "--pool-gib", "3")
+    assert done.exit_code == 1
+    assert "one prompt's prefill needs 3.91 GiB, more than the pool" in done.stdout
+    assert figures(folder, "--pool-gib", "3")["pool"]["requests"] == 0
+
+
+def test_vllm_wants_room_for_one_whole_request(folder):
+    """It checks that at start-up, and knows nothing of what a policy frees."""
+    options = ("--answer", "32000", "--pool-gib", "6")
+    pool = figures(folder, *options)["pool"]
+    assert pool["limit"] == "start-up"
+    assert pool["requests"] == 0 < pool["decoding_alone"]
+    assert "--max-model-len" in run(folder, *options).stdout
+
+
+@pytest.mark.parametrize("name", available_policies())
+def test_every_policy_has_figures(folder, name):
+    found = figures(folder, context=2000, policy=name)
+    held = found["request"]
+    assert held["prefill_peak"]["blocks"] == 63
+    assert held["decode_peak"]["blocks"] <= held["full"]["blocks"]
+    assert run(folder, context=2000, policy=name).exit_code == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompt=st.integers(1, 3000),
+    answer=st.integers(2, 600),
+    budget=st.integers(1, 900),
+    folds=st.booleans(),
+)
+def test_no_step_needs_more_than_the_peaks(prompt, answer, budget, folds):
+    request = {"name": "random", "budget": budget}
+    if folds:
+        request["decode_budget"] = budget
+    plan = parse_policy(request).plan(Lengths(prompt), Geometry(32, 2, 2, 512))
+    held = footprint(plan, prompt, answer)
+    last = prompt + answer - 1
+    assert max(held.prefill_peak, held.decode_peak) >= plan.peak_blocks(last)
+    steps = range(prompt, last)  # tokens computed before each
+    assert held.decode_peak == max(
+        plan.resident_blocks(before) + (before % 32 == 0) for before in steps
+    )
+    assert held.after_prefill <= held.decode_peak + 1
+    assert held.end <= held.decode_peak <= held.full
+    whole = footprint(ResidencyPlan(32), prompt, answer)
+    assert whole.decode_peak == whole.end == whole.full
+
+
+@given(
+    prefill=st.integers(1, 50),
+    decode=st.integers(1, 60),
+    positions=st.integers(1, 70),
+    requests=st.integers(1, 40),
+)
+def test_the_smallest_pool_for_some_requests_is_the_smallest(
+    prefill, decode, positions, requests
+):
+    held = Footprint(positions, prefill, decode, decode, decode, positions)
+    needed = blocks_for(held, requests)
+    assert capacity(held, needed, 1, None).requests >= requests
+    assert capacity(held, needed - 1, 1, None).requests < requests
+    assert capacity(held, needed, 1, 0).limit is Limit.HOST_MEMORY
+
+
+# -- config.json ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        (LLAMA_8B, (32, 8, 128)),
+        (LLAMA_8B | {"head_dim": 64}, (32, 8, 64)),
+        (LLAMA_8B | {"head_dim": None}, (32, 8, 128)),
+        ({"n_layer": 12, "n_head": 12, "n_embd": 768}, (12, 12, 64)),
+        ({"vision_config": {}, "text_config": LLAMA_8B}, (32, 8, 128)),
+        (
+            {
+                "num_hidden_layers": 2,
+                "num_attention_heads": 8,
+                "hidden_size": 512,
+                "multi_query": True,
+            },
+            (2, 1, 64),
+        ),
+        (
+            {
+                "n_layers": 2,
+                "n_heads": 8,
+                "d_model": 512,
+                "attn_config": {"kv_n_heads": 4},
+            },
+            (2, 4, 64),
+        ),
+    ],
+)
+def test_shapes_under_the_names_that_families_use(config, shape):
+    found = ConfigOnlyModel("m", "torch.bfloat16", config).cache_shape()
+    assert (found.num_layers, found.num_kv_heads, found.head_dim) == shape
+
+
+def test_a_file_without_a_shape_is_refused():
+    for config in ({}, {"n_layer": 2}, LLAMA_8B | {"block_configs": [{}]}):
+        with pytest.raises(KVPolicyError, match=r"num_|block_configs"):
+            ConfigOnlyModel("m", "torch.bfloat16", config).cache_shape()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kv_lora_rank": 512}, "latent attention (MLA)"),
+        ({"sliding_window": 4096}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"attention_chunk_size": 8192}, "sliding-window"),
+        ({"full_attention_interval": 4}, "without a KV cache"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "without a KV"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"attn_logit_softcapping": 50.0}, "caps attention logits"),
+        ({"alibi": True}, "ALiBi"),
+        ({"num_kv_shared_layers": 10}, "share the cache"),
+    ],
+)
+def test_models_that_the_engine_refuses_are_refused(tmp_path, change, words):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | change))
+    done = run(str(tmp_path))
+    assert done.exit_code == 1
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sliding_window": 4096, "use_sliding_window": False},
+        {"sliding_window": None},
+        {"layer_types": ["full_attention"] * 32},
+    ],
+)
+def test_models_with_a_window_switched_off_are_not(tmp_path, change):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | change))
+    assert run(str(tmp_path)).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policy", "snapkw"], ["unknown KV policy 'snapkw'", "'snapkv'"]),
+        (["--policy-config", "{budget"], ["not JSON"]),
+        (["--policy-config", '{"windw": 3}'], ["did you mean 'window'"]),
+        (["--policy-config", '{"budget": 10}'], ["budget 10 is below"]),
+        (["--dtype", "fp8"], ["'fp8' is quantized"]),
+        (["--dtype", "auto"], ["name the dtype"]),
+        (["--block-size", "16"], ["block size 16", "--block-size 32"]),
+        (["--policy", "exact-topk", "--dtype", "float16"], ["use --dtype bfloat16"]),
+        (
+            ["--policy", "exact-topk", "--policy-config", '{"skip_layers": 32}'],
+            ["skip_layers 32 leaves none"],
+        ),
+        (
+            ["--policy", "exact-topk", "--policy-config", '{"host_memory": "1GiB"}'],
+            ["host memory", "raise host_memory"],
+        ),
+    ],
+)
+def test_mistakes_give_one_message(folder, arguments, words):
+    done = runner.invoke(
+        app, ["size", folder, "--context", "32000", "--policy", "snapkv", *arguments]
+    )
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: ")
+    assert isinstance(done.exception, SystemExit), "nothing else escapes"
+    for word in words:
+        assert word in done.stderr
+
+
+@pytest.mark.parametrize("model", ["nobody/no-such-model", "a/b/c/d"])
+def test_unknown_models_say_how_to_get_the_file(model):
+    done = run(model)
+    assert done.exit_code == 1
+    assert f"hf download {model} config.json" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--pool-gib", "nan"],
+        ["--pool-gib", "inf"],
+        ["--pool-gib", "-1"],
+        ["--answer", "1"],
+        ["--context", "0"],
+        ["--concurrency", "0"],
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(folder, arguments):
+    done = runner.invoke(
+        app, ["size", folder, "--policy", "snapkv", "--context", "9", *arguments]
+    )
+    assert done.exit_code == 2
+    assert arguments[0] in done.stderr
+
+
+def test_broken_files_are_named(tmp_path):
+    assert "has no config.json" in run(str(tmp_path)).stderr
+    (tmp_path / "config.json").write_text("{")
+    assert "cannot read" in run(str(tmp_path)).stderr
+    (tmp_path / "config.json").write_text("[]")
+    assert "no JSON object" in run(str(tmp_path)).stderr
+
+
+def test_a_model_in_the_hugging_face_cache_is_found(folder, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    path = str(Path(folder, "config.json"))
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda model, name: path)
+    assert figures("org/model")["kv_bytes_per_token"] == 131072
+
+
+def test_more_tokens_than_positions_are_noted(folder):
+    notes = figures(folder, context=140_000)["notes"]
+    assert any("131072 positions" in note for note in notes)
+
+
+def test_it_runs_without_vllm(folder):
+    code = (
+        "import sys; sys.modules['vllm'] = None\n"
+        "from vllm_kvplugins.cli import main\n"
+        f"sys.argv = ['kvplugins', 'size', {folder!r}, '--context', '9999', "
+        "'--policy', 'snapkv', '--json']\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["policy"] == "snapkv"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1,023 B"), (1536, "1.50 KiB"), (1024 * GIB, "1,024.00 GiB")],
+)
+def test_amounts(num_bytes, text):
+    assert amount(num_bytes) == text

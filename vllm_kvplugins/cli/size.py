@@ -1,0 +1,341 @@
+"""``kvplugins size``: how much memory requests need, computed without a model."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vllm_kvplugins.cli.console import out, user_errors
+from vllm_kvplugins.errors import KVPolicyError, refuse
+
+if TYPE_CHECKING:
+    from vllm_kvplugins.model_config import ConfigOnlyModel
+    from vllm_kvplugins.policies.base import Geometry, KVCachePolicy
+
+_GIB = 1 << 30
+_ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def size(
+    model: Annotated[
+        str, typer.Argument(help="Folder, or Hugging Face id that is in the cache.")
+    ],
+    context: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Tokens of each prompt.")
+    ],
+    policy: Annotated[
+        str, typer.Option("--policy", "--kv-policy", help="See `kvplugins list`.")
+    ],
+    policy_config: Annotated[
+        str | None,
+        typer.Option(
+            "--policy-config",
+            "--kv-policy-config",
+            metavar="JSON",
+            help="The policy's settings, such as '{\"budget\": 512}'.",
+        ),
+    ] = None,
+    answer: Annotated[
+        int, typer.Option(metavar="M", min=2, help="Tokens of each answer.")
+    ] = 512,
+    concurrency: Annotated[
+        int, typer.Option(metavar="C", min=1, help="Requests wanted at once.")
+    ] = 1,
+    pool_gib: Annotated[
+        float | None,
+        typer.Option(metavar="G", min=0, help="vLLM's KV cache in GiB."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="D", help="Of keys and values.")
+    ] = "bfloat16",
+    block_size: Annotated[
+        int, typer.Option(metavar="B", min=1, help="Tokens per block.")
+    ] = 32,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of tables.")
+    ] = False,
+) -> None:
+    """Compute the KV memory of requests under a policy, from config.json alone.
+
+    Exit status 1 if the pool does not carry the requests wanted.
+    """
+    if pool_gib is not None and not math.isfinite(pool_gib):
+        raise typer.BadParameter(f"{pool_gib} GiB are no pool", param_hint="--pool-gib")
+    with user_errors():
+        found = sizing(
+            model,
+            policy,
+            policy_config,
+            prompt_tokens=context,
+            answer_tokens=answer,
+            requests=concurrency,
+            pool_bytes=None if pool_gib is None else int(pool_gib * _GIB),
+            dtype=dtype,
+            block_size=block_size,
+        )
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        _print(out(), found)
+    pool = found["pool"]
+    raise typer.Exit(1 if pool and pool["requests"] < concurrency else 0)
+
+
+def sizing(
+    model_name: str,
+    policy_name: str,
+    policy_config: str | None,
+    *,
+    prompt_tokens: int,
+    answer_tokens: int,
+    requests: int,
+    pool_bytes: int | None,
+    dtype: str,
+    block_size: int,
+) -> dict[str, Any]:
+    """All figures as plain data; what ``--json`` prints.
+
+    Raises:
+        KVPolicyError: policy, model or settings cannot run; all reasons.
+    """
+    from vllm_kvplugins.cli.settings import written_settings
+    from vllm_kvplugins.config import parse_options, parse_policy
+    from vllm_kvplugins.model_config import read_model_config
+    from vllm_kvplugins.policies.base import Geometry, Lengths
+    from vllm_kvplugins.residency.plan import ResidencyPlan
+    from vllm_kvplugins.sizing import blocks_for, capacity, footprint
+
+    options = parse_options(policy_config) if policy_config is not None else {}
+    policy = parse_policy({"name": policy_name, **options})
+    model = read_model_config(model_name, dtype)
+    _refuse_what_the_engine_refuses(policy, model, dtype, block_size)
+    shape = model.cache_shape()
+    geometry = Geometry(
+        block_size=block_size,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        kv_bytes_per_token=shape.bytes_per_token(_ELEMENT_BYTES[dtype]),
+    )
+    tokens = prompt_tokens + answer_tokens
+    _refuse_impossible_lengths(policy, geometry, tokens)
+
+    held = footprint(
+        policy.plan(Lengths(prompt_tokens), geometry), prompt_tokens, answer_tokens
+    )
+    stock = footprint(ResidencyPlan(block_size), prompt_tokens, answer_tokens)
+    block_bytes = block_size * geometry.kv_bytes_per_token
+    host_bytes = policy.host_bytes(tokens, geometry)
+    pool = None
+    if pool_bytes is not None:
+        limit = policy.host_memory_bytes
+        host_requests = limit // host_bytes if limit and host_bytes else None
+        ours = capacity(held, pool_bytes, block_bytes, host_requests)
+        theirs = capacity(stock, pool_bytes, block_bytes, None)
+        pool = {
+            "bytes": pool_bytes,
+            "blocks": ours.pool,
+            "requests": ours.requests,
+            "decoding_alone": ours.decoding,
+            "limit": ours.limit.value,
+            "stock_requests": theirs.requests,
+            "stock_decoding_alone": theirs.decoding,
+            "stock_limit": theirs.limit.value,
+        }
+
+    def amounts(footprint: Any) -> dict[str, dict[str, int]]:
+        names = ("full", "prefill_peak", "after_prefill", "decode_peak", "end")
+        blocks = {name: getattr(footprint, name) for name in names}
+        return {
+            name: {"blocks": count, "bytes": count * block_bytes}
+            for name, count in blocks.items()
+        }
+
+    return {
+        "model": model_name,
+        "policy": policy.name,
+        "config": written_settings(policy),
+        "dtype": dtype,
+        "num_layers": shape.num_layers,
+        "num_kv_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "kv_bytes_per_token": geometry.kv_bytes_per_token,
+        "block_size": block_size,
+        "block_bytes": block_bytes,
+        "prompt_tokens": prompt_tokens,
+        "answer_tokens": answer_tokens,
+        "request": {**amounts(held), "host_bytes": host_bytes},
+        "stock_request": amounts(stock),
+        "wanted": {
+            "requests": requests,
+            "pool_bytes": blocks_for(held, requests) * block_bytes,
+            "stock_pool_bytes": blocks_for(stock, requests) * block_bytes,
+            "host_bytes": requests * host_bytes,
+        },
+        "pool": pool,
+        "notes": _notes(policy, model, tokens),
+    }
+
+
+def _refuse_what_the_engine_refuses(
+    policy: KVCachePolicy, model: ConfigOnlyModel, dtype: str, block_size: int
+) -> None:
+    """The checks of the engine's start-up that need no engine."""
+    from vllm_kvplugins.vllm_adapter import validation
+
+    cache = SimpleNamespace(cache_dtype=dtype, block_size=block_size)
+    reasons = [
+        *validation.model_problems(model),
+        *model.layer_problems(),
+        *validation.cache_problems(cache),
+        *validation.dtype_problems(policy, model),
+    ]
+    if dtype == "auto":
+        reasons.append("--dtype auto depends on the machine; name the dtype")
+    title = f"KV policy {policy.name!r} cannot run like this"
+    refuse(title, reasons)
+    shape = model.cache_shape()
+    allocator = policy.page_allocator()
+    refuse(title, allocator.problems(shape.num_layers, shape.num_kv_heads))
+
+
+def _refuse_impossible_lengths(
+    policy: KVCachePolicy, geometry: Geometry, tokens: int
+) -> None:
+    from vllm_kvplugins.vllm_adapter import host_memory
+
+    reason = host_memory.too_long(policy, geometry, tokens)
+    if reason:
+        raise KVPolicyError(reason)
+
+
+def _notes(policy: KVCachePolicy, model: ConfigOnlyModel, tokens: int) -> list[str]:
+    """What the figures leave out, where it matters for this request."""
+    from vllm_kvplugins.policies.base import Retention, Trigger
+
+    found = []
+    positions = model.max_positions
+    if positions is not None and tokens > positions:
+        found.append(
+            f"config.json allows {positions} positions; vLLM takes {tokens} only if "
+            "the model's RoPE is scaled"
+        )
+    if policy.retention is Retention.OFFLOAD and policy.host_memory_bytes is None:
+        found.append(
+            "host_memory is not set: the engine takes half of what is free when it "
+            "starts, and requests wait for it"
+        )
+    if Trigger.PROBE in policy.observes:
+        found.append(
+            f"{policy.name} runs tokens of its own behind the prompt; they need no "
+            "blocks, but positions: keep --max-model-len below the model's"
+        )
+    return found
+
+
+# -- tables -----------------------------------------------------------------------
+
+_ROWS = {
+    "prefill_peak": "peak of the prefill",
+    "after_prefill": "after the prefill",
+    "decode_peak": "peak while decoding",
+    "end": "end of the answer",
+}
+
+
+def _print(console: Console, found: dict[str, Any]) -> None:
+    request, stock = found["request"], found["stock_request"]
+    console.print(
+        f"[bold]{escape(found['policy'])}[/] on {escape(found['model'])}: prompt of "
+        f"{found['prompt_tokens']:,} tokens, answer of {found['answer_tokens']:,}"
+    )
+    console.print(
+        f"{found['num_layers']} layers × {found['num_kv_heads']} KV heads × "
+        f"{found['head_dim']}, {found['dtype']}: "
+        f"{found['kv_bytes_per_token']:,} bytes per token, "
+        f"{amount(found['block_bytes'])} per block of {found['block_size']} tokens; "
+        f"nothing freed, a request needs {amount(request['full']['bytes'])}\n"
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("one request", no_wrap=True)
+    for name in ("blocks", "memory", "stock blocks", "stock memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for key, label in _ROWS.items():
+        cells = [
+            text
+            for held in (request[key], stock[key])
+            for text in (f"{held['blocks']:,}", amount(held["bytes"]))
+        ]
+        table.add_row(label, *cells)
+    if request["host_bytes"]:
+        table.add_row("host memory, at most", "", amount(request["host_bytes"]))
+    console.print(table)
+    for line in (*_wanted_lines(found["wanted"]), *_pool_lines(found)):
+        console.print(line)
+    for note in found["notes"]:
+        console.print(f"[yellow]note:[/] {escape(note)}")
+
+
+def _wanted_lines(wanted: dict[str, int]) -> list[str]:
+    host = ""
+    if wanted["host_bytes"]:
+        host = f", and {amount(wanted['host_bytes'])} of host memory"
+    return [
+        f"\n[bold]Pool for {_requests(wanted['requests'])} at once:[/] "
+        f"{amount(wanted['pool_bytes'])} (stock {amount(wanted['stock_pool_bytes'])})"
+        f"{host}"
+    ]
+
+
+def _pool_lines(found: dict[str, Any]) -> list[str]:
+    pool = found["pool"]
+    if pool is None:
+        return []
+    enough = pool["requests"] >= found["wanted"]["requests"]
+    colour = "green" if enough else "bold red"
+    times = ""
+    if pool["stock_requests"] and pool["requests"]:
+        times = f", {pool['requests'] / pool['stock_requests']:.1f} times as many"
+    return [
+        f"[bold]A pool of {amount(pool['bytes'])} carries[/] [{colour}]"
+        f"{_requests(pool['requests'])}[/] at once, each at its longest; stock "
+        f"{pool['stock_requests']:,}{times}",
+        f"[bold]Limit:[/] {_limit(found)}",
+    ]
+
+
+def _limit(found: dict[str, Any]) -> str:
+    """What keeps one more request out, in words."""
+    pool, held = found["pool"], found["request"]
+    prefill, decode = amount(held["prefill_peak"]["bytes"]), held["decode_peak"]
+    return {
+        "prefill-never-fits": f"one prompt's prefill needs {prefill}, more than the "
+        "pool. What a policy frees when the prompt is in comes too late: no such "
+        "request can run",
+        "start-up": "vLLM starts only if a whole request of --max-model-len fits "
+        f"the pool, here {found['prompt_tokens'] + found['answer_tokens']:,} tokens, "
+        "whatever a policy frees",
+        "prefill": f"the prefill. A prompt needs {prefill} beside the requests that "
+        f"decode; without it {pool['decoding_alone']:,} could decode",
+        "decoding": f"decoding, {amount(decode['bytes'])} per request",
+        "host-memory": f"host memory, {amount(held['host_bytes'])} per request; "
+        "raise host_memory",
+    }[pool["limit"]]
+
+
+def _requests(count: int) -> str:
+    return f"{count:,} request" if count == 1 else f"{count:,} requests"
+
+
+def amount(num_bytes: int) -> str:
+    """Bytes in the largest unit that leaves a whole number before the point."""
+    for unit, unit_bytes in (("GiB", _GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:,.2f} {unit}"
+    return f"{num_bytes:,} B"

@@ -1,0 +1,221 @@
+"""What a model's ``config.json`` says about its KV cache, without its weights.
+
+Field names differ between families; the names are tried in the order in which
+vLLM tries them. Imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_kvplugins.errors import KVPolicyError
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_KV_HEADS = (
+    "n_head_kv",
+    "num_kv_heads",
+    "num_key_value_heads",
+    "multi_query_group_num",
+    "num_attention_groups",
+)
+_HEAD_DIM = ("head_dim", "hidden_size_per_head")
+# Any of these marks layers that keep a state instead of a KV cache.
+_STATE_LAYERS = (
+    "attn_layer_period",
+    "full_attention_interval",
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "linear_num_key_heads",
+    "mamba_d_state",
+    "ssm_cfg",
+)
+_ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Shape of one token's keys and values, over all ranks."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self, element_bytes: int) -> int:
+        """Bytes of K and V of one token."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes
+
+
+@dataclass(frozen=True)
+class ConfigOnlyModel:
+    """A model of which only ``config.json`` is known.
+
+    Has the attributes of vLLM's ``ModelConfig`` that the checks at start-up look
+    at, as far as the file tells them. A value that the file leaves to the model's
+    class is not seen.
+
+    Attributes:
+        model: as the user named it.
+        dtype: as vLLM's configuration prints it, ``torch.bfloat16``.
+        config: the file's content.
+    """
+
+    model: str
+    dtype: str
+    config: dict[str, Any]
+    runner_type: str = "generate"
+
+    @cached_property
+    def text(self) -> dict[str, Any]:
+        """The language model's part of a configuration of several models."""
+        nested = self.config.get("text_config")
+        return nested if isinstance(nested, dict) else self.config
+
+    @cached_property
+    def hf_text_config(self) -> SimpleNamespace:
+        return SimpleNamespace(**self.text)
+
+    @property
+    def use_mla(self) -> bool:
+        return self.text.get("kv_lora_rank") is not None
+
+    def get_sliding_window(self) -> int | None:
+        """Its width; None where the file switches it off again."""
+        if self.text.get("use_sliding_window") is False:
+            return None
+        window: int | None = self.text.get("sliding_window")
+        return window
+
+    @property
+    def is_hybrid(self) -> bool:
+        kinds = self.text.get("layer_types") or ()
+        if kinds:
+            return any(kind not in _ATTENTION_KINDS for kind in kinds)
+        return any(self.text.get(key) is not None for key in _STATE_LAYERS)
+
+    @property
+    def is_attention_free(self) -> bool:
+        return "state_size" in self.text and self._first(_HEADS) is None
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return bool(self.config.get("is_encoder_decoder"))
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions that the model was made for, before any scaling of RoPE."""
+        return self._first(("max_position_embeddings", "n_positions", "seq_length"))
+
+    def layer_problems(self) -> list[str]:
+        """What the engine refuses once it sees the layers, if the file tells it."""
+        found = []
+        inner = self.text.get("attn_config")
+        nested = isinstance(inner, dict) and bool(inner.get("alibi"))
+        if nested or self.text.get("alibi") or self.text.get("model_type") == "bloom":
+            found.append(f"{self.model} uses ALiBi; serve this model without a policy")
+        if self.text.get("num_kv_shared_layers"):
+            found.append(
+                f"{self.model} has layers that share the cache of others; serve this "
+                "model without a policy"
+            )
+        return found
+
+    def cache_shape(self) -> CacheShape:
+        """Layers, KV heads and head size.
+
+        Raises:
+            KVPolicyError: the file does not tell them, or they differ by layer.
+        """
+        if self.text.get("block_configs"):
+            raise KVPolicyError(
+                f"{self.model} has another attention in each layer (block_configs); "
+                "its cache cannot be computed from layers times heads"
+            )
+        layers, heads = self._first(_LAYERS), self._first(_HEADS)
+        head_dim = self._first(_HEAD_DIM)
+        if head_dim is None and heads and (hidden := self._first(_HIDDEN)):
+            head_dim = hidden // heads
+        kv_heads = self._kv_heads(heads)
+        found = {_LAYERS[0]: layers, _KV_HEADS[2]: kv_heads, _HEAD_DIM[0]: head_dim}
+        missing = [name for name, value in found.items() if not value]
+        if not layers or not kv_heads or not head_dim:
+            raise KVPolicyError(
+                f"config.json of {self.model} does not tell {', '.join(missing)}; is "
+                "it the configuration of a model that generates text?"
+            )
+        return CacheShape(layers, kv_heads, head_dim)
+
+    def _kv_heads(self, heads: int | None) -> int | None:
+        """As many as there are heads, unless the file says otherwise."""
+        if self.text.get("multi_query") and not self.text.get(
+            "new_decoder_architecture"
+        ):
+            return 1
+        inner = self.text.get("attn_config")
+        if isinstance(inner, dict) and isinstance(inner.get("kv_n_heads"), int):
+            return int(inner["kv_n_heads"])
+        return self._first(_KV_HEADS) or heads
+
+    def _first(self, names: tuple[str, ...]) -> int | None:
+        """The first positive number under one of these names."""
+        for name in names:
+            value = self.text.get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+        return None
+
+
+def read_model_config(model: str, dtype: str) -> ConfigOnlyModel:
+    """Read a model's ``config.json``; nothing is downloaded.
+
+    Args:
+        model: a folder, the file itself, or an id in the Hugging Face cache.
+        dtype: of keys and values, such as ``bfloat16``.
+
+    Raises:
+        KVPolicyError: there is no such file, or it is not a JSON object.
+    """
+    path = _config_path(model)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise KVPolicyError(f"cannot read {path}: {error}") from error
+    if not isinstance(config, dict):
+        raise KVPolicyError(f"{path} holds no JSON object, so it describes no model")
+    return ConfigOnlyModel(model, f"torch.{dtype}", config)
+
+
+def _config_path(model: str) -> Path:
+    path = Path(model).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path / "config.json"
+        raise KVPolicyError(f"the folder {model} has no config.json")
+    cached = _cached_config(model)
+    if cached is None:
+        raise KVPolicyError(
+            f"no config.json for {model!r}: it is no folder, and not in the Hugging "
+            f"Face cache; fetch it with `hf download {model} config.json`, or give a "
+            "folder"
+        )
+    return Path(cached)
+
+
+def _cached_config(model: str) -> str | None:
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ModuleNotFoundError:
+        return None
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except ValueError:  # no possible id
+        return None
+    return found if isinstance(found, str) else None
