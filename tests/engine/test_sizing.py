@@ -66,3 +66,27 @@ def test_as_many_requests_run_at_once_as_it_says(tiny_model):
     )
     assert run["most_decoding"] == conversations
     assert run["preemptions"] == 0
+
+
+@pytest.mark.parametrize("blocks", [257, 256])
+def test_vllm_starts_in_the_pool_that_it_says(tiny_model, blocks):
+    """make_llm serves 8192 positions: 256 blocks, and the one never handed out."""
+    pool_bytes = blocks * 32 * (2 * 2 * 2 * 32 * 4)
+    lengths = {"prompt_tokens": 4096, "answer_tokens": 4096}
+    found = computed(
+        tiny_model, '{"budget": 256}', **lengths, requests=1, pool_bytes=pool_bytes
+    )
+    starts = found["pool"]["limit"] != "start-up"
+    assert starts == (blocks == 257)
+    arguments = {
+        "model": tiny_model,
+        "policy": {"name": "snapkv", "budget": 256},
+        "blocks": blocks,
+        "conversations": 1,
+        "prompt_tokens": 640,
+    }
+    if starts:
+        assert run_scenario("scenarios_tiny:capacity", arguments)["finished"] == 1
+    else:
+        with pytest.raises(AssertionError, match="serve at least one request"):
+            run_scenario("scenarios_tiny:capacity", arguments)
