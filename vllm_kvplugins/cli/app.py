@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from vllm_kvplugins.cli import doctor, explain, listing, model, plot, record
-from vllm_kvplugins.cli import doctor, explain, listing, model, size
+from vllm_kvplugins.cli import doctor, explain, listing, model, plot, record, size
 
 app = typer.Typer(
     name="kvplugins",
@@ -21,9 +20,7 @@ app.command("explain")(explain.explain)
 app.command("model")(model.model)
 app.command("record")(record.record)
 app.add_typer(plot.plots)
-# New subcommands (calibrate, train-router, sessions, size) go here.
 app.command("size")(size.size)
-# New subcommands (calibrate, train-router, plot, sessions) go here.
 
 
 def main() -> None:

@@ -231,6 +231,11 @@ def _notes(policy: KVCachePolicy, model: ConfigOnlyModel, tokens: int) -> list[s
             "host_memory is not set: the engine takes half of what is free when it "
             "starts, and requests wait for it"
         )
+    if policy.needs_turns:
+        found.append(
+            f"{policy.name} frees blocks at the ends of turns, which only a prompt "
+            "tells: the figures are those of a prompt without turns"
+        )
     if Trigger.PROBE in policy.observes:
         found.append(
             f"{policy.name} runs tokens of its own behind the prompt; they need no "
