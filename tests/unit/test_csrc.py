@@ -38,6 +38,7 @@ def run(command: list[str], **environment: str) -> str:
         "dci",
         "index_kernels",
         "threads",
+        "votes",
     ],
 )
 def test_core_matches_its_definition(tmp_path, name):

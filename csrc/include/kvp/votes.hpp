@@ -18,7 +18,8 @@
 
 namespace kvp::index {
 
-// exp(x) for -60 <= x <= 0, to 3e-7; below that exp(-60), so that no vote is zero.
+// exp(x) for -60 <= x <= 0, to 5e-6 (relative, most where x is least); below that
+// exp(-60), so that no vote is zero.
 // Written for the compiler to vectorize: no branch, no call.
 inline float exp_of_logit(float x) {
   constexpr float kLog2E = 1.44269504f, kMagic = 12582912.0f;  // 1.5 * 2^23

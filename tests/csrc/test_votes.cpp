@@ -1,0 +1,192 @@
+// Votes and hot slots against plain loops.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "kvp/hot_set.hpp"
+#include "kvp/votes.hpp"
+
+namespace {
+
+using kvp::index::Scored;
+using kvp::index::Votes;
+
+std::size_t u(std::int64_t index) { return static_cast<std::size_t>(index); }
+
+void require(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "failed: %s\n", what);
+  std::exit(1);
+}
+
+void test_exponential() {
+  double worst = 0.0;
+  for (double x = -60.0; x <= 0.0; x += 1e-4) {
+    const auto f = static_cast<float>(x);
+    const double right = std::exp(static_cast<double>(f));
+    worst = std::max(worst, std::abs(kvp::index::exp_of_logit(f) / right - 1.0));
+  }
+  require(worst < 5e-6, "exp_of_logit is within 5e-6");
+  require(kvp::index::exp_of_logit(0.0f) == 1.0f, "exp(0) is 1");
+  require(kvp::index::exp_of_logit(-1e30f) > 0.0f, "no vote is zero");
+}
+
+// Votes of random queries over random keys; the best in a stable order.
+void test_votes(std::mt19937& random) {
+  Votes votes;
+  for (int round = 0; round < 200; ++round) {
+    const int n = 1 + static_cast<int>(random() % 700);
+    const int group = 1 + static_cast<int>(random() % 4);
+    std::vector<double> worth(u(n), 0.0);
+    std::vector<bool> seen(u(n), false);
+    votes.begin(n);
+    std::normal_distribution<float> normal(0.0f, 6.0f);
+    for (int g = 0; g < group; ++g) {
+      std::vector<int> slots(u(n));
+      std::iota(slots.begin(), slots.end(), 0);
+      std::shuffle(slots.begin(), slots.end(), random);
+      const bool all = round % 3 == 0;
+      slots.resize(all ? slots.size() : 1 + random() % slots.size());
+      std::vector<Scored> scored;
+      for (const int slot : slots) scored.push_back({normal(random), slot});
+      double peak = -1e30, sum = 0.0;
+      for (const Scored& s : scored) peak = std::max<double>(peak, s.score);
+      for (const Scored& s : scored) sum += std::exp(0.5 * (s.score - peak));
+      for (const Scored& s : scored) {
+        const auto at = u(s.slot);
+        worth[at] += std::exp(std::max(0.5 * (s.score - peak), -60.0)) / sum;
+        seen[at] = true;
+      }
+      if (all) {
+        std::vector<float> dense(u(n));
+        for (const Scored& s : scored) dense[u(s.slot)] = s.score;
+        votes.add_all(dense.data(), n, 0.5f);
+      } else {
+        votes.add(scored, 0.5f);
+      }
+    }
+    const auto with_votes = std::count(seen.begin(), seen.end(), true);
+    const int count = 1 + static_cast<int>(random() % (n + 20));
+    std::vector<std::int64_t> best(u(count));
+    const std::int64_t found = votes.best(count, best.data());
+    require(found == std::min<std::int64_t>(count, with_votes), "as many as there are");
+    std::vector<double> right;
+    for (int i = 0; i < n; ++i) {
+      if (seen[u(i)]) right.push_back(worth[u(i)]);
+    }
+    std::sort(right.rbegin(), right.rend());
+    std::set<std::int64_t> distinct;
+    for (std::int64_t i = 0; i < found; ++i) {
+      const auto at = u(best[static_cast<std::size_t>(i)]);
+      require(seen[at], "only keys with a vote");
+      distinct.insert(best[u(i)]);
+      const double ours = worth[at], theirs = right[u(i)];
+      require(std::abs(ours - theirs) <= 1e-5 * theirs, "best first");
+    }
+    require(static_cast<std::int64_t>(distinct.size()) == found, "each once");
+    for (std::int64_t i = found; i < count; ++i) {
+      require(best[u(i)] == -1, "-1 behind the last");
+    }
+  }
+  votes.begin(9);
+  float same[9] = {};
+  votes.add_all(same, 9, 1.0f);
+  std::int64_t first[4];
+  votes.best(4, first);
+  for (int i = 0; i < 4; ++i) require(first[i] == i, "ties to the lower slot");
+}
+
+// One head: what is wanted is hot afterwards, and every slot holds its token.
+void test_hot_slots(std::mt19937& random) {
+  constexpr std::int64_t kDim = 4, kBlock = 8, kPages = 6, kHostPage = 4, kTokens = 60;
+  std::vector<std::int32_t> k(kBlock * kDim), v(kBlock * kDim);
+  for (std::int64_t s = 0; s < kBlock; ++s) {
+    for (std::int64_t d = 0; d < kDim; ++d) {
+      const std::int64_t natural = s * kDim + d, transposed = d * kBlock + s;
+      k[u(natural)] = static_cast<std::int32_t>(transposed);
+      v[u(natural)] = static_cast<std::int32_t>(kBlock * kDim + natural);
+    }
+  }
+  const kvp::PageLayout layout = kvp::make_layout(k.data(), v.data(), kBlock, kDim);
+  std::vector<std::int64_t> table(kTokens / kHostPage);
+  std::iota(table.begin(), table.end(), 0);
+  std::shuffle(table.begin(), table.end(), random);
+  std::vector<std::uint32_t> host(kTokens * 2 * kDim);
+  const kvp::HostTokens<std::uint32_t> tokens{host.data(), table.data(), kHostPage, kDim,
+                                             kTokens};
+  for (std::int64_t t = 0; t < kTokens; ++t) {
+    for (std::int64_t d = 0; d < kDim; ++d) {
+      host[u(tokens.key(t) - host.data() + d)] =
+          static_cast<std::uint32_t>(100 * t + d);
+      host[u(tokens.value(t) - host.data() + d)] =
+          static_cast<std::uint32_t>(100 * t + 50 + d);
+    }
+  }
+  std::vector<std::uint32_t> heap(kPages * 2 * kBlock * kDim);
+  std::vector<std::uint8_t> mark(kTokens);
+  std::vector<std::int64_t> hot, page, slot;
+  for (std::int64_t i = 0; i < 20; ++i) {
+    hot.push_back(i);
+    page.push_back(i / kBlock * 2);
+    slot.push_back(i % kBlock);
+  }
+  const kvp::HotSlots slots{hot.data(), page.data(), slot.data(), 20};
+  const auto at = [&](std::int64_t i, std::int32_t offset) {
+    return heap[u(page[static_cast<std::size_t>(i)] * 2 * kBlock * kDim + offset)];
+  };
+  for (int round = 0; round < 300; ++round) {
+    std::vector<std::int64_t> wanted(kTokens);
+    std::iota(wanted.begin(), wanted.end(), 0);
+    std::shuffle(wanted.begin(), wanted.end(), random);
+    wanted.resize(round == 0 ? 20 : random() % 40);
+    if (round == 0) std::iota(wanted.begin(), wanted.end(), 40);  // all are copied
+    for (std::int64_t& token : wanted) {
+      if (round && random() % 10 == 0) token = -1;
+    }
+    const std::vector<std::int64_t> before = hot;
+    const std::int64_t copied = kvp::fill_hot_slots(
+        tokens, wanted.data(), static_cast<std::int64_t>(wanted.size()), slots,
+        heap.data(), 2 * kBlock * kDim, layout, mark);
+    std::set<std::int64_t> now(hot.begin(), hot.end());
+    std::set<std::int64_t> old(before.begin(), before.end());
+    require(now.size() == 20, "each hot token once");
+    std::int64_t missing = 0;
+    for (std::size_t i = 0; i < wanted.size() && i < 20; ++i) {
+      if (wanted[i] < 0) continue;
+      require(now.count(wanted[i]) == 1, "what is wanted is hot");
+      missing += old.count(wanted[i]) == 0;
+    }
+    require(copied == missing, "only what was missing is copied");
+    for (std::int64_t i = 0; i < 20; ++i) {
+      const std::int64_t token = hot[u(i)];
+      for (std::int64_t d = 0; d < kDim; ++d) {
+        const auto entry = u(slot[static_cast<std::size_t>(i)] * kDim + d);
+        const auto key = static_cast<std::uint32_t>(100 * token + d);
+        require(at(i, k[entry]) == key, "its key");
+        require(at(i, v[entry]) == key + 50, "its value");
+      }
+    }
+    for (const std::uint8_t left : mark) require(left == 0, "marks are taken back");
+  }
+  std::int64_t beyond[] = {kTokens};
+  require(kvp::fill_hot_slots(tokens, beyond, 1, slots, heap.data(), 2 * kBlock * kDim,
+                              layout, mark) == -1,
+          "a token beyond the table is refused");
+}
+
+}  // namespace
+
+int main() {
+  constexpr unsigned kSeed = 20261121;
+  std::printf("seed %u\n", kSeed);
+  std::mt19937 random(kSeed);
+  test_exponential();
+  test_votes(random);
+  test_hot_slots(random);
+  std::puts("ok");
+  return 0;
+}
