@@ -1,7 +1,7 @@
 """What a choice of tokens is worth that was made for other queries.
 
-`reuse_every` takes over the choice of an anchor layer, `prefetch` asks with the query of
-the step or layer before. Measured as in ``coverage.py``, with exact choices: the share
+`reuse_every` takes over the choice of an anchor layer, `prefetch` asks a layer's index
+with the query of the step or layer before. Measured as in ``coverage.py``, with exact choices: the share
 of the attention that the layer's own choice of as many tokens gets.
 
     python benchmarks/other_queries.py MODEL DOCUMENTS
@@ -47,22 +47,28 @@ def main(
         for layer in range(SKIPPED, len(prompt.keys)):
 
             def worth(
-                of: int, position: int, prompt=prompt, offloaded=offloaded
+                keys_of: int,
+                queries_of: int,
+                position: int,
+                prompt=prompt,
+                offloaded=offloaded,
             ) -> torch.Tensor:
-                keys = prompt.keys[of][:, offloaded]
-                queries = prompt.queries[of][:, position].reshape(
+                keys = prompt.keys[keys_of][:, offloaded]
+                queries = prompt.queries[queries_of][:, position].reshape(
                     len(keys), -1, keys.shape[2]
                 )
-                logits = queries @ keys.transpose(1, 2) * prompt.scales[of]
+                logits = queries @ keys.transpose(1, 2) * prompt.scales[keys_of]
                 return logits.softmax(-1).sum(1)
 
             anchor = SKIPPED + (layer - SKIPPED) // every * every
             for position in range(tokens - 61, tokens, 20):
-                own = worth(layer, position)
+                own = worth(layer, layer, position)
                 asked = {
-                    f"anchor layer (reuse_every {every})": worth(anchor, position),
-                    "step before (prefetch step)": worth(layer, position - 1),
-                    "layer before (prefetch layer)": worth(layer - 1, position),
+                    f"anchor layer (reuse_every {every})": worth(
+                        anchor, anchor, position
+                    ),
+                    "step before (prefetch step)": worth(layer, layer, position - 1),
+                    "layer before (prefetch layer)": worth(layer, layer - 1, position),
                 }
                 for name, other in asked.items():
                     for budget in BUDGETS:
