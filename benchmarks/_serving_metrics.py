@@ -1,0 +1,231 @@
+"""Figures of a serving run: what the client saw, and what the server said.
+
+Times are those of ``time.perf_counter``: on Linux one clock for all processes, so
+that the samples of this process and the requests of ``vllm bench serve`` compare.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+PERCENTILES = (50, 99)
+EVERY_S = 0.5
+# The server's names, without the prefix and the engine's labels.
+GAUGES = {
+    "kv_cache_usage_perc": "usage",
+    "kv_policy_host_reserved_bytes": "host_bytes",
+    "kv_policy_held_requests": "held_requests",
+    "num_requests_running": "running",
+    "num_requests_waiting": "waiting",
+}
+COUNTERS = {
+    "num_preemptions_total": "preemptions",
+    "prefix_cache_queries_total": "prefix_queries",
+    "prefix_cache_hits_total": "prefix_hits",
+    "kv_policy_blocks_freed_total": "blocks_freed",
+}
+_LINE = re.compile(r"^vllm:(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_BLOCKS = re.compile(r'\bnum_gpu_blocks="(\d+)"')
+
+
+# -- requests -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a request must reach to count for goodput."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request as the client saw it.
+
+    ``token_s``: when each chunk with new tokens came; ``tokens`` may be more, as a
+    chunk can bring several. A failed request says why in ``error``.
+    """
+
+    start_s: float
+    token_s: list[float] = field(default_factory=list)
+    tokens: int = 0
+    prompt_tokens: int = 0
+    text: str = ""
+    error: str = ""
+
+    @property
+    def ttft_ms(self) -> float:
+        """Time to the first token."""
+        return 1e3 * (self.token_s[0] - self.start_s)
+
+    @property
+    def tpot_ms(self) -> float:
+        """Mean time per token after the first; 0 for an answer of one token."""
+        if self.tokens < 2:
+            return 0.0
+        return 1e3 * (self.token_s[-1] - self.token_s[0]) / (self.tokens - 1)
+
+    @property
+    def itl_ms(self) -> list[float]:
+        """Times between chunks, as ``vllm bench serve`` counts them."""
+        pairs = zip(self.token_s, self.token_s[1:], strict=False)
+        return [1e3 * (later - earlier) for earlier, later in pairs]
+
+    def meets(self, slo: Slo) -> bool:
+        """Whether both times are within the objective."""
+        return self.ttft_ms <= slo.ttft_ms and self.tpot_ms <= slo.tpot_ms
+
+
+def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """``p50_NAME_ms`` and ``p99_NAME_ms``; nothing where there are no values."""
+    if not values:
+        return {}
+    return {
+        f"p{p}_{name}_ms": float(np.percentile(np.asarray(values), p))
+        for p in PERCENTILES
+    }
+
+
+def latency_figures(
+    answers: Sequence[Answer], duration_s: float, slo: Slo
+) -> dict[str, Any]:
+    """The client's figures of a run, by the names that ``vllm bench serve`` uses.
+
+    Args:
+        answers: all requests; failed ones count as such and nowhere else.
+        duration_s: from the first request to the last answer's end.
+        slo: for goodput.
+
+    Returns:
+        Counts, throughputs, goodput per minute and percentiles.
+    """
+    good = [answer for answer in answers if not answer.error]
+    output = sum(answer.tokens for answer in good)
+    figures: dict[str, Any] = {
+        "duration_s": duration_s,
+        "completed": len(good),
+        "failed": len(answers) - len(good),
+        "input_tokens": sum(answer.prompt_tokens for answer in good),
+        "output_tokens": output,
+        "request_throughput_per_s": len(good) / duration_s,
+        "output_throughput_tokens_per_s": output / duration_s,
+        "goodput_per_min": 60 * sum(a.meets(slo) for a in good) / duration_s,
+    }
+    figures |= percentiles("ttft", [a.ttft_ms for a in good])
+    figures |= percentiles("tpot", [a.tpot_ms for a in good if a.tokens > 1])
+    return figures | percentiles("itl", [gap for a in good for gap in a.itl_ms])
+
+
+# -- the server's metrics -------------------------------------------------------
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """The figures we follow, summed over engines, from Prometheus' text.
+
+    Names that the server does not have (a stock server has no policy) are absent.
+    """
+    known = GAUGES | COUNTERS
+    found: dict[str, float] = {}
+    for name, labels, value in _LINE.findall(text):
+        if name in known:
+            short = known[name]
+            found[short] = found.get(short, 0.0) + float(value)
+        elif name == "cache_config_info" and (match := _BLOCKS.search(labels)):
+            found["blocks"] = float(match[1]) - 1  # less vLLM's null block
+    return found
+
+
+def read_metrics(url: str) -> dict[str, float]:
+    """What the server at ``url`` says now; empty where it does not answer."""
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+            return parse_metrics(answer.read().decode())
+    except OSError:
+        return {}
+
+
+class Sampler:
+    """Reads the server's metrics every half second while its block runs."""
+
+    def __init__(self, url: str, every_s: float = EVERY_S) -> None:
+        self.url = url
+        self.every_s = every_s
+        self.samples: list[dict[str, float]] = []
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._sample()  # counters before the load
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+        if error is None:
+            self._sample()  # counters after it
+
+    def _sample(self) -> None:
+        found = read_metrics(self.url)
+        if found:
+            self.samples.append({"at_s": time.perf_counter()} | found)
+
+    def _run(self) -> None:
+        while not self._done.wait(self.every_s):
+            self._sample()
+
+
+def server_figures(
+    samples: Sequence[dict[str, float]], start_s: float, end_s: float
+) -> dict[str, Any]:
+    """Memory, load and counters of a run.
+
+    Args:
+        samples: of a Sampler; the first and the last are outside of the load.
+        start_s: when the first request was sent; gauges before it do not count.
+        end_s: when the last answer ended.
+
+    Returns:
+        Differences of counters; means and peaks of gauges between the two times,
+        and these samples themselves, as columns, with seconds since the start.
+        Without any sample, nothing.
+    """
+    if not samples:
+        return {}
+    first, last = samples[0], samples[-1]
+    change = {
+        name: last.get(name, 0.0) - first.get(name, 0.0) for name in COUNTERS.values()
+    }
+    inside = [sample for sample in samples if start_s <= sample["at_s"] <= end_s]
+    pool = last.get("blocks", 0.0)
+    columns = {
+        "at_s": [round(sample["at_s"] - start_s, 3) for sample in inside],
+        "held_blocks": [round(sample.get("usage", 0) * pool) for sample in inside],
+    }
+    for name in ("host_bytes", "running", "waiting", "held_requests"):
+        columns[name] = [round(sample.get(name, 0)) for sample in inside]
+    queries = change.pop("prefix_queries")
+    hits = change.pop("prefix_hits")
+    figures: dict[str, Any] = {"pool_blocks": round(pool)}
+    figures |= {name: round(value) for name, value in change.items()}
+    figures["prefix_hit_share"] = hits / queries if queries else 0.0
+    if inside:
+        for name in ("held_blocks", "host_bytes", "running"):
+            figures[f"mean_{name}"] = float(np.mean(columns[name]))
+            figures[f"peak_{name}"] = max(columns[name])
+    return figures | {"samples": columns}

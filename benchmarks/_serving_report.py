@@ -1,0 +1,212 @@
+"""Tables and files of the rows of ``benchmark_serving.py``."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from _serving_plots import draw
+from _serving_rows import STOCK, Row, label_of
+from rich.console import Console
+from rich.table import Table
+
+MIB = 1 << 20
+# Name of a figure: (title, factor, digits). Two tables, as one would be too wide.
+LATENCY = {
+    "p50_ttft_ms": ("TTFT p50 ms", 1.0, 0),
+    "p99_ttft_ms": ("TTFT p99 ms", 1.0, 0),
+    "p50_tpot_ms": ("TPOT p50 ms", 1.0, 1),
+    "p50_itl_ms": ("ITL p50 ms", 1.0, 1),
+    "p99_itl_ms": ("ITL p99 ms", 1.0, 1),
+    "output_throughput_tokens_per_s": ("tokens/s", 1.0, 1),
+    "goodput_per_min": ("goodput /min", 1.0, 1),
+}
+MEMORY = {
+    "mean_held_blocks": ("held blocks, mean", 1.0, 0),
+    "peak_held_blocks": ("held blocks, peak", 1.0, 0),
+    "peak_host_bytes": ("host MiB, peak", 1 / MIB, 1),
+    "preemptions": ("preemptions", 1.0, 0),
+    "mean_running": ("running, mean", 1.0, 1),
+    "prefix_hit_share": ("prefix hits %", 100.0, 0),
+    "completed": ("done", 1.0, 0),
+    "failed": ("failed", 1.0, 0),
+}
+COUNTS = ("completed", "failed")  # not to be compared as ratios
+# Only in the files.
+OTHER = (
+    *("p99_tpot_ms", "request_throughput_per_s", "peak_running", "mean_host_bytes"),
+    *("blocks_freed", "duration_s", "input_tokens", "output_tokens", "pool_blocks"),
+)
+FIGURES = (*LATENCY, *MEMORY, *OTHER)
+
+
+def comparable(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows in groups of the same workload and settings, as they came."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        key = json.dumps([row["workload"], row["settings"]], sort_keys=True)
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
+def by_line(rows: Sequence[Row]) -> dict[tuple[str, float], list[Row]]:
+    """Rows of each policy and rate, rates in order within a policy."""
+    lines: dict[tuple[str, float], list[Row]] = {}
+    labels = list(dict.fromkeys(label_of(row["policy"]) for row in rows))
+    for row in sorted(rows, key=lambda row: row["rate"]):
+        lines.setdefault((label_of(row["policy"]), row["rate"]), []).append(row)
+    return dict(sorted(lines.items(), key=lambda item: labels.index(item[0][0])))
+
+
+def ratio_to_stock(
+    rows: Sequence[Row], stock: Sequence[Row], name: str
+) -> float | None:
+    """The median, over repetitions that both have, of a figure over stock's.
+
+    Of repetitions, as the two of one were measured one after the other. None where
+    there is none, or stock's figure is 0.
+    """
+    theirs = {row["repetition"]: row["figures"].get(name) for row in stock}
+    ratios = []
+    for row in rows:
+        mine, base = row["figures"].get(name), theirs.get(row["repetition"])
+        if mine is not None and base:
+            ratios.append(mine / base)
+    return statistics.median(ratios) if ratios else None
+
+
+def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """One record per policy and rate of comparable rows.
+
+    Returns:
+        Records of ``workload``, ``policy``, ``rate_per_s``, ``repetitions`` and,
+        for each figure, ``FIGURE``: median, ``_min``, ``_max`` and ``_vs_stock``.
+        What was not measured is None.
+    """
+    lines = by_line(rows)
+    records = []
+    for (label, rate), mine in lines.items():
+        record: dict[str, Any] = {"workload": mine[0]["workload"], "policy": label}
+        record |= {"rate_per_s": rate, "repetitions": len(mine)}
+        stock = lines.get((STOCK, rate), [])
+        for name in FIGURES:
+            values = [row["figures"].get(name) for row in mine]
+            known = [value for value in values if value is not None]
+            record[name] = statistics.median(known) if known else None
+            record[f"{name}_min"] = min(known, default=None)
+            record[f"{name}_max"] = max(known, default=None)
+            against = ratio_to_stock(mine, stock, name)
+            record[f"{name}_vs_stock"] = None if label == STOCK else against
+        records.append(record)
+    return records
+
+
+def show(record: dict[str, Any], name: str, factor: float, digits: int) -> str:
+    """A cell: median, spread where there are repetitions, ratio where stock is."""
+    if record[name] is None:
+        return "-"
+    shown = f"{factor * record[name]:.{digits}f}"
+    low, high = record[f"{name}_min"], record[f"{name}_max"]
+    if record["repetitions"] > 1 and low != high:
+        shown += f"\n{factor * low:.{digits}f}..{factor * high:.{digits}f}"
+    against = None if name in COUNTS else record[f"{name}_vs_stock"]
+    return shown if against is None else f"{shown}\n×{against:.2f}"
+
+
+def table_of(
+    records: Sequence[dict[str, Any]], columns: dict[str, tuple[str, float, int]]
+) -> Table:
+    """The records as a table; a section per policy."""
+    table = Table()
+    for title in ("policy", "rate /s", *(title for title, _, _ in columns.values())):
+        table.add_column(title, overflow="fold")  # rather than cut off
+    for record, following in zip(records, [*records[1:], None], strict=True):
+        last = following is None or following["policy"] != record["policy"]
+        table.add_row(
+            record["policy"],
+            f"{record['rate_per_s']:g}",
+            *(show(record, name, *how) for name, (_, *how) in columns.items()),
+            end_section=last,
+        )
+    return table
+
+
+def caption(rows: Sequence[Row]) -> str:
+    """Workload and settings of comparable rows, and where they were measured."""
+    settings = {
+        name: value for name, value in rows[0]["settings"].items() if value != ""
+    }
+    lines = [", ".join(f"{name} {value}" for name, value in settings.items())]
+    sources = [row["source"] for row in rows if "source" in row]
+    lines += dict.fromkeys(
+        f"{s['machine']}, torch {s['torch']}, commit {s['commit']}: {s['command']}"
+        for s in sources
+    )
+    return "\n".join(lines)
+
+
+def report(
+    rows: Sequence[Row],
+    console: Console,
+    csv_file: Path | None = None,
+    json_file: Path | None = None,
+    plots: Path | None = None,
+) -> None:
+    """Show all rows, and write them where asked.
+
+    Args:
+        rows: of one or several comparisons; each gets tables of its own.
+        console: for the tables.
+        csv_file: all records, one line each.
+        json_file: the same with the settings and sources of each comparison.
+        plots: folder for pictures.
+    """
+    groups = comparable(rows)
+    summaries = [summarise(group) for group in groups]
+    for group, records in zip(groups, summaries, strict=True):
+        console.rule(group[0]["workload"])
+        console.print(table_of(records, LATENCY))
+        console.print(table_of(records, MEMORY))
+        console.print(caption(group), markup=False, highlight=False)
+    if csv_file:
+        write_csv([record for records in summaries for record in records], csv_file)
+    if json_file:
+        found = [
+            {
+                "workload": group[0]["workload"],
+                "settings": group[0]["settings"],
+                "sources": list_of_sources(group),
+                "records": records,
+            }
+            for group, records in zip(groups, summaries, strict=True)
+        ]
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(found, indent=1) + "\n")
+    if plots:
+        workloads = [group[0]["workload"] for group in groups]
+        for index, (group, records) in enumerate(zip(groups, summaries, strict=True)):
+            before = workloads[:index].count(workloads[index])
+            name = workloads[index] + (f"-{before + 1}" if before else "")
+            for path in draw(group, records, plots, name):
+                console.print(f"drawn: {path}", markup=False, highlight=False)
+
+
+def list_of_sources(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """Machines, commits and commands of rows, each once."""
+    return list(
+        {json.dumps(r["source"]): r["source"] for r in rows if "source" in r}.values()
+    )
+
+
+def write_csv(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """One line per record; an empty cell is what was not measured."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        if records:
+            writer = csv.DictWriter(file, records[0].keys())
+            writer.writeheader()
+            writer.writerows(records)

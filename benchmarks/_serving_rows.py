@@ -1,0 +1,176 @@
+"""What a serving run measures, and its rows: one line of JSON per measurement."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _serving_metrics import Slo
+
+Row = dict[str, Any]
+STOCK = "stock"
+WORKLOADS = ("chat", "random")
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What all servers of a comparison share."""
+
+    model: str
+    pool_tokens: int
+    block_size: int
+    max_model_len: int
+    dtype: str
+    prefix_caching: bool
+    eager: bool
+    extra: tuple[str, ...] = ()
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that hold the pool's tokens."""
+        return -(-self.pool_tokens // self.block_size)
+
+    def arguments(self, seed: int) -> list[str]:
+        """What follows ``vllm serve``, without the policy."""
+        caching = "" if self.prefix_caching else "no-"
+        return [
+            *(self.model, "--seed", str(seed), "--dtype", self.dtype),
+            *("--max-model-len", str(self.max_model_len)),
+            *("--block-size", str(self.block_size)),
+            # One block more: vLLM keeps its null block out of use.
+            *("--num-gpu-blocks-override", str(self.blocks + 1)),
+            f"--{caching}enable-prefix-caching",
+            *(("--enforce-eager",) if self.eager else ()),
+            *self.extra,
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One measurement: a policy under a load, once. ``policy``: {} is stock."""
+
+    policy: Mapping[str, Any]
+    workload: str
+    rate: float
+    repetition: int
+
+    @property
+    def label(self) -> str:
+        """The policy's name and settings."""
+        return label_of(self.policy)
+
+    def seed(self, seed: int) -> int:
+        """Of the load: the same for all policies, another for every other cell.
+
+        With one seed for all rates, a server with prefix caching would have the
+        prompts of the second rate from the first.
+        """
+        parts = [seed, WORKLOADS.index(self.workload)]
+        parts += [round(1e6 * self.rate), self.repetition]
+        return int(np.random.SeedSequence(parts).generate_state(1)[0]) >> 1
+
+
+def label_of(policy: Mapping[str, Any]) -> str:
+    """``snapkv budget=256`` of its settings; ``stock`` of none."""
+    settings = [f"{key}={value}" for key, value in policy.items() if key != "name"]
+    return " ".join([str(policy.get("name", STOCK)), *settings])
+
+
+def split_policies(text: str) -> list[dict[str, Any]]:
+    """Read ``stock,snapkv,{"name": "h2o", "budget": 64}``; {} is stock.
+
+    Raises:
+        ValueError: it cannot be read, or names something twice.
+    """
+    policies: list[dict[str, Any]] = []
+    rest = text.strip()
+    while rest:
+        if rest.startswith("{"):
+            policy, end = json.JSONDecoder().raw_decode(rest)
+            rest = rest[end:]
+            if policy and "name" not in policy:
+                raise ValueError(f"no 'name' in {json.dumps(policy)}")
+        else:
+            name, comma, rest = rest.partition(",")
+            rest = comma + rest
+            policy = {} if name.strip() == STOCK else {"name": name.strip()}
+        rest = rest.strip()
+        if rest and not rest.startswith(","):
+            raise ValueError(f"expected a comma before {rest!r}")
+        if policy in policies:
+            raise ValueError(f"{label_of(policy)} is named twice")
+        policies.append(policy)
+        rest = rest[1:].strip()
+    if not policies:
+        raise ValueError("no policy is named")
+    return policies
+
+
+def cells_of(
+    policies: list[dict[str, Any]],
+    workloads: list[str],
+    rates: list[float],
+    repetitions: int,
+) -> list[Cell]:
+    """All measurements, in the order in which they are made.
+
+    Policies take turns within a repetition, so that a drifting machine slows all
+    of them alike.
+    """
+    return [
+        Cell(policy, workload, rate, repetition)
+        for repetition in range(repetitions)
+        for policy in policies
+        for workload in workloads
+        for rate in rates
+    ]
+
+
+def settings_of(pool: Pool, seed: int, load: Any, slo: Slo) -> dict[str, Any]:
+    """All that makes rows comparable, beside policy, rate and repetition."""
+    shared = asdict(pool) | {"model": Path(pool.model).name}
+    if getattr(load, "texts", ""):
+        shared["texts"] = Path(load.texts).name
+    flat = shared | asdict(load) | asdict(slo) | {"seed": seed}
+    return flat | {"extra": list(pool.extra)}
+
+
+def make_row(cell: Cell, settings: dict[str, Any], found: dict[str, Any]) -> Row:
+    """One line of the file."""
+    identity = {"policy": dict(cell.policy), "workload": cell.workload}
+    identity |= {"rate": cell.rate, "repetition": cell.repetition}
+    return identity | {"settings": settings} | found
+
+
+def key_of(row: Row) -> str:
+    """What makes a row one and the same measurement."""
+    names = ("policy", "workload", "rate", "repetition", "settings")
+    return json.dumps([row[name] for name in names], sort_keys=True)
+
+
+def lines_of(path: Path) -> Iterator[Row]:
+    """The rows of a file; a last line that was cut off does not count."""
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict) and "figures" in row:
+            yield row
+
+
+def read_rows(path: Path) -> dict[str, Row]:
+    """Earlier rows by their key; of two for one measurement the later."""
+    return {key_of(row): row for row in lines_of(path)}
+
+
+def append_row(path: Path, row: Row) -> None:
+    """Add a line, after ending one that was cut off."""
+    cut = path.exists() and path.stat().st_size and path.read_bytes()[-1:] != b"\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(("\n" if cut else "") + json.dumps(row) + "\n")

@@ -1,0 +1,250 @@
+"""Processes that a serving benchmark starts, and that never outlive it.
+
+Everything runs in a process group of its own, so that what a server starts is
+ended with it; signals that arrive while a process is started or ended are
+delivered afterwards, so that none can slip in between and leave it behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_S = 20.0  # vLLM's own orderly shutdown takes a few seconds
+
+
+class ServerError(RuntimeError):
+    """A process did not do what it was started for; the message has its log."""
+
+
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Hold signals back within the block and deliver the first one after it."""
+    arrived: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+
+    before = {number: signal.signal(number, note) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if arrived:
+            signal.raise_signal(arrived[0])
+
+
+def exit_on_signals() -> None:
+    """Make SIGTERM and SIGHUP leave by an exception, as Ctrl-C does."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGHUP, leave)
+
+
+class Group:
+    """A command in its own process group; a context manager that ends the group."""
+
+    def __init__(
+        self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+    ) -> None:
+        """Prepare; nothing runs before the block is entered.
+
+        Args:
+            command: program and arguments.
+            log: file for standard output and standard error.
+            env: environment variables beside those of this process.
+        """
+        self.command = list(command)
+        self.log = log
+        self.env = dict(os.environ) | dict(env or {})
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Group:
+        try:
+            with signals_deferred(), self.log.open("wb") as log:
+                self.process = subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=self.env,
+                    start_new_session=True,
+                )
+        except BaseException:  # a signal that was held back, for one
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while the command runs."""
+        assert self.process is not None
+        return self.process.poll()
+
+    def tail(self, lines: int = 40) -> str:
+        """The end of the log."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def stop(self, patience_s: float = STOP_S) -> None:
+        """End the command, then whatever is left of its group.
+
+        The leader gets SIGTERM alone first: vLLM's API server shuts its engine
+        down itself, and signalling all at once makes that fail.
+        """
+        with signals_deferred():
+            process, self.process = self.process, None
+            if process is None:
+                return
+            if process.poll() is None:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(patience_s)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def run_to_end(command: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
+    """Run a command and wait for it.
+
+    Raises:
+        ServerError: it ended with another code than 0.
+    """
+    with Group(command, log, env) as group:
+        assert group.process is not None
+        code = group.process.wait()
+        if code:
+            shown = " ".join(command)
+            raise ServerError(f"{shown}\nended with code {code}:\n{group.tail()}")
+
+
+# -- vLLM -----------------------------------------------------------------------
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def vllm_command(*arguments: str) -> list[str]:
+    """``vllm ARGUMENTS`` with this interpreter, whatever PATH says."""
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments]
+
+
+def policy_arguments(policy: Mapping[str, Any]) -> list[str]:
+    """``--kv-policy`` and its settings; nothing for stock vLLM, which is ``{}``."""
+    if not policy:
+        return []
+    options = {key: value for key, value in policy.items() if key != "name"}
+    extra = ["--kv-policy-config", json.dumps(options)] if options else []
+    return ["--kv-policy", str(policy["name"]), *extra]
+
+
+class Server(Group):
+    """A ``vllm serve`` that answers ``/health`` once its block is entered."""
+
+    def __init__(
+        self, arguments: Sequence[str], folder: Path, start_timeout_s: float
+    ) -> None:
+        """Prepare a server on a free port.
+
+        Args:
+            arguments: what follows ``vllm serve``, without host and port.
+            folder: for its log and the files that vLLM leaves in TMPDIR.
+            start_timeout_s: how long it may take until it answers.
+        """
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start_timeout_s = start_timeout_s
+        self.start_s = 0.0
+        address = ("--host", "127.0.0.1", "--port", str(self.port))
+        super().__init__(
+            vllm_command("serve", *arguments, *address),
+            folder / "server.log",
+            {
+                "TMPDIR": str(folder),
+                "VLLM_RPC_BASE_PATH": str(folder),
+                "VLLM_NO_USAGE_STATS": "1",
+                "DO_NOT_TRACK": "1",
+                "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+            },
+        )
+
+    def __enter__(self) -> Server:
+        try:
+            super().__enter__()
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _wait(self) -> None:
+        began = time.monotonic()
+        while not self.healthy():
+            self.start_s = time.monotonic() - began
+            if self.exit_code is not None:
+                why = f"ended with code {self.exit_code} before it was ready"
+            elif self.start_s > self.start_timeout_s:
+                why = f"was not ready after {self.start_s:.0f} s"
+            else:
+                time.sleep(0.5)
+                continue
+            raise ServerError(f"the server {why}; the end of its log:\n{self.tail()}")
+        self.start_s = time.monotonic() - began
+
+    def healthy(self) -> bool:
+        """Whether ``/health`` answers with 200."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def require_alive(self) -> None:
+        """Raise ServerError, with the end of the log, if the server has ended."""
+        if self.exit_code is not None:
+            raise ServerError(
+                f"the server ended with code {self.exit_code} under load; "
+                f"the end of its log:\n{self.tail()}"
+            )
+
+
+@contextlib.contextmanager
+def serving(arguments: Sequence[str], start_timeout_s: float) -> Iterator[Server]:
+    """A server with a folder of its own; both are gone after the block."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvp-serving-") as folder,
+        Server(arguments, Path(folder), start_timeout_s) as server,
+    ):
+        yield server

@@ -1,0 +1,285 @@
+"""A serving comparison from end to end, with a stand-in for vLLM.
+
+Nothing that it starts may be left behind, however it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+pytest.importorskip("aiohttp")
+import _serving_random as random_module
+import _serving_server as server_module
+import benchmark_serving
+from _serving_chat import ChatLoad, chat
+from _serving_metrics import Sampler, Slo
+from _serving_rows import Cell, Pool, cells_of, read_rows
+from _serving_server import ServerError, serving
+
+FAKE = str(Path(__file__).with_name("_fake_vllm.py"))
+SNAPKV = {"name": "snapkv"}
+COMPARISON = benchmark_serving.Comparison(
+    pool=Pool("/m", 320, 32, 2048, "auto", True, True),
+    chat=ChatLoad(3, 2, 0.01, 4, 3, 6),
+    random=random_module.RandomLoad(3, 10, 4),
+    slo=Slo(1e6, 1e6),
+    seed=0,
+    request_timeout_s=20.0,
+    start_timeout_s=30.0,
+)
+
+
+def fake_command(*arguments: str) -> list[str]:
+    return [sys.executable, FAKE, *arguments]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where the stand-in writes what it was asked for."""
+    monkeypatch.setenv("FAKE_VLLM", str(tmp_path))
+    monkeypatch.setattr(server_module, "vllm_command", fake_command)
+    monkeypatch.setattr(random_module, "vllm_command", fake_command)
+    return tmp_path
+
+
+def noted(folder: Path, file: str) -> list[str]:
+    path = folder / file
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def pids(folder: Path) -> list[int]:
+    """Of every server and of what it started."""
+    return [int(pid) for line in noted(folder, "pids") for pid in line.split()]
+
+
+def runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"  # an orphan that nobody has waited for has ended, too
+
+
+def assert_all_gone(folder: Path, servers: int) -> None:
+    started = pids(folder)
+    assert len(started) == 2 * servers
+    deadline = time.monotonic() + 5
+    while any(map(runs, started)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in started if runs(pid)] == []
+
+
+def test_conversations_grow_by_the_true_answers(folder):
+    with serving(["/m"], 30.0) as server:
+        answers = chat(server.url, "/m", COMPARISON.chat, 50.0, 0, 20.0)
+    assert_all_gone(folder, servers=1)
+    assert [answer.error for answer in answers] == [""] * 6
+    assert {answer.tokens for answer in answers} == {6}
+    assert all(len(answer.itl_ms) == 5 for answer in answers)
+    assert all(1.0 < answer.tpot_ms < 1000 for answer in answers)
+    bodies = [json.loads(line) for line in noted(folder, "requests")]
+    second = [body["messages"] for body in bodies if len(body["messages"]) > 1]
+    assert len(second) == 3
+    for messages in second:
+        assert [m["role"] for m in messages] == ["user", "assistant", "user"]
+        assert messages[1]["content"] == "1.0 1.1 1.2 1.3 1.4 1.5 "
+    firsts = {body["messages"][0]["content"] for body in bodies}
+    assert len(firsts) == 3  # users say different things
+    assert {(b["max_tokens"], b["ignore_eos"]) for b in bodies} == {(6, True)}
+
+
+def test_a_failure_ends_a_conversation_and_is_counted(folder):
+    with serving(["/m", "--refuse", "1"], 30.0) as server:
+        answers = chat(server.url, "/m", COMPARISON.chat, 50.0, 0, 20.0)
+        assert len(answers) == 3
+        assert answers[0].error == "400: too long"
+        with pytest.raises(ServerError, match="warm up failed: 400: too long"):
+            benchmark_serving.warm_up(server, COMPARISON)
+
+
+def test_a_pool_of_another_size_is_refused(folder):
+    with (
+        serving(["/m", "--num-gpu-blocks-override", "10"], 30.0) as server,
+        pytest.raises(ServerError, match=r"9\.0 blocks, not 10"),
+    ):
+        benchmark_serving.warm_up(server, COMPARISON)
+
+
+def test_all_is_measured_once(folder, monkeypatch):
+    monkeypatch.setattr(benchmark_serving, "Sampler", partial(Sampler, every_s=0.02))
+    out = folder / "rows.jsonl"
+    said: list[str] = []
+    cells = cells_of([{}, SNAPKV], ["chat", "random"], [50.0], 2)
+    assert benchmark_serving.run_all(COMPARISON, cells, out, said.append) == []
+    assert_all_gone(folder, servers=4)
+    asked = ["--kv-policy" in json.loads(line) for line in noted(folder, "serve")]
+    assert asked == [False, True, False, True]
+    rows = list(read_rows(out).values())
+    done = [Cell(*(r[n] for n in Cell.__dataclass_fields__)) for r in rows]
+    assert done == cells
+    talk, single = rows[2]["figures"], rows[3]["figures"]
+    assert (talk["completed"], talk["failed"], talk["preemptions"]) == (6, 0, 6)
+    assert (talk["pool_blocks"], single["pool_blocks"]) == (10, 10)
+    # the warm-ups do not count, and the stand-in says that half the pool is held
+    assert (talk["mean_held_blocks"], single["peak_held_blocks"]) == (5, 5)
+    assert (talk["peak_host_bytes"], single["peak_host_bytes"]) == (2 << 20, 2 << 20)
+    assert rows[0]["figures"]["peak_host_bytes"] == 0
+    for row in rows:
+        assert min(row["samples"]["at_s"]) >= 0
+        assert row["samples"]["at_s"][-1] <= row["figures"]["duration_s"]
+    assert single["goodput_per_min"] == 600
+    assert rows[3]["first_error"] == "refused"
+    assert "first_error" not in rows[2]
+    seeds = [json.loads(line) for line in noted(folder, "bench")]
+    seeds = [said[said.index("--seed") + 1] for said in seeds]
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text("".join(lines[:7]) + lines[7][:40])  # the last was cut off
+    benchmark_serving.run_all(COMPARISON, cells, out, said.append)
+    assert len(noted(folder, "serve")) == 5
+    assert len(noted(folder, "bench")) == 5
+    again = list(read_rows(out).values())
+    assert again[:7] == rows[:7]
+    assert len(again) == 8
+    benchmark_serving.run_all(COMPARISON, cells, out, said.append)
+    assert len(noted(folder, "serve")) == 5
+    assert said[-1].startswith("0 of 8 measurements to come")
+
+
+def test_a_policy_that_fails_does_not_stop_the_others(folder, monkeypatch):
+    monkeypatch.setenv("FAKE_FAILS", "snapkv")
+    out, said = folder / "rows.jsonl", []
+    cells = cells_of([SNAPKV, {}], ["chat"], [50.0], 2)
+    failed = benchmark_serving.run_all(COMPARISON, cells, out, said.append)
+    assert failed == ["snapkv"]
+    assert [row["policy"] for row in read_rows(out).values()] == [{}, {}]
+    told = [line for line in said if "does not fit this model" in line]
+    assert len(told) == 1  # with the end of the log, and not tried twice
+    assert "ended with code 1 before it was ready" in told[0]
+
+
+def test_memory_is_sampled_while_the_load_runs(folder):
+    with serving(["/m", "--kv-policy", "x"], 30.0) as server:
+        deadline = time.monotonic() + 20
+        with Sampler(server.url, every_s=0.02) as sampler:
+            while len(sampler.samples) < 5 and time.monotonic() < deadline:
+                time.sleep(0.02)
+        count = len(sampler.samples)
+        time.sleep(0.1)
+    assert 4 < count == len(sampler.samples)
+    assert {sample["usage"] for sample in sampler.samples} == {0.5}
+    assert {sample["host_bytes"] for sample in sampler.samples} == {2 << 20}
+
+
+def test_a_server_that_never_answers_is_given_up(folder, monkeypatch):
+    sleeper = "import time; print('busy', flush=True); time.sleep(60)"
+    monkeypatch.setattr(
+        server_module, "vllm_command", lambda *_: [sys.executable, "-c", sleeper]
+    )
+    with (
+        pytest.raises(ServerError, match=r"not ready after 1 s(?s:.)*busy"),
+        serving(["/m"], 1.0),
+    ):
+        pass
+
+
+def test_nothing_is_left_after_an_exception(folder):
+    def fail() -> None:
+        assert any(map(runs, pids(folder)))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), serving(["/m"], 30.0):
+        fail()
+    assert_all_gone(folder, servers=1)
+
+
+def test_a_signal_during_the_start_leaves_nothing(folder):
+    """It arrives before the process is known, and is delivered once it is."""
+    real = subprocess.Popen
+
+    def popen(*arguments, **options):
+        process = real(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGINT)
+        popen.started = process
+        return process
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_module.subprocess, "Popen", popen)
+        with pytest.raises(KeyboardInterrupt), serving(["/m"], 30.0):
+            pytest.fail("the block was entered")
+    assert popen.started.returncode is not None
+
+
+DRIVER = f"""
+import sys
+sys.path.insert(0, {sys.path[0]!r})
+import _serving_random, _serving_server, typer
+def fake(*arguments):
+    return [sys.executable, {FAKE!r}, *arguments]
+_serving_random.vllm_command = _serving_server.vllm_command = fake
+import benchmark_serving
+sys.argv[0] = benchmark_serving.__file__
+typer.run(benchmark_serving.main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+def test_signals_leave_no_server_and_a_rerun_goes_on(folder, number, code):
+    out = folder / "rows.jsonl"
+    command = [sys.executable, "-c", DRIVER, "/m", "--policies", "stock,snapkv"]
+    command += ["--workloads", "chat", "--rates", "20", "--repetitions", "1"]
+    command += ["--users", "2", "--turns", "1", "--out", str(out)]
+    process = subprocess.Popen(
+        [*command, "--answer-tokens", "1000"],  # 30 s or more
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    # two requests are for the warm-up: the third is the load
+    while len(noted(folder, "requests")) < 3 and time.monotonic() < deadline:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.05)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == code, said
+    assert_all_gone(folder, servers=1)
+    assert not out.exists()
+    if number == signal.SIGINT:
+        assert "the same command goes on" in said
+        done = subprocess.run(
+            [*command, "--answer-tokens", "5"], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert len(read_rows(out)) == 2
+        assert "TTFT" in done.stdout
+        assert_all_gone(folder, servers=3)
+
+
+def test_mistakes_are_told_before_a_server_starts(tmp_path):
+    import typer
+
+    with pytest.raises(typer.BadParameter, match="snapvk"):
+        benchmark_serving.read_policies("stock,snapvk")
+    with pytest.raises(typer.BadParameter, match="budget"):
+        benchmark_serving.read_policies('{"name": "snapkv", "budget": "much"}')
+    for rates in ("1,x", "0", "inf", "-1"):
+        with pytest.raises(typer.BadParameter, match="--rates"):
+            benchmark_serving.read_rates(rates)
+    with pytest.raises(typer.BadParameter, match="chats"):
+        benchmark_serving.read_workloads("chats")
+    with pytest.raises(typer.BadParameter, match="--texts"):
+        benchmark_serving.read_texts(tmp_path / "none")
