@@ -50,13 +50,19 @@ def signals_deferred() -> Iterator[None]:
 
 
 def exit_on_signals() -> None:
-    """Make SIGTERM and SIGHUP leave by an exception, as Ctrl-C does."""
+    """Make SIGTERM and SIGHUP leave by an exception, as Ctrl-C does.
+
+    Ctrl-C does so even where a shell started us in the background and had it
+    ignored; SIGHUP stays ignored under nohup.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, leave)
-    signal.signal(signal.SIGHUP, leave)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, leave)
 
 
 class Group:

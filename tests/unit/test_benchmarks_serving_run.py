@@ -204,21 +204,45 @@ def test_nothing_is_left_after_an_exception(folder):
     assert_all_gone(folder, servers=1)
 
 
-def test_a_signal_during_the_start_leaves_nothing(folder):
+@pytest.mark.parametrize("what", ["server", "client"])
+def test_a_signal_during_the_start_leaves_nothing(folder, monkeypatch, what):
     """It arrives before the process is known, and is delivered once it is."""
-    real = subprocess.Popen
+    real, started = subprocess.Popen, []
 
     def popen(*arguments, **options):
-        process = real(*arguments, **options)
+        started.append(real(*arguments, **options))
         os.kill(os.getpid(), signal.SIGINT)
-        popen.started = process
-        return process
+        return started[0]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_module.subprocess, "Popen", popen)
-        with pytest.raises(KeyboardInterrupt), serving(["/m"], 30.0):
-            pytest.fail("the block was entered")
-    assert popen.started.returncode is not None
+    monkeypatch.setattr(server_module.subprocess, "Popen", popen)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    group = {
+        "server": lambda: serving(["/m"], 30.0),
+        "client": lambda: server_module.Group(command, folder / "log"),
+    }[what]
+    with pytest.raises(KeyboardInterrupt), group():
+        pytest.fail("the block was entered")
+    assert started[0].returncode is not None
+
+
+def test_signals_that_end_a_run():
+    before = {number: signal.getsignal(number) for number in server_module.SIGNALS}
+    try:
+        # as a shell starts a command in the background, and nohup any command
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        server_module.exit_on_signals()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        server_module.exit_on_signals()
+        with pytest.raises(SystemExit) as left:
+            signal.raise_signal(signal.SIGHUP)
+        assert left.value.code == 129
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 DRIVER = f"""
