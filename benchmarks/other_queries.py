@@ -1,8 +1,8 @@
 """What a choice of tokens is worth that was made for other queries.
 
 `reuse_every` takes over the choice of an anchor layer, `prefetch` asks a layer's index
-with the query of the step or layer before. Measured as in ``coverage.py``, with exact choices: the share
-of the attention that the layer's own choice of as many tokens gets.
+with the query of the step or layer before. Measured as in ``coverage.py``, with exact
+choices: the share of the attention that the layer's own choice of as many tokens gets.
 
     python benchmarks/other_queries.py MODEL DOCUMENTS
 """
