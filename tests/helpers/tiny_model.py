@@ -47,23 +47,6 @@ def write_config(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def _write_tokenizer(folder: Path) -> None:
-    """One token per character, for policies that encode text."""
-    from tokenizers import Regex, Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Split
-
-    characters = [chr(code) for code in range(32, 127)] + ["\n"]
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
-    vocabulary |= {text: 3 + index for index, text in enumerate(characters)}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Split(Regex("[\\s\\S]"), "isolated")
-    tokenizer.save(str(folder / "tokenizer.json"))
-    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(special | kind))
-
-
 def write_tiny_model(folder: Path, seed: int) -> Path:
     """Config, random weights and a tokenizer of the tiny Llama."""
     generator = torch.Generator().manual_seed(seed)
