@@ -1,0 +1,44 @@
+"""The tiny Llama with a tokenizer and a chat template, for a server that talks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tiny_model import VOCABULARY, write_tiny_model
+
+SEED = 7
+NAME = "soak"  # served as
+FIRST_WORD = 10  # ids below are left to special tokens and the template
+# Roles are words of their own, so that a template cannot fail on a known one.
+_ROLES = {"system": 3, "user": 4, "assistant": 5, "tool": 6}
+_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }} {{ message.content }} "
+    "{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+)
+
+
+def word(token: int) -> str:
+    """The text of a token."""
+    return f"w{token}"
+
+
+def write_soak_model(folder: Path) -> Path:
+    """Weights, a tokenizer of one token per word, and a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    write_tiny_model(folder, SEED)
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | _ROLES
+    words |= {word(token): token for token in range(len(words), VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": _TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,186 @@
+"""`vllm serve` with a policy, in a process group of its own that never stays."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_ROOT = Path(__file__).parent.parent.parent
+_START_S, _STOP_S = 240, 30
+_PR_SET_PDEATHSIG = 1
+
+BLOCK = 32
+BLOCKS = 26  # little more than one request at its longest, so that they preempt
+MAX_TOKENS = 800  # of one request, prompt and answer
+_ARGUMENTS = {
+    "--host": "127.0.0.1",
+    "--dtype": "float32",  # else a batch's shape decides between close tokens
+    "--block-size": BLOCK,
+    "--max-model-len": MAX_TOKENS,
+    "--max-num-seqs": 8,
+    "--max-num-batched-tokens": 128,
+    "--num-gpu-blocks-override": BLOCKS,
+    "--seed": 0,
+}
+
+
+class Server:
+    """Context manager around one server.
+
+    Args:
+        model: folder of the model.
+        name: what to serve it as.
+        policy: settings with their ``name``; None is stock vLLM.
+        folder: for the log and the server's temporary files; should be short,
+            as sockets lie in it.
+    """
+
+    def __init__(
+        self, model: Path, name: str, policy: dict[str, Any] | None, folder: Path
+    ) -> None:
+        self.policy = policy
+        self._folder = folder
+        self.log = folder / "server.log"
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._command = [_vllm(), "serve", str(model), "--served-model-name", name]
+        self._command += ["--enforce-eager", "--port", str(self.port)]
+        for flag, value in _ARGUMENTS.items():
+            self._command += [flag, str(value)]
+        if policy is not None:
+            settings = {k: v for k, v in policy.items() if k != "name"}
+            self._command += ["--kv-policy", policy["name"]]
+            self._command += ["--kv-policy-config", json.dumps(settings)]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        try:
+            self._start()
+        except BaseException:  # Ctrl-C as well
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def _start(self) -> None:
+        defaults = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = defaults | os.environ
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "HF_HUB_OFFLINE": "1",
+            # For /reset_prefix_cache, which can preempt, and /collective_rpc.
+            "VLLM_SERVER_DEV_MODE": "1",
+            # The first prompt_logprobs would compile something for a minute.
+            "TORCHDYNAMO_DISABLE": "1",
+            "TMPDIR": str(self._folder),
+            "VLLM_RPC_BASE_PATH": str(self._folder),
+        }
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                env=environment,
+                cwd=self._folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C reaches the tests only, which stop the server in order.
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        deadline_s = time.monotonic() + _START_S
+        while not self._answers():
+            self.check_alive()
+            assert time.monotonic() < deadline_s, f"no server in time:\n{self.tail()}"
+            time.sleep(0.25)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def _stop(self) -> None:
+        """The leader first: it ends its engine itself, which a signal to all breaks."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            print("the server did not end by itself:", self.tail(), sep="\n")
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # nobody left, as should be
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    # -- what it looks like ----------------------------------------------------
+
+    def check_alive(self) -> None:
+        assert self._process is not None
+        code = self._process.poll()
+        assert code is None, f"the server ended with {code}:\n{self.tail()}"
+
+    def tail(self, most: int = 4000) -> str:
+        """The end of the log."""
+        return self.log.read_text(errors="replace")[-most:]
+
+    def rss_bytes(self) -> int:
+        """Memory of the server and all that it started."""
+        assert self._process is not None
+        leader = psutil.Process(self._process.pid)
+        total = 0
+        for process in [leader, *leader.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):  # a helper that ended
+                total += process.memory_info().rss
+        return total
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Samples of /metrics by name, summed over their labels."""
+    found: dict[str, float] = {}
+    for name, value in re.findall(r"^(\w[\w:]*)(?:\{.*\})? (\S+)$", text, re.M):
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def _vllm() -> str:
+    beside = Path(sys.executable).parent / "vllm"
+    command = str(beside) if beside.exists() else shutil.which("vllm")
+    assert command, "there is no vllm command; scripts/test.sh sets one up"
+    return command
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _end_with_parent() -> None:
+    """SIGTERM for the server when the tests are killed with no chance to stop it.
+
+    vLLM may miss it while it starts.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

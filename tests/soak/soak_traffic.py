@@ -1,0 +1,279 @@
+"""Rounds of traffic against one server, and what must hold after each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+
+import aiohttp
+from soak_client import HANG_S, Client, Requests, Wanted, lead
+from soak_nonsense import KNOWN_5XX, Case
+from soak_server import Server, parse_metrics
+
+_ROUND_S = 8
+_CALM_S = 60  # until a server that nobody asks must be at rest
+_WARM_UP = 0.4  # of the time; memory may grow until then
+_MOST_GROWTH = 0.05
+_CLOSE = 1e-3  # where two tokens are this close, a batch's shape may decide
+_AT_REST = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",  # blocks that requests hold; cached ones are free
+)
+_POLICY_AT_REST = (
+    "vllm:kv_policy_resident_tokens",
+    "vllm:kv_policy_host_reserved_bytes",
+    "vllm:kv_policy_held_requests",
+)
+
+
+class Traffic:
+    """One server under random traffic. Every check raises AssertionError.
+
+    Args:
+        expected: status per nonsensical request; None: ask, and keep the answers.
+        samples: answers compared with the same requests alone.
+        preempted_differ: whether a policy says that preempted requests go on
+            with other tokens; those are then not compared.
+
+    Attributes:
+        statuses: per nonsensical request, what this server answered.
+        counts: what happened, so that a test can see that it did happen.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        seed: int,
+        cases: list[Case],
+        expected: dict[str, int] | None = None,
+        samples: int = 40,
+        preempted_differ: bool = False,
+    ) -> None:
+        self.server = server
+        self.rng = random.Random(seed)
+        self.statuses: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
+        self.rss_bytes: list[int] = []
+        self._requests = Requests(self.rng)
+        self._cases = cases
+        self._expected = expected
+        self._samples = samples
+        self._preempted_differ = preempted_differ
+        self._answered: list[Wanted] = []
+        # (when, how many so far), to tell who cannot have been preempted
+        self._preemptions: list[tuple[float, float]] = []
+        self._client: Client
+
+    async def run(self, traffic_s: float) -> None:
+        """All nonsense once, traffic for so long, then what must be left."""
+        timeout = aiohttp.ClientTimeout(total=HANG_S)
+        connector = aiohttp.TCPConnector(limit=0)
+        session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        async with session:
+            self._client = Client(session, self.server.url)
+            await self._rest()
+            await self._all_nonsense()
+            began_s = time.monotonic()
+            while (spent_s := time.monotonic() - began_s) < traffic_s:
+                await self._round(spent_s)
+                await self._rest()
+                rss_bytes = self.server.rss_bytes()
+                if spent_s < traffic_s * _WARM_UP or not self.rss_bytes:
+                    self.rss_bytes = [max([rss_bytes, *self.rss_bytes])]
+                else:
+                    self.rss_bytes.append(rss_bytes)
+            await self._compare()
+            await self._rest()
+
+    def check_memory(self) -> None:
+        """It may grow while the server warms up, and hardly any more after that."""
+        warm_bytes, last_bytes = self.rss_bytes[0], self.rss_bytes[-1]
+        self.counts["MB when warm"] = warm_bytes // 10**6
+        self.counts["MB at the end"] = last_bytes // 10**6
+        assert last_bytes <= warm_bytes * (1 + _MOST_GROWTH), (
+            f"memory grew from {warm_bytes} to {last_bytes} bytes: {self.rss_bytes}"
+        )
+
+    def summary(self) -> str:
+        return ", ".join(f"{count} {event}" for event, count in self.counts.items())
+
+    # -- parts of a round --------------------------------------------------------
+
+    async def _round(self, spent_s: float) -> None:
+        """Clients come and go for some seconds; then all may finish."""
+        rng = self.rng
+        # Alone, a few, or more than are served at once.
+        clients = rng.choice((1, 3, 8, 16, 30))
+        ends_s = time.monotonic() + _ROUND_S
+        watch = asyncio.create_task(self._watch())
+        jobs = [
+            self._one_client(random.Random(rng.randrange(1 << 30)), ends_s)
+            for _ in range(clients)
+        ]
+        if clients >= 8:
+            jobs += self._burst()
+        try:
+            await _together(jobs)
+        finally:
+            watch.cancel()
+        await self._note_preemptions()
+        self.counts["rounds"] += 1
+
+    async def _one_client(self, rng: random.Random, ends_s: float) -> None:
+        client = self._client
+        while time.monotonic() < ends_s:
+            self.server.check_alive()
+            wanted = self._requests.one(rng, short=rng.random() < 0.5)
+            dice = rng.random()
+            if dice < 0.5:
+                await client.ask(wanted)
+                self.counts["answered"] += 1
+                self._answered.append(wanted)
+            elif dice < 0.65:  # mostly before the first token
+                await client.hang_up(wanted, rng.uniform(0, 0.3), 10**6)
+                self.counts["hung up early"] += 1
+            elif dice < 0.8:
+                wanted.body["stream"] = True
+                wanted.body.pop("prompt_logprobs", None)
+                await client.hang_up(wanted, HANG_S, rng.randint(1, 60))
+                self.counts["hung up in a stream"] += 1
+            elif dice < 0.95:
+                await self._nonsense(rng.choice(self._cases))
+            elif dice < 0.98:
+                await client.half_a_request()
+                self.counts["half requests"] += 1
+            else:  # vLLM's own way to preempt everybody
+                await client.control("/reset_prefix_cache?reset_running_requests=true")
+                self.counts["resets"] += 1
+            await asyncio.sleep(rng.expovariate(10))
+
+    def _burst(self) -> list[Coroutine[Any, Any, None]]:
+        """Many at once: nonsense, and clients who go at once."""
+        rng = self.rng
+        found = [self._nonsense(case) for case in rng.sample(self._cases, 30)]
+        for _ in range(20):
+            wanted = self._requests.one(rng)
+            found.append(self._client.hang_up(wanted, rng.uniform(0, 1), 10**6))
+        self.counts["bursts"] += 1
+        return found
+
+    async def _watch(self) -> None:
+        while True:
+            await self._note_preemptions()
+            await asyncio.sleep(0.3)
+
+    async def _note_preemptions(self) -> None:
+        asked_s = time.monotonic()
+        metrics = await self._metrics()
+        self._preemptions.append((asked_s, metrics["vllm:num_preemptions_total"]))
+
+    # -- nonsense ----------------------------------------------------------------
+
+    async def _all_nonsense(self) -> None:
+        """A few at a time, as some generate as long as the context allows."""
+        left = iter(self._cases)
+
+        async def ask_on() -> None:
+            for case in left:
+                await self._nonsense(case)
+
+        await _together([ask_on() for _ in range(6)])
+
+    async def _nonsense(self, case: Case) -> None:
+        status = await self._client.status(case)
+        self.counts["nonsense"] += 1
+        before = self.statuses.setdefault(case.name, status)
+        assert status == before, f"{case.name}: {status}, but {before} before"
+        if status >= 500:
+            known = case.name.split(" ", 1)[1]
+            assert known in KNOWN_5XX, f"{case.name}: {status}\n{self.server.tail()}"
+            self.counts["known 5xx of vLLM"] += 1
+        if self._expected is not None:
+            stock = self._expected[case.name]
+            assert status == stock, f"{case.name}: {status}, stock vLLM {stock}"
+
+    # -- what must hold afterwards ---------------------------------------------------
+
+    async def _metrics(self) -> dict[str, float]:
+        return parse_metrics(await self._client.text("/metrics"))
+
+    async def _rest(self) -> None:
+        """Nobody asks anything: nothing may be held, and the server answers.
+
+        A request whose client has gone may arrive at the engine after that, so
+        what is held now and then is waited for.
+        """
+        deadline_s = time.monotonic() + _CALM_S
+        calm = 0
+        while calm < 2:
+            self.server.check_alive()
+            held = await self._held()
+            calm = 0 if held else calm + 1
+            assert time.monotonic() < deadline_s, f"held by nobody: {held}"
+            await asyncio.sleep(0.2)
+        await self._client.text("/health")
+
+    async def _held(self) -> dict[str, float]:
+        """What the server says that it holds."""
+        metrics = await self._metrics()
+        names = _AT_REST if self.server.policy is None else _AT_REST + _POLICY_AT_REST
+        held = {name: metrics[name] for name in names if metrics[name]}
+        self.counts["preemptions"] = int(metrics["vllm:num_preemptions_total"])
+        if self.server.policy is not None:
+            for name in ("compressions", "fetched_tokens"):
+                count = metrics[f"vllm:kv_policy_{name}_total"]
+                self.counts[name.replace("_", " ")] = int(count)
+            # Raises in the server when seats or host pages are lost.
+            body = {"method": "kv_policy_check_integrity"}
+            (known,) = (await self._client.control("/collective_rpc", body))["results"]
+            if known != "0":
+                held["requests that the worker knows"] = float(known)
+        return held
+
+    # -- tokens ------------------------------------------------------------------------
+
+    def _undisturbed(self, wanted: Wanted) -> bool:
+        """Whether nobody was preempted while this one was answered."""
+        before = [n for at_s, n in self._preemptions if at_s <= wanted.began_s]
+        after = [n for at_s, n in self._preemptions if at_s >= wanted.ended_s]
+        return bool(before and after) and before[-1] == after[0]
+
+    async def _compare(self) -> None:
+        """Greedy answers from the traffic against the same requests alone."""
+        greedy = [wanted for wanted in self._answered if wanted.greedy]
+        if self._preempted_differ:
+            greedy = [wanted for wanted in greedy if self._undisturbed(wanted)]
+        for wanted in self.rng.sample(greedy, min(self._samples, len(greedy))):
+            alone = Wanted(wanted.path, wanted.body, wanted.choices)
+            reset = await self._client.control("/reset_prefix_cache")
+            assert reset["success"], "the prefix cache cannot be emptied"
+            await self._client.ask(alone)
+            self.counts["compared"] += 1
+            for choice, (got, want) in enumerate(
+                zip(wanted.tokens, alone.tokens, strict=True)
+            ):
+                if got == want:
+                    continue
+                at = next(i for i in range(len(got)) if got[i] != want[i])
+                led = await lead(self._client, wanted, choice, at)
+                assert led < _CLOSE, (
+                    f"token {at} is {got[at]}, alone {want[at]} with a lead of "
+                    f"{led:.4f}: {wanted.body}"
+                )
+                self.counts["near ties"] += 1
+
+
+async def _together(jobs: list[Coroutine[Any, Any, None]]) -> None:
+    """All at once; the first failure ends the others and is raised."""
+    tasks = [asyncio.create_task(job) for job in jobs]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
