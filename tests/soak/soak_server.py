@@ -146,6 +146,13 @@ class Server:
         """The end of the log."""
         return self.log.read_text(errors="replace")[-most:]
 
+    def keep_log(self, name: str) -> Path:
+        """Copy the log to where it outlives the server."""
+        kept = _ROOT / "build" / name
+        kept.parent.mkdir(exist_ok=True)
+        shutil.copy(self.log, kept)
+        return kept
+
     def rss_bytes(self) -> int:
         """Memory of the server and all that it started."""
         assert self._process is not None

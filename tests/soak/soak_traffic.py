@@ -93,14 +93,14 @@ class Traffic:
     def check_memory(self) -> None:
         """It may grow while the server warms up, and hardly any more after that."""
         warm_bytes, last_bytes = self.rss_bytes[0], self.rss_bytes[-1]
-        self.counts["MB when warm"] = warm_bytes // 10**6
-        self.counts["MB at the end"] = last_bytes // 10**6
         assert last_bytes <= warm_bytes * (1 + _MOST_GROWTH), (
             f"memory grew from {warm_bytes} to {last_bytes} bytes: {self.rss_bytes}"
         )
 
     def summary(self) -> str:
-        return ", ".join(f"{count} {event}" for event, count in self.counts.items())
+        events = ", ".join(f"{count} {event}" for event, count in self.counts.items())
+        mb = " ".join(str(rss_bytes // 10**6) for rss_bytes in self.rss_bytes)
+        return f"{events}; MB when warm and after each round: {mb}"
 
     # -- parts of a round --------------------------------------------------------
 

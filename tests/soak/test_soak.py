@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,10 @@ def test_server_survives(
         try:
             asyncio.run(traffic.run(traffic_s))
             traffic.check_memory()
+        except BaseException:
+            time.sleep(1)  # an engine that dies has more to say
+            print("log:", server.keep_log(f"soak-{name}.log"))
+            raise
         finally:
             soak_summary.append(f"{name}: {traffic.summary()}")
     if name == "stock":
