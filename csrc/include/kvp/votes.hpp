@@ -6,8 +6,8 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <vector>
 
@@ -17,6 +17,18 @@
 #include "kvp/top_k.hpp"
 
 namespace kvp::index {
+
+inline std::uint32_t bits_of(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+inline float from_bits(std::uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
 
 // exp(x) for -60 <= x <= 0, to 5e-6 (relative, most where x is least); below that
 // exp(-60), so that no vote is zero.
@@ -34,8 +46,7 @@ inline float exp_of_logit(float x) {
   p = p * f + 2.4022651e-1f;
   p = p * f + 6.9314718e-1f;
   p = p * f + 1.0f;
-  const auto exponent = std::bit_cast<std::int32_t>(shifted) << 23;
-  return std::bit_cast<float>(std::bit_cast<std::int32_t>(p) + exponent);
+  return from_bits(bits_of(p) + (bits_of(shifted) << 23));
 }
 
 // logits[i] becomes exp(scale * (logits[i] - peak)) / their sum. Scale is >= 0.
@@ -136,7 +147,7 @@ class Votes {
   static constexpr std::uint32_t kRanges = 1024, kFirst = (127u - 112u) << 3;
 
   std::uint32_t bits_of(std::int32_t slot) const {
-    return std::bit_cast<std::uint32_t>(worth_[static_cast<std::size_t>(slot)]);
+    return index::bits_of(worth_[static_cast<std::size_t>(slot)]);
   }
   static std::uint32_t range_of(std::uint32_t bits) {
     const std::uint32_t range = bits >> 20;
