@@ -25,7 +25,6 @@ from vllm_kvplugins.policies.base import (
     Lengths,
     Probe,
     ProbeOccasion,
-    Retention,
     Trigger,
 )
 from vllm_kvplugins.policies.registry import available_policies, get_policy_class
@@ -34,13 +33,9 @@ from vllm_kvplugins.selection import keep_top
 
 
 def dropping_policies() -> list[str]:
-    """Names of the policies that drop tokens; others keep all, or elsewhere."""
-    classes = {name: get_policy_class(name) for name in available_policies()}
-    return [
-        name
-        for name, cls in classes.items()
-        if cls.retention is Retention.DROP and cls.triggers is not Trigger.NEVER
-    ]
+    """Names of the policies that drop tokens of any prompt; others keep all, or
+    elsewhere, or drop between turns."""
+    return [name for name in available_policies() if get_policy_class(name).compresses]
 
 
 @dataclass(frozen=True, slots=True)

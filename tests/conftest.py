@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# First: it replaces distutils, and complains if somebody has the standard one already.
+import setuptools  # noqa: F401
+
 _TESTS = Path(__file__).parent
 sys.path.insert(0, str(_TESTS / "helpers"))
 

@@ -208,6 +208,8 @@ def test_nothing_is_left_after_an_exception(folder):
 def test_a_signal_during_the_start_leaves_nothing(folder, monkeypatch, what):
     """It arrives before the process is known, and is delivered once it is."""
     real, started = subprocess.Popen, []
+    # who runs the tests in the background leaves SIGINT ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def popen(*arguments, **options):
         started.append(real(*arguments, **options))
@@ -220,8 +222,11 @@ def test_a_signal_during_the_start_leaves_nothing(folder, monkeypatch, what):
         "server": lambda: serving(["/m"], 30.0),
         "client": lambda: server_module.Group(command, folder / "log"),
     }[what]
-    with pytest.raises(KeyboardInterrupt), group():
-        pytest.fail("the block was entered")
+    try:
+        with pytest.raises(KeyboardInterrupt), group():
+            pytest.fail("the block was entered")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert started[0].returncode is not None
 
 
