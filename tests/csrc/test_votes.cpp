@@ -187,6 +187,6 @@ int main() {
   test_exponential();
   test_votes(random);
   test_hot_slots(random);
-  std::puts("ok");
+  std::puts("0 failure(s)");  // require() ends the program at the first
   return 0;
 }
