@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -50,7 +51,7 @@ def select_tokens(
         return scan_in_torch(counts, queries, keys, scale, count)
     return call_compiled(
         "index_select",
-        torch.tensor([index.handle for index in indexes]),
+        _as_tensor(tuple(index.handle for index in indexes)),
         queries.contiguous(),
         keys.data,
         keys.table,
@@ -60,6 +61,12 @@ def select_tokens(
         scale,
         count,
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _as_tensor(handles: tuple[int, ...]) -> torch.Tensor:
+    """int64; the same requests ask step after step."""
+    return torch.tensor(handles)
 
 
 def scan_in_torch(
