@@ -121,6 +121,27 @@ def test_a_lazy_index_is_not_waited_for(monkeypatch):
     fake.check_idle()
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+def test_keys_that_no_index_takes_are_scanned(lazy):
+    """A model that computes NaN for one request must not end the others'."""
+    fake = engine("icecache", lazy_index=lazy)
+    fake.attend_every = 10_000
+    broken = fake.add("broken", 43, 20)
+    sound = fake.add("sound", 43, 20)
+    broken.keys[1:, :, 20] = torch.nan
+    while not sound.done:
+        fake.step({"broken": 43, "sound": 43})
+    retrieval = fake.runtime.retrieval
+    for here in retrieval._requests["broken"].layers.values():
+        assert isinstance(here.index, ExactScan)
+    for here in retrieval._requests["sound"].layers.values():
+        assert not isinstance(here.index, ExactScan)
+    assert retrieval.traffic.failed == LAYERS - SKIP
+    for name in ("broken", "sound"):
+        fake.remove(name)
+    fake.check_idle()
+
+
 def test_what_is_being_fetched_is_not_freed(monkeypatch):
     """A request that goes while its tokens are on their way: they arrive first."""
     fake = engine("exact-topk", prefetch="step")

@@ -60,9 +60,13 @@ class Indexer:
     def insert(self, layer: OffloadedLayer, keys: torch.Tensor, first: int) -> None:
         """Start to add [num_kv_heads, n, head_dim] of the next tokens."""
         layer.tokens = first + keys.shape[1]
-        if layer.meanwhile is not None:
-            layer.meanwhile.insert(keys, first)
         layer.under_way = self._thread.submit(layer.index.insert, keys, first)
+        if layer.meanwhile is None:
+            return
+        try:
+            layer.meanwhile.insert(keys, first)
+        except (RuntimeError, ValueError) as error:
+            self._scan_instead(layer, error)
 
     def settle(self, layer: OffloadedLayer) -> None:
         """Wait until an index that is not lazy has all that it was given."""
