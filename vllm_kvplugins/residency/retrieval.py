@@ -357,10 +357,6 @@ class Retrieval:
             self._free_seats.append(state.seat)
             self._batches = []
 
-    def retrieves(self, request_id: str) -> bool:
-        """Whether a request has tokens to fetch."""
-        return request_id in self._requests
-
     def hot_tokens(self, request_id: str, layer: int) -> torch.Tensor:
         """int64 [num_kv_heads, count]: numbers of the host tokens that are hot."""
         return self._zones[layer].hot_tokens(self._requests[request_id].seat)

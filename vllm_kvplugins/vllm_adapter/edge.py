@@ -35,7 +35,7 @@ def install() -> None:
         request = original(self, *args, **kwargs)
         if policy is not None and policy.retention is Retention.OFFLOAD:
             _check_host_memory(self.vllm_config, policy, request)
-        if policy is not None:
+        if policy is not None and policy.needs_turns:
             _check_turn_ends(request)
         return request
 
