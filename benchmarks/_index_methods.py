@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -69,7 +70,7 @@ class Ours:
         return self.index.query_topk(queries, self.keys, K, knob).slots
 
 
-class Library:
+class Library(ABC):
     """An index of a library: one per head, asked through a pool of threads.
 
     Args:
@@ -89,13 +90,13 @@ class Library:
         if threads > 1:
             self.map = ThreadPoolExecutor(threads, initializer=self.one_thread).map
 
-    def one_thread(self) -> None:
+    def one_thread(self) -> None:  # noqa: B027  one library needs nothing
         """Make searches of the calling thread use no others."""
 
     def build(self) -> None:
         self.heads = list(self.map(self.build_head, self.rows))
 
-    def ready(self) -> None:
+    def ready(self) -> None:  # noqa: B027
         """Nothing is left to do."""
 
     def prepared(self, queries: torch.Tensor) -> list[Any]:
@@ -106,11 +107,13 @@ class Library:
         found = list(self.map(asked, self.heads, queries))
         return torch.stack([torch.from_numpy(slots) for slots in found])
 
+    @abstractmethod
     def build_head(self, rows: Any) -> Any:
-        raise NotImplementedError
+        """An index of one head's float32 rows [n, head_dim]."""
 
+    @abstractmethod
     def ask_head(self, index: Any, queries: Any, knob: int) -> Any:
-        raise NotImplementedError
+        """int64 [n, K], the slots found for one head's queries."""
 
 
 class Hnsw(Library):
