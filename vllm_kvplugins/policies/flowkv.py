@@ -168,10 +168,6 @@ class FlowKV(KVCachePolicy):
     # -- what the base does ------------------------------------------------------
 
     @property
-    def triggers(self) -> Trigger:  # type: ignore[override]
-        return self._base.triggers
-
-    @property
     def needs_rotary(self) -> bool:  # type: ignore[override]
         return self._base.needs_rotary
 
