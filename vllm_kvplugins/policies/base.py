@@ -29,12 +29,8 @@ from vllm_kvplugins.budgets import (
     Uniform,
     parse_allocator,
 )
-from vllm_kvplugins.residency.plan import (
-    BlockSpan,
-    Compaction,
-    Fold,
-    ResidencyPlan,
-)
+from vllm_kvplugins.residency.plan import Compaction, Fold, ResidencyPlan
+from vllm_kvplugins.residency.prompt_cuts import prompt_compactions
 from vllm_kvplugins.rotary import Rotary
 
 
@@ -82,10 +78,16 @@ class Lengths:
     Attributes:
         turn_ends: token counts at which turns of the prompt end, ascending; see
             ``KVCachePolicy.turn_ends``.
+        restored: the compaction behind the cache that a continued session starts
+            from, the plan's first one then. Its ``candidates`` start at block 0,
+            ``zone`` is the landing zone. No cut is planned, and no query awaited,
+            up to its ``at_tokens``; so that is what is restored, or less where no
+            cut can follow before that.
     """
 
     prompt_tokens: int
     turn_ends: tuple[int, ...] = ()
+    restored: Compaction | None = None
 
 
 # Text to token ids, without special tokens.
@@ -323,24 +325,18 @@ class Compressor(KVCachePolicy):
     )
 
     def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
-        prompt_tokens, block_size = lengths.prompt_tokens, geometry.block_size
-        full_blocks = prompt_tokens // block_size
+        size, prompt_tokens = geometry.block_size, lengths.prompt_tokens
         budget_tokens = max(
             self.budget.resolve(prompt_tokens, geometry.kv_bytes_per_token),
             self.minimum_budget_tokens,
         )
-        tail_tokens = prompt_tokens - full_blocks * block_size
-        zone_blocks = max(-(-(budget_tokens - tail_tokens) // block_size), 1)
-        held_blocks = min(zone_blocks, full_blocks)
-        fold = self._fold(full_blocks, held_blocks, lengths, geometry)
-        if held_blocks == full_blocks:
-            return ResidencyPlan(block_size, fold=fold)
-        compaction = Compaction(
-            at_tokens=prompt_tokens,
-            candidates=BlockSpan(0, full_blocks),
-            zone=BlockSpan(full_blocks - zone_blocks, full_blocks),
+        compactions = prompt_compactions(
+            prompt_tokens, size, budget_tokens, lengths.restored
         )
-        return ResidencyPlan(block_size, (compaction,), fold)
+        full_blocks = prompt_tokens // size
+        held_blocks = full_blocks - (compactions[-1].zone.start if compactions else 0)
+        fold = self._fold(full_blocks, held_blocks, lengths, geometry)
+        return ResidencyPlan(size, compactions, fold)
 
     def _fold(
         self,

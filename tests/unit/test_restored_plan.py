@@ -1,0 +1,66 @@
+"""Plans of sessions that go on from a restored cache."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.policies.base import Geometry, Lengths
+from vllm_kvplugins.residency.plan import BlockSpan, Compaction, ResidencyPlan
+
+SIZE = 32
+GEOMETRY = Geometry(SIZE, num_layers=4, num_kv_heads=2, kv_bytes_per_token=1024)
+
+
+@st.composite
+def continued(draw: st.DrawFn) -> tuple[int, Compaction, ResidencyPlan]:
+    """A prompt, what its restored start looks like, the plan."""
+    stop = draw(st.integers(2, 60))
+    at = stop * SIZE + draw(st.integers(0, 200))
+    zone = BlockSpan(draw(st.integers(0, stop - 1)), stop)
+    restored = Compaction(at, BlockSpan(0, stop), zone)
+    prompt = at + draw(st.integers(1, 2000))
+    settings = {
+        "budget": draw(st.integers(70, 1000)),
+        "decode_budget": draw(st.none() | st.integers(70, 1000)),
+        "fold_blocks": draw(st.integers(1, 5)),
+    }
+    policy = parse_policy({"name": "snapkv", **settings})
+    return prompt, restored, policy.plan(Lengths(prompt, (), restored), GEOMETRY)
+
+
+@given(continued(), st.integers(0, 1500))
+def test_plan_goes_on_behind_what_was_restored(case, extra):
+    prompt, restored, plan = case
+    assert plan.compaction(0) == restored
+    assert plan.exact_prefix_blocks == restored.zone.start
+    assert plan.num_done(restored.at_tokens) == 1
+    start, freed = restored.zone.start, set(range(restored.zone.start))
+    for index in range(1, plan.num_done(prompt + extra)):
+        compaction = plan.compaction(index)
+        assert compaction.at_tokens > restored.at_tokens
+        assert compaction.candidates.start == start, "what is held competes"
+        gone = set(range(compaction.freed.start, compaction.freed.stop))
+        assert not gone & freed
+        start, freed = compaction.zone.start, freed | gone
+    total = -(-(prompt + extra) // SIZE)
+    assert plan.resident_blocks(prompt + extra) == total - len(freed)
+
+
+@given(continued())
+def test_restored_session_keeps_its_budget_at_the_end_of_the_prompt(case):
+    prompt, restored, plan = case
+    held = plan.resident_blocks(prompt)
+    fresh = Lengths(prompt)
+    last = plan.compactions[-1]
+    if last is restored:
+        assert held == -(-prompt // SIZE) - restored.zone.start
+    else:
+        assert last.at_tokens == prompt
+    # never more than what a session from the beginning holds
+    policy = parse_policy({"name": "snapkv", "budget": 100})
+    short = policy.plan(Lengths(prompt, (), restored), GEOMETRY)
+    assert short.resident_blocks(prompt) <= policy.plan(
+        fresh, GEOMETRY
+    ).resident_blocks(prompt)
