@@ -6,11 +6,16 @@ import difflib
 import json
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from vllm_kvplugins.errors import KVPolicyError, refuse
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.policies.registry import get_policy_class
+from vllm_kvplugins.sessions.settings import (
+    SESSION_SETTINGS,
+    SessionSettings,
+    session_part,
+)
 
 CONFIG_KEY = "kv_policy"  # in vLLM's additional_config
 
@@ -32,15 +37,28 @@ def parse_policy(request: Any) -> KVCachePolicy:
         )
     name = request["name"]
     cls = get_policy_class(name)
-    options = {key: value for key, value in request.items() if key != "name"}
+    sessions = session_part(request)
+    options = {k: v for k, v in request.items() if k != "name" and k not in sessions}
+    reasons: list[str] = []
+    try:
+        SessionSettings.model_validate(sessions)
+    except ValidationError as error:
+        reasons = [_explain(SessionSettings, item) for item in error.errors()]
     try:
         policy = cls.model_validate(options)
     except ValidationError as error:
-        reasons = [_explain(cls, item) for item in error.errors()]
+        reasons = [_explain(cls, item) for item in error.errors()] + reasons
         refuse(f"KV policy {name!r} cannot be configured like this", reasons)
         raise AssertionError("unreachable") from error
-    refuse(f"KV policy {name!r} cannot be configured like this", policy.problems())
+    reasons = policy.problems() + reasons
+    refuse(f"KV policy {name!r} cannot be configured like this", reasons)
     return policy
+
+
+def parse_sessions(request: Any) -> SessionSettings:
+    """The session settings of a request that ``parse_policy`` accepts."""
+    parts = session_part(request) if isinstance(request, dict) else {}
+    return SessionSettings.model_validate(parts)
 
 
 def parse_options(text: str) -> dict[str, Any]:
@@ -78,14 +96,16 @@ def describe(policy: KVCachePolicy) -> str:
     return " ".join([policy.name, *parts])
 
 
-def _explain(cls: type[KVCachePolicy], item: Any) -> str:
+def _explain(cls: type[BaseModel], item: Any) -> str:
     """One pydantic error as a sentence that says what to do."""
     where = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        known = sorted(cls.model_fields)
+        known = sorted({*cls.model_fields, *SESSION_SETTINGS})
         near = difflib.get_close_matches(where, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
         listed = ", ".join(known) or "none"
         return f"unknown setting {where!r}: {hint}(settings: {listed})"
     message = item["msg"].removeprefix("Value error, ")
+    if not where:
+        return message
     return f"{where}: {message} (got {item['input']!r})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -55,6 +56,13 @@ class PageLayout:
     v_offsets: torch.Tensor
     keys: Plane = field(init=False, repr=False)
     values: Plane = field(init=False, repr=False)
+
+    @property
+    def digest(self) -> str:
+        """Equal for layouts that hold every element in the same place."""
+        tables = torch.cat([self.k_offsets, self.v_offsets]).cpu()
+        raw = tables.contiguous().view(torch.uint8).numpy().tobytes()
+        return hashlib.blake2b(raw, digest_size=8).hexdigest()
 
     def __post_init__(self) -> None:
         for name in ("block_size", "head_dim"):

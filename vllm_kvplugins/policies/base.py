@@ -201,6 +201,11 @@ class KVCachePolicy(BaseModel, ABC):
         return Trigger.NEVER
 
     @property
+    def observes_steps(self) -> bool:
+        """Whether what it observed depends on every token so far."""
+        return bool(self.observes & (Trigger.PREFILL_CHUNK | Trigger.DECODE_STEP))
+
+    @property
     def needs_tokenizer(self) -> bool:
         """Whether ``probe_room`` and ``probes`` encode text."""
         return False
@@ -252,6 +257,14 @@ class KVCachePolicy(BaseModel, ABC):
             dropped with the request.
         """
         raise AssertionError(f"{self.name} observes nothing")
+
+    def pack_observed(self, observed: Any) -> dict[str, torch.Tensor]:
+        """What ``observe`` returned, as tensors of its own, to be stored."""
+        return {"observed": observed.clone()}
+
+    def unpack_observed(self, packed: dict[str, torch.Tensor]) -> Any:
+        """The same as ``observe`` returned it; may not change ``packed`` later."""
+        return packed["observed"].clone()
 
     def probe_room(self, encode: Encode) -> int:
         """Fewest tokens that a probe must have; the engine keeps so many

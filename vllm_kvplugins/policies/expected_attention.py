@@ -88,6 +88,13 @@ class ExpectedAttention(Compressor):
             seen.outer + queries.transpose(1, 2) @ queries,
         )
 
+    def pack_observed(self, observed: QueryStatistics) -> dict[str, torch.Tensor]:
+        count = torch.tensor(observed.count)
+        return {"count": count, "total": observed.total, "outer": observed.outer}
+
+    def unpack_observed(self, packed: dict[str, torch.Tensor]) -> QueryStatistics:
+        return QueryStatistics(int(packed["count"]), packed["total"], packed["outer"])
+
     def score(self, view: LayerView) -> torch.Tensor:
         keys = view.keys.to(torch.float32)
         num_kv_heads, _, dim = keys.shape

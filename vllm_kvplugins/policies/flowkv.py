@@ -141,8 +141,14 @@ class FlowKV(KVCachePolicy):
         least = -(-max(self.floor, self._base.minimum_budget_tokens) // size)
         compactions: list[Compaction] = []
         notes: list[str] = []
-        start = stop = 0  # the landing zone so far
+        start = stop = seen = 0  # the landing zone so far, and the turns it is of
+        if lengths.restored is not None:
+            compactions.append(lengths.restored)
+            zone_before, seen = lengths.restored.zone, lengths.restored.at_tokens
+            start, stop = zone_before.start, zone_before.stop
         for end in lengths.turn_ends:
+            if end <= seen:
+                continue
             full = end // size
             kept, new = stop - start, full - stop
             target = -(-(int(self.ratio * end) - end % size) // size)
@@ -192,6 +198,12 @@ class FlowKV(KVCachePolicy):
 
     def observe(self, view: LayerView) -> Any:
         return self._base.observe(view)
+
+    def pack_observed(self, observed: Any) -> dict[str, torch.Tensor]:
+        return self._base.pack_observed(observed)
+
+    def unpack_observed(self, packed: dict[str, torch.Tensor]) -> Any:
+        return self._base.unpack_observed(packed)
 
     def probe_room(self, encode: Encode) -> int:
         return self._base.probe_room(encode)

@@ -210,6 +210,29 @@ class ResidencyPlan:
         assert after_tokens == compaction.at_tokens, "a chunk ran past a compaction"
         return compaction
 
+    def window_start(self, cut: int, wanted: int) -> int:
+        """First of the newest ``wanted`` tokens before the compaction at ``cut``;
+        none that the compaction before that has seen."""
+        done = self.num_done(cut - 1)
+        previous = self.compaction(done - 1).at_tokens if done else 0
+        return max(cut - wanted, previous)
+
+    def can_start_at(self, tokens: int, compacted_at: int, wanted: int) -> int:
+        """From how many of ``tokens`` restored ones a request can go on: from none
+        that the next compaction needs as a query.
+
+        Args:
+            compacted_at: of the restored cache, without which it makes no sense.
+            wanted: queries that a compaction needs.
+
+        Returns:
+            At least ``compacted_at``; 0 = from none.
+        """
+        cut = self.next_cut(compacted_at)
+        if cut is not None:
+            tokens = min(tokens, self.window_start(cut, wanted))
+        return tokens if tokens >= compacted_at else 0
+
     @property
     def exact_prefix_blocks(self) -> int | None:
         """Leading blocks that no compaction ever rewrites; None = all of them.

@@ -9,7 +9,7 @@ import torch
 
 from vllm_kvplugins.policies.base import Geometry
 from vllm_kvplugins.residency.heap import Heap
-from vllm_kvplugins.residency.plan import Compaction
+from vllm_kvplugins.residency.plan import Compaction, ResidencyPlan
 
 
 @dataclass(slots=True)
@@ -83,6 +83,35 @@ class Tracked:
     resident: Resident | None = None
     window: Window | None = None
     observed: dict[int, Any] = field(default_factory=dict)
+
+    def keep_queries(
+        self, row: Row, plan: ResidencyPlan, cut: int, wanted: int
+    ) -> tuple[Window, int, int] | None:
+        """Which of a step's queries score the compaction at ``cut``.
+
+        A window never reaches past the compaction before.
+
+        Args:
+            wanted: newest queries that the policy needs.
+
+        Returns:
+            The window that they belong to, index of the first among the step's
+            tokens, how many; None if there are none.
+        """
+        opens = plan.window_start(cut, wanted)
+        start = max(row.computed_tokens, opens)
+        if start >= row.after_tokens:
+            return None
+        window = self.window
+        if window is None or (window.at_tokens, window.gathered) != (
+            cut,
+            start - opens,
+        ):
+            assert start == opens, "queries of the window are missing"
+            window = self.window = Window(cut)
+        count = row.after_tokens - start
+        window.gathered += count
+        return window, row.first_query + start - row.computed_tokens, count
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,10 @@ from vllm_kvplugins.policies.base import (
     Retention,
     Trigger,
 )
-from vllm_kvplugins.residency.choice import choose_slots
-from vllm_kvplugins.residency.compaction import CompactedPages, compact
+from vllm_kvplugins.residency.compactor import Compactor
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.page_table import FlatTable, PageTables
-from vllm_kvplugins.residency.plan import ResidencyPlan
+from vllm_kvplugins.residency.plan import Compaction, ResidencyPlan
 from vllm_kvplugins.residency.plans import Plans
 from vllm_kvplugins.residency.probing import ProbeModel, Prober
 from vllm_kvplugins.residency.requests import (
@@ -44,7 +43,7 @@ from vllm_kvplugins.residency.requests import (
     Window,
 )
 from vllm_kvplugins.residency.retrieval import Retrieval
-from vllm_kvplugins.residency.scores import slot_scores
+from vllm_kvplugins.residency.saved import SavedCache, misfit, put_back, take_out
 from vllm_kvplugins.residency.views import Views
 from vllm_kvplugins.rotary import Rotary
 
@@ -58,16 +57,20 @@ class PolicyRuntime:
     Args:
         policy: the policy, already validated.
         geometry: of this worker's cache.
+        sessions: requests may be continued: who observes a prompt observes the
+            answer too, since the next request will not compute it again.
     """
 
-    def __init__(self, policy: KVCachePolicy, geometry: Geometry) -> None:
+    def __init__(
+        self, policy: KVCachePolicy, geometry: Geometry, sessions: bool = False
+    ) -> None:
         self.policy = policy
         self.geometry = geometry
         self.heap: Heap | None = None
         self.records: list[Record] | None = None
         self.prober: Prober | None = None
         self.retrieval: Retrieval | None = None
-        self._views: Views | None = None
+        self._compactor: Compactor | None = None
         self._seconds: list[float] = []
         self._tables: PageTables | None = None
         self._requests: dict[str, Tracked] = {}
@@ -83,7 +86,12 @@ class PolicyRuntime:
         self._leaving: list[tuple[Due, PageList]] = []
         # of live requests whose prompts have turns
         self._turn_ends: dict[str, tuple[int, ...]] = {}
+        # of live requests that go on from a saved cache
+        self._restored: dict[str, Compaction] = {}
         self._plans = Plans(policy, geometry)
+        self._observes = policy.observes
+        if sessions and Trigger.PREFILL_CHUNK in self._observes:
+            self._observes |= Trigger.DECODE_STEP
 
     # -- start-up ---------------------------------------------------------
 
@@ -101,10 +109,10 @@ class PolicyRuntime:
             model: needed by policies that probe.
         """
         self.heap = heap
-        self._views = Views(heap, list(scales), rotary)
+        views = Views(heap, list(scales), rotary)
         if self._probes:
             assert model is not None, f"{self.policy.name} needs a model to probe"
-            self.prober = Prober(self.policy, self._views, model)
+            self.prober = Prober(self.policy, views, model)
         if self.policy.retention is Retention.OFFLOAD:
             retriever = cast("Retriever", self.policy)
             local = 2 * heap.rows * heap.layout.head_dim * heap.pages.itemsize
@@ -118,12 +126,18 @@ class PolicyRuntime:
             self.policy.page_allocator().uniform,
             heap.pages.device,
         )
+        self._compactor = Compactor(
+            self.policy, heap, views, self._tables, self.prober, self.retrieval
+        )
 
     def plan(
-        self, prompt_tokens: int, turn_ends: tuple[int, ...] = ()
+        self,
+        prompt_tokens: int,
+        turn_ends: tuple[int, ...] = (),
+        restored: Compaction | None = None,
     ) -> ResidencyPlan:
         """The plan of a request with this prompt."""
-        return self._plans.get(Lengths(prompt_tokens, turn_ends))
+        return self._plans.get(Lengths(prompt_tokens, turn_ends, restored))
 
     @property
     def _probes(self) -> bool:
@@ -165,7 +179,11 @@ class PolicyRuntime:
             resident = self._resident(row)
             if resident is not None:
                 seats[index] = resident.seat
-            plan = self.plan(row.prompt_tokens, self._turn_ends.get(row.request_id, ()))
+            plan = self.plan(
+                row.prompt_tokens,
+                self._turn_ends.get(row.request_id, ()),
+                self._restored.get(row.request_id),
+            )
             if not plan.is_static:
                 self._note(row, plan, block_table[index])
         if self.retrieval is not None:
@@ -191,40 +209,18 @@ class PolicyRuntime:
         cut = plan.next_cut(row.computed_tokens)
         assert cut is None or row.after_tokens <= cut, "a step ran past a compaction"
         if cut is not None:
-            self._note_window(row, plan, cut)
+            tracked = self._requests.setdefault(row.request_id, Tracked())
+            kept = tracked.keep_queries(row, plan, cut, self.policy.queries_needed)
+            if kept is not None:
+                self._kept.append(kept)
             if row.after_tokens == cut:
                 compaction = plan.due(row.computed_tokens, row.after_tokens)
                 assert compaction is not None
                 self._due.append(Due(row, compaction, blocks.long().clone()))
         decoding = row.computed_tokens >= row.prompt_tokens
         phase = Trigger.DECODE_STEP if decoding else Trigger.PREFILL_CHUNK
-        if phase in self.policy.observes:
+        if phase in self._observes:
             self._seen.append((row, self._owned(row, blocks.long())))
-
-    def _note_window(self, row: Row, plan: ResidencyPlan, cut: int) -> None:
-        """Keep those of the step's queries that score the compaction at ``cut``.
-
-        A window never reaches past the compaction before.
-        """
-        done = plan.num_done(row.computed_tokens)
-        previous = plan.compaction(done - 1).at_tokens if done else 0
-        opens = max(cut - self.policy.queries_needed, previous)
-        start = max(row.computed_tokens, opens)
-        if start >= row.after_tokens:
-            return
-        tracked = self._requests.setdefault(row.request_id, Tracked())
-        window = tracked.window
-        if window is None or (window.at_tokens, window.gathered) != (
-            cut,
-            start - opens,
-        ):
-            assert start == opens, "queries of the window are missing"
-            window = tracked.window = Window(cut)
-        count = row.after_tokens - start
-        window.gathered += count
-        self._kept.append(
-            (window, row.first_query + start - row.computed_tokens, count)
-        )
 
     def before_attention(self, layer: int, queries: torch.Tensor) -> None:
         """Called when a layer is about to attend, its cache written.
@@ -257,8 +253,8 @@ class PolicyRuntime:
             tracked = self._requests.setdefault(row.request_id, Tracked())
             part = queries[row.first_query : row.first_query + row.new_tokens]
             observed = tracked.observed.get(layer)
-            assert self._views is not None
-            view = self._views.view(
+            assert self._compactor is not None
+            view = self._compactor.views.view(
                 layer, owned, row.after_tokens, part.transpose(0, 1), observed
             )
             tracked.observed[layer] = self.policy.observe(view)
@@ -272,86 +268,98 @@ class PolicyRuntime:
             self._compact(due)
             self._seconds.append(time.perf_counter() - began)
 
-    # -- compaction -----------------------------------------------------------
-
     def _owned(self, row: Row, blocks: torch.Tensor) -> PageList:
-        """All pages of a request after this step, its partial last one included."""
-        assert self.heap is not None
-        assert self._tables is not None
+        assert self._compactor is not None
         tracked = self._requests.get(row.request_id)
-        resident = tracked.resident if tracked else None
-        first = resident.tail_block if resident else 0
-        used = -(-row.after_tokens // self.geometry.block_size)
-        plain = PageList.of_blocks(self.heap, blocks[first:used], first)
-        if resident is None:
-            return plain
-        return plain.after(*self._tables.zone(resident.seat), resident.positions)
+        return self._compactor.owned(row, blocks, tracked.resident if tracked else None)
 
     def _compact(self, due: Due) -> None:
-        heap, row, compaction = self.heap, due.row, due.compaction
-        assert heap is not None
-        assert self._views is not None
-        assert self._tables is not None
-        tracked = self._requests.setdefault(row.request_id, Tracked())
-        size = self.geometry.block_size
-        if self.retrieval is not None:
-            self._refresh_positions(row.request_id)
-        owned = self._owned(row, due.blocks)
-        # the partial last page is the tail; it does not compete
-        competing = owned.owned - int(row.after_tokens % size > 0)
-        if self.prober is not None:
-            prompt = self._prompts[row.request_id]
-            tracked.observed = self.prober.run(prompt, owned, row.after_tokens)
-        scores = slot_scores(self.policy, self._views, due, owned, competing, tracked)
-        fixed = None
-        if compaction.fixed_blocks:
-            assert tracked.resident is not None, "nothing was kept before"
-            fixed = self._tables.zone(tracked.resident.seat)[1]
-        keep, counts = choose_slots(
-            self.policy.page_allocator(), compaction, scores, competing, fixed, size
-        )
-        most = int(competing.max())
-        after = compact(
-            keep,
-            counts,
-            owned.pages[:, :most],
-            competing,
-            owned.positions[:, : most * size],
-            self._pool(due, owned),
-        )
-        heap.apply(after)
-        self._settle(due, after)
-
-    def _refresh_positions(self, request_id: str) -> None:
-        """Let the landing zone's positions say what was fetched last."""
-        tracked = self._requests.get(request_id)
-        if tracked is not None and tracked.resident is not None:
-            assert self.retrieval is not None
-            self.retrieval.refresh_positions(request_id, tracked.resident.positions)
-
-    def _pool(self, due: Due, owned: PageList) -> torch.Tensor:
-        """Pages of the compaction's landing zone, whoever owns them now."""
-        assert self.heap is not None
-        zone = due.compaction.zone
-        return self.heap.page_ids(due.blocks[zone.start : zone.stop]).reshape(-1)
-
-    def _settle(self, due: Due, after: CompactedPages) -> None:
-        """Seat the request on its new pages; from now on it reads only these."""
-        assert self._tables is not None
-        tracked = self._requests[due.row.request_id]
-        if tracked.resident is not None:
-            self._tables.leave(tracked.resident.seat)
-        tail_block = due.compaction.zone.stop
-        tracked.resident = Resident(
-            self._tables.seat(after.pages, after.counts, tail_block),
-            due.compaction.at_tokens,
-            tail_block,
-            after.positions,
-        )
-        if self.retrieval is not None:
-            self.retrieval.settle(due.row.request_id, after.pages, after.positions)
+        assert self._compactor is not None
+        name = due.row.request_id
+        tracked = self._requests.setdefault(name, Tracked())
+        positions = self._compactor.run(due, tracked, self._prompts.get(name, ()))
         if self.records is not None:
-            self.records.append(Record.of(due, after.positions, self.geometry))
+            self.records.append(Record.of(due, positions, self.geometry))
+
+    # -- sessions: called outside of steps, whose tensors they touch -------------
+
+    @torch.inference_mode()
+    def save(
+        self,
+        request_id: str,
+        compaction: Compaction | None,
+        tokens: int,
+        blocks: Sequence[int],
+    ) -> SavedCache:
+        """Copy a request's cache out of the pool; call before ``finish``.
+
+        Args:
+            compaction: its last one, candidates counted from block 0.
+            tokens: whose cache to save.
+            blocks: physical ids, from its first resident block on.
+
+        Raises:
+            ValueError: the request was last compacted at another token count.
+        """
+        assert self.heap is not None
+        assert self._tables is not None
+        tracked = self._requests.get(request_id, Tracked())
+        here = tracked.resident.compacted_at if tracked.resident else 0
+        said = compaction.at_tokens if compaction else 0
+        if here != said:
+            raise ValueError(f"compacted at {here} tokens, not at {said}")
+        ids = torch.tensor(blocks, dtype=torch.int64, device=self.heap.pages.device)
+        saved = take_out(
+            self.heap, self._tables, tracked.resident, compaction, tokens, ids
+        )
+        saved.observed = {
+            layer: self.policy.pack_observed(observed)
+            for layer, observed in tracked.observed.items()
+            if self.policy.observes_steps
+        }
+        return saved
+
+    def misfit(self, saved: SavedCache) -> str | None:
+        """Why a saved cache cannot be restored here, if so."""
+        assert self.heap is not None
+        return misfit(self.heap, saved)
+
+    @torch.inference_mode()
+    def restore(
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        saved: SavedCache,
+        tokens: int,
+        blocks: Sequence[int],
+    ) -> None:
+        """Let a request go on from a saved cache; call before its first step, and
+        after ``learn``. Its next compaction runs here if that is due by now.
+
+        Args:
+            tokens: how many of the saved ones.
+            blocks: physical ids, from its first resident block on.
+        """
+        assert self.heap is not None
+        assert self._tables is not None
+        self.forget([request_id])
+        ids = torch.tensor(blocks, dtype=torch.int64, device=self.heap.pages.device)
+        resident = put_back(self.heap, self._tables, saved, tokens, ids)
+        observed = {
+            layer: self.policy.unpack_observed(packed)
+            for layer, packed in saved.observed.items()
+        }
+        if resident is not None or observed:
+            self._requests[request_id] = Tracked(resident, observed=observed)
+        first, at = 0, 0
+        if saved.compaction is not None:
+            self._restored[request_id] = saved.compaction
+            first, at = saved.compaction.zone.start, saved.compaction.at_tokens
+        turn_ends = self._turn_ends.get(request_id, ())
+        due = self.plan(prompt_tokens, turn_ends, saved.compaction).due(at, tokens)
+        if due is not None:
+            row = Row(request_id, prompt_tokens, tokens - 1, 1, 0)
+            self._compact(Due(row, due, torch.cat([ids.new_zeros(first), ids])))
 
     # -- requests that go ----------------------------------------------------
 
@@ -366,6 +374,7 @@ class PolicyRuntime:
         """Drop the state of requests that will be computed anew, if ever."""
         for request_id in request_ids:
             tracked = self._requests.pop(request_id, None)
+            self._restored.pop(request_id, None)
             if self.retrieval is not None:
                 self.retrieval.forget([request_id])
             if tracked is not None and tracked.resident is not None:
@@ -375,7 +384,7 @@ class PolicyRuntime:
     @property
     def num_tracked(self) -> int:
         """Requests that this worker holds any state of."""
-        known = (self._requests, self._prompts, self._turn_ends)
+        known = (self._requests, self._prompts, self._turn_ends, self._restored)
         return len({request_id for each in known for request_id in each})
 
     def check_integrity(self) -> None:

@@ -8,19 +8,21 @@ when the same process goes on to build an engine without a policy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvplugins.config import CONFIG_KEY, parse_policy
+from vllm_kvplugins.config import CONFIG_KEY, parse_policy, parse_sessions
 from vllm_kvplugins.errors import KVPolicyError, refuse
 from vllm_kvplugins.policies.base import Geometry, KVCachePolicy
 from vllm_kvplugins.residency.runtime import PolicyRuntime
+from vllm_kvplugins.sessions.vault import Vault
 from vllm_kvplugins.vllm_adapter import (
     compat,
     host_memory,
     probing,
+    sessions,
     turns,
     validation,
 )
@@ -93,6 +95,7 @@ def finish_config(
     config = vllm_config.additional_config
     request = host_memory.limited(config[CONFIG_KEY], policy)
     request = turns.settled(request, policy, lambda: _tokenizer(vllm_config))
+    request = sessions.settled(request, policy)
     vllm_config.additional_config = config | {CONFIG_KEY: request}
     scheduler = vllm_config.scheduler_config
     kind = (
@@ -144,6 +147,10 @@ def geometry_of(vllm_config: VllmConfig) -> Geometry:
 @dataclass(slots=True)
 class _Process:
     runtime: PolicyRuntime | None = None
+    # sessions of this worker, if they are kept
+    vault: Vault | None = None
+    # gives the runtime its heap; set when the attention backend exists
+    attach: Callable[[], None] | None = None
     # adapter around this process's model runner; set when the runner exists
     runner: Any = None
 
@@ -166,8 +173,14 @@ def activate(vllm_config: VllmConfig) -> PolicyRuntime:
         )
     register_backend(AttentionBackendEnum.CPU_ATTN, _BACKEND)
     compat.forget_previous_engine()
-    _process.runtime = PolicyRuntime(policy, geometry_of(vllm_config))
-    _process.runner = None
+    kept = parse_sessions(vllm_config.additional_config[CONFIG_KEY]).sessions
+    _process.runtime = PolicyRuntime(policy, geometry_of(vllm_config), bool(kept))
+    _process.runner = _process.attach = _process.vault = None
+    if kept:
+        files = sessions.session_dir(vllm_config)
+        _process.vault = Vault(
+            _process.runtime, files, vllm_config.parallel_config.rank
+        )
     return _process.runtime
 
 
@@ -179,13 +192,30 @@ def deactivate() -> None:
 
     AttentionBackendEnum.CPU_ATTN.clear_override()
     compat.forget_previous_engine()
-    _process.runtime = _process.runner = None
+    _process.runtime = _process.runner = _process.attach = _process.vault = None
 
 
 def runtime() -> PolicyRuntime:
     """The runtime of the engine that this process is building."""
     assert _process.runtime is not None, "no policy is active in this process"
     return _process.runtime
+
+
+def vault() -> Vault | None:
+    """The sessions of this worker, if they are kept."""
+    return _process.vault
+
+
+def set_attach(attach: Callable[[], None]) -> None:
+    """Remember how the runtime gets its heap."""
+    _process.attach = attach
+
+
+def attach() -> None:
+    """Give the runtime its heap, if it has none yet."""
+    if runtime().heap is None:
+        assert _process.attach is not None, "there is no attention backend yet"
+        _process.attach()
 
 
 def set_runner(adapter: Any) -> None:

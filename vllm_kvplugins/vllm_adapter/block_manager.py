@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from vllm.logger import init_logger
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from vllm_kvplugins.policies.base import Lengths, Trigger
-from vllm_kvplugins.residency.plan import ResidencyPlan
+from vllm_kvplugins.residency.plan import Compaction, ResidencyPlan
 from vllm_kvplugins.residency.plans import Plans
+from vllm_kvplugins.sessions.keeper import Match
 from vllm_kvplugins.vllm_adapter.turns import asked_turn_ends
 
 # vLLM configures only the loggers below its own name.
@@ -45,6 +47,9 @@ class ResidencyBlockManager(FullAttentionManager):
         # vLLM names requests only by id when it frees; both go with the request
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._lengths: WeakKeyDictionary[Any, Lengths] = WeakKeyDictionary()
+        self._noted: WeakSet[Any] = WeakSet()
+        # sessions that waiting and running requests start from; they go with them
+        self._starts: WeakKeyDictionary[Any, Match] = WeakKeyDictionary()
         self.observes_prompt = Trigger.PREFILL_CHUNK in kv_cache_spec.policy.observes
 
     def plan(self, request: Any) -> ResidencyPlan:
@@ -56,12 +61,60 @@ class ResidencyBlockManager(FullAttentionManager):
             if policy.needs_turns:
                 asked = asked_turn_ends(request.sampling_params)
                 turns = policy.turn_ends(request.prompt_token_ids or (), asked)
-            lengths = Lengths(request.num_prompt_tokens, turns)
+            start = self._starts.get(request)
+            restored = start.session.compaction if start else None
+            lengths = Lengths(request.num_prompt_tokens, turns, restored)
             self._lengths[request] = lengths
             self._requests[request.request_id] = request
-            for note in self._plans.get(lengths).notes:
-                logger.warning("request %s: %s", request.request_id, note)
+            if request not in self._noted:
+                self._noted.add(request)
+                for note in self._plans.get(lengths).notes:
+                    logger.warning("request %s: %s", request.request_id, note)
         return self._plans.get(lengths)
+
+    def plan_from(self, request: Any, compaction: Compaction | None) -> ResidencyPlan:
+        """The plan that a request would have if it continued a session."""
+        self.plan(request)
+        lengths = self._lengths[request]
+        return self._plans.get(replace(lengths, restored=compaction))
+
+    # -- sessions ---------------------------------------------------------------
+
+    def start_from(self, request: Any, match: Match | None) -> None:
+        """From which session a request starts, once it is given blocks."""
+        if self._starts.get(request) is not match:
+            self._lengths.pop(request, None)
+        if match is None:
+            self._starts.pop(request, None)
+        else:
+            self._starts[request] = match
+
+    def start_of(self, request: Any) -> Match | None:
+        """The session that a request starts from, if any."""
+        return self._starts.get(request)
+
+    def _first_block(self, request_id: str) -> int:
+        """First block that a request holds when it starts from a session."""
+        match = self._starts.get(self._requests.get(request_id))
+        return match.session.first_block if match else 0
+
+    def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kw: Any) -> int:
+        need: int = super().get_num_blocks_to_allocate(request_id, *args, **kw)
+        if request_id in self.num_cached_block:
+            return need
+        return max(need - self._first_block(request_id), 0)
+
+    def allocate_external_computed_blocks(
+        self, request_id: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Blocks for what a session restores, and holes for what it has dropped."""
+        first = self._first_block(request_id)
+        self.req_to_blocks[request_id].extend([self._null_block] * first)
+        if first:
+            self._freed_up_to[request_id] = 1
+        super().allocate_external_computed_blocks(request_id, *args, **kwargs)
+
+    # -- blocks ---------------------------------------------------------------
 
     def remove_skipped_blocks(
         self,
@@ -89,6 +142,8 @@ class ResidencyBlockManager(FullAttentionManager):
         self, request: Any, num_tokens: int, *args: Any, **kwargs: Any
     ) -> None:
         """Hash only blocks that no compaction rewrites."""
+        if self._first_block(request.request_id):
+            return  # what is left of its beginning is not exact
         exact = self.plan(request).exact_prefix_blocks
         if exact is not None:
             num_tokens = min(num_tokens, exact * self.block_size)

@@ -119,30 +119,34 @@ _SEAMS = {
     "model_config parallel_config scheduler_config",
     "vllm.config:SchedulerConfig": "async_scheduling scheduler_cls "
     "max_num_batched_tokens max_num_seqs long_prefill_token_threshold",
-    "vllm.config:ParallelConfig": "worker_cls data_parallel_size is_moe_model",
+    "vllm.config:ParallelConfig": "worker_cls data_parallel_size is_moe_model rank "
+    "world_size",
     "vllm.config:CacheConfig": "block_size cache_dtype",
     "vllm.config:KVTransferConfig": "kv_connector kv_connector_module_path kv_role",
     "vllm.config:ModelConfig": "get_num_layers(parallel_config) get_head_size() "
     "get_num_kv_heads(parallel_config) get_total_num_kv_heads() "
     "get_sliding_window() hf_text_config runner_type use_mla is_hybrid "
     "is_attention_free is_encoder_decoder is_multimodal_model uses_mrope "
-    "skip_tokenizer_init max_model_len",
+    "skip_tokenizer_init max_model_len dtype hf_config model revision",
     "vllm.utils.torch_utils": "STR_DTYPE_TO_TORCH_DTYPE",
     # The scheduler: where prefill is cut, what a prefix hit may reuse.
     f"{_CORE}.sched.scheduler:Scheduler": "_reserve_prefill_lookahead(request "
     "num_computed_tokens num_new_tokens) _get_local_prefix_cache_hit(request) "
-    "kv_cache_manager block_size",
+    "connector kv_cache_manager block_size",
     f"{_CORE}.sched.async_scheduler:AsyncScheduler": "_reserve_prefill_lookahead("
     "request num_computed_tokens num_new_tokens) "
     "_get_local_prefix_cache_hit(request)",
     f"{_CORE}.sched.output:SchedulerOutput": "finished_req_ids preempted_req_ids "
-    "scheduled_new_reqs",
+    "scheduled_new_reqs kv_connector_metadata",
     f"{_CORE}.sched.output:NewRequestData": "req_id prompt_token_ids sampling_params",
     "vllm.v1.request:Request": "num_prompt_tokens prompt_token_ids sampling_params "
-    "request_id",
+    "request_id all_token_ids cache_salt lora_request mm_features num_computed_tokens "
+    "num_preemptions num_tokens prompt_embeds skip_reading_prefix_cache status",
+    "vllm.v1.request:RequestStatus": "FINISHED_STOPPED FINISHED_LENGTH_CAPPED "
+    "FINISHED_ABORTED",
     # The block pool: freeing blocks of running requests.
     f"{_CORE}.kv_cache_manager:KVCacheManager": "create_kv_cache_blocks(blocks) "
-    "block_pool coordinator",
+    "block_pool coordinator empty_kv_cache_blocks",
     f"{_CORE}.kv_cache_manager:KVCacheBlocks": "blocks",
     f"{_CORE}.kv_cache_coordinator:KVCacheCoordinator": "remove_skipped_blocks("
     "num_prompt_tokens) single_type_managers",
@@ -150,7 +154,9 @@ _SEAMS = {
     "kv_cache_spec) remove_skipped_blocks(request_id processed_computed_tokens "
     "num_prompt_tokens) cache_blocks(request num_tokens) "
     "pop_blocks_for_free(request_id) _remove_blocks_in_range(request_id "
-    "first_block last_block) block_size kv_cache_spec req_to_blocks",
+    "first_block last_block) get_num_blocks_to_allocate(request_id) "
+    "allocate_external_computed_blocks(request_id) _null_block block_size "
+    "kv_cache_spec num_cached_block req_to_blocks",
     f"{_CORE}.block_pool:BlockPool": "get_num_free_blocks() num_gpu_blocks",
     f"{_CORE}.kv_cache_utils:KVCacheBlock": "is_null",
     "vllm.v1.kv_cache_interface:FullAttentionSpec": "merge(specs)",
@@ -202,7 +208,10 @@ _SEAMS = {
     "save_kv_layer(layer_name kv_layer attn_metadata) start_load_kv("
     "forward_context) update_state_after_alloc(request blocks "
     "num_external_tokens) wait_for_layer_load(layer_name) wait_for_save() "
-    "requires_kv_delivery",
+    "build_connector_worker_meta() update_connector_output(connector_output) "
+    "shutdown() requires_kv_delivery",
+    f"{_CONNECTOR}.base:KVConnectorWorkerMetadata": "aggregate(other)",
+    "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta",
     f"{_CONNECTOR}.base:SupportsHMA": "request_finished_all_groups(request block_ids)",
     f"{_CONNECTOR}.metrics:KVConnectorPromMetrics": "observe(transfer_stats_data "
     "engine_idx) _gauge_cls _counter_cls _histogram_cls _labelnames "

@@ -1,34 +1,55 @@
-"""Our KV connector: the supported seam for per-step hooks and for metrics.
+"""Our KV connector: the supported seam for per-step hooks, sessions and metrics.
 
-It transfers nothing. vLLM calls it at the end of every forward pass, where
-compactions run, and carries its statistics to Prometheus.
+vLLM calls it at the end of every forward pass, where compactions run; it says which
+tokens of a prompt a session restores, carries orders to the workers and reports back,
+and statistics to Prometheus.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
+from vllm_kvplugins.config import CONFIG_KEY, parse_sessions
+from vllm_kvplugins.sessions.orders import Orders, Report
 from vllm_kvplugins.vllm_adapter import activation
 from vllm_kvplugins.vllm_adapter.host_memory import HostReservations
 from vllm_kvplugins.vllm_adapter.metrics import PolicyPromMetrics, PolicyStats
 from vllm_kvplugins.vllm_adapter.scheduler import residency_manager
+from vllm_kvplugins.vllm_adapter.sessions import NO_SESSIONS, SchedulerSessions
 
 if TYPE_CHECKING:
     import torch
 
     from vllm_kvplugins.residency.runtime import PolicyRuntime
+    from vllm_kvplugins.sessions.vault import Vault
     from vllm_kvplugins.vllm_adapter.block_manager import ResidencyBlockManager
 
 
-class _NoMetadata(KVConnectorMetadata):
-    """Nothing needs to travel from scheduler to worker yet."""
+@dataclass
+class SessionOrders(KVConnectorMetadata):
+    """From the scheduler to every worker, with each step."""
+
+    orders: Orders
+
+
+@dataclass
+class SessionReports(KVConnectorWorkerMetadata):
+    """From the workers to the scheduler, with each step's output."""
+
+    reports: list[Report]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> SessionReports:
+        assert isinstance(other, SessionReports)
+        return SessionReports(self.reports + other.reports)
 
 
 class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
@@ -43,8 +64,11 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self._manager: ResidencyBlockManager | None = None
         self._reported = (0, 0)
         self._host: HostReservations | None = None
+        self._vault: Vault | None = None
+        self.sessions: SchedulerSessions | None = None
         if role == KVConnectorRole.WORKER:
             self._runtime = activation.runtime()
+            self._vault = activation.vault()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -53,7 +77,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker ---------------------------------------------------------------
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing to load."""
+        """Sessions were restored before the step was prepared; see the worker."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for."""
@@ -68,6 +92,16 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._runtime is not None
         self._runtime.end_step()
 
+    def build_connector_worker_meta(self) -> SessionReports | None:
+        """What came of the scheduler's orders."""
+        reports = self._vault.take_reports() if self._vault else []
+        return SessionReports(reports) if reports else None
+
+    def shutdown(self) -> None:
+        """Wait for files that are being written."""
+        if self._vault is not None:
+            self._vault.close()
+
     # -- scheduler --------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -76,29 +110,54 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self._manager = residency_manager(kv_cache_manager)
         spec = self._manager.kv_cache_spec
         self._host = HostReservations(spec.policy, spec.geometry)
+        if parse_sessions(self._vllm_config.additional_config[CONFIG_KEY]).sessions:
+            self.sessions = SchedulerSessions(self._vllm_config, self._manager)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """No external tokens; None: ask again, the host tier has no room yet."""
+        """What a session restores; None: ask again, the host tier has no room yet,
+        or the session is on its way."""
         assert self._host is not None
-        return (0 if self._host.fits(request) else None), False
+        assert self._manager is not None
+        if not self._host.fits(request):
+            return None, False
+        match = self._manager.start_of(request)
+        if match is None:
+            return 0, False
+        assert self.sessions is not None
+        if not match.ready:
+            self.sessions.keeper.fetch(match)
+            return None, False
+        return match.tokens, False
 
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int
     ) -> None:
-        """Nothing was loaded; the request starts."""
+        """The request starts."""
         assert self._host is not None
+        assert self._manager is not None
         self._host.reserve(request)
+        if self.sessions is not None:
+            self.sessions.start(request, self._manager.start_of(request))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return _NoMetadata()
+        sessions = self.sessions
+        return SessionOrders(sessions.keeper.take_orders() if sessions else Orders())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Hear the workers' reports."""
+        meta = connector_output.kv_connector_worker_meta
+        if meta is not None and self.sessions is not None:
+            self.sessions.keeper.hear(meta.reports)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: Any
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._host is not None
         self._host.release(request)
+        if self.sessions is not None:
+            self.sessions.end(request)
         return False, None
 
     # -- metrics ----------------------------------------------------------------
@@ -123,6 +182,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             logical_tokens=logical * self._manager.block_size,
             host_reserved_bytes=self._host.reserved_bytes if self._host else 0,
             held_requests=len(self._host.held) if self._host else 0,
+            **(self.sessions.take_numbers() if self.sessions else NO_SESSIONS),
         )
 
     def _take_traffic(self) -> dict[str, int]:

@@ -12,6 +12,15 @@
 | ``vllm:kv_policy_failed_indices_total`` | counter | indices replaced by a scan |
 | ``vllm:kv_policy_host_reserved_bytes`` | gauge | host memory promised to requests |
 | ``vllm:kv_policy_held_requests`` | gauge | requests that wait for host memory |
+| ``vllm:kv_policy_sessions`` | gauge | sessions that can be continued |
+| ``vllm:kv_policy_session_bytes`` | gauge | host memory of sessions |
+| ``vllm:kv_policy_session_disk_bytes`` | gauge | bytes of session files |
+| ``vllm:kv_policy_session_hits_total`` | counter | requests that continued a session |
+| ``vllm:kv_policy_session_misses_total`` | counter | requests that found none |
+| ``vllm:kv_policy_session_restored_tokens_total`` | counter | saved by sessions |
+| ``vllm:kv_policy_session_recomputed_tokens_total`` | counter | not saved |
+| ``vllm:kv_policy_session_evictions_total`` | counter | gone for room, age |
+| ``vllm:kv_policy_session_failures_total`` | counter | sessions lost to an error |
 """
 
 from __future__ import annotations
@@ -31,12 +40,21 @@ _SUMS = (
     "selected_tokens",
     "fetched_tokens",
     "failed_indices",
+    "session_hits",
+    "session_misses",
+    "session_restored_tokens",
+    "session_recomputed_tokens",
+    "session_evictions",
+    "session_failures",
 )
 _LATEST = (
     "resident_tokens",
     "logical_tokens",
     "host_reserved_bytes",
     "held_requests",
+    "sessions",
+    "session_bytes",
+    "session_disk_bytes",
 )
 _SECONDS = "compression_seconds"
 _BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -104,6 +122,20 @@ class PolicyPromMetrics(KVConnectorPromMetrics):
         self._counter("failed_indices", "Indices that failed; scans took over.")
         self._gauge("host_reserved_bytes", "Host memory promised to requests.")
         self._gauge("held_requests", "Requests that wait for host memory.")
+        self._gauge("sessions", "Sessions that can be continued.")
+        self._gauge("session_bytes", "Host memory of sessions.")
+        self._gauge("session_disk_bytes", "Bytes of session files.")
+        self._counter("session_hits", "Requests that continued a session.")
+        self._counter("session_misses", "Requests that found no session.")
+        self._counter(
+            "session_restored_tokens", "Prompt tokens restored from sessions."
+        )
+        self._counter(
+            "session_recomputed_tokens",
+            "Prompt tokens that a session had, computed again.",
+        )
+        self._counter("session_evictions", "Sessions dropped for room or age.")
+        self._counter("session_failures", "Sessions lost to an error.")
         self._histogram(_SECONDS, "Seconds to score, select and move one request.")
 
     def _add(self, name: str, metric: Any) -> None:
@@ -147,8 +179,9 @@ class PolicyPromMetrics(KVConnectorPromMetrics):
             resident, logical = data["resident_tokens"], data["logical_tokens"]
             self.resident_tokens[engine_idx].set(resident)
             self.budget_ratio[engine_idx].set(resident / logical if logical else 1.0)
-            for key in ("host_reserved_bytes", "held_requests"):
-                getattr(self, key)[engine_idx].set(data[key])
+            for key in _LATEST:
+                if key not in ("resident_tokens", "logical_tokens"):
+                    getattr(self, key)[engine_idx].set(data[key])
         for seconds in data.get(_SECONDS, []):
             self.compression_seconds[engine_idx].observe(seconds)
 

@@ -19,6 +19,7 @@ class ResidencyScheduling:
     """Mixin over vLLM's schedulers; changes two decisions and nothing else."""
 
     kv_cache_manager: Any
+    connector: Any
     block_size: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -54,11 +55,13 @@ class ResidencyScheduling:
         A longer hit would skip the queries that score the prompt, and would
         make the landing zone lie in blocks that others share. A policy that
         observes the whole prompt gets no hit: cached tokens have no queries.
+        A session that saves more is taken in its place.
         """
         blocks, hit_tokens, *rest = super()._get_local_prefix_cache_hit(  # type: ignore[misc]
             request, *args, **kwargs
         )
         manager = self._residency_manager
+        manager.start_from(request, None)
         usable = manager.plan(request).exact_prefix_blocks
         if usable is not None and manager.observes_prompt:
             usable = 0
@@ -66,6 +69,11 @@ class ResidencyScheduling:
             hit_tokens = usable * self.block_size
             kept = tuple(group[:usable] for group in blocks.blocks)
             blocks = self.kv_cache_manager.create_kv_cache_blocks(kept)
+        sessions = self.connector.sessions
+        match = sessions and sessions.match(request, at_least=hit_tokens)
+        if match is not None:
+            manager.start_from(request, match)
+            blocks, hit_tokens = self.kv_cache_manager.empty_kv_cache_blocks, 0
         return (blocks, hit_tokens, *rest)
 
 

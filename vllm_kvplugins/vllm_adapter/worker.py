@@ -29,12 +29,19 @@ class KVPolicyCPUWorker(CPUWorker):
         activation.set_runner(compat.runner_adapter(self.model_runner))
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        runtime = self.kv_policy_runtime
+        runtime, vault = self.kv_policy_runtime, activation.vault()
+        meta = scheduler_output.kv_connector_metadata
+        if vault is not None and meta is not None:
+            if meta.orders.saves or meta.orders.loads or meta.orders.stage:
+                activation.attach()
+            vault.take_in(meta.orders)
         runtime.finish(scheduler_output.finished_req_ids)
         runtime.forget(getattr(scheduler_output, "preempted_req_ids", None) or ())
         for new in scheduler_output.scheduled_new_reqs:
             turns = asked_turn_ends(new.sampling_params)
             runtime.learn(new.req_id, new.prompt_token_ids or (), turns)
+        if vault is not None and meta is not None:
+            vault.hand_out(meta.orders)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     # -- called through LLM.collective_rpc ----------------------------------------

@@ -101,14 +101,14 @@ class PagedPolicyMetadataBuilder(CPUAttentionMetadataBuilder):
         )
         for index, layer in enumerate(self.layers):
             layer.impl.bind(self.runtime, index)
+        activation.set_attach(self._attach)
 
     def build(
         self, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any
     ) -> PagedPolicyMetadata:
         stock = super().build(common_prefix_len, common, *args, **kwargs)
         metadata = PagedPolicyMetadata(**vars(stock))
-        if self.runtime.heap is None:
-            self._attach()
+        activation.attach()
         num_rows = common.num_reqs
         query_start = common.query_start_loc[: num_rows + 1]
         seq_lens = common.seq_lens[:num_rows]

@@ -1,0 +1,175 @@
+"""A request's cache, saved and restored: every policy that drops tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_engine import LAYERS, FakeEngine, Request
+from test_flowkv import COMPRESSORS, SMALL, contents, flow
+
+from vllm_kvplugins.policies import available_policies, get_policy_class
+from vllm_kvplugins.policies.base import Retention
+from vllm_kvplugins.residency.saved import SavedCache, misfit
+from vllm_kvplugins.sessions.files import Identity, SessionDir
+from vllm_kvplugins.sessions.orders import Session
+
+BLOCK = 4
+DROPPING = sorted(
+    name
+    for name in available_policies()
+    if get_policy_class(name).retention is Retention.DROP and name != "flowkv"
+)
+# where turns end, and where the prompts of the requests do
+ENDS = (13, 52, 71)
+PROMPTS = (40, 60, 100)
+LONGEST = 130
+
+
+@pytest.fixture(autouse=True)
+def _as_in_an_engine():
+    """vLLM runs steps in inference mode, and tensors made there stay there."""
+    with torch.inference_mode():
+        yield
+
+
+def small(name: str) -> dict[str, object]:
+    fields = get_policy_class(name).model_fields
+    config = {key: value for key, value in SMALL.items() if key in fields}
+    budget = {"budget": 20} if "budget" in fields else {}
+    return {"name": name} | config | budget
+
+
+def whole(name: str = "r") -> Request:
+    """Tokens of the whole conversation, whoever computes them."""
+    return Request.make(name, LONGEST, 0)
+
+
+def run(engine: FakeEngine, request: Request, chunk: int) -> None:
+    while not request.done:
+        engine.step({request.name: chunk})
+
+
+def talk(engine: FakeEngine, chunk: int, by_turns: bool) -> Request:
+    """Three requests, each with the history of those before."""
+    source, saved, request = whole(), None, None
+    for turn, prompt in enumerate(PROMPTS):
+        answer = 12 if turn < 2 else 20
+        ends = ENDS[: turn + 1] if by_turns else ()
+        if saved is None:
+            request = engine.add("r", prompt, answer, ends)
+            request.keys, request.values = source.keys, source.values
+            request.queries, request.visible = source.queries, source.visible
+        else:
+            assert request is not None
+            request = engine.resume(request, saved, prompt, answer, ends)
+            assert request.computed > PROMPTS[turn - 1] - 8, "recomputed too much"
+        run(engine, request, chunk)
+        saved = engine.save("r")
+        if turn < 2:
+            engine.remove("r")
+    assert request is not None
+    return request
+
+
+@pytest.mark.parametrize("base", COMPRESSORS)
+@pytest.mark.parametrize("chunk", [7, 200])
+def test_several_requests_keep_what_one_would(base, chunk):
+    """FlowKV: the same landing zone, bit for bit, as if nobody had ever left."""
+    policy = flow(base, ratio=0.4)
+    parts = FakeEngine(policy, BLOCK, 80, sessions=True)
+    request = talk(parts, chunk, by_turns=True)
+    one = FakeEngine(policy, BLOCK, 80, sessions=True)
+    alone, source = one.add("r", PROMPTS[-1], 20, ENDS), whole()
+    alone.keys, alone.values = source.keys, source.values
+    alone.queries, alone.visible = source.queries, source.visible
+    run(one, alone, chunk)
+    assert request.kept == alone.kept
+    assert contents(parts, request) == contents(one, alone)
+    for engine in (parts, one):
+        engine.remove("r")
+        engine.check_idle()
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_any_policy_goes_on_from_what_it_kept(name):
+    """The fake engine checks every step against a dense copy of the request."""
+    engine = FakeEngine(small(name), BLOCK, 80, sessions=True)
+    request = talk(engine, 9, by_turns=False)
+    if get_policy_class(name).compresses:
+        assert len(request.kept) == len(PROMPTS)
+        assert len(request.held) < 20
+    engine.remove("r")
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv", "pyramidkv"])
+def test_two_requests_go_on_from_one_session(name):
+    """A fork disturbs neither its sibling nor what was saved."""
+    engine = FakeEngine(small(name), BLOCK, 120, sessions=True)
+    first = engine.add("r", 40, 12)
+    source = whole()
+    first.keys, first.values, first.queries = source.keys, source.values, source.queries
+    first.visible = source.visible
+    run(engine, first, 9)
+    saved = engine.save("r")
+    before = [saved.zone.clone(), saved.tail.clone()]
+    engine.remove("r")
+    twins = []
+    for twin, most in (("r", None), ("s", 44)):
+        other = Request(
+            twin,
+            *(40, 12, first.keys.clone(), first.values.clone()),
+            *(first.queries, first.visible.clone()),
+            kept=list(first.kept),
+        )
+        if most:  # the sibling says something else from there on
+            other.keys[:, :, most:] += 1.0
+        twins.append(engine.resume(other, saved, 70, 10, most=most))
+    assert twins[1].computed <= 44
+    while not all(t.done for t in twins):
+        engine.step({t.name: 5 for t in twins if not t.done})
+    assert torch.equal(saved.zone, before[0])
+    assert torch.equal(saved.tail, before[1])
+    for twin in twins:
+        engine.remove(twin.name)
+    engine.check_idle()
+
+
+def test_what_was_written_is_what_is_read(tmp_path):
+    engine = FakeEngine(small("h2o"), BLOCK, 80, sessions=True)
+    request = engine.add("r", 40, 12)
+    run(engine, request, 9)
+    saved = engine.save("r")
+    assert set(saved.observed) == set(range(LAYERS))
+    tokens = torch.arange(saved.tokens).numpy().astype("int32")
+    session = Session("s", "owner", tokens, saved.compaction, saved.num_bytes)
+    files = SessionDir(tmp_path, Identity.of(model="m"))
+    files.prepare()
+    files.write(session, 0, saved)
+    read = files.read("s", 0)
+    assert (read.tokens, read.compaction) == (saved.tokens, saved.compaction)
+    for name in ("counts", "positions", "zone", "tail"):
+        assert torch.equal(getattr(read, name), getattr(saved, name)), name
+    # others' leftovers in its partial page are not written down
+    assert saved.tail.isfinite().all()
+    for layer, packed in saved.observed.items():
+        assert torch.equal(read.observed[layer]["observed"], packed["observed"])
+    assert misfit(engine.heap, read) is None
+
+
+def test_a_cache_of_another_layout_does_not_fit():
+    engine = FakeEngine(small("snapkv"), BLOCK, 80)
+    run(engine, engine.add("r", 40, 2), 9)
+    saved = engine.save("r")
+    other = FakeEngine(small("snapkv"), 2 * BLOCK, 80)
+    assert "pages of" in str(misfit(other.heap, saved))
+    saved.layout = "other"
+    assert "instruction set" in str(misfit(engine.heap, saved))
+
+
+def test_a_request_compacted_elsewhere_is_not_saved():
+    engine = FakeEngine(small("snapkv"), BLOCK, 80)
+    run(engine, engine.add("r", 40, 2), 9)
+    with pytest.raises(ValueError, match="compacted at 40"):
+        engine.runtime.save("r", None, 41, engine.requests["r"].table)
+    assert isinstance(engine.save("r"), SavedCache)

@@ -1,0 +1,113 @@
+"""Carries out compactions: scores, choice, moves, and a new seat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.residency.choice import choose_slots
+from vllm_kvplugins.residency.compaction import CompactedPages, compact
+from vllm_kvplugins.residency.heap import Heap
+from vllm_kvplugins.residency.page_table import PageTables
+from vllm_kvplugins.residency.probing import Prober
+from vllm_kvplugins.residency.requests import (
+    Due,
+    PageList,
+    Resident,
+    Row,
+    Tracked,
+)
+from vllm_kvplugins.residency.retrieval import Retrieval
+from vllm_kvplugins.residency.scores import slot_scores
+from vllm_kvplugins.residency.views import Views
+
+
+@dataclass(frozen=True, slots=True)
+class Compactor:
+    """Compacts requests of one worker, once its heap is known.
+
+    Attributes:
+        prober, retrieval: for policies that probe or offload.
+    """
+
+    policy: KVCachePolicy
+    heap: Heap
+    views: Views
+    tables: PageTables
+    prober: Prober | None
+    retrieval: Retrieval | None
+
+    def owned(
+        self, row: Row, blocks: torch.Tensor, resident: Resident | None
+    ) -> PageList:
+        """All pages of a request after this step, its partial last one included.
+
+        Args:
+            blocks: int64, physical ids; those in front of the tail are stale.
+        """
+        first = resident.tail_block if resident else 0
+        used = -(-row.after_tokens // self.heap.layout.block_size)
+        plain = PageList.of_blocks(self.heap, blocks[first:used], first)
+        if resident is None:
+            return plain
+        return plain.after(*self.tables.zone(resident.seat), resident.positions)
+
+    def run(self, due: Due, tracked: Tracked, prompt: Sequence[int]) -> torch.Tensor:
+        """Compact a request.
+
+        Args:
+            tracked: what is known of it; gets its new landing zone.
+            prompt: token ids, if the policy probes.
+
+        Returns:
+            int32 [rows, slots], RoPE positions in the landing zone, -1 unused.
+        """
+        row, resident, compaction = due.row, tracked.resident, due.compaction
+        size = self.heap.layout.block_size
+        if self.retrieval is not None and resident is not None:
+            # the landing zone's positions say what was fetched last
+            self.retrieval.refresh_positions(row.request_id, resident.positions)
+        owned = self.owned(row, due.blocks, resident)
+        # the partial last page is the tail; it does not compete
+        competing = owned.owned - int(row.after_tokens % size > 0)
+        if self.prober is not None:
+            tracked.observed = self.prober.run(prompt, owned, row.after_tokens)
+        scores = slot_scores(self.policy, self.views, due, owned, competing, tracked)
+        fixed = None
+        if compaction.fixed_blocks:
+            assert resident is not None, "nothing was kept before"
+            fixed = self.tables.zone(resident.seat)[1]
+        keep, counts = choose_slots(
+            self.policy.page_allocator(), compaction, scores, competing, fixed, size
+        )
+        most = int(competing.max())
+        zone = due.blocks[compaction.zone.start : compaction.zone.stop]
+        after = compact(
+            keep,
+            counts,
+            owned.pages[:, :most],
+            competing,
+            owned.positions[:, : most * size],
+            # the landing zone's pages, whoever owns them now
+            self.heap.page_ids(zone).reshape(-1),
+        )
+        self.heap.apply(after)
+        self._settle(due, tracked, after)
+        return after.positions
+
+    def _settle(self, due: Due, tracked: Tracked, after: CompactedPages) -> None:
+        """Seat the request on its new pages; from now on it reads only these."""
+        if tracked.resident is not None:
+            self.tables.leave(tracked.resident.seat)
+        tail_block = due.compaction.zone.stop
+        tracked.resident = Resident(
+            self.tables.seat(after.pages, after.counts, tail_block),
+            due.compaction.at_tokens,
+            tail_block,
+            after.positions,
+        )
+        if self.retrieval is not None:
+            self.retrieval.settle(due.row.request_id, after.pages, after.positions)

@@ -1,0 +1,167 @@
+"""A request's resident cache outside the pool, to go on from later.
+
+::
+
+    landing zone: counts differ by row      tail: plain blocks, the last one partial
+    [ p p p ][ p ][ p p ] ...               [ b b b ] of every row
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_kvplugins.ops.bulk import copy_pages
+from vllm_kvplugins.residency.heap import Heap
+from vllm_kvplugins.residency.page_table import PageTables
+from vllm_kvplugins.residency.plan import Compaction
+from vllm_kvplugins.residency.requests import Resident
+
+
+@dataclass(slots=True)
+class SavedCache:
+    """Pages of one request on one worker, in host memory.
+
+    Attributes:
+        tokens: whose keys and values are there, or were compacted away.
+        compaction: the last one, candidates counted from block 0; None = none.
+        counts: int64 [rows], landing-zone pages per (layer, KV head).
+        positions: int32 [rows, most pages * block_size], of the landing zone.
+        zone: [sum of counts, page_elems], row by row.
+        tail: [rows * tail blocks, page_elems], row by row.
+        layout: digest of the layout of its pages.
+        observed: per layer, what the policy's ``observe`` last returned, packed.
+    """
+
+    tokens: int
+    compaction: Compaction | None
+    counts: torch.Tensor
+    positions: torch.Tensor
+    zone: torch.Tensor
+    tail: torch.Tensor
+    layout: str
+    observed: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its pages."""
+        return (self.zone.numel() + self.tail.numel()) * self.zone.itemsize
+
+
+def take_out(
+    heap: Heap,
+    tables: PageTables,
+    resident: Resident | None,
+    compaction: Compaction | None,
+    tokens: int,
+    blocks: torch.Tensor,
+) -> SavedCache:
+    """Copy a request's pages out of the pool.
+
+    Args:
+        resident: its landing zone, if it was compacted.
+        blocks: int64, physical ids, from its first resident block on.
+
+    Cost: each page read once, in bulk.
+    """
+    size = heap.layout.block_size
+    first = compaction.zone.start if compaction else 0
+    in_zone = len(compaction.zone) if compaction else 0
+    tail_ids = heap.page_ids(blocks[in_zone : -(-tokens // size) - first])
+    zone_ids = counts = tail_ids.new_zeros(0)
+    positions = torch.zeros(heap.rows, 0, dtype=torch.int32)
+    if resident is None:
+        counts = counts.new_zeros(heap.rows)
+    else:
+        pages, counts = tables.zone(resident.seat)
+        place = torch.arange(pages.shape[1], device=pages.device)
+        zone_ids = pages[place < counts[:, None]]
+        positions = resident.positions.clone()
+    tail = _gathered(heap, tail_ids.reshape(-1))
+    if tokens % size:
+        _clear(heap, tail.view(heap.rows, -1, tail.shape[1])[:, -1], tokens % size)
+    return SavedCache(
+        tokens=tokens,
+        compaction=compaction,
+        counts=counts,
+        positions=positions,
+        zone=_gathered(heap, zone_ids),
+        tail=tail,
+        layout=heap.layout.digest,
+    )
+
+
+def misfit(heap: Heap, saved: SavedCache) -> str | None:
+    """Why a saved cache cannot go into this heap, if so."""
+    elems, dtype = heap.pages.shape[1], heap.pages.dtype
+    if saved.counts.shape != (heap.rows,):
+        return f"it has {saved.counts.numel()} rows of pages, not {heap.rows}"
+    for pages in (saved.zone, saved.tail):
+        if pages.dtype != dtype or pages.shape[1:] != (elems,):
+            return f"pages of {pages.dtype} {list(pages.shape)} do not fit {dtype}"
+    if saved.layout != heap.layout.digest:
+        return "its pages are laid out for another instruction set"
+    return None
+
+
+def put_back(
+    heap: Heap,
+    tables: PageTables,
+    saved: SavedCache,
+    tokens: int,
+    blocks: torch.Tensor,
+) -> Resident | None:
+    """Fill blocks of the pool with the first ``tokens`` tokens of a saved cache.
+
+    Args:
+        blocks: int64, physical ids, from the first resident block on.
+
+    Returns:
+        The request's landing zone, seated; None if it has none.
+
+    Cost: each page written once, in bulk.
+    """
+    size, rows = heap.layout.block_size, heap.rows
+    first = saved.compaction.zone.start if saved.compaction else 0
+    in_zone = len(saved.compaction.zone) if saved.compaction else 0
+    tail_blocks = -(-tokens // size) - first - in_zone
+    assert 0 <= tail_blocks <= saved.tail.shape[0] // rows, "no such tokens"
+    tail_ids = heap.page_ids(blocks[in_zone : in_zone + tail_blocks])
+    tail = saved.tail.view(rows, -1, saved.tail.shape[1])[:, :tail_blocks]
+    _scatter(heap, tail_ids.reshape(-1), tail.reshape(-1, saved.tail.shape[1]))
+    if saved.compaction is None:
+        return None
+    pool = heap.page_ids(blocks[:in_zone]).reshape(-1)
+    assert pool.numel() == int(saved.counts.sum()), "pages must balance"
+    place = torch.arange(int(saved.counts.max()), device=pool.device)
+    pages = pool.new_zeros(rows, place.numel())
+    pages[place < saved.counts[:, None]] = pool
+    _scatter(heap, pool, saved.zone)
+    tail_block = saved.compaction.zone.stop
+    return Resident(
+        tables.seat(pages, saved.counts, tail_block),
+        saved.compaction.at_tokens,
+        tail_block,
+        saved.positions.clone(),
+    )
+
+
+def _clear(heap: Heap, pages: torch.Tensor, used: int) -> None:
+    """Remove what others left in the unused slots of partial pages."""
+    layout = heap.layout
+    for offsets in (layout.k_offsets, layout.v_offsets):
+        unused = offsets.view(layout.block_size, -1)[used:].flatten().long()
+        pages[:, unused] = 0
+
+
+def _gathered(heap: Heap, ids: torch.Tensor) -> torch.Tensor:
+    out = heap.pages.new_empty(ids.numel(), heap.pages.shape[1])
+    if ids.numel():
+        copy_pages(out, None, heap.pages, ids)
+    return out
+
+
+def _scatter(heap: Heap, ids: torch.Tensor, pages: torch.Tensor) -> None:
+    if ids.numel():
+        copy_pages(heap.pages, ids, pages, None)

@@ -1,0 +1,305 @@
+"""Sessions on disk: one safetensors file per session and rank.
+
+::
+
+    DIR/<fingerprint>/<session>.r0of1.safetensors
+
+Written beside its place and moved there, with a digest of its contents, so that a
+file is either whole or not there; what is not ours, not whole, or of another model,
+policy or layout is never loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.residency.plan import BlockSpan, Compaction
+from vllm_kvplugins.residency.saved import SavedCache
+from vllm_kvplugins.sessions.orders import Session, Tokens
+
+FORMAT = "kvp-session-1"
+_SUFFIX = ".safetensors"
+_OBSERVED = "observed"
+
+
+class SessionFileError(Exception):
+    """A file that cannot be loaded; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a cache must have in common with the engine that loads it.
+
+    Attributes:
+        facts: names and values: model, policy, dtype, layout, versions.
+    """
+
+    facts: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def of(**facts: Any) -> Identity:
+        return Identity(tuple(sorted((k, str(v)) for k, v in facts.items())))
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of all facts, as long as a directory's name may well be."""
+        return hashlib.sha256(json.dumps(self.facts).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionDir:
+    """The files of one engine's sessions.
+
+    Attributes:
+        root: ``session_dir``.
+        ranks: workers that write a part of every session.
+    """
+
+    root: Path
+    identity: Identity
+    ranks: int = 1
+
+    @property
+    def folder(self) -> Path:
+        return self.root / self.identity.fingerprint
+
+    def path(self, session_id: str, rank: int) -> Path:
+        """Where a rank's part of a session lies."""
+        return self.folder / f"{session_id}.r{rank}of{self.ranks}{_SUFFIX}"
+
+    def prepare(self) -> None:
+        """Make the folder, for its owner alone.
+
+        Raises:
+            KVPolicyError: it cannot be made or written to.
+        """
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            raise KVPolicyError(
+                f"session_dir {str(self.root)!r} cannot be written to: {error}; "
+                "choose another directory, or leave session_dir out"
+            ) from error
+
+    def write(self, session: Session, rank: int, saved: SavedCache) -> None:
+        """Store a rank's part.
+
+        Raises:
+            OSError: no room, no permission; nothing is left behind.
+        """
+        tensors = _tensors(session, saved)
+        about = {
+            "format": FORMAT,
+            "fingerprint": self.identity.fingerprint,
+            "facts": json.dumps(self.identity.facts),
+            "session": session.session_id,
+            "owner": session.owner,
+            "num_bytes": str(session.num_bytes),
+            "compaction": json.dumps(_packed(session.compaction)),
+            "layout": saved.layout,
+        }
+        about["digest"] = _digest(about, tensors)
+        _write_atomically(self.path(session.session_id, rank), save(tensors, about))
+
+    def read(self, session_id: str, rank: int) -> SavedCache:
+        """Load a rank's part.
+
+        Raises:
+            SessionFileError: the file is gone, torn, changed or foreign.
+        """
+        path = self.path(session_id, rank)
+        about, tensors = _read(path)
+        self._check(path, about)
+        said = about.pop("digest", None)
+        if said != _digest(about, tensors):
+            raise SessionFileError(f"{path.name}: its contents have changed")
+        with contextlib.suppress(OSError):
+            os.utime(path)  # it was used now
+        return _saved(about, tensors)
+
+    def unlink(self, session_id: str, rank: int) -> None:
+        """Remove a rank's part, if it is there."""
+        self.path(session_id, rank).unlink(missing_ok=True)
+
+    def scan(self) -> Iterator[tuple[Session, float] | SessionFileError]:
+        """All sessions whose every part is there, least recently used first.
+
+        Yields:
+            A session and when it was last used, in seconds since the epoch, or why
+            a file is none.
+        """
+        suffix = f".r0of{self.ranks}{_SUFFIX}"
+        paths = {p: p.stat().st_mtime for p in self.folder.glob(f"*{suffix}")}
+        for path in sorted(paths, key=paths.__getitem__):
+            session_id = path.name.removesuffix(suffix)
+            try:
+                for rank in range(1, self.ranks):
+                    if not self.path(session_id, rank).exists():
+                        raise SessionFileError(f"{path.name}: rank {rank}'s is missing")
+                about, tensors = _read(path, only=("tokens",))
+                self._check(path, about)
+                if about.get("session") != session_id:
+                    raise SessionFileError(f"{path.name}: belongs to another session")
+                yield _session(about, tensors["tokens"]), paths[path]
+            except SessionFileError as error:
+                yield error
+
+    def _check(self, path: Path, about: Mapping[str, str]) -> None:
+        if about.get("format") != FORMAT:
+            raise SessionFileError(f"{path.name}: not a file of {FORMAT}")
+        if about.get("fingerprint") != self.identity.fingerprint:
+            raise SessionFileError(f"{path.name}: of another model or policy")
+
+
+# -- one file ------------------------------------------------------------------------
+
+
+def _write_atomically(path: Path, contents: bytes) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(contents)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _read(
+    path: Path, only: tuple[str, ...] | None = None
+) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    try:
+        with safe_open(path, "pt") as file:
+            about = dict(file.metadata() or {})
+            names = file.keys() if only is None else only
+            return about, {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise SessionFileError(f"{path.name}: cannot be read ({error})") from error
+
+
+def _digest(about: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps(about, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+        digest.update(memoryview(flat.numpy()))
+    return digest.hexdigest()
+
+
+def _tensors(session: Session, saved: SavedCache) -> dict[str, torch.Tensor]:
+    tensors = {
+        "tokens": torch.from_numpy(session.tokens.astype(np.int32)),
+        "counts": saved.counts,
+        "positions": saved.positions,
+        "zone": saved.zone,
+        "tail": saved.tail,
+    }
+    for layer, packed in saved.observed.items():
+        for name, tensor in packed.items():
+            tensors[f"{_OBSERVED}.{layer}.{name}"] = tensor
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _saved(about: Mapping[str, str], tensors: dict[str, torch.Tensor]) -> SavedCache:
+    observed: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind == _OBSERVED:
+            layer, _, part = rest.partition(".")
+            observed.setdefault(int(layer), {})[part] = tensor
+    return SavedCache(
+        tokens=tensors["tokens"].numel(),
+        compaction=_unpacked(json.loads(about["compaction"])),
+        counts=tensors["counts"],
+        positions=tensors["positions"],
+        zone=tensors["zone"],
+        tail=tensors["tail"],
+        layout=about["layout"],
+        observed=observed,
+    )
+
+
+def _session(about: Mapping[str, str], tokens: torch.Tensor) -> Session:
+    ids: Tokens = tokens.numpy().copy()
+    return Session(
+        session_id=about["session"],
+        owner=about["owner"],
+        tokens=ids,
+        compaction=_unpacked(json.loads(about["compaction"])),
+        num_bytes=int(about["num_bytes"]),
+    )
+
+
+def _packed(compaction: Compaction | None) -> dict[str, Any] | None:
+    return None if compaction is None else asdict(compaction)
+
+
+def _unpacked(packed: dict[str, Any] | None) -> Compaction | None:
+    if packed is None:
+        return None
+    spans = {name: BlockSpan(**packed[name]) for name in ("candidates", "zone")}
+    return Compaction(**(packed | spans))
+
+
+# -- all of a directory, for the command line ------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A file in a session directory.
+
+    Attributes:
+        facts: of its identity.
+        tokens: in its session.
+        problem: why it cannot be loaded; None = it looks whole.
+    """
+
+    path: Path
+    session_id: str
+    facts: dict[str, str]
+    tokens: int
+    num_bytes: int
+    last_used: float
+    problem: str | None = None
+
+
+def list_files(root: Path) -> list[FoundFile]:
+    """All session files under a directory, most recently used first."""
+    found = []
+    for path in root.glob(f"*/*.r*of*{_SUFFIX}"):
+        stat = path.stat()
+        session_id = path.name.split(".", 1)[0]
+        try:
+            about, tensors = _read(path, only=("tokens",))
+            if about.get("format") != FORMAT:
+                raise SessionFileError(f"not a file of {FORMAT}")
+            facts, tokens = dict(json.loads(about["facts"])), tensors["tokens"].numel()
+            problem = None
+        except SessionFileError as error:
+            facts, tokens, problem = {}, 0, str(error)
+        found.append(
+            FoundFile(
+                path, session_id, facts, tokens, stat.st_size, stat.st_mtime, problem
+            )
+        )
+    return sorted(found, key=lambda file: -file.last_used)

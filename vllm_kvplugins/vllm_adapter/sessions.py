@@ -1,0 +1,252 @@
+"""Sessions in vLLM: which request continues what, and where its blocks are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
+
+from vllm_kvplugins import __version__
+from vllm_kvplugins.config import CONFIG_KEY, describe, parse_policy, parse_sessions
+from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.residency.host_tier import default_limit_bytes
+from vllm_kvplugins.residency.plan import BlockSpan, Compaction
+from vllm_kvplugins.sessions.files import Identity, SessionDir, SessionFileError
+from vllm_kvplugins.sessions.keeper import Keeper, Match
+from vllm_kvplugins.sessions.orders import Session, Tokens
+
+if TYPE_CHECKING:
+    from vllm_kvplugins.vllm_adapter.block_manager import ResidencyBlockManager
+
+# vLLM configures only the loggers below its own name.
+logger = init_logger("vllm.kv_policy")
+
+_ENDED_WELL = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_ABORTED,
+)
+
+
+# What the metrics say where sessions are off.
+NO_SESSIONS = {"sessions": 0, "session_bytes": 0, "session_disk_bytes": 0}
+
+
+# -- configuration ---------------------------------------------------------------
+
+
+def settled(request: dict[str, Any], policy: KVCachePolicy) -> dict[str, Any]:
+    """The settings with whether sessions are kept and in how much memory, so that
+    all processes know the same."""
+    settings = parse_sessions(request)
+    if not settings.on_for(policy.needs_turns):
+        return request | {"sessions": False}
+    memory = settings.session_memory or default_limit_bytes() // 2
+    return request | {"sessions": True, "session_memory": memory}
+
+
+def session_dir(vllm_config: Any) -> SessionDir | None:
+    """Where this engine's sessions are written; None if they are not."""
+    request = vllm_config.additional_config[CONFIG_KEY]
+    settings = parse_sessions(request)
+    if not settings.sessions or settings.session_dir is None:
+        return None
+    ranks = vllm_config.parallel_config.world_size
+    return SessionDir(settings.session_dir, _identity(vllm_config, request), ranks)
+
+
+def _identity(vllm_config: Any, request: Any) -> Identity:
+    """Everything that a cache depends on, but how pages are laid out."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    config = model.hf_config.to_dict()
+    return Identity.of(
+        model=model.model,
+        revision=model.revision,
+        config=_digest(json.dumps(config, sort_keys=True, default=str)),
+        weights=_weights(Path(model.model)),
+        policy=describe(parse_policy(request)),
+        dtype=model.dtype,
+        cache_dtype=cache.cache_dtype,
+        block_size=cache.block_size,
+        max_model_len=model.max_model_len,
+        plugin=__version__,
+    )
+
+
+def _weights(folder: Path) -> str:
+    """Names, sizes and times of local weights; "" for models from a hub."""
+    if not folder.is_dir():
+        return ""
+    files = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin"))
+    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return _digest(json.dumps(stats))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def owner_of(request: Any) -> str:
+    """Digest of who may continue a request's session."""
+    lora = request.lora_request
+    adapter = (lora.lora_name, lora.lora_int_id, lora.lora_path) if lora else None
+    said = json.dumps([request.cache_salt, adapter])
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
+# -- the scheduler's side ------------------------------------------------------------
+
+
+class SchedulerSessions:
+    """Finds, starts and ends sessions of one engine.
+
+    Args:
+        manager: of the engine's blocks.
+    """
+
+    def __init__(self, vllm_config: Any, manager: ResidencyBlockManager) -> None:
+        self._manager = manager
+        spec = manager.kv_cache_spec
+        self._policy: KVCachePolicy = spec.policy
+        self._geometry = spec.geometry
+        settings = parse_sessions(vllm_config.additional_config[CONFIG_KEY])
+        assert settings.session_memory is not None, "not settled"
+        files = session_dir(vllm_config)
+        self.keeper = Keeper(
+            settings.session_memory,
+            ranks=vllm_config.parallel_config.world_size,
+            least_tokens=manager.block_size,
+            writes=files is not None,
+            disk_bytes=settings.session_disk,
+            max_age_s=settings.session_max_age_s,
+        )
+        self._said = asdict(self.keeper.counts)
+        self._prompts: WeakKeyDictionary[Any, Tokens] = WeakKeyDictionary()
+        if files is not None:
+            self._find(files)
+
+    def _find(self, files: SessionDir) -> None:
+        files.prepare()
+        for found in files.scan():
+            if isinstance(found, SessionFileError):
+                logger.warning("session file skipped: %s", found)
+            else:
+                self.keeper.found(*found)
+        logger.info("%d sessions found in %s", len(self.keeper), files.folder)
+
+    # -- a request starts -------------------------------------------------------
+
+    def match(self, request: Any, at_least: int) -> Match | None:
+        """The session that a request can continue, if that saves more than
+        ``at_least`` tokens. Changes nothing."""
+        if not _has_plain_prompt(request) or request.skip_reading_prefix_cache:
+            return None
+        match = self.keeper.match(
+            owner_of(request),
+            self._prompt(request),
+            lambda session, shared: self._usable(request, session, shared),
+        )
+        return match if match is not None and match.tokens > at_least else None
+
+    def _prompt(self, request: Any) -> Tokens:
+        """Its token ids; a request that waits is asked for them at every step."""
+        ids = self._prompts.get(request)
+        if ids is None:
+            ids = self._prompts[request] = _ids(request.prompt_token_ids)
+        return ids
+
+    def _usable(self, request: Any, session: Session, shared: int) -> int:
+        """How many of the shared tokens a request can start from: not its last
+        one, and none that the next compaction needs as a query."""
+        tokens = min(shared, request.num_prompt_tokens - 1)
+        plan = self._manager.plan_from(request, session.compaction)
+        tokens = plan.can_start_at(
+            tokens, session.compacted_at, self._policy.queries_needed
+        )
+        # what was observed of later tokens cannot be taken back
+        whole = tokens == len(session.tokens)
+        return tokens if whole or not self._policy.observes_steps else 0
+
+    def start(self, request: Any, match: Match | None) -> None:
+        """A request was given its blocks: from a session, or from nothing."""
+        if match is None:
+            if not request.num_preemptions:
+                self.keeper.missed()
+            return
+        blocks = self._manager.req_to_blocks[request.request_id]
+        first, last = match.session.first_block, self._blocks_of(match.tokens)
+        ids = [block.block_id for block in blocks[first:last]]
+        name, prompt_tokens = request.request_id, request.num_prompt_tokens
+        self.keeper.load(match, name, prompt_tokens, ids)
+
+    # -- a request ends ---------------------------------------------------------
+
+    def end(self, request: Any) -> None:
+        """Keep what a request computed, whole or cut short, if it can be continued."""
+        tokens = min(request.num_computed_tokens, request.num_tokens)
+        if (
+            tokens < self._manager.block_size
+            or request.status not in _ENDED_WELL
+            or not _has_plain_prompt(request)
+        ):
+            return
+        plan = self._manager.plan(request)
+        done = plan.num_done(tokens)
+        if plan.num_done(request.num_computed_tokens) != done:
+            return  # compacted beyond the tokens that are known
+        compaction = _whole(plan.compaction(done - 1)) if done else None
+        first = compaction.zone.start if compaction else 0
+        held = self._manager.req_to_blocks.get(request.request_id, ())
+        blocks = held[first : self._blocks_of(tokens)]
+        assert not any(block.is_null for block in blocks), "a resident block is gone"
+        size = self._manager.block_size * self._geometry.kv_bytes_per_token
+        session = Session(
+            session_id=uuid.uuid4().hex,
+            owner=owner_of(request),
+            tokens=_ids(request.all_token_ids[:tokens]),
+            compaction=compaction,
+            num_bytes=len(blocks) * size,
+        )
+        self.keeper.save(session, request.request_id, (b.block_id for b in blocks))
+
+    def take_numbers(self) -> dict[str, int]:
+        """For the metrics: what there is, and what happened since the last call."""
+        keeper, counts = self.keeper, asdict(self.keeper.counts)
+        new = {name: count - self._said[name] for name, count in counts.items()}
+        self._said = counts
+        return {
+            "sessions": len(keeper),
+            "session_bytes": keeper.held_bytes,
+            "session_disk_bytes": keeper.written_bytes,
+        } | {f"session_{name}": count for name, count in new.items()}
+
+    def _blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self._manager.block_size)
+
+
+def _has_plain_prompt(request: Any) -> bool:
+    """Whether token ids say all about it."""
+    return (
+        request.prompt_token_ids is not None
+        and request.prompt_embeds is None
+        and not request.mm_features
+        and request.sampling_params is not None
+    )
+
+
+def _ids(tokens: Any) -> Tokens:
+    return np.asarray(tokens, dtype=np.int32)
+
+
+def _whole(compaction: Compaction) -> Compaction:
+    """The same landing zone, as if all compactions so far had been one."""
+    zone = compaction.zone
+    return Compaction(compaction.at_tokens, BlockSpan(0, zone.stop), zone)
