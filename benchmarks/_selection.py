@@ -142,7 +142,7 @@ class Selector:
         assert probing is not None, f"{policy.name} needs a model to probe"
         layers, heads = self.geometry.num_layers, self.geometry.num_kv_heads
         room = probing.model.max_positions - prompt.tokens
-        occasion = ProbeOccasion(probing.prompt, prompt.tokens, room, probing.encode)
+        occasion = ProbeOccasion(probing.prompt, 0, prompt.tokens, room, probing.encode)
         everything = torch.ones(1, layers, heads, prompt.tokens, dtype=torch.bool)
         observed: list[Any] = [None] * layers
         for probe in policy.probes(occasion):

@@ -31,7 +31,8 @@ from policy_settings import (
 from vllm_kvplugins.budgets import ALLOCATORS
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.policies.base import Compressor, Retention
+from vllm_kvplugins.policies.base import Retention
+from vllm_kvplugins.policies.compressor import Compressor
 from vllm_kvplugins.policies.registry import get_policy_class
 
 SEED = 20261121

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from vllm_kvplugins.config import describe, parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.policies import available_policies
-from vllm_kvplugins.policies.base import Compressor, Geometry, LayerView, Lengths
+from vllm_kvplugins.policies.base import Geometry, LayerView, Lengths
+from vllm_kvplugins.policies.compressor import Compressor
 from vllm_kvplugins.scoring import mean_over_heads, slot_tiles
 from vllm_kvplugins.selection import keep_top
 

@@ -21,7 +21,7 @@ def encode(text: str) -> list[int]:
 
 
 def occasion(tokens: int, room: int) -> ProbeOccasion:
-    return ProbeOccasion(range(tokens), tokens, room, encode)
+    return ProbeOccasion(range(tokens), 0, tokens, room, encode)
 
 
 def probe_view(cached: int, own: int, gone: bool) -> LayerView:

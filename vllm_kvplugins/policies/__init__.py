@@ -4,7 +4,6 @@ Nothing in this package imports vLLM or needs a GPU.
 """
 
 from vllm_kvplugins.policies.base import (
-    Compressor,
     Geometry,
     KVCachePolicy,
     LayerView,
@@ -14,6 +13,7 @@ from vllm_kvplugins.policies.base import (
     Retention,
     Trigger,
 )
+from vllm_kvplugins.policies.compressor import Compressor
 from vllm_kvplugins.policies.registry import available_policies, get_policy_class
 
 __all__ = [

@@ -17,20 +17,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, Flag, auto
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
-from vllm_kvplugins.budgets import (
-    ALLOCATORS,
-    Budget,
-    PageAllocator,
-    Uniform,
-    parse_allocator,
-)
-from vllm_kvplugins.residency.plan import Compaction, Fold, ResidencyPlan
-from vllm_kvplugins.residency.prompt_cuts import prompt_compactions
+from vllm_kvplugins.budgets import PageAllocator, Uniform
+from vllm_kvplugins.residency.plan import Compaction, ResidencyPlan
 from vllm_kvplugins.rotary import Rotary
 
 
@@ -103,10 +96,12 @@ class Probe:
     Attributes:
         token_ids: what runs.
         about: positions that the policy asks about; the engine ignores it.
+        also: more of them, which an earlier compaction left.
     """
 
     token_ids: Sequence[int]
     about: range
+    also: range = range(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +110,15 @@ class ProbeOccasion:
 
     Attributes:
         prompt: the request's prompt.
-        tokens: tokens in the cache so far, the position of a probe's first one.
+        since: token count at the compaction before, 0 if there was none; of the
+            tokens before it only survivors are in the cache.
+        tokens: token count now, the position of a probe's first token.
         room: most tokens that one probe may have.
         encode: the model's tokenizer.
     """
 
     prompt: Sequence[int]
+    since: int
     tokens: int
     room: int
     encode: Encode
@@ -238,6 +236,11 @@ class KVCachePolicy(BaseModel, ABC):
     def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
         """Which blocks are resident when. Pure: same arguments, same plan."""
 
+    def prompt_blocks(self, tokens: int, geometry: Geometry) -> int | None:
+        """Most blocks that a prompt of up to so many tokens holds while it is read;
+        None: the policy sets no bound, it may hold all of them."""
+        return None
+
     def score(self, view: LayerView) -> torch.Tensor:
         """Worth of each slot of one layer; larger means keep.
 
@@ -295,94 +298,3 @@ class KVCachePolicy(BaseModel, ABC):
     def problems(self) -> list[str]:
         """Contradictions between this policy's own settings, for the user."""
         return []
-
-
-class Compressor(KVCachePolicy):
-    """A policy that keeps the best-scoring tokens once the prompt is in.
-
-    Subclasses write ``score``. The budget counts tokens per KV head, averaged
-    over layers and heads; the allocator moves whole pages between them.
-
-    Rounding: of a prompt of n tokens the n % block_size newest stay in their
-    block untouched, and the rest of the budget is rounded up to whole pages,
-    so ``budget <= kept < budget + block_size`` tokens per KV head on average
-    (at least one page besides the newest tokens, whatever the budget).
-    """
-
-    triggers: ClassVar[Trigger] = Trigger.PREFILL_END
-    compresses: ClassVar[bool] = True
-
-    budget: Annotated[Budget, BeforeValidator(Budget.parse)] = Field(
-        default=Budget(tokens=512),
-        description="Tokens kept per KV head: a number of tokens (512), a share "
-        'of the prompt (0.25), or bytes per request ("64MiB").',
-    )
-    allocator: Annotated[PageAllocator, BeforeValidator(parse_allocator)] = Field(
-        default=Uniform(),
-        description="How pages are shared between layers and KV heads: "
-        + ", ".join(sorted(ALLOCATORS))
-        + ".",
-    )
-
-    decode_budget: Annotated[Budget | None, BeforeValidator(Budget.parse_optional)] = (
-        Field(
-            default=None,
-            description="Tokens kept per KV head while generating; null: what is "
-            "generated stays.",
-        )
-    )
-    fold_blocks: int = Field(
-        default=4,
-        ge=1,
-        description="With decode_budget: blocks generated between compactions.",
-    )
-
-    def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
-        size, prompt_tokens = geometry.block_size, lengths.prompt_tokens
-        budget_tokens = max(
-            self.budget.resolve(prompt_tokens, geometry.kv_bytes_per_token),
-            self.minimum_budget_tokens,
-        )
-        compactions = prompt_compactions(
-            prompt_tokens, size, budget_tokens, lengths.restored
-        )
-        full_blocks = prompt_tokens // size
-        held_blocks = full_blocks - (compactions[-1].zone.start if compactions else 0)
-        fold = self._fold(full_blocks, held_blocks, lengths, geometry)
-        return ResidencyPlan(size, compactions, fold)
-
-    def _fold(
-        self,
-        full_blocks: int,
-        held_blocks: int,
-        lengths: Lengths,
-        geometry: Geometry,
-    ) -> Fold | None:
-        """Compactions while generating, from the block at which they are due."""
-        if self.decode_budget is None:
-            return None
-        tokens = max(
-            self.decode_budget.resolve(
-                lengths.prompt_tokens, geometry.kv_bytes_per_token
-            ),
-            self.minimum_budget_tokens,
-        )
-        keep_blocks = -(-tokens // geometry.block_size)
-        grow = max(keep_blocks + self.fold_blocks - held_blocks, 1)
-        return Fold(full_blocks + grow, self.fold_blocks, keep_blocks)
-
-    def page_allocator(self) -> PageAllocator:
-        return self.allocator
-
-    def problems(self) -> list[str]:
-        floor = self.minimum_budget_tokens
-        found = []
-        for setting in ("budget", "decode_budget"):
-            budget = getattr(self, setting)
-            if budget and budget.tokens is not None and budget.tokens < floor:
-                found.append(
-                    f"{setting} {budget.tokens} is below the {floor} tokens that "
-                    f"{self.name} always keeps (its sinks and window); raise the "
-                    "budget or shrink them"
-                )
-        return found

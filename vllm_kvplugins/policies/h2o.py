@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from vllm_kvplugins.policies.base import Compressor, LayerView, Trigger
+from vllm_kvplugins.policies.base import LayerView, Trigger
+from vllm_kvplugins.policies.compressor import Compressor
 from vllm_kvplugins.scoring import attention_mass
 
 

@@ -8,13 +8,13 @@ import torch
 from pydantic import Field
 
 from vllm_kvplugins.policies.base import (
-    Compressor,
     Encode,
     LayerView,
     Probe,
     ProbeOccasion,
     Trigger,
 )
+from vllm_kvplugins.policies.compressor import Compressor
 from vllm_kvplugins.scoring import attention_mass, attention_peak
 
 

@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from vllm_kvplugins.policies.base import Compressor, LayerView
+from vllm_kvplugins.policies.base import LayerView
+from vllm_kvplugins.policies.compressor import Compressor
 from vllm_kvplugins.scoring import drop_invalid, slot_tiles, valid_keys
 
 

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import torch
 
-from vllm_kvplugins.policies.base import Compressor, LayerView
+from vllm_kvplugins.policies.base import LayerView
+from vllm_kvplugins.policies.compressor import Compressor
 from vllm_kvplugins.scoring import drop_invalid
 
 

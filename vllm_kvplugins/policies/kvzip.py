@@ -9,13 +9,13 @@ from pydantic import BeforeValidator, Field
 
 from vllm_kvplugins.budgets import CrossLayer, PageAllocator, parse_allocator
 from vllm_kvplugins.policies.base import (
-    Compressor,
     Encode,
     LayerView,
     Probe,
     ProbeOccasion,
     Trigger,
 )
+from vllm_kvplugins.policies.compressor import Compressor
 from vllm_kvplugins.scoring import attention_peak
 
 _ALL = "\n\nRepeat the previous context exactly."
@@ -42,6 +42,10 @@ class KVzip(Compressor):
     Differs from the paper in when it runs: there the context is compressed before
     a question is known, here the prompt ends with one, so ``recent`` tokens stay
     as they are.
+
+    With ``prefill_block`` what is repeated is the block just read, as in the EpiCache
+    paper, appendix A.2; what earlier blocks left competes by the attention that this
+    repetition pays it (equation 3 there), next to the block in the softmax.
 
     Cost: one to two more prefills of the prompt, and as much again for the weights
     that the kernel does not hand out.
@@ -72,6 +76,10 @@ class KVzip(Compressor):
     def minimum_budget_tokens(self) -> int:
         return self.sinks + self.recent + 1
 
+    @property
+    def least_new_tokens(self) -> int:
+        return _LEAST_CHUNK
+
     def probe_room(self, encode: Encode) -> int:
         longest = max(len(encode(_ALL)), len(encode(_PART)) + _LEAD_TOKENS)
         return longest + _LEAST_CHUNK
@@ -82,10 +90,12 @@ class KVzip(Compressor):
         announced = max(len(whole), len(part) + _LEAD_TOKENS)
         size = min(self.chunk, occasion.room - announced)
         found = []
-        for start in range(0, len(prompt), size):
-            stop = min(start + size, len(prompt))
+        survivors = range(occasion.since)
+        for start in range(occasion.since, occasion.tokens, size):
+            stop = min(start + size, occasion.tokens)
             lead = [*part, *prompt[start - _LEAD_TOKENS : start]] if start else whole
-            found.append(Probe([*lead, *prompt[start:stop]], range(start, stop)))
+            again = [*lead, *prompt[start:stop]]
+            found.append(Probe(again, range(start, stop), survivors))
         return found
 
     def observe(self, view: LayerView) -> torch.Tensor:
@@ -94,7 +104,8 @@ class KVzip(Compressor):
         about, positions = view.probe.about, view.positions
         tokens = int(view.query_positions[0])
         asked = (positions >= about.start) & (positions < about.stop)
-        asked |= (positions >= 0) & (positions < self.sinks)
+        always = max(self.sinks, view.probe.also.stop)
+        asked |= (positions >= 0) & (positions < always)
         asked |= positions >= tokens
         columns = asked.any(0).nonzero().squeeze(1)
         places = positions.masked_fill(~asked, -1)[:, columns]

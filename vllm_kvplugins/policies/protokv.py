@@ -9,7 +9,8 @@ from pydantic import Field
 
 from vllm_kvplugins import prototypes as proto
 from vllm_kvplugins.ops.clusters import assign_and_average, chunk_prototypes
-from vllm_kvplugins.policies.base import Compressor, LayerView
+from vllm_kvplugins.policies.base import LayerView
+from vllm_kvplugins.policies.compressor import Compressor
 from vllm_kvplugins.scoring import (
     drop_invalid,
     mark_window,

@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from vllm_kvplugins.policies.base import Compressor, LayerView
+from vllm_kvplugins.policies.base import LayerView
+from vllm_kvplugins.policies.compressor import Compressor
 from vllm_kvplugins.scoring import mark_window, pool_votes, window_votes
 
 

@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from vllm_kvplugins.policies.base import Compressor, LayerView
+from vllm_kvplugins.policies.base import LayerView
+from vllm_kvplugins.policies.compressor import Compressor
 
 
 class StreamingLLM(Compressor):

@@ -74,7 +74,8 @@ class Compactor:
         # the partial last page is the tail; it does not compete
         competing = owned.owned - int(row.after_tokens % size > 0)
         if self.prober is not None:
-            tracked.observed = self.prober.run(prompt, owned, row.after_tokens)
+            since = tracked.compacted_at
+            tracked.observed = self.prober.run(prompt, owned, since, row.after_tokens)
         scores = slot_scores(self.policy, self.views, due, owned, competing, tracked)
         fixed = None
         if compaction.fixed_blocks:

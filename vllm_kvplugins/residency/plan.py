@@ -17,7 +17,9 @@ prefix cache knows about them stays true.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from operator import attrgetter
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,9 @@ class Compaction:
         return BlockSpan(self.candidates.start, self.zone.start)
 
 
+_AT_TOKENS = attrgetter("at_tokens")
+
+
 @dataclass(frozen=True, slots=True)
 class Fold:
     """Compactions that go on while a request generates.
@@ -117,7 +122,8 @@ class ResidencyPlan:
 
     Attributes:
         block_size: tokens per block.
-        compactions: strictly increasing in ``at_tokens``; empty = all resident.
+        compactions: strictly increasing in ``at_tokens``, each one's candidates
+            from the first block on that is still held; empty = all resident.
         fold: what happens during generation, after ``compactions``; None = the
             request grows.
         notes: what the user should know about it; logged once per request.
@@ -129,7 +135,7 @@ class ResidencyPlan:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        previous_at = 0
+        previous_at = first_held = 0
         for compaction in self.compactions:
             if compaction.at_tokens <= previous_at:
                 raise ValueError(
@@ -141,7 +147,12 @@ class ResidencyPlan:
                     f"candidates {compaction.candidates} reach past the "
                     f"{compaction.at_tokens} computed tokens"
                 )
-            previous_at = compaction.at_tokens
+            if compaction.candidates.start != first_held:
+                raise ValueError(
+                    f"candidates {compaction.candidates} do not start at block "
+                    f"{first_held}, the first one that is still held"
+                )
+            previous_at, first_held = compaction.at_tokens, compaction.zone.start
         if self.fold and self.fold.first_at_block * self.block_size <= previous_at:
             raise ValueError(
                 f"the first fold, at block {self.fold.first_at_block}, lies before "
@@ -170,7 +181,7 @@ class ResidencyPlan:
 
     def num_done(self, computed_tokens: int) -> int:
         """How many compactions have run at ``computed_tokens``."""
-        done = sum(c.at_tokens <= computed_tokens for c in self.compactions)
+        done = bisect_right(self.compactions, computed_tokens, key=_AT_TOKENS)
         if self.fold is not None:
             blocks = computed_tokens // self.block_size
             past = blocks - self.fold.first_at_block
@@ -247,11 +258,7 @@ class ResidencyPlan:
         """Blocks that a request holds after computing ``computed_tokens``."""
         total = -(-computed_tokens // self.block_size)
         done = self.num_done(computed_tokens)
-        if done == 0:
-            return total
-        if done <= len(self.compactions):
-            return total - sum(len(c.freed) for c in self.compactions[:done])
-        return total - self.compaction(done - 1).zone.start
+        return total - (self.compaction(done - 1).zone.start if done else 0)
 
     def peak_blocks(self, total_tokens: int) -> int:
         """Most blocks held at any count up to ``total_tokens``."""
@@ -259,6 +266,6 @@ class ResidencyPlan:
         for index in range(self.num_done(total_tokens)):
             compaction = self.compaction(index)
             # Just before a compaction frees, all its candidates are still held.
-            after = self.resident_blocks(compaction.at_tokens)
-            held.append(after + len(compaction.freed))
+            blocks = -(-compaction.at_tokens // self.block_size)
+            held.append(blocks - compaction.candidates.start)
         return max(held)

@@ -72,14 +72,15 @@ class Prober:
         self._running: _Running | None = None
 
     def run(
-        self, prompt: Sequence[int], owned: PageList, tokens: int
+        self, prompt: Sequence[int], owned: PageList, since: int, tokens: int
     ) -> dict[int, Any]:
         """Let the policy probe a request.
 
         Args:
             prompt: its token ids.
             owned: its pages.
-            tokens: how many it has in the cache.
+            since: token count at its compaction before; 0 if there was none.
+            tokens: its token count.
 
         Returns:
             Per layer what the policy observed; empty if it had no probe.
@@ -88,7 +89,7 @@ class Prober:
             values of the request at a time.
         """
         room = min(self._model.max_positions - tokens, self._model.max_tokens)
-        occasion = ProbeOccasion(prompt, tokens, room, self._model.encode)
+        occasion = ProbeOccasion(prompt, since, tokens, room, self._model.encode)
         observed: dict[int, Any] = {}
         for probe in self._policy.probes(occasion):
             count = len(probe.token_ids)

@@ -113,6 +113,11 @@ class Tracked:
         window.gathered += count
         return window, row.first_query + start - row.computed_tokens, count
 
+    @property
+    def compacted_at(self) -> int:
+        """Token count of its last compaction; 0 if there was none."""
+        return self.resident.compacted_at if self.resident else 0
+
 
 @dataclass(frozen=True, slots=True)
 class PageList:

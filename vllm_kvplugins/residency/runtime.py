@@ -304,8 +304,7 @@ class PolicyRuntime:
         assert self.heap is not None
         assert self._tables is not None
         tracked = self._requests.get(request_id, Tracked())
-        here = tracked.resident.compacted_at if tracked.resident else 0
-        said = compaction.at_tokens if compaction else 0
+        here, said = tracked.compacted_at, compaction.at_tokens if compaction else 0
         if here != said:
             raise ValueError(f"compacted at {here} tokens, not at {said}")
         ids = torch.tensor(blocks, dtype=torch.int64, device=self.heap.pages.device)

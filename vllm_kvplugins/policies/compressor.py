@@ -1,0 +1,143 @@
+"""The base of policies that keep the best-scoring tokens of a budget."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import BeforeValidator, Field
+
+from vllm_kvplugins.budgets import (
+    ALLOCATORS,
+    Budget,
+    PageAllocator,
+    Uniform,
+    parse_allocator,
+)
+from vllm_kvplugins.policies.base import Geometry, KVCachePolicy, Lengths, Trigger
+from vllm_kvplugins.residency.plan import Fold, ResidencyPlan
+from vllm_kvplugins.residency.prompt_cuts import Blockwise, prompt_compactions
+
+
+class Compressor(KVCachePolicy):
+    """A policy that keeps the best-scoring tokens once the prompt is in.
+
+    With ``prefill_block`` also while it is read: what is held then never exceeds
+    budget and block, and the last, partial page. Each time the newest queries
+    score, as they do at the prompt's end; what went does not come back.
+
+    Subclasses write ``score``. The budget counts tokens per KV head, averaged
+    over layers and heads; the allocator moves whole pages between them.
+
+    Rounding: of a prompt of n tokens the n % block_size newest stay in their
+    block untouched, and the rest of the budget is rounded up to whole pages,
+    so ``budget <= kept < budget + block_size`` tokens per KV head on average
+    (at least one page besides the newest tokens, whatever the budget).
+    """
+
+    triggers: ClassVar[Trigger] = Trigger.PREFILL_END
+    compresses: ClassVar[bool] = True
+
+    budget: Annotated[Budget, BeforeValidator(Budget.parse)] = Field(
+        default=Budget(tokens=512),
+        description="Tokens kept per KV head: a number of tokens (512), a share "
+        'of the prompt (0.25), or bytes per request ("64MiB").',
+    )
+    allocator: Annotated[PageAllocator, BeforeValidator(parse_allocator)] = Field(
+        default=Uniform(),
+        description="How pages are shared between layers and KV heads: "
+        + ", ".join(sorted(ALLOCATORS))
+        + ".",
+    )
+
+    decode_budget: Annotated[Budget | None, BeforeValidator(Budget.parse_optional)] = (
+        Field(
+            default=None,
+            description="Tokens kept per KV head while generating; null: what is "
+            "generated stays.",
+        )
+    )
+    fold_blocks: int = Field(
+        default=4,
+        ge=1,
+        description="With decode_budget: blocks generated between compactions.",
+    )
+
+    prefill_block: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens read between compactions of the prompt, which bound what "
+        "it holds to budget + prefill_block; null: one compaction, at its end.",
+    )
+
+    @property
+    def least_new_tokens(self) -> int:
+        """Fewest new tokens that can score what a prompt holds; see ``Blockwise``."""
+        return max(self.queries_needed, 1)
+
+    def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
+        size, prompt_tokens = geometry.block_size, lengths.prompt_tokens
+        compactions = prompt_compactions(
+            prompt_tokens,
+            size,
+            self._tokens(self.budget, prompt_tokens, geometry),
+            self._blockwise,
+            lengths.restored,
+        )
+        full_blocks = prompt_tokens // size
+        held_blocks = full_blocks - (compactions[-1].zone.start if compactions else 0)
+        fold = self._fold(full_blocks, held_blocks, prompt_tokens, geometry)
+        return ResidencyPlan(size, compactions, fold)
+
+    def prompt_blocks(self, tokens: int, geometry: Geometry) -> int | None:
+        if self._blockwise is None:
+            return None
+        budget_tokens = self._tokens(self.budget, tokens, geometry)
+        most = self._blockwise.most_blocks(budget_tokens, geometry.block_size)
+        return min(most, -(-tokens // geometry.block_size))
+
+    @property
+    def _blockwise(self) -> Blockwise | None:
+        if self.prefill_block is None:
+            return None
+        return Blockwise(self.prefill_block, self.least_new_tokens)
+
+    def _tokens(self, budget: Budget, prompt_tokens: int, geometry: Geometry) -> int:
+        asked = budget.resolve(prompt_tokens, geometry.kv_bytes_per_token)
+        return max(asked, self.minimum_budget_tokens)
+
+    def _fold(
+        self,
+        full_blocks: int,
+        held_blocks: int,
+        prompt_tokens: int,
+        geometry: Geometry,
+    ) -> Fold | None:
+        """Compactions while generating, from the block at which they are due."""
+        if self.decode_budget is None:
+            return None
+        tokens = self._tokens(self.decode_budget, prompt_tokens, geometry)
+        keep_blocks = -(-tokens // geometry.block_size)
+        grow = max(keep_blocks + self.fold_blocks - held_blocks, 1)
+        return Fold(full_blocks + grow, self.fold_blocks, keep_blocks)
+
+    def page_allocator(self) -> PageAllocator:
+        return self.allocator
+
+    def problems(self) -> list[str]:
+        floor = self.minimum_budget_tokens
+        found = []
+        for setting in ("budget", "decode_budget"):
+            budget = getattr(self, setting)
+            if budget and budget.tokens is not None and budget.tokens < floor:
+                found.append(
+                    f"{setting} {budget.tokens} is below the {floor} tokens that "
+                    f"{self.name} always keeps (its sinks and window); raise the "
+                    "budget or shrink them"
+                )
+        least = self.least_new_tokens
+        if self.prefill_block is not None and self.prefill_block < least:
+            found.append(
+                f"prefill_block {self.prefill_block} is below the {least} new tokens "
+                f"by which {self.name} scores what it holds; raise it"
+            )
+        return found
