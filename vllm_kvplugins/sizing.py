@@ -36,8 +36,9 @@ class Footprint:
             given its blocks back.
         decode_peak: most in any decode step.
         end: after the last decode step.
-        positions: prompt and answer as vLLM's start-up check counts them, with the
-            answer's last token, which is never computed.
+        positions: what vLLM's start-up check wants: prompt and answer with the
+            answer's last token, which is never computed; or the policy's bound for
+            prompts.
     """
 
     full: int
@@ -65,7 +66,12 @@ class Capacity:
     limit: Limit
 
 
-def footprint(plan: ResidencyPlan, prompt_tokens: int, answer_tokens: int) -> Footprint:
+def footprint(
+    plan: ResidencyPlan,
+    prompt_tokens: int,
+    answer_tokens: int,
+    prompt_blocks: int | None = None,
+) -> Footprint:
     """Walk one request through its plan.
 
     Args:
@@ -73,11 +79,13 @@ def footprint(plan: ResidencyPlan, prompt_tokens: int, answer_tokens: int) -> Fo
         prompt_tokens: >= 1.
         answer_tokens: >= 2; the prefill makes the first, so that one decode step
             or more follows.
+        prompt_blocks: the policy's bound for prompts up to that length, if any.
 
     Cost: O(blocks of the answer).
     """
     size = plan.block_size
     last = prompt_tokens + answer_tokens - 1
+    positions = -(-(last + 1) // size)
     # A step first frees what is due, then takes room for its token: a request holds
     # more only in steps that begin a block.
     most = plan.resident_blocks(prompt_tokens)
@@ -89,7 +97,7 @@ def footprint(plan: ResidencyPlan, prompt_tokens: int, answer_tokens: int) -> Fo
         after_prefill=plan.resident_blocks(prompt_tokens),
         decode_peak=most,
         end=plan.resident_blocks(last),
-        positions=-(-(prompt_tokens + answer_tokens) // size),
+        positions=positions if prompt_blocks is None else prompt_blocks,
     )
 
 

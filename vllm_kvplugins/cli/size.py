@@ -127,7 +127,10 @@ def sizing(
     _refuse_impossible_lengths(policy, geometry, tokens)
 
     held = footprint(
-        policy.plan(Lengths(prompt_tokens), geometry), prompt_tokens, answer_tokens
+        policy.plan(Lengths(prompt_tokens), geometry),
+        prompt_tokens,
+        answer_tokens,
+        policy.prompt_blocks(tokens, geometry),
     )
     stock = footprint(ResidencyPlan(block_size), prompt_tokens, answer_tokens)
     block_bytes = block_size * geometry.kv_bytes_per_token

@@ -260,10 +260,15 @@ class ResidencyPlan:
         done = self.num_done(computed_tokens)
         return total - (self.compaction(done - 1).zone.start if done else 0)
 
-    def peak_blocks(self, total_tokens: int) -> int:
-        """Most blocks held at any count up to ``total_tokens``."""
+    def peak_blocks(self, total_tokens: int, since: int = 0) -> int:
+        """Most blocks held at any count up to ``total_tokens``.
+
+        Args:
+            since: compactions that had run before the request began: 1 for one that
+                continues a session.
+        """
         held = [self.resident_blocks(total_tokens)]
-        for index in range(self.num_done(total_tokens)):
+        for index in range(since, self.num_done(total_tokens)):
             compaction = self.compaction(index)
             # Just before a compaction frees, all its candidates are still held.
             blocks = -(-compaction.at_tokens // self.block_size)

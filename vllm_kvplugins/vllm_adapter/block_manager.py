@@ -50,7 +50,9 @@ class ResidencyBlockManager(FullAttentionManager):
         self._noted: WeakSet[Any] = WeakSet()
         # sessions that waiting and running requests start from; they go with them
         self._starts: WeakKeyDictionary[Any, Match] = WeakKeyDictionary()
-        self.observes_prompt = Trigger.PREFILL_CHUNK in kv_cache_spec.policy.observes
+        policy, geometry = kv_cache_spec.policy, kv_cache_spec.geometry
+        self.observes_prompt = Trigger.PREFILL_CHUNK in policy.observes
+        self._bounds_prompts = policy.prompt_blocks(1, geometry) is not None
 
     def plan(self, request: Any) -> ResidencyPlan:
         """The plan of a request."""
@@ -98,12 +100,6 @@ class ResidencyBlockManager(FullAttentionManager):
         match = self._starts.get(self._requests.get(request_id))
         return match.session.first_block if match else 0
 
-    def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kw: Any) -> int:
-        need: int = super().get_num_blocks_to_allocate(request_id, *args, **kw)
-        if request_id in self.num_cached_block:
-            return need
-        return max(need - self._first_block(request_id), 0)
-
     def allocate_external_computed_blocks(
         self, request_id: str, *args: Any, **kwargs: Any
     ) -> None:
@@ -115,6 +111,54 @@ class ResidencyBlockManager(FullAttentionManager):
         super().allocate_external_computed_blocks(request_id, *args, **kwargs)
 
     # -- blocks ---------------------------------------------------------------
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        *args: Any,
+        apply_admission_cap: bool = False,
+        **kwargs: Any,
+    ) -> int:
+        """Nothing for what a session has dropped; at admission what a request holds
+        at most, not how long it is."""
+        promised = holes = 0
+        if request_id not in self.num_cached_block:
+            holes = self._first_block(request_id)
+        if apply_admission_cap:
+            plan = self.plan(self._requests[request_id])
+            peak = plan.peak_blocks(num_tokens, since=int(holes > 0))
+            num_tokens = min(num_tokens, (peak + holes) * self.block_size)
+            promised = self._promised_blocks()
+        own: int = super().get_num_blocks_to_allocate(
+            request_id,
+            num_tokens,
+            *args,
+            apply_admission_cap=apply_admission_cap,
+            **kwargs,
+        )
+        return max(own - holes, 0) + promised
+
+    def _promised_blocks(self) -> int:
+        """Blocks that prompts which are being read have freed and will take again.
+
+        Without them every compaction would seem to make room for one more prompt,
+        to be preempted when the block after it is read.
+        """
+        if not self._bounds_prompts:
+            return 0
+        promised = 0
+        for request_id, blocks in self.req_to_blocks.items():
+            request = self._requests.get(request_id)
+            if request is None or not blocks:
+                continue
+            if request.num_computed_tokens < request.num_prompt_tokens:
+                plan, freed = self.plan(request), self._freed_up_to.get(request_id, 0)
+                first_held = plan.compaction(freed - 1).zone.start if freed else 0
+                since = int(self._first_block(request_id) > 0)
+                peak = plan.peak_blocks(request.num_tokens, since)
+                promised += max(peak - (len(blocks) - first_held), 0)
+        return promised
 
     def remove_skipped_blocks(
         self,

@@ -119,9 +119,10 @@ _SEAMS = {
     "model_config parallel_config scheduler_config",
     "vllm.config:SchedulerConfig": "async_scheduling scheduler_cls "
     "max_num_batched_tokens max_num_seqs long_prefill_token_threshold",
-    "vllm.config:ParallelConfig": "worker_cls data_parallel_size is_moe_model rank "
+    "vllm.config:ParallelConfig": "worker_cls data_parallel_size is_moe_model "
+    "data_parallel_rank_local data_parallel_size_local local_engines_only rank "
     "world_size",
-    "vllm.config:CacheConfig": "block_size cache_dtype",
+    "vllm.config:CacheConfig": "block_size cache_dtype num_gpu_blocks",
     "vllm.config:KVTransferConfig": "kv_connector kv_connector_module_path kv_role",
     "vllm.config:ModelConfig": "get_num_layers(parallel_config) get_head_size() "
     "get_num_kv_heads(parallel_config) get_total_num_kv_heads() "
@@ -140,10 +141,10 @@ _SEAMS = {
     "scheduled_new_reqs kv_connector_metadata",
     f"{_CORE}.sched.output:NewRequestData": "req_id prompt_token_ids sampling_params",
     "vllm.v1.request:Request": "num_prompt_tokens prompt_token_ids sampling_params "
-    "request_id all_token_ids cache_salt lora_request mm_features num_computed_tokens "
-    "num_preemptions num_tokens prompt_embeds skip_reading_prefix_cache status",
-    "vllm.v1.request:RequestStatus": "FINISHED_STOPPED FINISHED_LENGTH_CAPPED "
-    "FINISHED_ABORTED",
+    "vllm.config:ParallelConfig": "worker_cls data_parallel_size is_moe_model "
+    "data_parallel_rank_local data_parallel_size_local local_engines_only rank "
+    "world_size",
+    "vllm.config:CacheConfig": "block_size cache_dtype num_gpu_blocks",
     # The block pool: freeing blocks of running requests.
     f"{_CORE}.kv_cache_manager:KVCacheManager": "create_kv_cache_blocks(blocks) "
     "block_pool coordinator empty_kv_cache_blocks",
@@ -153,13 +154,15 @@ _SEAMS = {
     f"{_CORE}.single_type_kv_cache_manager:FullAttentionManager": "__init__("
     "kv_cache_spec) remove_skipped_blocks(request_id processed_computed_tokens "
     "num_prompt_tokens) cache_blocks(request num_tokens) "
+    "get_num_blocks_to_allocate(request_id num_tokens apply_admission_cap) "
     "pop_blocks_for_free(request_id) _remove_blocks_in_range(request_id "
     "first_block last_block) get_num_blocks_to_allocate(request_id) "
     "allocate_external_computed_blocks(request_id) _null_block block_size "
     "kv_cache_spec num_cached_block req_to_blocks",
     f"{_CORE}.block_pool:BlockPool": "get_num_free_blocks() num_gpu_blocks",
     f"{_CORE}.kv_cache_utils:KVCacheBlock": "is_null",
-    "vllm.v1.kv_cache_interface:FullAttentionSpec": "merge(specs)",
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": "merge(specs) "
+    "max_memory_usage_bytes(vllm_config) page_size_bytes",
     "vllm.v1.kv_cache_interface": "replace_as()",
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry": "_ensure_registered() "
     "register(kvcache_spec_cls manager_class uniform_type_base_spec)",

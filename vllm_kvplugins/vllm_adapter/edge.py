@@ -9,9 +9,10 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_kvplugins.policies.base import KVCachePolicy, Retention
+from vllm_kvplugins.policies.base import KVCachePolicy, Lengths, Retention
 from vllm_kvplugins.vllm_adapter.activation import geometry_of, policy_of
 from vllm_kvplugins.vllm_adapter.host_memory import too_long
+from vllm_kvplugins.vllm_adapter.pool import blocks_per_engine, too_large
 from vllm_kvplugins.vllm_adapter.turns import asked_turn_ends, turn_ends_problem
 
 
@@ -37,6 +38,8 @@ def install() -> None:
             _check_host_memory(self.vllm_config, policy, request)
         if policy is not None and policy.needs_turns:
             _check_turn_ends(request)
+        if policy is not None:
+            _check_pool(self.vllm_config, policy, request)
         return request
 
     InputProcessor.process_inputs = process_inputs
@@ -58,3 +61,21 @@ def _check_turn_ends(request: Any) -> None:
     if problem is not None:
         asked = asked_turn_ends(request.sampling_params)
         raise VLLMValidationError(problem, parameter="turn_ends", value=asked)
+
+
+def _check_pool(vllm_config: Any, policy: KVCachePolicy, request: Any) -> None:
+    """Refuse what never fits, where vLLM's start-up check does not rule it out."""
+    geometry, longest = geometry_of(vllm_config), vllm_config.model_config.max_model_len
+    bounded = policy.prompt_blocks(longest, geometry) is not None
+    if request.sampling_params is None or not bounded:
+        return
+    ids, embeds = request.prompt_token_ids, request.prompt_embeds
+    prompt = len(ids if ids is not None else embeds)
+    answer = request.sampling_params.max_tokens or 0
+    pool = blocks_per_engine(vllm_config)
+    assert pool is not None, "a request before the engine's start-up"
+    plan = policy.plan(Lengths(prompt), geometry)
+    ahead = bool(vllm_config.scheduler_config.async_scheduling)
+    problem = too_large(policy, plan, prompt, answer, pool, ahead)
+    if problem is not None:
+        raise VLLMValidationError(problem, parameter="max_tokens", value=answer)

@@ -40,11 +40,21 @@ class ResidencyScheduling:
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """End a chunk at the plan's next cut, and never inside the window."""
+        """End a chunk at the plan's next cut, and never inside the window.
+
+        With steps in flight the next chunk waits (0 tokens: a running request is
+        passed over) until a compaction before it has freed its blocks; else the
+        request would hold both. What is generated does not wait for that.
+        """
         num_new_tokens = super()._reserve_prefill_lookahead(  # type: ignore[misc]
             request, num_computed_tokens, num_new_tokens
         )
         plan = self._residency_manager.plan(request)
+        processed = max(num_computed_tokens - request.num_in_flight_tokens, 0)
+        freed = plan.num_done(processed) == plan.num_done(num_computed_tokens)
+        prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
+        if num_computed_tokens < prefill_end and not freed:
+            return 0
         return plan.clip_chunk(num_computed_tokens, num_new_tokens)
 
     def _get_local_prefix_cache_hit(

@@ -26,6 +26,17 @@ class ResidencySpec(FullAttentionSpec):
     policy: KVCachePolicy
     geometry: Geometry
 
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """What vLLM wants to have for one request before it starts.
+
+        A policy that bounds prompts needs no pool for ``--max-model-len``; answers
+        that outgrow the pool are refused one by one, see ``pool``.
+        """
+        whole: int = super().max_memory_usage_bytes(vllm_config)
+        longest = vllm_config.model_config.max_model_len
+        blocks = self.policy.prompt_blocks(longest, self.geometry)
+        return whole if blocks is None else min(whole, blocks * self.page_size_bytes)
+
     @classmethod
     def merge(cls, specs: list[Any]) -> ResidencySpec:
         assert all(spec == specs[0] for spec in specs), "layers disagree on their spec"
