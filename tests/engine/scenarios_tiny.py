@@ -212,10 +212,10 @@ def answers(
 
 
 def recorded(
-    model: str, policy: Policy, lengths: list[int], max_tokens: int
+    model: str, policy: Policy, lengths: list[int], max_tokens: int, **settings: Any
 ) -> dict[str, Any]:
     """Tokens of prompts that run together, and what each compaction kept."""
-    driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400))
+    driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400, **settings))
     driver.llm.collective_rpc("kv_policy_record", args=(True,))
     prompts = {str(n): _prompt(n, n) for n in lengths}
     driver.generate(prompts, max_tokens)

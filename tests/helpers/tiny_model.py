@@ -97,7 +97,10 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def masked_logits(
-    folder: Path, tokens: list[int], visible: torch.Tensor
+    folder: Path,
+    tokens: list[int],
+    visible: torch.Tensor,
+    seen_by_layer: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> torch.Tensor:
     """Logits of the tiny Llama where every KV head sees what it is told to see.
 
@@ -106,6 +109,8 @@ def masked_logits(
     Args:
         tokens: the whole sequence.
         visible: bool [LAYERS, KV_HEADS, tokens, tokens]; query, key.
+        seen_by_layer: gets each layer's queries [heads, tokens, head_dim] and keys
+            [KV_HEADS, tokens, head_dim], after RoPE.
 
     Returns:
         float32 [tokens, VOCABULARY].
@@ -134,7 +139,10 @@ def masked_logits(
             )
             for part in "qkv"
         )
-        q, k = rotated(q), rotated(k).repeat_interleave(group, 1)
+        q, k = rotated(q), rotated(k)
+        if seen_by_layer is not None:
+            seen_by_layer.append((q.transpose(0, 1), k.transpose(0, 1)))
+        k = k.repeat_interleave(group, 1)
         logits = torch.einsum("qhd,khd->hqk", q, k) * _HEAD_DIM**-0.5
         seen = visible[layer].repeat_interleave(group, 0)
         shares = logits.masked_fill(~seen, -torch.inf).softmax(-1)

@@ -1,0 +1,131 @@
+"""Prompts that are compacted block by block, on the tiny random model."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from driver import Driver, make_llm
+from scenarios_tiny import recorded
+from texts import random_tokens
+from tiny_model import VOCABULARY
+
+Policy = dict[str, Any]
+ANSWER = 40  # tokens
+
+
+def _prompt(count: int) -> list[int]:
+    return random_tokens(count, count, VOCABULARY)
+
+
+class _Watching(Driver):
+    """Notes after every hand-out how many blocks are in use."""
+
+    def __init__(self, llm: Any) -> None:
+        super().__init__(llm)
+        self.in_use: list[int] = []
+        hand_out = self.pool.get_new_blocks
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            blocks = hand_out(*args, **kwargs)
+            self.in_use.append(self.total_blocks - self.free_blocks)
+            return blocks
+
+        self.pool.get_new_blocks = watched
+
+    def answer(self, lengths: list[int], max_tokens: int) -> dict[str, Any]:
+        """All prompts at once, to the end; what that took."""
+        self.in_use, self.preemptions = [], 0
+        before = self.manager.compactions
+        tokens = self.generate({str(n): _prompt(n) for n in lengths}, max_tokens)
+        for _ in range(3):
+            self.step()
+        self.check_blocks()
+        assert self.check_policy_state() == 0, "state was left behind"
+        return {
+            "tokens": tokens,
+            "in_use": self.in_use,
+            "preemptions": self.preemptions,
+            "compactions": self.manager.compactions - before,
+        }
+
+    def refusal(self, length: int, max_tokens: int) -> str:
+        """What the front end says to a request that it does not take."""
+        from vllm.exceptions import VLLMValidationError
+
+        try:
+            self.add("refused", _prompt(length), max_tokens)
+        except VLLMValidationError as error:
+            return str(error)
+        raise AssertionError("it was taken")
+
+
+def pools(
+    model: str,
+    policy: Policy,
+    small: int,
+    groups: list[list[int]],
+    fits: tuple[int, int],
+    refused: tuple[int, int],
+) -> dict[str, Any]:
+    """Groups of prompts in a small pool and in a large one.
+
+    Args:
+        small: blocks of the small pool, the null block included.
+        groups: prompt lengths that run at once.
+        fits, refused: prompt and answer of requests that fill the small pool and
+            that do not fit it.
+    """
+    found: dict[str, Any] = {}
+    for name, blocks in (("small", small), ("large", 700)):
+        driver = _Watching(make_llm(model, policy, num_gpu_blocks_override=blocks))
+        if name == "small":
+            found["scheduler"] = type(driver.scheduler).__name__
+            found["steps_in_flight"] = driver.core.batch_queue_size
+            found["refusal"] = driver.refusal(*refused)
+            found["full"] = driver.answer([fits[0]], fits[1])
+        found[name] = [driver.answer(lengths, ANSWER) for lengths in groups]
+        del driver
+        gc.collect()
+    return found
+
+
+def refused_elsewhere(model: str, policy: Policy, small: int) -> dict[str, Any]:
+    """The same check where the engine runs in a process of its own."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    llm = make_llm(model, policy, num_gpu_blocks_override=small)
+    core = type(llm.llm_engine.engine_core).__name__
+    prompt, message = {"prompt_token_ids": _prompt(3000)}, ""
+
+    def ask(max_tokens: int) -> int:
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        (done,) = llm.generate([prompt], params, use_tqdm=False)
+        return len(done.outputs[0].token_ids)
+
+    try:
+        ask(5000)
+    except VLLMValidationError as error:
+        message = str(error)
+    return {"client": core, "refusal": message, "generated": ask(8)}
+
+
+def recorded_each(
+    model: str, policies: dict[str, Policy], lengths: list[int], max_tokens: int
+) -> dict[str, Any]:
+    """``scenarios_tiny.recorded`` per policy, with a tokenizer."""
+    found = {}
+    for name, policy in policies.items():
+        found[name] = recorded(
+            model,
+            policy,
+            lengths,
+            max_tokens,
+            skip_tokenizer_init=False,
+            max_model_len=4096,
+        )
+        gc.collect()
+    return found
