@@ -67,17 +67,20 @@ def pools(
     groups: list[list[int]],
     fits: tuple[int, int],
     refused: tuple[int, int],
+    large: int | None = None,
 ) -> dict[str, Any]:
-    """Groups of prompts in a small pool and in a large one.
+    """Groups of prompts in a small pool, and in a large one if it is given.
 
     Args:
-        small: blocks of the small pool, the null block included.
+        small, large: blocks of the pools, the null block included.
         groups: prompt lengths that run at once.
         fits, refused: prompt and answer of requests that fill the small pool and
             that do not fit it.
     """
     found: dict[str, Any] = {}
-    for name, blocks in (("small", small), ("large", 700)):
+    for name, blocks in (("small", small), ("large", large)):
+        if blocks is None:
+            continue
         driver = _Watching(make_llm(model, policy, num_gpu_blocks_override=blocks))
         if name == "small":
             found["scheduler"] = type(driver.scheduler).__name__

@@ -149,6 +149,22 @@ def test_vllm_wants_room_for_one_whole_request(folder):
     assert "--max-model-len" in run(folder, *options).stdout
 
 
+def test_a_prompt_read_in_blocks_fits_a_pool_smaller_than_itself(folder):
+    """32,000 tokens are 3.9 GiB; 2048 and 2048 of them half a GiB."""
+    settings = {"budget": 2048, "decode_budget": 2048}
+    whole = figures(folder, "--pool-gib", "1", "--policy-config", json.dumps(settings))
+    assert whole["pool"]["requests"] == 0
+    assert whole["pool"]["limit"] == "prefill-never-fits"
+    settings["prefill_block"] = 2048
+    found = figures(folder, "--pool-gib", "1", "--policy-config", json.dumps(settings))
+    assert found["request"]["prefill_peak"]["blocks"] == 4096 // 32
+    assert found["pool"]["requests"] == 2
+    assert found["pool"]["limit"] == "prefill"
+    # vLLM starts with the block that is partly full, and the one it never hands out
+    smallest = found["wanted"]["pool_bytes"] // found["block_bytes"]
+    assert smallest == 4096 // 32 + 1 + 1
+
+
 @pytest.mark.parametrize("name", available_policies())
 def test_every_policy_has_figures(folder, name):
     found = figures(folder, context=2000, policy=name)

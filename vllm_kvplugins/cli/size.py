@@ -325,10 +325,10 @@ def _limit(found: dict[str, Any]) -> str:
     return {
         "prefill-never-fits": f"one prompt's prefill needs {prefill}, more than the "
         "pool. What a policy frees when the prompt is in comes too late: no such "
-        "request can run",
+        "request can run, unless prefill_block has it free while the prompt is read",
         "start-up": "vLLM starts only if a whole request of --max-model-len fits "
         f"the pool, here {found['prompt_tokens'] + found['answer_tokens']:,} tokens, "
-        "whatever a policy frees",
+        "whatever a policy frees; with prefill_block, what a prompt holds of it",
         "prefill": f"the prefill. A prompt needs {prefill} beside the requests that "
         f"decode; without it {pool['decoding_alone']:,} could decode",
         "decoding": f"decoding, {amount(decode['bytes'])} per request",

@@ -17,8 +17,9 @@ class KeyDiff(Compressor):
 
     Section 3.2 there: the anchor of a KV head is the mean of its L2-normalised
     keys. Needs no queries. Differs from the paper: the paper evicts block by
-    block during prefill; here, as in kvpress's press, at the end of the prompt
-    over all slots. A zero key has cosine 0.
+    block during prefill; here that needs ``prefill_block``, else, as in kvpress's
+    press, it is done at the end of the prompt over all slots. A zero key has
+    cosine 0.
 
     Cost: two passes over the keys, float32 copies of one tile at a time.
     """
