@@ -35,7 +35,7 @@ def contents(engine: FakeEngine, request: Request) -> dict[tuple[int, ...], byte
     runtime, name = engine.runtime, request.name
     resident = runtime._requests[name].resident
     assert resident is not None
-    pages, counts = runtime._tables.zone(resident.seat)
+    pages, counts = runtime.tables.zone(resident.seat)
     found = {}
     for row in range(LAYERS * KV_HEADS):
         used = int(counts[row]) * BLOCK

@@ -108,8 +108,8 @@ class Bench:
     @property
     def seats(self) -> int:
         """Compacted requests."""
-        assert self.runtime._tables is not None
-        return self.runtime._tables.seats_taken
+        assert self.runtime.tables is not None
+        return self.runtime.tables.seats_taken
 
     def original(self, plane: torch.Tensor, name: str, layer: int) -> torch.Tensor:
         """[KV_HEADS, slots, HEAD_DIM] of a request as it was written."""

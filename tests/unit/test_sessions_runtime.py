@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_engine import LAYERS, FakeEngine, Request
+from fake_engine import LAYERS, Request
+from fake_sessions import SessionEngine
 from test_flowkv import COMPRESSORS, SMALL, contents, flow
 
 from vllm_kvplugins.policies import available_policies, get_policy_class
@@ -44,12 +45,12 @@ def whole(name: str = "r") -> Request:
     return Request.make(name, LONGEST, 0)
 
 
-def run(engine: FakeEngine, request: Request, chunk: int) -> None:
+def run(engine: SessionEngine, request: Request, chunk: int) -> None:
     while not request.done:
         engine.step({request.name: chunk})
 
 
-def talk(engine: FakeEngine, chunk: int, by_turns: bool) -> Request:
+def talk(engine: SessionEngine, chunk: int, by_turns: bool) -> Request:
     """Three requests, each with the history of those before."""
     source, saved, request = whole(), None, None
     for turn, prompt in enumerate(PROMPTS):
@@ -76,9 +77,9 @@ def talk(engine: FakeEngine, chunk: int, by_turns: bool) -> Request:
 def test_several_requests_keep_what_one_would(base, chunk):
     """FlowKV: the same landing zone, bit for bit, as if nobody had ever left."""
     policy = flow(base, ratio=0.4)
-    parts = FakeEngine(policy, BLOCK, 80, sessions=True)
+    parts = SessionEngine(policy, BLOCK, 80, sessions=True)
     request = talk(parts, chunk, by_turns=True)
-    one = FakeEngine(policy, BLOCK, 80, sessions=True)
+    one = SessionEngine(policy, BLOCK, 80, sessions=True)
     alone, source = one.add("r", PROMPTS[-1], 20, ENDS), whole()
     alone.keys, alone.values = source.keys, source.values
     alone.queries, alone.visible = source.queries, source.visible
@@ -93,7 +94,7 @@ def test_several_requests_keep_what_one_would(base, chunk):
 @pytest.mark.parametrize("name", DROPPING)
 def test_any_policy_goes_on_from_what_it_kept(name):
     """The fake engine checks every step against a dense copy of the request."""
-    engine = FakeEngine(small(name), BLOCK, 80, sessions=True)
+    engine = SessionEngine(small(name), BLOCK, 80, sessions=True)
     request = talk(engine, 9, by_turns=False)
     if get_policy_class(name).compresses:
         assert len(request.kept) == len(PROMPTS)
@@ -105,7 +106,7 @@ def test_any_policy_goes_on_from_what_it_kept(name):
 @pytest.mark.parametrize("name", ["full", "snapkv", "pyramidkv"])
 def test_two_requests_go_on_from_one_session(name):
     """A fork disturbs neither its sibling nor what was saved."""
-    engine = FakeEngine(small(name), BLOCK, 120, sessions=True)
+    engine = SessionEngine(small(name), BLOCK, 120, sessions=True)
     first = engine.add("r", 40, 12)
     source = whole()
     first.keys, first.values, first.queries = source.keys, source.values, source.queries
@@ -136,7 +137,7 @@ def test_two_requests_go_on_from_one_session(name):
 
 
 def test_what_was_written_is_what_is_read(tmp_path):
-    engine = FakeEngine(small("h2o"), BLOCK, 80, sessions=True)
+    engine = SessionEngine(small("h2o"), BLOCK, 80, sessions=True)
     request = engine.add("r", 40, 12)
     run(engine, request, 9)
     saved = engine.save("r")
@@ -158,18 +159,18 @@ def test_what_was_written_is_what_is_read(tmp_path):
 
 
 def test_a_cache_of_another_layout_does_not_fit():
-    engine = FakeEngine(small("snapkv"), BLOCK, 80)
+    engine = SessionEngine(small("snapkv"), BLOCK, 80)
     run(engine, engine.add("r", 40, 2), 9)
     saved = engine.save("r")
-    other = FakeEngine(small("snapkv"), 2 * BLOCK, 80)
+    other = SessionEngine(small("snapkv"), 2 * BLOCK, 80)
     assert "pages of" in str(misfit(other.heap, saved))
     saved.layout = "other"
     assert "instruction set" in str(misfit(engine.heap, saved))
 
 
 def test_a_request_compacted_elsewhere_is_not_saved():
-    engine = FakeEngine(small("snapkv"), BLOCK, 80)
+    engine = SessionEngine(small("snapkv"), BLOCK, 80)
     run(engine, engine.add("r", 40, 2), 9)
     with pytest.raises(ValueError, match="compacted at 40"):
-        engine.runtime.save("r", None, 41, engine.requests["r"].table)
+        engine.transfer.save("r", None, 41, engine.requests["r"].table)
     assert isinstance(engine.save("r"), SavedCache)

@@ -78,11 +78,13 @@ class Tracked:
         resident: set once it has been compacted.
         window: set while queries for its next compaction are gathered.
         observed: per layer, what the policy's ``observe`` last returned.
+        restored: the compaction behind the cache that it started from.
     """
 
     resident: Resident | None = None
     window: Window | None = None
     observed: dict[int, Any] = field(default_factory=dict)
+    restored: Compaction | None = None
 
     def keep_queries(
         self, row: Row, plan: ResidencyPlan, cut: int, wanted: int

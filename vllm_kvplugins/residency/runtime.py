@@ -43,7 +43,6 @@ from vllm_kvplugins.residency.requests import (
     Window,
 )
 from vllm_kvplugins.residency.retrieval import Retrieval
-from vllm_kvplugins.residency.saved import SavedCache, misfit, put_back, take_out
 from vllm_kvplugins.residency.views import Views
 from vllm_kvplugins.rotary import Rotary
 
@@ -72,7 +71,7 @@ class PolicyRuntime:
         self.retrieval: Retrieval | None = None
         self._compactor: Compactor | None = None
         self._seconds: list[float] = []
-        self._tables: PageTables | None = None
+        self.tables: PageTables | None = None
         self._requests: dict[str, Tracked] = {}
         # prompts of all live requests, if the policy probes
         self._prompts: dict[str, Sequence[int]] = {}
@@ -86,8 +85,6 @@ class PolicyRuntime:
         self._leaving: list[tuple[Due, PageList]] = []
         # of live requests whose prompts have turns
         self._turn_ends: dict[str, tuple[int, ...]] = {}
-        # of live requests that go on from a saved cache
-        self._restored: dict[str, Compaction] = {}
         self._plans = Plans(policy, geometry)
         self._observes = policy.observes
         if sessions and Trigger.PREFILL_CHUNK in self._observes:
@@ -118,7 +115,7 @@ class PolicyRuntime:
             local = 2 * heap.rows * heap.layout.head_dim * heap.pages.itemsize
             share = local / self.geometry.kv_bytes_per_token
             self.retrieval = Retrieval(retriever, heap, list(scales), share)
-        self._tables = PageTables(
+        self.tables = PageTables(
             heap.num_layers,
             heap.num_kv_heads,
             heap.num_blocks,
@@ -127,7 +124,7 @@ class PolicyRuntime:
             heap.pages.device,
         )
         self._compactor = Compactor(
-            self.policy, heap, views, self._tables, self.prober, self.retrieval
+            self.policy, heap, views, self.tables, self.prober, self.retrieval
         )
 
     def plan(
@@ -138,6 +135,13 @@ class PolicyRuntime:
     ) -> ResidencyPlan:
         """The plan of a request with this prompt."""
         return self._plans.get(Lengths(prompt_tokens, turn_ends, restored))
+
+    def _plan_of(self, request_id: str, prompt_tokens: int) -> ResidencyPlan:
+        tracked = self._requests.get(request_id)
+        turn_ends = self._turn_ends.get(request_id, ())
+        return self.plan(
+            prompt_tokens, turn_ends, tracked.restored if tracked else None
+        )
 
     @property
     def _probes(self) -> bool:
@@ -172,18 +176,14 @@ class PolicyRuntime:
             seq_lens: [rows], logical tokens including the step's.
             block_table: int32 [rows, blocks], vLLM's.
         """
-        assert self._tables is not None, "not attached"
+        assert self.tables is not None, "not attached"
         self._due, self._kept, self._seen, self._leaving = [], [], [], []
         seats = [0] * seq_lens.numel()
         for index, row in enumerate(rows):
             resident = self._resident(row)
             if resident is not None:
                 seats[index] = resident.seat
-            plan = self.plan(
-                row.prompt_tokens,
-                self._turn_ends.get(row.request_id, ()),
-                self._restored.get(row.request_id),
-            )
+            plan = self._plan_of(row.request_id, row.prompt_tokens)
             if not plan.is_static:
                 self._note(row, plan, block_table[index])
         if self.retrieval is not None:
@@ -192,7 +192,7 @@ class PolicyRuntime:
                 (due, self._owned(due.row, due.blocks)) for due in self._due
             ]
         seat_ids = torch.tensor(seats, dtype=torch.int64, device=block_table.device)
-        return self._tables.build(seat_ids, seq_lens, block_table)
+        return self.tables.build(seat_ids, seq_lens, block_table)
 
     def _resident(self, row: Row) -> Resident | None:
         """The row's landing zone; forgotten if it is being computed anew."""
@@ -283,82 +283,32 @@ class PolicyRuntime:
 
     # -- sessions: called outside of steps, whose tensors they touch -------------
 
-    @torch.inference_mode()
-    def save(
-        self,
-        request_id: str,
-        compaction: Compaction | None,
-        tokens: int,
-        blocks: Sequence[int],
-    ) -> SavedCache:
-        """Copy a request's cache out of the pool; call before ``finish``.
+    def tracked(self, request_id: str) -> Tracked:
+        """What is known of a request."""
+        return self._requests.get(request_id, Tracked())
 
-        Args:
-            compaction: its last one, candidates counted from block 0.
-            tokens: whose cache to save.
-            blocks: physical ids, from its first resident block on.
-
-        Raises:
-            ValueError: the request was last compacted at another token count.
-        """
-        assert self.heap is not None
-        assert self._tables is not None
-        tracked = self._requests.get(request_id, Tracked())
-        here, said = tracked.compacted_at, compaction.at_tokens if compaction else 0
-        if here != said:
-            raise ValueError(f"compacted at {here} tokens, not at {said}")
-        ids = torch.tensor(blocks, dtype=torch.int64, device=self.heap.pages.device)
-        saved = take_out(
-            self.heap, self._tables, tracked.resident, compaction, tokens, ids
-        )
-        saved.observed = {
-            layer: self.policy.pack_observed(observed)
-            for layer, observed in tracked.observed.items()
-            if self.policy.observes_steps
-        }
-        return saved
-
-    def misfit(self, saved: SavedCache) -> str | None:
-        """Why a saved cache cannot be restored here, if so."""
-        assert self.heap is not None
-        return misfit(self.heap, saved)
-
-    @torch.inference_mode()
-    def restore(
+    def adopt(
         self,
         request_id: str,
         prompt_tokens: int,
-        saved: SavedCache,
+        tracked: Tracked,
         tokens: int,
-        blocks: Sequence[int],
+        blocks: torch.Tensor,
     ) -> None:
-        """Let a request go on from a saved cache; call before its first step, and
-        after ``learn``. Its next compaction runs here if that is due by now.
+        """Let a request go on from a cache that lies in its blocks; call before its
+        first step and after ``learn``. Compacts it if that is due by now.
 
         Args:
-            tokens: how many of the saved ones.
-            blocks: physical ids, from its first resident block on.
+            tokens: how many there are.
+            blocks: int64, physical ids, from its first resident block on.
         """
-        assert self.heap is not None
-        assert self._tables is not None
-        self.forget([request_id])
-        ids = torch.tensor(blocks, dtype=torch.int64, device=self.heap.pages.device)
-        resident = put_back(self.heap, self._tables, saved, tokens, ids)
-        observed = {
-            layer: self.policy.unpack_observed(packed)
-            for layer, packed in saved.observed.items()
-        }
-        if resident is not None or observed:
-            self._requests[request_id] = Tracked(resident, observed=observed)
-        first, at = 0, 0
-        if saved.compaction is not None:
-            self._restored[request_id] = saved.compaction
-            first, at = saved.compaction.zone.start, saved.compaction.at_tokens
-        turn_ends = self._turn_ends.get(request_id, ())
-        due = self.plan(prompt_tokens, turn_ends, saved.compaction).due(at, tokens)
+        if tracked != Tracked():
+            self._requests[request_id] = tracked
+        due = self._plan_of(request_id, prompt_tokens).due(tracked.compacted_at, tokens)
         if due is not None:
+            holes = tracked.restored.zone.start if tracked.restored else 0
             row = Row(request_id, prompt_tokens, tokens - 1, 1, 0)
-            self._compact(Due(row, due, torch.cat([ids.new_zeros(first), ids])))
+            self._compact(Due(row, due, torch.cat([blocks.new_zeros(holes), blocks])))
 
     # -- requests that go ----------------------------------------------------
 
@@ -373,28 +323,27 @@ class PolicyRuntime:
         """Drop the state of requests that will be computed anew, if ever."""
         for request_id in request_ids:
             tracked = self._requests.pop(request_id, None)
-            self._restored.pop(request_id, None)
             if self.retrieval is not None:
                 self.retrieval.forget([request_id])
             if tracked is not None and tracked.resident is not None:
-                assert self._tables is not None
-                self._tables.leave(tracked.resident.seat)
+                assert self.tables is not None
+                self.tables.leave(tracked.resident.seat)
 
     @property
     def num_tracked(self) -> int:
         """Requests that this worker holds any state of."""
-        known = (self._requests, self._prompts, self._turn_ends, self._restored)
+        known = (self._requests, self._prompts, self._turn_ends)
         return len({request_id for each in known for request_id in each})
 
     def check_integrity(self) -> None:
         """Every compacted request has exactly one seat, and no seat is lost."""
-        if self._tables is None:  # no step has run yet
+        if self.tables is None:  # no step has run yet
             assert not self._requests, "state without a heap"
             return
         residents = [t.resident for t in self._requests.values() if t.resident]
         seats = [resident.seat for resident in residents]
         assert len(set(seats)) == len(seats), f"seats shared: {sorted(seats)}"
-        assert self._tables.seats_taken == len(seats), "seats leaked"
+        assert self.tables.seats_taken == len(seats), "seats leaked"
         offloaded = self.retrieval.num_requests if self.retrieval else 0
         assert offloaded in (0, len(seats)), "host tier and seats disagree"
         if self.retrieval:

@@ -17,6 +17,7 @@ from vllm_kvplugins.config import CONFIG_KEY, parse_policy, parse_sessions
 from vllm_kvplugins.errors import KVPolicyError, refuse
 from vllm_kvplugins.policies.base import Geometry, KVCachePolicy
 from vllm_kvplugins.residency.runtime import PolicyRuntime
+from vllm_kvplugins.residency.transfer import Transfer
 from vllm_kvplugins.sessions.vault import Vault
 from vllm_kvplugins.vllm_adapter import (
     compat,
@@ -179,7 +180,7 @@ def activate(vllm_config: VllmConfig) -> PolicyRuntime:
     if kept:
         files = sessions.session_dir(vllm_config)
         _process.vault = Vault(
-            _process.runtime, files, vllm_config.parallel_config.rank
+            Transfer(_process.runtime), files, vllm_config.parallel_config.rank
         )
     return _process.runtime
 

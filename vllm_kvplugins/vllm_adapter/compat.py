@@ -141,10 +141,13 @@ _SEAMS = {
     "scheduled_new_reqs kv_connector_metadata",
     f"{_CORE}.sched.output:NewRequestData": "req_id prompt_token_ids sampling_params",
     "vllm.v1.request:Request": "num_prompt_tokens prompt_token_ids sampling_params "
-    "vllm.config:ParallelConfig": "worker_cls data_parallel_size is_moe_model "
-    "data_parallel_rank_local data_parallel_size_local local_engines_only rank "
-    "world_size",
-    "vllm.config:CacheConfig": "block_size cache_dtype num_gpu_blocks",
+    "request_id all_token_ids cache_salt lora_request mm_features num_computed_tokens "
+    "num_in_flight_tokens num_preemptions num_tokens prompt_embeds "
+    "skip_reading_prefix_cache status",
+    "vllm.v1.request:RequestStatus": "FINISHED_STOPPED FINISHED_LENGTH_CAPPED "
+    "FINISHED_ABORTED",
+    "vllm.v1.engine:EngineCoreRequest": "prompt_token_ids prompt_embeds "
+    "sampling_params",
     # The block pool: freeing blocks of running requests.
     f"{_CORE}.kv_cache_manager:KVCacheManager": "create_kv_cache_blocks(blocks) "
     "block_pool coordinator empty_kv_cache_blocks",

@@ -1,0 +1,76 @@
+"""The fake engine with requests that are saved and gone on from."""
+
+from __future__ import annotations
+
+from fake_engine import FakeEngine, Request
+
+from vllm_kvplugins.residency.plan import BlockSpan, Compaction
+from vllm_kvplugins.residency.saved import SavedCache
+from vllm_kvplugins.residency.transfer import Transfer
+
+
+class SessionEngine(FakeEngine):
+    """Saves what requests have, and resumes them."""
+
+    @property
+    def transfer(self) -> Transfer:
+        return Transfer(self.runtime)
+
+    def save(self, name: str) -> SavedCache:
+        """Copy what a request has, as its end would."""
+        request, plan = self.requests[name], self.plan(name)
+        done = plan.num_done(request.computed)
+        last = plan.compaction(done - 1) if done else None
+        compaction = last and Compaction(
+            last.at_tokens, BlockSpan(0, last.zone.stop), last.zone
+        )
+        first = last.zone.start if last else 0
+        blocks = request.table[first : -(-request.computed // self.block)]
+        return self.transfer.save(name, compaction, request.computed, blocks)
+
+    def resume(
+        self,
+        old: Request,
+        saved: SavedCache,
+        prompt: int,
+        answer: int,
+        turn_ends: tuple[int, ...] = (),
+        most: int | None = None,
+    ) -> Request:
+        """A request of the same name that goes on where ``old`` was saved.
+
+        Args:
+            most: tokens that it can have in common with ``old``.
+        """
+        request = Request(
+            old.name,
+            prompt,
+            answer,
+            old.keys,
+            old.values,
+            old.queries,
+            old.visible.clone(),
+            kept=list(old.kept),
+            turn_ends=turn_ends,
+            restored=saved.compaction,
+        )
+        self.runtime.finish(self.gone)
+        self.gone = set()
+        self.requests[old.name] = request
+        self.runtime.learn(old.name, range(prompt), turn_ends)
+        at = saved.compaction.at_tokens if saved.compaction else 0
+        tokens = min(saved.tokens, prompt - 1, most or prompt)
+        wanted = self.runtime.policy.queries_needed
+        request.computed = tokens = self.plan(old.name).can_start_at(tokens, at, wanted)
+        first = saved.compaction.zone.start if saved.compaction else 0
+        request.held = set(range(first, -(-tokens // self.block)))
+        fresh = [self.free.pop() for _ in request.held]
+        request.table = [0] * first + fresh
+        self.transfer.restore(old.name, prompt, saved, tokens, fresh)
+        due = self.plan(old.name).due(at, tokens)
+        records, self.runtime.records = self.runtime.records or [], []
+        assert len(records) == (due is not None), "compacted off the plan"
+        if due is not None:
+            self._check_kept(request, records[0].kept_positions, len(due.zone))
+            self._release(request, set(range(due.freed.start, due.freed.stop)))
+        return request

@@ -1,0 +1,102 @@
+"""Requests' caches out of a worker, and back into it for those who go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_kvplugins.residency.heap import Heap
+from vllm_kvplugins.residency.plan import Compaction
+from vllm_kvplugins.residency.requests import Tracked
+from vllm_kvplugins.residency.runtime import PolicyRuntime
+from vllm_kvplugins.residency.saved import SavedCache, misfit, put_back, take_out
+
+
+class Transfer:
+    """Saves and restores requests of one worker.
+
+    Args:
+        runtime: of the worker; must be attached before the first call.
+    """
+
+    def __init__(self, runtime: PolicyRuntime) -> None:
+        self._runtime = runtime
+
+    @property
+    def _heap(self) -> Heap:
+        assert self._runtime.heap is not None, "not attached"
+        return self._runtime.heap
+
+    def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
+        device = self._heap.pages.device
+        return torch.tensor(blocks, dtype=torch.int64, device=device)
+
+    # vLLM calls outside of steps, whose tensors are written here.
+    @torch.inference_mode()
+    def save(
+        self,
+        request_id: str,
+        compaction: Compaction | None,
+        tokens: int,
+        blocks: Sequence[int],
+    ) -> SavedCache:
+        """Copy a request's cache out of the pool; call before it is forgotten.
+
+        Args:
+            compaction: its last one, candidates counted from block 0.
+            tokens: whose cache to save.
+            blocks: physical ids, from its first resident block on.
+
+        Raises:
+            ValueError: the request was last compacted at another token count.
+        """
+        runtime = self._runtime
+        assert runtime.tables is not None, "not attached"
+        tracked = runtime.tracked(request_id)
+        here, said = tracked.compacted_at, compaction.at_tokens if compaction else 0
+        if here != said:
+            raise ValueError(f"compacted at {here} tokens, not at {said}")
+        saved = take_out(
+            self._heap,
+            runtime.tables,
+            tracked.resident,
+            compaction,
+            tokens,
+            self._ids(blocks),
+        )
+        if runtime.policy.observes_steps:
+            for layer, observed in tracked.observed.items():
+                saved.observed[layer] = runtime.policy.pack_observed(observed)
+        return saved
+
+    def misfit(self, saved: SavedCache) -> str | None:
+        """Why a saved cache cannot be restored here, if so."""
+        return misfit(self._heap, saved)
+
+    @torch.inference_mode()
+    def restore(
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        saved: SavedCache,
+        tokens: int,
+        blocks: Sequence[int],
+    ) -> None:
+        """Let a request go on from a saved cache; call before its first step, and
+        after ``learn``.
+
+        Args:
+            tokens: how many of the saved ones.
+            blocks: physical ids, from its first resident block on.
+        """
+        runtime, ids = self._runtime, self._ids(blocks)
+        assert runtime.tables is not None, "not attached"
+        runtime.forget([request_id])
+        resident = put_back(self._heap, runtime.tables, saved, tokens, ids)
+        observed = {
+            layer: runtime.policy.unpack_observed(packed)
+            for layer, packed in saved.observed.items()
+        }
+        tracked = Tracked(resident, observed=observed, restored=saved.compaction)
+        runtime.adopt(request_id, prompt_tokens, tracked, tokens, ids)
