@@ -65,8 +65,8 @@ def pools(
     policy: Policy,
     small: int,
     groups: list[list[int]],
-    fits: tuple[int, int],
     refused: tuple[int, int],
+    fits: tuple[int, int] | None = None,
     large: int | None = None,
 ) -> dict[str, Any]:
     """Groups of prompts in a small pool, and in a large one if it is given.
@@ -74,19 +74,28 @@ def pools(
     Args:
         small, large: blocks of the pools, the null block included.
         groups: prompt lengths that run at once.
-        fits, refused: prompt and answer of requests that fill the small pool and
-            that do not fit it.
+        refused, fits: prompt and answer of requests that do not fit the small pool
+            and that fill it.
     """
     found: dict[str, Any] = {}
     for name, blocks in (("small", small), ("large", large)):
         if blocks is None:
             continue
-        driver = _Watching(make_llm(model, policy, num_gpu_blocks_override=blocks))
+        # several prompts get a share of each step, so that some are half-way to
+        # their next compaction when another one asks to be let in
+        driver = _Watching(
+            make_llm(
+                model,
+                policy,
+                num_gpu_blocks_override=blocks,
+                long_prefill_token_threshold=128,
+            )
+        )
         if name == "small":
             found["scheduler"] = type(driver.scheduler).__name__
             found["steps_in_flight"] = driver.core.batch_queue_size
             found["refusal"] = driver.refusal(*refused)
-            found["full"] = driver.answer([fits[0]], fits[1])
+            found["full"] = driver.answer([fits[0]], fits[1]) if fits else None
         found[name] = [driver.answer(lengths, ANSWER) for lengths in groups]
         del driver
         gc.collect()

@@ -3,7 +3,8 @@
 The unit tests in ``test_contract`` run all pairs without vLLM. Here each policy
 runs once and the allocators take turns, as an engine costs seconds. Requests
 arrive, are aborted and preempted, and fold while they generate; what nobody
-owns is NaN; tokens must be those of a request alone.
+owns is NaN; tokens must be those of a request alone. Every other policy reads
+prompts block by block.
 """
 
 from __future__ import annotations
@@ -44,16 +45,21 @@ def turns() -> dict[str, str]:
     return {name: chosen.get(name, "none") for name in names}
 
 
+def settings(name: str, allocator: str, weights: dict[str, str]) -> dict[str, Any]:
+    """A policy's settings; every other one reads prompts block by block."""
+    chosen = SETTINGS | {"allocator": weights if allocator == "file" else allocator}
+    if list(turns()).index(name) // PROCESSES % 2:
+        chosen["prefill_block"] = 96
+    return configure(name, chosen)
+
+
 @functools.cache
 def traffic_of(model: str, process: int) -> dict[str, Any]:
     """What happened under the policies of this process."""
     with tempfile.TemporaryDirectory() as folder:
         weights = write_weights(Path(folder, "weights.json"), LAYERS, KV_HEADS)
         policies = {
-            name: configure(
-                name,
-                SETTINGS | {"allocator": weights if allocator == "file" else allocator},
-            )
+            name: settings(name, allocator, weights)
             for name, allocator in list(turns().items())[process::PROCESSES]
         }
         arguments = {
