@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvplugins.config import parse_policy
@@ -30,6 +30,7 @@ def continued(draw: st.DrawFn) -> tuple[int, Compaction, ResidencyPlan]:
     return prompt, restored, policy.plan(Lengths(prompt, (), restored), GEOMETRY)
 
 
+@settings(deadline=None)
 @given(continued(), st.integers(0, 1500))
 def test_plan_goes_on_behind_what_was_restored(case, extra):
     prompt, restored, plan = case
@@ -48,6 +49,7 @@ def test_plan_goes_on_behind_what_was_restored(case, extra):
     assert plan.resident_blocks(prompt + extra) == total - len(freed)
 
 
+@settings(deadline=None)
 @given(continued())
 def test_restored_session_keeps_its_budget_at_the_end_of_the_prompt(case):
     prompt, restored, plan = case
