@@ -76,18 +76,22 @@ def talks(
     questions: list[int],
     number: int = 1,
     settings: dict[str, Any] | None = None,
-    salts: list[str | None] | None = None,
+    histories: list[Any] | None = None,
 ) -> dict[str, Any]:
     """So many conversations at once, turn by turn.
 
+    Args:
+        histories: of conversations that another process began.
+
     Returns:
-        answers [conversation][turn], cached tokens [conversation][turn], lengths of
-        prompts, counts, sessions kept and what is left in the worker.
+        answers [conversation][turn], cached tokens and lengths of prompts
+        [turn][conversation], counts, histories, and what is left in the worker.
     """
     arguments = {"num_gpu_blocks_override": 400} | (settings or {})
     driver = Driver(make_llm(model, policy, **arguments))
-    salts = salts or [None] * number
-    several = [Talk(driver, f"talk{i}", i + 1, salts[i]) for i in range(number)]
+    several = [Talk(driver, f"talk{i}", i + 1, None) for i in range(number)]
+    for talk, history in zip(several, histories or [], strict=False):
+        talk.prompt, talk.ends, talk.turn = history
     prompts, cached = [], []
     for tokens in questions:
         for talk in several:
@@ -99,46 +103,180 @@ def talks(
             talk.hear()
         settle(driver)
         driver.check_blocks()
-    sessions = driver.scheduler.connector.sessions
-    if sessions:
-        sessions.keeper.check_integrity()
+    finish(driver)
     return {
         "answers": [talk.answers for talk in several],
         "prompts": prompts,
         "cached": cached,
         "counts": counts(driver),
-        "sessions": len(sessions.keeper) if sessions else 0,
+        "histories": [[talk.prompt, talk.ends, talk.turn] for talk in several],
         "tracked": driver.check_policy_state(),
         "preemptions": driver.preemptions,
     }
 
 
-def resident_or_restored(
-    model: str, policy: dict[str, Any], prompt: int, first: int, more: int
-) -> dict[str, Any]:
-    """An answer in one request, and in two: the second begins with the first's."""
+def finish(driver: Driver) -> None:
+    """Everything that is being written is written, and the books are right."""
+    from vllm_kvplugins.vllm_adapter import activation
+
+    vault = activation.vault()
+    if vault is not None:
+        for future in list(vault._writing.values()):
+            future.exception()
+        settle(driver)
+        keeper(driver).check_integrity()
+        assert vault.held_bytes == keeper(driver).held_bytes
+
+
+def odds(model: str, policy: dict[str, Any]) -> dict[str, Any]:
+    """What goes differently from a talk; each beside the same under a salt that
+    nobody has used, which is computed anew."""
     driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400))
+    fresh = 0
+
+    def ask(prompt: list[int], ends: list[int], salt: str, most: int = 12) -> Any:
+        """Its answer, and how many tokens were restored."""
+        nonlocal fresh
+        fresh += 1
+        return _ask(driver, f"r{fresh}", prompt, ends, salt, most)
+
+    def anew(prompt: list[int], ends: list[int], most: int = 12) -> list[int]:
+        return ask(prompt, ends, f"new {fresh}", most)[0]
+
+    found: dict[str, Any] = {}
+    first = random_tokens(1, 400, VOCABULARY)
+    answer, _ = ask(first, [], "alice", 30)
+    end = len(first) + len(answer)
+    second = [*first, *answer, *random_tokens(2, 90, VOCABULARY)]
+    more, restored = ask(second, [end], "alice")
+    found["restored"] = restored
+    found["continued"] = (more, anew(second, [end]))
+    # somebody else says the same
+    found["mallory"] = ask(second, [end], "mallory")[1]
+    # the second message is edited; then the conversation goes on as it was
+    edited = [*second[: end + 9], *random_tokens(3, 70, VOCABULARY)]
+    theirs, found["edited_restored"] = ask(edited, [end], "alice")
+    found["edited"] = (theirs, anew(edited, [end]))
+    both = [end, len(second) + len(more)]
+    third = [*second, *more, *random_tokens(4, 60, VOCABULARY)]
+    theirs, found["sibling_restored"] = ask(third, both, "alice")
+    found["sibling"] = (theirs, anew(third, both))
+    # a client that leaves in the middle of an answer, and comes back
+    name = _add(driver, "leaves", second, [end], "bob", 400)
+    driver.step_until(lambda: len(driver.tokens[name]) >= 40)
+    driver.abort([name])
+    settle(driver)
+    heard = driver.tokens[name][:35]
+    back = [*second, *heard, *random_tokens(5, 50, VOCABULARY)]
+    ends = [end, len(second) + len(heard)]
+    theirs, found["left_restored"] = ask(back, ends, "bob")
+    found["left"] = (theirs, anew(back, ends))
+    # two go on from one session at once
+    longer = [[*third, *random_tokens(6 + i, 40, VOCABULARY)] for i in range(2)]
+    twins = [
+        _add(driver, f"twin{i}", prompt, both, "alice", 12)
+        for i, prompt in enumerate(longer)
+    ]
+    driver.run()
+    found["twins"] = [
+        (driver.tokens[twin], anew(prompt, both))
+        for twin, prompt in zip(twins, longer, strict=True)
+    ]
+    found["twins_restored"] = [driver.cached.get(twin, 0) for twin in twins]
+    finish(driver)
+    return found | {"tracked": driver.check_policy_state(), "counts": counts(driver)}
+
+
+def faults(model: str, policy: dict[str, Any], folder: str) -> dict[str, Any]:
+    """A disk that is full, memory that is, files that are not what they were."""
+    from pathlib import Path
+
+    from vllm_kvplugins.sessions import files as session_files
+    from vllm_kvplugins.vllm_adapter import activation
+
+    # room for about two sessions of 400 tokens
+    policy = policy | {"session_dir": folder, "session_memory": "1MiB"}
+    driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400))
+    whole = session_files._write_atomically
+    found: dict[str, Any] = {}
+
+    def full(path: Path, contents: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    prompts = {i: random_tokens(i, 400, VOCABULARY) for i in range(6)}
+    answers = {}
+    for i, prompt in prompts.items():
+        session_files._write_atomically = full if i == 5 else whole
+        answers[i], _ = _ask(driver, f"a{i}", prompt, [], "s", 12)
+        finish(driver)
+    session_files._write_atomically = whole
+    found["files"] = len(list(Path(folder).glob("*/*.safetensors")))
+    found["failures"] = counts(driver)["failures"]
+    paths = {}
+    for session in keeper(driver)._index:
+        for i, prompt in prompts.items():
+            if session.tokens[:400].tolist() == prompt:
+                paths[i] = activation.vault()._files.path(session.session_id, 0)
+    # 0: a bit has changed; 1: the end is missing; 2: somebody removed it
+    raw = bytearray(paths[0].read_bytes())
+    raw[-5] ^= 1
+    paths[0].write_bytes(bytes(raw))
+    paths[1].write_bytes(paths[1].read_bytes()[:-4000])
+    paths[2].unlink()
+    found["later"] = []
+    for i, prompt in prompts.items():
+        question = random_tokens(50 + i, 40, VOCABULARY)
+        longer, ends = [*prompt, *answers[i], *question], [400 + len(answers[i])]
+        theirs, restored = _ask(driver, f"b{i}", longer, ends, "s", 12)
+        fresh, _ = _ask(driver, f"c{i}", longer, ends, f"new{i}", 12)
+        found["later"].append((theirs == fresh, restored))
+        finish(driver)
+    return found | {"tracked": driver.check_policy_state(), "counts": counts(driver)}
+
+
+def resident_or_restored(
+    model: str, policies: list[dict[str, Any]], prompt: int, first: int, more: int
+) -> list[dict[str, Any]]:
+    """An answer in one request, and in two: the second begins with the first's."""
+    found = []
     tokens = random_tokens(3, prompt, VOCABULARY)
-    whole = _answer(driver, "whole", tokens, first + more)
-    begun = _answer(driver, "begun", tokens, first)
-    rest = _answer(driver, "begun", tokens + begun, more)
-    return {
-        "whole": whole,
-        "parts": begun + rest,
-        "cached": driver.cached["begun"],
-        "counts": counts(driver),
-        "tracked": driver.check_policy_state(),
-    }
+    for policy in policies:
+        driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400))
+        whole, _ = _ask(driver, "whole", tokens, [], "one", first + more)
+        begun, _ = _ask(driver, "begun", tokens, [], "two", first)
+        rest, restored = _ask(driver, "rest", tokens + begun, [], "two", more)
+        found.append({"whole": whole, "parts": begun + rest, "restored": restored})
+        finish(driver)
+    return found
 
 
-def _answer(driver: Driver, salt: str, tokens: list[int], most: int) -> list[int]:
+def _add(
+    driver: Driver,
+    name: str,
+    prompt: list[int],
+    ends: list[int],
+    salt: str,
+    most: int,
+) -> str:
     from vllm import SamplingParams
 
     params = SamplingParams(
-        temperature=0, max_tokens=most, ignore_eos=True, detokenize=False
+        temperature=0,
+        max_tokens=most,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"turn_ends": ends},
     )
-    prompt = {"prompt_token_ids": tokens, "cache_salt": salt}
-    driver.engine.add_request(salt, prompt, params)
+    driver.tokens[name] = []
+    asked = {"prompt_token_ids": prompt, "cache_salt": salt}
+    driver.engine.add_request(name, asked, params)
+    return name
+
+
+def _ask(driver: Driver, name: str, *arguments: Any) -> tuple[list[int], int]:
+    """An answer, and how many tokens of the prompt were restored."""
+    before = counts(driver)["restored_tokens"]
+    _add(driver, name, *arguments)
     driver.run()
     settle(driver)
-    return driver.tokens[salt]
+    return driver.tokens[name], counts(driver)["restored_tokens"] - before

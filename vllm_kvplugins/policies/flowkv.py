@@ -22,7 +22,7 @@ from vllm_kvplugins.policies.base import (
 from vllm_kvplugins.residency.plan import BlockSpan, Compaction, ResidencyPlan
 
 # FlowKV sets these; the base has no say in them.
-_NOT_FOR_THE_BASE = ("budget", "decode_budget", "fold_blocks")
+_NOT_FOR_THE_BASE = ("budget", "decode_budget", "fold_blocks", "prefill_block")
 
 
 class FlowKV(KVCachePolicy):

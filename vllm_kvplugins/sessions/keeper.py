@@ -103,6 +103,8 @@ class Keeper:
         self.held_bytes = 0
         self.written_bytes = 0
         self._orders = Orders()
+        # request that waits -> session that it waits for
+        self._wanted: dict[str, str] = {}
 
     # -- a prompt comes -------------------------------------------------------
 
@@ -127,10 +129,13 @@ class Keeper:
                 best = Match(session, tokens, shared, ready)
         return best
 
-    def fetch(self, match: Match) -> None:
-        """See to it that a session that is not ready will be, or be gone."""
+    def fetch(self, match: Match, request_id: str) -> None:
+        """See to it that a session that is not ready will be, or be gone. It stays
+        until the request starts or gives up; else two that wait could take turns in
+        driving each other's session out."""
         session_id = match.session.session_id
         kept = self._kept[session_id]
+        self._wanted[request_id] = session_id
         if kept.memory != "no" or kept.disk != "done":
             return
         self._touch(session_id)
@@ -148,6 +153,7 @@ class Keeper:
             blocks: physical ids, from the session's first resident block on.
         """
         session_id = match.session.session_id
+        self.give_up(request_id)
         assert self._kept[session_id].memory == "done", "not in memory"
         self._orders.loads.append(
             Load(session_id, request_id, prompt_tokens, match.tokens, tuple(blocks))
@@ -159,6 +165,10 @@ class Keeper:
             self._forget(session_id)
         else:
             self._touch(session_id)
+
+    def give_up(self, request_id: str) -> None:
+        """A request waits for its session no longer."""
+        self._wanted.pop(request_id, None)
 
     def missed(self) -> None:
         """A request starts from nothing."""
@@ -257,14 +267,15 @@ class Keeper:
         """Least recently used sessions leave memory until so many bytes are free.
 
         Returns:
-            Whether they are; what is under way cannot leave.
+            Whether they are; what is under way or waited for cannot leave.
         """
         if num_bytes > self.memory_bytes:
             return False
+        wanted = set(self._wanted.values())
         for session_id, kept in list(self._kept.items()):
             if self.held_bytes + num_bytes <= self.memory_bytes:
                 break
-            if kept.memory != "done":
+            if kept.memory != "done" or session_id in wanted:
                 continue
             self.counts.evictions += 1
             if kept.disk == "no":
@@ -318,7 +329,9 @@ class Keeper:
 
     # -- numbers --------------------------------------------------------------
 
-    def __len__(self) -> int:
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that can be continued, now or when they have been read."""
         return len(self._kept)
 
     def check_integrity(self) -> None:

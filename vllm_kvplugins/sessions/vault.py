@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 from vllm_kvplugins.residency.plan import Compaction
@@ -12,6 +12,8 @@ from vllm_kvplugins.sessions.files import SessionDir, SessionFileError
 from vllm_kvplugins.sessions.orders import Event, Load, Orders, Report, Save
 
 logger = logging.getLogger("vllm.kv_policy")
+
+_REST_S = 0.02
 
 
 class Caches(Protocol):
@@ -85,6 +87,11 @@ class Vault:
         for session_id in orders.unlink:
             self._unlink(session_id)
 
+    def rest(self) -> None:
+        """Wait a moment for files that are being read; call when a step computes
+        nothing, so that the engine does not spin until they are there."""
+        wait(self._reading.values(), timeout=_REST_S, return_when=FIRST_COMPLETED)
+
     def take_reports(self) -> list[Report]:
         """What has come of orders since the last call."""
         self._collect()
@@ -101,7 +108,9 @@ class Vault:
         """Memory of this worker's sessions."""
         return sum(saved.num_bytes for saved in self._held.values())
 
-    def __len__(self) -> int:
+    @property
+    def num_held(self) -> int:
+        """Sessions in memory."""
         return len(self._held)
 
     # -- orders -----------------------------------------------------------------

@@ -138,7 +138,7 @@ _SEAMS = {
     "request num_computed_tokens num_new_tokens) "
     "_get_local_prefix_cache_hit(request)",
     f"{_CORE}.sched.output:SchedulerOutput": "finished_req_ids preempted_req_ids "
-    "scheduled_new_reqs kv_connector_metadata",
+    "scheduled_new_reqs kv_connector_metadata total_num_scheduled_tokens",
     f"{_CORE}.sched.output:NewRequestData": "req_id prompt_token_ids sampling_params",
     "vllm.v1.request:Request": "num_prompt_tokens prompt_token_ids sampling_params "
     "request_id all_token_ids cache_salt lora_request mm_features num_computed_tokens "

@@ -94,7 +94,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> SessionReports | None:
         """What came of the scheduler's orders."""
-        reports = self._vault.take_reports() if self._vault else []
+        reports = self._vault.take_reports() if self._vault is not None else []
         return SessionReports(reports) if reports else None
 
     def shutdown(self) -> None:
@@ -127,7 +127,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         assert self.sessions is not None
         if not match.ready:
-            self.sessions.keeper.fetch(match)
+            self.sessions.keeper.fetch(match, request.request_id)
             return None, False
         return match.tokens, False
 

@@ -140,7 +140,7 @@ class SchedulerSessions:
                 logger.warning("session file skipped: %s", found)
             else:
                 self.keeper.found(*found)
-        logger.info("%d sessions found in %s", len(self.keeper), files.folder)
+        logger.info("%d sessions found in %s", self.keeper.num_sessions, files.folder)
 
     # -- a request starts -------------------------------------------------------
 
@@ -178,6 +178,7 @@ class SchedulerSessions:
     def start(self, request: Any, match: Match | None) -> None:
         """A request was given its blocks: from a session, or from nothing."""
         if match is None:
+            self.keeper.give_up(request.request_id)
             if not request.num_preemptions:
                 self.keeper.missed()
             return
@@ -191,6 +192,7 @@ class SchedulerSessions:
 
     def end(self, request: Any) -> None:
         """Keep what a request computed, whole or cut short, if it can be continued."""
+        self.keeper.give_up(request.request_id)
         tokens = min(request.num_computed_tokens, request.num_tokens)
         if (
             tokens < self._manager.block_size
@@ -223,7 +225,7 @@ class SchedulerSessions:
         new = {name: count - self._said[name] for name, count in counts.items()}
         self._said = counts
         return {
-            "sessions": len(keeper),
+            "sessions": keeper.num_sessions,
             "session_bytes": keeper.held_bytes,
             "session_disk_bytes": keeper.written_bytes,
         } | {f"session_{name}": count for name, count in new.items()}

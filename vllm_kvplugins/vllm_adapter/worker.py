@@ -42,6 +42,8 @@ class KVPolicyCPUWorker(CPUWorker):
             runtime.learn(new.req_id, new.prompt_token_ids or (), turns)
         if vault is not None and meta is not None:
             vault.hand_out(meta.orders)
+            if not scheduler_output.total_num_scheduled_tokens:
+                vault.rest()
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     # -- called through LLM.collective_rpc ----------------------------------------
