@@ -99,11 +99,14 @@ def refusals(model: str, asked: list[Any]) -> dict[str, Any]:
     return {"said": found, "tokens": driver.tokens["sound"]}
 
 
-def chat(model: str, policy: dict[str, Any]) -> dict[str, Any]:
-    """Turns from the chat template of a real model."""
+def chat(
+    model: str, policy: dict[str, Any], template: str | None = None
+) -> dict[str, Any]:
+    """Turns from the chat template of a real model, or from another one."""
     from vllm import SamplingParams
 
-    llm = make_llm(model, policy, skip_tokenizer_init=False, max_model_len=2048)
+    settings = {"skip_tokenizer_init": False, "max_model_len": 2048}
+    llm = make_llm(model, policy, chat_template=template, **settings)
     llm.collective_rpc("kv_policy_record", args=(True,))
     fact = "My cat is called Tom and he is orange. " * 8
     messages = [
@@ -120,9 +123,11 @@ def chat(model: str, policy: dict[str, Any]) -> dict[str, Any]:
     tokenizer = llm.get_tokenizer()
     ids = list(output.prompt_token_ids)
     ends = [i + 1 for i, token in enumerate(ids) if token == tokenizer.eos_token_id]
+    texts = [tokenizer.decode(ids[: 1 + max(r.kept_positions[0][0])]) for r in records]
     return {
         "answer": output.outputs[0].text,
         "messages": len(ends),
         "ends": ends,
         "compacted_at": [1 + max(r.kept_positions[0][0]) for r in records],
+        "compacted_texts": texts,
     }

@@ -93,3 +93,22 @@ def test_turns_of_a_chat_template(model_path):
     answers = [found["ends"][-4], found["ends"][-2]]
     assert found["compacted_at"] == answers
     assert found["answer"]
+
+
+def test_turns_of_a_template_without_an_end_token(model_path):
+    """The front end renders the messages of each turn."""
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    policy = FLOW | {"ratio": 0.4}
+    found = run_scenario(
+        "scenarios_flowkv:chat",
+        {"model": model_path, "policy": policy, "template": template},
+    )
+    assert found["messages"] == 0, "the tokens show no turns"
+    first, second = found["compacted_texts"]
+    assert first.startswith("user: My cat is called Tom")
+    assert first.rstrip().endswith("nice to meet you!")
+    assert second.rstrip().endswith("deep and blue.")
+    assert second.count("The sea is deep") == 12

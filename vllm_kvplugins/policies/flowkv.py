@@ -71,7 +71,7 @@ class FlowKV(KVCachePolicy):
     turn_end_token: int | None = Field(
         default=None,
         ge=0,
-        description="Token that closes a message; null: the tokenizer's end of text.",
+        description="Token that closes a message; null: the chat template's.",
     )
     _base: KVCachePolicy = PrivateAttr()
 

@@ -114,7 +114,14 @@ _SEAMS = {
     "vllm.engine.arg_utils:EngineArgs": "add_cli_args(parser) from_cli_args(args) "
     "create_engine_config() additional_config block_size kv_transfer_config "
     "scheduler_cls speculative_config worker_cls",
-    "vllm.v1.engine.input_processor:InputProcessor": "process_inputs(resumable)",
+    "vllm.v1.engine.input_processor:InputProcessor": "process_inputs(prompt resumable)",
+    "vllm.renderers.base:BaseRenderer": "config default_chat_tok_params "
+    "render_chat(conversations chat_params tok_params) render_chat_async("
+    "conversations chat_params tok_params) render_messages(messages params) "
+    "render_messages_async(messages params) tokenize_prompts(prompts params) "
+    "tokenize_prompts_async(prompts params)",
+    "vllm.renderers:ChatParams": "chat_template_kwargs",
+    "vllm:SamplingParams": "extra_args",
     "vllm.config:VllmConfig": "additional_config cache_config lora_config "
     "model_config parallel_config scheduler_config",
     "vllm.config:SchedulerConfig": "async_scheduling scheduler_cls "

@@ -10,6 +10,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_kvplugins.policies.base import KVCachePolicy, Lengths, Retention
+from vllm_kvplugins.vllm_adapter import chat_turns
 from vllm_kvplugins.vllm_adapter.activation import geometry_of, policy_of
 from vllm_kvplugins.vllm_adapter.host_memory import too_long
 from vllm_kvplugins.vllm_adapter.pool import blocks_per_engine, too_large
@@ -37,6 +38,7 @@ def install() -> None:
         if policy is not None and policy.retention is Retention.OFFLOAD:
             _check_host_memory(self.vllm_config, policy, request)
         if policy is not None and policy.needs_turns:
+            chat_turns.pass_on(policy, asked.get("prompt"), request.sampling_params)
             _check_turn_ends(request)
         if policy is not None:
             _check_pool(self.vllm_config, policy, request)

@@ -11,20 +11,21 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_kvplugins.config import CONFIG_KEY, parse_options, parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.policies.registry import available_policies
-from vllm_kvplugins.vllm_adapter import edge
+from vllm_kvplugins.vllm_adapter import chat_turns, edge
 
 _INSTALLED = "_kvplugins_installed"
 
 
 def install() -> None:
-    """Wrap three methods of EngineArgs and the check of single requests; does
-    nothing the second time."""
+    """Wrap three methods of EngineArgs, the rendering of chats and the check of
+    single requests; does nothing the second time."""
     if getattr(EngineArgs, _INSTALLED, False):
         return
     setattr(EngineArgs, _INSTALLED, True)
     _wrap_add_cli_args()
     _wrap_from_cli_args()
     _wrap_create_engine_config()
+    chat_turns.install()
     edge.install()
 
 

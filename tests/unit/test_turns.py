@@ -1,0 +1,315 @@
+"""Where turns end: the token that a template puts behind messages, or renderings."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_kvplugins.config import parse_policy
+
+pytest.importorskip("vllm")
+from vllm_kvplugins.vllm_adapter import chat_turns, turns
+
+NAMED = {"<eos>": 1, "<end_of_turn>": 2, "<start>": 3, "<end>": 4}
+
+
+class Tokenizer:
+    """A character is a token, but for the named ones. ``write``: one message."""
+
+    eos_token_id = 1
+
+    def __init__(self, write: Any, template: str | None = "jinja") -> None:
+        self.write, self.chat_template = write, template
+
+    def apply_chat_template(self, dialogue: list[dict], tokenize: bool) -> str:
+        assert not tokenize
+        return "".join(map(self.write, dialogue))
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return NAMED
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        found = []
+        while text:
+            name = next((n for n in NAMED if text.startswith(n)), text[0])
+            found.append(NAMED[name] if name in NAMED else ord(name))
+            text = text[len(name) :]
+        return found
+
+
+def gemma(message: dict) -> str:
+    return f"<start>{message['role']}\n{message['content']}<end_of_turn>\n"
+
+
+def spaced(message: dict) -> str:
+    return f"<start>{message['role']}\n{message['content']} \n<end>"
+
+
+def llama2(message: dict) -> str:
+    """Only answers are closed by a token."""
+    if message["role"] == "assistant":
+        return f" {message['content']} <eos>"
+    return f"[INST] {message['content']} [/INST]"
+
+
+def plain(message: dict) -> str:
+    return f"{message['role']}: {message['content']}\n\n"
+
+
+def silent(message: dict) -> str:
+    """A template that leaves out what the assistant said."""
+    return gemma(message) if message["role"] == "user" else "<start>"
+
+
+def refusing(message: dict) -> str:
+    raise RuntimeError("only images")
+
+
+@pytest.mark.parametrize(
+    ("write", "token"),
+    [(gemma, 2), (spaced, 4), (llama2, None), (plain, None), (silent, None)],
+)
+def test_the_token_behind_every_message(write, token):
+    assert turns.message_end_token(Tokenizer(write)) == token
+
+
+def test_a_name_that_is_not_written_as_its_token_does_not_count(monkeypatch):
+    """As where a tokenizer splits what the template writes."""
+    tokenizer = Tokenizer(gemma)
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **_: list(map(ord, text)))
+    assert turns.message_end_token(tokenizer) is None
+
+
+def test_a_real_tokenizer(model_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
+    token = turns.message_end_token(tokenizer)
+    assert tokenizer.decode([token]) == "<|im_end|>"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.content }}<|endoftext|>\n{% endfor %}"
+    )
+    token = turns.message_end_token(tokenizer)
+    assert tokenizer.decode([token]) == "<|endoftext|>"
+    assert token != tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "token", "said"),
+    [
+        (Tokenizer(gemma), 2, ""),
+        (Tokenizer(plain, template=None), 1, "has no chat template"),
+        (Tokenizer(plain), None, "by rendering their messages"),
+        (Tokenizer(refusing), None, "only images"),
+        (None, None, ""),
+    ],
+)
+def test_settled(tokenizer, token, said, caplog):
+    policy = parse_policy("flowkv")
+    caplog.set_level(logging.INFO)
+    # vLLM's loggers do not hand on what they are told
+    turns.logger.parent.addHandler(caplog.handler)
+    try:
+        found = turns.settled({"name": "flowkv"}, policy, lambda: tokenizer)
+    finally:
+        turns.logger.parent.removeHandler(caplog.handler)
+    assert found.get("turn_end_token") == token
+    assert said in caplog.text
+    assert bool(said) == bool(caplog.text)
+
+
+def test_nothing_is_settled_for_others_or_against_the_user():
+    def load() -> Any:
+        raise AssertionError("needs no tokenizer")
+
+    snapkv = {"name": "snapkv"}
+    assert turns.settled(snapkv, parse_policy("snapkv"), load) == snapkv
+    given = {"name": "flowkv", "turn_end_token": 7}
+    assert turns.settled(given, parse_policy(given), load) == given
+
+
+# -- renderings ----------------------------------------------------------------
+
+ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+
+
+def conversation(kinds: str) -> list[dict[str, str]]:
+    return [{"role": ROLES[kind], "content": kind * 3} for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "counts"),
+    [
+        ("u", []),
+        ("su", []),
+        ("suau", [3]),
+        ("uauau", [2, 4]),
+        ("uatau", [4]),
+        ("uu", []),
+        ("uaua", [2]),
+        ("uasu", [3]),
+    ],
+)
+def test_turns_close_where_a_user_speaks_again(kinds, counts):
+    assert turns.closed_turns(conversation(kinds)) == counts
+
+
+@pytest.mark.parametrize(
+    ("beginning", "ends"),
+    [
+        ([1, 2, 3, 4], [4]),
+        ([1, 2, 3, 4, 99], [4]),
+        ([1, 2, 3, 4, 98, 99], [4]),
+        ([1, 2, 3, 97, 98, 99], []),
+        ([9, 2], []),
+        ([1, 2, 3, 4, 5, 6, 7, 8], [6]),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], []),
+        ([], []),
+        (None, []),
+    ],
+)
+def test_only_what_the_prompt_begins_with_is_its_history(beginning, ends):
+    """The last two tokens may merge with what follows; nothing else may differ."""
+    prompt = [1, 2, 3, 4, 5, 6]
+    assert turns.ends_of(prompt, [beginning]) == ends
+    assert turns.ends_of(prompt, [beginning, [1], beginning]) == [1, *ends]
+
+
+def renderer(write: Any, policy: Any, **settings: Any) -> Any:
+    """vLLM's, with rendering and tokenization of our own."""
+    from vllm.renderers.base import BaseRenderer
+
+    from vllm_kvplugins.plugin import register
+
+    register()
+    tokenizer = Tokenizer(write)
+
+    class Renderer(BaseRenderer):
+        default_chat_tok_params = None
+
+        def __init__(self) -> None:
+            config = {"kv_policy": {"name": policy, **settings}} if policy else {}
+            self.config = SimpleNamespace(additional_config=config)
+
+        def _apply_prompt_extras(self, *_: Any) -> None:
+            """Asks for a real model."""
+
+        def render_messages(self, messages: Any, params: Any) -> Any:
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+            if params.chat_template_kwargs.get("add_generation_prompt"):
+                text += "<start>assistant\n"
+            return messages, text
+
+        def tokenize_prompts(self, prompts: Any, params: Any) -> Any:
+            return [
+                {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+                for text in prompts
+            ]
+
+        async def tokenize_prompts_async(self, prompts: Any, params: Any) -> Any:
+            return self.tokenize_prompts(prompts, params)
+
+        def process_for_engine(self, prompt: Any, *_: Any, **__: Any) -> Any:
+            return {"type": "token", **prompt}
+
+        async def process_for_engine_async(self, prompt: Any, *_: Any, **__: Any):
+            return self.process_for_engine(prompt)
+
+    return Renderer()
+
+
+def rendered(made: Any, messages: Any, asynchronous: bool) -> Any:
+    from vllm.renderers import ChatParams
+
+    params = ChatParams(chat_template_kwargs={"add_generation_prompt": True})
+    if asynchronous:
+        _, prompts = asyncio.run(made.render_chat_async([messages], params))
+    else:
+        _, prompts = made.render_chat([messages], params)
+    return prompts[0]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("write", [plain, llama2])
+def test_turns_of_a_chat_without_an_end_token(write, asynchronous):
+    messages = conversation("suauau")
+    prompt = rendered(renderer(write, "flowkv"), messages, asynchronous)
+    length = [0]
+    for message in messages:
+        text = Tokenizer(write).encode(write(message), add_special_tokens=False)
+        length.append(length[-1] + len(text))
+    assert prompt["kv_policy_turn_ends"] == [length[3], length[5]]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_template_that_rewrites_history_gives_no_turn_end(asynchronous):
+    def forgetting(message: dict) -> str:
+        # the third message changes what the template wrote of the first ones
+        return plain(message) if message.get("kept", True) else ""
+
+    made = renderer(forgetting, "flowkv")
+    messages = conversation("uauau")
+    whole = made.render_messages
+
+    def render(messages: Any, params: Any) -> Any:
+        if len(messages) == 5:
+            messages = [m | {"kept": i != 1} for i, m in enumerate(messages)]
+        return whole(messages, params)
+
+    made.render_messages = render
+    assert rendered(made, messages, asynchronous)["kv_policy_turn_ends"] == []
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_beginning_that_cannot_be_rendered_fails_no_request(asynchronous):
+    made = renderer(plain, "flowkv")
+    whole = made.render_messages
+
+    def render(messages: Any, params: Any) -> Any:
+        if len(messages) == 2:
+            raise ValueError("the last role must be a user's")
+        return whole(messages, params)
+
+    made.render_messages = render
+    prompt = rendered(made, conversation("uauau"), asynchronous)
+    assert len(prompt["kv_policy_turn_ends"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("write", "policy", "settings"),
+    [
+        (plain, None, {}),
+        (plain, "snapkv", {}),
+        (gemma, "flowkv", {"turn_end_token": 2}),
+    ],
+)
+def test_nothing_is_rendered_twice_without_need(write, policy, settings):
+    made = renderer(write, policy, **settings)
+    calls = []
+    whole = made.render_messages
+    made.render_messages = lambda *a: calls.append(a) or whole(*a)
+    assert "kv_policy_turn_ends" not in rendered(made, conversation("uau"), False)
+    assert len(calls) == 1
+
+
+def test_turn_ends_go_into_the_request_unless_it_has_its_own():
+    from vllm import SamplingParams
+
+    flow, prompt = parse_policy("flowkv"), {"kv_policy_turn_ends": [4, 9]}
+    params = SamplingParams(extra_args={"other": 1})
+    shared = params.extra_args
+    chat_turns.pass_on(flow, prompt, params)
+    assert params.extra_args == {"other": 1, "turn_ends": [4, 9]}
+    assert shared == {"other": 1}, "another request may share it"
+    own = SamplingParams(extra_args={"turn_ends": [2]})
+    chat_turns.pass_on(flow, prompt, own)
+    assert own.extra_args == {"turn_ends": [2]}
+    for policy, given in ((flow, {}), (flow, "text"), (parse_policy("knorm"), prompt)):
+        bare = SamplingParams()
+        chat_turns.pass_on(policy, given, bare)
+        assert bare.extra_args is None
+    chat_turns.pass_on(flow, prompt, None)
