@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,28 @@ class EngineProcess:
             assert self.process.stdin
             self.process.stdin.close()
             self.process.wait(timeout=60)
+
+
+def child_rows(script: str, request: str, label: str) -> Iterator[dict[str, Any]]:
+    """Rows that ``script --child REQUEST`` prints behind "RESULT ", as they come.
+
+    Raises:
+        RuntimeError: the child failed; with the end of what it logged.
+    """
+    with tempfile.TemporaryFile("w+") as log:
+        child = subprocess.Popen(
+            [sys.executable, script, "--child", request],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith("RESULT "):
+                yield json.loads(line[7:])
+        if child.wait():
+            log.seek(0)
+            raise RuntimeError(f"{label} failed:\n{log.read()[-3000:]}")
 
 
 def provenance() -> dict[str, str]:

@@ -17,9 +17,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
@@ -27,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from _engine import provenance
+from _engine import child_rows, provenance
 from _pass_key import QUESTION, filler, plant, sentences
 from rich.console import Console
 from rich.table import Table
@@ -127,20 +124,7 @@ def order(depths: int) -> list[int]:
 def ask_engine(setting: Setting, job: Job, todo: list[int]) -> Iterator[dict[str, Any]]:
     """Run one engine in a child process; an answer per depth as it comes."""
     request = json.dumps([vars_of(setting), job.config, todo])
-    with tempfile.TemporaryFile("w+") as log:
-        child = subprocess.Popen(
-            [sys.executable, __file__, "--child", request],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-        assert child.stdout is not None
-        for line in child.stdout:
-            if line.startswith("RESULT "):
-                yield json.loads(line[7:])
-        if child.wait():
-            log.seek(0)
-            raise RuntimeError(f"{job.config} failed:\n{log.read()[-3000:]}")
+    return child_rows(__file__, request, job.config)
 
 
 def run_engine(setting: Setting, job: Job, todo: list[int]) -> None:

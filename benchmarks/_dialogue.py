@@ -1,0 +1,176 @@
+"""Dialogues with facts told early and asked for late, made from a seed.
+
+Turns 1 to 3 tell a fact each, the following ones are about something else, and the
+last ones ask for the facts, in another order. What the assistant says is prescribed,
+so that every policy reads the same history.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from math import sqrt
+
+SYSTEM = (
+    "You are a helpful assistant. You remember what the user told you and answer "
+    "questions about it with one word."
+)
+FACTS, FILLERS = 3, 4
+
+# how it is told, how it is asked for, whom or what it is about, what it may be
+_KINDS = (
+    (
+        "The code word of project {about} is {value}.",
+        "What is the code word of project {about}?",
+        ("Falcon", "Harbor", "Meadow", "Granite", "Comet", "Juniper"),
+        ("amber", "velvet", "copper", "lantern", "marble", "thunder", "pepper"),
+    ),
+    (
+        "My {about}'s name is {value}.",
+        "What is my {about}'s name?",
+        ("sister", "brother", "neighbour", "teacher", "cousin", "dentist"),
+        ("Oscar", "Ruth", "Victor", "Clara", "Hugo", "Nora", "Felix"),
+    ),
+    (
+        "My favourite {about} is {value}.",
+        "What is my favourite {about}?",
+        ("fruit", "dessert", "breakfast", "snack", "soup", "drink"),
+        ("cherry", "ginger", "almond", "coconut", "pumpkin", "lemon", "honey"),
+    ),
+)
+_ALSO = (
+    "I wanted you to know that before we start.",
+    "Please keep that in mind, I will come back to it later.",
+    "It matters to me, so do not forget it.",
+    "I thought I should mention it today.",
+)
+_NOTED = (
+    "Thank you for telling me, I will remember it. Is there anything else that you "
+    "would like to talk about? I am happy to help with whatever is on your mind.",
+    "Understood, I have made a note of that and will keep it in mind. Feel free to go "
+    "on with the next thing whenever you are ready to do so.",
+    "Good to know, thanks for sharing this with me. Let me know what you would like to "
+    "do next, we can look at it together and take our time.",
+)
+_TOPICS = ("the sea", "old bridges", "mountain weather", "city parks", "trains", "tea")
+_REQUESTS = (
+    "Tell me something about {topic}.",
+    "What can you say about {topic}? A short paragraph will do.",
+    "I have been reading about {topic}. What do you think of it?",
+)
+_SENTENCES = (
+    "Many people find that {topic} can be a calm and interesting subject.",
+    "There is a long history behind {topic}, and it differs from place to place.",
+    "In the past, travellers often wrote about {topic} in their letters.",
+    "Experts who study {topic} say that small details matter most.",
+    "It helps to look at {topic} slowly and more than once.",
+    "Some of the best known stories about {topic} come from the north.",
+    "When the weather is good, {topic} can be enjoyed by everybody.",
+    "A careful plan makes anything to do with {topic} much easier.",
+    "Children in particular ask many good questions about {topic}.",
+    "Books about {topic} can be found in almost every library.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """``others``: what the value could have been."""
+
+    told: str
+    question: str
+    value: str
+    others: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One question with all that was said before.
+
+    Attributes:
+        messages: chat messages; the last one asks.
+        fact: the one that is asked for.
+        told_in, asked_in: turns, from 1.
+    """
+
+    messages: list[dict[str, str]]
+    fact: Fact
+    told_in: int
+    asked_in: int
+
+
+def facts(rng: random.Random) -> list[Fact]:
+    """One of each kind, in any order."""
+    made = []
+    for told, asked, about, values in rng.sample(_KINDS, len(_KINDS)):
+        thing, value = rng.choice(about), rng.choice(values)
+        others = tuple(other for other in values if other != value)
+        told = told.format(about=thing, value=value)
+        made.append(Fact(told, asked.format(about=thing), value, others))
+    return made
+
+
+def filler(rng: random.Random, sentences: int) -> tuple[str, str]:
+    """A user's request and a long answer about nothing that was told."""
+    topic = rng.choice(_TOPICS)
+    said = [text.format(topic=topic) for text in rng.sample(_SENTENCES, sentences)]
+    return rng.choice(_REQUESTS).format(topic=topic), " ".join(said)
+
+
+def dialogue(seed: int, sentences: int = 7, fillers: int = FILLERS) -> list[Sample]:
+    """The questions of one dialogue; the same seed gives the same dialogue.
+
+    Args:
+        sentences: of an answer that is filler.
+        fillers: turns between what is told and what is asked.
+    """
+    rng = random.Random(f"dialogue {seed}")
+    told = facts(rng)
+    turns = [(f"{fact.told} {rng.choice(_ALSO)}", rng.choice(_NOTED)) for fact in told]
+    turns += [filler(rng, sentences) for _ in range(fillers)]
+    made = []
+    for number in rng.sample(range(FACTS), FACTS):
+        fact = told[number]
+        asked = f"{fact.question} Answer with one word."
+        history = [_message("system", SYSTEM)]
+        for user, assistant in turns:
+            history += [_message("user", user), _message("assistant", assistant)]
+        messages = [*history, _message("user", asked)]
+        made.append(Sample(messages, fact, number + 1, len(turns) + 1))
+        turns.append((asked, f"{fact.value}."))
+    return made
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def is_right(answer: str, fact: Fact) -> bool:
+    """The value stands in the answer as a word, and no other one that it could be."""
+    words = set(re.findall(r"\w+", answer.lower()))
+    return fact.value.lower() in words and not any(
+        other.lower() in words for other in fact.others
+    )
+
+
+# -- counts ----------------------------------------------------------------------
+
+
+def wilson(right: int, asked: int) -> tuple[float, float]:
+    """95 % interval of a rate from counts (Wilson's score interval)."""
+    if not asked:
+        return 0.0, 1.0
+    z = 1.959964
+    rate, square = right / asked, z * z / asked
+    middle = (rate + square / 2) / (1 + square)
+    half = z / (1 + square) * sqrt(rate * (1 - rate) / asked + square / (4 * asked))
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def sign_test(first_only: int, second_only: int) -> float:
+    """Two-sided p of so unequal a split of the samples where two disagree."""
+    from math import comb
+
+    n, few = first_only + second_only, min(first_only, second_only)
+    tail = sum(comb(n, k) for k in range(few + 1)) / 2**n
+    return min(1.0, 2 * tail)

@@ -1,0 +1,278 @@
+"""Facts told in the first turns of a dialogue, asked for in the last ones.
+
+FlowKV compresses every turn once; `nested` compresses all that is left at the end of
+each turn, to the same sizes. Both are asked the same questions, as is stock vLLM. A
+question comes as one request with the whole history: the engine cuts it at the ends
+of its turns, and so keeps the same tokens as over several requests.
+
+Every answer is a line of ``--out``; a run that was interrupted goes on there.
+
+    python benchmarks/turns.py MODEL --out turns.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from _dialogue import Sample, dialogue, is_right, sign_test, wilson
+from _engine import child_rows, provenance
+from rich.console import Console
+from rich.table import Table
+
+MAX_TOKENS = 12
+AT_A_TIME = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all jobs of a run share."""
+
+    model: str
+    dtype: str
+    block_size: int
+    sentences: int
+    fillers: int
+
+    def samples(self, seeds: int) -> list[tuple[str, Sample]]:
+        """All questions with their names, dialogue after dialogue."""
+        return [
+            (f"{seed}.{number}", sample)
+            for seed in range(seeds)
+            for number, sample in enumerate(
+                dialogue(seed, self.sentences, self.fillers)
+            )
+        ]
+
+    def shared(self) -> dict[str, Any]:
+        """What a row says of it."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return fields | {"model": Path(self.model).name}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One engine. ``config``: the policy as JSON; "{}" is stock vLLM."""
+
+    config: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        parsed: dict[str, Any] = json.loads(self.config)
+        return parsed
+
+    @property
+    def label(self) -> str:
+        options = self.options
+        if not options:
+            return "stock"
+        nested = "nested " if options["nested"] else ""
+        return f"{nested}{options['base']} {options['ratio']}"
+
+
+def make_jobs(bases: list[str], ratios: list[float], floor: int) -> list[Job]:
+    """Stock, then every base at every ratio, isolated and nested.
+
+    Args:
+        bases: names, or JSON objects with a name and settings.
+    """
+    jobs = [Job("{}")]
+    for base in bases:
+        config = json.loads(base) if base.startswith("{") else {"name": base}
+        shared = {"name": "flowkv", "base": config.pop("name"), "base_config": config}
+        for ratio in ratios:
+            for nested in (False, True):
+                sizes = {"ratio": ratio, "floor": floor, "nested": nested}
+                jobs.append(Job(json.dumps(shared | sizes)))
+    return jobs
+
+
+# -- an engine ---------------------------------------------------------------------
+
+
+def ask_engine(
+    setting: Setting, job: Job, todo: list[str], seeds: int
+) -> Iterator[dict[str, Any]]:
+    """Answers of one engine in a child process, as they come."""
+    fields = {name: getattr(setting, name) for name in setting.__dataclass_fields__}
+    request = json.dumps([fields, job.config, todo, seeds])
+    return child_rows(__file__, request, job.label)
+
+
+def run_engine(setting: Setting, job: Job, todo: list[str], seeds: int) -> None:
+    """Child: answer these questions, one line of JSON each."""
+    from vllm import LLM, SamplingParams
+
+    extra = {"additional_config": {"kv_policy": job.options}} if job.options else {}
+    llm = LLM(
+        setting.model,
+        dtype=setting.dtype,
+        enforce_eager=True,
+        max_model_len=4096,
+        block_size=setting.block_size,
+        kv_cache_memory_bytes=1 << 29,
+        **extra,
+    )
+    made = dict(setting.samples(seeds))
+    resident = _resident_tokens(llm, job) if job.options else len
+    sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    for first in range(0, len(todo), AT_A_TIME):
+        names = todo[first : first + AT_A_TIME]
+        chats = [made[name].messages for name in names]
+        for name, output in zip(
+            names, llm.chat(chats, sampling, use_tqdm=False), strict=True
+        ):
+            row = {
+                "sample": name,
+                "answer": output.outputs[0].text,
+                "prompt_tokens": len(output.prompt_token_ids),
+                "resident_tokens": resident(output.prompt_token_ids),
+            }
+            print("RESULT " + json.dumps(row), flush=True)
+
+
+def _resident_tokens(llm: Any, job: Job) -> Any:
+    """How many tokens of a prompt are resident when it is answered, by the plan."""
+    from vllm_kvplugins.policies.base import Lengths
+    from vllm_kvplugins.vllm_adapter.activation import geometry_of, policy_of
+
+    config = llm.llm_engine.vllm_config
+    policy, geometry = policy_of(config), geometry_of(config)
+    assert policy is not None, f"{job.label} was asked for and is not on"
+
+    def count(prompt: list[int]) -> int:
+        ends = policy.turn_ends(prompt, None)
+        if not ends:
+            raise RuntimeError("this model's prompts show no turns")
+        blocks = policy.plan(Lengths(len(prompt), ends), geometry)
+        return blocks.resident_blocks(len(prompt)) * geometry.block_size
+
+    return count
+
+
+# -- rows ----------------------------------------------------------------------------
+
+
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What makes a row one and the same measurement."""
+    fields = (*Setting.__dataclass_fields__, "config", "sample")
+    return tuple(row[field] for field in fields)
+
+
+def read_rows(out: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Earlier answers; a last line that was cut off does not count."""
+    rows = {}
+    for line in out.read_text().splitlines() if out.exists() else []:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        rows[key_of(row)] = row
+    return rows
+
+
+def rate(rows: list[dict[str, Any]]) -> str:
+    """Right answers, how many there are, and the 95 % interval of their share."""
+    right = sum(row["right"] for row in rows)
+    low, high = wilson(right, len(rows))
+    return f"{right}/{len(rows)} ({low:.0%}..{high:.0%})"
+
+
+def disagreement(
+    isolated: list[dict[str, Any]], nested: list[dict[str, Any]]
+) -> tuple[int, int]:
+    """Questions that only the one, and that only the other has right."""
+    first = {row["sample"]: row["right"] for row in isolated}
+    pairs = [
+        (first[row["sample"]], row["right"]) for row in nested if row["sample"] in first
+    ]
+    return pairs.count((True, False)), pairs.count((False, True))
+
+
+def summary(jobs: list[Job], rows: dict[Job, list[dict[str, Any]]]) -> Table:
+    """Isolated beside nested, per base and ratio."""
+    table = Table(
+        "base", "ratio", "resident", "flowkv", "nested", "only flowkv / only nested"
+    )
+    table.add_row("full", "", "100%", rate(rows[jobs[0]]), "", "")
+    for isolated, nested in zip(jobs[1::2], jobs[2::2], strict=True):
+        first, second = rows[isolated], rows[nested]
+        kept = sum(row["resident_tokens"] for row in first)
+        share = kept / max(sum(row["prompt_tokens"] for row in first), 1)
+        a, b = disagreement(first, second)
+        options = isolated.options
+        table.add_row(
+            " ".join([options["base"], *map(str, options["base_config"].items())]),
+            str(options["ratio"]),
+            f"{share:.0%}",
+            rate(first),
+            rate(second),
+            f"{a} / {b} (p {sign_test(a, b):.2g})",
+        )
+    return table
+
+
+def measure(setting: Setting, jobs: list[Job], seeds: int, limit: int, out: Path):
+    """Ask for every answer that ``out`` does not have yet, then show all."""
+    console, earlier = Console(), read_rows(out)
+    if out.exists() and not out.read_text().endswith("\n"):
+        with out.open("a") as file:  # after a line that was cut off
+            file.write("\n")
+    source, samples = provenance(), setting.samples(seeds)[: limit or None]
+    rows: dict[Job, list[dict[str, Any]]] = {job: [] for job in jobs}
+    for job in jobs:
+        shared = setting.shared() | {"config": job.config}
+        found = {
+            name: earlier.get(key_of(shared | {"sample": name})) for name, _ in samples
+        }
+        rows[job] += [row for row in found.values() if row]
+        todo = [name for name, row in found.items() if row is None]
+        facts = {name: sample.fact for name, sample in samples}
+        for answer in ask_engine(setting, job, todo, seeds) if todo else ():
+            fact = facts[answer["sample"]]
+            right = is_right(answer["answer"], fact)
+            row = shared | answer | {"value": fact.value, "right": right} | source
+            rows[job].append(row)
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        console.print(f"{job.label:28} {rate(rows[job])}", highlight=False)
+    console.print(summary(jobs, rows))
+    console.print_json(data=source)
+
+
+def main(
+    model: Annotated[str, typer.Argument()] = "",
+    base: Annotated[
+        list[str] | None, typer.Option(help="compressor, by name or as JSON")
+    ] = None,
+    ratio: Annotated[list[float] | None, typer.Option(help="default: 5")] = None,
+    seeds: Annotated[int, typer.Option(help="dialogues, of three questions each")] = 10,
+    limit: Annotated[int, typer.Option(help="questions per engine; 0: all")] = 0,
+    floor: Annotated[int, typer.Option(help="tokens that each turn keeps")] = 16,
+    sentences: Annotated[int, typer.Option(help="of an answer that is filler")] = 7,
+    fillers: Annotated[int, typer.Option(help="turns of filler")] = 4,
+    block_size: int = 16,
+    dtype: str = "bfloat16",
+    out: Path = Path("turns.jsonl"),
+    child: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Ask stock vLLM, FlowKV and the nested baseline the same questions."""
+    if child:
+        fields, config, todo, all_seeds = json.loads(child)
+        run_engine(Setting(**fields), Job(config), todo, all_seeds)
+        return
+    if not model:
+        raise typer.BadParameter("give a MODEL")
+    setting = Setting(model, dtype, block_size, sentences, fillers)
+    # a window of so few queries as the shortest turn leaves room for
+    bases = base or ['{"name": "snapkv", "window": 8}']
+    ratios = ratio or [0.1, 0.3, 0.5, 0.7, 0.9]
+    measure(setting, make_jobs(bases, ratios, floor), seeds, limit, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
