@@ -7,10 +7,12 @@ so that every policy reads the same history.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from dataclasses import dataclass
-from math import sqrt
+from math import comb, sqrt
+from pathlib import Path
 
 SYSTEM = (
     "You are a helpful assistant. You remember what the user told you and answer "
@@ -53,6 +55,7 @@ _NOTED = (
     "Good to know, thanks for sharing this with me. Let me know what you would like to "
     "do next, we can look at it together and take our time.",
 )
+_REPEAT = "What did I tell you at the beginning? Repeat it word by word."
 _TOPICS = ("the sea", "old bridges", "mountain weather", "city parks", "trains", "tea")
 _REQUESTS = (
     "Tell me something about {topic}.",
@@ -70,6 +73,12 @@ _SENTENCES = (
     "A careful plan makes anything to do with {topic} much easier.",
     "Children in particular ask many good questions about {topic}.",
     "Books about {topic} can be found in almost every library.",
+    "Somebody who has never cared for {topic} may still enjoy a short visit.",
+    "Painters were drawn to {topic} because of the light in the evening.",
+    "It is often said that {topic} teaches patience to those who wait.",
+    "Local guides know {topic} well and are glad to share what they know.",
+    "What people expect of {topic} has changed a good deal over the years.",
+    "If you have only one afternoon, {topic} is still worth the time.",
 )
 
 
@@ -91,12 +100,15 @@ class Sample:
         messages: chat messages; the last one asks.
         fact: the one that is asked for.
         told_in, asked_in: turns, from 1.
+        forced: what the answer is made to be, to see how likely it is; "": the answer
+            is the model's own.
     """
 
     messages: list[dict[str, str]]
     fact: Fact
     told_in: int
     asked_in: int
+    forced: str = ""
 
 
 def facts(rng: random.Random) -> list[Fact]:
@@ -117,16 +129,20 @@ def filler(rng: random.Random, sentences: int) -> tuple[str, str]:
     return rng.choice(_REQUESTS).format(topic=topic), " ".join(said)
 
 
-def dialogue(seed: int, sentences: int = 7, fillers: int = FILLERS) -> list[Sample]:
+def dialogue(seed: int, sentences: int = 12, fillers: int = FILLERS) -> list[Sample]:
     """The questions of one dialogue; the same seed gives the same dialogue.
 
     Args:
-        sentences: of an answer that is filler.
+        sentences: of an answer that is filler; half as many follow a fact.
         fillers: turns between what is told and what is asked.
     """
     rng = random.Random(f"dialogue {seed}")
     told = facts(rng)
-    turns = [(f"{fact.told} {rng.choice(_ALSO)}", rng.choice(_NOTED)) for fact in told]
+    turns = []
+    for fact in told:
+        _, more = filler(rng, sentences // 2)
+        noted = f"{rng.choice(_NOTED)} {more}"
+        turns.append((f"{fact.told} {rng.choice(_ALSO)}", noted))
     turns += [filler(rng, sentences) for _ in range(fillers)]
     made = []
     for number in rng.sample(range(FACTS), FACTS):
@@ -138,6 +154,40 @@ def dialogue(seed: int, sentences: int = 7, fillers: int = FILLERS) -> list[Samp
         messages = [*history, _message("user", asked)]
         made.append(Sample(messages, fact, number + 1, len(turns) + 1))
         turns.append((asked, f"{fact.value}."))
+    return made
+
+
+def preferences(path: Path, seeds: int, sentences: int, fillers: int) -> list[Sample]:
+    """Preferences of PrefEval, told first; asked for is that they are repeated.
+
+    Whether an answer to PrefEval's own questions respects a preference takes a judge.
+    How likely the model finds the words that it was told does not.
+
+    Args:
+        path: a JSON file of PrefEval, or a folder of them.
+        seeds: how many, drawn from all of them.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
+    items = [
+        item["preference"] for file in files for item in json.loads(file.read_text())
+    ]
+    if len(items) < seeds:
+        raise ValueError(f"{path} has only {len(items)} preferences")
+    made = []
+    for seed, told in enumerate(random.Random("preferences").sample(items, seeds)):
+        rng = random.Random(f"filler {seed}")
+        _, more = filler(rng, sentences // 2)
+        turns = [(told, f"{rng.choice(_NOTED)} {more}")]
+        turns += [filler(rng, sentences) for _ in range(fillers + FACTS)]
+        history = [_message("system", SYSTEM)]
+        for user, assistant in turns:
+            history += [_message("user", user), _message("assistant", assistant)]
+        asked = _message("user", _REPEAT)
+        fact = Fact(told, _REPEAT, told, ())
+        made.append(Sample([*history, asked], fact, 1, len(turns) + 1, forced=told))
     return made
 
 
@@ -169,8 +219,17 @@ def wilson(right: int, asked: int) -> tuple[float, float]:
 
 def sign_test(first_only: int, second_only: int) -> float:
     """Two-sided p of so unequal a split of the samples where two disagree."""
-    from math import comb
-
     n, few = first_only + second_only, min(first_only, second_only)
     tail = sum(comb(n, k) for k in range(few + 1)) / 2**n
     return min(1.0, 2 * tail)
+
+
+def mean_interval(values: list[float], draws: int = 2000) -> tuple[float, float, float]:
+    """Mean, and its 95 % interval from drawing the values again (bootstrap)."""
+    rng, count = random.Random("bootstrap"), len(values)
+    means = sorted(sum(rng.choices(values, k=count)) / count for _ in range(draws))
+    return (
+        sum(values) / count,
+        means[int(0.025 * draws)],
+        means[int(0.975 * draws) - 1],
+    )

@@ -186,9 +186,9 @@ def main(
         str, typer.Option(help="JSON of a compressor, with its name")
     ] = '{"name": "snapkv", "window": 8}',
     ratio: float = 0.3,
-    floor: Annotated[int, typer.Option(help="tokens that each turn keeps")] = 16,
+    floor: Annotated[int, typer.Option(help="tokens that each turn keeps")] = 32,
     seeds: Annotated[int, typer.Option(help="dialogues")] = 5,
-    block_size: int = 16,
+    block_size: int = 32,
     dtype: Annotated[str, typer.Option(help="of the engine")] = "bfloat16",
     json_out: Path = Path("retention.json"),
     child: Annotated[str, typer.Option(hidden=True)] = "",

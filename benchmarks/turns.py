@@ -5,6 +5,9 @@ each turn, to the same sizes. Both are asked the same questions, as is stock vLL
 question comes as one request with the whole history: the engine cuts it at the ends
 of its turns, and so keeps the same tokens as over several requests.
 
+With ``--prefeval PATH`` preferences of PrefEval are told instead, and what is measured
+is how likely the model finds their words when it is to repeat them.
+
 Every answer is a line of ``--out``; a run that was interrupted goes on there.
 
     python benchmarks/turns.py MODEL --out turns.jsonl
@@ -19,7 +22,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from _dialogue import Sample, dialogue, is_right, sign_test, wilson
+from _dialogue import (
+    Sample,
+    dialogue,
+    is_right,
+    mean_interval,
+    preferences,
+    sign_test,
+    wilson,
+)
 from _engine import child_rows, provenance
 from rich.console import Console
 from rich.table import Table
@@ -37,9 +48,13 @@ class Setting:
     block_size: int
     sentences: int
     fillers: int
+    prefeval: str = ""  # a path
 
     def samples(self, seeds: int) -> list[tuple[str, Sample]]:
         """All questions with their names, dialogue after dialogue."""
+        if self.prefeval:
+            made = preferences(Path(self.prefeval), seeds, self.sentences, self.fillers)
+            return [(f"{number}.0", sample) for number, sample in enumerate(made)]
         return [
             (f"{seed}.{number}", sample)
             for seed in range(seeds)
@@ -51,7 +66,8 @@ class Setting:
     def shared(self) -> dict[str, Any]:
         """What a row says of it."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return fields | {"model": Path(self.model).name}
+        names = {"model": Path(self.model).name, "prefeval": Path(self.prefeval).name}
+        return fields | names
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +121,8 @@ def ask_engine(
 
 def run_engine(setting: Setting, job: Job, todo: list[str], seeds: int) -> None:
     """Child: answer these questions, one line of JSON each."""
-    from vllm import LLM, SamplingParams
+    from _talk import Prescribed
+    from vllm import LLM
 
     extra = {"additional_config": {"kv_policy": job.options}} if job.options else {}
     llm = LLM(
@@ -115,24 +132,48 @@ def run_engine(setting: Setting, job: Job, todo: list[str], seeds: int) -> None:
         max_model_len=4096,
         block_size=setting.block_size,
         kv_cache_memory_bytes=1 << 29,
+        logits_processors=[Prescribed],
         **extra,
     )
     made = dict(setting.samples(seeds))
     resident = _resident_tokens(llm, job) if job.options else len
-    sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     for first in range(0, len(todo), AT_A_TIME):
         names = todo[first : first + AT_A_TIME]
         chats = [made[name].messages for name in names]
-        for name, output in zip(
-            names, llm.chat(chats, sampling, use_tqdm=False), strict=True
-        ):
+        sampling = [_sampling(llm, made[name].forced) for name in names]
+        outputs = llm.chat(chats, sampling, use_tqdm=False)
+        for name, output in zip(names, outputs, strict=True):
             row = {
                 "sample": name,
-                "answer": output.outputs[0].text,
                 "prompt_tokens": len(output.prompt_token_ids),
                 "resident_tokens": resident(output.prompt_token_ids),
-            }
+            } | _said(output.outputs[0], made[name].forced)
             print("RESULT " + json.dumps(row), flush=True)
+
+
+def _sampling(llm: Any, forced: str) -> Any:
+    """Greedy, or what the answer has to be, with its probabilities."""
+    from vllm import SamplingParams
+
+    if not forced:
+        return SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    said = llm.get_tokenizer().encode(forced, add_special_tokens=False)
+    return SamplingParams(
+        temperature=0,
+        max_tokens=len(said),
+        ignore_eos=True,
+        logprobs=0,  # of the token itself, as the model had it
+        extra_args={"prescribed": said},
+    )
+
+
+def _said(answer: Any, forced: str) -> dict[str, Any]:
+    """The answer, or how unlikely each of its tokens was to the model."""
+    if not forced:
+        return {"answer": answer.text}
+    steps = zip(answer.token_ids, answer.logprobs, strict=True)
+    nats = [-found[token].logprob for token, found in steps]
+    return {"nats": sum(nats) / len(nats), "answer_tokens": len(nats)}
 
 
 def _resident_tokens(llm: Any, job: Job) -> Any:
@@ -176,10 +217,18 @@ def read_rows(out: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 def rate(rows: list[dict[str, Any]]) -> str:
-    """Right answers, how many there are, and the 95 % interval of their share."""
+    """Right answers of all with the 95 % interval of their share; or nats per token."""
+    if rows and "nats" in rows[0]:
+        return spread([row["nats"] for row in rows])
     right = sum(row["right"] for row in rows)
     low, high = wilson(right, len(rows))
     return f"{right}/{len(rows)} ({low:.0%}..{high:.0%})"
+
+
+def spread(values: list[float]) -> str:
+    """Mean and its 95 % interval."""
+    mean, low, high = mean_interval(values)
+    return f"{mean:.3f} ({low:.3f}..{high:.3f})"
 
 
 def disagreement(
@@ -193,17 +242,25 @@ def disagreement(
     return pairs.count((True, False)), pairs.count((False, True))
 
 
+def difference(isolated: list[dict[str, Any]], nested: list[dict[str, Any]]) -> str:
+    """The same questions side by side."""
+    if isolated and "nats" in isolated[0]:
+        first = {row["sample"]: row["nats"] for row in isolated}
+        return "nested - flowkv: " + spread(
+            [row["nats"] - first[row["sample"]] for row in nested]
+        )
+    a, b = disagreement(isolated, nested)
+    return f"only flowkv {a}, only nested {b} (p {sign_test(a, b):.2g})"
+
+
 def summary(jobs: list[Job], rows: dict[Job, list[dict[str, Any]]]) -> Table:
     """Isolated beside nested, per base and ratio."""
-    table = Table(
-        "base", "ratio", "resident", "flowkv", "nested", "only flowkv / only nested"
-    )
+    table = Table("base", "ratio", "resident", "flowkv", "nested", "side by side")
     table.add_row("full", "", "100%", rate(rows[jobs[0]]), "", "")
     for isolated, nested in zip(jobs[1::2], jobs[2::2], strict=True):
         first, second = rows[isolated], rows[nested]
         kept = sum(row["resident_tokens"] for row in first)
         share = kept / max(sum(row["prompt_tokens"] for row in first), 1)
-        a, b = disagreement(first, second)
         options = isolated.options
         table.add_row(
             " ".join([options["base"], *map(str, options["base_config"].items())]),
@@ -211,7 +268,7 @@ def summary(jobs: list[Job], rows: dict[Job, list[dict[str, Any]]]) -> Table:
             f"{share:.0%}",
             rate(first),
             rate(second),
-            f"{a} / {b} (p {sign_test(a, b):.2g})",
+            difference(first, second),
         )
     return table
 
@@ -233,9 +290,11 @@ def measure(setting: Setting, jobs: list[Job], seeds: int, limit: int, out: Path
         todo = [name for name, row in found.items() if row is None]
         facts = {name: sample.fact for name, sample in samples}
         for answer in ask_engine(setting, job, todo, seeds) if todo else ():
-            fact = facts[answer["sample"]]
-            right = is_right(answer["answer"], fact)
-            row = shared | answer | {"value": fact.value, "right": right} | source
+            row = shared | answer | source
+            if "answer" in answer:
+                fact = facts[answer["sample"]]
+                row["right"] = is_right(answer["answer"], fact)
+                row["value"] = fact.value
             rows[job].append(row)
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -252,10 +311,13 @@ def main(
     ratio: Annotated[list[float] | None, typer.Option(help="default: 5")] = None,
     seeds: Annotated[int, typer.Option(help="dialogues, of three questions each")] = 10,
     limit: Annotated[int, typer.Option(help="questions per engine; 0: all")] = 0,
-    floor: Annotated[int, typer.Option(help="tokens that each turn keeps")] = 16,
-    sentences: Annotated[int, typer.Option(help="of an answer that is filler")] = 7,
+    floor: Annotated[int, typer.Option(help="tokens that each turn keeps")] = 32,
+    sentences: Annotated[int, typer.Option(help="of an answer that is filler")] = 12,
     fillers: Annotated[int, typer.Option(help="turns of filler")] = 4,
-    block_size: int = 16,
+    prefeval: Annotated[
+        Path | None, typer.Option(help="PrefEval's JSON file or folder")
+    ] = None,
+    block_size: int = 32,
     dtype: str = "bfloat16",
     out: Path = Path("turns.jsonl"),
     child: Annotated[str, typer.Option(hidden=True)] = "",
@@ -267,7 +329,8 @@ def main(
         return
     if not model:
         raise typer.BadParameter("give a MODEL")
-    setting = Setting(model, dtype, block_size, sentences, fillers)
+    told = str(prefeval or "")
+    setting = Setting(model, dtype, block_size, sentences, fillers, told)
     # a window of so few queries as the shortest turn leaves room for
     bases = base or ['{"name": "snapkv", "window": 8}']
     ratios = ratio or [0.1, 0.3, 0.5, 0.7, 0.9]
