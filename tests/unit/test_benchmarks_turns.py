@@ -13,7 +13,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import retention
 import turns
-from _dialogue import FACTS, FILLERS, Fact, dialogue, is_right, sign_test, wilson
+from _dialogue import (
+    FACTS,
+    FILLERS,
+    Fact,
+    dialogue,
+    is_right,
+    mean_interval,
+    preferences,
+    sign_test,
+    wilson,
+)
 
 SETTING = turns.Setting("models/m", "float32", 16, 7, FILLERS)
 
@@ -73,6 +83,46 @@ def test_intervals_of_counts():
     assert sign_test(4, 4) == 1
     assert sign_test(0, 5) == sign_test(5, 0) == pytest.approx(2 / 32)
     assert sign_test(1, 9) == pytest.approx(2 * 11 / 1024)
+
+
+def test_an_interval_of_a_mean_narrows_with_more_values():
+    few, many = [1.0, 3.0, 2.0, 6.0], [1.0, 3.0, 2.0, 6.0] * 25
+    assert mean_interval([2.5] * 9) == (2.5, 2.5, 2.5)
+    mean, low, high = mean_interval(few)
+    assert mean == 3
+    assert 1 < low < 2.5 < 3.5 < high < 6
+    # 1.96 standard errors; the deviation of these values is 1.87
+    _, low, high = mean_interval(many)
+    assert (low, high) == pytest.approx((3 - 0.367, 3 + 0.367), abs=0.06)
+
+
+def test_preferences_are_told_first_and_repeated_last(tmp_path):
+    (tmp_path / "deep").mkdir()
+    rows = [{"preference": f"I like {n}.", "question": "?"} for n in range(4)]
+    (tmp_path / "a.json").write_text(json.dumps(rows[:1]))
+    (tmp_path / "deep" / "b.json").write_text(json.dumps(rows[1:]))
+    made = preferences(tmp_path, 4, 6, FILLERS)
+    assert sorted(sample.forced for sample in made) == [
+        f"I like {n}." for n in range(4)
+    ]
+    for sample in made:
+        assert sample.messages[1]["content"] == sample.forced
+        assert len(sample.messages) == 2 * (1 + FILLERS + FACTS) + 2
+        assert sum(sample.forced in m["content"] for m in sample.messages) == 1
+    assert made == preferences(tmp_path, 4, 6, FILLERS)
+    with pytest.raises(ValueError, match="only 4 preferences"):
+        preferences(tmp_path, 5, 6, FILLERS)
+
+
+def test_how_unlikely_a_forced_answer_is():
+    logprobs = [{7: SimpleNamespace(logprob=-1.0)}, {8: SimpleNamespace(logprob=-4.0)}]
+    answer = SimpleNamespace(token_ids=[7, 8], logprobs=logprobs, text="said")
+    assert turns._said(answer, "said") == {"nats": 2.5, "answer_tokens": 2}
+    assert turns._said(answer, "") == {"answer": "said"}
+    rows = [{"sample": str(n), "nats": float(n)} for n in range(3)]
+    worse = [row | {"nats": row["nats"] + 0.5} for row in rows]
+    assert turns.difference(rows, worse[::-1]).endswith(": 0.500 (0.500..0.500)")
+    assert turns.rate(worse).startswith("1.500 (")
 
 
 # -- a run -------------------------------------------------------------------
