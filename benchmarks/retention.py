@@ -126,7 +126,7 @@ def retention(row: dict[str, Any], mass: torch.Tensor) -> list[float]:
     for end in row["ends"][1:]:
         kept = torch.ones(whole.shape, dtype=torch.bool)
         done = [c for c in row["compactions"] if c["at"] <= end]
-        if done and done[-1]["at"] > start:
+        if done:
             # what came after the last compaction is all there
             kept[..., : done[-1]["at"] - start] = False
             for layer, heads in enumerate(done[-1]["kept"]):
@@ -167,7 +167,7 @@ def runs_of(
 def summary(found: Retention) -> Table:
     """Mean, least and most per turn, and the two models of appendix C."""
     table = Table("turn", *STRATEGIES, "model r", "model r^t")
-    first = found.mean("flowkv")[0]
+    models = [found.modelled(strategy) for strategy in STRATEGIES]
     for turn in range(found.turns):
         cells = []
         for strategy in STRATEGIES:
@@ -175,7 +175,7 @@ def summary(found: Retention) -> Table:
             mean = statistics.mean(values)
             cells.append(f"{mean:.3f} ({min(values):.3f}..{max(values):.3f})")
         table.add_row(
-            str(turn + 1), *cells, f"{first:.3f}", f"{first ** (turn + 1):.3f}"
+            str(turn + 1), *cells, *(f"{model[turn]:.3f}" for model in models)
         )
     return table
 

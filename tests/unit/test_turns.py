@@ -57,6 +57,13 @@ def llama2(message: dict) -> str:
     return f"[INST] {message['content']} [/INST]"
 
 
+def mixed(message: dict) -> str:
+    """Answers open with what ends questions."""
+    if message["role"] == "assistant":
+        return f"<end_of_turn>{message['content']}<end>"
+    return f"<start>{message['content']}<end_of_turn>"
+
+
 def plain(message: dict) -> str:
     return f"{message['role']}: {message['content']}\n\n"
 
@@ -72,7 +79,14 @@ def refusing(message: dict) -> str:
 
 @pytest.mark.parametrize(
     ("write", "token"),
-    [(gemma, 2), (spaced, 4), (llama2, None), (plain, None), (silent, None)],
+    [
+        (gemma, 2),
+        (spaced, 4),
+        (llama2, None),
+        (mixed, None),
+        (plain, None),
+        (silent, None),
+    ],
 )
 def test_the_token_behind_every_message(write, token):
     assert turns.message_end_token(Tokenizer(write)) == token

@@ -70,6 +70,12 @@ class Retention:
         found = self.shares(strategy)
         return [sum(s[t] for s in found) / len(found) for t in range(self.turns)]
 
+    def modelled(self, strategy: str) -> list[float]:
+        """Appendix C: what turn 1 left stays, or is left of what is there each time."""
+        r = self.mean("flowkv")[0]
+        again = 1 if strategy == "nested" else 0
+        return [r ** (1 + again * turn) for turn in range(self.turns)]
+
 
 def write_retention(retention: Retention, path: Path) -> None:
     """Write a file for ``read_retention``."""
@@ -176,13 +182,11 @@ def _runs(axes: Axes, retention: Retention, strategy: str, turns: list[int]) -> 
 
 def _models(axes: Axes, retention: Retention, turns: list[int]) -> None:
     """Appendix C: r after every turn against r^t, with the r of turn 1."""
-    r = retention.mean("flowkv")[0]
+    constant, falling = map(retention.modelled, ("flowkv", "nested"))
     grey = {"color": _MODEL, "linewidth": 1}
-    axes.plot(
-        turns, [r] * len(turns), linestyle=":", label=f"model: r = {r:.2f}", **grey
-    )
-    powers = [r**turn for turn in turns]
-    axes.plot(turns, powers, linestyle="-.", label="model: r^t", **grey)
+    label = f"model: r = {constant[0]:.2f}"
+    axes.plot(turns, constant, linestyle=":", label=label, **grey)
+    axes.plot(turns, falling, linestyle="-.", label="model: r^t", **grey)
 
 
 def _title(retention: Retention) -> str:
