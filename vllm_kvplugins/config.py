@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from vllm_kvplugins.errors import KVPolicyError, refuse
-from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.policies.base import KVCachePolicy, Retention
 from vllm_kvplugins.policies.registry import get_policy_class
 from vllm_kvplugins.sessions.settings import (
     SESSION_SETTINGS,
@@ -40,8 +40,9 @@ def parse_policy(request: Any) -> KVCachePolicy:
     sessions = session_part(request)
     options = {k: v for k, v in request.items() if k != "name" and k not in sessions}
     reasons: list[str] = []
+    wanted = False
     try:
-        SessionSettings.model_validate(sessions)
+        wanted = SessionSettings.model_validate(sessions).on_for(False)
     except ValidationError as error:
         reasons = [_explain(SessionSettings, item) for item in error.errors()]
     try:
@@ -51,6 +52,11 @@ def parse_policy(request: Any) -> KVCachePolicy:
         refuse(f"KV policy {name!r} cannot be configured like this", reasons)
         raise AssertionError("unreachable") from error
     reasons = policy.problems() + reasons
+    if wanted and policy.retention is Retention.OFFLOAD:
+        reasons.append(
+            f"sessions do not work with {name}, whose offloaded tokens end with their "
+            f"request; remove {', '.join(sessions)}"
+        )
     refuse(f"KV policy {name!r} cannot be configured like this", reasons)
     return policy
 

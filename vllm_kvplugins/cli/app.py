@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import typer
 
-from vllm_kvplugins.cli import doctor, explain, listing, model, plot, record, size
+from vllm_kvplugins.cli import (
+    doctor,
+    explain,
+    listing,
+    model,
+    plot,
+    record,
+    sessions,
+    size,
+)
 
 app = typer.Typer(
     name="kvplugins",
@@ -20,6 +29,7 @@ app.command("explain")(explain.explain)
 app.command("model")(model.model)
 app.command("record")(record.record)
 app.add_typer(plot.plots)
+app.add_typer(sessions.sessions)
 app.command("size")(size.size)
 
 

@@ -28,22 +28,25 @@ def list_policies(
     console.print("[bold]Policies[/]  (--kv-policy NAME --kv-policy-config JSON)\n")
     for entry in found["policies"]:
         _print_entry(console, entry)
+    console.print("[bold]Sessions[/]  (beside the settings of any policy)\n")
+    _print_entry(console, found["sessions"])
     console.print('[bold]Allocators[/]  ("allocator" in --kv-policy-config)\n')
     for entry in found["allocators"]:
         _print_entry(console, entry)
 
 
-def catalogue() -> dict[str, list[dict[str, Any]]]:
+def catalogue() -> dict[str, Any]:
     """All policies and allocators as plain data; what ``--json`` prints.
 
     Returns:
-        ``policies`` and ``allocators``, each a list of ``name``, ``summary``
-        and ``settings`` (``name``, ``type``, ``default``, ``required``,
-        ``description``).
+        ``policies`` and ``allocators``, each a list of, and ``sessions``, one of
+        ``name``, ``summary`` and ``settings`` (``name``, ``type``, ``default``,
+        ``required``, ``description``).
     """
     from vllm_kvplugins.budgets import ALLOCATORS
     from vllm_kvplugins.cli.settings import first_line, settings_of
     from vllm_kvplugins.policies.registry import available_policies, get_policy_class
+    from vllm_kvplugins.sessions.settings import SessionSettings
 
     policies = {name: get_policy_class(name) for name in available_policies()}
     return {
@@ -55,6 +58,11 @@ def catalogue() -> dict[str, list[dict[str, Any]]]:
             }
             for name, cls in policies.items()
         ],
+        "sessions": {
+            "name": "sessions",
+            "summary": "what a request computed, kept for the one that continues it",
+            "settings": [setting.as_dict() for setting in settings_of(SessionSettings)],
+        },
         "allocators": [
             {
                 "name": name,

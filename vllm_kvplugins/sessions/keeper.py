@@ -322,6 +322,8 @@ class Keeper:
         del self._kept[session_id]
 
     def _remove(self, session_id: str) -> None:
+        if session_id in self._orders.stage:
+            self._orders.stage.remove(session_id)
         self._orders.drop.append(session_id)
         if self._kept[session_id].disk != "no":
             self._orders.unlink.append(session_id)

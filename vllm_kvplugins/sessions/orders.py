@@ -77,16 +77,17 @@ class Orders:
     """One step's orders, carried out in this order.
 
     Attributes:
-        stage: sessions to read from their files into memory.
         drop: sessions to remove from memory.
         unlink: sessions whose files to remove.
+        stage: sessions to read from their files into memory; may have been dropped
+            in the same step.
     """
 
     saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
-    stage: list[str] = field(default_factory=list)
     drop: list[str] = field(default_factory=list)
     unlink: list[str] = field(default_factory=list)
+    stage: list[str] = field(default_factory=list)
 
 
 Event = Literal["saved", "written", "staged"]

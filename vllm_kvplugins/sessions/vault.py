@@ -79,13 +79,13 @@ class Vault:
         """All other orders; call when the worker has forgotten, before the step."""
         for load in orders.loads:
             self._load(load)
-        for session_id in orders.stage:
-            self._stage(session_id)
         for session_id in orders.drop:
             self._held.pop(session_id, None)
             self._reading.pop(session_id, None)
         for session_id in orders.unlink:
             self._unlink(session_id)
+        for session_id in orders.stage:
+            self._stage(session_id)
 
     def rest(self) -> None:
         """Wait a moment for files that are being read; call when a step computes

@@ -128,6 +128,12 @@ class SchedulerSessions:
             disk_bytes=settings.session_disk,
             max_age_s=settings.session_max_age_s,
         )
+        logger.info(
+            "sessions: up to %d MiB, unused for %s, files in %s",
+            settings.session_memory >> 20,
+            f"{settings.session_max_age_s} s" if settings.session_max_age_s else "ever",
+            files.folder if files else "none",
+        )
         self._said = asdict(self.keeper.counts)
         self._prompts: WeakKeyDictionary[Any, Tokens] = WeakKeyDictionary()
         if files is not None:

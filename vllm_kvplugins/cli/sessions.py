@@ -1,0 +1,108 @@
+"""``kvplugins sessions``: what lies in a ``session_dir``."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from vllm_kvplugins.cli.console import fail, out, user_errors
+
+if TYPE_CHECKING:
+    from vllm_kvplugins.sessions.files import FoundFile
+
+sessions = typer.Typer(
+    name="sessions",
+    help="List and remove conversations in a session_dir.",
+    no_args_is_help=True,
+)
+Folder = Annotated[Path, typer.Argument(help="session_dir of a server.", metavar="DIR")]
+
+
+@sessions.command("ls")
+def list_sessions(
+    folder: Folder,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of a table.")
+    ] = False,
+) -> None:
+    """List sessions, most recently used first. A running server may change them."""
+    found = _files(folder)
+    if as_json:
+        typer.echo(json.dumps([_plain(file) for file in found], indent=2))
+        return
+    table = Table(title=f"{len(found)} files in {folder}")
+    for heading in ("session", "last used", "tokens", "MiB", "model", "policy", ""):
+        table.add_column(heading)
+    for file in found:
+        used = datetime.fromtimestamp(file.last_used).strftime("%Y-%m-%d %H:%M")
+        table.add_row(
+            file.session_id[:12],
+            used,
+            str(file.tokens),
+            f"{file.num_bytes / (1 << 20):.1f}",
+            Path(file.facts.get("model", "")).name,
+            file.facts.get("policy", "").split(" ")[0],
+            file.problem or "",
+        )
+    out().print(table)
+
+
+@sessions.command("rm")
+def remove_sessions(
+    folder: Folder,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Beginnings of session ids.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    older_than_h: Annotated[
+        float | None,
+        typer.Option("--older-than", help="Those unused for so many hours.", min=0),
+    ] = None,
+) -> None:
+    """Remove sessions. A server that still knows them computes them anew."""
+    if bool(names) + everything + (older_than_h is not None) != 1:
+        fail("say which sessions: their ids, --all or --older-than HOURS", 2)
+    found = _files(folder)
+    if names:
+        unknown = [n for n in names if not any(_named(f, [n]) for f in found)]
+        if unknown:
+            fail(f"no such session in {folder}: {', '.join(unknown)}")
+        found = [file for file in found if _named(file, names)]
+    elif older_than_h is not None:
+        before = time.time() - 3600 * older_than_h
+        found = [file for file in found if file.last_used < before]
+    for file in found:
+        file.path.unlink(missing_ok=True)
+    out().print(f"removed {len({file.session_id for file in found})} sessions")
+
+
+def _named(file: FoundFile, names: Iterable[str]) -> bool:
+    return any(file.session_id.startswith(name) for name in names)
+
+
+def _files(folder: Path) -> list[FoundFile]:
+    with user_errors():
+        from vllm_kvplugins.sessions.files import list_files
+
+        if not folder.is_dir():
+            fail(f"{folder} is not a directory; give a server's session_dir")
+        return list_files(folder)
+
+
+def _plain(file: FoundFile) -> dict[str, object]:
+    return {
+        "session": file.session_id,
+        "path": str(file.path),
+        "last_used": file.last_used,
+        "tokens": file.tokens,
+        "num_bytes": file.num_bytes,
+        "facts": file.facts,
+        "problem": file.problem,
+    }
