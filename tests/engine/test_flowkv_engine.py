@@ -10,7 +10,13 @@ from harness import run_scenario
 pytestmark = pytest.mark.engine
 
 TURNS = [150, 500, 620, 1100]
-FLOW = {"name": "flowkv", "ratio": 0.3, "base_config": {"window": 16}}
+# without sessions: every request compresses its whole history, as the first would
+FLOW = {
+    "name": "flowkv",
+    "ratio": 0.3,
+    "base_config": {"window": 16},
+    "sessions": False,
+}
 
 
 def rows(kept):
