@@ -17,6 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers" / "cpu_v2"))
 
 import runners
+from harness import run_scenario
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -101,3 +102,26 @@ def test_dummy_batches_do_not_touch_requests(tiny_model: str):
     dummy = found(tiny_model, "V2", False)["dummy_batches"]
     assert dummy["residents"] == [2, 2]
     assert dummy["disturbed"] == dummy["plain"]
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_sessions_go_on_while_steps_are_in_flight(tiny_model: str, runner: str):
+    """Asynchronous scheduling knows of a request's end a step after it."""
+    arguments = {
+        "model": tiny_model,
+        "policy": {"name": "flowkv", "ratio": 0.3, "base": "h2o"},
+        "questions": [200, 70, 130],
+        "number": 2,
+    }
+    kept, anew = (
+        run_scenario(
+            "scenarios_sessions:talks",
+            arguments | {"policy": arguments["policy"] | {"sessions": sessions}},
+            runners.environment(runner, asynchronous),
+        )
+        for sessions, asynchronous in ((True, True), (False, False))
+    )
+    assert kept["answers"] == anew["answers"]
+    assert kept["counts"]["hits"] == 4
+    assert kept["counts"]["recomputed_tokens"] <= 4
+    assert kept["tracked"] == 0

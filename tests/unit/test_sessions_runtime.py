@@ -20,8 +20,9 @@ DROPPING = sorted(
     for name in available_policies()
     if get_policy_class(name).retention is Retention.DROP and name != "flowkv"
 )
-# where turns end, and where the prompts of the requests do
-ENDS = (13, 52, 71)
+# where turns end, and where the prompts of the requests do; the first request has no
+# turn that is over
+ENDS = (52, 71)
 PROMPTS = (40, 60, 100)
 LONGEST = 130
 
@@ -55,7 +56,7 @@ def talk(engine: SessionEngine, chunk: int, by_turns: bool) -> Request:
     source, saved, request = whole(), None, None
     for turn, prompt in enumerate(PROMPTS):
         answer = 12 if turn < 2 else 20
-        ends = ENDS[: turn + 1] if by_turns else ()
+        ends = ENDS[:turn] if by_turns else ()
         if saved is None:
             request = engine.add("r", prompt, answer, ends)
             request.keys, request.values = source.keys, source.values

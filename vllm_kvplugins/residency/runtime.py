@@ -87,7 +87,9 @@ class PolicyRuntime:
         self._turn_ends: dict[str, tuple[int, ...]] = {}
         self._plans = Plans(policy, geometry)
         self._observes = policy.observes
-        if sessions and Trigger.PREFILL_CHUNK in self._observes:
+        # also requests that are never compacted: one that goes on may be
+        self._observes_all = sessions and policy.observes_steps
+        if self._observes_all:
             self._observes |= Trigger.DECODE_STEP
 
     # -- start-up ---------------------------------------------------------
@@ -184,7 +186,7 @@ class PolicyRuntime:
             if resident is not None:
                 seats[index] = resident.seat
             plan = self._plan_of(row.request_id, row.prompt_tokens)
-            if not plan.is_static:
+            if not plan.is_static or self._observes_all:
                 self._note(row, plan, block_table[index])
         if self.retrieval is not None:
             self.retrieval.begin_step(rows)
