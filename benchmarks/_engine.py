@@ -161,6 +161,33 @@ class _Child:
             )
         return {}
 
+    def do_turn(self, prompt: list[int], turn_ends: list[int], max_tokens: int) -> Any:
+        """One request alone: time to its first token, and its answer."""
+        from vllm import SamplingParams
+
+        extra = {"turn_ends": turn_ends} if turn_ends else None
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra
+        )
+        name, engine = f"t{time.monotonic_ns()}", self.llm.llm_engine
+        began, cpu = time.perf_counter(), _cpu_seconds()
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        first: list[float] = []
+        output = None
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if not first and output.outputs[0].token_ids:
+                    first = [time.perf_counter() - began, _cpu_seconds() - cpu]
+        for _ in range(2):  # what a request leaves behind is saved in a step of its own
+            engine.step()
+        assert output is not None, "no answer"
+        return {
+            "first_ms": 1e3 * first[0],
+            "first_cpu_ms": 1e3 * first[1],
+            "computed": len(prompt) - (output.num_cached_tokens or 0),
+            "answer": list(output.outputs[0].token_ids),
+        }
+
     def do_prefill(self) -> Any:
         """Step until every request decodes."""
         steps = []
