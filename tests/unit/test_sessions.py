@@ -186,6 +186,20 @@ def test_old_sessions_go():
     assert keeper.take_orders().drop == ["s"]
 
 
+def test_new_weights_leave_no_session():
+    keeper = Keeper(10, writes=True)
+    for name, ids in (("s", tokens(1, 2, 3)), ("t", tokens(4, 5, 6))):
+        keeper.save(session(name, ids), name, ())
+    keeper.take_orders()
+    keeper.hear([Report("saved", "s"), Report("written", "s"), Report("saved", "t")])
+    keeper.clear()
+    orders = keeper.take_orders()
+    assert (orders.drop, orders.unlink) == (["s", "t"], ["s", "t"])
+    keeper.hear([Report("written", "t")])
+    keeper.check_integrity()
+    assert (keeper.num_sessions, keeper.held_bytes, keeper.written_bytes) == (0, 0, 0)
+
+
 def test_a_session_too_large_for_memory_is_not_kept_and_drives_nobody_out():
     keeper = Keeper(10)
     assert keeper.save(session("s", tokens(1, 2, 3), size=10), "r", ())

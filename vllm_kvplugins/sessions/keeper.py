@@ -263,6 +263,11 @@ class Keeper:
             self.counts.evictions += 1
             self._remove(session.session_id)
 
+    def clear(self) -> None:
+        """Drop all sessions, files and all: their keys and values hold no longer."""
+        for session_id in list(self._kept):
+            self._remove(session_id)
+
     def _make_room(self, num_bytes: int) -> bool:
         """Least recently used sessions leave memory until so many bytes are free.
 

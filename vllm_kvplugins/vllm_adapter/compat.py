@@ -222,7 +222,7 @@ _SEAMS = {
     "forward_context) update_state_after_alloc(request blocks "
     "num_external_tokens) wait_for_layer_load(layer_name) wait_for_save() "
     "build_connector_worker_meta() update_connector_output(connector_output) "
-    "shutdown() requires_kv_delivery",
+    "reset_cache() shutdown() requires_kv_delivery",
     f"{_CONNECTOR}.base:KVConnectorWorkerMetadata": "aggregate(other)",
     "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta",
     f"{_CONNECTOR}.base:SupportsHMA": "request_finished_all_groups(request block_ids)",

@@ -145,6 +145,12 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         sessions = self.sessions
         return SessionOrders(sessions.keeper.take_orders() if sessions else Orders())
 
+    def reset_cache(self) -> bool:
+        """Sessions of other weights must not be continued."""
+        if self.sessions is not None:
+            self.sessions.keeper.clear()
+        return True
+
     def update_connector_output(self, connector_output: Any) -> None:
         """Hear the workers' reports."""
         meta = connector_output.kv_connector_worker_meta
