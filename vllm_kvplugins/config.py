@@ -40,9 +40,9 @@ def parse_policy(request: Any) -> KVCachePolicy:
     sessions = session_part(request)
     options = {k: v for k, v in request.items() if k != "name" and k not in sessions}
     reasons: list[str] = []
-    wanted = False
+    written = False
     try:
-        wanted = SessionSettings.model_validate(sessions).on_for(False)
+        written = SessionSettings.model_validate(sessions).session_dir is not None
     except ValidationError as error:
         reasons = [_explain(SessionSettings, item) for item in error.errors()]
     try:
@@ -52,10 +52,10 @@ def parse_policy(request: Any) -> KVCachePolicy:
         refuse(f"KV policy {name!r} cannot be configured like this", reasons)
         raise AssertionError("unreachable") from error
     reasons = policy.problems() + reasons
-    if wanted and policy.retention is Retention.OFFLOAD:
+    if written and policy.retention is Retention.OFFLOAD:
         reasons.append(
-            f"sessions do not work with {name}, whose offloaded tokens end with their "
-            f"request; remove {', '.join(sessions)}"
+            f"session_dir does not work with {name}, whose indices are not written to "
+            "files; remove it, and sessions stay in memory"
         )
     refuse(f"KV policy {name!r} cannot be configured like this", reasons)
     return policy

@@ -234,6 +234,36 @@ def faults(model: str, policy: dict[str, Any], folder: str) -> dict[str, Any]:
     return found | {"tracked": driver.check_policy_state(), "counts": counts(driver)}
 
 
+def retrieved(model: str, policy: dict[str, Any]) -> dict[str, Any]:
+    """Conversations whose tokens lie on the host, and one that nobody waits for."""
+    driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400))
+    several = [Talk(driver, f"talk{i}", i + 1, None) for i in range(3)]
+    restored = []
+    for tokens in (400, 60, 50):
+        for talk in several:
+            talk.ask(tokens)
+        driver.run()
+        restored.append([driver.cached.get(talk.request, 0) for talk in several])
+        for talk in several:
+            talk.hear()
+        settle(driver)
+        driver.check_blocks()
+    held = driver.scheduler.connector._host.reserved_bytes
+    # larger than what the sessions leave: they give way
+    _add(driver, "large", random_tokens(77, 3000, VOCABULARY), [], "s", 8)
+    driver.run()
+    settle(driver)
+    keeper(driver).check_integrity()
+    return {
+        "answers": [talk.answers for talk in several],
+        "restored": restored,
+        "held": held,
+        "large": driver.tokens["large"],
+        "counts": counts(driver),
+        "tracked": driver.check_policy_state(),
+    }
+
+
 def resident_or_restored(
     model: str, policies: list[dict[str, Any]], prompt: int, first: int, more: int
 ) -> list[dict[str, Any]]:
@@ -245,7 +275,15 @@ def resident_or_restored(
         whole, _ = _ask(driver, "whole", tokens, [], "one", first + more)
         begun, _ = _ask(driver, "begun", tokens, [], "two", first)
         rest, restored = _ask(driver, "rest", tokens + begun, [], "two", more)
-        found.append({"whole": whole, "parts": begun + rest, "restored": restored})
+        each = {"whole": whole, "parts": begun + rest, "restored": restored}
+        # a short prompt finds its beginning in the prefix cache, and is compacted
+        # as a part of the next one
+        _ask(driver, "warm", tokens[:70], [], "three", 4)
+        short, _ = _ask(driver, "short", tokens[:100], [], "three", 9)
+        longer = [*tokens[:100], *short, *random_tokens(9, 150, VOCABULARY)]
+        theirs, _ = _ask(driver, "longer", longer, [], "three", 12)
+        fresh, _ = _ask(driver, "fresh", longer, [], "four", 12)
+        found.append(each | {"warm": theirs, "cold": fresh})
         finish(driver)
     return found
 

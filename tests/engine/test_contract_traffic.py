@@ -59,7 +59,8 @@ def traffic_of(model: str, process: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         weights = write_weights(Path(folder, "weights.json"), LAYERS, KV_HEADS)
         policies = {
-            name: settings(name, allocator, weights)
+            # a session is copied when its blocks have been freed, and are NaN here
+            name: settings(name, allocator, weights) | {"sessions": False}
             for name, allocator in list(turns().items())[process::PROCESSES]
         }
         arguments = {

@@ -133,3 +133,26 @@ def test_other_policies_go_on_too(tiny_model):
     for each in found:
         assert each["parts"] == each["whole"]
         assert each["restored"] >= 330
+        assert each["warm"] == each["cold"]
+
+
+def test_what_lies_on_the_host_is_not_read_again(tiny_model):
+    """Sessions of a retriever move to the request that goes on; requests that need
+    their host memory drive them out."""
+    policy = {
+        "name": "icecache",
+        "budget": 64,
+        "skip_layers": 1,
+        "host_memory": "3MiB",
+    }
+    found = run_scenario(
+        "scenarios_sessions:retrieved",
+        {"model": tiny_model, "policy": policy | {"sessions": True}},
+    )
+    assert all(hit >= 400 for hits in found["restored"][1:] for hit in hits)
+    assert found["counts"]["hits"] == 6
+    assert found["counts"]["failures"] == 0
+    assert found["held"] > 0, "sessions count against host_memory"
+    assert found["counts"]["evictions"] > 0, "sessions did not give way"
+    assert len(found["large"]) == 8
+    assert found["tracked"] == 0

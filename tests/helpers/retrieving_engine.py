@@ -73,7 +73,7 @@ class RetrievingEngine(FakeEngine):
         """bool [LAYERS, KV_HEADS, tokens]: resident for this step's queries."""
         after = row.after_tokens
         seen = torch.ones(LAYERS, KV_HEADS, after, dtype=torch.bool)
-        plan = self.runtime.plan(request.prompt)
+        plan = self.plan(row.request_id)
         done = plan.num_done(row.computed_tokens)
         if not done:
             return seen

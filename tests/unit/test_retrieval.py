@@ -43,10 +43,10 @@ def test_attention_is_over_what_was_asked_for(name, prompt, age_blocks):
         fake.step({"r": 11})
     traffic = fake.runtime.retrieval.traffic
     assert traffic.selected > traffic.fetched > 0
-    assert fake.runtime.retrieval.host_bytes > 0
+    assert fake.runtime.retrieval.tier.used_bytes > 0
     fake.remove("r")
     fake.check_idle()
-    assert fake.runtime.retrieval.host_bytes == 0
+    assert fake.runtime.retrieval.tier.used_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["exact-topk", "icecache"])
@@ -229,7 +229,7 @@ def test_no_request_needs_more_than_it_reserves(name):
         most = 0
         while not request.done:
             fake.step({"r": 50})
-            most = max(most, fake.runtime.retrieval.host_bytes)
+            most = max(most, fake.runtime.retrieval.tier.used_bytes)
         assert most <= policy.host_bytes(prompt + answer, shape) < 64 * 1024
         fake.remove("r")
         fake.check_idle()

@@ -361,7 +361,7 @@ def test_sessions_are_on_for_policies_that_work_by_turns():
         ({"name": "snapkv", "session_disk": "1GiB"}, "needs a session_dir"),
         ({"name": "snapkv", "sessions": False, "session_memory": 9}, "is false, but"),
         ({"name": "snapkv", "session_memroy": 9}, "did you mean 'session_memory'"),
-        ({"name": "icecache", "sessions": True}, "do not work with icecache"),
+        ({"name": "icecache", "session_dir": "d"}, "session_dir does not work with"),
         ({"name": "snapkv", "session_max_age_s": 0}, "session_max_age_s"),
     ],
 )

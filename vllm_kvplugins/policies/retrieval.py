@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -281,11 +282,17 @@ class Retriever(KVCachePolicy):
             whole_layers=self.skip_layers,
             num_layers=geometry.num_layers,
         )
-        if full <= keep:
-            return ResidencyPlan(size, fold=fold)
-        zone = BlockSpan(full - fold.zone_blocks(full), full)
-        compaction = Compaction(prompt_tokens, BlockSpan(0, full), zone)
-        return ResidencyPlan(size, (compaction,), fold)
+        restored = lengths.restored
+        compactions = () if restored is None else (restored,)
+        start = restored.zone.start if restored else 0
+        # the budget may be a share of the prompt, and larger than before
+        while fold.first_at_block - fold.zone_blocks(fold.first_at_block) < start:
+            fold = replace(fold, first_at_block=fold.first_at_block + 1)
+        zone = BlockSpan(max(full - fold.zone_blocks(full), 0), full)
+        if full <= keep or (restored and zone.start <= start):
+            return ResidencyPlan(size, compactions, fold)
+        compaction = Compaction(prompt_tokens, BlockSpan(start, full), zone)
+        return ResidencyPlan(size, (*compactions, compaction), fold)
 
     def score(self, view: LayerView) -> torch.Tensor:
         """Sinks and window stay; the newest others fill the hot zone until the

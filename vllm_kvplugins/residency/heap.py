@@ -45,7 +45,7 @@ class Heap:
         layer = torch.arange(self.num_layers, device=blocks.device)[:, None, None]
         head = torch.arange(self.num_kv_heads, device=blocks.device)[None, :, None]
         ids = (layer * self.num_blocks + blocks.long()) * self.num_kv_heads + head
-        return ids.reshape(-1, blocks.numel())
+        return ids.reshape(self.rows, blocks.numel())
 
     def keys(self, pages: torch.Tensor) -> torch.Tensor:
         """[heads, pages * block_size, head_dim] of int64 [heads, pages]."""

@@ -13,7 +13,7 @@ from vllm_kvplugins.residency.indexing import OffloadedLayer
 from vllm_kvplugins.residency.requests import PageList
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Offloaded:
     """A request that has tokens in the host tier.
 

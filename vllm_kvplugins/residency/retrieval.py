@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from vllm_kvplugins.residency.retrieval_log import RetrievalLog
 
 
+# Queries of a step that select, at most, per query head.
+_MOST_ASKING = 32
+
+
 class Retrieval:
     """Host tier and hot zones of all requests on one worker.
 
@@ -71,6 +75,8 @@ class Retrieval:
         }
         self._indexer = Indexer(policy, self._failed)
         self._requests: dict[str, Offloaded] = {}
+        # of requests that have ended, for those that go on from them
+        self._detached: list[Offloaded] = []
         self._free_seats: list[int] = []
         self._batches: list[Batch] = []
         # fetches on another thread: for the next layer, or for the next step
@@ -198,7 +204,9 @@ class Retrieval:
             states = [self._requests[row.request_id] for row in batch]
             seats = tuple(state.seat for state in states)
             first = torch.tensor([row.first_query for row in batch])
-            query = (first[:, None] + torch.arange(length)).flatten()
+            # of a long chunk not all ask: so many searches cost more than they save
+            ask = torch.linspace(0, length - 1, min(length, _MOST_ASKING)).long()
+            query = (first[:, None] + ask).flatten()
             self._batches.append(
                 Batch(states, torch.tensor(seats), seats, query, served)
             )
@@ -314,20 +322,16 @@ class Retrieval:
         fetched: torch.Tensor | None,
     ) -> None:
         """Log what this layer fetched; scans all offloaded keys."""
-        asked = self._asked(batch, queries)
+        asked, group = self._asked(batch, queries), queries.shape[1]
+        group //= self._heap.num_kv_heads
+        scale, zones = self._scales[layer], self._zones[layer]
         for row, name in enumerate(self._names(batch)):
             state = batch.states[row]
-            keys = self.tier.keys[state.pages[layer]].flatten(1, 2)
-            log.add(
-                name,
-                layer,
-                asked[row],
-                queries.shape[1] // self._heap.num_kv_heads,
-                keys[:, : state.tokens],
-                self._zones[layer].hot_tokens(state.seat),
-                self._scales[layer],
-                None if fetched is None else int(fetched[row]),
-            )
+            keys = self.tier.keys[state.pages[layer]].flatten(1, 2)[:, : state.tokens]
+            hot, copied = zones.hot_tokens(state.seat), None
+            if fetched is not None:
+                copied = int(fetched[row])
+            log.add(name, layer, asked[row], group, keys, hot, scale, copied)
 
     def _names(self, batch: Batch) -> list[str]:
         """Ids of a batch's requests."""
@@ -341,21 +345,42 @@ class Retrieval:
             return self._free_seats.pop()
         return len(self._requests)
 
-    # The engine calls this outside its steps, whose tensors it writes.
+    # The engine calls these outside its steps, whose tensors they write.
     @torch.inference_mode()
     def forget(self, request_ids: Iterable[str]) -> None:
         """Free the host memory of requests; waits for fetches that are under way."""
-        self._join()
         for request_id in request_ids:
-            state = self._requests.pop(request_id, None)
-            if state is None:
-                continue
-            for pages in state.pages.values():
-                self.tier.give(pages.flatten())
-            for zones in self._zones.values():
-                zones.leave(state.seat)
-            self._free_seats.append(state.seat)
-            self._batches = []
+            state = self.detach(request_id)
+            if state is not None:
+                self.discard(state)
+
+    @torch.inference_mode()
+    def detach(self, request_id: str) -> Offloaded | None:
+        """Take out what a request has on the host, for another to attach."""
+        self._join()
+        state = self._requests.pop(request_id, None)
+        if state is None:
+            return None
+        for zones in self._zones.values():
+            zones.leave(state.seat)
+        self._free_seats.append(state.seat)
+        self._batches = []
+        self._detached.append(state)
+        return state
+
+    def attach(self, request_id: str, state: Offloaded) -> None:
+        """Go on with what another request had on the host; ``settle`` comes next."""
+        self._detached.remove(state)
+        state.seat, state.served = self._take_seat(), False
+        self._requests[request_id] = state
+        for layer, pages in state.pages.items():
+            self._zones[layer].add_pages(state.seat, pages)
+
+    def discard(self, state: Offloaded) -> None:
+        """Free what nobody will attach."""
+        self._detached.remove(state)
+        for pages in state.pages.values():
+            self.tier.give(pages.flatten())
 
     def hot_tokens(self, request_id: str, layer: int) -> torch.Tensor:
         """int64 [num_kv_heads, count]: numbers of the host tokens that are hot."""
@@ -365,16 +390,11 @@ class Retrieval:
     def num_requests(self) -> int:
         return len(self._requests)
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that requests hold, without their indices."""
-        return self.tier.used_bytes
-
     def check_integrity(self) -> None:
         """Host pages and seats have one owner each."""
-        states = list(self._requests.values())
+        held = [*self._requests.values(), *self._detached]
         self.tier.check_integrity(
-            [pages.flatten() for state in states for pages in state.pages.values()]
+            [pages.flatten() for state in held for pages in state.pages.values()]
         )
-        seats = [state.seat for state in states] + self._free_seats
+        seats = [state.seat for state in self._requests.values()] + self._free_seats
         assert sorted(seats) == list(range(len(seats))), "a seat is lost"

@@ -14,6 +14,7 @@ import torch
 
 from vllm_kvplugins.ops.bulk import copy_pages
 from vllm_kvplugins.residency.heap import Heap
+from vllm_kvplugins.residency.offloaded import Offloaded
 from vllm_kvplugins.residency.page_table import PageTables
 from vllm_kvplugins.residency.plan import Compaction
 from vllm_kvplugins.residency.requests import Resident
@@ -32,6 +33,7 @@ class SavedCache:
         tail: [rows * tail blocks, page_elems], row by row.
         layout: digest of the layout of its pages.
         observed: per layer, what the policy's ``observe`` last returned, packed.
+        offloaded: what it has on the host, which moves with it; None = nothing.
     """
 
     tokens: int
@@ -42,6 +44,7 @@ class SavedCache:
     tail: torch.Tensor
     layout: str
     observed: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    offloaded: Offloaded | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -57,6 +57,10 @@ class Transfer:
         here, said = tracked.compacted_at, compaction.at_tokens if compaction else 0
         if here != said:
             raise ValueError(f"compacted at {here} tokens, not at {said}")
+        retrieval = runtime.retrieval
+        if retrieval is not None and tracked.resident is not None:
+            # the landing zone's positions say what was fetched last
+            retrieval.refresh_positions(request_id, tracked.resident.positions)
         saved = take_out(
             self._heap,
             runtime.tables,
@@ -68,7 +72,16 @@ class Transfer:
         if runtime.policy.observes_steps:
             for layer, observed in tracked.observed.items():
                 saved.observed[layer] = runtime.policy.pack_observed(observed)
+        if retrieval is not None:
+            saved.offloaded = retrieval.detach(request_id)
         return saved
+
+    def discard(self, saved: SavedCache) -> None:
+        """Nobody will restore it."""
+        if saved.offloaded is not None:
+            assert self._runtime.retrieval is not None
+            self._runtime.retrieval.discard(saved.offloaded)
+            saved.offloaded = None
 
     def misfit(self, saved: SavedCache) -> str | None:
         """Why a saved cache cannot be restored here, if so."""
@@ -94,6 +107,12 @@ class Transfer:
         assert runtime.tables is not None, "not attached"
         runtime.forget([request_id])
         resident = put_back(self._heap, runtime.tables, saved, tokens, ids)
+        if saved.offloaded is not None:
+            assert runtime.retrieval is not None
+            assert resident is not None, "nothing is offloaded before a compaction"
+            runtime.retrieval.attach(request_id, saved.offloaded)
+            pages, _ = runtime.tables.zone(resident.seat)
+            runtime.retrieval.settle(request_id, pages, resident.positions)
         observed = {
             layer: runtime.policy.unpack_observed(packed)
             for layer, packed in saved.observed.items()

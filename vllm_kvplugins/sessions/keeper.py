@@ -75,6 +75,7 @@ class Keeper:
         disk_bytes: most bytes in files; None = no limit.
         max_age_s: seconds after which an unused session goes; None = never.
         moves: a session goes to the request that continues it, instead of a copy.
+        on_gone: called with the id of every session that is no longer here.
         clock: seconds since the epoch, comparable to the times of files.
     """
 
@@ -87,6 +88,7 @@ class Keeper:
         disk_bytes: int | None = None,
         max_age_s: float | None = None,
         moves: bool = False,
+        on_gone: Callable[[str], None] = lambda session_id: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.memory_bytes = memory_bytes
@@ -96,6 +98,7 @@ class Keeper:
         self._disk_bytes = disk_bytes
         self._max_age_s = max_age_s
         self._moves = moves
+        self._on_gone = on_gone
         self._clock = clock
         self._index = SessionIndex(least_tokens)
         self._kept: dict[str, _Kept] = {}  # least recently used first
@@ -263,6 +266,16 @@ class Keeper:
             self.counts.evictions += 1
             self._remove(session.session_id)
 
+    def drop_oldest(self) -> bool:
+        """Drop the session that was least recently used, if any can be dropped."""
+        wanted = set(self._wanted.values())
+        for session_id, kept in self._kept.items():
+            if kept.memory == "done" and session_id not in wanted:
+                self.counts.evictions += 1
+                self._remove(session_id)
+                return True
+        return False
+
     def clear(self) -> None:
         """Drop all sessions, files and all: their keys and values hold no longer."""
         for session_id in list(self._kept):
@@ -325,6 +338,7 @@ class Keeper:
         self._place(session_id, memory="no", disk="no")
         self._index.remove(session_id)
         del self._kept[session_id]
+        self._on_gone(session_id)
 
     def _remove(self, session_id: str) -> None:
         if session_id in self._orders.stage:

@@ -38,6 +38,9 @@ class Caches(Protocol):
     ) -> None:
         """Let a request go on from a saved cache."""
 
+    def discard(self, saved: SavedCache) -> None:
+        """Free what a saved cache has besides its pages."""
+
     def misfit(self, saved: SavedCache) -> str | None:
         """Why a saved cache cannot be restored here, if so."""
 
@@ -80,7 +83,9 @@ class Vault:
         for load in orders.loads:
             self._load(load)
         for session_id in orders.drop:
-            self._held.pop(session_id, None)
+            dropped = self._held.pop(session_id, None)
+            if dropped is not None:
+                self._caches.discard(dropped)
             self._reading.pop(session_id, None)
         for session_id in orders.unlink:
             self._unlink(session_id)

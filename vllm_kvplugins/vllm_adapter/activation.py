@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvplugins.config import CONFIG_KEY, parse_policy, parse_sessions
 from vllm_kvplugins.errors import KVPolicyError, refuse
-from vllm_kvplugins.policies.base import Geometry, KVCachePolicy
+from vllm_kvplugins.policies.base import Geometry, KVCachePolicy, Retention
 from vllm_kvplugins.residency.runtime import PolicyRuntime
 from vllm_kvplugins.residency.transfer import Transfer
 from vllm_kvplugins.sessions.vault import Vault
@@ -179,8 +179,9 @@ def activate(vllm_config: VllmConfig) -> PolicyRuntime:
     _process.runner = _process.attach = _process.vault = None
     if kept:
         files = sessions.session_dir(vllm_config)
+        moves = policy.retention is Retention.OFFLOAD
         _process.vault = Vault(
-            Transfer(_process.runtime), files, vllm_config.parallel_config.rank
+            Transfer(_process.runtime), files, vllm_config.parallel_config.rank, moves
         )
     return _process.runtime
 

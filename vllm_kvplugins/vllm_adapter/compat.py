@@ -135,7 +135,8 @@ _SEAMS = {
     "get_num_kv_heads(parallel_config) get_total_num_kv_heads() "
     "get_sliding_window() hf_text_config runner_type use_mla is_hybrid "
     "is_attention_free is_encoder_decoder is_multimodal_model uses_mrope "
-    "skip_tokenizer_init max_model_len dtype hf_config model revision",
+    "skip_tokenizer_init max_model_len dtype hf_config model "
+    "quantization revision",
     "vllm.utils.torch_utils": "STR_DTYPE_TO_TORCH_DTYPE",
     # The scheduler: where prefill is cut, what a prefix hit may reuse.
     f"{_CORE}.sched.scheduler:Scheduler": "_reserve_prefill_lookahead(request "

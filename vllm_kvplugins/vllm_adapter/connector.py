@@ -111,7 +111,9 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         spec = self._manager.kv_cache_spec
         self._host = HostReservations(spec.policy, spec.geometry)
         if parse_sessions(self._vllm_config.additional_config[CONFIG_KEY]).sessions:
-            self.sessions = SchedulerSessions(self._vllm_config, self._manager)
+            self.sessions = SchedulerSessions(
+                self._vllm_config, self._manager, self._host
+            )
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -120,8 +122,11 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         or the session is on its way."""
         assert self._host is not None
         assert self._manager is not None
-        if not self._host.fits(request):
-            return None, False
+        keeper = self.sessions.keeper if self.sessions else None
+        while not self._host.fits(request):
+            # requests come before sessions, which can be computed anew
+            if keeper is None or not keeper.drop_oldest():
+                return None, False
         match = self._manager.start_of(request)
         if match is None:
             return 0, False

@@ -29,6 +29,8 @@ class HostReservations:
         self._policy = policy
         self._geometry = geometry
         self._reserved: dict[str, int] = {}
+        # of sessions, whose tokens stay on the host between requests
+        self._held: dict[str, int] = {}
         # requests that wait now, and have been told so
         self.held: set[str] = set()
 
@@ -38,7 +40,8 @@ class HostReservations:
         if limit is None or request.request_id in self._reserved:
             return True
         # Alone a request always runs; the front end refuses what never fits.
-        fits = not self._reserved or self.reserved_bytes + self._need(request) <= limit
+        alone = not self._reserved and not self._held
+        fits = alone or self.reserved_bytes + self._need(request) <= limit
         if fits:
             self.held.discard(request.request_id)
         else:
@@ -55,9 +58,17 @@ class HostReservations:
         self._reserved.pop(request.request_id, None)
         self.held.discard(request.request_id)
 
+    def hold(self, session_id: str, num_bytes: int) -> None:
+        """A session keeps so much on the host."""
+        self._held[session_id] = num_bytes
+
+    def let_go(self, session_id: str) -> None:
+        """A session has gone, or is a request again."""
+        self._held.pop(session_id, None)
+
     @property
     def reserved_bytes(self) -> int:
-        return sum(self._reserved.values())
+        return sum(self._reserved.values()) + sum(self._held.values())
 
     def _need(self, request: Any) -> int:
         tokens = request.num_prompt_tokens + request.max_tokens

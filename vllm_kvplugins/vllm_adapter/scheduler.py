@@ -73,13 +73,13 @@ class ResidencyScheduling:
         manager = self._residency_manager
         manager.start_from(request, None)
         usable = manager.plan(request).exact_prefix_blocks
-        if usable is not None and manager.observes_prompt:
-            usable = 0
+        sessions = self.connector.sessions
+        if manager.observes_prompt and (usable is not None or sessions is not None):
+            usable = 0  # also if only a later request will be compacted
         if usable is not None and hit_tokens > usable * self.block_size:
             hit_tokens = usable * self.block_size
             kept = tuple(group[:usable] for group in blocks.blocks)
             blocks = self.kv_cache_manager.create_kv_cache_blocks(kept)
-        sessions = self.connector.sessions
         match = sessions and sessions.match(request, at_least=hit_tokens)
         if match is not None:
             manager.start_from(request, match)

@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_kvplugins import __version__
 from vllm_kvplugins.config import CONFIG_KEY, describe, parse_policy, parse_sessions
-from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.policies.base import KVCachePolicy, Retention
 from vllm_kvplugins.residency.host_tier import default_limit_bytes
 from vllm_kvplugins.residency.plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions.files import Identity, SessionDir, SessionFileError
@@ -25,6 +25,7 @@ from vllm_kvplugins.sessions.orders import Session, Tokens
 
 if TYPE_CHECKING:
     from vllm_kvplugins.vllm_adapter.block_manager import ResidencyBlockManager
+    from vllm_kvplugins.vllm_adapter.host_memory import HostReservations
 
 # vLLM configures only the loggers below its own name.
 logger = init_logger("vllm.kv_policy")
@@ -69,7 +70,8 @@ def _identity(vllm_config: Any, request: Any) -> Identity:
     config = model.hf_config.to_dict()
     return Identity.of(
         model=model.model,
-        revision=model.revision,
+        revision=getattr(model.hf_config, "_commit_hash", None) or model.revision,
+        quantization=model.quantization,
         config=_digest(json.dumps(config, sort_keys=True, default=str)),
         weights=_weights(Path(model.model)),
         policy=describe(parse_policy(request)),
@@ -110,10 +112,14 @@ class SchedulerSessions:
 
     Args:
         manager: of the engine's blocks.
+        host: of what policies offload.
     """
 
-    def __init__(self, vllm_config: Any, manager: ResidencyBlockManager) -> None:
+    def __init__(
+        self, vllm_config: Any, manager: ResidencyBlockManager, host: HostReservations
+    ) -> None:
         self._manager = manager
+        self._host = host
         spec = manager.kv_cache_spec
         self._policy: KVCachePolicy = spec.policy
         self._geometry = spec.geometry
@@ -127,6 +133,9 @@ class SchedulerSessions:
             writes=files is not None,
             disk_bytes=settings.session_disk,
             max_age_s=settings.session_max_age_s,
+            # what lies on the host is not copied
+            moves=self._policy.retention is Retention.OFFLOAD,
+            on_gone=host.let_go,
         )
         logger.info(
             "sessions: up to %d MiB, unused for %s, files in %s",
@@ -216,14 +225,17 @@ class SchedulerSessions:
         blocks = held[first : self._blocks_of(tokens)]
         assert not any(block.is_null for block in blocks), "a resident block is gone"
         size = self._manager.block_size * self._geometry.kv_bytes_per_token
+        host_bytes = self._policy.host_bytes(tokens, self._geometry)
         session = Session(
             session_id=uuid.uuid4().hex,
             owner=owner_of(request),
             tokens=_ids(request.all_token_ids[:tokens]),
             compaction=compaction,
-            num_bytes=len(blocks) * size,
+            num_bytes=len(blocks) * size + host_bytes,
         )
-        self.keeper.save(session, request.request_id, (b.block_id for b in blocks))
+        ids = (block.block_id for block in blocks)
+        if self.keeper.save(session, request.request_id, ids) and host_bytes:
+            self._host.hold(session.session_id, host_bytes)
 
     def take_numbers(self) -> dict[str, int]:
         """For the metrics: what there is, and what happened since the last call."""

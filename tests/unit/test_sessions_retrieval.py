@@ -1,0 +1,142 @@
+"""Requests that go on from what others offloaded: nothing is copied, nothing lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import Request
+from fake_sessions import SessionEngine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from retrieving_engine import (
+    BLOCK,
+    BLOCKS,
+    RETRIEVERS,
+    SINKS,
+    SKIP,
+    WINDOW,
+    RetrievingEngine,
+)
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.policies import get_policy_class
+from vllm_kvplugins.policies.base import Geometry, Lengths
+from vllm_kvplugins.residency.plan import BlockSpan, Compaction
+
+PROMPTS = (40, 75, 120)
+
+
+class Engine(SessionEngine, RetrievingEngine):
+    """Checks attention over what is fetched, also in continued requests."""
+
+
+def engine(name: str, **more: Any) -> Engine:
+    asked = {"name": name, "budget": 9, "sinks": SINKS, "window": WINDOW}
+    asked |= {"skip_layers": SKIP, **more}
+    if "page_tokens" in get_policy_class(name).model_fields:
+        asked["page_tokens"] = 3
+    return Engine(asked, BLOCK, BLOCKS, sessions=True)
+
+
+@pytest.fixture(autouse=True)
+def _as_in_an_engine():
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("name", RETRIEVERS)
+@pytest.mark.parametrize("more", [{}, {"prefetch": "step"}, {"budget": 0.2}])
+def test_a_conversation_keeps_its_index(name, more):
+    """The fake engine compares every step with what the oracle would attend to."""
+    fake = engine(name, **more)
+    source, saved, tables = Request.make("r", 140, 0), None, []
+    for turn, prompt in enumerate(PROMPTS):
+        if saved is None:
+            request = fake.add("r", prompt, 15)
+            request.keys, request.values = source.keys, source.values
+            request.queries, request.visible = source.queries, source.visible
+        else:
+            request = fake.resume(request, saved, prompt, 15)
+            assert request.computed == PROMPTS[turn - 1] + 14, "nothing is recomputed"
+        state = fake.runtime.retrieval._requests.get("r")
+        tables.append(state and state.pages[SKIP][:, :2].clone())
+        while not request.done:
+            fake.step({"r": 10})
+        saved = fake.save("r")
+        assert fake.runtime.retrieval.num_requests == 0
+        fake.runtime.retrieval.check_integrity()
+        fake.remove("r")
+    assert torch.equal(tables[1], tables[2]), "host pages stay where they are"
+    assert fake.runtime.retrieval.tier.used_bytes > 0
+    fake.transfer.discard(saved)
+    fake.check_idle()
+    assert fake.runtime.retrieval.tier.used_bytes == 0
+
+
+def test_company_comes_and_goes():
+    """Seats of those that left are taken by others; sessions take new ones."""
+    fake = engine("exact-topk")
+    sources, saved = {}, {}
+    for number in range(3):
+        request = fake.add(f"r{number}", 50 + 7 * number, 9)
+        sources[request.name] = request
+    while not all(r.done for r in fake.requests.values()):
+        fake.step({n: 6 for n, r in fake.requests.items() if not r.done})
+    for name in list(fake.requests):
+        saved[name] = fake.save(name)
+        fake.remove(name)
+    fake.add("new", 60, 12)
+    for name in ("r2", "r0"):
+        old = sources[name]
+        longer = Request.make(name, 110, 0)
+        for each in ("keys", "values", "queries", "visible"):
+            whole = getattr(longer, each)
+            part = getattr(old, each)
+            where = (Ellipsis, slice(0, part.shape[1 if each == "queries" else 2]))
+            if each == "queries":
+                whole[:, : part.shape[1]] = part
+            elif each == "visible":
+                whole[where] = part
+            else:
+                whole[:, :, : part.shape[2]] = part
+        longer.kept = old.kept
+        fake.resume(longer, saved.pop(name), 95, 10)
+    while not all(r.done for r in fake.requests.values()):
+        fake.step({n: 6 for n, r in fake.requests.items() if not r.done})
+    for name in list(fake.requests):
+        fake.remove(name)
+    fake.transfer.discard(saved.pop("r1"))
+    fake.check_idle()
+    assert fake.runtime.retrieval.tier.used_bytes == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_plans_of_continued_requests_hold(data):
+    """For any two lengths, also if the budget is a share of the prompt."""
+    budget = data.draw(st.sampled_from([9, 40, 0.1, 0.5]))
+    age = data.draw(st.integers(1, 4))
+    policy = parse_policy(
+        {"name": "icecache", "budget": budget, "age_blocks": age, "window": 8}
+    )
+    geometry = Geometry(BLOCK, 5, 2, 64)
+    first = data.draw(st.integers(1, 400))
+    plan = policy.plan(Lengths(first), geometry)
+    computed = first + data.draw(st.integers(0, 200))
+    done = plan.num_done(computed)
+    last = plan.compaction(done - 1) if done else None
+    restored = last and Compaction(
+        last.at_tokens, BlockSpan(0, last.zone.stop), last.zone
+    )
+    prompt = computed + data.draw(st.integers(1, 300))
+    after = policy.plan(Lengths(prompt, (), restored), geometry)
+    held = set(range(last.zone.start if last else 0, -(-computed // BLOCK)))
+    for tokens in range(computed + 1, prompt + 150):
+        held.add((tokens - 1) // BLOCK)
+        due = after.due(tokens - 1, tokens)
+        if due is not None:
+            assert due.candidates.start == min(held)
+            held -= set(range(due.freed.start, due.freed.stop))
+        assert len(held) == after.resident_blocks(tokens)
