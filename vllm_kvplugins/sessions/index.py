@@ -28,6 +28,8 @@ class SessionIndex:
     def __init__(self, least_tokens: int) -> None:
         self._least = least_tokens
         self._sessions: dict[str, Session] = {}
+        self._added = 0  # sessions so far
+        self._number: dict[str, int] = {}  # which of these a session was
         # length -> digest of so many tokens -> sessions
         self._filed: dict[int, dict[bytes, list[str]]] = {}
         self._lengths: list[int] = []  # ascending
@@ -58,10 +60,13 @@ class SessionIndex:
         digest = _chain(session.owner, session.tokens, [length])[0]
         self._filed[length].setdefault(digest, []).append(session.session_id)
         self._sessions[session.session_id] = session
+        self._number[session.session_id] = self._added
+        self._added += 1
 
     def remove(self, session_id: str) -> Session:
         """Forget a session."""
         session = self._sessions.pop(session_id)
+        del self._number[session_id]
         length = self._filed_under(session)
         digest = _chain(session.owner, session.tokens, [length])[0]
         here = self._filed[length]
@@ -91,8 +96,7 @@ class SessionIndex:
                 # the digest says so; the tokens themselves decide
                 if session.owner == owner and shared >= length:
                     found.append((shared, session))
-        newest = {session_id: i for i, session_id in enumerate(self._sessions)}
-        found.sort(key=lambda item: (-item[0], -newest[item[1].session_id]))
+        found.sort(key=lambda item: (-item[0], -self._number[item[1].session_id]))
         return found
 
 
