@@ -307,6 +307,9 @@ class Caches:
     def misfit(self, saved):
         return None
 
+    def discard(self, saved):
+        """It has nothing but pages."""
+
 
 def test_a_save_without_memory_is_reported_and_not_raised():
     vault, keeper = Vault(Caches()), Keeper(10)
@@ -338,7 +341,7 @@ def test_a_session_dropped_and_wanted_in_one_step_is_read(tmp_path):
     assert (orders.drop, orders.stage) == (["t"], ["s"])
     orders.drop.append("s")  # as after an eviction earlier in the same step
     vault.hand_out(orders)
-    vault.rest()
+    vault._reading["s"].result()
     keeper.hear(vault.take_reports())
     assert keeper.match("o", tokens(1, 2, 3, 9), lambda s, shared: shared).ready
     vault.close()
