@@ -73,9 +73,8 @@ class Lengths:
             ``KVCachePolicy.turn_ends``.
         restored: the compaction behind the cache that a continued session starts
             from, the plan's first one then. Its ``candidates`` start at block 0,
-            ``zone`` is the landing zone. No cut is planned, and no query awaited,
-            up to its ``at_tokens``; so that is what is restored, or less where no
-            cut can follow before that.
+            ``zone`` is the landing zone. Nothing is planned up to its
+            ``at_tokens``; so many tokens are restored at least.
     """
 
     prompt_tokens: int

@@ -55,8 +55,8 @@ class Fetch:
 
     Attributes:
         step: of this request, from 0: the first one that fetched.
-        new_tokens: whose queries asked; 1 when decoding, more where a preempted
-            request is computed anew.
+        new_tokens: whose queries asked; 1 when decoding, more (32 at most) where a
+            preempted request is computed anew or a continued one reads its prompt.
         offloaded_tokens: on the host.
         hot_tokens: resident of these after the fetch, as many as hot slots.
         fetched_tokens: copied for it because they were not resident.

@@ -10,8 +10,9 @@ from vllm_kvplugins.residency.recorded_run import Fetch
 class RetrievalLog:
     """Collects one :class:`Fetch` per step, layer and request.
 
-    All steps that fetch are logged: those that decode, and those that compute a
-    preempted request anew. The prompt's own steps fetch nothing. What was fetched
+    All steps that fetch are logged: those that decode, those that compute a preempted
+    request anew, and those in which a request that continues a session reads its
+    prompt. Other prompts fetch nothing. What was fetched
     ahead counts for the step that it was fetched for.
 
     The mass covered is measured, not estimated: per query, a softmax over *all*

@@ -167,7 +167,7 @@ _SEAMS = {
     "num_prompt_tokens) cache_blocks(request num_tokens) "
     "get_num_blocks_to_allocate(request_id num_tokens apply_admission_cap) "
     "pop_blocks_for_free(request_id) _remove_blocks_in_range(request_id "
-    "first_block last_block) get_num_blocks_to_allocate(request_id) "
+    "first_block last_block) "
     "allocate_external_computed_blocks(request_id) _null_block block_size "
     "kv_cache_spec num_cached_block req_to_blocks",
     f"{_CORE}.block_pool:BlockPool": "get_num_free_blocks() num_gpu_blocks",
