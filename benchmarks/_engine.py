@@ -16,12 +16,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class EngineJob:
+    """What to run one engine with. ``config``: the policy as JSON; "{}" is stock."""
+
+    config: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        parsed: dict[str, Any] = json.loads(self.config)
+        return parsed
 
 
 class EngineProcess:

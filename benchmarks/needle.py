@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from _engine import child_rows, provenance
+from _engine import EngineJob, child_rows, provenance
 from _pass_key import QUESTION, filler, plant, sentences
 from rich.console import Console
 from rich.table import Table
@@ -36,15 +36,8 @@ VOTERS = ("snapkv", "protokv", "chunkkv")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One policy at one budget. ``config``: JSON; "{}" is stock vLLM."""
-
-    config: str
-
-    @property
-    def options(self) -> dict[str, Any]:
-        parsed: dict[str, Any] = json.loads(self.config)
-        return parsed
+class Job(EngineJob):
+    """One policy at one budget."""
 
     @property
     def label(self) -> str:

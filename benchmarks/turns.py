@@ -31,7 +31,7 @@ from _dialogue import (
     sign_test,
     wilson,
 )
-from _engine import child_rows, provenance
+from _engine import EngineJob, child_rows, provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -71,15 +71,8 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One engine. ``config``: the policy as JSON; "{}" is stock vLLM."""
-
-    config: str
-
-    @property
-    def options(self) -> dict[str, Any]:
-        parsed: dict[str, Any] = json.loads(self.config)
-        return parsed
+class Job(EngineJob):
+    """One engine."""
 
     @property
     def label(self) -> str:

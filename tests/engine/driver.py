@@ -70,7 +70,13 @@ class Driver:
     # -- requests -----------------------------------------------------------
 
     def add(
-        self, name: str, prompt: list[int], max_tokens: int, margins: bool = False
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        margins: bool = False,
+        turn_ends: Any = None,
+        salt: str | None = None,
     ) -> None:
         from vllm import SamplingParams
 
@@ -80,9 +86,13 @@ class Driver:
             ignore_eos=True,
             detokenize=False,
             logprobs=2 if margins else None,
+            extra_args=None if turn_ends is None else {"turn_ends": turn_ends},
         )
+        asked: dict[str, Any] = {"prompt_token_ids": prompt}
+        if salt is not None:
+            asked["cache_salt"] = salt
         self.tokens[name] = []
-        self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        self.engine.add_request(name, asked, params)
 
     def abort(self, names: list[str]) -> None:
         self.engine.abort_request(names)

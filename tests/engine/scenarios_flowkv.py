@@ -9,20 +9,6 @@ from texts import random_tokens
 from tiny_model import VOCABULARY
 
 
-def _add(driver: Driver, name: str, prompt: list[int], turn_ends: Any) -> None:
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=20,
-        ignore_eos=True,
-        detokenize=False,
-        extra_args={"turn_ends": turn_ends},
-    )
-    driver.tokens[name] = []
-    driver.engine.add_request(name, {"prompt_token_ids": prompt}, params)
-
-
 def _held(driver: Driver, name: str) -> int:
     blocks = driver.manager.req_to_blocks[name]
     return sum(not block.is_null for block in blocks)
@@ -49,10 +35,15 @@ def conversation(
     for number in range(1, len(turns) + 1):
         ends = turns[:number]
         name = f"turn-{number}"
-        _add(driver, name, whole[: ends[-1] + 70], ends)
+        driver.add(name, whole[: ends[-1] + 70], 20, turn_ends=ends)
         others = [f"{name}-{i}" for i in range(company)]
         for index, other in enumerate(others):
-            _add(driver, other, random_tokens(index, 400 + 90 * index, VOCABULARY), [])
+            driver.add(
+                other,
+                random_tokens(index, 400 + 90 * index, VOCABULARY),
+                20,
+                turn_ends=[],
+            )
         request = next(
             r
             for r in (*driver.scheduler.waiting, *driver.scheduler.running)
@@ -88,13 +79,13 @@ def refusals(model: str, asked: list[Any]) -> dict[str, Any]:
 
     def said(name: str, ends: Any) -> str:
         try:
-            _add(driver, name, random_tokens(1, 100, VOCABULARY), ends)
+            driver.add(name, random_tokens(1, 100, VOCABULARY), 20, turn_ends=ends)
         except VLLMValidationError as error:
             return str(error)
         return ""
 
     found = [said(str(number), ends) for number, ends in enumerate(asked)]
-    _add(driver, "sound", random_tokens(1, 100, VOCABULARY), [60])
+    driver.add("sound", random_tokens(1, 100, VOCABULARY), 20, turn_ends=[60])
     driver.run()
     return {"said": found, "tokens": driver.tokens["sound"]}
 

@@ -14,35 +14,21 @@ ANSWER = 21
 class Talk:
     """One conversation: grows by an answer and a question with every request."""
 
-    def __init__(self, driver: Driver, name: str, seed: int, salt: str | None) -> None:
-        self.driver, self.name, self.salt = driver, name, salt
-        self.seed = seed
+    def __init__(self, driver: Driver, name: str, seed: int) -> None:
+        self.driver, self.name, self.seed = driver, name, seed
         self.prompt: list[int] = []
         self.ends: list[int] = []
         self.turn = 0
         self.answers: list[list[int]] = []
         self.request: str | None = None
 
-    def ask(self, tokens: int, answer: int = ANSWER) -> None:
+    def ask(self, tokens: int) -> None:
         """Send the history and a new question of so many tokens."""
-        from vllm import SamplingParams
-
         self.turn += 1
         question = random_tokens(100 * self.seed + self.turn, tokens, VOCABULARY)
         self.prompt = self.prompt + question
         self.request = f"{self.name}-{self.turn}"
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=answer,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"turn_ends": list(self.ends)} if self.ends else None,
-        )
-        prompt: dict[str, Any] = {"prompt_token_ids": list(self.prompt)}
-        if self.salt is not None:
-            prompt["cache_salt"] = self.salt
-        self.driver.tokens[self.request] = []
-        self.driver.engine.add_request(self.request, prompt, params)
+        self.driver.add(self.request, self.prompt, ANSWER, turn_ends=list(self.ends))
 
     def hear(self) -> None:
         """The answer becomes part of the history, and ends a turn."""
@@ -89,7 +75,7 @@ def talks(
     """
     arguments = {"num_gpu_blocks_override": 400} | (settings or {})
     driver = Driver(make_llm(model, policy, **arguments))
-    several = [Talk(driver, f"talk{i}", i + 1, None) for i in range(number)]
+    several = [Talk(driver, f"talk{i}", i + 1) for i in range(number)]
     for talk, history in zip(several, histories or [], strict=False):
         talk.prompt, talk.ends, talk.turn = history
     prompts, cached = [], []
@@ -162,21 +148,20 @@ def odds(model: str, policy: dict[str, Any]) -> dict[str, Any]:
     theirs, found["sibling_restored"] = ask(third, both, "alice")
     found["sibling"] = (theirs, anew(third, both))
     # a client that leaves in the middle of an answer, and comes back
-    name = _add(driver, "leaves", second, [end], "bob", 400)
-    driver.step_until(lambda: len(driver.tokens[name]) >= 40)
-    driver.abort([name])
+    driver.add("leaves", second, 400, turn_ends=[end], salt="bob")
+    driver.step_until(lambda: len(driver.tokens["leaves"]) >= 40)
+    driver.abort(["leaves"])
     settle(driver)
-    heard = driver.tokens[name][:35]
+    heard = driver.tokens["leaves"][:35]
     back = [*second, *heard, *random_tokens(5, 50, VOCABULARY)]
     ends = [end, len(second) + len(heard)]
     theirs, found["left_restored"] = ask(back, ends, "bob")
     found["left"] = (theirs, anew(back, ends))
     # two go on from one session at once
     longer = [[*third, *random_tokens(6 + i, 40, VOCABULARY)] for i in range(2)]
-    twins = [
-        _add(driver, f"twin{i}", prompt, both, "alice", 12)
-        for i, prompt in enumerate(longer)
-    ]
+    twins = [f"twin{i}" for i in range(2)]
+    for twin, prompt in zip(twins, longer, strict=True):
+        driver.add(twin, prompt, 12, turn_ends=both, salt="alice")
     driver.run()
     found["twins"] = [
         (driver.tokens[twin], anew(prompt, both))
@@ -237,7 +222,7 @@ def faults(model: str, policy: dict[str, Any], folder: str) -> dict[str, Any]:
 def retrieved(model: str, policy: dict[str, Any]) -> dict[str, Any]:
     """Conversations whose tokens lie on the host, and one that nobody waits for."""
     driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400))
-    several = [Talk(driver, f"talk{i}", i + 1, None) for i in range(3)]
+    several = [Talk(driver, f"talk{i}", i + 1) for i in range(3)]
     restored = []
     for tokens in (400, 60, 50):
         for talk in several:
@@ -250,7 +235,7 @@ def retrieved(model: str, policy: dict[str, Any]) -> dict[str, Any]:
         driver.check_blocks()
     held = driver.scheduler.connector._host.reserved_bytes
     # larger than what the sessions leave: they give way
-    _add(driver, "large", random_tokens(77, 3000, VOCABULARY), [], "s", 8)
+    driver.add("large", random_tokens(77, 3000, VOCABULARY), 8)
     driver.run()
     settle(driver)
     keeper(driver).check_integrity()
@@ -288,33 +273,12 @@ def resident_or_restored(
     return found
 
 
-def _add(
-    driver: Driver,
-    name: str,
-    prompt: list[int],
-    ends: list[int],
-    salt: str,
-    most: int,
-) -> str:
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=most,
-        ignore_eos=True,
-        detokenize=False,
-        extra_args={"turn_ends": ends},
-    )
-    driver.tokens[name] = []
-    asked = {"prompt_token_ids": prompt, "cache_salt": salt}
-    driver.engine.add_request(name, asked, params)
-    return name
-
-
-def _ask(driver: Driver, name: str, *arguments: Any) -> tuple[list[int], int]:
+def _ask(
+    driver: Driver, name: str, prompt: list[int], ends: list[int], salt: str, most: int
+) -> tuple[list[int], int]:
     """An answer, and how many tokens of the prompt were restored."""
     before = counts(driver)["restored_tokens"]
-    _add(driver, name, *arguments)
+    driver.add(name, prompt, most, turn_ends=ends, salt=salt)
     driver.run()
     settle(driver)
     return driver.tokens[name], counts(driver)["restored_tokens"] - before

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_errors import refused
 from typer.testing import CliRunner
 
 from vllm_kvplugins.cli import app
@@ -70,16 +71,6 @@ def write(run: RecordedRun, path: Path) -> Path:
 
 def plot(run: Path, out: Path):
     return runner.invoke(app, ["plot", "hit-rate", str(run), "--out", str(out)])
-
-
-def refused(done) -> str:
-    """The one line of an error."""
-    assert done.exit_code == 1, done.output
-    assert isinstance(done.exception, SystemExit), "nothing else escapes"
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.output
-    assert done.stderr.count("\n") == 1
-    return done.stderr
 
 
 def test_grids_are_means_over_requests_in_pages():

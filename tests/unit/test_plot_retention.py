@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_errors import refused
 from typer.testing import CliRunner
 
 from vllm_kvplugins.cli import app
@@ -35,15 +36,6 @@ def write(path: Path, turns: int = 4) -> Path:
 
 def plot(file: Path, out: Path):
     return runner.invoke(app, ["plot", "retention", str(file), "-o", str(out)])
-
-
-def refused(done) -> str:
-    """The one line of an error."""
-    assert done.exit_code == 1, done.output
-    assert isinstance(done.exception, SystemExit), "nothing else escapes"
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    return done.stderr
 
 
 def test_means_are_over_dialogues():

@@ -25,15 +25,17 @@ def _keep_subcommands() -> None:
     """Draw what was recorded or measured."""
 
 
+PlotPath = Annotated[
+    Path, typer.Option("--out", "-o", metavar="PLOT.svg|.png", help="Where to draw.")
+]
+
+
 @plots.command("hit-rate")
 def hit_rate(
     run_path: Annotated[
         Path, typer.Argument(metavar="RUN.jsonl", help="What `record` wrote.")
     ],
-    plot_path: Annotated[
-        Path,
-        typer.Option("--out", "-o", metavar="PLOT.svg|.png", help="Where to draw."),
-    ],
+    plot_path: PlotPath,
 ) -> None:
     """Pages fetched and attention mass covered, per layer and step."""
     with user_errors():
@@ -52,10 +54,7 @@ def retention(
             metavar="RETENTION.json", help="What benchmarks/retention.py wrote."
         ),
     ],
-    plot_path: Annotated[
-        Path,
-        typer.Option("--out", "-o", metavar="PLOT.svg|.png", help="Where to draw."),
-    ],
+    plot_path: PlotPath,
 ) -> None:
     """Attention to the first turn that is still covered, turn by turn."""
     with user_errors():

@@ -1,0 +1,16 @@
+"""What a command says when it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def refused(done: Any) -> str:
+    """The one line of an error, of a result of typer's test runner."""
+    assert done.exit_code == 1, done.output
+    assert isinstance(done.exception, SystemExit), "nothing else escapes"
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.output
+    assert done.stderr.count("\n") == 1
+    message: str = done.stderr
+    return message
