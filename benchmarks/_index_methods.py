@@ -86,9 +86,12 @@ class Library(ABC):
         self.rows = [head.numpy() for head in keys]
         self.count, self.dim = keys.shape[1:]
         self.map: Callable[..., Iterator[Any]] = map
-        self.one_thread()
         if threads > 1:
+            # in the pool alone: libraries that share an OpenMP runtime share its
+            # settings, and ours runs in this thread
             self.map = ThreadPoolExecutor(threads, initializer=self.one_thread).map
+        else:
+            self.one_thread()
 
     def one_thread(self) -> None:  # noqa: B027  one library needs nothing
         """Make searches of the calling thread use no others."""
