@@ -1,0 +1,68 @@
+"""Sentence encoders that need no model, and somebody who speaks about topics."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from zlib import crc32
+
+import numpy as np
+
+from vllm_kvplugins.episodes.utterances import Utterance
+
+TOPICS = {
+    "sea": "boat wave sail harbour fish tide",
+    "tea": "leaf kettle cup sugar steam pot",
+    "art": "brush paint canvas colour frame sketch",
+    "dog": "leash bark puppy bone paw fur",
+}
+
+
+def speak(rng: random.Random, count: int, topic: str | None = None) -> list[Utterance]:
+    """Utterances about a topic, or about any."""
+    said = []
+    for i in range(count):
+        words = TOPICS[topic or rng.choice(list(TOPICS))].split()
+        said.append(Utterance("AB"[i % 2], " ".join(rng.choices(words, k=5))))
+    return said
+
+
+class BagOfWords:
+    """Texts that share words have similar vectors; no two texts have the same.
+
+    Attributes:
+        seen: every text that was encoded, in order.
+    """
+
+    dim = 48
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """float32 [n, dim], of length 1; a text's does not depend on the others."""
+        self.seen += texts
+        return np.stack([self.vector(text) for text in texts])
+
+    def vector(self, text: str) -> np.ndarray:
+        """float32 [dim]."""
+        words = re.findall(r"\w+", text.lower())
+        drawn = [np.random.default_rng(crc32(text.encode())).normal(size=self.dim) / 10]
+        for word in words:
+            rng = np.random.default_rng(crc32(word.encode()))
+            drawn.append(rng.normal(size=self.dim))
+        vector = np.sum(drawn, axis=0)
+        unit: np.ndarray = (vector / np.linalg.norm(vector)).astype(np.float32)
+        return unit
+
+
+class Constant:
+    """The same vector, whatever the text."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        self.value = value
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """float32 [n, 4]."""
+        return np.full((len(texts), 4), self.value / 2, np.float32)

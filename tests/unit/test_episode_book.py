@@ -1,0 +1,354 @@
+"""The book of episodes: routes, growth, branches, and what it shares and forgets."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from fake_encoder import TOPICS, BagOfWords, Constant, speak
+
+from vllm_kvplugins.episodes.book import EpisodeBook, Route
+from vllm_kvplugins.episodes.settings import EpisodeSettings
+from vllm_kvplugins.episodes.utterances import Utterance, dialogue_text
+from vllm_kvplugins.errors import KVPolicyError
+
+
+def dialogue(*topics, seed=0):
+    """Eight utterances, two segments, about each topic."""
+    rng = random.Random(seed)
+    return [said for topic in topics for said in speak(rng, 8, topic)]
+
+
+def book_of(encoder=None, most_conversations=1024, **given):
+    encoder = encoder or BagOfWords()
+    return EpisodeBook(EpisodeSettings(**given), lambda _: encoder, most_conversations)
+
+
+def untimed(route: Route | None) -> Route | None:
+    return route and replace(route, encode_ms=0, match_ms=0)
+
+
+HISTORY = dialogue("sea", "tea", "art", "dog")
+
+
+# -- what a route says ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_a_query_goes_to_the_episode_of_its_topic(topic):
+    route = book_of().route("me", HISTORY, TOPICS[topic])
+    assert route.episode == list(TOPICS).index(topic)
+    assert route.guide == route.guides[route.episode], "equally many segments each"
+    assert len(route.guide.splitlines()) == 8
+    assert set(route.guide.split()) & set(TOPICS[topic].split())
+    assert route.similarity > 0.5
+    assert route.clustered
+    assert route.switched is None
+    assert route.encode_ms > 0
+    assert route.match_ms > 0
+
+
+def test_without_a_history_there_is_no_route():
+    encoder = BagOfWords()
+    assert book_of(encoder).route("me", [], "hello") is None
+    assert encoder.seen == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_history_shorter_than_a_segment_is_one_segment(count):
+    encoder = BagOfWords()
+    book = book_of(encoder)
+    history = HISTORY[:count]
+    route = book.route("me", history, "sea")
+    assert encoder.seen == [dialogue_text(history), "sea"]
+    assert route.guides == (route.guide,) == (dialogue_text(history),)
+    assert not book.route("me", history, "sea").clustered
+
+
+def test_a_short_history_that_grows_is_clustered_anew():
+    """Its one segment was not the first segment of what it grew to."""
+    book = book_of()
+    for count in range(1, 6):
+        route = book.route("me", HISTORY[:count], "sea")
+        assert route.clustered == (count < 5)
+        assert route.guide == dialogue_text(HISTORY[: min(count, 4)])
+
+
+def test_switched_compares_with_the_conversation_s_last_route():
+    book = book_of()
+    told = []
+    history = list(HISTORY)
+    for topic in ("sea", "sea", "tea", "tea", "sea"):
+        told.append(book.route("me", history, TOPICS[topic]).switched)
+        history += [Utterance("A", f"{topic}?"), Utterance("B", "so.")]
+    assert told == [None, False, True, False, True]
+    other = dialogue("tea", "sea", seed=9)
+    assert book.route("me", other, TOPICS["tea"]).switched is None
+
+
+def test_guides_come_with_the_most_populous_episode_first():
+    history = dialogue("sea", "tea", "tea", "tea", "art", "art")
+    book = book_of(episodes=3, guide_utterances=4)
+    route = book.route("me", history, TOPICS["sea"])
+    topics = [
+        next(t for t, words in TOPICS.items() if guide.split()[1] in words.split())
+        for guide in route.guides
+    ]
+    assert topics == ["tea", "art", "sea"]
+    grown = history + dialogue("art", "art", seed=5)  # 12 + 4 segments
+    assert [route.guides[i] for i in (1, 0, 2)] == list(
+        book.route("me", grown, TOPICS["sea"]).guides
+    ), "new segments count, where they were assigned"
+
+
+# -- growing -------------------------------------------------------------------------
+
+
+def test_only_new_full_segments_and_the_query_are_embedded():
+    encoder = BagOfWords()
+    book = book_of(encoder)
+    book.route("me", HISTORY, "one")
+    assert len(encoder.seen) == 9
+    for more, new in ((1, 0), (3, 0), (4, 1), (6, 0), (9, 1)):
+        encoder.seen.clear()
+        history = HISTORY + dialogue("sea", "tea", seed=4)[:more]
+        book.route("me", history, "two")
+        expected = [dialogue_text(history[-more:][k * 4 : k * 4 + 4]) for k in range(2)]
+        assert encoder.seen == [*expected[more // 4 - new : more // 4], "two"]
+
+
+@pytest.mark.parametrize(("growth", "at"), [(0.5, 12), (0.25, 10), (1.0, 16)])
+def test_the_history_is_clustered_anew_when_it_has_grown_enough(growth, at):
+    book = book_of(recluster_growth=growth)
+    history = HISTORY + dialogue("sea", "tea", "art", "dog", seed=4)
+    clustered = [
+        k
+        for k in range(8, 17)
+        if book.route("me", history[: 4 * k + 3], "boat").clustered
+    ]
+    assert clustered[:2] == [8, at]
+
+
+def test_guides_stay_until_then_and_are_new_after():
+    book = book_of()
+    before = book.route("me", HISTORY, TOPICS["tea"])
+    history = HISTORY + dialogue("tea", "tea", seed=4)[:12]
+    kept = book.route("me", history, TOPICS["tea"])
+    assert set(kept.guides) == set(before.guides)
+    assert kept.switched is False
+    history += dialogue("tea", seed=5)
+    after = book.route("me", history, TOPICS["tea"])
+    assert after.clustered
+    assert set(after.guides) != set(before.guides)
+    assert after.guides == book_of().route("me", history, "tea").guides
+    assert after.switched == (after.guide != kept.guide)
+
+
+def test_what_came_between_changes_no_route():
+    book = book_of()
+    rng = random.Random(3)
+    asked = [(HISTORY + speak(rng, n), rng.choice(list(TOPICS))) for n in (0, 5, 9, 15)]
+    book.route("me", HISTORY, "first")
+    first = [book.route("me", *each) for each in asked]
+    for _ in range(60):
+        history = HISTORY[: rng.choice([20, 32])] + speak(rng, rng.randrange(30))
+        book.route(rng.choice("xy"), history, rng.choice(list(TOPICS)))
+        i = rng.randrange(len(asked))
+        again = book.route("me", *asked[i])
+        assert not again.clustered
+        assert (again.episode, again.similarity, again.guides) == (
+            first[i].episode,
+            first[i].similarity,
+            first[i].guides,
+        )
+
+
+def test_a_branch_leaves_its_sibling_alone():
+    book = book_of()
+    book.route("me", HISTORY, "sea")
+    trunk = HISTORY + dialogue("dog", "dog", "dog", "dog", seed=7)
+    whole = book.route("me", trunk, TOPICS["dog"])
+    assert whole.clustered
+    branch = [*trunk[:34], Utterance("A", "edited"), *trunk[35:44]]
+    edited = book.route("me", branch, TOPICS["dog"])
+    assert not edited.clustered, "what is older than the edit is known"
+    assert set(edited.guides) == set(book.route("me", HISTORY, "tea").guides)
+    early = [Utterance("A", "edited"), *trunk[1:]]
+    assert book.route("me", early, TOPICS["dog"]).clustered
+    again = book.route("me", trunk, TOPICS["dog"])
+    assert again.guides == whole.guides
+    assert not again.clustered
+    assert again.switched is False
+
+
+# -- owners, forgetting --------------------------------------------------------------
+
+
+def test_owners_share_nothing():
+    encoder = BagOfWords()
+    book = book_of(encoder)
+    first = book.route("ann", HISTORY, "sea")
+    encoder.seen.clear()
+    second = book.route("bob", HISTORY, "sea")
+    assert len(encoder.seen) == 9, "neither are vectors taken over"
+    assert untimed(second) == untimed(first)
+    book.route("ann", HISTORY, TOPICS["tea"])
+    assert book.route("bob", HISTORY, "sea").switched is False
+
+
+def test_texts_cannot_be_shifted_between_fields():
+    book = book_of()
+    book.route("ab", [Utterance("c", "d"), Utterance("e", "f")], "q")
+    for owner, history in (
+        ("a", [Utterance("bc", "d"), Utterance("e", "f")]),
+        ("ab", [Utterance("cd", ""), Utterance("e", "f")]),
+        ("ab", [Utterance("c", "de"), Utterance("", "f")]),
+    ):
+        assert book.route(owner, history, "q").switched is None
+
+
+def test_the_least_recently_used_conversation_is_forgotten():
+    book = book_of(most_conversations=2)
+    a, b, c = (dialogue("sea", "tea", seed=seed) for seed in range(3))
+
+    def clustered(history):
+        return book.route("me", history, "q").clustered
+
+    assert [clustered(h) for h in (a, b, a, c)] == [True, True, False, True]
+    assert not clustered(a)
+    assert clustered(b)
+    assert not clustered(a)
+    assert clustered(c)
+
+
+def test_vectors_and_routes_are_forgotten_too():
+    encoder = BagOfWords()
+    book = book_of(encoder, most_conversations=1)
+    long = [said for seed in range(9) for said in dialogue(*TOPICS, seed=seed)]
+    first = book.route("me", long, "q")  # 72 segments, 64 are remembered
+    book.route("me", HISTORY, "q")
+    encoder.seen.clear()
+    second = book.route("me", long, "q")
+    assert len(encoder.seen) > 8
+    assert second.guides == first.guides
+    for n in range(20):
+        book.route("me", [Utterance("A", str(n))], "q")
+    assert book.route("me", long, "q").switched is None
+
+
+def test_a_book_must_hold_something():
+    with pytest.raises(ValueError, match="most_conversations is 0"):
+        book_of(most_conversations=0)
+
+
+# -- odd encoders --------------------------------------------------------------------
+
+
+def test_equal_vectors_give_one_episode():
+    route = book_of(Constant()).route("me", HISTORY, "q")
+    assert len(route.guides) == 1
+    assert route.similarity == pytest.approx(1)
+
+
+def test_more_episodes_than_segments():
+    route = book_of(episodes=40).route("me", HISTORY, TOPICS["tea"])
+    assert len(route.guides) == 8
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_vector_is_a_clear_error_and_is_not_remembered(value):
+    encoder = Constant(value)
+    book = book_of(encoder)
+    for _ in range(2):
+        with pytest.raises(KVPolicyError, match="NaN or infinity for 8 of 8 texts"):
+            book.route("me", HISTORY, "q")
+    encoder.value = 1.0
+    assert book.route("me", HISTORY, "q").clustered
+
+
+def test_a_wrong_number_of_vectors_is_a_clear_error():
+    class Short(Constant):
+        def encode(self, texts):
+            return super().encode(texts)[:-1]
+
+    with pytest.raises(KVPolicyError, match=r"shape \(7, 4\) for 8 texts"):
+        book_of(Short()).route("me", HISTORY, "q")
+
+
+def test_the_encoder_is_loaded_once_and_a_failure_is_tried_again():
+    loaded = []
+
+    def load(name):
+        loaded.append(name)
+        if len(loaded) == 1:
+            raise KVPolicyError("no encoder")
+        return BagOfWords()
+
+    book = EpisodeBook(EpisodeSettings(encoder="some/model"), load)
+    with pytest.raises(KVPolicyError, match="no encoder"):
+        book.load()
+    book.load()
+    book.route("me", HISTORY, "q")
+    assert loaded == ["some/model"] * 2
+
+
+def test_lone_surrogates_have_digests():
+    told = [Utterance("A", "\ud800"), Utterance("A", "\udfff")]
+    assert book_of(Constant()).route("me", told, "q") is not None
+
+
+# -- threads -------------------------------------------------------------------------
+
+
+def test_threads_get_what_one_thread_gets():
+    class Alone(BagOfWords):
+        busy = threading.Lock()
+
+        def encode(self, texts):
+            assert self.busy.acquire(blocking=False), "two threads at a time"
+            try:
+                return super().encode(texts)
+            finally:
+                self.busy.release()
+
+    rng = random.Random(1)
+    asked = [
+        (f"user {user}", HISTORY[: 4 * rng.randrange(3, 9)] + speak(rng, 4), topic)
+        for user in range(6)
+        for topic in TOPICS.values()
+    ]
+    alone = [book_of().route(*each) for each in asked]
+    shared = book_of(Alone())
+    with ThreadPoolExecutor(12) as pool:
+        routes = list(pool.map(lambda each: shared.route(*each), asked * 4))
+    for i, route in enumerate(routes):
+        expected = alone[i % len(asked)]
+        assert (route.episode, route.guides, route.similarity) == (
+            expected.episode,
+            expected.guides,
+            expected.similarity,
+        )
+
+
+def test_a_long_history_does_not_hold_up_a_short_one():
+    started, release = threading.Event(), threading.Event()
+
+    class Slow(BagOfWords):
+        def encode(self, texts):
+            if len(texts) > 1 and not release.is_set():
+                started.set()
+                assert release.wait(20)
+            return super().encode(texts)
+
+    long = [said for seed in range(9) for said in dialogue(*TOPICS, seed=seed)]
+    book = book_of(Slow())
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(book.route, "me", long, "q")
+        assert started.wait(20)
+        other = pool.submit(book.route, "you", HISTORY[:4], "q")
+        release.set()
+        assert other.result(20).clustered
+        assert waiting.result(20).clustered

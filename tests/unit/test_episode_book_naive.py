@@ -1,0 +1,127 @@
+"""The book of episodes against a naive one, on random conversations."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fake_encoder import TOPICS, BagOfWords, speak
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvplugins.episodes.book import EpisodeBook, Route
+from vllm_kvplugins.episodes.clustering import (
+    cluster,
+    guide_text,
+    segments,
+    similarities,
+)
+from vllm_kvplugins.episodes.settings import EpisodeSettings
+from vllm_kvplugins.episodes.utterances import dialogue_text
+
+
+class NaiveBook:
+    """The same rules over plain lists, everything computed anew."""
+
+    def __init__(self, settings, most):
+        self.settings, self.most = settings, most
+        self.known = []  # owner, utterances, clustering, guides; last used last
+        self.routed = []  # owner, history, guide
+        self.encoder = BagOfWords()
+
+    def route(self, owner, history, query):
+        if not history:
+            return None
+        size = self.settings.segment_utterances
+        full = len(history) // size
+        parts = [history[k * size : (k + 1) * size] for k in range(full)] or [history]
+        vectors = np.stack([self.encoder.vector(dialogue_text(p)) for p in parts])
+        entry = self.clustering_for(owner, parts)
+        clustered = entry is None
+        if clustered:
+            said = [u for part in parts for u in part]
+            found = cluster(vectors, self.settings)
+            guides = [
+                guide_text(
+                    said, segments(said, size), m, self.settings.guide_utterances
+                )
+                for m in found.medoids
+            ]
+            entry = (owner, parts, found, guides)
+            self.known = [*self.known, entry][-self.most :]
+        _, _, found, guides = entry
+        labels = list(found.labels)
+        labels += [
+            similarities(vector[None], found.centroids)[0].argmax()
+            for vector in vectors[len(labels) :]
+        ]
+        cosines = similarities(self.encoder.vector(query)[None], found.centroids)[0]
+        guide = guides[cosines.argmax()]
+        last = self.last(owner, history)
+        self.routed.append((owner, history, guide))
+        by_size = sorted(range(len(guides)), key=lambda e: (-labels.count(e), e))
+        return Route(
+            int(cosines.argmax()),
+            guide,
+            pytest.approx(cosines.max(), abs=1e-6),
+            tuple(guides[e] for e in by_size),
+            None if last is None else last != guide,
+            clustered,
+            0,
+            0,
+        )
+
+    def clustering_for(self, owner, parts):
+        fitting = [
+            entry
+            for entry in self.known
+            if entry[0] == owner and entry[1] == parts[: len(entry[1])]
+        ]
+        if not fitting:
+            return None
+        best = max(fitting, key=lambda entry: len(entry[1]))
+        self.known = [e for e in self.known if e is not best] + [best]
+        new = len(parts) - len(best[1])
+        grown = new and new / len(best[1]) >= self.settings.recluster_growth
+        return None if grown else best
+
+    def last(self, owner, history):
+        fitting = [
+            (len(told), at)
+            for at, (who, told, _) in enumerate(self.routed)
+            if who == owner and told == history[: len(told)]
+        ]
+        return self.routed[max(fitting)[1]][2] if fitting else None
+
+
+@settings(max_examples=25, deadline=None, print_blob=True)
+@given(seed=st.integers(0, 10**6), most=st.sampled_from([2, 3, 50]))
+def test_the_book_routes_as_a_naive_one_does(seed, most):
+    rng = random.Random(seed)
+    given = EpisodeSettings(
+        episodes=rng.choice([1, 2, 3, "auto"]),
+        segment_utterances=rng.choice([1, 2, 3]),
+        guide_utterances=rng.choice([1, 4, 7]),
+        recluster_growth=rng.choice([0.25, 0.5, 1.0]),
+    )
+    book = EpisodeBook(given, lambda _: BagOfWords(), most)
+    naive = NaiveBook(given, most)
+    histories = [[]]
+    for _ in range(30):
+        history = list(rng.choice(histories[-6:]))
+        action = rng.random()
+        if action < 0.6:
+            history += speak(rng, rng.randint(1, 5))
+        elif action < 0.75 and history:
+            history = history[: rng.randrange(len(history))] + speak(rng, 1)
+        owner, query = rng.choice("aab"), TOPICS[rng.choice(list(TOPICS))]
+        # so few routes that none is forgotten, which the naive one never does
+        if len(naive.routed) < 8 * most:
+            expected = naive.route(owner, history, query)
+            found = book.route(owner, history, query)
+            if found is not None:
+                found = replace(found, encode_ms=0, match_ms=0)
+            assert found == expected
+        histories.append(history)
