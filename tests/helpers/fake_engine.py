@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from fake_attention import attend
 from fake_text import POSITIONS, encode, make_rotary
 
 from vllm_kvplugins.config import parse_policy
@@ -45,6 +46,7 @@ class Request:
         kept: what its compactions kept, since it last started.
         turn_ends: of its prompt.
         restored: the compaction behind the cache that it started from.
+        patched: its patched prompt.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Request:
     kept: list[Kept] = field(default_factory=list)
     turn_ends: tuple[int, ...] = ()
     restored: Compaction | None = None
+    patched: tuple[int, ...] = ()
 
     @staticmethod
     def make(name: str, prompt: int, answer: int) -> Request:
@@ -124,11 +127,16 @@ class FakeEngine:
     # -- requests ---------------------------------------------------------
 
     def add(
-        self, name: str, prompt: int, answer: int, turn_ends: tuple[int, ...] = ()
+        self,
+        name: str,
+        prompt: int,
+        answer: int,
+        turn_ends: tuple[int, ...] = (),
+        patched: tuple[int, ...] = (),
     ) -> Request:
         request = self.requests[name] = Request.make(name, prompt, answer)
-        request.turn_ends = turn_ends
-        self.runtime.learn(name, range(prompt), turn_ends)
+        request.turn_ends, request.patched = turn_ends, patched
+        self.runtime.learn(name, range(prompt), turn_ends, patched)
         return request
 
     def plan(self, name: str) -> ResidencyPlan:
@@ -244,15 +252,14 @@ class FakeEngine:
         """The fake model's forward pass: numbers by token, position and layer."""
         prober = self.runtime.prober
         assert prober is not None
-        seeds = f"{token_ids.tolist()} {positions.tolist()}"
-        rng = torch.Generator().manual_seed(zlib.crc32(seeds.encode()))
         heads = (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)  # of q, k and v
-        for layer in range(LAYERS):
-            parts = [
-                torch.randn(len(token_ids), count, HEAD_DIM, generator=rng)
-                for count in heads
-            ]
-            output = prober.attend(layer, *parts)
+        rows = []
+        for token, position in zip(token_ids.tolist(), positions.tolist(), strict=True):
+            seed = zlib.crc32(f"{token} {position}".encode())
+            rng = torch.Generator().manual_seed(seed)
+            rows.append(torch.randn(LAYERS, sum(heads), HEAD_DIM, generator=rng))
+        for layer, tokens in enumerate(torch.stack(rows, 1)):
+            output = prober.attend(layer, *tokens.split(heads, dim=1))
             assert output.isfinite().all(), "a probe read what nobody owns"
 
     def _settle(self, rows: list[Row]) -> None:
@@ -356,8 +363,9 @@ class FakeEngine:
     ) -> None:
         """Which tokens are resident now, where that changes with every query."""
         used = torch.arange(keys.shape[2]) < lengths[..., None]
-        same = (keys.unsqueeze(3) == request.keys.unsqueeze(2)).all(-1)
-        same &= used[..., None]
+        same = (keys.unsqueeze(3) == request.keys.unsqueeze(2)).all(-1) & used[
+            ..., None
+        ]
         assert torch.equal(same.any(3), used), "a slot holds none of its tokens"
         assert (same.sum(2) <= 1).all(), "a token is resident twice"
         request.visible = same.any(2)
@@ -375,21 +383,3 @@ class FakeEngine:
         assert not self.requests
         assert self.runtime.num_tracked == 0, "requests leaked in the worker"
         assert len(self.free) == self.blocks - 1, "blocks leaked"
-
-
-def attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor
-) -> torch.Tensor:
-    """Plain attention in float64; what is not seen may be NaN.
-
-    Args:
-        queries: [LAYERS, new, KV_HEADS * GROUP, HEAD_DIM].
-        keys, values: [LAYERS, KV_HEADS, slots, HEAD_DIM].
-        seen: bool [LAYERS, KV_HEADS, new, slots].
-    """
-    grouped = queries.double().unflatten(2, (KV_HEADS, GROUP)).permute(0, 2, 3, 1, 4)
-    logits = grouped @ keys.double().unsqueeze(2).transpose(-1, -2) * SCALE
-    logits = torch.where(seen[:, :, None], logits, -torch.inf)
-    ever = seen.any(2)[..., None]
-    values = torch.where(ever, values.double(), 0.0)
-    return logits.softmax(-1) @ values.unsqueeze(2)

@@ -53,15 +53,21 @@ class SessionEngine(FakeEngine):
             kept=list(old.kept),
             turn_ends=turn_ends,
             restored=saved.compaction,
+            patched=old.patched,
         )
         self.runtime.finish(self.gone)
         self.gone = set()
         self.requests[old.name] = request
-        self.runtime.learn(old.name, range(prompt), turn_ends)
+        self.runtime.learn(old.name, range(prompt), turn_ends, old.patched)
         at = saved.compaction.at_tokens if saved.compaction else 0
         tokens = min(saved.tokens, prompt - 1, most or prompt)
         wanted = self.runtime.policy.queries_needed
         request.computed = tokens = self.plan(old.name).can_start_at(tokens, at, wanted)
+        if self.runtime.policy.observes_steps and tokens < saved.tokens:
+            # what was observed of later tokens cannot be taken back
+            request.restored = None
+            request.start_over()
+            return request
         first = saved.compaction.zone.start if saved.compaction else 0
         request.held = set(range(first, -(-tokens // self.block)))
         fresh = [self.free.pop() for _ in request.held]

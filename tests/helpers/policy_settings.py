@@ -23,7 +23,17 @@ def configure(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
     found = {"name": name} | {k: v for k, v in wanted.items() if k in fields}
     if not folds(name):
         found.pop("decode_budget", None)
+    if wants_history(name):
+        # histories grow, so that a share of them is no budget
+        base = {"sinks": 2, "recent": 1}
+        found |= {"budget": 8, "prefill_block": 8, "base_config": base}
     return found
+
+
+@functools.cache
+def wants_history(name: str) -> bool:
+    """Whether a policy compresses only what a request calls its history."""
+    return get_policy_class(name)().wants_history
 
 
 def shares_pages(name: str) -> bool:

@@ -19,12 +19,13 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engine import KV_HEADS, LAYERS, FakeEngine, Kept
+from fake_engine import KV_HEADS, LAYERS, FakeEngine, Kept, Request
 from policy_settings import (
     configure,
     folds,
     policies_that,
     shares_pages,
+    wants_history,
     write_weights,
 )
 
@@ -89,11 +90,18 @@ def engine_for(case: tuple[str, str, str]) -> FakeEngine:
     return FakeEngine(settings(*case), BLOCK, BLOCKS)
 
 
+def add(engine: FakeEngine, name: str) -> Request:
+    """All but three tokens of a prompt are history, for those who want to know."""
+    prompt, answer = REQUESTS[name]
+    history = prompt - 3 if wants_history(engine.runtime.policy.name) else 0
+    return engine.add(name, prompt, answer, (history,) if history > 0 else ())
+
+
 @functools.cache
 def alone(case: tuple[str, str, str], name: str) -> list[Kept]:
     """What a request keeps on its own, with its prompt in as few chunks as can be."""
     engine = engine_for(case)
-    request = engine.add(name, *REQUESTS[name])
+    request = add(engine, name)
     while not request.done:
         engine.step({name: ONE_CHUNK})
     engine.remove(name)
@@ -124,7 +132,7 @@ def run_all(
     while waiting or engine.requests:
         if waiting:
             name = waiting.pop(0)
-            engine.add(name, *REQUESTS[name])
+            add(engine, name)
         disturb(engine, rng)
         if engine.requests:
             engine.step(everybody(engine, rng))
@@ -156,9 +164,8 @@ def test_chunked_prefill_keeps_what_one_chunk_keeps(case):
     print("seed", SEED)
     rng = random.Random(SEED)
     for name in ("tail", "exact"):
-        prompt, answer = REQUESTS[name]
         engine = engine_for(case)
-        request = engine.add(name, prompt, answer)
+        request = add(engine, name)
         while not request.done:
             engine.step({name: rng.randint(1, 7)})
         assert request.kept == alone(case, name), name
@@ -223,6 +230,8 @@ def test_policies_that_fetch_own_what_they_read(name, budget):
 def test_budgets_mean_what_they_say(pair):
     """Otherwise the tests above would compare nothing with nothing."""
     name, allocator = pair
+    if wants_history(name):
+        assert len(alone((*pair, "half"), "tail")) > 2
     if not issubclass(get_policy_class(name), Compressor):
         pytest.skip("its plan is its own")
     if (*pair, "whole") in CASES:

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, Flag, auto
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -25,6 +25,9 @@ from pydantic import BaseModel, ConfigDict
 from vllm_kvplugins.budgets import PageAllocator, Uniform
 from vllm_kvplugins.residency.plan import Compaction, ResidencyPlan
 from vllm_kvplugins.rotary import Rotary
+
+if TYPE_CHECKING:
+    from vllm_kvplugins.episodes.settings import EpisodeSettings
 
 
 class Trigger(Flag):
@@ -114,6 +117,7 @@ class ProbeOccasion:
         tokens: token count now, the position of a probe's first token.
         room: most tokens that one probe may have.
         encode: the model's tokenizer.
+        patched_prompt: token ids that the request wants to be asked; empty = none.
     """
 
     prompt: Sequence[int]
@@ -121,6 +125,7 @@ class ProbeOccasion:
     tokens: int
     room: int
     encode: Encode
+    patched_prompt: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +191,8 @@ class KVCachePolicy(BaseModel, ABC):
     compresses: ClassVar[bool] = False
     # Whether ``view.rotary`` must be there; the engine refuses other models.
     needs_rotary: ClassVar[bool] = False
+    # Whether its probes ask what the request wants, ``ProbeOccasion.patched_prompt``.
+    asks_patched_prompt: ClassVar[bool] = False
 
     @property
     def queries_needed(self) -> int:
@@ -213,8 +220,19 @@ class KVCachePolicy(BaseModel, ABC):
         return 1
 
     @property
+    def least_new_tokens(self) -> int:
+        """Fewest new tokens with which it can score what a prompt holds."""
+        return max(self.queries_needed, 1)
+
+    @property
     def needs_turns(self) -> bool:
         """Whether ``turn_ends`` has anything to say."""
+        return False
+
+    @property
+    def finds_turns(self) -> bool:
+        """Whether it finds them in a prompt by the token that ends its messages, the
+        setting ``turn_end_token``; else only requests say them."""
         return False
 
     def turn_ends(
@@ -230,6 +248,22 @@ class KVCachePolicy(BaseModel, ABC):
             Token counts, ascending, none beyond the prompt.
         """
         return ()
+
+    @property
+    def wants_history(self) -> bool:
+        """Whether chat requests are told where their history ends, which is before
+        the query: the only one of their turn ends."""
+        return False
+
+    @property
+    def episode_settings(self) -> EpisodeSettings | None:
+        """How histories are cut into episodes; None = they are not."""
+        return None
+
+    @property
+    def patched_prompt_tokens(self) -> int:
+        """Most tokens of a request's patched prompt; 0 = requests bring none."""
+        return 0
 
     @abstractmethod
     def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:

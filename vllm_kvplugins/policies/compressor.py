@@ -69,11 +69,6 @@ class Compressor(KVCachePolicy):
         "it holds to budget + prefill_block; null: one compaction, at its end.",
     )
 
-    @property
-    def least_new_tokens(self) -> int:
-        """Fewest new tokens that can score what a prompt holds; see ``Blockwise``."""
-        return max(self.queries_needed, 1)
-
     def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
         size, prompt_tokens = geometry.block_size, lengths.prompt_tokens
         compactions = prompt_compactions(

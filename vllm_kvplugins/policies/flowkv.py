@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
-from pydantic import Field, PrivateAttr, ValidationError, field_validator
+from pydantic import Field
 
-from vllm_kvplugins.budgets import PageAllocator
-from vllm_kvplugins.policies.base import (
-    Encode,
-    Geometry,
-    KVCachePolicy,
-    LayerView,
-    Lengths,
-    Probe,
-    ProbeOccasion,
-    Trigger,
-)
+from vllm_kvplugins.policies.base import Geometry, Lengths
+from vllm_kvplugins.policies.wrapper import Wrapper
 from vllm_kvplugins.residency.plan import BlockSpan, Compaction, ResidencyPlan
 
-# FlowKV sets these; the base has no say in them.
-_NOT_FOR_THE_BASE = ("budget", "decode_budget", "fold_blocks", "prefill_block")
 
-
-class FlowKV(KVCachePolicy):
+class FlowKV(Wrapper):
     """Compress each turn once, when it is over (FlowKV, arXiv:2505.15347).
 
     Section 2.2, equations 10 to 12: at the end of a turn only its own query and
@@ -53,11 +40,8 @@ class FlowKV(KVCachePolicy):
     summary: ClassVar[str] = (
         "compresses each turn of a conversation once, by any policy"
     )
+    instead: ClassVar[str] = "flowkv sets what each turn keeps; use ratio and floor"
 
-    base: str = Field(default="snapkv", description="The compressor.")
-    base_config: dict[str, Any] = Field(
-        default_factory=dict, description="Its settings, without a budget."
-    )
     ratio: float = Field(
         default=0.5, gt=0, lt=1, description="Share of all tokens kept, at turn ends."
     )
@@ -73,47 +57,15 @@ class FlowKV(KVCachePolicy):
         ge=0,
         description="Token that closes a message; null: the chat template's.",
     )
-    _base: KVCachePolicy = PrivateAttr()
-
-    @field_validator("base")
-    @classmethod
-    def _is_a_compressor(cls, name: str) -> str:
-        from vllm_kvplugins.errors import KVPolicyError
-        from vllm_kvplugins.policies.registry import get_policy_class
-
-        try:
-            found = get_policy_class(name)
-        except KVPolicyError as error:
-            raise ValueError(str(error)) from error
-        if not found.compresses:
-            raise ValueError(f"{name!r} does not compress; give a compressor")
-        return name
-
-    def model_post_init(self, context: Any) -> None:
-        from vllm_kvplugins.policies.registry import get_policy_class
-
-        taken = [key for key in _NOT_FOR_THE_BASE if key in self.base_config]
-        if taken:
-            raise ValueError(
-                f"base_config must not hold {', '.join(taken)}: flowkv sets what each "
-                "turn keeps; use ratio and floor"
-            )
-        try:
-            self._base = get_policy_class(self.base).model_validate(self.base_config)
-        except ValidationError as error:
-            said = "; ".join(
-                f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()
-            )
-            raise ValueError(f"base_config does not fit {self.base}: {said}") from error
-
-    def __hash__(self) -> int:
-        # vLLM hashes it as a part of the cache's description; a dict has no hash
-        return hash(repr(self))
 
     # -- turns ----------------------------------------------------------------
 
     @property
     def needs_turns(self) -> bool:
+        return True
+
+    @property
+    def finds_turns(self) -> bool:
         return True
 
     def turn_ends(
@@ -170,49 +122,3 @@ class FlowKV(KVCachePolicy):
                     f"turn that ends at token {end}; it keeps the floor of {least}"
                 )
         return ResidencyPlan(size, tuple(compactions), notes=tuple(notes))
-
-    # -- what the base does ------------------------------------------------------
-
-    @property
-    def needs_rotary(self) -> bool:  # type: ignore[override]
-        return self._base.needs_rotary
-
-    @property
-    def queries_needed(self) -> int:
-        return self._base.queries_needed
-
-    @property
-    def observes(self) -> Trigger:
-        return self._base.observes
-
-    @property
-    def needs_tokenizer(self) -> bool:
-        return self._base.needs_tokenizer
-
-    @property
-    def minimum_budget_tokens(self) -> int:
-        return self._base.minimum_budget_tokens
-
-    def score(self, view: LayerView) -> torch.Tensor:
-        return self._base.score(view)
-
-    def observe(self, view: LayerView) -> Any:
-        return self._base.observe(view)
-
-    def pack_observed(self, observed: Any) -> dict[str, torch.Tensor]:
-        return self._base.pack_observed(observed)
-
-    def unpack_observed(self, packed: dict[str, torch.Tensor]) -> Any:
-        return self._base.unpack_observed(packed)
-
-    def probe_room(self, encode: Encode) -> int:
-        return self._base.probe_room(encode)
-
-    def probes(self, occasion: ProbeOccasion) -> Sequence[Probe]:
-        return self._base.probes(occasion)
-
-    def page_allocator(self) -> PageAllocator:
-        return self._base.page_allocator()
-
-    def problems(self) -> list[str]:
-        return [f"{self.base}: {problem}" for problem in self._base.problems()]

@@ -29,7 +29,8 @@ class InfiniPot(Compressor):
     Differs from InfiniPot's own paper: the second criterion there, how surprising
     a token was, and its renumbered positions are left out, as in EpiCache's
     comparison. What folds while generating (``decode_budget``) is scored by the
-    same instruction, run behind what is in the cache by then.
+    same instruction, run behind what is in the cache by then. A request that brings a
+    patched prompt of its own (EpiCache) is asked that instead of the instruction.
 
     Cost: one forward pass of the instruction per compaction, and a dense copy of
     one layer's keys and values at a time.
@@ -37,6 +38,7 @@ class InfiniPot(Compressor):
 
     name: ClassVar[str] = "infinipot"
     summary: ClassVar[str] = "tokens that a request to summarise looks back at"
+    asks_patched_prompt: ClassVar[bool] = True
 
     instruction: str = Field(
         default="Summarize the previous context highlighting the most important parts.",
@@ -65,7 +67,7 @@ class InfiniPot(Compressor):
         return len(encode(self.instruction))
 
     def probes(self, occasion: ProbeOccasion) -> list[Probe]:
-        tokens = occasion.encode(self.instruction)
+        tokens = occasion.patched_prompt or occasion.encode(self.instruction)
         return [Probe(tokens, range(occasion.tokens))]
 
     def observe(self, view: LayerView) -> torch.Tensor:

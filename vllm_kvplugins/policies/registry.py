@@ -33,6 +33,7 @@ _POLICIES: dict[str, str] = {
     "pqcache": "vllm_kvplugins.policies.pqcache:PQCache",
     "icecache": "vllm_kvplugins.policies.icecache:IceCache",
     "flowkv": "vllm_kvplugins.policies.flowkv:FlowKV",
+    "epicache": "vllm_kvplugins.policies.epicache:EpiCache",
     "kvzip": "vllm_kvplugins.policies.kvzip:KVzip",
     "infinipot": "vllm_kvplugins.policies.infinipot:InfiniPot",
 }

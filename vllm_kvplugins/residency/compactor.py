@@ -12,7 +12,7 @@ from vllm_kvplugins.residency.choice import choose_slots
 from vllm_kvplugins.residency.compaction import CompactedPages, compact
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.page_table import PageTables
-from vllm_kvplugins.residency.probing import Prober
+from vllm_kvplugins.residency.probing import Asked
 from vllm_kvplugins.residency.requests import (
     Due,
     PageList,
@@ -30,14 +30,13 @@ class Compactor:
     """Compacts requests of one worker, once its heap is known.
 
     Attributes:
-        prober, retrieval: for policies that probe or offload.
+        retrieval: for policies that offload.
     """
 
     policy: KVCachePolicy
     heap: Heap
     views: Views
     tables: PageTables
-    prober: Prober | None
     retrieval: Retrieval | None
 
     def owned(
@@ -55,12 +54,25 @@ class Compactor:
             return plain
         return plain.after(*self.tables.zone(resident.seat), resident.positions)
 
-    def run(self, due: Due, tracked: Tracked, prompt: Sequence[int]) -> torch.Tensor:
+    def asked(
+        self, due: Due, tracked: Tracked, prompt: Sequence[int], patched: Sequence[int]
+    ) -> Asked:
+        """What the prober needs to know about a request.
+
+        Args:
+            prompt: token ids.
+            patched: the request's patched prompt; empty = none.
+        """
+        row = due.row
+        owned = self.owned(row, due.blocks, tracked.resident)
+        since = tracked.compacted_at
+        return Asked(prompt, owned, since, row.after_tokens, patched)
+
+    def run(self, due: Due, tracked: Tracked) -> torch.Tensor:
         """Compact a request.
 
         Args:
             tracked: what is known of it; gets its new landing zone.
-            prompt: token ids, if the policy probes.
 
         Returns:
             int32 [rows, slots], RoPE positions in the landing zone, -1 unused.
@@ -73,9 +85,6 @@ class Compactor:
         owned = self.owned(row, due.blocks, resident)
         # the partial last page is the tail; it does not compete
         competing = owned.owned - int(row.after_tokens % size > 0)
-        if self.prober is not None:
-            since = tracked.compacted_at
-            tracked.observed = self.prober.run(prompt, owned, since, row.after_tokens)
         scores = slot_scores(self.policy, self.views, due, owned, competing, tracked)
         fixed = None
         if compaction.fixed_blocks:

@@ -4,9 +4,9 @@ Their keys and values are never written to the cache. Attention over the
 request's pages and the probe's own tokens is computed here, densely, so that a
 probe needs no slots, no page tables and no kernel of its own::
 
-    policy.probes ──> forward(token_ids, positions)
-                          │ every layer
-                          └──> attend ──> attention output, policy.observe
+    policy.probes of all requests due ──> forward(token_ids, positions)
+                                              │ every layer, request by request
+                                              └──> attention output, policy.observe
 """
 
 from __future__ import annotations
@@ -52,60 +52,107 @@ class ProbeModel:
 
 
 @dataclasses.dataclass(slots=True)
-class _Running:
-    """The probe whose forward pass is under way."""
+class Asked:
+    """A request that the policy may probe.
 
-    probe: Probe
+    Attributes:
+        prompt: its token ids.
+        owned: its pages.
+        since: token count at its compaction before; 0 if there was none.
+        tokens: its token count.
+        patched_prompt: see ``ProbeOccasion``.
+        observed: per layer what the policy observed last; filled by the probes.
+    """
+
+    prompt: Sequence[int]
     owned: PageList
+    since: int
     tokens: int
-    # per layer: what the policy's ``observe`` last returned
-    observed: dict[int, Any]
+    patched_prompt: Sequence[int] = ()
+    observed: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(slots=True)
+class _Part:
+    """One request's tokens in the forward pass that is under way."""
+
+    asked: Asked
+    probe: Probe
+    tokens: slice
 
 
 class Prober:
-    """Runs a policy's probes against single requests of one worker."""
+    """Runs a policy's probes against requests of one worker."""
 
     def __init__(self, policy: KVCachePolicy, views: Views, model: ProbeModel) -> None:
         self._policy = policy
         self._views = views
         self._model = model
-        self._running: _Running | None = None
+        self._running: list[_Part] = []
 
-    def run(
-        self, prompt: Sequence[int], owned: PageList, since: int, tokens: int
-    ) -> dict[int, Any]:
-        """Let the policy probe a request.
+    def run(self, requests: Sequence[Asked]) -> None:
+        """Let the policy probe requests; what it observes goes into each.
 
-        Args:
-            prompt: its token ids.
-            owned: its pages.
-            since: token count at its compaction before; 0 if there was none.
-            tokens: its token count.
+        The first probes of all requests share forward passes, then the second ones,
+        and so on: a request's next probe may build on what the one before observed.
 
-        Returns:
-            Per layer what the policy observed; empty if it had no probe.
-
-        Cost: a forward pass per probe, and dense copies of one layer's keys and
-            values of the request at a time.
+        Cost: a forward pass per ``max_tokens`` tokens of probes, and dense copies of
+            one layer's keys and values of one request at a time.
         """
-        room = min(self._model.max_positions - tokens, self._model.max_tokens)
-        occasion = ProbeOccasion(prompt, since, tokens, room, self._model.encode)
-        observed: dict[int, Any] = {}
-        for probe in self._policy.probes(occasion):
+        asks = [(asked, self._probes(asked)) for asked in requests]
+        for turn in range(max((len(probes) for _, probes in asks), default=0)):
+            batch: list[tuple[Asked, Probe]] = []
+            count = 0
+            for asked, probes in asks:
+                if turn >= len(probes):
+                    continue
+                tokens = len(probes[turn].token_ids)
+                if count + tokens > self._model.max_tokens:
+                    self._forward(batch)
+                    batch, count = [], 0
+                batch.append((asked, probes[turn]))
+                count += tokens
+            self._forward(batch)
+
+    def _probes(self, asked: Asked) -> Sequence[Probe]:
+        room = min(self._model.max_positions - asked.tokens, self._model.max_tokens)
+        probes = self._policy.probes(
+            ProbeOccasion(
+                asked.prompt,
+                asked.since,
+                asked.tokens,
+                room,
+                self._model.encode,
+                asked.patched_prompt,
+            )
+        )
+        for probe in probes:
             count = len(probe.token_ids)
             assert 0 < count <= room, (
                 f"probe of {count} tokens, there is room for {room}"
             )
-            device = owned.pages.device
-            token_ids = torch.tensor(probe.token_ids, dtype=torch.int64, device=device)
-            positions = torch.arange(tokens, tokens + count, device=device)
-            self._running = _Running(probe, owned, tokens, observed)
-            try:
-                self._model.forward(token_ids, positions)
-            finally:
-                self._running = None
-            assert len(observed) == self._views.heap.num_layers, "layers were left out"
-        return observed
+        return probes
+
+    def _forward(self, batch: Sequence[tuple[Asked, Probe]]) -> None:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        for asked, probe in batch:
+            count = len(probe.token_ids)
+            part = slice(len(token_ids), len(token_ids) + count)
+            self._running.append(_Part(asked, probe, part))
+            token_ids += probe.token_ids
+            positions += range(asked.tokens, asked.tokens + count)
+        device = batch[0][0].owned.pages.device
+        try:
+            self._model.forward(
+                torch.tensor(token_ids, dtype=torch.int64, device=device),
+                torch.tensor(positions, dtype=torch.int64, device=device),
+            )
+        finally:
+            self._running = []
+        layers = self._views.heap.num_layers
+        for asked, _ in batch:
+            assert len(asked.observed) == layers, "layers were left out"
 
     def attend(
         self,
@@ -114,7 +161,7 @@ class Prober:
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
-        """One layer's attention for the running probe; shows it to the policy.
+        """One layer's attention for the running probes; shows it to the policy.
 
         Args:
             queries: [tokens, num_q_heads, head_dim], after RoPE.
@@ -124,41 +171,44 @@ class Prober:
         Returns:
             [tokens, num_q_heads, head_dim].
         """
-        running = self._running
-        assert running is not None, "no probe is running"
-        view = self._probe_view(running, layer, queries.transpose(0, 1), keys, values)
-        output = dense_attention(view)
-        running.observed[layer] = self._policy.observe(view)
-        return output.transpose(0, 1)
+        assert self._running, "no probe is running"
+        output = torch.empty_like(queries)
+        for part in self._running:
+            view = self._probe_view(part, layer, queries, keys, values)
+            output[part.tokens] = dense_attention(view).transpose(0, 1)
+            part.asked.observed[layer] = self._policy.observe(view)
+        return output
 
     def _probe_view(
         self,
-        running: _Running,
+        part: _Part,
         layer: int,
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> LayerView:
-        """The request's slots with the probe's own behind them."""
-        count = keys.shape[0]
+        """A request's slots with its probe's own behind them."""
+        asked, here = part.asked, part.tokens
         cached = self._views.view(
             layer,
-            running.owned,
-            running.tokens,
-            queries,
-            running.observed.get(layer),
+            asked.owned,
+            asked.tokens,
+            queries[here].transpose(0, 1),
+            asked.observed.get(layer),
         )
-        own = torch.arange(running.tokens, running.tokens + count, device=keys.device)
-        positions = torch.cat([cached.positions, own.expand(keys.shape[1], -1)], 1)
-        own_values = values.transpose(0, 1)
+        own_keys, own_values = keys[here].transpose(0, 1), values[here].transpose(0, 1)
+        own = torch.arange(
+            asked.tokens, asked.tokens + own_keys.shape[1], device=keys.device
+        )
+        positions = torch.cat([cached.positions, own.expand(len(own_keys), -1)], 1)
         return dataclasses.replace(
             cached,
-            keys=torch.cat([cached.keys, keys.transpose(0, 1)], 1),
+            keys=torch.cat([cached.keys, own_keys], 1),
             positions=positions,
             valid=None if cached.valid is None else positions >= 0,
             query_positions=own,
             load_values=lambda: torch.cat([cached.values, own_values], 1),
-            probe=running.probe,
+            probe=part.probe,
         )
 
 

@@ -39,6 +39,29 @@ class Blockwise:
         """Whole blocks that come between two compactions."""
         return max(self.every_tokens // block_size, 1)
 
+    def grid(
+        self,
+        tokens: int,
+        block_size: int,
+        budget_tokens: int,
+        restored: Compaction | None = None,
+    ) -> Iterator[Compaction]:
+        """The compactions of the first ``tokens`` tokens, and none at their end.
+
+        They lie where the budget and a block are full, however much follows: what is
+        read later, by whichever request, moves none of them.
+
+        Args:
+            restored: one of them, which has run; only those behind it follow.
+        """
+        keep = -(-budget_tokens // block_size)
+        every = self.every_blocks(block_size)
+        start = restored.zone.start if restored else 0
+        for stop in range(start + keep + every, tokens // block_size + 1, every):
+            zone = BlockSpan(stop - keep, stop)
+            yield Compaction(stop * block_size, BlockSpan(start, stop), zone)
+            start = zone.start
+
     def cuts(
         self,
         prompt_tokens: int,

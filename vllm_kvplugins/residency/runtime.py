@@ -73,8 +73,9 @@ class PolicyRuntime:
         self._seconds: list[float] = []
         self.tables: PageTables | None = None
         self._requests: dict[str, Tracked] = {}
-        # prompts of all live requests, if the policy probes
-        self._prompts: dict[str, Sequence[int]] = {}
+        # prompts of all live requests and what they want to be asked, if the policy
+        # probes
+        self._prompts: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
         self._due: list[Due] = []
         # this step's rows whose queries are kept: window, first token, how many
         self._kept: list[tuple[Window, int, int]] = []
@@ -126,7 +127,7 @@ class PolicyRuntime:
             heap.pages.device,
         )
         self._compactor = Compactor(
-            self.policy, heap, views, self.tables, self.prober, self.retrieval
+            self.policy, heap, views, self.tables, self.retrieval
         )
 
     def plan(
@@ -154,14 +155,16 @@ class PolicyRuntime:
         request_id: str,
         prompt: Sequence[int],
         turn_ends: Sequence[int] | None = None,
+        patched_prompt: Sequence[int] = (),
     ) -> None:
         """Remember a new request's prompt and its turns, if the policy needs them.
 
         Args:
             turn_ends: what the request says about them.
+            patched_prompt: token ids that it wants to be asked.
         """
         if self._probes:
-            self._prompts[request_id] = prompt
+            self._prompts[request_id] = prompt, patched_prompt
         if self.policy.needs_turns:
             self._turn_ends[request_id] = self.policy.turn_ends(prompt, turn_ends)
 
@@ -265,23 +268,43 @@ class PolicyRuntime:
         """Run the compactions that this step completed; call when all layers
         have attended. Costs nothing when there are none."""
         due_now, self._due, self._leaving = self._due, [], []
-        for due in due_now:
-            began = time.perf_counter()
-            self._compact(due)
-            self._seconds.append(time.perf_counter() - began)
+        if due_now:
+            self._compact(due_now)
 
     def _owned(self, row: Row, blocks: torch.Tensor) -> PageList:
         assert self._compactor is not None
         tracked = self._requests.get(row.request_id)
         return self._compactor.owned(row, blocks, tracked.resident if tracked else None)
 
-    def _compact(self, due: Due) -> None:
+    def _compact(self, due_now: Sequence[Due]) -> None:
+        """Probe for all requests that are due, together, then compact each."""
         assert self._compactor is not None
-        name = due.row.request_id
-        tracked = self._requests.setdefault(name, Tracked())
-        positions = self._compactor.run(due, tracked, self._prompts.get(name, ()))
-        if self.records is not None:
-            self.records.append(Record.of(due, positions, self.geometry))
+        began = time.perf_counter()
+        for due in due_now:
+            self._requests.setdefault(due.row.request_id, Tracked())
+        self._probe(due_now)
+        probing = (time.perf_counter() - began) / len(due_now)
+        for due in due_now:
+            began = time.perf_counter()
+            tracked = self._requests[due.row.request_id]
+            positions = self._compactor.run(due, tracked)
+            if self.records is not None:
+                self.records.append(Record.of(due, positions, self.geometry))
+            self._seconds.append(probing + time.perf_counter() - began)
+
+    def _probe(self, due_now: Sequence[Due]) -> None:
+        if self.prober is None:
+            return
+        assert self._compactor is not None
+        asks = []
+        for due in due_now:
+            name = due.row.request_id
+            prompt, patched = self._prompts.get(name, ((), ()))
+            tracked = self._requests[name]
+            asks.append(self._compactor.asked(due, tracked, prompt, patched))
+        self.prober.run(asks)
+        for due, asked in zip(due_now, asks, strict=True):
+            self._requests[due.row.request_id].observed = asked.observed
 
     # -- sessions: called outside of steps, whose tensors they touch -------------
 
@@ -310,7 +333,8 @@ class PolicyRuntime:
         if due is not None:
             holes = tracked.restored.zone.start if tracked.restored else 0
             row = Row(request_id, prompt_tokens, tokens - 1, 1, 0)
-            self._compact(Due(row, due, torch.cat([blocks.new_zeros(holes), blocks])))
+            whole = torch.cat([blocks.new_zeros(holes), blocks])
+            self._compact([Due(row, due, whole)])
 
     # -- requests that go ----------------------------------------------------
 

@@ -83,7 +83,7 @@ def pass_on(policy: KVCachePolicy, prompt: Any, sampling_params: Any) -> None:
 def _unseen_turns(renderer: BaseRenderer, messages: Any, prompt: Any) -> list[int]:
     """How many messages close a turn each, where the prompt's tokens do not show it."""
     policy = policy_of(renderer.config)
-    if policy is None or not policy.needs_turns:
+    if policy is None or not policy.finds_turns:
         return []
     tokens = prompt.get("prompt_token_ids")
     # where it is known which token ends a message, and there is one, it says more

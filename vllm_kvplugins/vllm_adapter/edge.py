@@ -14,7 +14,12 @@ from vllm_kvplugins.vllm_adapter import chat_turns
 from vllm_kvplugins.vllm_adapter.activation import geometry_of, policy_of
 from vllm_kvplugins.vllm_adapter.host_memory import too_long
 from vllm_kvplugins.vllm_adapter.pool import blocks_per_engine, too_large
-from vllm_kvplugins.vllm_adapter.turns import asked_turn_ends, turn_ends_problem
+from vllm_kvplugins.vllm_adapter.turns import (
+    asked_patched_prompt,
+    asked_turn_ends,
+    patched_prompt_problem,
+    turn_ends_problem,
+)
 
 
 def install() -> None:
@@ -41,6 +46,7 @@ def install() -> None:
             chat_turns.pass_on(policy, asked.get("prompt"), request.sampling_params)
             _check_turn_ends(request)
         if policy is not None:
+            _check_patched_prompt(self.vllm_config, policy, request)
             _check_pool(self.vllm_config, policy, request)
         return request
 
@@ -65,6 +71,16 @@ def _check_turn_ends(request: Any) -> None:
         raise VLLMValidationError(problem, parameter="turn_ends", value=asked)
 
 
+def _check_patched_prompt(
+    vllm_config: Any, policy: KVCachePolicy, request: Any
+) -> None:
+    vocabulary = vllm_config.model_config.get_vocab_size()
+    problem = patched_prompt_problem(request.sampling_params, policy, vocabulary)
+    if problem is not None:
+        asked = asked_patched_prompt(request.sampling_params)
+        raise VLLMValidationError(problem, parameter="patched_prompt", value=asked)
+
+
 def _check_pool(vllm_config: Any, policy: KVCachePolicy, request: Any) -> None:
     """Refuse what never fits, where vLLM's start-up check does not rule it out."""
     geometry, longest = geometry_of(vllm_config), vllm_config.model_config.max_model_len
@@ -76,7 +92,8 @@ def _check_pool(vllm_config: Any, policy: KVCachePolicy, request: Any) -> None:
     answer = request.sampling_params.max_tokens or 0
     pool = blocks_per_engine(vllm_config)
     assert pool is not None, "a request before the engine's start-up"
-    plan = policy.plan(Lengths(prompt), geometry)
+    turns = policy.turn_ends(ids or (), asked_turn_ends(request.sampling_params))
+    plan = policy.plan(Lengths(prompt, turns), geometry)
     ahead = bool(vllm_config.scheduler_config.async_scheduling)
     problem = too_large(policy, plan, prompt, answer, pool, ahead)
     if problem is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from vllm_kvplugins.residency.plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions.files import Identity, SessionDir, SessionFileError
 from vllm_kvplugins.sessions.keeper import Keeper, Match
 from vllm_kvplugins.sessions.orders import Session, Tokens
+from vllm_kvplugins.vllm_adapter.turns import asked_patched_prompt
 
 if TYPE_CHECKING:
     from vllm_kvplugins.vllm_adapter.block_manager import ResidencyBlockManager
@@ -96,12 +98,16 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def owner_of(request: Any) -> str:
-    """Digest of who may continue a request's session."""
+def owner_of(request: Any, patched_prompt: Sequence[int] = ()) -> str:
+    """Digest of who may continue a request's session.
+
+    Args:
+        patched_prompt: by which it was compressed; empty = by none.
+    """
     lora = request.lora_request
     adapter = (lora.lora_name, lora.lora_int_id, lora.lora_path) if lora else None
-    said = json.dumps([request.cache_salt, adapter])
-    return hashlib.sha256(said.encode()).hexdigest()
+    said = [request.cache_salt, adapter, *([patched_prompt] if patched_prompt else [])]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 # -- the scheduler's side ------------------------------------------------------------
@@ -164,12 +170,22 @@ class SchedulerSessions:
         ``at_least`` tokens. Changes nothing."""
         if not _has_plain_prompt(request) or request.skip_reading_prefix_cache:
             return None
-        match = self.keeper.match(
-            owner_of(request),
-            self._prompt(request),
-            lambda session, shared: self._usable(request, session, shared),
-        )
-        return match if match is not None and match.tokens > at_least else None
+        patched = asked_patched_prompt(request.sampling_params)
+        matches = [self._match_of(request, owner_of(request, patched))]
+        if patched:
+            # what was never compressed holds whatever is asked
+            whole = self._match_of(request, owner_of(request), whole=True)
+            matches.append(whole)
+        found = [m for m in matches if m is not None and m.tokens > at_least]
+        return max(found, key=lambda match: match.tokens, default=None)
+
+    def _match_of(self, request: Any, owner: str, whole: bool = False) -> Match | None:
+        def usable(session: Session, shared: int) -> int:
+            if whole and session.compaction is not None:
+                return 0
+            return self._usable(request, session, shared)
+
+        return self.keeper.match(owner, self._prompt(request), usable)
 
     def _prompt(self, request: Any) -> Tokens:
         """Its token ids; a request that waits is asked for them at every step."""
@@ -226,9 +242,10 @@ class SchedulerSessions:
         assert not any(block.is_null for block in blocks), "a resident block is gone"
         size = self._manager.block_size * self._geometry.kv_bytes_per_token
         host_bytes = self._policy.host_bytes(tokens, self._geometry)
+        patched = asked_patched_prompt(request.sampling_params) if compaction else ()
         session = Session(
             session_id=uuid.uuid4().hex,
-            owner=owner_of(request),
+            owner=owner_of(request, patched),
             tokens=_ids(request.all_token_ids[:tokens]),
             compaction=compaction,
             num_bytes=len(blocks) * size + host_bytes,

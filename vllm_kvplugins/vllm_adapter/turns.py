@@ -12,6 +12,7 @@ logger = logging.getLogger("vllm.kv_policy")
 
 # In SamplingParams.extra_args; over HTTP it goes into "vllm_xargs".
 TURN_ENDS = "turn_ends"
+PATCHED_PROMPT = "patched_prompt"
 
 # What the messages of a made-up dialogue say: words that no template writes itself.
 _SAID = ("Kvpfirstq", "Kvpfirsta", "Kvpsecondq")
@@ -44,6 +45,36 @@ def turn_ends_problem(sampling_params: Any, prompt_tokens: int) -> str | None:
     return None
 
 
+def asked_patched_prompt(sampling_params: Any) -> list[int]:
+    """The token ids that a request brings for the policy to ask; none: empty."""
+    extra = getattr(sampling_params, "extra_args", None) or {}
+    asked: list[int] = extra.get(PATCHED_PROMPT) or []
+    return asked
+
+
+def patched_prompt_problem(
+    sampling_params: Any, policy: KVCachePolicy, vocabulary: int
+) -> str | None:
+    """What is wrong with the patched prompt of a request, if anything."""
+    asked, most = asked_patched_prompt(sampling_params), policy.patched_prompt_tokens
+    if not asked:
+        return None
+    if not most:
+        return f"KV policy {policy.name!r} takes no patched_prompt; leave it out"
+    if (
+        not isinstance(asked, list)
+        or not all(type(token) is int and 0 <= token < vocabulary for token in asked)
+        or len(asked) > most
+    ):
+        return (
+            f"patched_prompt must be a list of up to {most} token ids below "
+            f"{vocabulary}, got {str(asked)[:100]}"
+        )
+    if not asked_turn_ends(sampling_params):
+        return "patched_prompt needs turn_ends, which say where the history ends"
+    return None
+
+
 # -- the token that ends a message ---------------------------------------------
 
 
@@ -60,7 +91,7 @@ def settled(
     Args:
         load_tokenizer: the model's; gives None if the engine has none.
     """
-    if not policy.needs_turns or request.get("turn_end_token") is not None:
+    if not policy.finds_turns or request.get("turn_end_token") is not None:
         return request
     tokenizer = load_tokenizer()
     if tokenizer is None:

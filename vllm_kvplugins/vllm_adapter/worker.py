@@ -10,7 +10,7 @@ from vllm_kvplugins.residency.recorded_run import Fetch
 from vllm_kvplugins.residency.requests import Record
 from vllm_kvplugins.residency.retrieval_log import RetrievalLog
 from vllm_kvplugins.vllm_adapter import activation, compat
-from vllm_kvplugins.vllm_adapter.turns import asked_turn_ends
+from vllm_kvplugins.vllm_adapter.turns import asked_patched_prompt, asked_turn_ends
 
 
 class KVPolicyCPUWorker(CPUWorker):
@@ -39,7 +39,8 @@ class KVPolicyCPUWorker(CPUWorker):
         runtime.forget(getattr(scheduler_output, "preempted_req_ids", None) or ())
         for new in scheduler_output.scheduled_new_reqs:
             turns = asked_turn_ends(new.sampling_params)
-            runtime.learn(new.req_id, new.prompt_token_ids or (), turns)
+            patched = asked_patched_prompt(new.sampling_params)
+            runtime.learn(new.req_id, new.prompt_token_ids or (), turns, patched)
         if vault is not None and meta is not None:
             vault.hand_out(meta.orders)
             if not scheduler_output.total_num_scheduled_tokens:

@@ -1,0 +1,181 @@
+"""EpiCache: one compressed cache per episode of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from vllm_kvplugins.budgets import (
+    ALLOCATORS,
+    Budget,
+    HeadAdaptive,
+    PageAllocator,
+    parse_allocator,
+)
+from vllm_kvplugins.episodes.settings import DEFAULT_ENCODER, EpisodeSettings
+from vllm_kvplugins.policies.base import Encode, Geometry, Lengths
+from vllm_kvplugins.policies.wrapper import Wrapper
+from vllm_kvplugins.residency.plan import ResidencyPlan
+from vllm_kvplugins.residency.prompt_cuts import Blockwise
+
+
+class EpiCache(Wrapper):
+    """Episodic caches under a fixed budget (EpiCache, section 3, algorithm 1).
+
+    The history of a conversation is read in blocks. Whenever a block has come on top
+    of the budget, the cache is compressed back to it: the patched prompt, a segment
+    of the episode that the query belongs to, runs behind the block, and tokens are
+    worth the attention that it pays them (equation 3, by ``base: infinipot``). So
+    each episode has a cache of its own, kept as a session from query to query.
+
+    The request says where its history ends (``turn_ends``) and what to ask it
+    (``patched_prompt``); chat requests get both from the front end, which cuts the
+    conversation into episodes and routes the query. What comes behind the history,
+    the query and its answer, is whole. A request without a history is not compressed.
+
+    Differs from the paper: blocks are cut where budget and block are full, counted
+    from the start of the conversation and not from its end, so what was read before
+    the history grew need not be read again; up to a block more than the budget is
+    held while a query is answered.
+
+    Cost: a forward pass of the patched prompt per block and episode.
+    """
+
+    name: ClassVar[str] = "epicache"
+    summary: ClassVar[str] = "a cache per episode of a conversation, queries routed"
+    taken_settings: ClassVar[tuple[str, ...]] = (*Wrapper.taken_settings, "allocator")
+    instead: ClassVar[str] = (
+        "epicache sets what is kept; use its own budget, prefill_block and allocator"
+    )
+
+    base: str = Field(
+        default="infinipot",
+        description="What scores tokens; one that takes no patched prompt, to compare "
+        "with, has the same cache for all queries.",
+    )
+    budget: Annotated[Budget, BeforeValidator(Budget.parse)] = Field(
+        default=Budget(tokens=1024),
+        description="Tokens of the history kept per KV head (M): a number of tokens, "
+        'or bytes per request ("64MiB").',
+    )
+    prefill_block: int = Field(
+        default=512,
+        ge=1,
+        description="Tokens read between compressions (M_block), held on top of the "
+        "budget.",
+    )
+    allocator: Annotated[PageAllocator, BeforeValidator(parse_allocator)] = Field(
+        default=HeadAdaptive(),
+        description="How pages are shared between layers and KV heads: "
+        + ", ".join(sorted(ALLOCATORS))
+        + ".",
+    )
+    longest_patched_prompt: int = Field(
+        default=256, ge=8, description="Most tokens of a patched prompt."
+    )
+    episodes: int | Literal["auto"] = Field(
+        default=4,
+        description="Episodes per conversation (E); auto: 2 to 8, by silhouette.",
+    )
+    segment_utterances: int = Field(
+        default=4, ge=1, description="Utterances that are embedded together (w_embed)."
+    )
+    patched_utterances: int = Field(
+        default=8, ge=1, description="Utterances in a patched prompt."
+    )
+    encoder: str = Field(
+        default=DEFAULT_ENCODER,
+        description="Sentence encoder: a model id or path for sentence-transformers.",
+    )
+    recluster_growth: float = Field(
+        default=0.5,
+        gt=0,
+        description="Episodes are made anew when a conversation has grown by so much.",
+    )
+    episode_seed: int = Field(default=0, ge=0, description="Seed of the clustering.")
+
+    @property
+    def needs_turns(self) -> bool:
+        return True
+
+    def turn_ends(
+        self, prompt: Sequence[int], asked: Sequence[int] | None
+    ) -> tuple[int, ...]:
+        """The end of the history, as the request says it."""
+        return tuple(asked[-1:]) if asked else ()
+
+    def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
+        size, restored = geometry.block_size, lengths.restored
+        budget_tokens = self._budget_tokens(geometry)
+        history = lengths.turn_ends[-1] if lengths.turn_ends else 0
+        cuts = self._blockwise.grid(history, size, budget_tokens, restored)
+        found = (*([restored] if restored else []), *cuts)
+        notes: tuple[str, ...] = ()
+        if not history and lengths.prompt_tokens > budget_tokens + self.prefill_block:
+            notes = (
+                f"epicache: a prompt of {lengths.prompt_tokens} tokens without "
+                "turn_ends has no history to compress, and stays whole",
+            )
+        return ResidencyPlan(size, found, notes=notes)
+
+    def prompt_blocks(self, tokens: int, geometry: Geometry) -> int | None:
+        most = self._blockwise.most_blocks(
+            self._budget_tokens(geometry), geometry.block_size
+        )
+        return min(most, -(-tokens // geometry.block_size))
+
+    @property
+    def _blockwise(self) -> Blockwise:
+        return Blockwise(self.prefill_block)
+
+    def _budget_tokens(self, geometry: Geometry) -> int:
+        asked = self.budget.resolve(0, geometry.kv_bytes_per_token)
+        return max(asked, self.minimum_budget_tokens)
+
+    def page_allocator(self) -> PageAllocator:
+        return self.allocator
+
+    def probe_room(self, encode: Encode) -> int:
+        return self.patched_prompt_tokens or self._base.probe_room(encode)
+
+    # -- episodes ---------------------------------------------------------------
+
+    @property
+    def wants_history(self) -> bool:
+        return True
+
+    @property
+    def patched_prompt_tokens(self) -> int:
+        return self.longest_patched_prompt if self._base.asks_patched_prompt else 0
+
+    @property
+    def episode_settings(self) -> EpisodeSettings | None:
+        if not self._base.asks_patched_prompt:
+            return None
+        return EpisodeSettings(
+            episodes=self.episodes,
+            segment_utterances=self.segment_utterances,
+            guide_utterances=self.patched_utterances,
+            encoder=self.encoder,
+            recluster_growth=self.recluster_growth,
+            seed=self.episode_seed,
+        )
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.budget.fraction is not None:
+            found.append(
+                f"budget {self.budget.fraction} is a share, and histories grow; give a "
+                "number of tokens, or bytes"
+            )
+        if isinstance(self.episodes, int) and self.episodes < 1:
+            found.append(f"episodes is 1 or more, or auto, got {self.episodes}")
+        least = self._base.least_new_tokens
+        if self.prefill_block < least:
+            found.append(
+                f"{self.base} scores with the newest {least} tokens; prefill_block "
+                f"{self.prefill_block} has fewer"
+            )
+        return found
