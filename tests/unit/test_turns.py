@@ -256,7 +256,7 @@ def test_turns_of_a_chat_without_an_end_token(write, asynchronous):
     for message in messages:
         text = Tokenizer(write).encode(write(message), add_special_tokens=False)
         length.append(length[-1] + len(text))
-    assert prompt["kv_policy_turn_ends"] == [length[3], length[5]]
+    assert prompt["kv_policy_found"] == {"turn_ends": [length[3], length[5]]}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -275,7 +275,8 @@ def test_a_template_that_rewrites_history_gives_no_turn_end(asynchronous):
         return whole(messages, params)
 
     made.render_messages = render
-    assert rendered(made, messages, asynchronous)["kv_policy_turn_ends"] == []
+    found = rendered(made, messages, asynchronous)["kv_policy_found"]
+    assert found == {"turn_ends": []}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -290,7 +291,7 @@ def test_a_beginning_that_cannot_be_rendered_fails_no_request(asynchronous):
 
     made.render_messages = render
     prompt = rendered(made, conversation("uauau"), asynchronous)
-    assert len(prompt["kv_policy_turn_ends"]) == 1
+    assert len(prompt["kv_policy_found"]["turn_ends"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -306,14 +307,14 @@ def test_nothing_is_rendered_twice_without_need(write, policy, settings):
     calls = []
     whole = made.render_messages
     made.render_messages = lambda *a: calls.append(a) or whole(*a)
-    assert "kv_policy_turn_ends" not in rendered(made, conversation("uau"), False)
+    assert "kv_policy_found" not in rendered(made, conversation("uau"), False)
     assert len(calls) == 1
 
 
 def test_turn_ends_go_into_the_request_unless_it_has_its_own():
     from vllm import SamplingParams
 
-    flow, prompt = parse_policy("flowkv"), {"kv_policy_turn_ends": [4, 9]}
+    flow, prompt = parse_policy("flowkv"), {"kv_policy_found": {"turn_ends": [4, 9]}}
     params = SamplingParams(extra_args={"other": 1})
     shared = params.extra_args
     chat_turns.pass_on(flow, prompt, params)

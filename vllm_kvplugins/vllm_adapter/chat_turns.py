@@ -1,7 +1,7 @@
-"""Turn ends of chat requests whose template ends messages with no token of its own.
+"""What only the front end knows of a chat: where its turns end, and its episodes.
 
-The front end knows the messages and the template, so it renders the first ones again:
-as many tokens as they have, the whole prompt has had when they were all. That goes
+It has the messages and the template, so it renders the first ones again: as many
+tokens as they have, the whole prompt has had when they were all. What comes of it goes
 with the rendered prompt to where the request is made, and into its parameters.
 """
 
@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.renderers.base import BaseRenderer
 
 from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.vllm_adapter import chat_episodes
 from vllm_kvplugins.vllm_adapter.activation import policy_of
 from vllm_kvplugins.vllm_adapter.turns import (
     TURN_ENDS,
@@ -26,8 +27,8 @@ from vllm_kvplugins.vllm_adapter.turns import (
 
 logger = init_logger("vllm.kv_policy")
 
-# Beside the tokens in a rendered prompt.
-_RENDERED = "kv_policy_turn_ends"
+# Beside the tokens in a rendered prompt: parameters of the request.
+_FOUND = "kv_policy_found"
 _INSTALLED = "_kvplugins_installed"
 
 
@@ -47,7 +48,8 @@ def install() -> None:
             turns = _unseen_turns(self, messages, prompt)
             if turns:
                 cut = [_beginning(self, messages[:n], *args, **kwargs) for n in turns]
-                prompt[_RENDERED] = ends_of(prompt["prompt_token_ids"], cut)
+                ends = ends_of(prompt["prompt_token_ids"], cut)
+                prompt[_FOUND] = _parameters(self, messages, prompt, ends)
         return said, prompts
 
     @functools.wraps(render_async)
@@ -61,8 +63,11 @@ def install() -> None:
                 parts = (
                     _beginning_async(self, messages[:n], *args, **kwargs) for n in turns
                 )
-                cut = await asyncio.gather(*parts)
-                prompt[_RENDERED] = ends_of(prompt["prompt_token_ids"], cut)
+                ends = ends_of(prompt["prompt_token_ids"], await asyncio.gather(*parts))
+                # encoders take their time, and other requests wait for this thread
+                prompt[_FOUND] = await asyncio.to_thread(
+                    _parameters, self, messages, prompt, ends
+                )
         return said, prompts
 
     BaseRenderer.render_chat = render_chat
@@ -70,26 +75,37 @@ def install() -> None:
 
 
 def pass_on(policy: KVCachePolicy, prompt: Any, sampling_params: Any) -> None:
-    """Put a rendered prompt's turn ends into the request's own parameters, unless
-    they say something already."""
-    ends = prompt.get(_RENDERED) if isinstance(prompt, dict) else None
-    if not policy.needs_turns or ends is None or sampling_params is None:
+    """Put what was found of a rendered prompt into the request's own parameters,
+    unless they say something already."""
+    found = prompt.get(_FOUND) if isinstance(prompt, dict) else None
+    if not policy.needs_turns or found is None or sampling_params is None:
         return
     if asked_turn_ends(sampling_params) is None:
-        extra = sampling_params.extra_args or {}
-        sampling_params.extra_args = extra | {TURN_ENDS: ends}
+        sampling_params.extra_args = (sampling_params.extra_args or {}) | found
 
 
 def _unseen_turns(renderer: BaseRenderer, messages: Any, prompt: Any) -> list[int]:
     """How many messages close a turn each, where the prompt's tokens do not show it."""
-    policy = policy_of(renderer.config)
-    if policy is None or not policy.finds_turns:
+    policy, tokens = policy_of(renderer.config), prompt.get("prompt_token_ids")
+    if policy is None or not tokens:
         return []
-    tokens = prompt.get("prompt_token_ids")
+    if policy.wants_history:
+        return chat_episodes.history_of(messages)
     # where it is known which token ends a message, and there is one, it says more
-    if not tokens or policy.turn_ends(tokens, None):
+    if not policy.finds_turns or policy.turn_ends(tokens, None):
         return []
     return closed_turns(messages)
+
+
+def _parameters(
+    renderer: BaseRenderer, messages: Any, prompt: Any, ends: list[int]
+) -> dict[str, Any]:
+    """What a request is told of its turns, and of its episode."""
+    policy = policy_of(renderer.config)
+    assert policy is not None, "nothing was looked for"
+    if policy.wants_history:
+        return chat_episodes.parameters(renderer, policy, messages, prompt, ends)
+    return {TURN_ENDS: ends}
 
 
 def _as_history(chat_params: Any) -> Any:

