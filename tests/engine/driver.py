@@ -77,8 +77,12 @@ class Driver:
         margins: bool = False,
         turn_ends: Any = None,
         salt: str | None = None,
+        patched: list[int] | None = None,
     ) -> None:
         from vllm import SamplingParams
+
+        extra = {"turn_ends": turn_ends, "patched_prompt": patched}
+        extra = {name: said for name, said in extra.items() if said is not None}
 
         params = SamplingParams(
             temperature=0,
@@ -86,7 +90,7 @@ class Driver:
             ignore_eos=True,
             detokenize=False,
             logprobs=2 if margins else None,
-            extra_args=None if turn_ends is None else {"turn_ends": turn_ends},
+            extra_args=extra or None,
         )
         asked: dict[str, Any] = {"prompt_token_ids": prompt}
         if salt is not None:

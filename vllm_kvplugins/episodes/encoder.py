@@ -43,6 +43,17 @@ class _SentenceEncoder:
         return np.asarray(vectors, np.float32)
 
 
+def missing(name: str) -> str | None:
+    """What is not installed that an encoder needs, and how to; loads nothing."""
+    packages = {"sentence_transformers": "sentence-transformers"}
+    if name == DEFAULT_ENCODER:
+        packages[_WHEEL] = DEFAULT_ENCODER
+    absent = [shown for module, shown in packages.items() if find_spec(module) is None]
+    if not absent:
+        return None
+    return f"episodes need {' and '.join(absent)}, which is not installed: {INSTALL}"
+
+
 def load_encoder(name: str = DEFAULT_ENCODER) -> Encoder:
     """Load an encoder into this process, on its CPU.
 

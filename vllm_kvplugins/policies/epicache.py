@@ -14,7 +14,7 @@ from vllm_kvplugins.budgets import (
     PageAllocator,
     parse_allocator,
 )
-from vllm_kvplugins.episodes.settings import DEFAULT_ENCODER, EpisodeSettings
+from vllm_kvplugins.episodes.settings import DEFAULT_ENCODER, Build, EpisodeSettings
 from vllm_kvplugins.policies.base import Encode, Geometry, Lengths
 from vllm_kvplugins.policies.wrapper import Wrapper
 from vllm_kvplugins.residency.plan import ResidencyPlan
@@ -95,6 +95,11 @@ class EpiCache(Wrapper):
         description="Episodes are made anew when a conversation has grown by so much.",
     )
     episode_seed: int = Field(default=0, ge=0, description="Seed of the clustering.")
+    build: Build = Field(
+        default="lazy",
+        description="When a server builds caches of episodes that nobody has asked "
+        "about yet: lazy, while it is idle; eager, at once; never, when one does.",
+    )
 
     @property
     def needs_turns(self) -> bool:
@@ -161,6 +166,7 @@ class EpiCache(Wrapper):
             encoder=self.encoder,
             recluster_growth=self.recluster_growth,
             seed=self.episode_seed,
+            build=self.build,
         )
 
     def problems(self) -> list[str]:

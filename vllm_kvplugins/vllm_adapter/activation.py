@@ -91,8 +91,13 @@ def finish_config(
             *validation.dtype_problems(policy, vllm_config.model_config),
             *_shape_problems(vllm_config, policy),
             *probing.problems(vllm_config, policy),
+            *validation.episode_problems(policy),
         ],
     )
+    if policy.episode_settings is not None:
+        from vllm_kvplugins.vllm_adapter import episode_builds
+
+        episode_builds.install()
     config = vllm_config.additional_config
     request = host_memory.limited(config[CONFIG_KEY], policy)
     request = turns.settled(request, policy, lambda: _tokenizer(vllm_config))

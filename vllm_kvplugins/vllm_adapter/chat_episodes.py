@@ -31,6 +31,9 @@ from vllm_kvplugins.vllm_adapter.turns import PATCHED_PROMPT, TURN_ENDS
 
 logger = init_logger("vllm.kv_policy")
 
+# Beside the tokens in a rendered prompt: what requests to the other episodes are told.
+OTHERS = "kv_policy_other_episodes"
+
 
 @dataclass(slots=True)
 class _Desk:
@@ -71,7 +74,8 @@ def parameters(
 
     Returns:
         Nothing for histories that are not compressed: shorter than budget and block,
-        or with parts that are no text.
+        or with parts that are no text. What requests to the other episodes would be
+        told is put into the prompt, under ``OTHERS``.
 
     Raises:
         VLLMValidationError: the encoder fails.
@@ -109,7 +113,10 @@ def parameters(
         route.match_ms,
     )
     most = policy.patched_prompt_tokens
-    return found | {PATCHED_PROMPT: desk.tokens(route.guide, most)}
+    told = {g: found | {PATCHED_PROMPT: desk.tokens(g, most)} for g in route.guides}
+    mine = told.pop(route.guide)
+    prompt[OTHERS] = list(told.values())
+    return mine
 
 
 def _spoken(messages: Sequence[Any]) -> Any:

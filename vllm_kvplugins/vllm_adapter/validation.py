@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvplugins.episodes.encoder import missing
 from vllm_kvplugins.policies.base import Retention
 
 if TYPE_CHECKING:
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
 
 _PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 _STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def episode_problems(policy: KVCachePolicy) -> list[str]:
+    """What a policy that cuts conversations into episodes lacks."""
+    settings = policy.episode_settings
+    problem = missing(settings.encoder) if settings is not None else None
+    return [] if problem is None else [problem]
 
 
 def argument_problems(args: EngineArgs) -> list[str]:

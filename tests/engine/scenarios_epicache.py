@@ -1,0 +1,154 @@
+"""Conversations whose queries go to different episodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from driver import Driver, make_llm, runtime
+from scenarios_sessions import counts, settle
+from texts import random_tokens
+from tiny_model import VOCABULARY
+
+HISTORY, QUERY, ANSWER = 900, 45, 20
+
+
+class Watch:
+    """What probes must leave alone: every page, and what the model has computed.
+
+    Attributes:
+        probed: forward passes of probes, with how many requests shared each.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.probed: list[int] = []
+        self._computed: list[tuple[Any, Any]] = []
+        from vllm_kvplugins.vllm_adapter import activation
+
+        model = activation.runner().model
+        model.register_forward_hook(self._note)
+        self._driver = driver
+        self._watched = False
+
+    def step(self) -> None:
+        self._computed = []
+        self._driver.step()
+        if not self._watched and runtime().prober is not None:
+            self._watch(runtime().prober)
+        for output, copy in self._computed:
+            assert torch.equal(output, copy), "hidden states changed"
+
+    def _note(self, module: Any, inputs: Any, output: Any) -> None:
+        self._computed.append((output, output.clone()))
+
+    def _watch(self, prober: Any) -> None:
+        run, forward = prober.run, prober._forward
+        self._watched = True
+
+        def watched(requests: Any) -> None:
+            pages = runtime().heap.pages
+            before = pages.clone()
+            run(requests)
+            same = (pages == before) | (pages.isnan() & before.isnan())
+            assert same.all(), "a probe wrote to the cache"
+
+        def counted(batch: Any) -> None:
+            self.probed.append(len(batch))
+            forward(batch)
+
+        prober.run, prober._forward = watched, counted
+
+
+def conversation(
+    model: str,
+    policy: dict[str, Any],
+    guides: list[list[int]],
+    route: list[int],
+    settings: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A conversation whose turns go to these episodes, each also asked from scratch.
+
+    Returns:
+        answers and "anew" [turn], tokens restored [turn], and most blocks that the
+        conversation held at once while its history was read.
+    """
+    arguments = {"skip_tokenizer_init": False, "max_model_len": 4096}
+    arguments |= {"num_gpu_blocks_override": 600} | (settings or {})
+    driver = Driver(make_llm(model, policy, **arguments))
+    watch = Watch(driver)
+    prompt = random_tokens(1, HISTORY, VOCABULARY)
+    found: dict[str, Any] = {"answers": [], "anew": [], "restored": [], "held": []}
+    for turn, episode in enumerate(route):
+        end = len(prompt)
+        prompt = prompt + random_tokens(10 + turn, QUERY, VOCABULARY)
+        names = {"answers": "alice", "anew": f"nobody{turn}"}
+        before = counts(driver)["restored_tokens"]
+        for kind, salt in names.items():
+            name = f"{kind}{turn}"
+            driver.add(name, prompt, ANSWER, False, [end], salt, guides[episode])
+            if kind == "anew":  # others are read in the same steps
+                company = random_tokens(50 + turn, 700, VOCABULARY)
+                driver.add(f"company{turn}", company, 4, False, [650], "c", guides[0])
+            most = 0
+            while driver.busy:
+                watch.step()
+                most = max(most, _held(driver, name, end))
+            found["held"].append(most)
+            found[kind].append(driver.tokens[name])
+            settle(driver)
+            if kind == "answers":
+                now = counts(driver)["restored_tokens"]
+                found["restored"].append(now - before)
+        prompt = prompt + found["answers"][-1]
+    driver.check_blocks()
+    driver.scheduler.connector.sessions.keeper.check_integrity()
+    tracked = driver.check_policy_state()
+    return found | {"tracked": tracked, "probed": watch.probed}
+
+
+def _held(driver: Driver, name: str, history: int) -> int:
+    """Blocks of a request while its history is read."""
+    for request in driver.scheduler.running:
+        if request.request_id.startswith(name):
+            blocks = driver.manager.req_to_blocks[request.request_id]
+            read = request.num_computed_tokens <= history
+            return read * sum(not block.is_null for block in blocks)
+    return 0
+
+
+def chats(model: str, policy: dict[str, Any]) -> dict[str, Any]:
+    """Chat requests to a real model: what the engine was told, and what it did."""
+    llm = make_llm(model, policy, skip_tokenizer_init=False, max_model_len=4096)
+    driver = Driver(llm)
+    told = []
+    add = driver.core.add_request
+
+    def seen(request: Any, *arguments: Any) -> Any:
+        told.append(request.sampling_params.extra_args)
+        return add(request, *arguments)
+
+    driver.core.add_request = seen
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=8)
+    topics = (
+        "apples, pears and plums ripen in the orchard behind the old farm",
+        "trains leave the station on rails for the mountains every morning",
+    )
+    messages = []
+    for number in range(24):
+        role = ("user", "assistant")[number % 2]
+        text = f"{topics[number // 12]}, as I said {number} times before"
+        messages.append({"role": role, "content": text})
+    answers, restored = [], []
+    for query in ("Which fruit ripens?", "When does the train leave?", "And pears?"):
+        messages.append({"role": "user", "content": query})
+        before = counts(driver)["restored_tokens"]
+        (output,) = llm.chat(messages, params, use_tqdm=False)
+        settle(driver)
+        answers.append(output.outputs[0].text)
+        restored.append(counts(driver)["restored_tokens"] - before)
+        messages.append({"role": "assistant", "content": answers[-1]})
+    tokenizer = llm.get_tokenizer()
+    asked = [tokenizer.decode(t["patched_prompt"]) for t in told]
+    return {"asked": asked, "told": told, "answers": answers, "restored": restored}

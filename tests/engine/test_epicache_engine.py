@@ -1,0 +1,71 @@
+"""EpiCache in vLLM: caches per episode, restored as they were, nothing left behind."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run_scenario
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers" / "cpu_v2"))
+
+import runners
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 32
+POLICY: dict[str, Any] = {
+    "name": "epicache",
+    "budget": 192,
+    "prefill_block": 128,
+    "session_memory": "64MiB",
+}
+GUIDES = [[5, 9, 11, 300, 7], [400, 17, 23]]
+ROUTE = [0, 1, 0, 0, 1]
+HISTORY, TURN = 900, 65  # tokens at first, and of a query with its answer
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_restored_episode_answers_as_one_read_from_scratch(
+    tiny_model, runner, asynchronous
+):
+    if runner == "V2":
+        pytest.importorskip("triton")
+    run = run_scenario(
+        "scenarios_epicache:conversation",
+        {"model": tiny_model, "policy": POLICY, "guides": GUIDES, "route": ROUTE},
+        runners.environment(runner, asynchronous),
+    )
+    assert run["answers"] == run["anew"]
+    assert len({str(answer) for answer in run["answers"]}) == len(ROUTE)
+    # the first of each episode reads everything; later ones start behind what is
+    # known, or at the cut that has come due since
+    restored = run["restored"]
+    assert restored[:2] == [0, 0]
+    assert restored[2] >= HISTORY
+    assert restored[3] >= restored[2] + 2 * TURN - 128
+    assert restored[4] >= HISTORY + TURN
+    bound = -(-(192 + 128) // BLOCK) + 1
+    assert bound - 1 <= max(run["held"]) <= bound
+    assert run["tracked"] == 0
+    assert max(run["probed"]) == 2, "requests share a probe's forward pass"
+
+
+def test_chats_are_routed(model_path):
+    pytest.importorskip("sentence_transformers")
+    policy = POLICY | {"episodes": 2, "longest_patched_prompt": 64}
+    run = run_scenario(
+        "scenarios_epicache:chats", {"model": model_path, "policy": policy}
+    )
+    fruit, train, again = run["asked"]
+    assert "orchard" in fruit
+    assert "rails" not in fruit
+    assert "rails" in train
+    assert "orchard" not in train
+    assert again == fruit
+    assert run["restored"][0] == run["restored"][1] == 0
+    assert run["restored"][2] > 400
+    assert [len(told["turn_ends"]) for told in run["told"]] == [1, 1, 1]

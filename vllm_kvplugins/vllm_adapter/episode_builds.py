@@ -1,0 +1,178 @@
+"""Caches of episodes that no query has gone to yet, built by a server that idles.
+
+A build is a request of one token with the history as its prompt: when it ends, its
+cache is kept as a session, which is what the first query to that episode continues.
+One that is interrupted keeps what it has read, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from vllm_kvplugins.vllm_adapter.activation import policy_of
+from vllm_kvplugins.vllm_adapter.chat_episodes import OTHERS
+from vllm_kvplugins.vllm_adapter.turns import PATCHED_PROMPT, TURN_ENDS
+
+logger = init_logger("vllm.kv_policy")
+
+_OURS = "kv-episode-"
+_MOST_WAITING = 64
+_LOOK_S = 0.05
+_INSTALLED = "_kvplugins_builds"
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeBuild:
+    """A cache to build.
+
+    Attributes:
+        history, patched_prompt: token ids.
+        salt: whose it is.
+    """
+
+    history: tuple[int, ...]
+    patched_prompt: tuple[int, ...]
+    salt: str | None
+
+
+class Builder:
+    """Builds of one engine, one after another, newest conversations first.
+
+    Args:
+        start: runs a build to its end.
+        busy: whether requests of clients are under way.
+        eager: do not wait until none is.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[EpisodeBuild], Awaitable[None]],
+        busy: Callable[[], bool],
+        eager: bool,
+    ) -> None:
+        self._start, self._busy, self._eager = start, busy, eager
+        # by owner and patched prompt; a longer history takes an older one's place
+        self._waiting: OrderedDict[Any, EpisodeBuild] = OrderedDict()
+        self._worker: asyncio.Task[None] | None = None
+        self._running: asyncio.Future[None] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Builds that have not begun."""
+        return len(self._waiting)
+
+    def offer(self, builds: Iterable[EpisodeBuild]) -> None:
+        """Ask for builds; the oldest are given up when too many wait."""
+        for build in builds:
+            self._wait(build)
+        while len(self._waiting) > _MOST_WAITING:
+            self._waiting.popitem(last=False)
+        if self._waiting and (self._worker is None or self._worker.done()):
+            self._worker = asyncio.ensure_future(self._work())
+
+    def interrupt(self) -> None:
+        """A client asks for something: it comes first."""
+        if self._running is not None and not self._eager:
+            self._running.cancel()
+
+    def _wait(self, build: EpisodeBuild) -> None:
+        key = (build.salt, build.patched_prompt)
+        self._waiting[key] = build
+        self._waiting.move_to_end(key)
+
+    async def _work(self) -> None:
+        while self._waiting:
+            while not self._eager and self._busy():
+                await asyncio.sleep(_LOOK_S)
+            key, build = self._waiting.popitem()
+            self._running = asyncio.ensure_future(self._start(build))
+            try:
+                await asyncio.wait([self._running])
+            except asyncio.CancelledError:  # the engine goes away
+                self._running.cancel()
+                raise
+            if self._running.cancelled():
+                self._waiting.setdefault(key, build)
+            elif (error := self._running.exception()) is not None:
+                logger.warning("a cache of an episode was not built: %s", error)
+            self._running = None
+
+
+_builders: WeakKeyDictionary[Any, Builder] = WeakKeyDictionary()
+
+
+def install() -> None:
+    """Wrap the place where a server's requests start; does nothing the second time."""
+    if getattr(AsyncLLM, _INSTALLED, False):
+        return
+    setattr(AsyncLLM, _INSTALLED, True)
+    original = AsyncLLM.add_request
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    async def add_request(self: AsyncLLM, *args: Any, **kwargs: Any) -> Any:
+        asked = signature.bind(self, *args, **kwargs).arguments
+        builder = None
+        if not str(asked["request_id"]).startswith(_OURS):
+            builder = _builder(self)
+        if builder is None:
+            return await original(self, *args, **kwargs)
+        builder.interrupt()
+        started = await original(self, *args, **kwargs)
+        builder.offer(_others(asked["prompt"]))
+        return started
+
+    AsyncLLM.add_request = add_request
+
+
+def _builder(engine: Any) -> Builder | None:
+    """The engine's; None if its policy builds nothing ahead."""
+    policy = policy_of(engine.vllm_config)
+    settings = policy.episode_settings if policy is not None else None
+    if settings is None or settings.build == "never":
+        return None
+    if engine not in _builders:
+        _builders[engine] = Builder(
+            functools.partial(_run, engine),
+            engine.output_processor.has_unfinished_requests,
+            settings.build == "eager",
+        )
+    return _builders[engine]
+
+
+def _others(prompt: Any) -> list[EpisodeBuild]:
+    """Builds for the episodes that a request did not go to."""
+    others = prompt.get(OTHERS) if isinstance(prompt, dict) else None
+    return [
+        EpisodeBuild(
+            tuple(prompt["prompt_token_ids"][: told[TURN_ENDS][-1]]),
+            tuple(told[PATCHED_PROMPT]),
+            prompt.get("cache_salt"),
+        )
+        for told in others or ()
+    ]
+
+
+async def _run(engine: Any, build: EpisodeBuild) -> None:
+    prompt: dict[str, Any] = {"prompt_token_ids": list(build.history)}
+    if build.salt is not None:
+        prompt["cache_salt"] = build.salt
+    told = {
+        TURN_ENDS: [len(build.history)],
+        PATCHED_PROMPT: list(build.patched_prompt),
+    }
+    params = SamplingParams(max_tokens=1, detokenize=False, extra_args=told)
+    async for _ in engine.generate(prompt, params, f"{_OURS}{uuid.uuid4().hex}"):
+        pass
