@@ -149,6 +149,20 @@ def chats(model: str, policy: dict[str, Any]) -> dict[str, Any]:
         answers.append(output.outputs[0].text)
         restored.append(counts(driver)["restored_tokens"] - before)
         messages.append({"role": "assistant", "content": answers[-1]})
+    from vllm_kvplugins import episodic
+
+    told_so_far, talk = len(told), episodic.build(llm, messages)
+    built = [len(t["patched_prompt"]) for t in told[told_so_far:]]
+    before = counts(driver)["restored_tokens"]
+    answer = talk.ask("And the mountains?", params)
+    now = counts(driver)["restored_tokens"]
+    assert talk.messages[-1] == {"role": "assistant", "content": answer}
     tokenizer = llm.get_tokenizer()
     asked = [tokenizer.decode(t["patched_prompt"]) for t in told]
-    return {"asked": asked, "told": told, "answers": answers, "restored": restored}
+    return {
+        "asked": asked,
+        "told": told,
+        "restored": restored,
+        "built": built,
+        "restored_after": now - before,
+    }

@@ -60,7 +60,7 @@ def test_chats_are_routed(model_path):
     run = run_scenario(
         "scenarios_epicache:chats", {"model": model_path, "policy": policy}
     )
-    fruit, train, again = run["asked"]
+    fruit, train, again, *built, last = run["asked"]
     assert "orchard" in fruit
     assert "rails" not in fruit
     assert "rails" in train
@@ -68,4 +68,9 @@ def test_chats_are_routed(model_path):
     assert again == fruit
     assert run["restored"][0] == run["restored"][1] == 0
     assert run["restored"][2] > 400
-    assert [len(told["turn_ends"]) for told in run["told"]] == [1, 1, 1]
+    assert {fruit, train} == set(built), "one build per episode"
+    assert len(built) == 2
+    assert last == train
+    # all but the cut that has come due is known; the question is new
+    assert run["restored_after"] > 400
+    assert all(len(told["turn_ends"]) == 1 for told in run["told"])

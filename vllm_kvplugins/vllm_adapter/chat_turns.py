@@ -84,6 +84,12 @@ def pass_on(policy: KVCachePolicy, prompt: Any, sampling_params: Any) -> None:
         sampling_params.extra_args = (sampling_params.extra_args or {}) | found
 
 
+def requests_of_episodes(prompt: Any) -> list[dict[str, Any]]:
+    """What requests to the episodes of a rendered chat are told, its own first."""
+    others = prompt.get(chat_episodes.OTHERS)
+    return [] if others is None else [prompt[_FOUND], *others]
+
+
 def _unseen_turns(renderer: BaseRenderer, messages: Any, prompt: Any) -> list[int]:
     """How many messages close a turn each, where the prompt's tokens do not show it."""
     policy, tokens = policy_of(renderer.config), prompt.get("prompt_token_ids")
