@@ -20,20 +20,18 @@ from _engine import EngineProcess, provenance
 from rich.console import Console
 from rich.table import Table
 
+from vllm_kvplugins.episodes.histories import locomo_dialogues
+from vllm_kvplugins.episodes.utterances import Utterance
+
 BLOCK = 32
 ENGINES = ("stock, no prefix cache", "stock", "policy")
 
 
-def turns_of(dialogue: dict[str, Any], turns: int, words: int) -> list[str]:
+def turns_of(dialogue: list[Utterance], turns: int, words: int) -> list[str]:
     """Messages of a dialogue, joined to ``turns`` texts of about so many words."""
-    spoken = dialogue["conversation"]
-    sessions = sorted(
-        (k for k, v in spoken.items() if k.startswith("session_") and type(v) is list),
-        key=lambda name: int(name.removeprefix("session_")),
-    )
     texts, now = [], ""
-    for message in (m for name in sessions for m in spoken[name]):
-        now += f"{message['speaker']}: {message['text']}\n"
+    for said in dialogue:
+        now += f"{said.speaker}: {said.text}\n"
         if len(now.split()) >= words:
             texts.append(now)
             now = ""
@@ -101,7 +99,7 @@ def main(
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    dialogues = json.loads(locomo.read_text(encoding="utf-8"))[:users]
+    dialogues = locomo_dialogues(locomo)[:users]
     texts = [turns_of(dialogue, turns, words) for dialogue in dialogues]
     engines = open_engines(
         model, {"name": policy, **json.loads(config)}, pool_tokens, max_model_len

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from fake_encoder import TOPICS, BagOfWords, Constant, speak
 
@@ -102,6 +103,20 @@ def test_guides_come_with_the_most_populous_episode_first():
     assert [route.guides[i] for i in (1, 0, 2)] == list(
         book.route("me", grown, TOPICS["sea"]).guides
     ), "new segments count, where they were assigned"
+
+
+def test_a_clustered_segment_counts_where_k_means_put_it():
+    class Line(Constant):
+        """All in one direction, for the cosine the same, but not for K-Means."""
+
+        def encode(self, texts):
+            return np.array([[float(t.split()[-1]), 0] for t in texts], np.float32)
+
+    history = [Utterance("A", x) for x in ("1", "2", "100", "101", "102")]
+    book = book_of(Line(), episodes=2, segment_utterances=1, guide_utterances=1)
+    route = book.route("me", history, "1")
+    assert route.episode == 0
+    assert route.guides == ("A: 100", "A: 1")
 
 
 # -- growing -------------------------------------------------------------------------

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.markup import escape
 
 from vllm_kvplugins.cli.console import out, user_errors
 from vllm_kvplugins.cli.inputs import check_targets
+from vllm_kvplugins.episodes.encoder import load_encoder
+from vllm_kvplugins.episodes.histories import read_history
+from vllm_kvplugins.episodes.settings import DEFAULT_ENCODER, EpisodeSettings
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.residency.recorded_run import read_run
 
@@ -63,6 +66,51 @@ def retention(
 
         found = read_retention(file_path)
         _save(lambda: draw(found, plot_path), plot_path)
+
+
+@plots.command("episodes")
+def episodes(
+    history_path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="HISTORY.json", help="List of chat messages, or a LoCoMo file."
+        ),
+    ],
+    plot_path: PlotPath,
+    dialogue: Annotated[
+        int | None, typer.Option(metavar="N", help="Of a LoCoMo file, from 0.")
+    ] = None,
+    count: Annotated[
+        str, typer.Option("--episodes", metavar="N|auto", help="How many.")
+    ] = "4",
+    segment_utterances: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Embedded together.")
+    ] = 4,
+    encoder: Annotated[
+        str, typer.Option(metavar="E", help="Folder or model id.")
+    ] = DEFAULT_ENCODER,
+) -> None:
+    """Segments of a conversation by episode, with the medoids' texts."""
+    with user_errors():
+        _check_plot(plot_path)
+        from vllm_kvplugins.cli.episodes import draw, episode_map
+
+        settings = EpisodeSettings(
+            episodes=_episodes(count),
+            segment_utterances=segment_utterances,
+            encoder=encoder,
+        )
+        history = read_history(history_path, dialogue)
+        found = episode_map(history, settings, load_encoder(settings.encoder))
+        _save(lambda: draw(found, plot_path), plot_path)
+
+
+def _episodes(given: str) -> int | Literal["auto"]:
+    if given == "auto":
+        return "auto"
+    if not given.isdecimal():
+        raise KVPolicyError(f'--episodes is {given!r}; give a whole number, or "auto"')
+    return int(given)
 
 
 def _check_plot(path: Path) -> None:

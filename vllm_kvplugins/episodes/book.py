@@ -16,8 +16,8 @@ import numpy as np
 from vllm_kvplugins.episodes.clustering import (
     Clustering,
     cluster,
+    full_segments,
     guide_text,
-    segments,
     similarities,
 )
 from vllm_kvplugins.episodes.encoder import Encoder, embed
@@ -144,7 +144,7 @@ class EpisodeBook:
             return None
         started = perf_counter()
         history = list(history)
-        spans = self._full_segments(history)
+        spans = full_segments(history, self._settings.segment_utterances)
         chain = _chain(owner, history)
         base, last_guide = self._known(chain, spans)
         known = 0 if base is None else len(base.clustering.labels)
@@ -168,11 +168,6 @@ class EpisodeBook:
             encode_ms=(encoded - looked_up) * 1e3,
             match_ms=(looked_up - started + perf_counter() - encoded) * 1e3,
         )
-
-    def _full_segments(self, history: list[Utterance]) -> list[range]:
-        size = self._settings.segment_utterances
-        found = segments(history, size)
-        return [span for span in found if len(span) == size] or found
 
     def _known(
         self, chain: list[bytes], spans: list[range]

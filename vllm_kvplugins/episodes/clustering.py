@@ -44,6 +44,12 @@ def segments(utterances: Sequence[Utterance], size: int) -> list[range]:
     return [range(at, min(at + size, count)) for at in range(0, count, size)]
 
 
+def full_segments(utterances: Sequence[Utterance], size: int) -> list[range]:
+    """Those with ``size`` utterances; of a shorter history the one that it has."""
+    found = segments(utterances, size)
+    return [span for span in found if len(span) == size] or found
+
+
 def similarities(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
     """Cosines of eq. 7.
 
