@@ -20,17 +20,16 @@ from _engine import EngineProcess, provenance
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvplugins.episodes.histories import locomo_dialogues
-from vllm_kvplugins.episodes.utterances import Utterance
+from vllm_kvplugins.episodes.histories import locomo_utterances
 
 BLOCK = 32
 ENGINES = ("stock, no prefix cache", "stock", "policy")
 
 
-def turns_of(dialogue: list[Utterance], turns: int, words: int) -> list[str]:
+def turns_of(dialogue: dict[str, Any], turns: int, words: int) -> list[str]:
     """Messages of a dialogue, joined to ``turns`` texts of about so many words."""
     texts, now = [], ""
-    for said in dialogue:
+    for said in locomo_utterances(dialogue):
         now += f"{said.speaker}: {said.text}\n"
         if len(now.split()) >= words:
             texts.append(now)
@@ -99,7 +98,7 @@ def main(
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    dialogues = locomo_dialogues(locomo)[:users]
+    dialogues = json.loads(locomo.read_text(encoding="utf-8"))[:users]
     texts = [turns_of(dialogue, turns, words) for dialogue in dialogues]
     engines = open_engines(
         model, {"name": policy, **json.loads(config)}, pool_tokens, max_model_len

@@ -6,6 +6,7 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from time import monotonic, sleep
 
 import numpy as np
 import pytest
@@ -278,7 +279,7 @@ def test_a_broken_vector_is_a_clear_error_and_is_not_remembered(value):
     encoder = Constant(value)
     book = book_of(encoder)
     for _ in range(2):
-        with pytest.raises(KVPolicyError, match="NaN or infinity for 8 of 8 texts"):
+        with pytest.raises(KVPolicyError, match="NaN or infinity for 9 of 9 texts"):
             book.route("me", HISTORY, "q")
     encoder.value = 1.0
     assert book.route("me", HISTORY, "q").clustered
@@ -289,7 +290,7 @@ def test_a_wrong_number_of_vectors_is_a_clear_error():
         def encode(self, texts):
             return super().encode(texts)[:-1]
 
-    with pytest.raises(KVPolicyError, match=r"shape \(7, 4\) for 8 texts"):
+    with pytest.raises(KVPolicyError, match=r"shape \(8, 4\) for 9 texts"):
         book_of(Short()).route("me", HISTORY, "q")
 
 
@@ -350,12 +351,13 @@ def test_threads_get_what_one_thread_gets():
 
 def test_a_long_history_does_not_hold_up_a_short_one():
     started, release = threading.Event(), threading.Event()
+    calls = []
 
     class Slow(BagOfWords):
         def encode(self, texts):
-            if len(texts) > 1 and not release.is_set():
-                started.set()
-                assert release.wait(20)
+            calls.append(len(texts))
+            started.set()
+            assert release.wait(20)
             return super().encode(texts)
 
     long = [said for seed in range(9) for said in dialogue(*TOPICS, seed=seed)]
@@ -364,6 +366,10 @@ def test_a_long_history_does_not_hold_up_a_short_one():
         waiting = pool.submit(book.route, "me", long, "q")
         assert started.wait(20)
         other = pool.submit(book.route, "you", HISTORY[:4], "q")
+        deadline = monotonic() + 20
+        while not book._door.locked() and monotonic() < deadline:
+            sleep(0.001)
         release.set()
         assert other.result(20).clustered
         assert waiting.result(20).clustered
+    assert calls == [32, 2, 32, 9], "73 texts, with the two of the other between"

@@ -126,7 +126,7 @@ def draw(found: EpisodeMap, path: Path) -> None:
         for episode in range(len(found.medoids)):
             _episode(axes, found, episode)
         axes.set(xticks=[], yticks=[], xlabel="t-SNE of segments, stars: medoids")
-        figure.suptitle(_title(found), fontsize=10)
+        axes.set_title(_title(found), fontsize=9)
         figure.legend(loc="outside right upper", frameon=False, fontsize=8)
         figure.savefig(
             path,
@@ -140,7 +140,8 @@ def _episode(axes: Axes, found: EpisodeMap, episode: int) -> None:
     colour = _COLOURS[episode % len(_COLOURS)]
     members = found.points[found.labels == episode]
     axes.scatter(
-        *members.T,
+        members[:, 0],
+        members[:, 1],
         s=26,
         color=colour,
         marker=_MARKS[episode % len(_MARKS)],
@@ -148,14 +149,15 @@ def _episode(axes: Axes, found: EpisodeMap, episode: int) -> None:
         linewidths=0.4,
         label=_caption(episode, len(members), found.texts[episode]),
     )
-    medoid = found.points[found.medoids[episode]]
-    axes.scatter(*medoid, s=240, marker="*", color=colour, edgecolors="black")
+    x, y = found.points[found.medoids[episode]]
+    axes.scatter(x, y, s=240, marker="*", color=colour, edgecolors="black")
 
 
 def _caption(episode: int, segments: int, text: str) -> str:
     lines: list[str] = []
     for line in text.splitlines():
         shown = "".join(c if c.isprintable() else " " for c in line)
+        shown = " ".join(shown.split())
         lines += textwrap.wrap(shown, _WIDTH, max_lines=2, placeholder=" …")
     if len(lines) > _LINES:
         lines = [*lines[: _LINES - 1], f"{lines[_LINES - 1].removesuffix(' …')} …"]

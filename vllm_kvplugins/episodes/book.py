@@ -109,7 +109,7 @@ class EpisodeBook:
         self._settings = settings
         self._load = encoder_loader
         self._encoder: Encoder | None = None
-        self._encoding = Lock()
+        self._door, self._encoding = Lock(), Lock()
         self._lock = Lock()  # for the three below; never held while encoding
         self._conversations = _Recent[_Conversation](most_conversations)
         self._vectors = _Recent[np.ndarray](_SEGMENTS * most_conversations)
@@ -150,7 +150,7 @@ class EpisodeBook:
         known = 0 if base is None else len(base.clustering.labels)
         texts = [dialogue_text(history[s.start : s.stop]) for s in spans[known:]]
         looked_up = perf_counter()
-        new, asked = self._embed(owner, texts), self._encode([query])
+        new, asked = self._embed(owner, texts, query)
         encoded = perf_counter()
         if clustered := base is None:
             base, new = self._cluster(chain, history, spans, new), new[:0]
@@ -206,8 +206,10 @@ class EpisodeBook:
             faster = self._conversations.get(key)
             return faster or self._conversations.put(key, _Conversation(found, guides))
 
-    def _embed(self, owner: str, texts: list[str]) -> np.ndarray:
-        """Vectors of segments, those that are known without the encoder."""
+    def _embed(
+        self, owner: str, texts: list[str], query: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Vectors of segments, of which some may be known, and of a query."""
         keys = [_chain(owner, [Utterance("", text)])[0] for text in texts]
         found: dict[bytes, np.ndarray] = {}
         with self._lock:
@@ -215,19 +217,26 @@ class EpisodeBook:
                 if (vector := self._vectors.get(key)) is not None:
                     found[key] = vector
         missing = {k: t for k, t in zip(keys, texts, strict=True) if k not in found}
-        vectors = self._encode(list(missing.values()))
+        *vectors, asked = self._encode([*missing.values(), query])
         with self._lock:
             for key, vector in zip(missing, vectors, strict=True):
                 found[key] = self._vectors.put(key, vector.copy())
-        return np.stack([found[key] for key in keys]) if keys else vectors
+        new = np.reshape([found[key] for key in keys], (len(keys), len(asked)))
+        return new, asked[None]
 
     def _encode(self, texts: list[str]) -> np.ndarray:
         """Batch by batch, so that a long history does not hold up short ones."""
-        parts = [np.zeros((0, 0), np.float32)]
+        parts = []
         for at in range(0, len(texts), _BATCH):
-            with self._encoding:
+            # Who releases a lock could take it again before those who wait: here
+            # they stand in the door already.
+            with self._door:
+                self._encoding.acquire()
+            try:
                 parts.append(embed(self._loaded(), texts[at : at + _BATCH]))
-        return np.concatenate(parts[1:]) if len(parts) > 1 else parts[0]
+            finally:
+                self._encoding.release()
+        return np.concatenate(parts)
 
     def _loaded(self) -> Encoder:
         if self._encoder is None:

@@ -58,20 +58,26 @@ def locomo_dialogues(path: Path) -> list[list[Utterance]]:
     found = _json(path)
     if not _is_locomo(found):
         raise KVPolicyError(f"{path} is not a file of LoCoMo's dialogues")
+    return [locomo_utterances(item) for item in found]
+
+
+def locomo_utterances(dialogue: dict[str, Any]) -> list[Utterance]:
+    """What is said in one dialogue of LoCoMo, session by session.
+
+    Raises:
+        KVPolicyError: it lacks a part of what LoCoMo's dialogues hold.
+    """
     try:
-        return [_dialogue(item["conversation"]) for item in found]
+        spoken = dialogue["conversation"]
+        names = [name for name, said in spoken.items() if isinstance(said, list)]
+        names.sort(key=lambda name: int(name.removeprefix(_SESSION)))
+        turns = [turn for name in names for turn in spoken[name]]
+        told = [Utterance(turn["speaker"], turn["text"]) for turn in turns]
+        return [said for said in told if said.text.strip()]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise KVPolicyError(
-            f"{path} lacks a part of what LoCoMo's files hold ({error!r})"
+            f"a dialogue lacks a part of what LoCoMo's have ({error!r})"
         ) from error
-
-
-def _dialogue(spoken: dict[str, Any]) -> list[Utterance]:
-    names = [name for name, said in spoken.items() if isinstance(said, list)]
-    names.sort(key=lambda name: int(name.removeprefix(_SESSION)))
-    turns = [turn for name in names for turn in spoken[name]]
-    told = [Utterance(turn["speaker"], turn["text"]) for turn in turns]
-    return [said for said in told if said.text.strip()]
 
 
 def _is_locomo(found: Any) -> bool:
