@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
+from time import process_time
 from typing import Annotated, Any
 
 import typer
@@ -44,6 +45,8 @@ class Run:
         guides: per query, numbers of the guides that were chosen; the first query
             stands for the cache that is there.
         encode_ms, match_ms: per query after the first.
+        cpu_ms: of all threads of this process, for both; what else runs on the
+            machine hardly changes it.
     """
 
     dialogue: int
@@ -54,6 +57,7 @@ class Run:
     guides: list[int]
     encode_ms: list[float]
     match_ms: list[float]
+    cpu_ms: list[float]
 
     @property
     def switches(self) -> list[int]:
@@ -81,15 +85,16 @@ def routes(
     settings: EpisodeSettings,
     encoder: Encoder,
     query_utterances: int,
-) -> Iterator[Route]:
-    """The routes of a dialogue's second half."""
+) -> Iterator[tuple[Route, float]]:
+    """The routes of a dialogue's second half, and milliseconds of CPU time of each."""
     book = EpisodeBook(settings, lambda _: encoder)
     half = len(history) // 2
     for at in range(half, len(history) - query_utterances + 1, query_utterances):
         query = dialogue_text(history[at : at + query_utterances])
+        started = process_time()
         route = book.route("benchmark", history[:at], query)
         assert route is not None
-        yield route
+        yield route, (process_time() - started) * 1e3
 
 
 def run_dialogue(
@@ -100,7 +105,8 @@ def run_dialogue(
     query_utterances: int,
 ) -> Run:
     """Route a dialogue."""
-    found = list(routes(history, settings, encoder, query_utterances))
+    timed = list(routes(history, settings, encoder, query_utterances))
+    found = [route for route, _ in timed]
     numbers: dict[str, int] = {}
     half = len(history) // 2
     first = found[0]
@@ -113,6 +119,7 @@ def run_dialogue(
         [numbers.setdefault(route.guide, len(numbers)) for route in found],
         [route.encode_ms for route in found[1:]],
         [route.match_ms for route in found[1:]],
+        [cpu_ms for _, cpu_ms in timed[1:]],
     )
 
 
@@ -120,7 +127,7 @@ def table(runs: Sequence[Run]) -> Table:
     """A row per dialogue, and one for all."""
     shown = Table(
         *("dialogue", "utter.", "segm.", "first, s", "queries", "switches"),
-        *("share", "shuffled", "encode, ms", "match, ms"),
+        *("share", "shuffled", "encode, ms", "match, ms", "CPU, ms"),
     )
     for run in runs:
         shown.add_row(
@@ -134,6 +141,7 @@ def table(runs: Sequence[Run]) -> Table:
             f"{run.shuffled_share:.0%}",
             _times(run.encode_ms),
             _times(run.match_ms),
+            _times(run.cpu_ms),
         )
     could = sum(len(run.guides) - 1 for run in runs)
     switches = sum(run.switches[-1] for run in runs)
@@ -146,6 +154,7 @@ def table(runs: Sequence[Run]) -> Table:
         f"{mean:.0%}",
         _times([ms for run in runs for ms in run.encode_ms]),
         _times([ms for run in runs for ms in run.match_ms]),
+        _times([ms for run in runs for ms in run.cpu_ms]),
     )
     return shown
 

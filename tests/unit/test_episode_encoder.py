@@ -52,6 +52,16 @@ def test_vectors_have_length_one(minilm):
     assert np.linalg.norm(vectors, axis=1) == pytest.approx(1, abs=1e-5)
 
 
+def test_a_model_that_does_not_normalise_is_asked_to():
+    class Model:
+        def encode(self, texts, *, normalize_embeddings=False, **_):
+            long = np.full((len(texts), 4), 3.0)
+            return long / 6 if normalize_embeddings else long
+
+    vectors = module._SentenceEncoder(Model()).encode(["a", "b"])
+    assert np.linalg.norm(vectors, axis=1) == pytest.approx(1)
+
+
 def test_a_text_s_vector_does_not_depend_on_the_others(minilm):
     texts = [text for group in TEXTS.values() for text in group] + ["long " * 200]
     alone = np.concatenate([embed(minilm, [text]) for text in texts])

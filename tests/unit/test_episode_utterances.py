@@ -95,8 +95,12 @@ SPLIT = {
         [("user", "Our chat of 8 May"), ("Ann", "hi"), ("Bob", "hello"), ("Ann", "so")],
     ),
     "names of several words": (
-        "Dr. Jane O'Neil: hi\nSpeaker 2: hello\nDr. Jane O'Neil: so",
-        [("Dr. Jane O'Neil", "hi"), ("Speaker 2", "hello"), ("Dr. Jane O'Neil", "so")],
+        "Dr. Jane van O'Neil: hi\nSpeaker 2: hello\nDr. Jane van O'Neil: so",
+        [
+            ("Dr. Jane van O'Neil", "hi"),
+            ("Speaker 2", "hello"),
+            ("Dr. Jane van O'Neil", "so"),
+        ],
     ),
     "roles, though small": (
         "user: hi\nassistant: hello\nuser: so",

@@ -167,10 +167,11 @@ def _caption(episode: int, segments: int, text: str) -> str:
 
 
 def _title(found: EpisodeMap) -> str:
-    title = (
+    counts = (
         f"{found.utterances} utterances, {len(found.labels)} segments, "
         f"{len(found.medoids)} episodes"
     )
+    made = f"by {found.encoder}"
     if not np.isnan(found.silhouette):
-        title += f"  ·  silhouette {found.silhouette:.2f}"
-    return f"{title}  ·  {found.encoder}".replace("$", r"\$")
+        made += f"  ·  silhouette {found.silhouette:.2f}"
+    return f"{counts}\n{made}".replace("$", r"\$")
