@@ -54,6 +54,7 @@ def settings(episodes=4, **more):
         ({"encoder": None}, "encoder is None"),
         ({"recluster_growth": 0}, "recluster_growth is 0"),
         ({"recluster_growth": float("nan")}, "recluster_growth is nan"),
+        ({"recluster_growth": float("inf")}, "recluster_growth is inf"),
         ({"recluster_growth": "0.5"}, "recluster_growth is '0.5'"),
         ({"recluster_growth": True}, "recluster_growth is True"),
         ({"seed": -1}, "seed is -1"),
