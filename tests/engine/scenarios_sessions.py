@@ -168,6 +168,13 @@ def odds(model: str, policy: dict[str, Any]) -> dict[str, Any]:
         for twin, prompt in zip(twins, longer, strict=True)
     ]
     found["twins_restored"] = [driver.cached.get(twin, 0) for twin in twins]
+    # one that began in the prefix cache, whose tokens are asked for nothing
+    ask(first[:192], [], "carol", 3)
+    keeper(driver).clear()
+    short, found["hit_restored"] = ask(first[:210], [], "carol", 9)
+    long = [*first[:210], *short, *random_tokens(8, 150, VOCABULARY)]
+    theirs, found["cached_restored"] = ask(long, [219], "carol")
+    found["cached"] = (theirs, anew(long, [219]))
     finish(driver)
     return found | {"tracked": driver.check_policy_state(), "counts": counts(driver)}
 

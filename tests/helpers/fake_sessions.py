@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fake_engine import FakeEngine, Request
 
 from vllm_kvplugins.residency.plan import BlockSpan, Compaction
 from vllm_kvplugins.residency.saved import SavedCache
 from vllm_kvplugins.residency.transfer import Transfer
+from vllm_kvplugins.residency.windows import first_saved
 
 
 class SessionEngine(FakeEngine):
     """Saves what requests have, and resumes them."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # request -> position from which on the worker has seen its queries
+        self.known_from: dict[str, int] = {}
+
     @property
     def transfer(self) -> Transfer:
         return Transfer(self.runtime)
 
-    def save(self, name: str) -> SavedCache:
-        """Copy what a request has, as its end would."""
+    def save(self, name: str, cut: int = 0) -> SavedCache:
+        """Copy what a request has, as its end would.
+
+        Args:
+            cut: computed tokens that were in flight when it ended.
+        """
         request, plan = self.requests[name], self.plan(name)
         done = plan.num_done(request.computed)
         last = plan.compaction(done - 1) if done else None
@@ -25,8 +37,14 @@ class SessionEngine(FakeEngine):
             last.at_tokens, BlockSpan(0, last.zone.stop), last.zone
         )
         first = last.zone.start if last else 0
-        blocks = request.table[first : -(-request.computed // self.block)]
-        return self.transfer.save(name, compaction, request.computed, blocks)
+        tokens = request.computed - cut
+        blocks = request.table[first : -(-tokens // self.block)]
+        wanted = self.runtime.policy.queries_needed
+        at = last.at_tokens if last else 0
+        query = first_saved(
+            tokens, request.computed, wanted, self.known_from.get(name, 0), at
+        )
+        return self.transfer.save(name, compaction, tokens, blocks, query)
 
     def resume(
         self,
@@ -62,12 +80,16 @@ class SessionEngine(FakeEngine):
         at = saved.compaction.at_tokens if saved.compaction else 0
         tokens = min(saved.tokens, prompt - 1, most or prompt)
         wanted = self.runtime.policy.queries_needed
-        request.computed = tokens = self.plan(old.name).can_start_at(tokens, at, wanted)
+        request.computed = tokens = self.plan(old.name).can_start_at(
+            tokens, at, wanted, saved.first_query
+        )
         if self.runtime.policy.observes_steps and tokens < saved.tokens:
             # what was observed of later tokens cannot be taken back
             request.restored = None
             request.start_over()
+            self.known_from.pop(old.name, None)
             return request
+        self.known_from[old.name] = min(saved.first_query, tokens)
         first = saved.compaction.zone.start if saved.compaction else 0
         request.held = set(range(first, -(-tokens // self.block)))
         fresh = [self.free.pop() for _ in request.held]

@@ -66,3 +66,24 @@ def test_restored_session_keeps_its_budget_at_the_end_of_the_prompt(case):
     assert short.resident_blocks(prompt) <= policy.plan(
         fresh, GEOMETRY
     ).resident_blocks(prompt)
+
+
+@settings(deadline=None)
+@given(continued(), st.integers(0, 500), st.integers(0, 150), st.integers(0, 600))
+def test_a_request_starts_as_late_as_its_queries_allow(case, more, wanted, known):
+    """Against trying every start: all queries of the next compaction must be
+    restored or computed."""
+    prompt, restored, plan = case
+    tokens, at = min(restored.at_tokens + more, prompt - 1), restored.at_tokens
+    first_query = max(tokens - known, 0)
+    starts = range(at, tokens + 1)
+    cut = plan.next_cut(at)
+    if cut is not None:
+        needed = max(cut - wanted, at)
+        starts = [
+            start
+            for start in starts
+            if start <= cut and (start <= needed or first_query <= needed)
+        ]
+    found = plan.can_start_at(tokens, at, wanted, first_query)
+    assert found == max(starts, default=0)

@@ -320,7 +320,7 @@ def test_a_step_past_the_compaction_is_our_bug_and_shows():
 def test_missing_queries_are_our_bug_and_show():
     bench = Bench(SNAPKV)
     prompt = 6 * BLOCK
-    with pytest.raises(AssertionError, match="queries of the window are missing"):
+    with pytest.raises(AssertionError, match="queries 88 to 96 are missing"):
         bench.step(("a", prompt, prompt - 3, 3))
 
 

@@ -37,7 +37,7 @@ def session(name: str, ids: np.ndarray, at: int = 0, owner: str = "o", size: int
     if at >= BLOCK:
         stop = at // BLOCK
         compaction = Compaction(at, BlockSpan(0, stop), BlockSpan(stop - 1, stop))
-    return Session(name, owner, ids, compaction, size)
+    return Session(name, owner, ids, compaction, size, first_query=len(ids))
 
 
 # -- the index -----------------------------------------------------------------------
@@ -296,7 +296,7 @@ def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path):
 class Caches:
     """A worker's caches: whatever is asked for."""
 
-    def save(self, request_id, compaction, tokens, blocks):
+    def save(self, request_id, compaction, tokens, blocks, first_query):
         if request_id == "no memory":
             raise MemoryError("none left")
         return cache(tokens)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 import torch
 from fake_engine import LAYERS, Request
@@ -41,9 +44,13 @@ def small(name: str) -> dict[str, object]:
     return {"name": name} | config | budget
 
 
-def whole(name: str = "r") -> Request:
-    """Tokens of the whole conversation, whoever computes them."""
-    return Request.make(name, LONGEST, 0)
+def says(request: Request) -> Request:
+    """The request with the tokens of the whole conversation, whoever computes
+    them."""
+    source = Request.make("r", LONGEST, 0)
+    request.keys, request.values = source.keys, source.values
+    request.queries, request.visible = source.queries, source.visible
+    return request
 
 
 def run(engine: SessionEngine, request: Request, chunk: int) -> None:
@@ -53,24 +60,30 @@ def run(engine: SessionEngine, request: Request, chunk: int) -> None:
 
 def talk(engine: SessionEngine, chunk: int, by_turns: bool) -> Request:
     """Three requests, each with the history of those before."""
-    source, saved, request = whole(), None, None
+    saved, request = None, None
     for turn, prompt in enumerate(PROMPTS):
         answer = 12 if turn < 2 else 20
         ends = ENDS[:turn] if by_turns else ()
         if saved is None:
-            request = engine.add("r", prompt, answer, ends)
-            request.keys, request.values = source.keys, source.values
-            request.queries, request.visible = source.queries, source.visible
+            request = says(engine.add("r", prompt, answer, ends))
         else:
             assert request is not None
             request = engine.resume(request, saved, prompt, answer, ends)
-            assert request.computed > PROMPTS[turn - 1] - 8, "recomputed too much"
+            assert request.computed == saved.tokens, "computed something again"
         run(engine, request, chunk)
         saved = engine.save("r")
         if turn < 2:
             engine.remove("r")
     assert request is not None
     return request
+
+
+def alone(policy: dict[str, object], chunk: int) -> tuple[SessionEngine, Request]:
+    """One request that has all the turns; stays in its engine."""
+    engine = SessionEngine(policy, BLOCK, 80, sessions=True)
+    request = says(engine.add("r", PROMPTS[-1], 20, ENDS))
+    run(engine, request, chunk)
+    return engine, request
 
 
 @pytest.mark.parametrize("base", COMPRESSORS)
@@ -80,16 +93,58 @@ def test_several_requests_keep_what_one_would(base, chunk):
     policy = flow(base, ratio=0.4)
     parts = SessionEngine(policy, BLOCK, 80, sessions=True)
     request = talk(parts, chunk, by_turns=True)
-    one = SessionEngine(policy, BLOCK, 80, sessions=True)
-    alone, source = one.add("r", PROMPTS[-1], 20, ENDS), whole()
-    alone.keys, alone.values = source.keys, source.values
-    alone.queries, alone.visible = source.queries, source.visible
-    run(one, alone, chunk)
-    assert request.kept == alone.kept
-    assert contents(parts, request) == contents(one, alone)
+    one, expected = alone(policy, chunk)
+    assert request.kept == expected.kept
+    assert contents(parts, request) == contents(one, expected)
     for engine in (parts, one):
         engine.remove("r")
         engine.check_idle()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_queries_are_there_whatever_happens_in_between(seed):
+    """Cut short with steps in flight, preempted, branched off, in chunks of any
+    size: the same queries choose what stays, and who goes on where a session ended
+    computes nothing again."""
+    print("seed", seed)
+    rng = random.Random(seed)
+    policy = flow(rng.choice(["snapkv", "protokv", "tova"]), ratio=0.4)
+    one, expected = alone(policy, 200)
+    engine = SessionEngine(policy, BLOCK, 80, sessions=True)
+    saved: SavedCache | None = None
+    ended: Request | None = None
+    for prompt in (33, 52, 60, 71, 85, 100):
+        ends = tuple(end for end in ENDS if end <= prompt)
+        if saved is None or ended is None:
+            request = says(engine.add("r", prompt, 12, ends))
+        else:
+            at = saved.compaction.at_tokens if saved.compaction else 0
+            branch = max(prompt - rng.randrange(1, 30), at + 1)
+            most = branch if rng.random() < 0.3 else prompt - 1
+            request = engine.resume(ended, saved, prompt, 12, ends, most)
+            cut = engine.plan("r").next_cut(at) or prompt
+            if saved.first_query <= saved.tokens - 6 and saved.tokens <= min(most, cut):
+                assert request.computed == saved.tokens, "computed something again"
+        stop = rng.randrange(prompt // 2, prompt + 12)
+        while not request.done and request.computed < stop:
+            engine.step({"r": rng.choice([1, 2, 3, 7, 30])})
+            if rng.random() < 0.05:
+                engine.preempt("r")
+                engine.known_from.pop("r", None)
+                request.restored = None
+        if prompt == PROMPTS[-1]:
+            break
+        known = request.computed - min(rng.choice([0, 0, 1, 2, 3]), request.computed)
+        plan = engine.plan("r")
+        if known and plan.num_done(known) == plan.num_done(request.computed):
+            saved = engine.save("r", request.computed - known)
+            ended = replace(
+                request, kept=list(request.kept), visible=request.visible.clone()
+            )
+        engine.remove("r")
+    run(engine, request, 200)
+    assert request.kept == expected.kept
+    assert contents(engine, request) == contents(one, expected)
 
 
 @pytest.mark.parametrize("name", DROPPING)
@@ -108,10 +163,7 @@ def test_any_policy_goes_on_from_what_it_kept(name):
 def test_two_requests_go_on_from_one_session(name):
     """A fork disturbs neither its sibling nor what was saved."""
     engine = SessionEngine(small(name), BLOCK, 120, sessions=True)
-    first = engine.add("r", 40, 12)
-    source = whole()
-    first.keys, first.values, first.queries = source.keys, source.values, source.queries
-    first.visible = source.visible
+    first = says(engine.add("r", 40, 12))
     run(engine, first, 9)
     saved = engine.save("r")
     before = [saved.zone.clone(), saved.tail.clone()]
@@ -137,21 +189,38 @@ def test_two_requests_go_on_from_one_session(name):
     engine.check_idle()
 
 
-def test_what_was_written_is_what_is_read(tmp_path):
-    engine = SessionEngine(small("h2o"), BLOCK, 80, sessions=True)
+@pytest.mark.parametrize("name", ["h2o", "snapkv"])
+def test_what_was_written_is_what_is_read(tmp_path, name):
+    engine = SessionEngine(small(name), BLOCK, 80, sessions=True)
     request = engine.add("r", 40, 12)
     run(engine, request, 9)
     saved = engine.save("r")
-    assert set(saved.observed) == set(range(LAYERS))
+    assert set(saved.observed) == (set(range(LAYERS)) if name == "h2o" else set())
+    assert saved.first_query == (51 if name == "h2o" else 40)
     tokens = torch.arange(saved.tokens).numpy().astype("int32")
-    session = Session("s", "owner", tokens, saved.compaction, saved.num_bytes)
+    session = Session(
+        "s",
+        "owner",
+        tokens,
+        saved.compaction,
+        saved.num_bytes,
+        saved.first_query,
+    )
     files = SessionDir(tmp_path, Identity.of(model="m"))
     files.prepare()
     files.write(session, 0, saved)
     read = files.read("s", 0)
     assert (read.tokens, read.compaction) == (saved.tokens, saved.compaction)
-    for name in ("counts", "positions", "zone", "tail"):
-        assert torch.equal(getattr(read, name), getattr(saved, name)), name
+    for part in ("counts", "positions", "zone", "tail"):
+        assert torch.equal(getattr(read, part), getattr(saved, part)), part
+    assert (read.queries is None) == (saved.queries is None) == (name == "h2o")
+    if saved.queries is not None:
+        expected = request.queries[:, 40:51]
+        assert torch.equal(read.queries, expected)
+        pages = (saved.zone.numel() + saved.tail.numel()) * 4
+        assert read.num_bytes == pages + expected.numel() * 4
+    (found,) = files.scan()
+    assert found[0].first_query == saved.first_query
     # others' leftovers in its partial page are not written down
     assert saved.tail.isfinite().all()
     for layer, packed in saved.observed.items():
@@ -160,18 +229,18 @@ def test_what_was_written_is_what_is_read(tmp_path):
 
 
 def test_a_cache_of_another_layout_does_not_fit():
-    engine = SessionEngine(small("snapkv"), BLOCK, 80)
+    engine = SessionEngine(small("snapkv"), BLOCK, 80, sessions=True)
     run(engine, engine.add("r", 40, 2), 9)
     saved = engine.save("r")
-    other = SessionEngine(small("snapkv"), 2 * BLOCK, 80)
+    other = SessionEngine(small("snapkv"), 2 * BLOCK, 80, sessions=True)
     assert "pages of" in str(misfit(other.heap, saved))
     saved.layout = "other"
     assert "instruction set" in str(misfit(engine.heap, saved))
 
 
 def test_a_request_compacted_elsewhere_is_not_saved():
-    engine = SessionEngine(small("snapkv"), BLOCK, 80)
+    engine = SessionEngine(small("snapkv"), BLOCK, 80, sessions=True)
     run(engine, engine.add("r", 40, 2), 9)
     with pytest.raises(ValueError, match="compacted at 40"):
-        engine.transfer.save("r", None, 41, engine.requests["r"].table)
+        engine.transfer.save("r", None, 41, engine.requests["r"].table, 41)
     assert isinstance(engine.save("r"), SavedCache)

@@ -228,20 +228,25 @@ class ResidencyPlan:
         previous = self.compaction(done - 1).at_tokens if done else 0
         return max(cut - wanted, previous)
 
-    def can_start_at(self, tokens: int, compacted_at: int, wanted: int) -> int:
+    def can_start_at(
+        self, tokens: int, compacted_at: int, wanted: int, first_query: int
+    ) -> int:
         """From how many of ``tokens`` restored ones a request can go on: from none
-        that the next compaction needs as a query.
+        behind the next compaction, and from none that it needs as a query, if the
+        oldest query that it needs is not restored with them.
 
         Args:
             compacted_at: of the restored cache, without which it makes no sense.
             wanted: queries that a compaction needs.
+            first_query: position from which on queries are restored.
 
         Returns:
             At least ``compacted_at``; 0 = from none.
         """
         cut = self.next_cut(compacted_at)
         if cut is not None:
-            tokens = min(tokens, self.window_start(cut, wanted))
+            opens = self.window_start(cut, wanted)
+            tokens = min(tokens, cut if first_query <= opens else opens)
         return tokens if tokens >= compacted_at else 0
 
     @property

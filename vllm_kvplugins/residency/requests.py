@@ -9,7 +9,8 @@ import torch
 
 from vllm_kvplugins.policies.base import Geometry
 from vllm_kvplugins.residency.heap import Heap
-from vllm_kvplugins.residency.plan import Compaction, ResidencyPlan
+from vllm_kvplugins.residency.plan import Compaction
+from vllm_kvplugins.residency.windows import StepQueries, Window
 
 
 @dataclass(slots=True)
@@ -52,31 +53,12 @@ class Resident:
 
 
 @dataclass(slots=True)
-class Window:
-    """The newest queries before a compaction, gathered over several steps.
-
-    Attributes:
-        at_tokens: the compaction that they are for.
-        gathered: how many tokens have been gathered so far.
-        queries: per layer, parts of [num_q_heads, tokens, head_dim].
-    """
-
-    at_tokens: int
-    gathered: int = 0
-    queries: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-
-    def take(self, layer: int) -> torch.Tensor:
-        """All queries of a layer, oldest first; they are let go."""
-        return torch.cat(self.queries.pop(layer), dim=1)
-
-
-@dataclass(slots=True)
 class Tracked:
     """Everything about one request; gone when it is forgotten.
 
     Attributes:
         resident: set once it has been compacted.
-        window: set while queries for its next compaction are gathered.
+        window: its newest queries, if they are kept.
         observed: per layer, what the policy's ``observe`` last returned.
         restored: the compaction behind the cache that it started from.
     """
@@ -86,34 +68,16 @@ class Tracked:
     observed: dict[int, Any] = field(default_factory=dict)
     restored: Compaction | None = None
 
-    def keep_queries(
-        self, row: Row, plan: ResidencyPlan, cut: int, wanted: int
-    ) -> tuple[Window, int, int] | None:
-        """Which of a step's queries score the compaction at ``cut``.
-
-        A window never reaches past the compaction before.
-
-        Args:
-            wanted: newest queries that the policy needs.
-
-        Returns:
-            The window that they belong to, index of the first among the step's
-            tokens, how many; None if there are none.
-        """
-        opens = plan.window_start(cut, wanted)
-        start = max(row.computed_tokens, opens)
+    def keep_queries(self, row: Row, since: int, step: StepQueries) -> None:
+        """Keep a step's queries, from the token at position ``since`` on."""
+        start = max(row.computed_tokens, since)
         if start >= row.after_tokens:
-            return None
-        window = self.window
-        if window is None or (window.at_tokens, window.gathered) != (
-            cut,
-            start - opens,
-        ):
-            assert start == opens, "queries of the window are missing"
-            window = self.window = Window(cut)
-        count = row.after_tokens - start
-        window.gathered += count
-        return window, row.first_query + start - row.computed_tokens, count
+            return
+        if self.window is None or self.window.stop != start:
+            self.window = Window(start, start)
+        first = row.first_query + start - row.computed_tokens
+        self.window.add(step, first, row.after_tokens - start)
+        self.window.drop_before(since)
 
     @property
     def compacted_at(self) -> int:
@@ -181,6 +145,8 @@ class Due:
 
     row: Row
     compaction: Compaction
+    # position of the first query that scores it; the step's last one ends them
+    first_query: int
     # int64, physical ids of the request's blocks; entries below its tail are stale
     blocks: torch.Tensor
 

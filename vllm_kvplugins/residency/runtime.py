@@ -40,10 +40,10 @@ from vllm_kvplugins.residency.requests import (
     Resident,
     Row,
     Tracked,
-    Window,
 )
 from vllm_kvplugins.residency.retrieval import Retrieval
 from vllm_kvplugins.residency.views import Views
+from vllm_kvplugins.residency.windows import StepQueries, first_kept
 from vllm_kvplugins.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ class PolicyRuntime:
         policy: the policy, already validated.
         geometry: of this worker's cache.
         sessions: requests may be continued: who observes a prompt observes the
-            answer too, since the next request will not compute it again.
+            answer too, and the newest queries are kept, since the next request will
+            not compute these tokens again.
     """
 
     def __init__(
@@ -77,8 +78,8 @@ class PolicyRuntime:
         # probes
         self._prompts: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
         self._due: list[Due] = []
-        # this step's rows whose queries are kept: window, first token, how many
-        self._kept: list[tuple[Window, int, int]] = []
+        # this step's queries that are kept
+        self._kept = StepQueries(geometry.num_layers)
         # this step's rows that the policy observes, with what they own
         self._seen: list[tuple[Row, PageList]] = []
         # what the requests due own before their compaction, if tokens leave for the
@@ -89,9 +90,11 @@ class PolicyRuntime:
         self._plans = Plans(policy, geometry)
         self._observes = policy.observes
         # also requests that are never compacted: one that goes on may be
-        self._observes_all = sessions and policy.observes_steps
-        if self._observes_all:
+        observes_all = sessions and policy.observes_steps
+        if observes_all:
             self._observes |= Trigger.DECODE_STEP
+        self._keeps_newest = sessions and policy.queries_needed > 0
+        self._notes_all = observes_all or self._keeps_newest
 
     # -- start-up ---------------------------------------------------------
 
@@ -182,14 +185,15 @@ class PolicyRuntime:
             block_table: int32 [rows, blocks], vLLM's.
         """
         assert self.tables is not None, "not attached"
-        self._due, self._kept, self._seen, self._leaving = [], [], [], []
+        self._due, self._seen, self._leaving = [], [], []
+        self._kept = StepQueries(self.geometry.num_layers)
         seats = [0] * seq_lens.numel()
         for index, row in enumerate(rows):
             resident = self._resident(row)
             if resident is not None:
                 seats[index] = resident.seat
             plan = self._plan_of(row.request_id, row.prompt_tokens)
-            if not plan.is_static or self._observes_all:
+            if not plan.is_static or self._notes_all:
                 self._note(row, plan, block_table[index])
         if self.retrieval is not None:
             self.retrieval.begin_step(rows)
@@ -213,15 +217,18 @@ class PolicyRuntime:
         """Queries to keep, observations to make, a compaction to run."""
         cut = plan.next_cut(row.computed_tokens)
         assert cut is None or row.after_tokens <= cut, "a step ran past a compaction"
-        if cut is not None:
+        wanted = self.policy.queries_needed
+        first = plan.window_start(cut, wanted) if cut is not None else None
+        since = first_kept(row.after_tokens, wanted) if self._keeps_newest else first
+        if since is not None and since < row.after_tokens:
             tracked = self._requests.setdefault(row.request_id, Tracked())
-            kept = tracked.keep_queries(row, plan, cut, self.policy.queries_needed)
-            if kept is not None:
-                self._kept.append(kept)
-            if row.after_tokens == cut:
-                compaction = plan.due(row.computed_tokens, row.after_tokens)
-                assert compaction is not None
-                self._due.append(Due(row, compaction, blocks.long().clone()))
+            tracked.keep_queries(row, since, self._kept)
+        if row.after_tokens == cut:
+            compaction = plan.due(row.computed_tokens, row.after_tokens)
+            assert compaction is not None
+            assert first is not None
+            due = Due(row, compaction, first, blocks.long().clone())
+            self._due.append(due)
         decoding = row.computed_tokens >= row.prompt_tokens
         phase = Trigger.DECODE_STEP if decoding else Trigger.PREFILL_CHUNK
         if phase in self._observes:
@@ -251,9 +258,8 @@ class PolicyRuntime:
             )
         if self.retrieval is not None and not self._leaving:
             self.retrieval.fetch_for_next_step(layer, queries)
-        for window, first, count in self._kept:
-            part = queries[first : first + count].transpose(0, 1)
-            window.queries.setdefault(layer, []).append(part.contiguous())
+        if len(self._kept):
+            self._kept.put(layer, queries)
         for row, owned in self._seen:
             tracked = self._requests.setdefault(row.request_id, Tracked())
             part = queries[row.first_query : row.first_query + row.new_tokens]
@@ -329,12 +335,14 @@ class PolicyRuntime:
         """
         if tracked != Tracked():
             self._requests[request_id] = tracked
-        due = self._plan_of(request_id, prompt_tokens).due(tracked.compacted_at, tokens)
+        plan = self._plan_of(request_id, prompt_tokens)
+        due = plan.due(tracked.compacted_at, tokens)
         if due is not None:
             holes = tracked.restored.zone.start if tracked.restored else 0
             row = Row(request_id, prompt_tokens, tokens - 1, 1, 0)
-            whole = torch.cat([blocks.new_zeros(holes), blocks])
-            self._compact([Due(row, due, whole)])
+            first = plan.window_start(tokens, self.policy.queries_needed)
+            table = torch.cat([blocks.new_zeros(holes), blocks])
+            self._compact([Due(row, due, first, table)])
 
     # -- requests that go ----------------------------------------------------
 

@@ -32,6 +32,8 @@ class SavedCache:
         zone: [sum of counts, page_elems], row by row.
         tail: [rows * tail blocks, page_elems], row by row.
         layout: digest of the layout of its pages.
+        queries: [num_layers, n, num_q_heads, head_dim], of its newest tokens; None =
+            the policy needs none.
         observed: per layer, what the policy's ``observe`` last returned, packed.
         offloaded: what it has on the host, which moves with it; None = nothing.
     """
@@ -43,13 +45,20 @@ class SavedCache:
     zone: torch.Tensor
     tail: torch.Tensor
     layout: str
+    queries: torch.Tensor | None = None
     observed: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     offloaded: Offloaded | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Memory of its pages."""
-        return (self.zone.numel() + self.tail.numel()) * self.zone.itemsize
+        """Memory of its pages and queries."""
+        queries = self.queries.nbytes if self.queries is not None else 0
+        return self.zone.nbytes + self.tail.nbytes + queries
+
+    @property
+    def first_query(self) -> int:
+        """Position of the first of ``queries``; ``tokens`` if there are none."""
+        return self.tokens - (self.queries.shape[1] if self.queries is not None else 0)
 
 
 def take_out(

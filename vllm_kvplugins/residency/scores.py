@@ -8,8 +8,6 @@ from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.residency.requests import Due, PageList, Tracked
 from vllm_kvplugins.residency.views import Views
 
-_NO_QUERIES = torch.empty(0, 0, 0)
-
 
 def slot_scores(
     policy: KVCachePolicy,
@@ -36,20 +34,22 @@ def slot_scores(
     # layers with fewer slots than the longest stay at -inf beyond their own
     scores = torch.full(shape, -torch.inf, device=heap.pages.device)
     window, tracked.window = tracked.window, None
+    queries = torch.empty(heap.num_layers, 0, 0, 0)
+    if due.first_query < row.after_tokens:
+        assert window is not None, "its queries are missing"
+        queries = window.take(due.first_query, row.after_tokens)
     compaction = due.compaction
     blocks = len(compaction.zone) - compaction.fixed_blocks
     budget = blocks * size + row.after_tokens % size
     for layer in range(heap.num_layers):
-        queries = window.take(layer) if window else _NO_QUERIES
         order = None
         if tracked.resident is not None:
             # a landing zone is in no order: show it oldest first
             positions = views.positions(layer, owned, row.after_tokens)
             order = positions.argsort(dim=1, stable=True)
         observed = tracked.observed.get(layer)
-        view = views.view(
-            layer, owned, row.after_tokens, queries, observed, budget, order
-        )
+        mine = queries[layer].transpose(0, 1).contiguous()
+        view = views.view(layer, owned, row.after_tokens, mine, observed, budget, order)
         score = policy.score(view)
         if order is not None:
             score = score.scatter(1, order, score)

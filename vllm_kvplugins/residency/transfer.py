@@ -11,6 +11,7 @@ from vllm_kvplugins.residency.plan import Compaction
 from vllm_kvplugins.residency.requests import Tracked
 from vllm_kvplugins.residency.runtime import PolicyRuntime
 from vllm_kvplugins.residency.saved import SavedCache, misfit, put_back, take_out
+from vllm_kvplugins.residency.windows import Window
 
 
 class Transfer:
@@ -40,6 +41,7 @@ class Transfer:
         compaction: Compaction | None,
         tokens: int,
         blocks: Sequence[int],
+        first_query: int,
     ) -> SavedCache:
         """Copy a request's cache out of the pool; call before it is forgotten.
 
@@ -47,9 +49,11 @@ class Transfer:
             compaction: its last one, candidates counted from block 0.
             tokens: whose cache to save.
             blocks: physical ids, from its first resident block on.
+            first_query: position of the first query to save; ``tokens`` = none.
 
         Raises:
-            ValueError: the request was last compacted at another token count.
+            ValueError: the request was last compacted at another token count, or its
+                queries were not kept.
         """
         runtime = self._runtime
         assert runtime.tables is not None, "not attached"
@@ -69,6 +73,11 @@ class Transfer:
             tokens,
             self._ids(blocks),
         )
+        if first_query < tokens:
+            window = tracked.window
+            if window is None or not window.has(first_query, tokens):
+                raise ValueError(f"no queries of tokens {first_query} to {tokens}")
+            saved.queries = window.take(first_query, tokens)
         if runtime.policy.observes_steps:
             for layer, observed in tracked.observed.items():
                 saved.observed[layer] = runtime.policy.pack_observed(observed)
@@ -117,5 +126,8 @@ class Transfer:
             layer: runtime.policy.unpack_observed(packed)
             for layer, packed in saved.observed.items()
         }
-        tracked = Tracked(resident, observed=observed, restored=saved.compaction)
+        window = None
+        if saved.queries is not None:
+            window = Window.restored(saved.queries, saved.first_query, tokens)
+        tracked = Tracked(resident, window, observed, saved.compaction)
         runtime.adopt(request_id, prompt_tokens, tracked, tokens, ids)

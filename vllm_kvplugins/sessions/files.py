@@ -31,7 +31,7 @@ from vllm_kvplugins.residency.plan import BlockSpan, Compaction
 from vllm_kvplugins.residency.saved import SavedCache
 from vllm_kvplugins.sessions.orders import Session, Tokens
 
-FORMAT = "kvp-session-1"
+FORMAT = "kvp-session-2"
 _SUFFIX = ".safetensors"
 _OBSERVED = "observed"
 
@@ -111,6 +111,7 @@ class SessionDir:
             "session": session.session_id,
             "owner": session.owner,
             "num_bytes": str(session.num_bytes),
+            "first_query": str(session.first_query),
             "compaction": json.dumps(_packed(session.compaction)),
             "layout": saved.layout,
         }
@@ -214,6 +215,8 @@ def _tensors(session: Session, saved: SavedCache) -> dict[str, torch.Tensor]:
         "zone": saved.zone,
         "tail": saved.tail,
     }
+    if saved.queries is not None:
+        tensors["queries"] = saved.queries
     for layer, packed in saved.observed.items():
         for name, tensor in packed.items():
             tensors[f"{_OBSERVED}.{layer}.{name}"] = tensor
@@ -235,6 +238,7 @@ def _saved(about: Mapping[str, str], tensors: dict[str, torch.Tensor]) -> SavedC
         zone=tensors["zone"],
         tail=tensors["tail"],
         layout=about["layout"],
+        queries=tensors.get("queries"),
         observed=observed,
     )
 
@@ -247,6 +251,7 @@ def _session(about: Mapping[str, str], tokens: torch.Tensor) -> Session:
         tokens=ids,
         compaction=_unpacked(json.loads(about["compaction"])),
         num_bytes=int(about["num_bytes"]),
+        first_query=int(about["first_query"]),
     )
 
 

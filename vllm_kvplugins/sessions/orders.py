@@ -24,6 +24,8 @@ class Session:
         compaction: the last one that ran, its candidates counted from block 0;
             None = every token is there.
         num_bytes: on all ranks together.
+        first_query: position of the first of its tokens' queries that are kept;
+            the number of tokens = none are.
     """
 
     session_id: str
@@ -31,6 +33,7 @@ class Session:
     tokens: Tokens
     compaction: Compaction | None
     num_bytes: int
+    first_query: int
 
     @property
     def compacted_at(self) -> int:

@@ -25,6 +25,7 @@ class Caches(Protocol):
         compaction: Compaction | None,
         tokens: int,
         blocks: tuple[int, ...],
+        first_query: int,
     ) -> SavedCache:
         """Copy a request's cache out of the pool."""
 
@@ -124,7 +125,11 @@ class Vault:
         session = save.session
         try:
             saved = self._caches.save(
-                save.request_id, session.compaction, len(session.tokens), save.blocks
+                save.request_id,
+                session.compaction,
+                len(session.tokens),
+                save.blocks,
+                session.first_query,
             )
         except (MemoryError, RuntimeError, ValueError) as error:
             # torch raises RuntimeError where there is no memory

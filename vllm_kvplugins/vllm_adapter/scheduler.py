@@ -84,6 +84,8 @@ class ResidencyScheduling:
         if match is not None:
             manager.start_from(request, match)
             blocks, hit_tokens = self.kv_cache_manager.empty_kv_cache_blocks, 0
+        if sessions is not None:
+            sessions.begin(request, hit_tokens, match)
         return (blocks, hit_tokens, *rest)
 
 

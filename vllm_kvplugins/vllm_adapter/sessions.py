@@ -20,7 +20,13 @@ from vllm_kvplugins.config import CONFIG_KEY, describe, parse_policy, parse_sess
 from vllm_kvplugins.policies.base import KVCachePolicy, Retention
 from vllm_kvplugins.residency.host_tier import default_limit_bytes
 from vllm_kvplugins.residency.plan import BlockSpan, Compaction
-from vllm_kvplugins.sessions.files import Identity, SessionDir, SessionFileError
+from vllm_kvplugins.residency.windows import first_saved
+from vllm_kvplugins.sessions.files import (
+    FORMAT,
+    Identity,
+    SessionDir,
+    SessionFileError,
+)
 from vllm_kvplugins.sessions.keeper import Keeper, Match
 from vllm_kvplugins.sessions.orders import Session, Tokens
 from vllm_kvplugins.vllm_adapter.turns import asked_patched_prompt
@@ -82,6 +88,7 @@ def _identity(vllm_config: Any, request: Any) -> Identity:
         block_size=cache.block_size,
         max_model_len=model.max_model_len,
         plugin=__version__,
+        format=FORMAT,
     )
 
 
@@ -151,6 +158,9 @@ class SchedulerSessions:
         )
         self._said = asdict(self.keeper.counts)
         self._prompts: WeakKeyDictionary[Any, Tokens] = WeakKeyDictionary()
+        # request -> position from which on its worker has seen its queries
+        self._queries_from: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._query_bytes = _query_bytes(vllm_config)
         if files is not None:
             self._find(files)
 
@@ -196,15 +206,26 @@ class SchedulerSessions:
 
     def _usable(self, request: Any, session: Session, shared: int) -> int:
         """How many of the shared tokens a request can start from: not its last
-        one, and none that the next compaction needs as a query."""
+        one, and none whose query the next compaction needs and nobody kept."""
         tokens = min(shared, request.num_prompt_tokens - 1)
         plan = self._manager.plan_from(request, session.compaction)
         tokens = plan.can_start_at(
-            tokens, session.compacted_at, self._policy.queries_needed
+            tokens,
+            session.compacted_at,
+            self._policy.queries_needed,
+            session.first_query,
         )
         # what was observed of later tokens cannot be taken back
         whole = tokens == len(session.tokens)
         return tokens if whole or not self._policy.observes_steps else 0
+
+    def begin(self, request: Any, hit_tokens: int, match: Match | None) -> None:
+        """A request will start behind so many tokens of the prefix cache, which has
+        no queries, or else from a session, if it is given blocks."""
+        known = hit_tokens
+        if match is not None:
+            known = min(match.session.first_query, match.tokens)
+        self._queries_from[request] = known
 
     def start(self, request: Any, match: Match | None) -> None:
         """A request was given its blocks: from a session, or from nothing."""
@@ -243,12 +264,21 @@ class SchedulerSessions:
         size = self._manager.block_size * self._geometry.kv_bytes_per_token
         host_bytes = self._policy.host_bytes(tokens, self._geometry)
         patched = asked_patched_prompt(request.sampling_params) if compaction else ()
+        first_query = first_saved(
+            tokens,
+            request.num_computed_tokens,
+            self._policy.queries_needed,
+            self._queries_from.get(request, 0),
+            compaction.at_tokens if compaction else 0,
+        )
+        query_bytes = (tokens - first_query) * self._query_bytes
         session = Session(
             session_id=uuid.uuid4().hex,
             owner=owner_of(request, patched),
             tokens=_ids(request.all_token_ids[:tokens]),
             compaction=compaction,
-            num_bytes=len(blocks) * size + host_bytes,
+            num_bytes=len(blocks) * size + query_bytes + host_bytes,
+            first_query=first_query,
         )
         ids = (block.block_id for block in blocks)
         if self.keeper.save(session, request.request_id, ids) and host_bytes:
@@ -267,6 +297,14 @@ class SchedulerSessions:
 
     def _blocks_of(self, tokens: int) -> int:
         return -(-tokens // self._manager.block_size)
+
+
+def _query_bytes(vllm_config: Any) -> int:
+    """Of one token, all layers, all heads of all ranks together."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    heads = model.get_num_attention_heads(parallel) * parallel.tensor_parallel_size
+    layers: int = model.get_num_layers(parallel)
+    return layers * heads * model.get_head_size() * model.dtype.itemsize
 
 
 def _has_plain_prompt(request: Any) -> bool:

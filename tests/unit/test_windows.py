@@ -1,0 +1,97 @@
+"""The newest queries of requests: kept step by step, sliced when they are wanted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvplugins.residency.requests import Row, Tracked
+from vllm_kvplugins.residency.windows import (
+    SPARE_TOKENS,
+    StepQueries,
+    Window,
+    first_kept,
+    first_saved,
+)
+
+LAYERS = 2
+
+
+def queries_of(name: int, start: int, stop: int, layer: int) -> torch.Tensor:
+    """[tokens, 1 head, 2]: whose query of which layer, and its position."""
+    at = torch.arange(start, stop, dtype=torch.float32)
+    return torch.stack([torch.full_like(at, 10.0 * name + layer), at], 1)[:, None]
+
+
+@settings(deadline=None)
+@given(
+    steps=st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1),
+    wanted=st.integers(1, 7),
+    behind=st.integers(0, 12),
+)
+def test_what_the_scheduler_counts_on_is_there(steps, wanted, behind):
+    """Three requests that join and leave steps with chunks of any size."""
+    tracked, computed = [Tracked() for _ in range(3)], [0] * 3
+    for chunks in steps:
+        step, parts, rows = StepQueries(LAYERS), [], []
+        for name, new in enumerate(chunks):
+            if new:
+                first = rows[-1].first_query + rows[-1].new_tokens if rows else 0
+                rows.append(Row(str(name), 99, computed[name], new, first))
+                computed[name] += new
+                tracked[name].keep_queries(
+                    rows[-1], first_kept(computed[name], wanted), step
+                )
+        for layer in range(LAYERS if rows else 0):
+            parts = [
+                queries_of(int(r.request_id), r.computed_tokens, r.after_tokens, layer)
+                for r in rows
+            ]
+            buffer = torch.cat(parts)
+            step.put(layer, buffer)
+            buffer.fill_(torch.nan)  # whoever computed them goes on using the memory
+    for name, at in enumerate(computed):
+        tokens = max(at - behind, 0)
+        first = first_saved(tokens, at, wanted, 0, 0)
+        # as many as are wanted, unless more was in flight than any engine has
+        assert first == max(min(at - wanted - SPARE_TOKENS, tokens), 0)
+        if first < tokens:
+            found = tracked[name].window.take(first, tokens)
+            for layer in range(LAYERS):
+                assert torch.equal(found[layer], queries_of(name, first, tokens, layer))
+            kept = sum(count for _, _, count in tracked[name].window.parts)
+            assert kept < wanted + SPARE_TOKENS + 9, "old steps are held"
+
+
+def test_nobody_counts_on_queries_that_were_never_computed():
+    assert first_saved(100, 100, 30, known_from=0, compacted_at=0) == 62
+    assert first_saved(100, 102, 30, known_from=0, compacted_at=0) == 64
+    assert first_saved(100, 100, 30, known_from=96, compacted_at=0) == 96
+    assert first_saved(100, 100, 30, known_from=0, compacted_at=90) == 90
+    assert first_saved(100, 101, 0, known_from=0, compacted_at=0) == 100
+    assert first_saved(100, 140, 30, known_from=0, compacted_at=0) == 100
+
+
+def test_a_restored_window_ends_where_the_request_goes_on():
+    saved = queries_of(1, 40, 50, 0)[None]
+    whole = Window.restored(saved, 40, 50)
+    assert torch.equal(whole.take(43, 50), saved[:, 3:])
+    branch = Window.restored(saved, 40, 44)
+    assert torch.equal(branch.take(40, 44), saved[:, :4])
+    assert not branch.has(40, 45)
+    assert Window.restored(saved, 40, 40) is None
+    with pytest.raises(AssertionError, match="queries 38 to 44 are missing"):
+        branch.take(38, 44)
+
+
+def test_a_gap_starts_a_new_window():
+    """A request that is computed anew is not continued where it had been."""
+    tracked = Tracked()
+    for start, stop in ((0, 9), (4, 6)):
+        step = StepQueries(LAYERS)
+        tracked.keep_queries(Row("r", 99, start, stop - start, 0), 0, step)
+        for layer in range(LAYERS):
+            step.put(layer, queries_of(1, start, stop, layer))
+    assert (tracked.window.first, tracked.window.stop) == (4, 6)
