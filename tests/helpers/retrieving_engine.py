@@ -13,6 +13,7 @@ from vllm_kvplugins.policies.base import Retention
 from vllm_kvplugins.residency.requests import Row
 
 BLOCK, BLOCKS, SINKS, WINDOW, SKIP = 4, 120, 2, 5, 1
+MOST_ASKING = 32
 RETRIEVERS = sorted(
     name
     for name in available_policies()
@@ -106,7 +107,9 @@ class RetrievingEngine(FakeEngine):
             layer -= 1
         elif request.name in self.served:
             step = self.last_step[request.name]
-        return request.queries[layer, step]
+        tokens = step.stop - step.start
+        asking = torch.linspace(0, tokens - 1, min(tokens, MOST_ASKING)).long()
+        return request.queries[layer, step.start + asking]
 
     def _check_kept(self, request: Request, kept: Any, zone_blocks: int) -> None:
         request.visible[:] = True  # nothing is ever dropped

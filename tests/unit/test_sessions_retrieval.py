@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engine import Request
+from fake_engine import GROUP, LAYERS, Request
 from fake_sessions import SessionEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,6 +73,37 @@ def test_a_conversation_keeps_its_index(name, more):
     fake.transfer.discard(saved)
     fake.check_idle()
     assert fake.runtime.retrieval.tier.used_bytes == 0
+
+
+def test_of_a_long_question_only_some_tokens_ask():
+    """The oracle takes 32 queries, first and last and evenly in between."""
+    fake = engine("exact-topk")
+    asked = []
+    fetch = fake.runtime.retrieval._fetch
+
+    def noted(batch, layer, queries):
+        asked.append(queries.shape[2] // GROUP)
+        return fetch(batch, layer, queries)
+
+    request = fake.add("r", 40, 15)
+    long = Request.make("r", 200, 0)
+    request.keys, request.values = long.keys, long.values
+    request.queries, request.visible = long.queries, long.visible
+    while not request.done:
+        fake.step({"r": 10})
+    saved = fake.save("r")
+    fake.remove("r")
+    request = fake.resume(request, saved, 190, 2)
+    fake.runtime.retrieval._fetch = noted
+    before, steps = request.computed, []
+    for most in (32, 33, 60):
+        fake.step({"r": most})
+        steps.append(request.computed - before)
+        before = request.computed
+    assert steps == [32, 33, 60]
+    assert asked == [32] * 3 * (LAYERS - SKIP), "so many searches cost too much"
+    fake.remove("r")
+    fake.check_idle()
 
 
 def test_company_comes_and_goes():
