@@ -355,6 +355,10 @@ def test_sessions_are_on_for_policies_that_work_by_turns():
     assert not parse_sessions({"name": "snapkv"}).on_for(works_by_turns=False)
     assert parse_sessions({"session_memory": "1GiB"}).on_for(works_by_turns=False)
     assert not parse_sessions({"sessions": False}).on_for(works_by_turns=True)
+    assert parse_sessions({"sessions": True}).on_for(works_by_turns=False)
+    # said, but nothing is set by it
+    unset = {"session_memory": None, "session_max_age_s": None}
+    assert not parse_sessions(unset).on_for(works_by_turns=False)
 
 
 @pytest.mark.parametrize(

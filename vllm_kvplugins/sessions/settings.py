@@ -42,21 +42,23 @@ class SessionSettings(BaseModel):
         description='Most bytes in session_dir ("20GiB"); null: no limit.',
     )
 
+    @property
+    def _given(self) -> list[str]:
+        """Other settings than ``sessions`` that the user has set."""
+        return sorted(self.model_dump(exclude={"sessions"}, exclude_none=True))
+
     @model_validator(mode="after")
     def _consistent(self) -> SessionSettings:
-        given = self.model_fields_set - {"sessions"}
-        said = sorted(name for name in given if getattr(self, name) is not None)
-        if self.sessions is False and said:
-            raise ValueError(f"sessions is false, but {', '.join(said)} is set")
+        if self.sessions is False and self._given:
+            raise ValueError(f"sessions is false, but {', '.join(self._given)} is set")
         if self.session_disk is not None and self.session_dir is None:
             raise ValueError("session_disk needs a session_dir")
         return self
 
     def on_for(self, works_by_turns: bool) -> bool:
         """Whether sessions are kept under a policy that does or does not."""
-        given = self.model_fields_set - {"sessions"}
         if self.sessions is None:
-            return works_by_turns or any(getattr(self, n) is not None for n in given)
+            return works_by_turns or bool(self._given)
         return self.sessions
 
 
