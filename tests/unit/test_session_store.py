@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 from pathlib import Path
@@ -200,11 +201,25 @@ def test_new_weights_leave_no_session():
     assert (keeper.num_sessions, keeper.held_bytes, keeper.written_bytes) == (0, 0, 0)
 
 
-def test_a_session_too_large_for_memory_is_not_kept_and_drives_nobody_out():
+def test_a_session_too_large_for_memory_is_not_kept_and_drives_nobody_out(
+    caplog, monkeypatch
+):
+    # vLLM, where it has been imported, keeps its loggers to itself
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     keeper = Keeper(10)
     assert keeper.save(session("s", tokens(1, 2, 3), size=10), "r", ())
-    assert not keeper.save(session("t", tokens(4, 5, 6), size=11), "q", ())
+    # one that is under way cannot leave; that passes, and nobody has to be told
+    assert not keeper.save(session("u", tokens(7, 8, 9), size=3), "p", ())
+    assert not caplog.records
+    keeper.take_orders()
+    keeper.hear([Report("saved", "s")])
+    for number in range(2):
+        large = session(f"t{number}", tokens(4, 5, number), size=11)
+        assert not keeper.save(large, "q", ())
     assert keeper.num_sessions == 1
+    assert (keeper.counts.refused, keeper.counts.evictions) == (3, 0)
+    (said,) = caplog.records
+    assert "a session of 3 tokens takes 1 MiB, more than all" in said.getMessage()
 
 
 # -- files ---------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from vllm_kvplugins.sessions.orders import (
     Session,
     Tokens,
 )
+
+logger = logging.getLogger("vllm.kv_policy")
 
 Progress = Literal["no", "under way", "done"]
 
@@ -61,6 +64,7 @@ class Counts:
     restored_tokens: int = 0
     recomputed_tokens: int = 0
     evictions: int = 0
+    refused: int = 0
     failures: int = 0
 
 
@@ -106,6 +110,7 @@ class Keeper:
         self.held_bytes = 0
         self.written_bytes = 0
         self._orders = Orders()
+        self._said_too_large = False
         # request that waits -> session that it waits for
         self._wanted: dict[str, str] = {}
 
@@ -194,6 +199,7 @@ class Keeper:
                 self._remove(other.session_id)  # the same conversation again
                 break
         if not self._make_room(session.num_bytes):
+            self._refuse(session)
             return False
         self._index.add(session)
         kept = _Kept("no", "no", self._clock(), {"saved": self._ranks})
@@ -204,6 +210,19 @@ class Keeper:
             kept.waiting["written"] = self._ranks
         self._orders.saves.append(Save(session, request_id, tuple(blocks)))
         return True
+
+    def _refuse(self, session: Session) -> None:
+        self.counts.refused += 1
+        if session.num_bytes > self.memory_bytes and not self._said_too_large:
+            self._said_too_large = True
+            logger.warning(
+                "a session of %d tokens takes %d MiB, more than all of session_memory "
+                "(%d MiB): it is not kept, nor are others as large, and their next "
+                "requests compute everything anew; raise session_memory",
+                len(session.tokens),
+                -(-session.num_bytes >> 20),
+                self.memory_bytes >> 20,
+            )
 
     def found(self, session: Session, last_used: float) -> None:
         """A session lies in its file since before the start.

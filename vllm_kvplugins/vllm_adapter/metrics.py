@@ -20,6 +20,7 @@
 | ``vllm:kv_policy_session_restored_tokens_total`` | counter | saved by sessions |
 | ``vllm:kv_policy_session_recomputed_tokens_total`` | counter | not saved |
 | ``vllm:kv_policy_session_evictions_total`` | counter | gone for room, age |
+| ``vllm:kv_policy_session_refused_total`` | counter | not kept, no room |
 | ``vllm:kv_policy_session_failures_total`` | counter | sessions lost to an error |
 """
 
@@ -45,6 +46,7 @@ _SUMS = (
     "session_restored_tokens",
     "session_recomputed_tokens",
     "session_evictions",
+    "session_refused",
     "session_failures",
 )
 _LATEST = (
@@ -135,6 +137,7 @@ class PolicyPromMetrics(KVConnectorPromMetrics):
             "Prompt tokens that a session had, computed again.",
         )
         self._counter("session_evictions", "Sessions dropped for room or age.")
+        self._counter("session_refused", "Sessions not kept, as there was no room.")
         self._counter("session_failures", "Sessions lost to an error.")
         self._histogram(_SECONDS, "Seconds to score, select and move one request.")
 
