@@ -192,7 +192,7 @@ def faults(model: str, policy: dict[str, Any], folder: str) -> dict[str, Any]:
     whole = session_files._write_atomically
     found: dict[str, Any] = {}
 
-    def full(path: Path, contents: bytes) -> None:
+    def full(path: Path, tensors: Any, about: Any) -> None:
         raise OSError(28, "No space left on device")
 
     prompts = {i: random_tokens(i, 400, VOCABULARY) for i in range(6)}

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from vllm_kvplugins.cli.app import app
@@ -20,6 +22,7 @@ from vllm_kvplugins.config import parse_policy, parse_sessions
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.residency.plan import BlockSpan, Compaction
 from vllm_kvplugins.residency.saved import SavedCache
+from vllm_kvplugins.sessions import files as session_files
 from vllm_kvplugins.sessions.files import Identity, SessionDir, SessionFileError
 from vllm_kvplugins.sessions.index import SessionIndex
 from vllm_kvplugins.sessions.keeper import Keeper
@@ -300,6 +303,46 @@ def test_nothing_is_left_of_a_write_that_fails(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write(files)
     assert list(files.folder.iterdir()) == []
+
+
+def test_why_a_file_cannot_be_written_is_one_kind_of_error(tmp_path, monkeypatch):
+    def full(tensors: object, path: str, about: object) -> None:
+        Path(path).write_bytes(b"a part")
+        raise SafetensorError("No space left on device")
+
+    files = folder(tmp_path)
+    monkeypatch.setattr(session_files, "save_file", full)
+    with pytest.raises(OSError, match=r"s\.r0of1.*No space"):
+        write(files)
+    assert list(files.folder.iterdir()) == []
+
+
+def test_a_file_is_its_owners_and_takes_no_memory_to_write(tmp_path, monkeypatch):
+    """Synced as what it is: whoever wrote it may have made another file of it."""
+    files, large = folder(tmp_path), cache()
+    large.tail = torch.zeros(6000, 1000)
+    synced = []
+    sync = os.fsync
+
+    def noted(handle: int) -> None:
+        stat = os.fstat(handle)
+        synced.append((stat.st_ino, stat.st_size))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    mask = os.umask(0)
+    tracemalloc.start()
+    try:
+        files.write(session("s", np.arange(9, dtype=np.int32)), 0, large)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        os.umask(mask)
+    assert peak < large.tail.nbytes / 20
+    stat = files.path("s", 0).stat()
+    assert stat.st_mode & 0o777 == 0o600
+    assert synced == [(stat.st_ino, stat.st_size)]
+    assert torch.equal(files.read("s", 0).tail, large.tail)
 
 
 def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path):

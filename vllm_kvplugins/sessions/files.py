@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.residency.plan import BlockSpan, Compaction
@@ -116,7 +116,7 @@ class SessionDir:
             "layout": saved.layout,
         }
         about["digest"] = _digest(about, tensors)
-        _write_atomically(self.path(session.session_id, rank), save(tensors, about))
+        _write_atomically(self.path(session.session_id, rank), tensors, about)
 
     def read(self, session_id: str, rank: int) -> SavedCache:
         """Load a rank's part.
@@ -171,17 +171,23 @@ class SessionDir:
 # -- one file ------------------------------------------------------------------------
 
 
-def _write_atomically(path: Path, contents: bytes) -> None:
+def _write_atomically(
+    path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]
+) -> None:
+    """Tensor by tensor: a session may take as much memory as there is."""
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    os.close(handle)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(contents)
-            file.flush()
+        save_file(dict(tensors), name, dict(about))
+        # opened now: it may have been written as another file, and moved there
+        with open(name, "rb") as file:
+            os.fchmod(file.fileno(), 0o600)
             os.fsync(file.fileno())
         Path(name).replace(path)
-    except BaseException:
+    except SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from error
+    finally:
         Path(name).unlink(missing_ok=True)
-        raise
 
 
 def _read(
