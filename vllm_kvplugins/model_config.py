@@ -13,6 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from vllm_kvplugins.errors import KVPolicyError
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -50,6 +52,40 @@ class CacheShape:
     def bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of K and V of one token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes
+
+
+class ModelFingerprint(BaseModel):
+    """What tells one model's configuration from another's.
+
+    Models that differ in their weights alone, such as a base model and its fine-tuned
+    ones, have the same. None: the configuration does not say.
+
+    Attributes:
+        rope: base, type and scaling, by their names in the configuration.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    architecture: str | None
+    num_layers: int
+    num_heads: int | None
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int | None
+    vocab_size: int | None
+    rope: dict[str, Any] | None
+
+    def differences(self, other: ModelFingerprint) -> list[str]:
+        """Where two fingerprints differ; what either does not know does not count."""
+        pairs = [
+            (name, getattr(self, name), getattr(other, name))
+            for name in type(self).model_fields
+        ]
+        return [
+            f"{name} {mine!r} there, {yours!r} here"
+            for name, mine, yours in pairs
+            if mine is not None and yours is not None and mine != yours
+        ]
 
 
 @dataclass(frozen=True)
@@ -150,6 +186,37 @@ class ConfigOnlyModel:
                 "it the configuration of a model that generates text?"
             )
         return CacheShape(layers, kv_heads, head_dim)
+
+    def fingerprint(self) -> ModelFingerprint:
+        """See ``ModelFingerprint``.
+
+        Raises:
+            KVPolicyError: as ``cache_shape``.
+        """
+        shape = self.cache_shape()
+        named = self.config.get("architectures") or [None]
+        return ModelFingerprint(
+            architecture=named[0],
+            num_layers=shape.num_layers,
+            num_heads=self._first(_HEADS),
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            hidden_size=self._first(_HIDDEN),
+            vocab_size=self._first(("vocab_size",)),
+            rope=self._rope(),
+        )
+
+    def _rope(self) -> dict[str, Any] | None:
+        """Both forms of transformers, before and since its version 5, as the latter."""
+        found = self.text.get("rope_parameters")
+        if not isinstance(found, dict):
+            found = dict(self.text.get("rope_scaling") or {})
+            if "rope_theta" in self.text:
+                found["rope_theta"] = self.text["rope_theta"]
+        known = {key: value for key, value in found.items() if value is not None}
+        if "type" in known:
+            known.setdefault("rope_type", known.pop("type"))
+        return {"rope_type": "default"} | known if known else None
 
     def _kv_heads(self, heads: int | None) -> int | None:
         """As many as there are heads, unless the file says otherwise."""

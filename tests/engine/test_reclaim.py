@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from harness import run_scenario
 from policy_settings import write_weights
-from tiny_model import KV_HEADS, LAYERS
+from profiles import write_made
+from tiny_model import KV_HEADS, LAYERS, LLAMA
 
 from vllm_kvplugins.budgets import ALLOCATORS
 
@@ -28,7 +29,12 @@ BUDGET = 512
 def seen(model: str, allocator: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         weights = write_weights(Path(folder, "weights.json"), LAYERS, KV_HEADS)
-        chosen = weights if allocator == "file" else allocator
+        profile = write_made(Path(folder, "profile.json"), [0.1, 0.3], config=LLAMA)
+        made = {
+            "file": weights,
+            "sensitivity": {"name": "sensitivity", "profile": profile},
+        }
+        chosen = made.get(allocator, allocator)
         policy = {"name": "snapkv", "budget": BUDGET, "allocator": chosen}
         result: dict[str, Any] = run_scenario(
             "scenarios_tiny:observe_reclaim", {"model": model, "policy": policy}

@@ -13,6 +13,8 @@ import pytest
 from harness import engine_environment, run_scenario
 from tiny_model import write_config
 
+from vllm_kvplugins.sensitivity.profile import shipped_profiles
+
 pytestmark = pytest.mark.engine
 
 MLA = {
@@ -64,6 +66,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         SNAPKV | {"allocator": "pyramids"},
         {},
         ["allocator", "'pyramids'", "pyramid", "uniform"],
+    ),
+    "profile of another model": (
+        SNAPKV
+        | {"allocator": {"name": "sensitivity", "profile": str(shipped_profiles()[0])}},
+        {},
+        ["30 layers, the model has 2", "another model", "hidden_size 576 there"],
     ),
     "two bad settings": (
         SNAPKV | {"budget": 10, "kernel_size": 4},

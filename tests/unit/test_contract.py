@@ -28,6 +28,7 @@ from policy_settings import (
     wants_history,
     write_weights,
 )
+from profiles import write_made
 
 from vllm_kvplugins.budgets import ALLOCATORS
 from vllm_kvplugins.config import parse_policy
@@ -79,10 +80,20 @@ def weights_file() -> dict[str, str]:
     return write_weights(Path(folder.name, "weights.json"), LAYERS, KV_HEADS)
 
 
+@functools.cache
+def profile_file() -> str:
+    folder = tempfile.TemporaryDirectory(prefix="kvp-profile")
+    atexit.register(folder.cleanup)
+    rising = [0.1 * layer for layer in range(LAYERS)]
+    return write_made(Path(folder.name, "profile.json"), rising)
+
+
 def settings(name: str, allocator: str, budget: str) -> dict[str, Any]:
     wanted: dict[str, Any] = {**SMALL, **BUDGETS[budget], "allocator": allocator}
     if allocator == "file":
         wanted["allocator"] = weights_file()
+    if allocator == "sensitivity":
+        wanted["allocator"] = {"name": allocator, "profile": profile_file()}
     return configure(name, wanted)
 
 
@@ -247,7 +258,7 @@ def test_budgets_mean_what_they_say(pair):
     counts = {len(head) for layer in first for head in layer}
     if allocator == "uniform":
         assert len(counts) == 1
-    if allocator in ("pyramid", "file"):
+    if allocator in ("pyramid", "file", "sensitivity"):
         assert len(counts) > 1
     one = alone((*pair, "one-page"), "tail")[0]
     assert {len(head) for layer in one for head in layer} == {BLOCK + 38 % BLOCK}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from vllm_kvplugins.cli import (
+    calibrate,
     doctor,
     explain,
     listing,
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.command("calibrate")(calibrate.calibrate)
 app.command("list")(listing.list_policies)
 app.command("doctor")(doctor.doctor)
 app.command("explain")(explain.explain)

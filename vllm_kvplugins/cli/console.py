@@ -39,7 +39,7 @@ def user_errors() -> Iterator[None]:
         fail(str(error))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in ("torch", "vllm"):
+        if missing not in ("torch", "transformers", "vllm"):
             raise
         fail(
             f"{missing} is not installed; `kvplugins doctor` says what is missing and "

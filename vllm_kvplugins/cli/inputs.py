@@ -52,14 +52,27 @@ def read_prompt(path: Path) -> str:
     """The prompt's text.
 
     Raises:
+        KVPolicyError: as ``read_text``.
+    """
+    return read_text(path, "prompt", "--prompt-file")
+
+
+def read_text(path: Path, what: str, option: str) -> str:
+    """A text that the user gives.
+
+    Args:
+        what: it is for, for messages.
+        option: the one that named it.
+
+    Raises:
         KVPolicyError: no such file, not UTF-8, or nothing in it.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise KVPolicyError(
-            f"cannot read the prompt file {path}: {error.strerror}; pass a text file "
-            "with --prompt-file"
+            f"cannot read the {what} file {path}: {error.strerror}; pass a text file "
+            f"with {option}"
         ) from error
     except UnicodeDecodeError as error:
         raise KVPolicyError(
@@ -67,7 +80,7 @@ def read_prompt(path: Path) -> str:
             "convert it first"
         ) from error
     if not text.strip():
-        raise KVPolicyError(f"the prompt file {path} is empty; write a prompt into it")
+        raise KVPolicyError(f"the {what} file {path} is empty; write a {what} into it")
     return text
 
 

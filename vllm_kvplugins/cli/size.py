@@ -205,7 +205,13 @@ def _refuse_what_the_engine_refuses(
     refuse(title, reasons)
     shape = model.cache_shape()
     allocator = policy.page_allocator()
-    refuse(title, allocator.problems(shape.num_layers, shape.num_kv_heads))
+    refuse(
+        title,
+        [
+            *allocator.problems(shape.num_layers, shape.num_kv_heads),
+            *allocator.model_problems(model.fingerprint),
+        ],
+    )
 
 
 def _refuse_impossible_lengths(

@@ -328,6 +328,17 @@ class KVCachePolicy(BaseModel, ABC):
         """How a compaction shares pages between layers and KV heads."""
         return Uniform()
 
+    def with_allocator(
+        self, request: dict[str, Any], allocator: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The request for this policy, asking for another allocator.
+
+        Args:
+            request: what this policy was parsed from.
+            allocator: as ``parse_allocator`` takes it.
+        """
+        return request | {"allocator": allocator}
+
     def problems(self) -> list[str]:
         """Contradictions between this policy's own settings, for the user."""
         return []

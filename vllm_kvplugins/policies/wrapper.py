@@ -117,5 +117,13 @@ class Wrapper(KVCachePolicy):
     def page_allocator(self) -> PageAllocator:
         return self._base.page_allocator()
 
+    def with_allocator(
+        self, request: dict[str, Any], allocator: dict[str, Any]
+    ) -> dict[str, Any]:
+        if "allocator" in self.taken_settings:
+            return super().with_allocator(request, allocator)
+        base = self._base.with_allocator(self.base_config, allocator)
+        return request | {"base_config": base}
+
     def problems(self) -> list[str]:
         return [f"{self.base}: {problem}" for problem in self._base.problems()]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvplugins.config import CONFIG_KEY, parse_policy, parse_sessions
 from vllm_kvplugins.errors import KVPolicyError, refuse
+from vllm_kvplugins.model_config import ConfigOnlyModel, ModelFingerprint
 from vllm_kvplugins.policies.base import Geometry, KVCachePolicy, Retention
 from vllm_kvplugins.residency.runtime import PolicyRuntime
 from vllm_kvplugins.residency.transfer import Transfer
@@ -22,6 +23,7 @@ from vllm_kvplugins.sessions.vault import Vault
 from vllm_kvplugins.vllm_adapter import (
     compat,
     host_memory,
+    layer_budgets,
     probing,
     sessions,
     turns,
@@ -100,6 +102,9 @@ def finish_config(
         episode_builds.install()
     config = vllm_config.additional_config
     request = host_memory.limited(config[CONFIG_KEY], policy)
+    request = layer_budgets.settled(
+        request, policy, lambda: fingerprint_of(vllm_config)
+    )
     request = turns.settled(request, policy, lambda: _tokenizer(vllm_config))
     request = sessions.settled(request, policy)
     vllm_config.additional_config = config | {CONFIG_KEY: request}
@@ -123,7 +128,10 @@ def _tokenizer(vllm_config: VllmConfig) -> Any:
 def _shape_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
     geometry = geometry_of(vllm_config)
     allocator = policy.page_allocator()
-    return allocator.problems(geometry.num_layers, geometry.num_kv_heads)
+    return [
+        *allocator.problems(geometry.num_layers, geometry.num_kv_heads),
+        *allocator.model_problems(lambda: fingerprint_of(vllm_config)),
+    ]
 
 
 def policy_of(vllm_config: VllmConfig) -> KVCachePolicy | None:
@@ -131,6 +139,13 @@ def policy_of(vllm_config: VllmConfig) -> KVCachePolicy | None:
     config = vllm_config.additional_config
     request = config.get(CONFIG_KEY) if isinstance(config, dict) else None
     return None if request is None else parse_policy(request)
+
+
+def fingerprint_of(vllm_config: VllmConfig) -> ModelFingerprint:
+    """Of the whole model, over all ranks."""
+    model = vllm_config.model_config
+    config = model.hf_config.to_dict()
+    return ConfigOnlyModel(model.model, str(model.dtype), config).fingerprint()
 
 
 def geometry_of(vllm_config: VllmConfig) -> Geometry:

@@ -1,0 +1,36 @@
+"""Budgets: how much a request keeps, and how layers and KV heads share it.
+
+A request that keeps M blocks owns M * L * H pages, and any (layer, KV head)
+may use any of them. Allocators therefore hand out whole pages whose sum is
+exactly M * L * H: what is freed does not depend on who got how much.
+"""
+
+from __future__ import annotations
+
+from vllm_kvplugins.budgets.allocators import (
+    CrossLayer,
+    FileWeights,
+    HeadAdaptive,
+    Pyramid,
+    Uniform,
+)
+from vllm_kvplugins.budgets.amounts import Budget, parse_bytes
+from vllm_kvplugins.budgets.base import PageAllocator
+from vllm_kvplugins.budgets.registry import ALLOCATORS, parse_allocator
+from vllm_kvplugins.budgets.rounding import round_to_pages
+from vllm_kvplugins.budgets.sensitivity import Sensitivity
+
+__all__ = [
+    "ALLOCATORS",
+    "Budget",
+    "CrossLayer",
+    "FileWeights",
+    "HeadAdaptive",
+    "PageAllocator",
+    "Pyramid",
+    "Sensitivity",
+    "Uniform",
+    "parse_allocator",
+    "parse_bytes",
+    "round_to_pages",
+]

@@ -1,0 +1,232 @@
+"""``kvplugins calibrate``: how sensitive each layer of a model is to eviction."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+from vllm_kvplugins.cli.console import out, user_errors
+from vllm_kvplugins.cli.inputs import Model, check_targets, read_text
+from vllm_kvplugins.errors import KVPolicyError, refuse
+
+if TYPE_CHECKING:
+    from vllm_kvplugins.model_config import ConfigOnlyModel
+    from vllm_kvplugins.sensitivity.profile import (
+        DocumentSensitivity,
+        MeasureSettings,
+        SensitivityProfile,
+    )
+
+OWN_TEXT = "harrow-bend.txt"
+
+
+def calibrate(
+    model: Model,
+    out_path: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="PROFILE.json", help="Where to write."),
+    ],
+    document: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="F",
+            help="Text to measure on, UTF-8; several are averaged. Default: a story "
+            "that comes with this program.",
+        ),
+    ] = None,
+    budget: Annotated[
+        int, typer.Option(metavar="M", min=1, help="Tokens that the second pass sees.")
+    ] = 1024,
+    sinks: Annotated[
+        int, typer.Option(metavar="N", min=0, help="First tokens among them.")
+    ] = 4,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="N", min=2, help="Read no more of each document.")
+    ] = 8192,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Of weights and keys.")
+    ] = "float32",
+) -> None:
+    """Measure each layer's sensitivity for the allocator `sensitivity` (EpiCache)."""
+    with user_errors():
+        check_targets(out_path)
+        settings = _settings(budget, sinks, dtype)
+        config = _checked_config(model, dtype)
+        texts = _texts(document or [])
+        found = _measure(model, config, texts, settings, max_tokens)
+        _write(found, out_path)
+    _print_summary(found, out_path)
+
+
+def _settings(budget: int, sinks: int, dtype: str) -> MeasureSettings:
+    from vllm_kvplugins.sensitivity.profile import MeasureSettings
+
+    try:
+        return MeasureSettings(budget=budget, sinks=sinks, dtype=dtype)
+    except ValidationError as error:
+        said = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise KVPolicyError(said) from error
+
+
+def _checked_config(model: str, dtype: str) -> ConfigOnlyModel:
+    """Refuse what no policy can run on before its weights are loaded."""
+    from vllm_kvplugins.model_config import read_model_config
+    from vllm_kvplugins.vllm_adapter import validation
+
+    config = read_model_config(model, dtype)
+    reasons = [*validation.model_problems(config), *config.layer_problems()]
+    refuse(f"{model} cannot be calibrated", reasons)
+    return config
+
+
+def _texts(documents: list[Path]) -> dict[str, str]:
+    """Name -> text; the one of this package if the user gives none."""
+    if not documents:
+        own = resources.files("vllm_kvplugins.sensitivity") / OWN_TEXT
+        return {OWN_TEXT: own.read_text(encoding="utf-8")}
+    texts = {path.name: read_text(path, "document", "--document") for path in documents}
+    if len(texts) < len(documents):
+        raise KVPolicyError(
+            "two documents have the same file name; give each a name of its own"
+        )
+    return texts
+
+
+def _measure(
+    model: str,
+    config: ConfigOnlyModel,
+    texts: dict[str, str],
+    settings: MeasureSettings,
+    max_tokens: int,
+) -> SensitivityProfile:
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    from vllm_kvplugins import __version__
+    from vllm_kvplugins.model_config import ConfigOnlyModel
+    from vllm_kvplugins.sensitivity.measure import load_model
+    from vllm_kvplugins.sensitivity.profile import SensitivityProfile, mean_sensitivity
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise KVPolicyError(
+            f"transformers finds no tokenizer for {model}: {error}"
+        ) from error
+    positions = config.max_positions or max_tokens
+    tokens = _tokens(tokenizer, texts, min(max_tokens, positions), settings.budget)
+    loaded = load_model(model, settings.dtype)
+    fingerprint = ConfigOnlyModel(model, "", loaded.config.to_dict()).fingerprint()
+    with _progress(len(tokens) * fingerprint.num_layers) as progress:
+        documents = [
+            _measure_one(loaded, name, texts[name], ids, settings, progress)
+            for name, ids in tokens.items()
+        ]
+    return SensitivityProfile(
+        plugin=__version__,
+        model=Path(model).name,
+        fingerprint=fingerprint,
+        settings=settings,
+        documents=tuple(documents),
+        sensitivity=mean_sensitivity(documents),
+    )
+
+
+def _tokens(
+    tokenizer: Any, texts: dict[str, str], most: int, budget: int
+) -> dict[str, list[int]]:
+    """Name -> token ids.
+
+    Raises:
+        KVPolicyError: documents in which nothing would be masked; all of them.
+    """
+    tokens = {name: tokenizer.encode(text)[:most] for name, text in texts.items()}
+    refuse(
+        f"with a budget of {budget} tokens nothing would be masked",
+        [
+            f"{name} has {len(ids)} tokens to read (at most {most}); give a longer "
+            "document or a smaller --budget"
+            for name, ids in tokens.items()
+            if len(ids) <= budget
+        ],
+    )
+    return tokens
+
+
+def _measure_one(
+    loaded: Any,
+    name: str,
+    text: str,
+    ids: list[int],
+    settings: MeasureSettings,
+    progress: Any,
+) -> DocumentSensitivity:
+    from vllm_kvplugins.sensitivity.measure import layer_sensitivity
+    from vllm_kvplugins.sensitivity.profile import DocumentSensitivity
+
+    def layer_done(layer: int) -> None:
+        progress(f"{name}: {len(ids)} tokens, layer {layer}")
+
+    return DocumentSensitivity(
+        name=name,
+        tokens=len(ids),
+        sha256=hashlib.sha256(text.encode()).hexdigest(),
+        sensitivity=tuple(layer_sensitivity(loaded, ids, settings, layer_done)),
+    )
+
+
+@contextmanager
+def _progress(steps: int) -> Iterator[Any]:
+    """Yields a function that counts a step and shows what it is of."""
+    console = Console(stderr=True, highlight=False)
+    columns = (
+        *Progress.get_default_columns(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("first layer", total=steps)
+
+        def step(what: str) -> None:
+            progress.update(task, advance=1, description=escape(what))
+
+        yield step
+
+
+def _write(profile: SensitivityProfile, path: Path) -> None:
+    from vllm_kvplugins.sensitivity.profile import write_profile
+
+    try:
+        write_profile(profile, path)
+    except OSError as error:
+        raise KVPolicyError(
+            f"cannot write {path}: {error.strerror}; choose another place"
+        ) from error
+
+
+def _print_summary(profile: SensitivityProfile, path: Path) -> None:
+    console, values = out(), profile.sensitivity
+    most, least = values.index(max(values)), values.index(min(values))
+    console.print(
+        f"[bold]{escape(profile.model)}[/]  {len(values)} layers, budget "
+        f"{profile.settings.budget} with {profile.settings.sinks} sinks"
+    )
+    for read in profile.documents:
+        console.print(f"read {read.tokens} tokens of {escape(read.name)}")
+    console.print(
+        f"most sensitive: layer {most} ({max(values):.4g}), least: layer {least} "
+        f"({min(values):.4g})"
+    )
+    console.print(f"wrote {escape(str(path))}", soft_wrap=True)

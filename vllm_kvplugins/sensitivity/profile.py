@@ -1,0 +1,149 @@
+"""Sensitivity profiles: what ``kvplugins calibrate`` writes. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.model_config import ModelFingerprint
+
+_AGAIN = "make one with `kvplugins calibrate MODEL -o profile.json`"
+
+
+class MeasureSettings(BaseModel):
+    """What the second pass may see.
+
+    Attributes:
+        budget: M, tokens that a query attends to, itself and the sinks included.
+        sinks: first tokens, which all queries attend to.
+        dtype: of weights and keys.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    budget: int = Field(ge=1)
+    sinks: int = Field(ge=0)
+    dtype: str
+
+    @model_validator(mode="after")
+    def _leaves_recent_tokens(self) -> MeasureSettings:
+        if self.sinks >= self.budget:
+            raise ValueError(
+                f"{self.sinks} sinks leave nothing of a budget of {self.budget} tokens "
+                "for the most recent ones; give fewer"
+            )
+        return self
+
+
+class DocumentSensitivity(BaseModel):
+    """One document's part.
+
+    Attributes:
+        name: of its file, without folders.
+        tokens: as many were read.
+        sha256: of the whole text in UTF-8.
+        sensitivity: s_l = 1 - sigma_l per layer (equation 9).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    tokens: int = Field(ge=1)
+    sha256: str
+    sensitivity: tuple[float, ...]
+
+
+class SensitivityProfile(BaseModel):
+    """The contents of a profile file.
+
+    Attributes:
+        model: name of the model that was measured.
+        sensitivity: per layer, the mean over documents (algorithm 1, line 11).
+        plugin: version that measured.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["kvplugins-sensitivity"] = "kvplugins-sensitivity"
+    version: Literal[1] = 1
+    plugin: str
+    model: str
+    fingerprint: ModelFingerprint
+    settings: MeasureSettings
+    documents: tuple[DocumentSensitivity, ...] = Field(min_length=1)
+    sensitivity: tuple[float, ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SensitivityProfile:
+        layers = self.fingerprint.num_layers
+        for row in (self.sensitivity, *(d.sensitivity for d in self.documents)):
+            if len(row) != layers:
+                raise ValueError(f"{len(row)} sensitivities for {layers} layers")
+            # a cosine lies in [-1, 1]; also refuses NaN
+            if not all(0 <= value <= 2 for value in row):
+                raise ValueError(f"a sensitivity lies in [0, 2], got {list(row)}")
+        return self
+
+
+def mean_sensitivity(documents: list[DocumentSensitivity]) -> tuple[float, ...]:
+    """Per layer, over documents (algorithm 1, line 11)."""
+    columns = zip(*(found.sensitivity for found in documents), strict=True)
+    return tuple(sum(column) / len(documents) for column in columns)
+
+
+def write_profile(profile: SensitivityProfile, path: Path) -> None:
+    """Write a file for ``read_profile``.
+
+    Raises:
+        OSError: it cannot be written there.
+    """
+    text = json.dumps(profile.model_dump(mode="json"), indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def read_profile(path: Path) -> SensitivityProfile:
+    """Read what ``write_profile`` wrote.
+
+    Raises:
+        KVPolicyError: no such file, or it is no profile of this version.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise KVPolicyError(
+            f"cannot read the sensitivity profile {path}: {error.strerror}; {_AGAIN}"
+        ) from error
+    except ValueError as error:
+        raise KVPolicyError(
+            f"{path} is not a sensitivity profile ({error}); {_AGAIN}"
+        ) from error
+    try:
+        return SensitivityProfile.model_validate(found)
+    except ValidationError as error:
+        said = "; ".join(
+            ": ".join([".".join(map(str, item["loc"])), item["msg"]]).removeprefix(": ")
+            for item in error.errors()
+        )
+        raise KVPolicyError(
+            f"{path} is not a sensitivity profile that this program reads ({said}); "
+            f"{_AGAIN}"
+        ) from error
+
+
+def shipped_profiles() -> list[Path]:
+    """The profiles that come with this package, in order of their names."""
+    folder = Path(str(resources.files(__package__))) / "profiles"
+    return sorted(folder.glob("*.json"))
+
+
+def shipped_profile(model: ModelFingerprint) -> Path | None:
+    """The shipped profile of a model of this fingerprint, if there is one."""
+    for path in shipped_profiles():
+        if not read_profile(path).fingerprint.differences(model):
+            return path
+    return None
