@@ -7,7 +7,7 @@ request would read everything anew.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm import SamplingParams
@@ -35,6 +35,30 @@ class Prescribed(AdapterLogitsProcessor):
             return logits
 
         return force
+
+
+class Recorded(Prescribed):
+    """As ``Prescribed``; keeps what the model said in front of each prescribed token.
+
+    Attributes:
+        seen: logits, float32 [vocabulary], in order; of one request at a time.
+    """
+
+    seen: ClassVar[list[torch.Tensor]] = []
+
+    def new_req_logits_processor(
+        self, params: SamplingParams
+    ) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
+        force = super().new_req_logits_processor(params)
+        if force is None:
+            return None
+
+        def record(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            # chunks of the prompt that come before its last one also have logits
+            self.seen[len(output_ids) :] = [logits.float().clone()]
+            return force(output_ids, logits)
+
+        return record
 
 
 def render(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:

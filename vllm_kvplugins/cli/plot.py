@@ -113,6 +113,40 @@ def _episodes(given: str) -> int | Literal["auto"]:
     return int(given)
 
 
+@plots.command("sensitivity")
+def sensitivity(
+    profile_path: Annotated[
+        list[Path],
+        typer.Argument(metavar="PROFILE.json", help="What `calibrate` wrote."),
+    ],
+    plot_path: PlotPath,
+    budget: Annotated[
+        int, typer.Option(metavar="M", min=1, help="Tokens per KV head on average.")
+    ] = 1024,
+    alpha: Annotated[
+        float, typer.Option(min=0.0, help="The allocator's `alpha`.")
+    ] = 1.1,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per page.")] = 32,
+) -> None:
+    """Key similarity per layer, and what each layer gets of a budget."""
+    with user_errors():
+        _check_plot(plot_path)
+        from vllm_kvplugins.cli.sensitivity import check_count, draw, layer_tokens
+        from vllm_kvplugins.sensitivity.profile import read_profile
+
+        profiles = [read_profile(path) for path in profile_path]
+        check_count(profiles)
+        tokens = [
+            layer_tokens(profile, path, budget, block_size, alpha)
+            for profile, path in zip(profiles, profile_path, strict=True)
+        ]
+        title = (
+            f"Budget of {budget} by layer, alpha {alpha:g}, pages of {block_size}; "
+            "dotted: equal layers"
+        )
+        _save(lambda: draw(profiles, tokens, title, plot_path), plot_path)
+
+
 def _check_plot(path: Path) -> None:
     """Refuse a place that cannot be written, or that says no format."""
     if path.suffix.lower() not in _KINDS:
