@@ -91,9 +91,33 @@ def test_what_the_system_is_told_is_no_part_of_the_conversation(encoded):
     assert not any("harpsichord" in text for text in encoded)
 
 
-def test_patched_prompts_have_a_limit(encoded):
-    found = rendered(made_for(longest_patched_prompt=8), chat(48, "apples"), False)
-    assert len(found["kv_policy_found"]["patched_prompt"]) == 8
+def test_patched_prompts_have_a_limit_and_keep_their_middle(encoded):
+    whole = rendered(made_for(), chat(48, "apples"), False)
+    short = rendered(made_for(longest_patched_prompt=8), chat(48, "apples"), False)
+    tokens = whole["kv_policy_found"]["patched_prompt"]
+    first = (len(tokens) - 8) // 2
+    assert first > 1
+    assert short["kv_policy_found"]["patched_prompt"] == tokens[first : first + 8]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_contents_that_can_be_read_once_are_read_twice(encoded, asynchronous):
+    """What the server's validation gives for lists of parts."""
+
+    def write(message: dict) -> str:
+        text = "".join(part["text"] for part in message["content"])
+        return plain(message | {"content": text})
+
+    def parts(message: dict) -> dict:
+        return message | {"content": [{"type": "text", "text": message["content"]}]}
+
+    messages = [parts(message) for message in chat(48, "what of apples")]
+    once = [m | {"content": iter(m["content"])} for m in messages]
+    made = renderer(write, "epicache", **SMALL)
+    made.get_tokenizer = lambda: Words()
+    wanted = rendered(made, messages, asynchronous)["kv_policy_found"]
+    assert "patched_prompt" in wanted
+    assert rendered(made, once, asynchronous)["kv_policy_found"] == wanted
 
 
 @pytest.mark.parametrize(

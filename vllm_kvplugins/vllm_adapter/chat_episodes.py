@@ -11,7 +11,7 @@ Runs in the front end, in its threads; the engine sees token counts and ids only
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -44,13 +44,24 @@ class _Desk:
     lock: Lock = field(default_factory=Lock)
 
     def tokens(self, text: str, most: int) -> list[int]:
+        """Of a text; of a longer one its middle, where the medoid is."""
         with self.lock:
             ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids[:most]
+        first = max(len(ids) - most, 0) // 2
+        return ids[first : first + most]
 
 
 _desks: WeakKeyDictionary[Any, _Desk] = WeakKeyDictionary()
 _desks_lock = Lock()
+
+
+def keep_parts(conversations: Sequence[Sequence[Any]]) -> None:
+    """Make lists of contents that can be read only once, before anybody reads them."""
+    for messages in conversations:
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, Iterator):
+                message["content"] = list(content)
 
 
 def history_of(messages: Sequence[Any]) -> list[int]:

@@ -43,6 +43,7 @@ def install() -> None:
     def render_chat(
         self: BaseRenderer, conversations: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        _prepare(self, conversations)
         said, prompts = render(self, conversations, *args, **kwargs)
         for messages, prompt in zip(conversations, prompts, strict=True):
             turns = _unseen_turns(self, messages, prompt)
@@ -56,6 +57,7 @@ def install() -> None:
     async def render_chat_async(
         self: BaseRenderer, conversations: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        _prepare(self, conversations)
         said, prompts = await render_async(self, conversations, *args, **kwargs)
         for messages, prompt in zip(conversations, prompts, strict=True):
             turns = _unseen_turns(self, messages, prompt)
@@ -88,6 +90,12 @@ def requests_of_episodes(prompt: Any) -> list[dict[str, Any]]:
     """What requests to the episodes of a rendered chat are told, its own first."""
     others = prompt.get(chat_episodes.OTHERS)
     return [] if others is None else [prompt[_FOUND], *others]
+
+
+def _prepare(renderer: BaseRenderer, conversations: Any) -> None:
+    policy = policy_of(renderer.config)
+    if policy is not None and (policy.finds_turns or policy.wants_history):
+        chat_episodes.keep_parts(conversations)
 
 
 def _unseen_turns(renderer: BaseRenderer, messages: Any, prompt: Any) -> list[int]:
