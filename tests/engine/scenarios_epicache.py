@@ -116,6 +116,20 @@ def _held(driver: Driver, name: str, history: int) -> int:
     return 0
 
 
+def _two_topics() -> list[dict[str, str]]:
+    topics = (
+        "apples, pears and plums ripen in the orchard behind the old farm",
+        "trains leave the station on rails for the mountains every morning",
+    )
+    return [
+        {
+            "role": ("user", "assistant")[number % 2],
+            "content": f"{topics[number // 12]}, as I said {number} times before",
+        }
+        for number in range(24)
+    ]
+
+
 def chats(model: str, policy: dict[str, Any]) -> dict[str, Any]:
     """Chat requests to a real model: what the engine was told, and what it did."""
     llm = make_llm(model, policy, skip_tokenizer_init=False, max_model_len=4096)
@@ -131,15 +145,7 @@ def chats(model: str, policy: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=8)
-    topics = (
-        "apples, pears and plums ripen in the orchard behind the old farm",
-        "trains leave the station on rails for the mountains every morning",
-    )
-    messages = []
-    for number in range(24):
-        role = ("user", "assistant")[number % 2]
-        text = f"{topics[number // 12]}, as I said {number} times before"
-        messages.append({"role": role, "content": text})
+    messages = _two_topics()
     answers, restored = [], []
     for query in ("Which fruit ripens?", "When does the train leave?", "And pears?"):
         messages.append({"role": "user", "content": query})
@@ -166,3 +172,58 @@ def chats(model: str, policy: dict[str, Any]) -> dict[str, Any]:
         "built": built,
         "restored_after": now - before,
     }
+
+
+def served(model: str, policy: dict[str, Any]) -> dict[str, Any]:
+    """Queries to a server's engine; between them it idles for as long as it builds.
+
+    Returns:
+        Tokens of each prompt and how many of them were restored.
+    """
+    import asyncio
+
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.renderers import ChatParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from vllm_kvplugins.vllm_adapter.episode_builds import _builders
+
+    arguments = AsyncEngineArgs(
+        model,
+        additional_config={"kv_policy": policy},
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=4096,
+        num_gpu_blocks_override=400,
+    )
+    params = SamplingParams(temperature=0, max_tokens=8)
+
+    async def ask(engine: Any, messages: Any) -> Any:
+        template = ChatParams(chat_template_kwargs={"add_generation_prompt": True})
+        tokens = engine.renderer.default_chat_tok_params
+        _, (prompt,) = await engine.renderer.render_chat_async(
+            [messages], template, tokens.with_kwargs(add_special_tokens=False)
+        )
+        async for output in engine.generate(prompt, params, f"r{len(messages)}"):
+            last = output
+        return last
+
+    async def scene() -> list[list[int]]:
+        engine = AsyncLLM.from_engine_args(arguments)
+        messages, found = _two_topics(), []
+        try:
+            for query in ("Which fruit ripens?", "When does the train leave?"):
+                messages.append({"role": "user", "content": query})
+                output = await ask(engine, messages)
+                found.append([len(output.prompt_token_ids), output.num_cached_tokens])
+                answer = {"role": "assistant", "content": output.outputs[0].text}
+                messages.append(answer)
+                builder = _builders[engine]
+                while builder.num_waiting or builder.running:
+                    await asyncio.sleep(0.05)
+        finally:
+            engine.shutdown()
+        return found
+
+    return {"found": asyncio.run(scene())}

@@ -74,3 +74,16 @@ def test_chats_are_routed(model_path):
     # all but the cut that has come due is known; the question is new
     assert run["restored_after"] > 400
     assert all(len(told["turn_ends"]) == 1 for told in run["told"])
+
+
+@pytest.mark.slow
+def test_a_server_that_idles_builds_the_other_episodes(model_path):
+    policy = POLICY | {"episodes": 2, "longest_patched_prompt": 64}
+    run = run_scenario(
+        "scenarios_epicache:served",
+        {"model": model_path, "policy": policy},
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    )
+    (_, first), (tokens, second) = run["found"]
+    assert first == 0
+    assert second > tokens - 150, "the other episode was there when it was asked for"

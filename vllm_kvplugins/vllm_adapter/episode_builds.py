@@ -73,6 +73,11 @@ class Builder:
         """Builds that have not begun."""
         return len(self._waiting)
 
+    @property
+    def running(self) -> bool:
+        """Whether one is under way."""
+        return self._running is not None
+
     def offer(self, builds: Iterable[EpisodeBuild]) -> None:
         """Ask for builds; the oldest are given up when too many wait."""
         for build in builds:
@@ -166,7 +171,11 @@ def _others(prompt: Any) -> list[EpisodeBuild]:
 
 
 async def _run(engine: Any, build: EpisodeBuild) -> None:
-    prompt: dict[str, Any] = {"prompt_token_ids": list(build.history)}
+    # as rendered: there is nothing to tokenize
+    prompt: dict[str, Any] = {
+        "type": "token",
+        "prompt_token_ids": list(build.history),
+    }
     if build.salt is not None:
         prompt["cache_salt"] = build.salt
     told = {
