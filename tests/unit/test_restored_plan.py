@@ -69,7 +69,7 @@ def test_restored_session_keeps_its_budget_at_the_end_of_the_prompt(case):
 
 
 @settings(deadline=None)
-@given(continued(), st.integers(0, 500), st.integers(0, 150), st.integers(0, 600))
+@given(continued(), st.integers(-90, 500), st.integers(0, 150), st.integers(0, 600))
 def test_a_request_starts_as_late_as_its_queries_allow(case, more, wanted, known):
     """Against trying every start: all queries of the next compaction must be
     restored or computed."""

@@ -23,9 +23,10 @@ from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.residency.plan import BlockSpan, Compaction
 from vllm_kvplugins.residency.saved import SavedCache
 from vllm_kvplugins.sessions import files as session_files
+from vllm_kvplugins.sessions import index as session_index
 from vllm_kvplugins.sessions.files import Identity, SessionDir, SessionFileError
 from vllm_kvplugins.sessions.index import SessionIndex
-from vllm_kvplugins.sessions.keeper import Keeper
+from vllm_kvplugins.sessions.keeper import Keeper, Match
 from vllm_kvplugins.sessions.orders import Report, Session
 from vllm_kvplugins.sessions.vault import Vault
 
@@ -47,10 +48,24 @@ def session(name: str, ids: np.ndarray, at: int = 0, owner: str = "o", size: int
 # -- the index -----------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_found_is_what_a_look_at_all_tokens_finds(data):
-    """Against comparing the prompt with every session, token by token."""
+@pytest.mark.parametrize("collide", [False, True])
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_found_is_what_a_look_at_all_tokens_finds(collide, data):
+    """Against comparing the prompt with every session, token by token; also where
+    all digests are the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        if collide:
+            patch.setattr(session_index, "_chain", lambda o, t, lengths: lengths)
+        look_at_all_tokens(data)
+
+
+def test_owners_have_other_digests():
+    of = {owner: session_index._chain(owner, tokens(1, 2, 3), [2, 3]) for owner in "ab"}
+    assert not set(of["a"]) & set(of["b"])
+
+
+def look_at_all_tokens(data: st.DataObject) -> None:
     alphabet = st.integers(0, 2)
     index, everything = SessionIndex(BLOCK), []
     for number in range(data.draw(st.integers(0, 12))):
@@ -202,6 +217,64 @@ def test_new_weights_leave_no_session():
     keeper.hear([Report("written", "t")])
     keeper.check_integrity()
     assert (keeper.num_sessions, keeper.held_bytes, keeper.written_bytes) == (0, 0, 0)
+
+
+def two_on_disk(memory_bytes: int = 2) -> Keeper:
+    """A keeper with the sessions s and t of 2 bytes in their files."""
+    keeper = Keeper(memory_bytes, writes=True)
+    for name, ids in (("s", tokens(1, 2, 3)), ("t", tokens(4, 5, 6))):
+        keeper.found(session(name, ids, size=2), 0.0)
+    return keeper
+
+
+def fetch_s(keeper: Keeper, request: str = "r") -> Match:
+    match = keeper.match("o", tokens(1, 2, 3, 9), lambda s, shared: shared)
+    keeper.fetch(match, request)
+    return match
+
+
+def test_a_session_that_is_waited_for_stays_until_the_request_starts():
+    keeper = two_on_disk()
+    fetch_s(keeper)
+    assert keeper.take_orders().stage == ["s"]
+    keeper.hear([Report("staged", "s")])
+    new = session("u", tokens(7, 8, 9), size=2)
+    assert not keeper.save(new, "q", ()), "drove out what is waited for"
+    assert not keeper.drop_oldest(), "dropped what is waited for"
+    keeper.load(fetch_s(keeper), "r", 4, ())
+    assert keeper.save(new, "q", ()), "nobody waits any longer"
+    assert keeper.take_orders().drop == ["s"]
+    keeper.check_integrity()
+
+
+def test_who_gives_up_waits_for_nothing():
+    keeper = two_on_disk()
+    for request in ("r", "q"):
+        fetch_s(keeper, request)
+    keeper.hear([Report("staged", "s")])
+    keeper.give_up("r")
+    assert not keeper.drop_oldest(), "somebody else waits"
+    keeper.give_up("q")
+    assert keeper.drop_oldest()
+
+
+def test_what_is_gone_is_not_read():
+    keeper = two_on_disk()
+    fetch_s(keeper)
+    keeper.clear()
+    orders = keeper.take_orders()
+    assert (orders.stage, sorted(orders.unlink)) == ([], ["s", "t"])
+
+
+def test_the_same_conversation_is_kept_once():
+    keeper = Keeper(10)
+    for name, owner in (("s", "o"), ("t", "o"), ("u", "other")):
+        assert keeper.save(session(name, tokens(1, 2, 3), owner=owner), name, ())
+    assert keeper.take_orders().drop == ["s"]
+    assert keeper.num_sessions == 2
+    keeper.save(session("v", tokens(1, 2, 3, 4)), "v", ())
+    assert keeper.num_sessions == 3, "its beginning may still be branched off from"
+    keeper.check_integrity()
 
 
 def test_a_session_too_large_for_memory_is_not_kept_and_drives_nobody_out(
