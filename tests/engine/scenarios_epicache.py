@@ -227,3 +227,58 @@ def served(model: str, policy: dict[str, Any]) -> dict[str, Any]:
         return found
 
     return {"found": asyncio.run(scene())}
+
+
+def scored(
+    model: str,
+    policy: dict[str, Any],
+    patched: dict[str, list[int]],
+    query: int,
+    max_tokens: int,
+) -> dict[str, Any]:
+    """Histories of these lengths, read together: what their probes saw and was kept.
+
+    Args:
+        patched: by length, the patched prompt.
+        query: tokens behind the history.
+
+    Returns:
+        Per length ``prompt``, ``tokens``, and ``compactions``: ``at_tokens``, ``kept``
+        and ``worth`` [layers][kv_heads][tokens].
+    """
+    arguments = {"skip_tokenizer_init": False, "max_model_len": 4096}
+    driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400, **arguments))
+    driver.generate({"first": [1, 2, 3]}, 1)  # the first step makes the prober
+    driver.llm.collective_rpc("kv_policy_record", args=(True,))
+    seen: list[Any] = []
+    runs: dict[str, Any] = {}
+    for length, tokens in patched.items():
+        prompt = random_tokens(int(length), int(length) + query, VOCABULARY)
+        driver.add(length, prompt, max_tokens, False, [int(length)], None, tokens)
+        runs[length] = {"prompt": prompt, "compactions": []}
+    prober = runtime().prober
+    run = prober.run
+
+    def watched(requests: Any) -> None:
+        run(requests)
+        seen.extend(requests)
+
+    prober.run = watched
+    driver.run()
+    (records,) = driver.llm.collective_rpc("kv_policy_take_records")
+    assert len(records) == len(seen)
+    for record, asked in zip(records, seen, strict=True):
+        length = str(record.prompt_tokens - query)
+        layers = [
+            asked.observed[layer].tolist() for layer in range(len(asked.observed))
+        ]
+        runs[length]["compactions"].append(
+            {
+                "at_tokens": asked.tokens,
+                "kept": record.kept_positions,
+                "worth": layers,
+            }
+        )
+    for length, found in runs.items():
+        found["tokens"] = driver.tokens[length]
+    return runs

@@ -1,0 +1,87 @@
+"""What a patched prompt looks back at, against plain torch.
+
+The reference is the tiny Llama over history and patched prompt with a mask per query,
+which leaves out what earlier compressions dropped; it shares no code with the package.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_scenario
+from test_masked_reference import CLOSE, visible_positions
+from test_prefill_reference import behind, check, score
+from tiny_model import KV_HEADS, masked_logits
+
+pytestmark = pytest.mark.engine
+
+POLICY: dict[str, Any] = {
+    "name": "epicache",
+    "budget": 128,
+    "prefill_block": 128,
+    "allocator": "uniform",
+}
+QUERY, TOKENS = 30, 40
+PATCHED = {"700": [7, 300, 21, 90, 4], "533": [411, 2, 77]}
+CUTS = {"700": [256, 384, 512, 640], "533": [256, 384, 512]}
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model: str) -> dict[str, Any]:
+    found: dict[str, Any] = run_scenario(
+        "scenarios_epicache:scored",
+        {
+            "model": tiny_model,
+            "policy": POLICY,
+            "patched": PATCHED,
+            "query": QUERY,
+            "max_tokens": TOKENS,
+        },
+    )
+    return found
+
+
+@pytest.mark.parametrize("length", PATCHED)
+def test_scores_are_those_of_torch_with_and_without_eviction(tiny_model, runs, length):
+    run, patched = runs[length], PATCHED[length]
+    assert [c["at_tokens"] for c in run["compactions"]] == CUTS[length]
+    seen = visible_positions(run)
+    for number, compaction in enumerate(run["compactions"]):
+        at = compaction["at_tokens"]
+        layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        masks = behind(seen[..., :at, :at], len(patched))
+        masked_logits(Path(tiny_model), run["prompt"][:at] + patched, masks, layers)
+        for layer, (queries, keys) in enumerate(layers):
+            for head in range(KV_HEADS):
+                held = seen[layer, head, at - 1, :at].nonzero()[:, 0]
+                assert (len(held) < at) == (number > 0)
+                group = queries[:, at:].unflatten(0, (KV_HEADS, -1))[head]
+                worth = score("infinipot", group, keys[head], held, at)
+                kept = torch.tensor(compaction["kept"][layer][head])
+                check(worth, held, kept, tail=0)
+                free = worth.isfinite()
+                got = torch.tensor(compaction["worth"][layer][head])[held]
+                assert (got - worth)[free].abs().max() < 1e-4
+                assert overlap(got[free], worth[free].float()) >= 0.999
+
+
+def overlap(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Share of the best quarter that both name."""
+    best = [set(s.topk(len(s) // 4).indices.tolist()) for s in (got, wanted)]
+    return len(best[0] & best[1]) / len(best[0])
+
+
+def test_the_answer_is_that_of_a_model_with_a_mask(tiny_model, runs):
+    for run in runs.values():
+        sequence = run["prompt"] + run["tokens"]
+        seen = visible_positions(run)
+        logits = masked_logits(Path(tiny_model), sequence, seen)
+        logits = logits[len(run["prompt"]) - 1 : -1]
+        best = logits.topk(2).values
+        clear = best[:, 0] - best[:, 1] > CLOSE
+        assert clear.sum() > 0.9 * TOKENS
+        got = torch.tensor(run["tokens"])
+        assert torch.equal(logits.argmax(-1)[clear], got[clear])
