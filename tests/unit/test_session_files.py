@@ -1,0 +1,252 @@
+"""Sessions on disk and in a worker's memory, and what users say about them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import SafetensorError
+from test_session_store import session, tokens
+from typer.testing import CliRunner
+
+from vllm_kvplugins.cli.app import app
+from vllm_kvplugins.config import parse_policy, parse_sessions
+from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.residency.saved import SavedCache
+from vllm_kvplugins.sessions import files as session_files
+from vllm_kvplugins.sessions.files import Identity, SessionDir, SessionFileError
+from vllm_kvplugins.sessions.keeper import Keeper
+from vllm_kvplugins.sessions.vault import Vault
+
+# -- files ---------------------------------------------------------------------------
+
+
+def cache(n: int = 9) -> SavedCache:
+    rng = torch.Generator().manual_seed(n)
+    pages = torch.randn(6, 16, generator=rng).to(torch.bfloat16)
+    return SavedCache(
+        tokens=n,
+        compaction=None,
+        counts=torch.zeros(2, dtype=torch.int64),
+        positions=torch.zeros(2, 0, dtype=torch.int32),
+        zone=pages[:0].clone(),
+        tail=pages,
+        layout="l",
+    )
+
+
+def folder(tmp_path: Path, **facts: object) -> SessionDir:
+    found = SessionDir(tmp_path, Identity.of(**({"model": "m", "policy": "p"} | facts)))
+    found.prepare()
+    return found
+
+
+def write(files: SessionDir, name: str = "s", n: int = 9) -> Path:
+    files.write(session(name, np.arange(n, dtype=np.int32)), 0, cache(n))
+    return files.path(name, 0)
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "empty", "gone", "metadata"])
+def test_a_damaged_file_is_never_loaded(tmp_path, damage):
+    files = folder(tmp_path)
+    path = write(files)
+    raw = bytearray(path.read_bytes())
+    if damage == "bit":
+        raw[-3] ^= 4
+    elif damage == "cut":
+        raw = raw[:-7]
+    elif damage == "empty":
+        raw = bytearray()
+    elif damage == "metadata":
+        raw = bytearray(bytes(raw).replace(b'"layout":"l"', b'"layout":"m"'))
+    path.unlink() if damage == "gone" else path.write_bytes(bytes(raw))
+    with pytest.raises(SessionFileError, match=r"s\.r0of1"):
+        files.read("s", 0)
+
+
+def test_another_model_finds_nothing(tmp_path):
+    write(folder(tmp_path))
+    assert list(folder(tmp_path, model="other").scan()) == []
+    moved = folder(tmp_path, policy="q")
+    os.replace(folder(tmp_path).path("s", 0), moved.path("s", 0))
+    with pytest.raises(SessionFileError, match="another model or policy"):
+        moved.read("s", 0)
+    (problem,) = moved.scan()
+    assert isinstance(problem, SessionFileError)
+
+
+def test_a_scan_finds_whole_sessions_oldest_first(tmp_path):
+    files = folder(tmp_path)
+    for age, name in enumerate("cab"):
+        os.utime(write(files, name, 9 + age), (1000 - age, 1000 - age))
+    (files.folder / "torn.r0of1.safetensors").write_bytes(b"{}")
+    found = [item for item in files.scan() if not isinstance(item, SessionFileError)]
+    assert [s.session_id for s, _ in found] == ["b", "a", "c"]
+    assert [used for _, used in found] == [998, 999, 1000]
+    assert found[0][0].tokens.tolist() == list(range(11))
+
+
+def test_nothing_is_left_of_a_write_that_fails(tmp_path, monkeypatch):
+    files = folder(tmp_path)
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write(files)
+    assert list(files.folder.iterdir()) == []
+
+
+def test_why_a_file_cannot_be_written_is_one_kind_of_error(tmp_path, monkeypatch):
+    def full(tensors: object, path: str, about: object) -> None:
+        Path(path).write_bytes(b"a part")
+        raise SafetensorError("No space left on device")
+
+    files = folder(tmp_path)
+    monkeypatch.setattr(session_files, "save_file", full)
+    with pytest.raises(OSError, match=r"s\.r0of1.*No space"):
+        write(files)
+    assert list(files.folder.iterdir()) == []
+
+
+def test_a_file_is_its_owners_and_takes_no_memory_to_write(tmp_path, monkeypatch):
+    """Synced as what it is: whoever wrote it may have made another file of it."""
+    files, large = folder(tmp_path), cache()
+    large.tail = torch.zeros(6000, 1000)
+    synced = []
+    sync = os.fsync
+
+    def noted(handle: int) -> None:
+        stat = os.fstat(handle)
+        synced.append((stat.st_ino, stat.st_size))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    mask = os.umask(0)
+    tracemalloc.start()
+    try:
+        files.write(session("s", np.arange(9, dtype=np.int32)), 0, large)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        os.umask(mask)
+    assert peak < large.tail.nbytes / 20
+    stat = files.path("s", 0).stat()
+    assert stat.st_mode & 0o777 == 0o600
+    assert synced == [(stat.st_ino, stat.st_size)]
+    assert torch.equal(files.read("s", 0).tail, large.tail)
+
+
+def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KVPolicyError, match="cannot be written to"):
+        folder(tmp_path / "file" / "below")
+
+
+class Caches:
+    """A worker's caches: whatever is asked for."""
+
+    def save(self, request_id, compaction, tokens, blocks, first_query):
+        if request_id == "no memory":
+            raise MemoryError("none left")
+        return cache(tokens)
+
+    def restore(self, *arguments):
+        raise AssertionError("nothing is restored here")
+
+    def misfit(self, saved):
+        return None
+
+    def discard(self, saved):
+        """It has nothing but pages."""
+
+
+def test_a_save_without_memory_is_reported_and_not_raised():
+    vault, keeper = Vault(Caches()), Keeper(10)
+    keeper.save(session("s", tokens(1, 2, 3)), "no memory", ())
+    vault.take_in(keeper.take_orders())
+    reports = vault.take_reports()
+    assert "none left" in str(reports[0].problem)
+    keeper.hear(reports)
+    assert (keeper.num_sessions, keeper.counts.failures) == (0, 1)
+    vault.close()
+
+
+def test_a_session_dropped_and_wanted_in_one_step_is_read(tmp_path):
+    files = folder(tmp_path)
+    vault, keeper = Vault(Caches(), files), Keeper(1, writes=True)
+    for name, ids in (("s", tokens(1, 2, 3)), ("t", tokens(4, 5, 6))):
+        keeper.save(session(name, ids), name, ())
+        orders = keeper.take_orders()
+        vault.take_in(orders)
+        vault._writing[name].result()
+        vault.hand_out(orders)
+        keeper.hear(vault.take_reports())
+    assert vault.num_held == 1
+    match = keeper.match("o", tokens(1, 2, 3, 9), lambda s, shared: shared)
+    keeper.fetch(match, "r")  # drops t, which was in memory
+    other = keeper.match("o", tokens(4, 5, 6, 9), lambda s, shared: shared)
+    assert not other.ready
+    orders = keeper.take_orders()
+    assert (orders.drop, orders.stage) == (["t"], ["s"])
+    orders.drop.append("s")  # as after an eviction earlier in the same step
+    vault.hand_out(orders)
+    vault._reading["s"].result()
+    keeper.hear(vault.take_reports())
+    assert keeper.match("o", tokens(1, 2, 3, 9), lambda s, shared: shared).ready
+    vault.close()
+
+
+# -- settings and the command line --------------------------------------------------
+
+
+def test_sessions_are_on_for_policies_that_work_by_turns():
+    assert parse_sessions({"name": "flowkv"}).on_for(works_by_turns=True)
+    assert not parse_sessions({"name": "snapkv"}).on_for(works_by_turns=False)
+    assert parse_sessions({"session_memory": "1GiB"}).on_for(works_by_turns=False)
+    assert not parse_sessions({"sessions": False}).on_for(works_by_turns=True)
+    assert parse_sessions({"sessions": True}).on_for(works_by_turns=False)
+    # said, but nothing is set by it
+    unset = {"session_memory": None, "session_max_age_s": None}
+    assert not parse_sessions(unset).on_for(works_by_turns=False)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({"name": "snapkv", "session_memory": "much"}, "amount of memory"),
+        ({"name": "snapkv", "session_disk": "1GiB"}, "needs a session_dir"),
+        ({"name": "snapkv", "sessions": False, "session_memory": 9}, "is false, but"),
+        ({"name": "snapkv", "session_memroy": 9}, "did you mean 'session_memory'"),
+        ({"name": "icecache", "session_dir": "d"}, "session_dir does not work with"),
+        ({"name": "snapkv", "session_max_age_s": 0}, "session_max_age_s"),
+    ],
+)
+def test_mistakes_are_refused(request_, words):
+    with pytest.raises(KVPolicyError, match=words):
+        parse_policy(request_)
+
+
+def test_the_command_line_lists_and_removes(tmp_path):
+    files = folder(tmp_path)
+    for name in ("aaa", "abb", "ccc"):
+        write(files, name)
+    (files.folder / "bad.r0of1.safetensors").write_bytes(b"x")
+    run = CliRunner().invoke
+    listed = json.loads(run(app, ["sessions", "ls", str(tmp_path), "--json"]).stdout)
+    assert {item["session"] for item in listed} == {"aaa", "abb", "ccc", "bad"}
+    assert {item["tokens"] for item in listed} == {0, 9}
+    assert "cannot be read" in run(app, ["sessions", "ls", str(tmp_path)]).stdout
+    assert run(app, ["sessions", "rm", str(tmp_path)]).exit_code == 2
+    assert run(app, ["sessions", "rm", str(tmp_path), "zzz"]).exit_code == 1
+    assert "removed 2" in run(app, ["sessions", "rm", str(tmp_path), "a"]).stdout
+    os.utime(files.path("ccc", 0), (1000, 1000))
+    run(app, ["sessions", "rm", str(tmp_path), "--older-than", "1"])
+    assert [p.name for p in files.folder.iterdir()] == ["bad.r0of1.safetensors"]
+    assert "removed 1" in run(app, ["sessions", "rm", str(tmp_path), "--all"]).stdout
