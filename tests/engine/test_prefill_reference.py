@@ -156,15 +156,19 @@ def check(
     assert not stays[worth < last - near].any()
 
 
+def check_answer(model: str, run: dict[str, Any]) -> None:
+    """The answer is that of a model that sees what was kept; near ties may differ."""
+    sequence = run["prompt"] + run["tokens"]
+    logits = masked_logits(Path(model), sequence, visible_positions(run))
+    logits = logits[len(run["prompt"]) - 1 : -1]
+    best = logits.topk(2).values
+    clear = best[:, 0] - best[:, 1] > CLOSE
+    assert clear.sum() > 0.9 * len(run["tokens"])
+    got = torch.tensor(run["tokens"])
+    assert torch.equal(logits.argmax(-1)[clear], got[clear])
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_answer_is_that_of_a_model_with_a_mask(tiny_model, runs, name):
     for run in runs[name].values():
-        sequence = run["prompt"] + run["tokens"]
-        seen = visible_positions(run)
-        logits = masked_logits(Path(tiny_model), sequence, seen)
-        logits = logits[len(run["prompt"]) - 1 : -1]
-        best = logits.topk(2).values
-        clear = best[:, 0] - best[:, 1] > CLOSE
-        assert clear.sum() > 0.9 * TOKENS
-        got = torch.tensor(run["tokens"])
-        assert torch.equal(logits.argmax(-1)[clear], got[clear])
+        check_answer(tiny_model, run)
