@@ -27,6 +27,7 @@ def configure(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
         # histories grow, so that a share of them is no budget
         base = {"sinks": 2, "recent": 1}
         found |= {"budget": 8, "prefill_block": 8, "base_config": base}
+        found["longest_patched_prompt"] = 64
     return found
 
 

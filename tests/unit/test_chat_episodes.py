@@ -80,6 +80,11 @@ def test_a_query_asks_what_its_episode_is_about(encoded, asynchronous, topic):
     (end,) = found["turn_ends"]
     assert before - opening - 2 <= end <= before
     assert asked(found, made) >= set(topic.split())
+    others = prompt["kv_policy_other_episodes"]
+    assert len(others) == 2
+    assert all(told["turn_ends"] == [end] for told in others)
+    texts = [told["patched_prompt"] for told in (found, *others)]
+    assert len({tuple(text) for text in texts}) == 3, "each its own"
     assert any(f"what of {topic}" in text for text in encoded)
 
 
