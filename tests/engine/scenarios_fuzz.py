@@ -99,7 +99,15 @@ class Fuzzer:
         self.number += 1
         self.counts["requests"] += 1
         self.sent[name] = sent
-        self.driver.add(name, sent.prompt, sent.max_tokens)
+        self._ask(name, sent)
+
+    def _ask(self, name: str, sent: Sent, margins: bool = False) -> None:
+        """All but a few tokens of a prompt are history, for those who want to know."""
+        spec = self.driver.manager.kv_cache_spec
+        policy = getattr(spec, "policy", None)
+        history = len(sent.prompt) - 20
+        ends = [history] if policy and policy.wants_history and history > 0 else None
+        self.driver.add(name, sent.prompt, sent.max_tokens, margins, ends)
 
     def _abort(self, name: str) -> None:
         self.driver.abort([name])
@@ -125,7 +133,9 @@ class Fuzzer:
             sent, got = self.sent[name], driver.tokens[name]
             driver.llm.reset_prefix_cache()
             alone = f"{name}-alone"
-            wanted = driver.generate({alone: sent.prompt}, sent.max_tokens, True)[alone]
+            self._ask(alone, sent, margins=True)
+            driver.run()
+            wanted = driver.tokens[alone]
             assert driver.cached[alone] == 0
             if not sent.aborted:
                 assert len(got) == len(wanted) == sent.max_tokens
