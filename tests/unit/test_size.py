@@ -17,7 +17,7 @@ from vllm_kvplugins.cli.size import amount
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.model_config import ConfigOnlyModel
-from vllm_kvplugins.policies import available_policies
+from vllm_kvplugins.policies import available_policies, get_policy_class
 from vllm_kvplugins.policies.base import Geometry, Lengths
 from vllm_kvplugins.residency.plan import ResidencyPlan
 from vllm_kvplugins.sizing import Footprint, Limit, blocks_for, capacity, footprint
@@ -165,11 +165,20 @@ def test_a_prompt_read_in_blocks_fits_a_pool_smaller_than_itself(folder):
     assert smallest == 4096 // 32 + 1 + 1
 
 
+def test_a_history_holds_budget_and_block(folder):
+    found = figures(folder, "--answer", "2", policy="epicache")
+    held = found["request"]
+    assert held["prefill_peak"]["blocks"] == (1024 + 512) // 32
+    assert held["after_prefill"]["blocks"] < (1024 + 512) // 32
+    assert "all history" in run(folder, policy="epicache").output
+
+
 @pytest.mark.parametrize("name", available_policies())
 def test_every_policy_has_figures(folder, name):
     found = figures(folder, context=2000, policy=name)
     held = found["request"]
-    assert held["prefill_peak"]["blocks"] == 63
+    bounded = get_policy_class(name)().wants_history
+    assert held["prefill_peak"]["blocks"] == ((1024 + 512) // 32 if bounded else 63)
     assert held["decode_peak"]["blocks"] <= held["full"]["blocks"]
     assert run(folder, context=2000, policy=name).exit_code == 0
 

@@ -126,8 +126,9 @@ def sizing(
     tokens = prompt_tokens + answer_tokens
     _refuse_impossible_lengths(policy, geometry, tokens)
 
+    history = (prompt_tokens,) if policy.wants_history else ()
     held = footprint(
-        policy.plan(Lengths(prompt_tokens), geometry),
+        policy.plan(Lengths(prompt_tokens, history), geometry),
         prompt_tokens,
         answer_tokens,
         policy.prompt_blocks(tokens, geometry),
@@ -240,7 +241,12 @@ def _notes(policy: KVCachePolicy, model: ConfigOnlyModel, tokens: int) -> list[s
             "host_memory is not set: the engine takes half of what is free when it "
             "starts, and requests wait for it"
         )
-    if policy.needs_turns:
+    if policy.wants_history:
+        found.append(
+            f"{policy.name} compresses histories, not queries: the figures are those "
+            "of a prompt that is all history"
+        )
+    elif policy.needs_turns:
         found.append(
             f"{policy.name} frees blocks at the ends of turns, which only a prompt "
             "tells: the figures are those of a prompt without turns"
