@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Event
 from typing import Any
 
 import pytest
@@ -73,6 +74,42 @@ def test_a_conversation_keeps_its_index(name, more):
     fake.transfer.discard(saved)
     fake.check_idle()
     assert fake.runtime.retrieval.tier.used_bytes == 0
+
+
+def test_what_is_saved_waits_for_what_is_being_fetched(monkeypatch):
+    """Else positions would be those before the fetch, and pages those behind it."""
+    fake, gate = engine("exact-topk", prefetch="step"), Event()
+    request, source = fake.add("r", PROMPTS[0], 15), Request.make("r", 140, 0)
+    request.keys, request.values = source.keys, source.values
+    request.queries, request.visible = source.queries, source.visible
+    retrieval = fake.runtime.retrieval
+    fetch, refresh = retrieval._fetch_ahead, retrieval.refresh_positions
+
+    def late(*arguments):
+        gate.wait(0.2)
+        return fetch(*arguments)
+
+    def then_fetched(*arguments):
+        refresh(*arguments)
+        gate.set()
+        for *_, future in retrieval._under_way:
+            future.result()
+
+    while request.generated < 14:
+        fake.step({"r": 10})
+    monkeypatch.setattr(retrieval, "_fetch_ahead", late)
+    fake.step({"r": 10})
+    assert request.done
+    assert retrieval._under_way
+    monkeypatch.setattr(retrieval, "refresh_positions", then_fetched)
+    saved = fake.save("r")
+    monkeypatch.undo()
+    fake.remove("r")
+    request = fake.resume(request, saved, PROMPTS[1], 15)
+    while not request.done:
+        fake.step({"r": 10})  # compares what is hot with what attention reads
+    fake.remove("r")
+    fake.check_idle()
 
 
 def test_of_a_long_question_only_some_tokens_ask():

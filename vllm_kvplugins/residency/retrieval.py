@@ -177,7 +177,9 @@ class Retrieval:
             self._indexer.settle(here)
 
     def refresh_positions(self, request_id: str, positions: torch.Tensor) -> None:
-        """Write which tokens are hot now into a landing zone's positions."""
+        """Write which tokens are hot now into a landing zone's positions, and let
+        them be hot: who reads the zone next must find these tokens in it."""
+        self._join()
         state = self._requests.get(request_id)
         if state is None:
             return
