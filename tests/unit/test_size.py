@@ -166,19 +166,17 @@ def test_a_prompt_read_in_blocks_fits_a_pool_smaller_than_itself(folder):
 
 
 def test_a_history_holds_budget_and_block(folder):
-    found = figures(folder, "--answer", "2", policy="epicache")
-    held = found["request"]
+    held = figures(folder, "--answer", "2", policy="epicache")["request"]
     assert held["prefill_peak"]["blocks"] == (1024 + 512) // 32
-    assert held["after_prefill"]["blocks"] < (1024 + 512) // 32
+    assert held["after_prefill"]["blocks"] < 48
     assert "all history" in run(folder, policy="epicache").output
 
 
 @pytest.mark.parametrize("name", available_policies())
 def test_every_policy_has_figures(folder, name):
-    found = figures(folder, context=2000, policy=name)
-    held = found["request"]
-    bounded = get_policy_class(name)().wants_history
-    assert held["prefill_peak"]["blocks"] == ((1024 + 512) // 32 if bounded else 63)
+    held = figures(folder, context=2000, policy=name)["request"]
+    most = 48 if get_policy_class(name)().wants_history else 63
+    assert held["prefill_peak"]["blocks"] == most
     assert held["decode_peak"]["blocks"] <= held["full"]["blocks"]
     assert run(folder, context=2000, policy=name).exit_code == 0
 

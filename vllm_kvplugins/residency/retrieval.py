@@ -177,9 +177,8 @@ class Retrieval:
             self._indexer.settle(here)
 
     def refresh_positions(self, request_id: str, positions: torch.Tensor) -> None:
-        """Write which tokens are hot now into a landing zone's positions, and let
-        them be hot: who reads the zone next must find these tokens in it."""
-        self._join()
+        """Write which tokens are hot into a landing zone's positions."""
+        self._join()  # whoever reads the zone next must find these tokens in it
         state = self._requests.get(request_id)
         if state is None:
             return
@@ -253,8 +252,7 @@ class Retrieval:
         if self._policy.prefetch != "step" or layer not in self._zones:
             return
         for batch in self._batches:
-            ahead = self._submit(batch, layer, queries)
-            self._under_way.append((batch, layer, ahead))
+            self._under_way.append((batch, layer, self._submit(batch, layer, queries)))
             for state in batch.states:
                 state.served = True
 
