@@ -73,7 +73,10 @@ def test_in_a_small_pool_and_little_memory(tiny_model, anew, tmp_path):
 def test_after_a_restart(tiny_model, anew, tmp_path):
     policy = FLOW | {"session_dir": str(tmp_path)}
     before = talks(tiny_model, policy, questions=QUESTIONS[:3])
-    files = sorted(tmp_path.glob("*/*.safetensors"))
+    # by size, so that the torn one is of a first turn: names are hashes, in any order
+    files = sorted(
+        tmp_path.glob("*/*.safetensors"), key=lambda file: file.stat().st_size
+    )
     assert len(files) == 18
     files[0].write_bytes(b"something else")
     (files[0].parent / "foreign.r0of1.safetensors").write_bytes(b"x" * 100)
