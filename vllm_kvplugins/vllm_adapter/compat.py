@@ -115,6 +115,8 @@ _SEAMS = {
     "create_engine_config() additional_config block_size kv_transfer_config "
     "scheduler_cls speculative_config worker_cls",
     "vllm.v1.engine.input_processor:InputProcessor": "process_inputs(prompt resumable)",
+    "vllm.v1.engine.async_llm:AsyncLLM": "add_request(request_id prompt) "
+    "generate(prompt sampling_params request_id)",
     "vllm.renderers.base:BaseRenderer": "config default_chat_tok_params "
     "render_chat(conversations chat_params tok_params) render_chat_async("
     "conversations chat_params tok_params) render_messages(messages params) "

@@ -134,8 +134,9 @@ def install() -> None:
             builder = _builder(self)
         if builder is None:
             return await original(self, *args, **kwargs)
-        builder.interrupt()
         started = await original(self, *args, **kwargs)
+        # not before: until then the engine is idle, and the build would begin again
+        builder.interrupt()
         builder.offer(_others(asked["prompt"]))
         return started
 
