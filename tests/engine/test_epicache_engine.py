@@ -22,9 +22,12 @@ POLICY: dict[str, Any] = {
     "prefill_block": 128,
     "session_memory": "64MiB",
 }
-GUIDES = [[5, 9, 11, 300, 7], [400, 17, 23]]
-ROUTE = [0, 1, 0, 0, 1]
+# the last one brings nothing to ask: the base's instruction scores
+GUIDES = [[5, 9, 11, 300, 7], [400, 17, 23], []]
+ROUTE = [2, 0, 1, 0, 0, 1]
 HISTORY, TURN = 900, 65  # tokens at first, and of a query with its answer
+# blocks that a request holds at most: its budget, a block of history, a partial one
+BOUND = (192 + 128) // BLOCK + 1
 
 
 @pytest.mark.parametrize("runner", ["V1", "V2"])
@@ -41,17 +44,32 @@ def test_a_restored_episode_answers_as_one_read_from_scratch(
     )
     assert run["answers"] == run["anew"]
     assert len({str(answer) for answer in run["answers"]}) == len(ROUTE)
-    # the first of each episode reads everything; later ones start behind what is
-    # known, or at the cut that has come due since
+    # the first of each episode reads everything, whatever others have compressed;
+    # later ones start behind what is known, or at the cut that has come due since
     restored = run["restored"]
-    assert restored[:2] == [0, 0]
-    assert restored[2] >= HISTORY
-    assert restored[3] >= restored[2] + 2 * TURN - 128
-    assert restored[4] >= HISTORY + TURN
-    bound = -(-(192 + 128) // BLOCK) + 1
-    assert bound - 1 <= max(run["held"]) <= bound
+    assert restored[:3] == [0, 0, 0]
+    assert restored[3] >= HISTORY + TURN
+    assert restored[4] >= restored[3] + 2 * TURN - 128
+    assert restored[5] >= HISTORY + 2 * TURN
+    assert max(run["held"]) == BOUND
     assert run["tracked"] == 0
     assert max(run["probed"]) == 2, "requests share a probe's forward pass"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_pool_that_is_as_small_as_the_bound(tiny_model, asynchronous):
+    # the null block, what a request holds, and what the step in flight has not freed
+    blocks = 1 + BOUND + 1
+    run = run_scenario(
+        "scenarios_epicache:conversation",
+        {"model": tiny_model, "policy": POLICY, "guides": GUIDES, "route": ROUTE}
+        | {"settings": {"num_gpu_blocks_override": blocks}},
+        runners.environment("V1", asynchronous),
+    )
+    assert run["answers"] == run["anew"]
+    # a cut is due when it starts from what turn 2 left: a block beside it, no more
+    assert run["restored"][5] == 1088
+    assert max(run["held"]) == BOUND
 
 
 def test_chats_are_routed(model_path):

@@ -13,6 +13,7 @@ from vllm_kvplugins.policies.base import Lengths, Trigger
 from vllm_kvplugins.residency.plan import Compaction, ResidencyPlan
 from vllm_kvplugins.residency.plans import Plans
 from vllm_kvplugins.sessions.keeper import Match
+from vllm_kvplugins.sessions.orders import Session
 from vllm_kvplugins.vllm_adapter.turns import asked_turn_ends
 
 # vLLM configures only the loggers below its own name.
@@ -94,6 +95,41 @@ class ResidencyBlockManager(FullAttentionManager):
     def start_of(self, request: Any) -> Match | None:
         """The session that a request starts from, if any."""
         return self._starts.get(request)
+
+    def clip_start(self, request: Any, computed_tokens: int, new_tokens: int) -> int:
+        """How many of its new tokens a request may compute in the step in which it
+        starts from a session.
+
+        What is due by then is compacted before that step, but vLLM gets the blocks
+        back behind it; until then the request holds them beside the new ones.
+        """
+        match = self._starts.get(request)
+        if match is None or request.request_id in self.req_to_blocks:
+            return new_tokens
+        done = self.plan(request).num_done(computed_tokens)
+        if done == int(match.session.compaction is not None):
+            return new_tokens
+        spec, size = self.kv_cache_spec, self.block_size
+        most = spec.policy.prompt_blocks(request.num_tokens, spec.geometry)
+        most = self._pool_blocks if most is None else min(most, self._pool_blocks)
+        stop = max(match.session.first_block + most, computed_tokens // size + 1)
+        return min(new_tokens, stop * size - computed_tokens)
+
+    def can_start(self, request: Any, session: Session, tokens: int) -> bool:
+        """Whether the pool can ever hold a request that starts from so many tokens
+        of a session, a block beside what is due; from scratch it may need less."""
+        first = session.first_block
+        peak = self.plan_from(request, session.compaction).peak_blocks(
+            request.num_prompt_tokens, since=int(first > 0)
+        )
+        return max(peak, tokens // self.block_size + 1 - first) <= self._pool_blocks
+
+    @property
+    def _pool_blocks(self) -> int:
+        """Blocks of a pool that a request has for itself: all but vLLM's null block
+        and one spare, which steps in flight may hold a little longer."""
+        blocks: int = self.block_pool.num_gpu_blocks
+        return blocks - 2
 
     def _first_block(self, request_id: str) -> int:
         """First block that a request holds when it starts from a session."""

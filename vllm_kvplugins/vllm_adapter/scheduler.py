@@ -55,7 +55,10 @@ class ResidencyScheduling:
         prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
         if num_computed_tokens < prefill_end and not freed:
             return 0
-        return plan.clip_chunk(num_computed_tokens, num_new_tokens)
+        num_new_tokens = plan.clip_chunk(num_computed_tokens, num_new_tokens)
+        return self._residency_manager.clip_start(
+            request, num_computed_tokens, num_new_tokens
+        )
 
     def _get_local_prefix_cache_hit(
         self, request: Any, *args: Any, **kwargs: Any

@@ -216,8 +216,9 @@ class SchedulerSessions:
             session.first_query,
         )
         # what was observed of later tokens cannot be taken back
-        whole = tokens == len(session.tokens)
-        return tokens if whole or not self._policy.observes_steps else 0
+        if self._policy.observes_steps and tokens < len(session.tokens):
+            return 0
+        return tokens if self._manager.can_start(request, session, tokens) else 0
 
     def begin(self, request: Any, hit_tokens: int, match: Match | None) -> None:
         """A request will start behind so many tokens of the prefix cache, which has
