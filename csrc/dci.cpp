@@ -82,7 +82,7 @@ void index_append(std::int64_t handle, const Tensor& keys, const Tensor& table,
 // visits) gets the best keys of query g, task by task.
 template <typename Take, typename Done>
 void answer(const Question& question, const Take& take, const Done& done) {
-  index::for_all(question.tasks(), [&](std::int64_t task) {
+  for_all(question.tasks(), [&](std::int64_t task) {
     const AnyIndex& found =
         *question.indexes[static_cast<std::size_t>(task / question.heads)];
     const std::int64_t head = task % question.heads;

@@ -22,7 +22,7 @@ Tensor index_select(const Tensor& handles, const Tensor& queries,
   Tensor chosen =
       torch::stable::new_empty(handles, {queries.size(0), question.heads, count});
   std::int64_t* out = chosen.mutable_data_ptr<std::int64_t>();
-  index::for_all(question.tasks(), [&](std::int64_t task) {
+  for_all(question.tasks(), [&](std::int64_t task) {
     // Kept from call to call: a decode step makes hundreds.
     static thread_local VoteScratch scratch;
     const AnyIndex& found =
@@ -97,7 +97,7 @@ Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets,
   const std::int64_t* count = counts.const_data_ptr<std::int64_t>();
   std::vector<std::int64_t> copied(static_cast<std::size_t>(requests * heads));
   with_element(view, [&](auto* tag) {
-    index::for_all(requests * heads, [&](std::int64_t task) {
+    for_all(requests * heads, [&](std::int64_t task) {
       static thread_local std::vector<std::uint8_t> mark;
       const std::int64_t request = task / heads, head = task % heads;
       const std::int64_t here = seat[request];

@@ -47,14 +47,6 @@ inline std::int64_t packed_size(Simd simd, std::int64_t num_prototypes,
          (rows_of(simd, head_dim) + 1);
 }
 
-// The nearest bfloat16, of two the even one, as its bits.
-inline std::uint32_t round_to_bfloat16(float value) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  if (value != value) return bits >> 16 | 0x40u;
-  return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-}
-
 // Elements of row r of a panel: one, or a pair in one word.
 inline float packed_element(Simd simd, const float* row, std::int64_t r,
                             std::int64_t head_dim) {

@@ -3,35 +3,17 @@
 // with any number of threads.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <deque>
-#include <exception>
 #include <string>
 #include <vector>
 
 #include "kvp/arena.hpp"
 #include "kvp/brute_force.hpp"
 #include "kvp/dci_tree.hpp"
+#include "kvp/for_all.hpp"
 
 namespace kvp::index {
-
-// Runs body(i) for i in [0, n) on several threads. An exception of any of them is
-// rethrown afterwards: it must not leave a parallel region.
-template <typename Body>
-void for_all(std::int64_t n, const Body& body) {
-  std::exception_ptr thrown;
-  std::atomic<bool> caught{false};
-#pragma omp parallel for schedule(dynamic, 1) if (n > 1)
-  for (std::int64_t i = 0; i < n; ++i) {
-    try {
-      body(i);
-    } catch (...) {
-      if (!caught.exchange(true)) thrown = std::current_exception();
-    }
-  }
-  if (caught.load()) std::rethrow_exception(thrown);
-}
 
 // A key that cannot be indexed.
 struct BadKey {

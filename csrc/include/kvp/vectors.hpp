@@ -79,4 +79,12 @@ inline float to_float(Float16 value) {
   return from_bits(sign | (finite ? bits : rest | 0x7f800000u));
 }
 
+// The nearest bfloat16, of two the even one, as its bits.
+inline std::uint32_t round_to_bfloat16(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if (value != value) return bits >> 16 | 0x40u;
+  return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+}
+
 }  // namespace kvp
