@@ -39,6 +39,8 @@ def run(command: list[str], **environment: str) -> str:
         "index_kernels",
         "threads",
         "votes",
+        "svd",
+        "low_rank",
     ],
 )
 def test_core_matches_its_definition(tmp_path, name):

@@ -1,4 +1,4 @@
-"""Copies between pages of the KV cache: compiled if built, in torch otherwise.
+"""Operations on pages of the KV cache: compiled if built, in torch otherwise.
 
 ``dispatch`` is what the rest of the package calls, ``layout`` describes a page,
 ``reference`` holds the oracles. Nothing here imports vLLM.
@@ -16,8 +16,15 @@ from vllm_kvplugins.ops.dispatch import (
 )
 from vllm_kvplugins.ops.hot_set import fill_hot
 from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.ops.svd import (
+    LowRank,
+    reconstruct,
+    reconstruct_tokens,
+    truncated_svd,
+)
 
 __all__ = [
+    "LowRank",
     "PageLayout",
     "backend_in_use",
     "copy_pages",
@@ -27,5 +34,8 @@ __all__ = [
     "gather_tokens",
     "gather_values",
     "move_tokens",
+    "reconstruct",
+    "reconstruct_tokens",
     "scatter_tokens",
+    "truncated_svd",
 ]

@@ -1,0 +1,362 @@
+// torch bindings of kvp/svd.hpp and kvp/low_rank.hpp, CPU only.
+#include "kvp/svd.hpp"
+
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "kvp/for_all.hpp"
+#include "token_check.hpp"
+
+namespace kvp::binding {
+namespace {
+
+using svd::Index;
+
+// More than any context, and few enough that sizes of records do not overflow.
+constexpr Index kMostTokens = Index{1} << 40;
+
+// Calls body with a null pointer of the type of a float32 or bfloat16 tensor.
+template <typename Body>
+void with_number(const Argument& argument, const Body& body) {
+  const ScalarType type = argument.tensor.scalar_type();
+  if (type == ScalarType::Float) {
+    body(static_cast<float*>(nullptr));
+  } else if (type == ScalarType::BFloat16) {
+    body(static_cast<BFloat16*>(nullptr));
+  } else {
+    fail(argument.op, argument.name, " must be float32 or bfloat16, got ",
+         torch::headeronly::toString(type));
+  }
+}
+
+const Index* numbers(const char* op, const char* name, const Tensor& tensor,
+                     Index size) {
+  if (!tensor.is_cpu()) fail(op, name, " must be on the CPU");
+  return Argument{op, name, tensor}.indices(tensor, size);
+}
+
+// Spans of the same tokens in every plane; matrix = plane * count + span.
+struct Spans {
+  const Index* starts;
+  const Index* lengths;
+  Index count;
+};
+
+Spans checked_spans(const char* op, const Tensor& rows, const Tensor& starts,
+                    const Tensor& lengths) {
+  Argument{op, "rows", rows}.require_dim(3);
+  if (!rows.is_cpu()) fail(op, "rows must be on the CPU");
+  if (rows.size(2) < 1 || rows.size(2) > kMaxHeadDim) {
+    fail(op, "head_dim must be 1 to ", kMaxHeadDim, ", got ", rows.size(2));
+  }
+  if (rows.size(2) > 1 && rows.stride(2) != 1) {
+    fail(op, "the elements of a row must lie side by side");
+  }
+  const Index* start = numbers(op, "starts", starts, -1);
+  const Index count = starts.size(0);
+  const Index* length = numbers(op, "lengths", lengths, count);
+  for (Index s = 0; s < count; ++s) {
+    if (start[s] < 0 || length[s] < 0 || start[s] > rows.size(1) ||
+        length[s] > rows.size(1) - start[s]) {
+      fail(op, "span ", s, " is ", length[s], " tokens from ", start[s],
+           ", but there are tokens 0 to ", rows.size(1) - 1);
+    }
+  }
+  return {start, length, count};
+}
+
+void require_sound(const char* op, const std::vector<svd::Fault>& faults,
+                   Index spans) {
+  for (std::size_t i = 0; i < faults.size(); ++i) {
+    const Index plane = static_cast<Index>(i) / spans;
+    const Index span = static_cast<Index>(i) % spans;
+    switch (faults[i]) {
+      case svd::Fault::kNone:
+        break;
+      case svd::Fault::kNotFinite:
+        fail(op, "span ", span, " of plane ", plane, " holds NaN or infinities");
+      case svd::Fault::kTooLarge:
+        fail(op, "span ", span, " of plane ", plane,
+             " has a singular value beyond float32");
+      case svd::Fault::kNoEigenvalue:
+        fail(op, "the iteration did not converge for span ", span, " of plane ",
+             plane);
+    }
+  }
+}
+
+// Where each matrix is decomposed to, as if none had a lower rank than it may have.
+template <typename Factor>
+std::vector<Index> roomy_offsets(const Spans& spans, Index planes, Index head_dim,
+                                 Index max_rank) {
+  std::vector<Index> offsets{0};
+  for (Index i = 0; i < planes * spans.count; ++i) {
+    const Index tokens = spans.lengths[i % spans.count];
+    const Index rank = std::min(std::min(tokens, head_dim), max_rank);
+    offsets.push_back(offsets.back() +
+                      svd::Record<Factor>{tokens, head_dim, rank}.elements());
+  }
+  return offsets;
+}
+
+// Multiply-adds that take as long as the decompositions do, by measurement: the
+// eigenvectors' part, most of whose operations wait for the one before.
+Index decompose_work(const Spans& spans, Index planes, Index head_dim) {
+  Index sum = 0;
+  for (Index s = 0; s < spans.count; ++s) {
+    const Index size = std::min(spans.lengths[s], head_dim);
+    sum += 24 * size * size * size;
+  }
+  return sum * planes;
+}
+
+// Decomposes all matrices and closes the gaps that lower ranks left.
+template <typename Element, typename Factor>
+Tensor decompose_all(const char* op, const Tensor& rows, const Spans& spans,
+                     const svd::Options& options, ScalarType type, Index* ranks,
+                     Index* offsets) {
+  const Index head_dim = rows.size(2), count = rows.size(0) * spans.count;
+  const std::vector<Index> roomy = roomy_offsets<Factor>(
+      spans, rows.size(0), head_dim, options.max_rank);
+  Tensor room = torch::stable::new_empty(rows, {roomy.back()}, type);
+  auto* base = static_cast<Factor*>(room.mutable_data_ptr());
+  const auto* first = static_cast<const Element*>(rows.const_data_ptr());
+  const svd::Kernels& kernels = svd::select_kernels();
+  std::vector<svd::Fault> faults(static_cast<std::size_t>(count));
+  for_all(
+      count,
+      [&](Index i) {
+        static thread_local svd::Workspace work;
+        const Index plane = i / spans.count, span = i % spans.count;
+        const svd::Matrix<Element> matrix{
+            first + plane * rows.stride(0) + spans.starts[span] * rows.stride(1),
+            spans.lengths[span], head_dim, rows.stride(1)};
+        const auto at = static_cast<std::size_t>(i);
+        ranks[i] = svd::decompose(kernels, matrix, options, base + roomy[at], work,
+                                  faults[at]);
+      },
+      decompose_work(spans, rows.size(0), head_dim) >= kParallelWork);
+  require_sound(op, faults, spans.count);
+  offsets[0] = 0;
+  for (Index i = 0; i < count; ++i) {
+    const Index tokens = spans.lengths[i % spans.count];
+    offsets[i + 1] = offsets[i] +
+                     svd::Record<Factor>{tokens, head_dim, ranks[i]}.elements();
+  }
+  if (offsets[count] == roomy.back()) return room;
+  Tensor factors = torch::stable::new_empty(rows, {offsets[count]}, type);
+  auto* packed = static_cast<Factor*>(factors.mutable_data_ptr());
+  for (Index i = 0; i < count; ++i) {
+    std::memcpy(packed + offsets[i], base + roomy[static_cast<std::size_t>(i)],
+                static_cast<std::size_t>(offsets[i + 1] - offsets[i]) *
+                    sizeof(Factor));
+  }
+  return factors;
+}
+
+// (factors [elements], offsets int64 [matrices + 1], ranks int64 [matrices])
+std::tuple<Tensor, Tensor, Tensor> truncated_svd(
+    const Tensor& rows, const Tensor& starts, const Tensor& lengths,
+    std::int64_t max_rank, double energy, bool narrow) {
+  const char* op = "truncated_svd";
+  const Spans spans = checked_spans(op, rows, starts, lengths);
+  if (max_rank < 1) fail(op, "max_rank must be positive, got ", max_rank);
+  if (!(energy > 0.0 && energy <= 1.0)) {
+    fail(op, "energy must be above 0 and at most 1, got ", energy);
+  }
+  const svd::Options options{max_rank, energy};
+  const Index count = rows.size(0) * spans.count;
+  Tensor ranks = torch::stable::new_empty(starts, {count});
+  Tensor offsets = torch::stable::new_empty(starts, {count + 1});
+  auto* rank = ranks.mutable_data_ptr<std::int64_t>();
+  auto* offset = offsets.mutable_data_ptr<std::int64_t>();
+  Tensor factors = rows;  // a tensor must be made of something
+  with_number(Argument{op, "rows", rows}, [&](auto* tag) {
+    using Element = std::remove_pointer_t<decltype(tag)>;
+    factors = narrow ? decompose_all<Element, BFloat16>(
+                           op, rows, spans, options, ScalarType::BFloat16, rank, offset)
+                     : decompose_all<Element, float>(
+                           op, rows, spans, options, ScalarType::Float, rank, offset);
+  });
+  return {factors, offsets, ranks};
+}
+
+// Packed factors, and which of them a call is about.
+struct Chosen {
+  const Tensor& factors;
+  const Index* offsets;
+  const Index* ranks;
+  const Index* tokens;
+  const Index* which;
+  Index count;
+  Index head_dim;
+
+  template <typename Factor>
+  svd::Record<Factor> shape(Index i) const {
+    return {tokens[which[i]], head_dim, ranks[which[i]]};
+  }
+  template <typename Factor>
+  const Factor* record(Index i) const {
+    return static_cast<const Factor*>(factors.const_data_ptr()) + offsets[which[i]];
+  }
+  // Multiply-adds of all of them.
+  Index work() const {
+    Index sum = 0;
+    for (Index i = 0; i < count; ++i) {
+      sum += tokens[which[i]] * ranks[which[i]] * head_dim;
+    }
+    return sum;
+  }
+};
+
+Chosen checked_factors(const char* op, const char* name, const Tensor& factors,
+                       const Tensor& offsets, const Tensor& ranks,
+                       const Tensor& tokens, Index head_dim, const Tensor& which) {
+  const Argument argument{op, name, factors};
+  argument.require_dim(1);
+  argument.require_contiguous();
+  if (!factors.is_cpu()) fail(op, name, " must be on the CPU");
+  if (head_dim < 1 || head_dim > kMaxHeadDim) {
+    fail(op, "head_dim must be 1 to ", kMaxHeadDim, ", got ", head_dim);
+  }
+  const Index* rank = numbers(op, "ranks", ranks, -1);
+  const Index matrices = ranks.size(0);
+  const Chosen made{factors,
+                    numbers(op, "offsets", offsets, matrices + 1),
+                    rank,
+                    numbers(op, "tokens", tokens, matrices),
+                    numbers(op, "which", which, -1),
+                    which.size(0),
+                    head_dim};
+  with_number(argument, [&](auto* tag) {
+    using Factor = std::remove_pointer_t<decltype(tag)>;
+    for (Index i = 0; i < made.count; ++i) {
+      const Index at = made.which[i];
+      if (at < 0 || at >= matrices) {
+        fail(op, "which[", i, "] is matrix ", at, ", but there are 0 to ",
+             matrices - 1);
+      }
+      const Index begin = made.offsets[at], end = made.offsets[at + 1];
+      const svd::Record<Factor> shape = made.shape<Factor>(i);
+      if (begin < 0 || end < begin || end > factors.size(0) ||
+          begin % svd::Record<Factor>::kPerFloat != 0 || shape.tokens < 0 ||
+          shape.rank < 0 || shape.rank > std::min(shape.tokens, head_dim) ||
+          shape.tokens > kMostTokens || shape.elements() != end - begin) {
+        fail(op, name, ": matrix ", at, " is not a record of rank ", shape.rank,
+             " and ", shape.tokens, " tokens");
+      }
+    }
+  });
+  return made;
+}
+
+// Rows of the results that come before each matrix's, and all of them at the end.
+std::vector<Index> row_offsets(const Chosen& chosen) {
+  std::vector<Index> offsets{0};
+  for (Index i = 0; i < chosen.count; ++i) {
+    offsets.push_back(offsets.back() + chosen.tokens[chosen.which[i]]);
+  }
+  return offsets;
+}
+
+Tensor reconstruct(const Tensor& factors, const Tensor& offsets, const Tensor& ranks,
+                   const Tensor& tokens, std::int64_t head_dim, const Tensor& which,
+                   bool narrow) {
+  const char* op = "reconstruct";
+  const Chosen chosen = checked_factors(op, "factors", factors, offsets, ranks,
+                                        tokens, head_dim, which);
+  const std::vector<Index> first = row_offsets(chosen);
+  Tensor rows = torch::stable::new_empty(
+      factors, {first.back(), head_dim},
+      narrow ? ScalarType::BFloat16 : ScalarType::Float);
+  const svd::Kernels& kernels = svd::select_kernels();
+  with_number(Argument{op, "factors", factors}, [&](auto* factor_tag) {
+    using Factor = std::remove_pointer_t<decltype(factor_tag)>;
+    with_number(Argument{op, "rows", rows}, [&](auto* row_tag) {
+      for_all(
+          chosen.count,
+          [&](Index i) {
+            static thread_local svd::Workspace work;
+            svd::reconstruct_rows(
+                kernels, chosen.shape<Factor>(i), chosen.record<Factor>(i),
+                write(rows, row_tag) + first[static_cast<std::size_t>(i)] * head_dim,
+                work);
+          },
+          chosen.work() >= kParallelWork);
+    });
+  });
+  return rows;
+}
+
+// Writes one plane of the pages.
+template <typename Element>
+void fill_plane(const Chosen& chosen, const Tensor& heap, const HeapView& view,
+                const Plane& plane, const Tokens& to) {
+  const svd::Kernels& kernels = svd::select_kernels();
+  const std::vector<Index> first = row_offsets(chosen);
+  auto* base = static_cast<Element*>(heap.mutable_data_ptr());
+  with_number(Argument{"reconstruct_tokens", "factors", chosen.factors}, [&](auto* tag) {
+    using Factor = std::remove_pointer_t<decltype(tag)>;
+    for_all(
+        chosen.count,
+        [&](Index i) {
+          static thread_local svd::Workspace work;
+          const Index at = first[static_cast<std::size_t>(i)];
+          const svd::PageTarget<Element> target{base,       view.page_stride,
+                                                plane,      view.block_size,
+                                                to.pages + at, to.slots + at};
+          svd::reconstruct_pages(kernels, chosen.shape<Factor>(i),
+                                 chosen.record<Factor>(i), target, work);
+        },
+        chosen.work() >= kParallelWork);
+  });
+}
+
+void reconstruct_tokens(const Tensor& heap, const Tensor& pages, const Tensor& slots,
+                        const Tensor& k_offsets, const Tensor& v_offsets,
+                        std::int64_t block_size, const Tensor& key_factors,
+                        const Tensor& key_starts, const Tensor& key_ranks,
+                        const Tensor& value_factors, const Tensor& value_starts,
+                        const Tensor& value_ranks, const Tensor& tokens,
+                        const Tensor& which) {
+  const char* op = "reconstruct_tokens";
+  const HeapView view = view_heap(op, heap, block_size);
+  const PageLayout layout = checked_layout(op, heap, view, k_offsets, v_offsets);
+  const Chosen keys = checked_factors(op, "keys", key_factors, key_starts, key_ranks,
+                                      tokens, view.head_dim, which);
+  const Chosen values = checked_factors(op, "values", value_factors, value_starts,
+                                        value_ranks, tokens, view.head_dim, which);
+  const Tokens to = checked_tokens(op, "pages", "slots", heap, view, pages, slots,
+                                   row_offsets(keys).back());
+  check_writes(op, view, to, nullptr);
+  with_number(Argument{op, "heap", heap}, [&](auto* tag) {
+    using Element = std::remove_pointer_t<decltype(tag)>;
+    fill_plane<Element>(keys, heap, view, layout.keys, to);
+    fill_plane<Element>(values, heap, view, layout.values, to);
+  });
+}
+
+}  // namespace
+}  // namespace kvp::binding
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
+  m.def(
+      "truncated_svd(Tensor rows, Tensor starts, Tensor lengths, int max_rank, "
+      "float energy, bool narrow) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "reconstruct(Tensor factors, Tensor offsets, Tensor ranks, Tensor tokens, "
+      "int head_dim, Tensor which, bool narrow) -> Tensor");
+  m.def(
+      "reconstruct_tokens(Tensor(a!) heap, Tensor pages, Tensor slots, "
+      "Tensor k_offsets, Tensor v_offsets, int block_size, Tensor key_factors, "
+      "Tensor key_starts, Tensor key_ranks, Tensor value_factors, "
+      "Tensor value_starts, Tensor value_ranks, Tensor tokens, Tensor which) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kvp, CPU, m) {
+  m.impl("truncated_svd", TORCH_BOX(&kvp::binding::truncated_svd));
+  m.impl("reconstruct", TORCH_BOX(&kvp::binding::reconstruct));
+  m.impl("reconstruct_tokens", TORCH_BOX(&kvp::binding::reconstruct_tokens));
+}

@@ -1,0 +1,114 @@
+// Tests of kvp/low_rank.hpp against loops written from the definition.
+#include "svd_fixtures.hpp"
+
+namespace {
+
+// Equation 18, and what bfloat16 adds to it.
+void test_size() {
+  current_case = "size";
+  for (Index tokens : {1, 16, 33}) {
+    for (Index rank : {0, 1, 7, 32}) {
+      const Index values = rank * (tokens + 65 + 1);
+      const Record<float> wide{tokens, 65, rank};
+      const Record<BFloat16> narrow{tokens, 65, rank};
+      CHECK(wide.elements() == values);
+      CHECK(narrow.elements() >= values + rank);
+      CHECK(narrow.elements() <= values + rank + 1 && narrow.elements() % 2 == 0);
+    }
+  }
+}
+
+struct Layout {
+  kvp::PageLayout layout;
+  std::vector<std::int32_t> keys, values;
+};
+
+// Natural, transposed or shuffled planes.
+void make_layout(int kind, Index block, Index dim, std::mt19937& random, Layout& made) {
+  made.keys.resize(u(block * dim));
+  made.values.resize(u(block * dim));
+  std::vector<std::int32_t> order(u(2 * block * dim));
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = std::int32_t(i);
+  if (kind == 2) std::shuffle(order.begin(), order.end(), random);
+  for (Index s = 0; s < block; ++s) {
+    for (Index d = 0; d < dim; ++d) {
+      const Index natural = s * dim + d, turned = d * block + s;
+      made.keys[u(natural)] = order[u(kind == 1 ? turned : natural)];
+      made.values[u(natural)] = order[u(block * dim + natural)];
+    }
+  }
+  made.layout = kvp::make_layout(made.keys.data(), made.values.data(), block, dim);
+}
+
+// Rows against the definition; pages of every layout hold the same bits as the rows,
+// and nothing else of them changes.
+template <typename Element, typename Factor>
+void check_reconstruction(Index tokens, Index dim, double tolerance, bool in_order,
+                          std::mt19937& random) {
+  const auto problem = make_problem<float>(tokens, dim, Spectrum::kDecaying, random);
+  const auto made = decompose<Factor>(problem, 8);
+  static Workspace work;
+  std::vector<Element> rows(u(tokens * dim));
+  kvp::svd::reconstruct_rows(*kernels, made.shape, made.record.data(), rows.data(),
+                             work);
+  for (Index t = 0; t < tokens; ++t) {
+    for (Index d = 0; d < dim; ++d) {
+      const double right = made.row(t, d);
+      const double ours = double(kvp::to_float(rows[u(t * dim + d)]));
+      CHECK(std::fabs(ours - right) <= tolerance * std::fabs(right) + 1e-5);
+    }
+  }
+  constexpr Index kBlock = 16, kPages = 13;
+  const Index page_elems = 2 * kBlock * dim;
+  std::vector<Index> places(kBlock * kPages), pages, slots;
+  for (std::size_t i = 0; i < places.size(); ++i) places[i] = Index(i) + 5;
+  if (!in_order) std::shuffle(places.begin(), places.end() - 5, random);
+  for (Index t = 0; t < tokens; ++t) {
+    pages.push_back(places[u(t)] / kBlock);
+    slots.push_back(places[u(t)] % kBlock);
+  }
+  for (int kind = 0; kind < 3; ++kind) {
+    Layout layout;
+    make_layout(kind, kBlock, dim, random, layout);
+    for (const kvp::Plane& plane : {layout.layout.keys, layout.layout.values}) {
+      std::vector<Element> heap(u((kPages + 1) * page_elems)), expected;
+      std::memset(heap.data(), 0x5a, heap.size() * sizeof(Element));
+      expected = heap;
+      for (Index t = 0; t < tokens; ++t) {
+        for (Index d = 0; d < dim; ++d) {
+          const std::int32_t offset = plane.offsets[slots[u(t)] * dim + d];
+          expected[u(pages[u(t)] * page_elems + offset)] = rows[u(t * dim + d)];
+        }
+      }
+      kvp::svd::reconstruct_pages(
+          *kernels, made.shape, made.record.data(),
+          kvp::svd::PageTarget<Element>{heap.data(), page_elems, plane, kBlock,
+                                        pages.data(), slots.data()},
+          work);
+      CHECK(std::memcmp(heap.data(), expected.data(),
+                        heap.size() * sizeof(Element)) == 0);
+    }
+  }
+}
+
+void test_reconstruction(std::mt19937& random) {
+  for (Index tokens : {0, 1, 15, 64, 150}) {
+    for (Index dim : {1, 64, 80}) {
+      current_case = "reconstruction";
+      check_reconstruction<float, float>(tokens, dim, 1e-5, true, random);
+      check_reconstruction<float, BFloat16>(tokens, dim, 1e-5, false, random);
+      check_reconstruction<BFloat16, float>(tokens, dim, 0x1p-8, false, random);
+      check_reconstruction<BFloat16, BFloat16>(tokens, dim, 0x1p-8, true, random);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 random(kSeed);
+  with_all_kernels([&] { test_reconstruction(random); });
+  test_size();
+  std::printf("%d failure(s)\n", failures);
+  return failures != 0;
+}

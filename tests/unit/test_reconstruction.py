@@ -1,0 +1,191 @@
+"""Rows and pages made of low-rank factors, against torch in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from spectra import make_rows, spans_of, whole
+
+from vllm_kvplugins import ops
+from vllm_kvplugins.ops import dispatch, svd
+from vllm_kvplugins.ops.layout import PageLayout
+
+SEED = 20261122
+DTYPES = [torch.float32, torch.bfloat16]
+LAYOUTS = ["natural", "transposed", "permuted"]
+DIM = 64
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def backend(request, monkeypatch):
+    """Runs a test with each implementation."""
+    if request.param == "compiled" and (reason := dispatch.load_extension().reason):
+        pytest.skip(f"no compiled ops: {reason}")
+    monkeypatch.setenv("KVP_OPS", request.param)
+    return request.param
+
+
+@pytest.fixture
+def random():
+    print(f"seed {SEED}")
+    return torch.Generator().manual_seed(SEED)
+
+
+def make_layout(kind: str, block_size: int, random: torch.Generator) -> PageLayout:
+    if kind == "natural":
+        return PageLayout.natural(block_size, DIM)
+    if kind == "transposed":
+        return PageLayout.transposed_keys(block_size, DIM)
+    order = torch.randperm(2 * block_size * DIM, generator=random).int()
+    half = block_size * DIM
+    return PageLayout(block_size, DIM, order[:half].clone(), order[half:].clone())
+
+
+class Zoomed:
+    """Factors of keys and values, and free slots for some of their tokens."""
+
+    def __init__(self, random: torch.Generator, dtype: torch.dtype, kind: str) -> None:
+        self.starts, self.lengths = spans_of(16, 33, 0, 5, 64)
+        rows = make_rows("decaying", 4, 130, DIM, random)
+        self.keys = svd.truncated_svd(rows[:2], self.starts, self.lengths, 8)
+        self.values = svd.truncated_svd(
+            rows[2:], self.starts, self.lengths, 16, dtype=torch.bfloat16
+        )
+        self.layout = make_layout(kind, 16, random)
+        shape = (14, self.layout.page_elems + 8)
+        self.heap = torch.randn(shape, generator=random).to(dtype)[:, :-8]
+        self.which = torch.tensor([9, 1, 3, 1, 2])
+        total = int(self.keys.tokens[self.which].sum())
+        places = torch.arange(14 * 16)[3 : 3 + total]
+        places[20:30] = places[20:30].flip(0)  # not all side by side
+        self.pages, self.slots = places // 16, places % 16
+
+    def write(self) -> None:
+        svd.reconstruct_tokens(
+            self.heap,
+            self.pages,
+            self.slots,
+            self.keys,
+            self.values,
+            self.which,
+            self.layout,
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_pages_receive_the_rows_and_nothing_else(backend, random, dtype, kind):
+    zoomed = Zoomed(random, dtype, kind)
+    expected = zoomed.heap.clone()
+    rows = [
+        svd.reconstruct(part, zoomed.which, dtype)
+        for part in (zoomed.keys, zoomed.values)
+    ]
+    assert rows[0].shape == (len(zoomed.pages), DIM)
+    ops.scatter_tokens(expected, zoomed.pages, zoomed.slots, *rows, zoomed.layout)
+    zoomed.write()
+    assert zoomed.heap.equal(expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("factor_dtype", DTYPES, ids=str)
+def test_rows_are_as_exact_as_torch_s(backend, random, dtype, factor_dtype):
+    """At most twice the error of the same product in torch in the result's dtype."""
+    rows = make_rows("decaying", 2, 130, DIM, random)
+    starts, lengths = spans_of(33, 64, 16)
+    made = svd.truncated_svd(rows, starts, lengths, 32, dtype=factor_dtype)
+    which = torch.tensor([5, 0, 4])
+    ours = svd.reconstruct(made, which, dtype).double()
+    assert ours.shape == (16 + 33 + 64, DIM)
+    first = 0
+    for matrix in which.tolist():
+        u, v = made.left(matrix), made.right(matrix)
+        sigma = made.singular_values(matrix)
+        exact = (u.double() * sigma.double()) @ v.double().t()
+        plain = (u.to(dtype) * sigma.to(dtype)) @ v.to(dtype).t()
+        part = ours[first : first + len(exact)]
+        first += len(exact)
+        ours_error = (part - exact).norm()
+        assert ours_error <= 2 * (plain.double() - exact).norm()
+
+
+def test_gates_are_multiplied_into_singular_values(backend, random):
+    """Equation 8: what is written to the view is what is reconstructed."""
+    rows = make_rows("decaying", 2, 40, DIM, random)
+    for dtype in DTYPES:
+        made = svd.truncated_svd(rows, *whole(40), 8, dtype=dtype)
+        gates = torch.rand(8, generator=random)
+        made.singular_values(1).mul_(gates)
+        u, v = made.left(1).float(), made.right(1).float()
+        expected = (u * made.singular_values(1)) @ v.t()
+        found = svd.reconstruct(made, torch.tensor([1]), torch.float32)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        sigma = torch.linalg.svdvals(rows[1])[:8]
+        torch.testing.assert_close(
+            made.singular_values(1), sigma * gates, rtol=1e-3, atol=1e-5
+        )
+
+
+def test_factors_may_lie_in_an_arena(backend, random):
+    made = svd.truncated_svd(make_rows("flat", 1, 20, DIM, random), *whole(20))
+    arena = torch.zeros(10 + made.factors.numel())
+    arena[10:] = made.factors
+    moved = dataclasses.replace(made, factors=arena[10:])
+    which = torch.tensor([0, 0])
+    assert svd.reconstruct(moved, which).equal(svd.reconstruct(made, which))
+
+
+def test_bad_reconstructions(backend, random):
+    zoomed = Zoomed(random, torch.float32, "transposed")
+    before = zoomed.heap.clone()
+    for wrong in (-1, 10):
+        with pytest.raises(
+            ValueError, match=rf"which\[1\] is matrix {wrong}, .* 0 to 9"
+        ):
+            svd.reconstruct(zoomed.keys, torch.tensor([0, wrong]))
+    with pytest.raises(ValueError, match="dtype must be"):
+        svd.reconstruct(zoomed.keys, zoomed.which, torch.float16)
+    for name, value, message in (
+        ("pages", zoomed.pages[1:], "must have"),
+        ("pages", zoomed.pages + 14, "heap has pages 0 to 13"),
+        ("slots", zoomed.slots + 16, "pages have slots 0 to 15"),
+        ("slots", zoomed.slots * 0, "repeats an earlier one"),
+        ("which", torch.tensor([77]), "matrix 77"),
+        ("heap", zoomed.heap.half(), "float32 or bfloat16, got torch.float16"),
+        ("layout", PageLayout.natural(32, 32), "must have head_dim 32"),
+        (
+            "values",
+            dataclasses.replace(zoomed.values, tokens=zoomed.values.tokens + 1),
+            "of the same spans",
+        ),
+    ):
+        other = Zoomed(random, torch.float32, "transposed")
+        other.heap.copy_(before)
+        setattr(other, name, value)
+        with pytest.raises(ValueError, match=message):
+            other.write()
+        if name != "heap":
+            assert other.heap.equal(before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ranks": torch.tensor([9])},
+        {"ranks": torch.tensor([-1])},
+        {"tokens": torch.tensor([21])},
+        {"tokens": torch.tensor([1 << 60])},
+        {"offsets": torch.tensor([0, 1 << 60])},
+        {"offsets": torch.tensor([-8, 672])},
+        {"head_dim": 63},
+    ],
+)
+def test_compiled_reads_no_record_that_is_not_there(random, monkeypatch, change):
+    if reason := dispatch.load_extension().reason:
+        pytest.skip(f"no compiled ops: {reason}")
+    made = svd.truncated_svd(make_rows("flat", 1, 20, DIM, random), *whole(20), 8)
+    broken = dataclasses.replace(made, **change)
+    with pytest.raises(ValueError, match="matrix 0 is not a record of rank"):
+        svd.reconstruct(broken, torch.tensor([0]))

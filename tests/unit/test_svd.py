@@ -1,0 +1,232 @@
+"""Truncated decompositions and reconstruction, against torch in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from spectra import make_rows, spans_of, whole
+
+from vllm_kvplugins.ops import dispatch, svd
+
+SEED = 20261122
+DTYPES = [torch.float32, torch.bfloat16]
+DIM = 64
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def backend(request, monkeypatch):
+    """Runs a test with each implementation."""
+    if request.param == "compiled" and (reason := dispatch.load_extension().reason):
+        pytest.skip(f"no compiled ops: {reason}")
+    monkeypatch.setenv("KVP_OPS", request.param)
+    return request.param
+
+
+@pytest.fixture
+def random():
+    print(f"seed {SEED}")
+    return torch.Generator().manual_seed(SEED)
+
+
+def best_error(rows: torch.Tensor, rank: int) -> float:
+    """Of any matrix of that rank (Eckart and Young)."""
+    return float(torch.linalg.svdvals(rows.double())[rank:].norm())
+
+
+def error(rows: torch.Tensor, low_rank: svd.LowRank, matrix: int = 0) -> float:
+    """Of the factors, multiplied in float64."""
+    scaled = low_rank.left(matrix).double() * low_rank.singular_values(matrix)
+    return float((rows.double() - scaled @ low_rank.right(matrix).double().t()).norm())
+
+
+# -- decomposition --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["flat", "low-rank", "decaying"])
+@pytest.mark.parametrize("shape", [(1, 64), (16, 64), (50, 80), (64, 64), (300, 128)])
+def test_error_is_the_best_that_a_rank_allows(backend, random, kind, shape):
+    rows = make_rows(kind, 1, *shape, random)
+    norm, size = float(rows.norm()), min(shape)
+    for rank in (1, 8, 32):
+        made = svd.truncated_svd(rows, *whole(shape[0]), rank)
+        best = best_error(rows[0], rank)
+        assert error(rows[0], made) <= 1.05 * best + 2e-6 * norm
+        if kind != "low-rank":
+            assert made.ranks.tolist() == [min(rank, size)]
+        else:
+            assert made.ranks.tolist() == [min(rank, size, 5)]
+        narrow = svd.truncated_svd(rows, *whole(shape[0]), rank, dtype=torch.bfloat16)
+        assert narrow.ranks.equal(made.ranks)
+        assert error(rows[0], narrow) <= 1.05 * best + 0.006 * norm
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_span_of_every_plane(backend, random, dtype):
+    starts, lengths = spans_of(16, 0, 33, 1, 64, 33, 90)
+    tokens = int(starts[-1] + lengths[-1])
+    wide = make_rows("decaying", 3, tokens, DIM + 8, random).to(dtype)
+    rows = wide[..., 3 : 3 + DIM]  # rows with gaps between them
+    made = svd.truncated_svd(rows, starts, lengths, 12)
+    assert made.factors.dtype == dtype
+    assert len(made) == 3 * 7
+    assert made.tokens.tolist() == 3 * lengths.tolist()
+    for plane in range(3):
+        for span, (start, length) in enumerate(
+            zip(starts.tolist(), lengths.tolist(), strict=True)
+        ):
+            matrix = plane * 7 + span
+            part = rows[plane, start : start + length].double()
+            rank = min(length, 12)
+            assert made.ranks[matrix] == rank
+            right = torch.linalg.svdvals(part)[:rank]
+            sigma = made.singular_values(matrix).double()
+            torch.testing.assert_close(sigma, right, rtol=2e-3, atol=1e-5)
+            loose = 1e-4 if dtype == torch.float32 else 0.03
+            for factor in (made.left(matrix), made.right(matrix)):
+                gram = factor.double().t() @ factor.double()
+                assert (gram - torch.eye(rank)).abs().max() < loose if rank else True
+
+
+def test_size_is_that_of_equation_18(backend, random):
+    """``r (|S| + d + 1) b`` for each of keys and values, heads and layers."""
+    starts, lengths = spans_of(16, 40, 7)
+    rows = make_rows("flat", 4, 80, DIM, random)
+    made = svd.truncated_svd(rows, starts, lengths, 8)
+    shapes = list(zip(made.ranks.tolist(), made.tokens.tolist(), strict=True))
+    values = sum(rank * (tokens + DIM + 1) for rank, tokens in shapes)
+    assert made.nbytes == values * 4
+    assert made.offsets[-1] == made.factors.numel() == values
+    narrow = svd.truncated_svd(rows, starts, lengths, 8, dtype=torch.bfloat16)
+    # float32 singular values take two elements each; records have even sizes
+    pairs = [-(-rank * (tokens + DIM + 2) // 2) for rank, tokens in shapes]
+    assert narrow.nbytes == 4 * sum(pairs)
+    assert narrow.offsets.diff().tolist() == [2 * pair for pair in pairs]
+    assert 7 * (7 + DIM + 2) % 2 == 1, "a span whose record is filled up"
+
+
+@pytest.mark.parametrize("energy", [0.5, 0.9, 0.999])
+def test_energy_sets_the_smallest_rank_that_keeps_it(backend, random, energy):
+    starts, lengths = spans_of(16, 40, 64)
+    rows = make_rows("decaying", 2, 130, DIM, random)
+    made = svd.truncated_svd(rows, starts, lengths, 64, energy)
+    for matrix in range(6):
+        start, length = int(starts[matrix % 3]), int(lengths[matrix % 3])
+        part = rows[matrix // 3, start : start + length].double()
+        squares = torch.linalg.svdvals(part).square()
+        rank = int(made.ranks[matrix])
+        assert squares[:rank].sum() >= energy * squares.sum()
+        assert squares[: rank - 1].sum() < energy * squares.sum()
+    capped = svd.truncated_svd(rows, starts, lengths, 2, energy)
+    assert capped.ranks.equal(made.ranks.clamp(max=2))
+
+
+def test_what_has_no_full_rank(backend, random):
+    rows = torch.zeros(4, 20, DIM)
+    rows[1] = torch.randn(DIM, generator=random)  # all rows the same
+    rows[2, ::2] = torch.randn(10, DIM, generator=random)
+    rows[2, 1::2] = rows[2, ::2]  # each twice
+    rows[3, 7, 5] = -3.0
+    made = svd.truncated_svd(rows, *whole(20))
+    assert made.ranks.tolist() == [0, 1, 10, 1]
+    for plane in range(4):
+        assert error(rows[plane], made, plane) <= 1e-5 * float(rows[plane].norm())
+    assert made.factors.isfinite().all()
+    assert svd.reconstruct(made, torch.tensor([0])).equal(torch.zeros(20, DIM))
+
+
+def test_numbers_without_a_decomposition_are_refused(backend, random):
+    starts, lengths = spans_of(10, 70, 10)
+    rows = make_rows("flat", 3, 96, DIM, random)
+    for wrong in (float("nan"), float("inf"), -float("inf")):
+        broken = rows.clone()
+        broken[1, 10, 0] = wrong  # between the spans
+        svd.truncated_svd(broken, starts, lengths)
+        broken[1, 81, 3] = wrong
+        with pytest.raises(ValueError, match=r"span 1 of plane 1 holds NaN"):
+            svd.truncated_svd(broken, starts, lengths)
+    with pytest.raises(ValueError, match=r"span 0 of plane 0 .* beyond float32"):
+        svd.truncated_svd(torch.full((1, 9, DIM), 3e38), *whole(9))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tokens=st.integers(0, 90),
+    dim=st.integers(1, 70),
+    rank=st.integers(1, 40),
+    kind=st.sampled_from(["flat", "low-rank", "decaying"]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**31),
+)
+def test_compiled_and_torch_agree(tokens, dim, rank, kind, dtype, seed):
+    """Same ranks, sizes and products; vectors may differ in sign."""
+    if reason := dispatch.load_extension().reason:
+        pytest.skip(f"no compiled ops: {reason}")
+    random = torch.Generator().manual_seed(seed)
+    rows = make_rows(kind, 2, tokens, dim, random)
+    made = {}
+    for name in ("compiled", "torch"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KVP_OPS", name)
+            made[name] = svd.truncated_svd(rows, *whole(tokens), rank, dtype=dtype)
+    ours, theirs = made["compiled"], made["torch"]
+    assert ours.ranks.equal(theirs.ranks)
+    assert ours.offsets.equal(theirs.offsets)
+    for matrix in range(2):
+        norm = float(rows[matrix].norm())
+        loose = 0.006 if dtype == torch.bfloat16 else 2e-6
+        theirs_error = error(rows[matrix], theirs, matrix)
+        assert error(rows[matrix], ours, matrix) <= 1.05 * theirs_error + loose * norm
+
+
+def test_threads_do_not_change_the_result(random):
+    if reason := dispatch.load_extension().reason:
+        pytest.skip(f"no compiled ops: {reason}")
+    rows = make_rows("flat", 6, 400, DIM, random)
+    starts = torch.arange(0, 400, 50)
+    lengths = torch.tensor([50, 40, 1, 50, 33, 16, 50, 50])
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3, 3):
+            torch.set_num_threads(count)
+            made = svd.truncated_svd(rows, starts, lengths, 24)
+            results.append((made.factors, svd.reconstruct(made, torch.arange(48))))
+    finally:
+        torch.set_num_threads(threads)
+    for factors, rebuilt in results[1:]:
+        assert factors.equal(results[0][0])
+        assert rebuilt.equal(results[0][1])
+
+
+# -- refusals -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": torch.zeros(20, DIM)}, "rows must have 3"),
+        ({"rows": torch.zeros(2, DIM, 20).mT}, "side by side"),
+        ({"rows": torch.zeros(2, 20, DIM).half()}, "float32 or bfloat16, got"),
+        ({"rows": torch.zeros(2, 20, 513)}, "head_dim must be 1 to 512, got 513"),
+        ({"starts": torch.tensor([0])}, "lengths must have 1"),
+        ({"starts": torch.tensor([0, 1]).int()}, "starts must be"),
+        ({"starts": torch.tensor([0, 16])}, "span 1 is 5 tokens from 16, .* 0 to 19"),
+        ({"starts": torch.tensor([-1, 0])}, "span 0 is 5 tokens from -1"),
+        ({"lengths": torch.tensor([5, -1])}, "span 1 is -1 tokens"),
+        ({"max_rank": 0}, "max_rank must be positive, got 0"),
+        ({"energy": 0.0}, "energy must be above 0"),
+        ({"energy": 1.5}, "energy must be above 0"),
+        ({"energy": float("nan")}, "energy must be above 0"),
+        ({"dtype": torch.float16}, "float32 or bfloat16, got torch.float16"),
+    ],
+)
+def test_bad_decompositions(backend, change, message):
+    arguments = {
+        "rows": torch.zeros(2, 20, DIM),
+        "starts": torch.tensor([0, 10]),
+        "lengths": torch.tensor([5, 5]),
+    }
+    with pytest.raises(ValueError, match=message):
+        svd.truncated_svd(**{**arguments, **change})

@@ -1,0 +1,389 @@
+"""Low-rank factors of spans of keys and values, and the rows that they stand for.
+
+SeKV keeps a span's keys and values in host memory as truncated singular value
+decompositions and makes its tokens of them when a query asks for it. Compiled if
+built, in torch otherwise; ``KVP_OPS`` chooses (``extension.py``). On the CPU only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from vllm_kvplugins.ops import checks
+from vllm_kvplugins.ops.dispatch import call_compiled, scatter_tokens
+from vllm_kvplugins.ops.extension import compiled_for
+from vllm_kvplugins.ops.layout import PageLayout
+
+DTYPES = (torch.float32, torch.bfloat16)
+MAX_HEAD_DIM = 512  # kMaxHeadDim in csrc/include/kvp/vectors.hpp
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """Truncated decompositions of many matrices, packed one behind the other.
+
+    A matrix's record is one run of elements: its singular values as float32 (two
+    elements each if the others are bfloat16), U [tokens, rank], V^T [rank,
+    head_dim], and with bfloat16 one element more if that makes an odd number.
+    Equation 18 of SeKV counts ``rank * (tokens + head_dim + 1)`` elements, what a
+    float32 record has; one of bfloat16 has up to ``rank + 1`` more.
+
+    The records may be moved elsewhere, to an arena, say: replace ``factors``. With
+    bfloat16 that must begin at an even element of its storage.
+
+    Args:
+        factors: float32 or bfloat16 [elements], all records.
+        offsets: int64 [matrices + 1], where each record begins, and the end.
+        ranks: int64 [matrices].
+        tokens: int64 [matrices], rows of each matrix.
+        head_dim: columns of every matrix.
+    """
+
+    factors: torch.Tensor
+    offsets: torch.Tensor
+    ranks: torch.Tensor
+    tokens: torch.Tensor
+    head_dim: int
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the records; the index tensors are not counted."""
+        return self.factors.numel() * self.factors.itemsize
+
+    def singular_values(self, matrix: int) -> torch.Tensor:
+        """float32 [rank], descending, a view: what is written there is used."""
+        rank, start = int(self.ranks[matrix]), int(self.offsets[matrix])
+        wide = 4 // self.factors.itemsize
+        return self.factors[start : start + rank * wide].view(torch.float32)
+
+    def left(self, matrix: int) -> torch.Tensor:
+        """U, [tokens, rank] with orthonormal columns, a view."""
+        rank, tokens = int(self.ranks[matrix]), int(self.tokens[matrix])
+        start = int(self.offsets[matrix]) + rank * (4 // self.factors.itemsize)
+        return self.factors[start : start + tokens * rank].view(tokens, rank)
+
+    def right(self, matrix: int) -> torch.Tensor:
+        """V, [head_dim, rank] with orthonormal columns, a view."""
+        rank, tokens = int(self.ranks[matrix]), int(self.tokens[matrix])
+        start = int(self.offsets[matrix]) + rank * (4 // self.factors.itemsize)
+        start += tokens * rank
+        end = start + rank * self.head_dim
+        return self.factors[start:end].view(rank, self.head_dim).t()
+
+
+def truncated_svd(
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    max_rank: int = 32,
+    energy: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> LowRank:
+    """The largest singular values of every span of every plane, and their vectors.
+
+    SeKV, equation 6: ``K_S = sum_i sigma_i u_i v_i^T``. Matrix ``plane * len(starts)
+    + span`` is ``rows[plane, starts[span] : starts[span] + lengths[span]]``. Singular
+    values up to ``max(length, head_dim) * 2^-23`` of the largest count as zero: a
+    matrix of zeros has rank 0. Results do not depend on the number of threads.
+
+    Differs from the paper: eigenvectors of the Gram matrix of the smaller side, in
+    double precision, take the place of a randomized decomposition; that is used (on
+    the Gram matrix, 8 dimensions more than wanted, one power step, a fixed seed) where
+    ``2 * (max_rank + 8)`` is at most that side. Its error is at most 3 % above the
+    best possible on keys without any structure, and below 1 % on decaying spectra.
+    The learned gates of equation 7 are not applied: to apply them, multiply
+    ``singular_values`` in place.
+
+    Args:
+        rows: float32 or bfloat16 [planes, tokens, head_dim], keys or values; a plane
+            is one KV head of one layer. Elements of a row lie side by side.
+        starts, lengths: int64 [spans], runs of tokens, the same in all planes.
+        max_rank: R; kept are at most ``min(length, head_dim, max_rank)``.
+        energy: in (0, 1]; the rank is the smallest that keeps this share of the
+            squared Frobenius norm. 1 keeps all up to ``max_rank``.
+        dtype: of U and V, float32 or bfloat16; that of ``rows`` by default.
+
+    Returns:
+        The factors, by matrix. Columns are orthonormal to ``1e-4`` in float32, that of
+        the smallest singular values; otherwise far better.
+
+    Raises:
+        ValueError: a shape, dtype, span or setting does not fit, or a span holds NaN,
+            infinities, or rows so long that a singular value is beyond float32.
+
+    Cost: with m the smaller and n the larger of length and head_dim, ``m^2 n / 2 +
+        rank m n`` multiply-adds and those of the eigenvectors: ``6 m^3``, mostly
+        waiting for each other. In parallel over matrices. In torch, one batched
+        ``torch.linalg.svd`` in float64 per length.
+    """
+    op = "truncated_svd"
+    dtype = dtype or rows.dtype
+    _check_placement(op, dtype, "rows", rows)
+    if compiled_for(rows.device)[0]:
+        factors, offsets, ranks = call_compiled(
+            op,
+            rows,
+            starts.contiguous(),
+            lengths.contiguous(),
+            max_rank,
+            energy,
+            dtype == torch.bfloat16,
+        )
+    else:
+        _check_spans(rows, starts, lengths, max_rank, energy)
+        factors, offsets, ranks = _svd_in_torch(
+            rows, starts, lengths, max_rank, energy, dtype
+        )
+    return LowRank(
+        factors, offsets, ranks, lengths.repeat(len(rows)), int(rows.shape[2])
+    )
+
+
+def reconstruct(
+    low_rank: LowRank, which: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Rows of ``U diag(sigma) V^T`` of some matrices, one matrix behind the other.
+
+    SeKV, equation 8, with gates that have been multiplied into the singular values.
+
+    Args:
+        low_rank: what :func:`truncated_svd` returned.
+        which: int64 [n], matrices; may repeat.
+        dtype: of the result, float32 or bfloat16; that of the factors by default.
+
+    Returns:
+        [sum of their tokens, head_dim].
+
+    Raises:
+        ValueError: a matrix does not exist, or the factors are not sound.
+
+    Cost: ``2 * tokens * rank * head_dim`` operations each (equation 22), of float32.
+    """
+    op = "reconstruct"
+    dtype = dtype or low_rank.factors.dtype
+    _check_placement(op, dtype, "factors", low_rank.factors)
+    if compiled_for(low_rank.factors.device)[0]:
+        return call_compiled(
+            op,
+            low_rank.factors,
+            low_rank.offsets,
+            low_rank.ranks,
+            low_rank.tokens,
+            low_rank.head_dim,
+            which.contiguous(),
+            dtype == torch.bfloat16,
+        )
+    _check_which(op, low_rank, which)
+    made = [_rows(low_rank, matrix).to(dtype) for matrix in which.tolist()]
+    return torch.cat([torch.empty(0, low_rank.head_dim, dtype=dtype), *made])
+
+
+def reconstruct_tokens(
+    heap: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    keys: LowRank,
+    values: LowRank,
+    which: torch.Tensor,
+    layout: PageLayout,
+) -> None:
+    """The same of keys and values, written into slots of the heap, in place.
+
+    Token j of the list that the chosen matrices' tokens make, one matrix behind the
+    other, goes to ``(pages[j], slots[j])``. Slots side by side are written together.
+
+    Args:
+        heap: float32 or bfloat16 [num_pages, page_elems].
+        pages, slots: int64 [sum of tokens], where each goes; pairs must differ.
+        keys, values: factors of the same spans, of either dtype.
+        which: int64 [n], matrices of both; may repeat.
+        layout: order of elements in a page.
+
+    Raises:
+        ValueError: a shape, dtype, matrix, page or slot does not fit, or a destination
+            repeats. The heap is then unchanged.
+
+    Cost: that of two :func:`reconstruct`; nothing but the slots is written.
+    """
+    op = "reconstruct_tokens"
+    _check_placement(op, heap.dtype, "heap", heap)
+    if keys.head_dim != layout.head_dim or values.head_dim != layout.head_dim:
+        _fail(
+            op,
+            f"keys and values must have head_dim {layout.head_dim}, that of the pages, "
+            f"got {keys.head_dim} and {values.head_dim}",
+        )
+    if not torch.equal(keys.tokens, values.tokens):
+        _fail(op, "keys and values must be of the same spans")
+    if compiled_for(heap.device)[0]:
+        call_compiled(
+            op,
+            heap,
+            pages.contiguous(),
+            slots.contiguous(),
+            layout.k_offsets,
+            layout.v_offsets,
+            layout.block_size,
+            keys.factors,
+            keys.offsets,
+            keys.ranks,
+            values.factors,
+            values.offsets,
+            values.ranks,
+            keys.tokens,
+            which.contiguous(),
+        )
+        return
+    checks.check_heap(op, heap, layout)
+    _check_which(op, keys, which)
+    total = int(keys.tokens[which].sum())
+    for name, places in (("pages", pages), ("slots", slots)):
+        checks.check_indices(op, name, places, heap)
+        checks.check_size(op, name, places, total)
+    key_rows = reconstruct(keys, which, heap.dtype)
+    value_rows = reconstruct(values, which, heap.dtype)
+    scatter_tokens(heap, pages, slots, key_rows, value_rows, layout)
+
+
+def _rows(low_rank: LowRank, matrix: int) -> torch.Tensor:
+    scaled = low_rank.left(matrix).float() * low_rank.singular_values(matrix)
+    return scaled @ low_rank.right(matrix).float().t()
+
+
+def _svd_in_torch(
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    max_rank: int,
+    energy: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Spans of a length are decomposed together."""
+    planes, _, head_dim = rows.shape
+    records: dict[int, torch.Tensor] = {}
+    ranks = torch.zeros(planes * len(starts), dtype=torch.int64)
+    for length in lengths.unique().tolist():
+        spans = (lengths == length).nonzero()[:, 0]
+        tokens = starts[spans, None] + torch.arange(length)
+        wide = rows[:, tokens].double()  # [planes, spans, length, head_dim]
+        if not wide.isfinite().all():
+            plane, span = (~wide.isfinite()).nonzero()[0, :2].tolist()
+            _refuse(int(spans[span]), plane, "holds NaN or infinities")
+        u, sigma, vt = torch.linalg.svd(wide, full_matrices=False)
+        if length and (sigma[..., 0] > torch.finfo(torch.float32).max).any():
+            large = sigma[..., 0] > torch.finfo(torch.float32).max
+            plane, span = large.nonzero()[0].tolist()
+            _refuse(int(spans[span]), plane, "has a singular value beyond float32")
+        kept = _kept_ranks(sigma, max(length, head_dim), max_rank, energy)
+        for plane in range(planes):
+            for i, span in enumerate(spans.tolist()):
+                matrix, rank = plane * len(starts) + span, int(kept[plane, i])
+                ranks[matrix] = rank
+                records[matrix] = _record(
+                    u[plane, i, :, :rank],
+                    sigma[plane, i, :rank],
+                    vt[plane, i, :rank],
+                    dtype,
+                )
+    packed = [records[matrix] for matrix in range(len(ranks))]
+    sizes = torch.tensor([0] + [len(record) for record in packed])
+    return torch.cat([torch.empty(0, dtype=dtype), *packed]), sizes.cumsum(0), ranks
+
+
+def _kept_ranks(
+    sigma: torch.Tensor, longer: int, max_rank: int, energy: float
+) -> torch.Tensor:
+    """int64 [planes, spans] of singular values [planes, spans, all of them]."""
+    share = longer * torch.finfo(torch.float32).eps
+    kept = ((sigma > share * sigma[..., :1]) & (sigma.float() > 0)).sum(-1)
+    if energy < 1:
+        squares = sigma.square()
+        missing = squares.cumsum(-1) < energy * squares.sum(-1, keepdim=True)
+        kept = kept.minimum(missing.sum(-1) + 1)
+    return kept.clamp(max=max_rank)
+
+
+def _record(
+    u: torch.Tensor, sigma: torch.Tensor, vt: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    parts = [sigma.float().view(dtype), u.to(dtype).flatten(), vt.to(dtype).flatten()]
+    if sum(map(len, parts)) % (4 // dtype.itemsize):
+        parts.append(torch.zeros(1, dtype=dtype))
+    return torch.cat(parts)
+
+
+def _check_placement(
+    op: str, dtype: torch.dtype, name: str, tensor: torch.Tensor
+) -> None:
+    if tensor.device.type != "cpu":
+        _fail(op, f"{name} must be on the CPU, got {tensor.device}")
+    if dtype not in DTYPES:
+        _fail(op, f"dtype must be float32 or bfloat16, got {dtype}")
+
+
+def _check_spans(
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    max_rank: int,
+    energy: float,
+) -> None:
+    """The checks of csrc/svd.cpp."""
+    op = "truncated_svd"
+    if rows.dim() != 3:
+        _fail(op, f"rows must have 3 dimension(s), got shape {list(rows.shape)}")
+    if not 1 <= rows.shape[2] <= MAX_HEAD_DIM:
+        _fail(op, f"head_dim must be 1 to {MAX_HEAD_DIM}, got {rows.shape[2]}")
+    if rows.shape[2] > 1 and rows.stride(2) != 1:
+        _fail(op, "the elements of a row must lie side by side")
+    _check_vector(op, "starts", starts, -1)
+    _check_vector(op, "lengths", lengths, len(starts))
+    wrong = (starts < 0) | (lengths < 0) | (starts + lengths > rows.shape[1])
+    if wrong.any():
+        i = int(wrong.nonzero()[0])
+        _fail(
+            op,
+            f"span {i} is {int(lengths[i])} tokens from {int(starts[i])}, but there "
+            f"are tokens 0 to {rows.shape[1] - 1}",
+        )
+    if max_rank < 1:
+        _fail(op, f"max_rank must be positive, got {max_rank}")
+    if not 0 < energy <= 1:
+        _fail(op, f"energy must be above 0 and at most 1, got {energy}")
+    if rows.dtype not in DTYPES:
+        _fail(op, f"rows must be float32 or bfloat16, got {rows.dtype}")
+
+
+def _check_which(op: str, low_rank: LowRank, which: torch.Tensor) -> None:
+    _check_vector(op, "which", which, -1)
+    wrong = ((which < 0) | (which >= len(low_rank))).nonzero()
+    if len(wrong):
+        i = int(wrong[0])
+        _fail(
+            op,
+            f"which[{i}] is matrix {int(which[i])}, but there are 0 to "
+            f"{len(low_rank) - 1}",
+        )
+
+
+def _check_vector(op: str, name: str, vector: torch.Tensor, size: int) -> None:
+    if vector.dim() != 1:
+        _fail(op, f"{name} must have 1 dimension(s), got shape {list(vector.shape)}")
+    if vector.dtype != torch.int64:
+        _fail(op, f"{name} must be int64, got {vector.dtype}")
+    if size >= 0 and len(vector) != size:
+        _fail(op, f"{name} must have {size} entries, got {len(vector)}")
+
+
+def _refuse(span: int, plane: int, problem: str) -> NoReturn:
+    _fail("truncated_svd", f"span {span} of plane {plane} {problem}")
+
+
+def _fail(op: str, problem: str) -> NoReturn:
+    raise ValueError(f"kvp.{op}: {problem}")
