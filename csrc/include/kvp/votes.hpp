@@ -7,47 +7,16 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <functional>
 #include <vector>
 
 #include "kvp/brute_force.hpp"
 #include "kvp/dci_tree.hpp"
+#include "kvp/exponential.hpp"
 #include "kvp/index_common.hpp"
 #include "kvp/top_k.hpp"
 
 namespace kvp::index {
-
-inline std::uint32_t bits_of(float value) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-inline float from_bits(std::uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-// exp(x) for -60 <= x <= 0, to 5e-6 (relative, most where x is least); below that
-// exp(-60), so that no vote is zero.
-// Written for the compiler to vectorize: no branch, no call.
-inline float exp_of_logit(float x) {
-  constexpr float kLog2E = 1.44269504f, kMagic = 12582912.0f;  // 1.5 * 2^23
-  const float t = (x < -60.0f ? -60.0f : x) * kLog2E;
-  const float shifted = t + kMagic;  // rounds to the nearest integer
-  const float whole = shifted - kMagic;
-  const float f = t - whole;  // -0.5 to 0.5
-  float p = 1.5403530e-4f;
-  p = p * f + 1.3333558e-3f;
-  p = p * f + 9.6181291e-3f;
-  p = p * f + 5.5504109e-2f;
-  p = p * f + 2.4022651e-1f;
-  p = p * f + 6.9314718e-1f;
-  p = p * f + 1.0f;
-  return from_bits(bits_of(p) + (bits_of(shifted) << 23));
-}
 
 // logits[i] becomes exp(scale * (logits[i] - peak)) / their sum. Scale is >= 0.
 inline void softmax_in_place(float* logits, std::int64_t n, float scale) {
