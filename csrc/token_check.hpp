@@ -1,4 +1,5 @@
-// Checks of layouts and of (page, slot) lists, shared by the ops on single tokens.
+// Checks of layouts and of (page, slot) lists, and their wording, shared by the ops
+// on single tokens and by attention.
 #pragma once
 
 #include <cstdlib>
@@ -32,6 +33,14 @@ inline void require_ok(const char* op, const char* name, const Status& status,
     case Fault::kSourceIsDestination:
       fail(op, "source ", i, " (page ", value / limit, ", slot ", value % limit,
            ") is also a destination; move through a free page instead");
+    case Fault::kLengthOutOfRange:
+      fail(op, name, "[", i, "] is ", value, ", but page lists have room for 0 to ",
+           limit, " tokens");
+    case Fault::kStartOutOfOrder:
+      fail(op, name, "[", i, "] is ", value, ", but ", name, " must ascend from 0 to ",
+           limit);
+    case Fault::kBiasNotFinite:
+      fail(op, name, "[", i, "] must be finite, or -infinity for an entry that is off");
   }
 }
 

@@ -41,6 +41,7 @@ def run(command: list[str], **environment: str) -> str:
         "votes",
         "svd",
         "low_rank",
+        "paged_decode",
     ],
 )
 def test_core_matches_its_definition(tmp_path, name):

@@ -16,6 +16,11 @@ from vllm_kvplugins.ops.dispatch import (
 )
 from vllm_kvplugins.ops.hot_set import fill_hot
 from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.ops.mixed_attention import (
+    CoarseEntries,
+    attend_mixed,
+    merge_by_lse,
+)
 from vllm_kvplugins.ops.svd import (
     LowRank,
     reconstruct,
@@ -24,8 +29,10 @@ from vllm_kvplugins.ops.svd import (
 )
 
 __all__ = [
+    "CoarseEntries",
     "LowRank",
     "PageLayout",
+    "attend_mixed",
     "backend_in_use",
     "copy_pages",
     "extension_info",
@@ -33,6 +40,7 @@ __all__ = [
     "gather_keys",
     "gather_tokens",
     "gather_values",
+    "merge_by_lse",
     "move_tokens",
     "reconstruct",
     "reconstruct_tokens",

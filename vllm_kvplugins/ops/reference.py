@@ -81,3 +81,39 @@ def _all_slots(
 
 def _row(offsets: torch.Tensor, slot: int, layout: PageLayout) -> torch.Tensor:
     return offsets[slot * layout.head_dim : (slot + 1) * layout.head_dim].long()
+
+
+def attend_mixed(
+    queries: torch.Tensor,
+    heap: torch.Tensor,
+    layout: PageLayout,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    coarse: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Oracle of :func:`vllm_kvplugins.ops.mixed_attention.attend_mixed`.
+
+    Keys, values, scores and weights are of ``dtype``, and so is what it returns.
+    """
+    entry_keys, entry_values, bias, starts = coarse
+    heads = len(page_table) // len(queries)
+    group = queries.shape[1] // heads
+    out = queries.new_zeros(queries.shape, dtype=dtype)
+    lse = queries.new_zeros(queries.shape[:2], dtype=dtype)
+    for sequence, length in enumerate(lengths.tolist()):
+        row, head = divmod(sequence, heads)
+        slot = torch.arange(length)
+        pages = page_table[sequence, slot // layout.block_size].long()
+        keys, values = gather_tokens(heap, pages, slot % layout.block_size, layout)
+        on = bias[starts[sequence] : starts[sequence + 1]] > -torch.inf
+        entries = torch.arange(*starts[sequence : sequence + 2].tolist())[on]
+        keys = torch.cat([keys.to(dtype), entry_keys[entries].to(dtype)])
+        values = torch.cat([values.to(dtype), entry_values[entries].to(dtype)])
+        added = torch.cat([torch.zeros(length), bias[entries]]).to(dtype)
+        for q in range(head * group, (head + 1) * group):
+            scores = keys @ queries[row, q].to(dtype) * scale + added
+            lse[row, q] = scores.logsumexp(0)
+            out[row, q] = scores.softmax(0) @ values
+    return out, lse

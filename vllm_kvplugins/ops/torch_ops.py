@@ -131,3 +131,48 @@ def _indices(slots: torch.Tensor, plane: Plane, layout: PageLayout):
     for start in range(0, len(slots), step):
         part = slice(start, start + step)
         yield part, table[slots[part]].long()
+
+
+def attend_mixed(
+    queries: torch.Tensor,
+    heap: torch.Tensor,
+    layout: PageLayout,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    coarse: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`vllm_kvplugins.ops.mixed_attention.attend_mixed`."""
+    rows, num_q_heads, dims = queries.shape
+    sequences, most_pages = page_table.shape
+    if sequences == 0:
+        return torch.empty_like(queries), queries.new_empty(
+            rows, num_q_heads, dtype=torch.float32
+        )
+    grouped = queries.float().view(sequences, -1, dims) * scale
+    first = torch.arange(most_pages, device=heap.device) * layout.block_size
+    pages = page_table.where(first < lengths[:, None], 0).long()
+    if not len(heap):
+        pages = pages[:, :0]
+    keys = gather_plane(heap, pages, layout.keys, layout).float()
+    values = gather_plane(heap, pages, layout.values, layout).float()
+    there = torch.arange(keys.shape[1], device=heap.device) < lengths[:, None]
+    more_keys, more_values, bias, starts = coarse
+    counts = starts.diff()
+    entry = torch.arange(int(counts.max()), device=heap.device)
+    on = entry < counts[:, None]
+    ids = (starts[:-1, None] + entry).where(on, 0)
+    more_bias = bias[ids].masked_fill(~on, -torch.inf)
+    keys = torch.cat([keys, more_keys[ids].float()], 1)
+    values = torch.cat([values, more_values[ids].float()], 1)
+    there = torch.cat([there, more_bias > -torch.inf], 1)
+    # Not 0 * weight: what is not attended to may be NaN.
+    keys = keys.masked_fill(~there[..., None], 0)
+    values = values.masked_fill(~there[..., None], 0)
+    scores = grouped @ keys.transpose(1, 2)
+    scores[..., scores.shape[2] - len(entry) :] += more_bias[:, None]
+    scores.masked_fill_(~there[:, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    some = there.any(1)[:, None, None]
+    out = torch.where(some, scores.softmax(-1).where(some, 0) @ values, 0)
+    return out.view(queries.shape).to(queries.dtype), lse.view(rows, num_q_heads)

@@ -16,6 +16,9 @@ enum class Fault {
   kOffsetOutOfRange,      // value: the offset
   kDuplicateDestination,  // value: page * block_size + slot
   kSourceIsDestination,   // value: page * block_size + slot
+  kLengthOutOfRange,      // value: the length
+  kStartOutOfOrder,       // value: the start
+  kBiasNotFinite,         // no value
 };
 
 struct Status {

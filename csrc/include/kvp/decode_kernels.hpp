@@ -1,0 +1,204 @@
+// Attention of one group of query heads to pages and to rows of tokens, for the
+// widest vectors of the CPU; see decode_tile.hpp.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "kvp/decode_tile.hpp"
+#include "kvp/page_copy.hpp"
+#include "kvp/page_layout.hpp"
+#include "kvp/simd.hpp"
+
+namespace kvp::decode {
+
+// Pages whose keys are fetched before they are needed; values are a tile before.
+constexpr std::int64_t kAhead = 2;
+
+template <typename Element>
+struct Pages {
+  const Element* heap;
+  std::int64_t page_stride;  // elements
+  PageLayout layout;
+};
+
+// Buffers of one thread; they only grow.
+template <typename Element>
+struct Scratch {
+  std::vector<float> scores;
+  std::vector<Element> keys, values;  // pages that are no rows or columns
+  std::vector<Run<Element>> runs;
+};
+
+// Attends to count tokens: those of the listed pages in order, the last of which may
+// be part full. What lies behind the last token is read, but changes nothing.
+template <int W, typename Element>
+KVP_INLINE void attend_pages_body(const Pages<Element>& pages,
+                                  const std::int32_t* list, std::int64_t count,
+                                  const Heads& heads, Scratch<Element>& scratch) {
+  const PageLayout& layout = pages.layout;
+  const std::int64_t slots = layout.block_size, dims = heads.dims;
+  const bool columns =
+      layout.keys.kind == PlaneKind::kTransposed && slots % W == 0;
+  const bool key_rows = layout.keys.kind == PlaneKind::kNatural;
+  const bool value_rows = layout.values.kind == PlaneKind::kNatural;
+  const std::int64_t per_tile = slots < kTileSlots ? kTileSlots / slots : 1;
+  const std::int64_t stride = index::round_up(per_tile * slots, kWidest);
+  float* scores = index::at_least(scratch.scores, heads.group * stride);
+  Element* keys = columns || key_rows
+                      ? nullptr
+                      : index::at_least(scratch.keys, slots * dims);
+  Element* values = value_rows
+                        ? nullptr
+                        : index::at_least(scratch.values, per_tile * slots * dims);
+  const std::int64_t num_pages = (count + slots - 1) / slots;
+  const auto page_at = [&](std::int64_t i) {  // the last page if there is none
+    const std::int64_t number = list[i < num_pages ? i : num_pages - 1];
+    return pages.heap + number * pages.page_stride;
+  };
+  std::int64_t done = 0, next = 0;
+  while (done < count) {
+    scratch.runs.clear();
+    std::int64_t n = 0;
+    for (std::int64_t i = 0; i < per_tile && done < count; ++i, ++next) {
+      const Element* page = page_at(next);
+      const std::int64_t left = count - done;
+      const std::int64_t here = left < slots ? left : slots;
+      const Element* page_values = page + layout.values.base;
+      if (columns) {
+        score_page_of_columns<W>(heads, page + layout.keys.base,
+                                 page_at(next + kAhead) + layout.keys.base, slots, here,
+                                 scores + n, stride);
+      } else {
+        if (!key_rows) unpack_plane(page, layout.keys, slots, dims, keys);
+        score_rows<W>(heads, key_rows ? page + layout.keys.base : keys, here,
+                      scores + n, stride);
+      }
+      if (!value_rows) {
+        page_values = values + i * slots * dims;
+        unpack_plane(page, layout.values, slots, dims, values + i * slots * dims);
+      }
+      scratch.runs.push_back({page_values, here,
+                              page_at(next + per_tile) + layout.values.base});
+      n += here;
+      done += here;
+    }
+    add_tile<W>(scratch.runs, scores, n, stride, heads);
+  }
+}
+
+// Attends to count rows of keys and values, with a bias added to their scores. A
+// row whose bias is -infinity is not read.
+template <int W, typename Element>
+KVP_INLINE void attend_rows_body(const Element* keys, const Element* values,
+                                 const float* bias, std::int64_t count,
+                                 const Heads& heads, Scratch<Element>& scratch) {
+  constexpr float kOff = -std::numeric_limits<float>::infinity();
+  const std::int64_t dims = heads.dims;
+  float* scores = index::at_least(scratch.scores, heads.group * kTileSlots);
+  std::int64_t i = 0;
+  while (i < count) {
+    scratch.runs.clear();
+    std::int64_t n = 0;
+    while (i < count && n < kTileSlots) {
+      if (bias[i] == kOff) {
+        ++i;
+        continue;
+      }
+      std::int64_t end = i + 1;
+      while (end < count && n + end - i < kTileSlots && bias[end] != kOff) ++end;
+      score_rows<W>(heads, keys + i * dims, end - i, scores + n, kTileSlots);
+      for (std::int64_t h = 0; h < heads.group; ++h) {
+        float* biased = scores + h * kTileSlots + n;
+        for (std::int64_t j = i; j < end; ++j) biased[j - i] += bias[j];
+      }
+      scratch.runs.push_back({values + i * dims, end - i, values + end * dims});
+      n += end - i;
+      i = end;
+    }
+    if (n > 0) add_tile<W>(scratch.runs, scores, n, kTileSlots, heads);
+  }
+}
+
+struct Kernels {
+  const char* name;
+  void (*pages_f32)(const Pages<float>&, const std::int32_t*, std::int64_t,
+                    const Heads&, Scratch<float>&);
+  void (*pages_bf16)(const Pages<std::uint16_t>&, const std::int32_t*,
+                     std::int64_t, const Heads&, Scratch<std::uint16_t>&);
+  void (*rows_f32)(const float*, const float*, const float*, std::int64_t,
+                   const Heads&, Scratch<float>&);
+  void (*rows_bf16)(const std::uint16_t*, const std::uint16_t*, const float*,
+                    std::int64_t, const Heads&, Scratch<std::uint16_t>&);
+
+  void attend(const Pages<float>& pages, const std::int32_t* list,
+              std::int64_t count, const Heads& heads,
+              Scratch<float>& scratch) const {
+    pages_f32(pages, list, count, heads, scratch);
+  }
+  void attend(const Pages<std::uint16_t>& pages, const std::int32_t* list,
+              std::int64_t count, const Heads& heads,
+              Scratch<std::uint16_t>& scratch) const {
+    pages_bf16(pages, list, count, heads, scratch);
+  }
+  void attend(const float* keys, const float* values, const float* bias,
+              std::int64_t count, const Heads& heads,
+              Scratch<float>& scratch) const {
+    rows_f32(keys, values, bias, count, heads, scratch);
+  }
+  void attend(const std::uint16_t* keys, const std::uint16_t* values,
+              const float* bias, std::int64_t count, const Heads& heads,
+              Scratch<std::uint16_t>& scratch) const {
+    rows_bf16(keys, values, bias, count, heads, scratch);
+  }
+};
+
+// The four kernels for one width, compiled for TARGET.
+#define KVP_DECODE_KERNELS(NAME, WIDTH, TARGET)                                   \
+  namespace NAME {                                                                \
+  TARGET inline void pages_f32(const Pages<float>& pages,                         \
+                               const std::int32_t* list, std::int64_t count,      \
+                               const Heads& heads, Scratch<float>& scratch) {     \
+    attend_pages_body<WIDTH>(pages, list, count, heads, scratch);                 \
+  }                                                                               \
+  TARGET inline void pages_bf16(const Pages<std::uint16_t>& pages,                \
+                                const std::int32_t* list, std::int64_t count,     \
+                                const Heads& heads,                               \
+                                Scratch<std::uint16_t>& scratch) {                \
+    attend_pages_body<WIDTH>(pages, list, count, heads, scratch);                 \
+  }                                                                               \
+  TARGET inline void rows_f32(const float* keys, const float* values,             \
+                              const float* bias, std::int64_t count,              \
+                              const Heads& heads, Scratch<float>& scratch) {      \
+    attend_rows_body<WIDTH>(keys, values, bias, count, heads, scratch);           \
+  }                                                                               \
+  TARGET inline void rows_bf16(const std::uint16_t* keys,                         \
+                               const std::uint16_t* values, const float* bias,    \
+                               std::int64_t count, const Heads& heads,            \
+                               Scratch<std::uint16_t>& scratch) {                 \
+    attend_rows_body<WIDTH>(keys, values, bias, count, heads, scratch);           \
+  }                                                                               \
+  inline constexpr Kernels table{#NAME, pages_f32, pages_bf16, rows_f32,          \
+                                 rows_bf16};                                      \
+  }
+
+KVP_DECODE_KERNELS(baseline, 4, )
+#if defined(__x86_64__)
+KVP_DECODE_KERNELS(avx2, 8, __attribute__((target("avx2,fma"))))
+KVP_DECODE_KERNELS(
+    avx512, 16,
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))))
+#endif
+
+#undef KVP_DECODE_KERNELS
+
+inline const Kernels& select_kernels() {
+#if defined(__x86_64__)
+  if (index::can_run(index::avx512::table)) return avx512::table;
+  if (index::can_run(index::avx2::table)) return avx2::table;
+#endif
+  return baseline::table;
+}
+
+}  // namespace kvp::decode

@@ -1,0 +1,148 @@
+// torch binding of kvp/paged_decode.hpp, CPU only; on CUDA torch takes its place
+// (vllm_kvplugins/ops/mixed_attention.py).
+#include "kvp/paged_decode.hpp"
+
+#include <cmath>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "kvp/paged_decode_check.hpp"
+#include "token_check.hpp"
+
+namespace kvp::binding {
+namespace {
+
+constexpr const char* kOp = "attend_mixed";
+
+void require_shape(const char* name, const Tensor& tensor,
+                   const std::vector<std::int64_t>& shape) {
+  const Argument argument{kOp, name, tensor};
+  argument.require_dim(static_cast<std::int64_t>(shape.size()));
+  argument.require_contiguous();
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    if (tensor.size(static_cast<std::int64_t>(i)) == shape[i]) continue;
+    std::ostringstream text;
+    for (std::size_t j = 0; j < shape.size(); ++j) text << (j ? ", " : "") << shape[j];
+    fail(kOp, name, " must have shape [", text.str(), "], got ", shape_of(tensor));
+  }
+}
+
+index::ElementType element_type(const char* name, const Tensor& tensor) {
+  if (tensor.scalar_type() == ScalarType::Float) return index::ElementType::kFloat32;
+  if (tensor.scalar_type() == ScalarType::BFloat16) {
+    return index::ElementType::kBFloat16;
+  }
+  fail(kOp, name, " must be float32 or bfloat16, got ",
+       torch::headeronly::toString(tensor.scalar_type()));
+}
+
+// Rows, KV heads and heads of a group, from how the arguments fit together.
+void set_sizes(decode::Call& call, const Tensor& queries, const Tensor& page_table) {
+  const std::int64_t sequences = page_table.size(0);
+  require_shape("queries", queries,
+                {queries.size(0), queries.size(1), call.head_dim()});
+  call.rows = queries.size(0);
+  if (call.rows == 0 ? sequences != 0 : sequences % call.rows != 0) {
+    fail(kOp, "page_table must have a row for each KV head of ", call.rows,
+         " rows, got ", sequences);
+  }
+  call.kv_heads = call.rows == 0 ? 1 : sequences / call.rows;
+  if (call.kv_heads == 0 || queries.size(1) % call.kv_heads != 0) {
+    fail(kOp, "queries must have a multiple of ", call.kv_heads,
+         " KV heads, got shape ", shape_of(queries));
+  }
+  call.group = queries.size(1) / call.kv_heads;
+}
+
+void set_pages(decode::Call& call, const Tensor& heap, const HeapView& view,
+               const Tensor& page_table, const Tensor& lengths) {
+  Argument{kOp, "page_table", page_table}.require_type(ScalarType::Int);
+  Argument{kOp, "lengths", lengths}.require_type(ScalarType::Int);
+  call.most_pages = page_table.size(1);
+  require_shape("page_table", page_table, {call.sequences(), call.most_pages});
+  require_shape("lengths", lengths, {call.sequences()});
+  call.heap = heap.const_data_ptr();
+  call.page_type = element_type("heap", heap);
+  call.page_stride = view.page_stride;
+  call.page_table = page_table.const_data_ptr<std::int32_t>();
+  call.lengths = lengths.const_data_ptr<std::int32_t>();
+  const Status status =
+      check_page_lists(call.page_table, call.most_pages, call.lengths,
+                       call.sequences(), view.block_size, view.num_pages);
+  const bool too_long = status.fault == Fault::kLengthOutOfRange;
+  require_ok(kOp, too_long ? "lengths" : "page_table", status,
+             too_long ? call.most_pages * view.block_size : view.num_pages);
+}
+
+void set_coarse(decode::Call& call, const Tensor& keys, const Tensor& values,
+                const Tensor& bias, const Tensor& starts) {
+  Argument{kOp, "coarse_keys", keys}.require_dim(2);
+  const std::int64_t entries = keys.size(0);
+  require_shape("coarse_keys", keys, {entries, call.head_dim()});
+  require_shape("coarse_values", values, {entries, call.head_dim()});
+  require_shape("bias", bias, {entries});
+  require_shape("starts", starts, {call.sequences() + 1});
+  Argument{kOp, "coarse_values", values}.require_type(keys.scalar_type());
+  Argument{kOp, "bias", bias}.require_type(ScalarType::Float);
+  Argument{kOp, "starts", starts}.require_type(ScalarType::Long);
+  call.coarse_keys = keys.const_data_ptr();
+  call.coarse_values = values.const_data_ptr();
+  call.coarse_type = element_type("coarse_keys", keys);
+  call.bias = bias.const_data_ptr<float>();
+  call.starts = starts.const_data_ptr<std::int64_t>();
+  require_ok(kOp, "starts", check_starts(call.starts, call.sequences(), entries),
+             entries);
+  require_ok(kOp, "bias", check_bias(call.bias, entries), 0);
+}
+
+// The outputs, as queries, and float32 log-sum-exps [rows, num_q_heads]. All four
+// tensors of coarse entries, or none.
+std::tuple<Tensor, Tensor> attend_mixed_cpu(
+    const Tensor& queries, const Tensor& heap, const Tensor& page_table,
+    const Tensor& lengths, const Tensor& k_offsets, const Tensor& v_offsets,
+    std::int64_t block_size, double scale, std::optional<Tensor> coarse_keys,
+    std::optional<Tensor> coarse_values, std::optional<Tensor> bias,
+    std::optional<Tensor> starts) {
+  if (!std::isfinite(scale)) fail(kOp, "scale must be finite, got ", scale);
+  const HeapView view = view_heap(kOp, heap, block_size);
+  decode::Call call{};
+  call.layout = checked_layout(kOp, heap, view, k_offsets, v_offsets);
+  call.scale = static_cast<float>(scale);
+  Argument{kOp, "queries", queries}.require_dim(3);
+  Argument{kOp, "page_table", page_table}.require_dim(2);
+  set_sizes(call, queries, page_table);
+  set_pages(call, heap, view, page_table, lengths);
+  std::vector<std::int64_t> no_starts;
+  if (coarse_keys && coarse_values && bias && starts) {
+    set_coarse(call, *coarse_keys, *coarse_values, *bias, *starts);
+  } else {
+    no_starts.resize(static_cast<std::size_t>(call.sequences() + 1));
+    call.starts = no_starts.data();
+  }
+  call.queries = queries.const_data_ptr();
+  call.query_type = element_type("queries", queries);
+  Tensor out = torch::stable::new_empty(
+      queries, {queries.size(0), queries.size(1), queries.size(2)});
+  Tensor lse = torch::stable::new_empty(
+      queries, {queries.size(0), queries.size(1)}, ScalarType::Float);
+  call.out = out.mutable_data_ptr();
+  call.lse = lse.mutable_data_ptr<float>();
+  decode::attend_mixed(decode::select_kernels(), call);
+  return {out, lse};
+}
+
+}  // namespace
+}  // namespace kvp::binding
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
+  m.def(
+      "attend_mixed(Tensor queries, Tensor heap, Tensor page_table, Tensor lengths, "
+      "Tensor k_offsets, Tensor v_offsets, int block_size, float scale, "
+      "Tensor? coarse_keys, Tensor? coarse_values, Tensor? bias, Tensor? starts) "
+      "-> (Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kvp, CPU, m) {
+  m.impl("attend_mixed", TORCH_BOX(&kvp::binding::attend_mixed_cpu));
+}

@@ -1,0 +1,267 @@
+"""Attention of new tokens to pages and coarse entries under one softmax.
+
+Compiled on CPUs if built, in torch otherwise and on CUDA; ``KVP_OPS`` chooses
+(``extension.py``). Where a stock kernel attends to the pages, :func:`merge_by_lse`
+adds the coarse entries to what it found.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from vllm_kvplugins.ops import checks, torch_ops
+from vllm_kvplugins.ops.dispatch import call_compiled
+from vllm_kvplugins.ops.extension import compiled_for
+from vllm_kvplugins.ops.layout import PageLayout
+
+_OP = "attend_mixed"
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CoarseEntries:
+    """What sequences attend to beside their pages: an entry stands for a span.
+
+    Args:
+        keys, values: float32 or bfloat16 [entries, head_dim]; a span's means.
+        bias: float32 [entries], added to the scaled score: log of the span's length
+            in tokens, -inf for an entry that is off, which is then not read.
+        starts: int64 [sequences + 1], ascending from 0 to ``entries``; sequence s has
+            the entries ``starts[s]`` to ``starts[s + 1] - 1``.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    bias: torch.Tensor
+    starts: torch.Tensor
+
+    @property
+    def tensors(
+        self,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys, values, bias and starts."""
+        return self.keys, self.values, self.bias, self.starts
+
+    @classmethod
+    def none(cls, sequences: int, like: torch.Tensor) -> CoarseEntries:
+        """No entry for any of ``sequences``; dims, dtype and device of ``like``."""
+        rows = like.new_empty(0, like.shape[-1])
+        bias = torch.empty(0, device=like.device)
+        starts = torch.zeros(sequences + 1, dtype=torch.int64, device=like.device)
+        return cls(rows, rows, bias, starts)
+
+
+def attend_mixed(
+    queries: torch.Tensor,
+    heap: torch.Tensor,
+    layout: PageLayout,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    coarse: CoarseEntries | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode attention of one token per row over a memory of mixed resolution.
+
+    SeKV, section 3.3: tokens at full resolution and coarse entries share one softmax,
+    the score of an entry being ``scale * q.k + bias``. A sequence here is a
+    (row, KV head), in this order, with pages and entries of its own. Does not modify
+    its arguments.
+
+    Args:
+        queries: float32 or bfloat16 [rows, num_q_heads, head_dim], after RoPE;
+            num_q_heads is a multiple of the number of KV heads.
+        heap: float32 or bfloat16 [num_pages, page_elems].
+        layout: order of elements in a page, on the heap's device.
+        page_table: int32 [sequences, most_pages]; ids beyond a sequence's length may
+            be anything.
+        lengths: int32 [sequences], tokens; the last page may be part full.
+        scale: of the scores, 1/sqrt(head_dim) unless the model overrides it.
+        coarse: None = there are no entries.
+
+    Returns:
+        [rows, num_q_heads, head_dim] of the dtype of ``queries``, and the float32
+        [rows, num_q_heads] log-sum-exp of all scores (natural logarithm). Who has
+        nothing to attend to gets 0 and -inf.
+
+    Raises:
+        ValueError: a shape, dtype, device, page, length, start or bias does not fit.
+
+    Sums are of float32. A weight is exact to 1e-6 of the largest, and never below
+    exp(-60) of it; what the log-sum-exp says of tokens that far below is no more
+    than that. Compiled, results are the same bits for any number of threads and
+    whatever other rows are in the call. What lies in a page behind the last token may
+    be anything.
+
+    Cost: reads every key and value once; ``4 * group * head_dim`` operations and
+        ``group`` exponentials per token and KV head. Pages whose keys are neither
+        rows nor columns are copied first, several times slower. In torch, all pages
+        are copied to float32 at once, padded to the longest sequence.
+    """
+    if heap.device.type == "cpu" and compiled_for(heap.device)[0]:
+        entries: tuple[torch.Tensor | None, ...] = (None,) * 4
+        if coarse is not None:
+            entries = tuple(entry.contiguous() for entry in coarse.tensors)
+        return call_compiled(
+            _OP,
+            queries.contiguous(),
+            heap,
+            page_table.contiguous(),
+            lengths.contiguous(),
+            layout.k_offsets,
+            layout.v_offsets,
+            layout.block_size,
+            scale,
+            *entries,
+        )
+    if coarse is None:
+        coarse = CoarseEntries.none(len(page_table), queries)
+    _check(queries, heap, layout, page_table, lengths, scale, coarse)
+    return torch_ops.attend_mixed(
+        queries, heap, layout, page_table, lengths, scale, coarse.tensors
+    )
+
+
+def merge_by_lse(
+    first: torch.Tensor,
+    first_lse: torch.Tensor,
+    second: torch.Tensor,
+    second_lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What attention over two disjoint sets of tokens is over both of them.
+
+    The merge of FlashDecoding: outputs weighted by the exponentials of their
+    log-sum-exps. Does not modify its arguments.
+
+    Args:
+        first, second: [..., head_dim], any float type, on one device.
+        first_lse, second_lse: float32 [...], natural logarithm; -inf where that side
+            had nothing to attend to, its output is then ignored.
+
+    Returns:
+        The merged output, of the dtype of ``first``, and its float32 log-sum-exp;
+        0 and -inf where neither side had anything.
+
+    Raises:
+        ValueError: shapes differ.
+
+    Cost: a few passes over the outputs; no host sync.
+    """
+    if first.shape != second.shape:
+        raise ValueError(
+            f"outputs must have one shape, got {list(first.shape)} and "
+            f"{list(second.shape)}"
+        )
+    for lse in (first_lse, second_lse):
+        if lse.shape != first.shape[:-1]:
+            raise ValueError(
+                f"log-sum-exps must have shape {list(first.shape[:-1])}, got "
+                f"{list(lse.shape)}"
+            )
+    both = torch.logaddexp(first_lse.float(), second_lse.float())
+    merged = torch.zeros_like(first, dtype=torch.float32)
+    for out, lse in ((first, first_lse), (second, second_lse)):
+        nothing = (lse == -math.inf)[..., None]
+        share = (lse.float() - both).exp()[..., None]
+        merged += (share * out.float()).masked_fill(nothing, 0)
+    return merged.to(first.dtype), both
+
+
+def _check(
+    queries: torch.Tensor,
+    heap: torch.Tensor,
+    layout: PageLayout,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    coarse: CoarseEntries,
+) -> None:
+    """The checks of csrc/paged_decode.cpp; of contents only on the CPU."""
+    if not math.isfinite(scale):
+        _fail(f"scale must be finite, got {scale}")
+    checks.check_heap(_OP, heap, layout)
+    _check_sizes(queries, page_table, layout.head_dim)
+    entries, dims, sequences = len(coarse.keys), layout.head_dim, len(page_table)
+    shapes = {
+        "queries": (queries, queries.shape, _DTYPES),
+        "heap": (heap, heap.shape, _DTYPES),
+        "page_table": (page_table, page_table.shape, (torch.int32,)),
+        "lengths": (lengths, (sequences,), (torch.int32,)),
+        "coarse_keys": (coarse.keys, (entries, dims), _DTYPES),
+        "coarse_values": (coarse.values, (entries, dims), (coarse.keys.dtype,)),
+        "bias": (coarse.bias, (entries,), (torch.float32,)),
+        "starts": (coarse.starts, (sequences + 1,), (torch.int64,)),
+    }
+    for name, (tensor, shape, dtypes) in shapes.items():
+        if tensor.shape != shape:
+            _fail(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+        if tensor.dtype not in dtypes:
+            wanted = " or ".join(str(dtype)[6:] for dtype in dtypes)
+            _fail(f"{name} must be {wanted}, got {tensor.dtype}")
+        if tensor.device != heap.device:
+            _fail(f"{name} must be on the device of the heap")
+    if heap.device.type == "cpu":
+        _check_contents(heap, layout, page_table, lengths, coarse)
+
+
+def _check_sizes(
+    queries: torch.Tensor, page_table: torch.Tensor, head_dim: int
+) -> None:
+    for name, tensor, dim in (("queries", queries, 3), ("page_table", page_table, 2)):
+        if tensor.dim() != dim:
+            shape = list(tensor.shape)
+            _fail(f"{name} must have {dim} dimension(s), got shape {shape}")
+    rows, num_q_heads, dims = queries.shape
+    if dims != head_dim:
+        wanted, got = [rows, num_q_heads, head_dim], list(queries.shape)
+        _fail(f"queries must have shape {wanted}, got {got}")
+    sequences = len(page_table)
+    if sequences % rows if rows else sequences:
+        _fail(
+            f"page_table must have a row for each KV head of {rows} rows, "
+            f"got {sequences}"
+        )
+    heads = sequences // rows if rows else 1
+    if heads == 0 or num_q_heads % heads:
+        got = list(queries.shape)
+        _fail(f"queries must have a multiple of {heads} KV heads, got shape {got}")
+
+
+def _check_contents(
+    heap: torch.Tensor,
+    layout: PageLayout,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    coarse: CoarseEntries,
+) -> None:
+    room = page_table.shape[1] * layout.block_size
+    for i, length in enumerate(lengths.tolist()):
+        if not 0 <= length <= room:
+            _fail(
+                f"lengths[{i}] is {length}, but page lists have room for 0 to {room} "
+                "tokens"
+            )
+    first = torch.arange(page_table.shape[1]) * layout.block_size
+    used = first < lengths[:, None]
+    listed = page_table.where(used, 0) if len(heap) else page_table[used]
+    checks.check_range(_OP, "page_table", listed, "page", len(heap))
+    starts, entries = coarse.starts.tolist(), len(coarse.keys)
+    for i, start in enumerate(starts):
+        least = starts[i - 1] if i else 0
+        most = 0 if i == 0 else entries
+        least = entries if i and i == len(starts) - 1 else least
+        if not least <= start <= most:
+            _fail(f"starts[{i}] is {start}, but starts must ascend from 0 to {entries}")
+    wrong = (~(coarse.bias < math.inf)).nonzero()
+    if len(wrong):
+        _fail(
+            f"bias[{int(wrong[0])}] must be finite, or -infinity for an entry that "
+            "is off"
+        )
+
+
+def _fail(problem: str) -> NoReturn:
+    raise ValueError(f"kvp.{_OP}: {problem}")
