@@ -1,0 +1,210 @@
+"""Spans and anchors: what the paper says, in exactly the room that there is."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from vllm_kvplugins.spans.coarse import CoarseSpans, within_room
+from vllm_kvplugins.spans.segmentation import Segments, segment
+
+SEED = 20261122
+
+
+def flat(tokens: int, **peaks: float) -> torch.Tensor:
+    """Surprisal 1 everywhere but at some positions, ``p7=5.0``."""
+    surprisal = torch.ones(tokens)
+    for name, value in peaks.items():
+        surprisal[int(name[1:])] = value
+    return surprisal
+
+
+def nobody(tokens: int) -> torch.Tensor:
+    return torch.zeros(tokens, dtype=torch.bool)
+
+
+def runs(segments: Segments) -> list[list[int]]:
+    """Positions of each span."""
+    parts = segments.positions.split(segments.sizes.tolist())
+    return [part.tolist() for part in parts]
+
+
+def test_surprising_tokens_cut_spans_and_stay():
+    surprisal = flat(20, p6=9.0, p13=8.0)
+    found = segment(surprisal, nobody(20), 2, 1.0, 3, 9)
+    assert found.anchors.tolist() == [6, 13]
+    assert found.resident.nonzero().squeeze(1).tolist() == [6, 13]
+    assert runs(found) == [[*range(6)], [*range(7, 13)], [*range(14, 20)]]
+    assert found.span.tolist() == [0] * 6 + [1] * 6 + [2] * 6
+
+
+def test_a_limit_is_deviations_above_the_mean_of_all_but_the_first_token():
+    surprisal = torch.tensor([900.0, 1, 3, 1, 3, 1, 3, 1, 3.5])
+    known = surprisal[1:]
+    assert known.mean() + known.std(correction=0) < 3.5
+    assert segment(surprisal, nobody(9), 5, 1.0, 1, 9).anchors.tolist() == [0, 8]
+    assert segment(surprisal, nobody(9), 9, 0.0, 1, 9).anchors.tolist() == [
+        0,
+        2,
+        4,
+        6,
+        8,
+    ]
+
+
+def test_spans_that_are_too_short_stay_whole():
+    surprisal = flat(20, p6=9.0, p9=8.0)
+    found = segment(surprisal, nobody(20), 4, 1.0, 3, 9)
+    assert found.anchors.tolist() == [6, 9]
+    assert found.resident.nonzero().squeeze(1).tolist() == [6, 7, 8, 9]
+    # a room of three has no place for the second anchor with its short span: the
+    # room goes to the most surprising, which cut nothing
+    found = segment(surprisal, nobody(20), 3, 1.0, 3, 9)
+    assert found.anchors.tolist() == [6]
+    assert found.resident.nonzero().squeeze(1).tolist() == [0, 6, 9]
+    assert runs(found)[1] == [7, 8, *range(10, 20)]
+
+
+def test_no_more_spans_than_there_may_be():
+    surprisal = flat(40, p10=9.0, p20=8.0, p30=7.0)
+    for most, anchors in ((4, [10, 20, 30]), (3, [10, 20]), (2, [10]), (1, [])):
+        found = segment(surprisal, nobody(40), 3, 1.0, 3, most)
+        assert found.anchors.tolist() == anchors
+        assert found.num_spans == most
+        assert int(found.resident.sum()) == 3
+
+
+def test_sinks_and_window_stay_and_cut_nothing():
+    surprisal = flat(20, p0=50.0, p10=9.0, p19=50.0)
+    fixed = nobody(20)
+    fixed[:2] = fixed[16:] = True
+    found = segment(surprisal, fixed, 1, 0.1, 2, 9)
+    assert found.anchors.tolist() == [10]
+    assert runs(found) == [[*range(2, 10)], [*range(11, 16)]]
+
+
+def test_weights_are_shares_of_a_spans_surprisal():
+    surprisal = torch.tensor([2.0, 6.0, 9.0, 0.0, 0.0])
+    found = segment(surprisal, nobody(5), 1, 0.5, 1, 9)
+    assert runs(found) == [[0, 1], [3, 4]]
+    # equation 2; a span without any surprise counts its tokens alike
+    assert found.weights.tolist() == [0.25, 0.75, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 17, 300])
+def test_text_without_surprise_is_one_span(tokens):
+    found = segment(flat(tokens), nobody(tokens), 0, 1.0, 16, 9)
+    assert found.anchors.numel() == 0
+    assert runs(found) == [[*range(tokens)]]
+    everything = segment(flat(tokens), nobody(tokens), tokens + 5, 1.0, 16, 9)
+    assert everything.num_spans == 0
+    assert bool(everything.resident.all())
+
+
+def test_numbers_that_are_none_are_an_error():
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        segment(torch.tensor([1.0, math.nan]), nobody(2), 1, 1.0, 1, 1)
+
+
+def fits(
+    surprisal: torch.Tensor, fixed: torch.Tensor, anchors: list[int], least: int
+) -> tuple[int, int]:
+    """Places that anchors and short spans take, and how many spans are left."""
+    used, spans, length = len(anchors), 0, 0
+    for position in range(len(surprisal) + 1):
+        wall = position == len(surprisal) or bool(fixed[position])
+        if not wall and position not in anchors:
+            length += 1
+            continue
+        used += length if length < least else 0
+        spans += length >= least
+        length = 0
+    return used, spans
+
+
+def test_as_many_anchors_as_fit():
+    print("seed", SEED)
+    rng = random.Random(SEED)
+    cuts = 0
+    for _ in range(300):
+        tokens = rng.randint(2, 40)
+        # few values, so that there are ties
+        surprisal = torch.tensor([float(rng.randint(0, 6)) for _ in range(tokens)])
+        fixed = nobody(tokens)
+        fixed[: rng.randint(0, 2)] = True
+        fixed[tokens - rng.randint(0, 3) :] = True
+        room, least = rng.randint(0, tokens), rng.randint(1, 6)
+        most = rng.randint(1, 5)
+        found = segment(surprisal, fixed, room, 0.5, least, most)
+        free = int((~fixed).sum())
+        assert int((found.resident & ~fixed).sum()) == min(room, free)
+        assert found.num_spans <= most
+        assert bool(found.resident[fixed].all())
+        known = surprisal[1:]
+        limit = known.mean() + 0.5 * known.std(correction=0)
+        wanted = [p for p in range(tokens) if surprisal[p] > limit and not fixed[p]]
+        wanted.sort(key=lambda p: (-float(surprisal[p]), p))
+        best = 0
+        for count in range(1, len(wanted) + 1):
+            used, spans = fits(surprisal, fixed, wanted[:count], least)
+            if used <= min(room, free) and spans <= most:
+                best = count
+        assert found.anchors.tolist() == sorted(wanted[:best])
+        cuts += best
+        sums = torch.zeros(found.num_spans).index_add_(0, found.span, found.weights)
+        torch.testing.assert_close(sums, torch.ones(found.num_spans))
+        for name, run in enumerate(runs(found)):
+            between = [a for a in found.anchors.tolist() if run[0] < a < run[-1]]
+            assert not between, f"span {name} has an anchor inside"
+    assert cuts > 300, "hardly anything was cut"
+
+
+def test_thousands_of_spans():
+    print("seed", SEED)
+    rng = torch.Generator().manual_seed(SEED)
+    surprisal = torch.rand(30_000, generator=rng)
+    surprisal[::10] += 5
+    found = segment(surprisal, nobody(30_000), 3000, 1.0, 4, 5000)
+    assert found.num_spans == 3000
+    assert found.anchors.tolist() == [*range(0, 30_000, 10)]
+
+
+# -- spans as a whole ------------------------------------------------------------
+
+
+def test_means_are_weighted():
+    print("seed", SEED)
+    rng = torch.Generator().manual_seed(SEED)
+    surprisal = torch.rand(50, generator=rng) * 3
+    segments = segment(surprisal, nobody(50), 6, 0.3, 2, 9)
+    count = segments.positions.numel()
+    keys, values = torch.randn(2, 3, count, 8, generator=rng).bfloat16()
+    spans = CoarseSpans.of(keys, values, segments)
+    for number, run in enumerate(runs(segments)):
+        at = [segments.positions.tolist().index(p) for p in run]
+        worth = surprisal[run] / surprisal[run].sum()
+        for rows, means in ((keys, spans.keys), (values, spans.values)):
+            wanted = (rows[:, at].double() * worth[:, None].double()).sum(1)
+            torch.testing.assert_close(
+                means[:, number].double(), wanted, rtol=0, atol=1e-5
+            )
+        assert spans.log_sizes[number] == pytest.approx(math.log(len(run)))
+
+
+def test_the_best_spans_that_fit_together():
+    gates = torch.tensor([[0.1, 0.9, 0.5, 0.5], [4.0, 3.0, -torch.inf, 1.0]])
+    sizes = torch.tensor([2, 3, 4, 1])
+
+    def chosen(room: int) -> list[list[int]]:
+        found = within_room(gates, sizes, room)
+        return [row.nonzero().squeeze(1).tolist() for row in found]
+
+    # none behind the first that does not fit, and of equals the lower number
+    assert chosen(0) == [[], []]
+    assert chosen(2) == [[], [0]]
+    assert chosen(6) == [[1], [0, 1, 3]]
+    assert chosen(7) == [[1, 2], [0, 1, 3]]
+    assert chosen(99) == [[0, 1, 2, 3], [0, 1, 3]]

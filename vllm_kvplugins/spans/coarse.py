@@ -1,0 +1,64 @@
+"""A span as a whole: one key and one value, and how many tokens it stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvplugins.spans.segmentation import Segments
+
+
+@dataclass(frozen=True, slots=True)
+class CoarseSpans:
+    """All spans of one request and layer.
+
+    Attributes:
+        keys: float32 [num_kv_heads, spans, head_dim], the weighted mean key.
+        values: float32 [num_kv_heads, spans, head_dim].
+        log_sizes: float32 [spans], what a span's score gets on top, so that it
+            competes like the tokens that it stands for.
+        sizes: int64 [spans], tokens.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    log_sizes: torch.Tensor
+    sizes: torch.Tensor
+
+    @staticmethod
+    def of(keys: torch.Tensor, values: torch.Tensor, segments: Segments) -> CoarseSpans:
+        """The surprisal-weighted means of SeKV, section 3.2.
+
+        Args:
+            keys, values: [num_kv_heads, n, head_dim], of ``segments.positions``.
+        """
+
+        def mean(rows: torch.Tensor) -> torch.Tensor:
+            weighted = rows.float() * segments.weights[:, None]
+            heads, _, dim = rows.shape
+            means = torch.zeros(heads, segments.num_spans, dim)
+            return means.index_add_(1, segments.span, weighted)
+
+        sizes = segments.sizes
+        return CoarseSpans(mean(keys), mean(values), sizes.float().log(), sizes)
+
+
+def within_room(gates: torch.Tensor, sizes: torch.Tensor, room: int) -> torch.Tensor:
+    """The spans to see token by token: the best ones that fit together.
+
+    They are taken in decreasing order (SeKV, section 3.3) until one does not fit;
+    ties go to the lower number.
+
+    Args:
+        gates: float32 [num_kv_heads, spans]; ``-inf`` = not at all.
+        sizes: int64 [spans], tokens.
+        room: tokens per KV head.
+
+    Returns:
+        bool [num_kv_heads, spans].
+    """
+    order = gates.argsort(dim=1, descending=True, stable=True)
+    fits = sizes[order].cumsum(1) <= room
+    fits &= gates.gather(1, order) > -torch.inf
+    return torch.zeros_like(fits).scatter_(1, order, fits)
