@@ -52,6 +52,11 @@ def parse_policy(request: Any) -> KVCachePolicy:
         refuse(f"KV policy {name!r} cannot be configured like this", reasons)
         raise AssertionError("unreachable") from error
     reasons = policy.problems() + reasons
+    if policy.retention is Retention.RECONSTRUCT and sessions.get("sessions", sessions):
+        reasons.append(
+            f"sessions do not work with {name}, whose spans are not kept when a "
+            f"request ends; remove {', '.join(sessions)}"
+        )
     if written and policy.retention is Retention.OFFLOAD:
         reasons.append(
             f"session_dir does not work with {name}, whose indices are not written to "

@@ -38,7 +38,7 @@ SETTINGS = {
 
 def turns() -> dict[str, str]:
     """Policy -> its allocator; those that share nothing have none."""
-    names = policies_that(Retention.DROP)
+    names = policies_that(Retention.DROP) + policies_that(Retention.RECONSTRUCT)
     sharing = [name for name in names if shares_pages(name)]
     allocators = sorted(ALLOCATORS)
     chosen = {n: allocators[i % len(allocators)] for i, n in enumerate(sharing)}

@@ -93,6 +93,12 @@ class Request:
         self.visible[:] = True
 
 
+def surprisal_of(first: int, targets: torch.Tensor) -> torch.Tensor:
+    """What the fake model makes of a step's tokens: a number by token."""
+    numbers = [zlib.crc32(f"surprise {token}".encode()) for token in targets.tolist()]
+    return torch.tensor(numbers, dtype=torch.float32) / 2**30
+
+
 class FakeEngine:
     """Runs requests under a policy; every check raises.
 
@@ -100,6 +106,7 @@ class FakeEngine:
         fetches: dropped tokens may come back.
         free: ids of free blocks; block 0 is the null block.
         steps: how many have run; every ``attend_every``-th attends.
+        table: page table of the last step.
     """
 
     def __init__(
@@ -114,9 +121,11 @@ class FakeEngine:
         geometry = Geometry(block, LAYERS, KV_HEADS, per_token)
         self.runtime = PolicyRuntime(parse_policy(policy), geometry, sessions)
         model = ProbeModel(self._run_probe, encode, POSITIONS, max_tokens=128)
-        self.runtime.attach(self.heap, [SCALE] * LAYERS, make_rotary(HEAD_DIM), model)
+        rotary = make_rotary(HEAD_DIM)
+        scales = [SCALE] * LAYERS
+        self.runtime.attach(self.heap, scales, rotary, model, surprisal_of)
         self.runtime.records = []
-        self.fetches = self.runtime.policy.retention is not Retention.DROP
+        self.fetches = self.runtime.policy.retention is Retention.OFFLOAD
         self.free = list(range(blocks - 1, 0, -1))
         self.requests: dict[str, Request] = {}
         # the worker hears of them with the next step
@@ -179,7 +188,7 @@ class FakeEngine:
         rows = self._schedule(chunks)
         table = self._block_table(rows)
         lens = torch.tensor([row.after_tokens for row in rows])
-        flat = self.runtime.begin_step(rows, lens, table)
+        flat = self.table = self.runtime.begin_step(rows, lens, table)
         for layer in range(LAYERS):
             self.runtime.before_attention(layer, self._queries(rows, layer))
         for index, row in enumerate(rows):

@@ -68,7 +68,7 @@ def pairs() -> list[tuple[str, str]]:
     """(policy, allocator); a policy that shares out nothing comes once."""
     return [
         (name, allocator)
-        for name in policies_that(Retention.DROP)
+        for name in policies_that(Retention.DROP) + policies_that(Retention.RECONSTRUCT)
         for allocator in (sorted(ALLOCATORS) if shares_pages(name) else ["none"])
     ]
 

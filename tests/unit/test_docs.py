@@ -73,6 +73,7 @@ def test_every_policy_has_a_page_with_all_its_settings(name):
         assert row is not None, f"docs/policies/{name}.md lacks {field}"
         default = info.get_default(call_default_factory=True)
         shown = getattr(default, "name", getattr(default, "tokens", default))
+        shown = getattr(default, "fraction", None) or shown
         assert row[1] == str(shown), f"default of {field} in docs/policies/{name}.md"
 
 

@@ -47,6 +47,9 @@ class Retention(Enum):
     # They stay in host memory and come back when a query asks for them; such a
     # policy is a ``Retriever``.
     OFFLOAD = "offload"
+    # They lie in host memory as factors, from which some are made again when a query
+    # asks for them; such a policy is a ``Resolver``.
+    RECONSTRUCT = "reconstruct"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +211,11 @@ class KVCachePolicy(BaseModel, ABC):
     def observes_steps(self) -> bool:
         """Whether what it observed depends on every token so far."""
         return bool(self.observes & (Trigger.PREFILL_CHUNK | Trigger.DECODE_STEP))
+
+    @property
+    def needs_surprisal(self) -> bool:
+        """Whether it wants to know how surprising each token of the prompt is."""
+        return False
 
     @property
     def needs_tokenizer(self) -> bool:

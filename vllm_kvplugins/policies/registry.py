@@ -34,6 +34,7 @@ _POLICIES: dict[str, str] = {
     "icecache": "vllm_kvplugins.policies.icecache:IceCache",
     "flowkv": "vllm_kvplugins.policies.flowkv:FlowKV",
     "epicache": "vllm_kvplugins.policies.epicache:EpiCache",
+    "sekv": "vllm_kvplugins.policies.sekv:SeKV",
     "kvzip": "vllm_kvplugins.policies.kvzip:KVzip",
     "infinipot": "vllm_kvplugins.policies.infinipot:InfiniPot",
 }

@@ -40,12 +40,22 @@ class Heap:
         """(layer, KV head) pairs, in the order of page ids."""
         return self.num_layers * self.num_kv_heads
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of keys and values, over all layers and this worker's KV heads."""
+        return 2 * self.rows * self.layout.head_dim * self.pages.itemsize
+
     def page_ids(self, blocks: torch.Tensor) -> torch.Tensor:
         """int64 [rows, blocks]: the pages of these blocks."""
         layer = torch.arange(self.num_layers, device=blocks.device)[:, None, None]
         head = torch.arange(self.num_kv_heads, device=blocks.device)[None, :, None]
         ids = (layer * self.num_blocks + blocks.long()) * self.num_kv_heads + head
         return ids.reshape(self.rows, blocks.numel())
+
+    def layer_pages(self, layer: int) -> torch.Tensor:
+        """[blocks * kv_heads, page_elems]: one layer's pages, a view."""
+        count = self.num_blocks * self.num_kv_heads
+        return self.pages[layer * count : (layer + 1) * count]
 
     def keys(self, pages: torch.Tensor) -> torch.Tensor:
         """[heads, pages * block_size, head_dim] of int64 [heads, pages]."""

@@ -42,11 +42,14 @@ from vllm_kvplugins.residency.requests import (
     Tracked,
 )
 from vllm_kvplugins.residency.retrieval import Retrieval
+from vllm_kvplugins.residency.surprisal import TokenLosses
 from vllm_kvplugins.residency.views import Views
 from vllm_kvplugins.residency.windows import StepQueries, first_kept
+from vllm_kvplugins.residency.zooming import Zooming
 from vllm_kvplugins.rotary import Rotary
 
 if TYPE_CHECKING:
+    from vllm_kvplugins.policies.resolution import Resolver
     from vllm_kvplugins.policies.retrieval import Retriever
 
 
@@ -64,26 +67,23 @@ class PolicyRuntime:
     def __init__(
         self, policy: KVCachePolicy, geometry: Geometry, sessions: bool = False
     ) -> None:
-        self.policy = policy
-        self.geometry = geometry
+        self.policy, self.geometry = policy, geometry
         self.heap: Heap | None = None
         self.records: list[Record] | None = None
         self.prober: Prober | None = None
         self.retrieval: Retrieval | None = None
+        self.zooming: Zooming | None = None
         self._compactor: Compactor | None = None
         self._seconds: list[float] = []
         self.tables: PageTables | None = None
         self._requests: dict[str, Tracked] = {}
-        # prompts of all live requests and what they want to be asked, if the policy
-        # probes
+        # of live requests, with what they want to be asked, if the policy needs them
         self._prompts: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
         self._due: list[Due] = []
-        # this step's queries that are kept
-        self._kept = StepQueries(geometry.num_layers)
+        self._kept = StepQueries(geometry.num_layers)  # this step's
         # this step's rows that the policy observes, with what they own
         self._seen: list[tuple[Row, PageList]] = []
-        # what the requests due own before their compaction, if tokens leave for the
-        # host tier: these go layer by layer
+        # what requests due own before a compaction that sends tokens to the host tier
         self._leaving: list[tuple[Due, PageList]] = []
         # of live requests whose prompts have turns
         self._turn_ends: dict[str, tuple[int, ...]] = {}
@@ -104,23 +104,28 @@ class PolicyRuntime:
         scales: Sequence[float],
         rotary: Rotary | None,
         model: ProbeModel | None = None,
+        losses: TokenLosses | None = None,
     ) -> None:
         """Learn where the cache lies.
 
         Args:
             scales: softmax scale per layer.
             model: needed by policies that probe.
+            losses: needed by policies that need surprisal.
         """
         self.heap = heap
         views = Views(heap, list(scales), rotary)
-        if self._probes:
+        if Trigger.PROBE in self.policy.observes:
             assert model is not None, f"{self.policy.name} needs a model to probe"
             self.prober = Prober(self.policy, views, model)
         if self.policy.retention is Retention.OFFLOAD:
-            retriever = cast("Retriever", self.policy)
-            local = 2 * heap.rows * heap.layout.head_dim * heap.pages.itemsize
-            share = local / self.geometry.kv_bytes_per_token
-            self.retrieval = Retrieval(retriever, heap, list(scales), share)
+            share = heap.bytes_per_token / self.geometry.kv_bytes_per_token
+            policy = cast("Retriever", self.policy)
+            self.retrieval = Retrieval(policy, heap, scales, share)
+        if self.policy.retention is Retention.RECONSTRUCT:
+            assert losses is not None, f"{self.policy.name} needs surprisal"
+            resolver = cast("Resolver", self.policy)
+            self.zooming = Zooming(resolver, heap, self.geometry, scales, losses)
         self.tables = PageTables(
             heap.num_layers,
             heap.num_kv_heads,
@@ -149,10 +154,6 @@ class PolicyRuntime:
             prompt_tokens, turn_ends, tracked.restored if tracked else None
         )
 
-    @property
-    def _probes(self) -> bool:
-        return Trigger.PROBE in self.policy.observes
-
     def learn(
         self,
         request_id: str,
@@ -166,7 +167,7 @@ class PolicyRuntime:
             turn_ends: what the request says about them.
             patched_prompt: token ids that it wants to be asked.
         """
-        if self._probes:
+        if Trigger.PROBE in self.policy.observes or self.policy.needs_surprisal:
             self._prompts[request_id] = prompt, patched_prompt
         if self.policy.needs_turns:
             self._turn_ends[request_id] = self.policy.turn_ends(prompt, turn_ends)
@@ -187,6 +188,8 @@ class PolicyRuntime:
         assert self.tables is not None, "not attached"
         self._due, self._seen, self._leaving = [], [], []
         self._kept = StepQueries(self.geometry.num_layers)
+        if self.zooming is not None:
+            self.zooming.begin_step(rows)
         seats = [0] * seq_lens.numel()
         for index, row in enumerate(rows):
             resident = self._resident(row)
@@ -215,6 +218,8 @@ class PolicyRuntime:
 
     def _note(self, row: Row, plan: ResidencyPlan, blocks: torch.Tensor) -> None:
         """Queries to keep, observations to make, a compaction to run."""
+        if self.zooming is not None:
+            self.zooming.watch(row)
         cut = plan.next_cut(row.computed_tokens)
         assert cut is None or row.after_tokens <= cut, "a step ran past a compaction"
         wanted = self.policy.queries_needed
@@ -274,6 +279,8 @@ class PolicyRuntime:
         """Run the compactions that this step completed; call when all layers
         have attended. Costs nothing when there are none."""
         due_now, self._due, self._leaving = self._due, [], []
+        if self.zooming is not None:
+            self.zooming.end_step(self._prompts)
         if due_now:
             self._compact(due_now)
 
@@ -293,6 +300,9 @@ class PolicyRuntime:
         for due in due_now:
             began = time.perf_counter()
             tracked = self._requests[due.row.request_id]
+            if self.zooming is not None:
+                here = self._owned(due.row, due.blocks)
+                tracked.observed = self.zooming.divide(due, here)
             positions = self._compactor.run(due, tracked)
             if self.records is not None:
                 self.records.append(Record.of(due, positions, self.geometry))
@@ -357,8 +367,9 @@ class PolicyRuntime:
         """Drop the state of requests that will be computed anew, if ever."""
         for request_id in request_ids:
             tracked = self._requests.pop(request_id, None)
-            if self.retrieval is not None:
-                self.retrieval.forget([request_id])
+            for holder in (self.retrieval, self.zooming):
+                if holder is not None:
+                    holder.forget([request_id])
             if tracked is not None and tracked.resident is not None:
                 assert self.tables is not None
                 self.tables.leave(tracked.resident.seat)
@@ -366,22 +377,20 @@ class PolicyRuntime:
     @property
     def num_tracked(self) -> int:
         """Requests that this worker holds any state of."""
-        known = (self._requests, self._prompts, self._turn_ends)
-        return len({request_id for each in known for request_id in each})
+        return len({*self._requests, *self._prompts, *self._turn_ends})
 
     def check_integrity(self) -> None:
         """Every compacted request has exactly one seat, and no seat is lost."""
         if self.tables is None:  # no step has run yet
             assert not self._requests, "state without a heap"
             return
-        residents = [t.resident for t in self._requests.values() if t.resident]
-        seats = [resident.seat for resident in residents]
+        seats = [t.resident.seat for t in self._requests.values() if t.resident]
         assert len(set(seats)) == len(seats), f"seats shared: {sorted(seats)}"
         assert self.tables.seats_taken == len(seats), "seats leaked"
-        offloaded = self.retrieval.num_requests if self.retrieval else 0
-        assert offloaded in (0, len(seats)), "host tier and seats disagree"
-        if self.retrieval:
-            self.retrieval.check_integrity()
+        for holder in (self.retrieval, self.zooming):
+            if holder:
+                holder.check_integrity()
+                assert holder.num_requests <= len(seats), "state of somebody unseated"
 
     # -- observability ---------------------------------------------------------
 

@@ -26,6 +26,7 @@ from vllm_kvplugins.vllm_adapter import (
     layer_budgets,
     probing,
     sessions,
+    surprisal,
     turns,
     validation,
 )
@@ -93,6 +94,7 @@ def finish_config(
             *validation.dtype_problems(policy, vllm_config.model_config),
             *_shape_problems(vllm_config, policy),
             *probing.problems(vllm_config, policy),
+            *surprisal.problems(vllm_config, policy),
             *validation.episode_problems(policy),
         ],
     )

@@ -52,7 +52,9 @@ class ResidencyBlockManager(FullAttentionManager):
         # sessions that waiting and running requests start from; they go with them
         self._starts: WeakKeyDictionary[Any, Match] = WeakKeyDictionary()
         policy, geometry = kv_cache_spec.policy, kv_cache_spec.geometry
-        self.observes_prompt = Trigger.PREFILL_CHUNK in policy.observes
+        self.observes_prompt = (
+            Trigger.PREFILL_CHUNK in policy.observes or policy.needs_surprisal
+        )
         self._bounds_prompts = policy.prompt_blocks(1, geometry) is not None
 
     def plan(self, request: Any) -> ResidencyPlan:

@@ -198,10 +198,11 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _take_traffic(self) -> dict[str, int]:
         """Tokens selected and fetched since the last call."""
-        retrieval = self._runtime.retrieval if self._runtime else None
-        if retrieval is None:
+        runtime = self._runtime
+        holder = (runtime.retrieval or runtime.zooming) if runtime else None
+        if holder is None:
             return {}
-        taken = retrieval.take_traffic()
+        taken = holder.take_traffic()
         return {
             "selected_tokens": taken.selected,
             "fetched_tokens": taken.fetched,

@@ -40,8 +40,10 @@ def install() -> None:
                 value=True,
             )
         request = original(self, *args, **kwargs)
-        if policy is not None and policy.retention is Retention.OFFLOAD:
+        if policy is not None and policy.retention is not Retention.DROP:
             _check_host_memory(self.vllm_config, policy, request)
+        if policy is not None and policy.needs_surprisal:
+            _check_tokens(policy, request)
         if policy is not None and policy.needs_turns:
             chat_turns.pass_on(policy, asked.get("prompt"), request.sampling_params)
             _check_turn_ends(request)
@@ -61,6 +63,15 @@ def _check_host_memory(vllm_config: Any, policy: KVCachePolicy, request: Any) ->
     problem = too_long(policy, geometry_of(vllm_config), tokens)
     if problem is not None:
         raise VLLMValidationError(problem, parameter="max_tokens", value=answer)
+
+
+def _check_tokens(policy: KVCachePolicy, request: Any) -> None:
+    if request.prompt_token_ids is None:
+        raise VLLMValidationError(
+            f"KV policy {policy.name!r} needs to know how surprising each token of a "
+            "prompt is, and embeddings have none; send token ids or text",
+            parameter="prompt_embeds",
+        )
 
 
 def _check_turn_ends(request: Any) -> None:

@@ -12,7 +12,7 @@ _MIB = 1 << 20
 
 def limited(request: dict[str, Any], policy: KVCachePolicy) -> dict[str, Any]:
     """The policy's settings with a limit, so that all processes know the same."""
-    if policy.retention is not Retention.OFFLOAD or policy.host_memory_bytes:
+    if policy.retention is Retention.DROP or policy.host_memory_bytes:
         return request
     return request | {"host_memory": default_limit_bytes()}
 

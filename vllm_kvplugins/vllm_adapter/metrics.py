@@ -7,9 +7,9 @@
 | ``vllm:kv_policy_blocks_freed_total`` | counter | blocks that plans gave back |
 | ``vllm:kv_policy_compressions_total`` | counter | compactions |
 | ``vllm:kv_policy_compression_seconds`` | histogram | score, select and move |
-| ``vllm:kv_policy_selected_tokens_total`` | counter | slots filled by retrieval |
-| ``vllm:kv_policy_fetched_tokens_total`` | counter | of these, copied from the host |
-| ``vllm:kv_policy_failed_indices_total`` | counter | indices replaced by a scan |
+| ``vllm:kv_policy_selected_tokens_total`` | counter | fetched or zoomed slots |
+| ``vllm:kv_policy_fetched_tokens_total`` | counter | of these, not there before |
+| ``vllm:kv_policy_failed_indices_total`` | counter | scans, no zoom instead |
 | ``vllm:kv_policy_host_reserved_bytes`` | gauge | host memory promised to requests |
 | ``vllm:kv_policy_held_requests`` | gauge | requests that wait for host memory |
 | ``vllm:kv_policy_sessions`` | gauge | sessions that can be continued |
@@ -119,9 +119,9 @@ class PolicyPromMetrics(KVConnectorPromMetrics):
         self._gauge("budget_ratio", "Token slots held over tokens in context.")
         self._counter("blocks_freed", "Blocks that policies freed.")
         self._counter("compressions", "Compactions of requests.")
-        self._counter("selected_tokens", "Hot slots that retrieval filled.")
-        self._counter("fetched_tokens", "Tokens copied from the host tier.")
-        self._counter("failed_indices", "Indices that failed; scans took over.")
+        self._counter("selected_tokens", "Slots filled by retrieval or a zoom.")
+        self._counter("fetched_tokens", "Of these, brought from host memory.")
+        self._counter("failed_indices", "Indices and spans' factors that failed.")
         self._gauge("host_reserved_bytes", "Host memory promised to requests.")
         self._gauge("held_requests", "Requests that wait for host memory.")
         self._gauge("sessions", "Sessions that can be continued.")

@@ -33,6 +33,7 @@ from vllm_kvplugins.vllm_adapter import activation
 from vllm_kvplugins.vllm_adapter.probing import ProbeMetadata, probe_model
 from vllm_kvplugins.vllm_adapter.rotary import rotary_of
 from vllm_kvplugins.vllm_adapter.spec import with_policy
+from vllm_kvplugins.vllm_adapter.surprisal import token_losses
 from vllm_kvplugins.vllm_adapter.validation import layer_problems, rotary_problems
 
 
@@ -136,6 +137,9 @@ class PagedPolicyMetadataBuilder(CPUAttentionMetadataBuilder):
             [layer.impl.scale for layer in self.layers],
             self.rotary,
             probe_model(self.vllm_config, activation.runner().model, self.layer_names),
+            token_losses(activation.runner().model)
+            if self.runtime.policy.needs_surprisal
+            else None,
         )
 
     def _schedule(self, lengths: torch.Tensor, query_start: torch.Tensor) -> Any:
@@ -214,7 +218,12 @@ class PagedPolicyImpl(CPUAttentionBackendImpl):
                 **kwargs,
             )
         self.runtime.before_attention(self.layer_index, query)
-        self._attend(query, kv_cache, attn_metadata, output)
+        zooming = self.runtime.zooming
+        if zooming is None or not zooming.takes_all:
+            self._attend(query, kv_cache, attn_metadata, output)
+        if zooming is not None and zooming.takes_any:
+            (scope,) = attn_metadata.scopes
+            zooming.attend(self.layer_index, query, scope.pages, scope.lengths, output)
         self.runtime.after_attention(self.layer_index, query)
         return output
 

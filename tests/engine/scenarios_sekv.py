@@ -1,0 +1,93 @@
+"""Prompts of which spans are seen as means, and some token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import scenarios_model
+import torch
+from driver import Driver, make_llm, runtime
+from texts import random_tokens
+from tiny_model import VOCABULARY
+
+from vllm_kvplugins.policies.sekv import SeKV
+
+
+def everything_zoomed(model: str, policy: dict[str, Any], **asked: Any) -> Any:
+    """``scenarios_model.greedy`` with room to zoom in on all spans."""
+    SeKV.zoom_tokens = lambda self, prompt_tokens, geometry: prompt_tokens
+    return scenarios_model.greedy(model, policy, **asked)
+
+
+def surprisal(model: str, policy: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
+    """What the policy is told of each prompt, read in chunks and together."""
+    heard: dict[int, list[float]] = {}
+    segment = SeKV.segment
+
+    def listening(self: SeKV, told: torch.Tensor, *args: Any) -> Any:
+        heard[told.numel()] = told.tolist()
+        return segment(self, told, *args)
+
+    SeKV.segment = listening
+    driver = Driver(make_llm(model, policy, max_num_batched_tokens=128))
+    driver.generate({str(n): random_tokens(n, n, VOCABULARY) for n in lengths}, 2)
+    return {"heard": heard}
+
+
+def prompt_logprobs(model: str, lengths: list[int]) -> dict[str, Any]:
+    """Of the same prompts, vLLM's own, without a policy."""
+    from vllm import SamplingParams
+
+    llm = make_llm(model, None)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    found = {}
+    for n in lengths:
+        tokens = random_tokens(n, n, VOCABULARY)
+        (output,) = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+        said = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
+        found[n] = [0.0] + [-step[token].logprob for token, step in said]
+    return {"said": found}
+
+
+def answers(
+    model: str, policy: dict[str, Any], lengths: list[int], max_tokens: int
+) -> dict[str, Any]:
+    """The same prompts together, in small chunks, then each alone and whole.
+
+    Returns:
+        ``together`` and ``alone`` [length] tokens, ``held`` the most blocks that each
+        held after its prompt, and entries that it had beside them, per KV head.
+    """
+    prompts = {str(n): random_tokens(n, n, VOCABULARY) for n in lengths}
+    driver = Driver(make_llm(model, policy, max_num_batched_tokens=192))
+    for name, prompt in prompts.items():
+        driver.add(name, prompt, max_tokens)
+    held, entries = dict.fromkeys(prompts, 0), dict.fromkeys(prompts, 0)
+    while driver.busy:
+        driver.step()
+        for request in driver.scheduler.running:
+            name = request.request_id.split("-")[0]
+            # with steps in flight the counts run ahead of what has been freed
+            if request.num_computed_tokens <= request.num_prompt_tokens + 3:
+                continue
+            blocks = driver.manager.req_to_blocks[request.request_id]
+            held[name] = max(held[name], sum(not block.is_null for block in blocks))
+            state = runtime().zooming._requests.get(request.request_id)
+            if state is not None:
+                entries[name] = max(layer.bias.shape[1] for layer in state.layers)
+    runtime().zooming.check_integrity()
+    together = {name: driver.tokens[name] for name in prompts}
+    alone = {}
+    for name, prompt in prompts.items():
+        driver.generate({f"{name}-alone": prompt}, max_tokens)
+        alone[name] = driver.tokens[f"{name}-alone"]
+    driver.step()  # the worker hears who has gone
+    driver.check_blocks()
+    tracked = driver.check_policy_state()
+    return {
+        "together": together,
+        "alone": alone,
+        "held": held,
+        "entries": entries,
+        "tracked": tracked,
+    }

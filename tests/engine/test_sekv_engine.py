@@ -1,0 +1,71 @@
+"""SeKV in vLLM: full attention if all is zoomed, budgets that hold, nothing left."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run_scenario
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers" / "cpu_v2"))
+
+import runners
+
+pytestmark = pytest.mark.engine
+
+LENGTHS = (130, 200, 300, 420, 640)
+
+
+def test_a_zoom_on_every_span_at_full_rank_is_stock(model_path):
+    asked = {
+        "model": model_path,
+        "seed": 7,
+        "lengths": LENGTHS,
+        "one_by_one": [],
+        "max_tokens": 16,
+    }
+    stock = run_scenario(
+        "scenarios_model:greedy", asked | {"policy": None}, {"VLLM_PLUGINS": ""}
+    )
+    policy = {"name": "sekv", "budget": 0.3, "rank": 64}
+    run = run_scenario("scenarios_sekv:everything_zoomed", asked | {"policy": policy})
+    assert run["together"] == stock["together"]
+    assert len({tuple(t) for t in stock["together"].values()}) == len(LENGTHS)
+    assert run["compactions"] == len(LENGTHS)
+
+
+def test_surprisal_is_what_the_model_said(tiny_model):
+    lengths = [140, 333, 500]
+    asked: dict[str, Any] = {"model": tiny_model, "lengths": lengths}
+    said = run_scenario("scenarios_sekv:prompt_logprobs", asked, {"VLLM_PLUGINS": ""})
+    heard = run_scenario(
+        "scenarios_sekv:surprisal", asked | {"policy": {"name": "sekv"}}
+    )
+    for n in map(str, lengths):
+        assert heard["heard"][n] == pytest.approx(said["said"][n], abs=1e-4)
+
+
+@pytest.mark.parametrize("case", [("V1", False), ("V2", True)], ids=str)
+def test_company_and_chunks_change_no_token(tiny_model, case):
+    runner, asynchronous = case
+    if runner == "V2":
+        pytest.importorskip("triton")
+    run = run_scenario(
+        "scenarios_sekv:answers",
+        {
+            "model": tiny_model,
+            "policy": {"name": "sekv", "budget": 0.3},
+            "lengths": [90, 500, 700],
+            "max_tokens": 16,
+        },
+        runners.environment(runner, asynchronous),
+    )
+    assert run["together"] == run["alone"]
+    for length in (500, 700):
+        # what is generated comes on top: a block of it, as it began in the prompt's
+        blocks, entries = run["held"][str(length)], run["entries"][str(length)]
+        assert entries > 0.4 * 0.3 * length
+        assert (blocks - 2) * 32 + entries <= 0.3 * length
+    assert run["tracked"] == 0

@@ -1,0 +1,329 @@
+"""What queries see of spans: means, or tokens, in one softmax with what is resident."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import GROUP, HEAD_DIM, KV_HEADS, LAYERS, SCALE, FakeEngine, Request
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.policies.base import Geometry, Lengths
+from vllm_kvplugins.policies.sekv import SeKV
+from vllm_kvplugins.residency.requests import Row
+from vllm_kvplugins.residency.surprisal import Surprisals
+from vllm_kvplugins.spans.segmentation import Segments
+
+SEED = 20261122
+BLOCK, BLOCKS = 4, 120
+# factors of full rank, so that zoomed tokens are what they were
+POLICY: dict[str, Any] = {
+    "name": "sekv",
+    "budget": 80,
+    "sinks": 2,
+    "least_span": 3,
+    "rank": HEAD_DIM,
+    "sensitivity": 0.5,
+}
+
+
+class ZoomingEngine(FakeEngine):
+    """Checks attention over pages, means and zoomed tokens against all tokens.
+
+    Attributes:
+        seen: (request, position) -> bool [LAYERS, KV_HEADS, spans], what was zoomed.
+        worst: largest difference to the oracle so far.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__(policy, BLOCK, BLOCKS)
+        self.seen: dict[tuple[str, int], torch.Tensor] = {}
+        self.worst = 0.0
+
+    def step(self, chunks: dict[str, int]) -> None:
+        super().step(chunks)
+        zooming = self.runtime.zooming
+        assert zooming is not None
+        spanned = [row for _, row in zooming._rows]
+        if not spanned:
+            return
+        total = max(row.first_query + row.new_tokens for row in spanned)
+        shape = (total, KV_HEADS * GROUP, HEAD_DIM)
+        for layer in range(LAYERS):
+            queries = torch.zeros(shape)
+            for row in spanned:
+                request = self.requests[row.request_id]
+                at = slice(row.first_query, row.first_query + row.new_tokens)
+                own = request.queries[layer, row.computed_tokens : row.after_tokens]
+                queries[at] = own
+            output = torch.full((total, KV_HEADS * GROUP * HEAD_DIM), torch.nan)
+            pages, lengths = self.table.pages[0], self.table.lengths[0]
+            zooming.attend(layer, queries, pages, lengths, output)
+            for row in spanned:
+                self._check_row(row, layer, output.view(shape))
+        zooming.check_integrity()
+
+    def _check_row(self, row: Row, layer: int, output: torch.Tensor) -> None:
+        state = self.runtime.zooming._requests[row.request_id]
+        request = self.requests[row.request_id]
+        for turn in range(row.new_tokens):
+            position = row.computed_tokens + turn
+            query = request.queries[layer, position].view(KV_HEADS, GROUP, HEAD_DIM)
+            for head in range(KV_HEADS):
+                wanted, zoomed = see(
+                    request, state.segments, state.room, layer, head, position, query
+                )
+                key = (row.request_id, position)
+                shape = (LAYERS, KV_HEADS, state.segments.num_spans)
+                marks = self.seen.setdefault(key, torch.zeros(shape, dtype=torch.bool))
+                marks[layer, head, zoomed] = True
+                got = output[row.first_query + turn].view(KV_HEADS, GROUP, HEAD_DIM)
+                off = float((got[head].double() - wanted).abs().max())
+                self.worst = max(self.worst, off)
+                assert off < 1e-4, (row, layer, head, turn, off)
+
+
+def see(
+    request: Request,
+    segments: Segments,
+    room: int,
+    layer: int,
+    head: int,
+    position: int,
+    query: torch.Tensor,
+) -> tuple[torch.Tensor, list[int]]:
+    """[GROUP, HEAD_DIM] in float64, and the spans that are seen token by token."""
+    keys = request.keys[layer, head, : position + 1].double()
+    values = request.values[layer, head, : position + 1].double()
+    asked = query[head].double()
+    tokens = segments.positions.split(segments.sizes.tolist())
+    worth = segments.weights.double().split(segments.sizes.tolist())
+    means = [
+        ((w[:, None] * keys[t]).sum(0), (w[:, None] * values[t]).sum(0))
+        for w, t in zip(worth, tokens, strict=True)
+    ]
+    scores = torch.stack([asked @ key * SCALE for key, _ in means], 1)
+    scores += torch.tensor([math.log(len(t)) for t in tokens])
+    promise = scores.softmax(1).sum(0)
+    zoomed, left = [], room
+    for span in promise.argsort(descending=True).tolist():
+        left -= len(tokens[span])
+        if left < 0:
+            break
+        zoomed.append(span)
+    stays = torch.ones(position + 1, dtype=torch.bool)
+    stays[segments.positions] = False
+    for span in zoomed:
+        stays[tokens[span]] = True
+    whole = [s for s in range(len(tokens)) if s not in zoomed]
+    logits = torch.cat([asked @ keys[stays].T * SCALE, scores[:, whole]], 1)
+    seen = torch.cat([values[stays], *(means[s][1][None] for s in whole)])
+    return logits.softmax(1) @ seen, zoomed
+
+
+def run(engine: FakeEngine, prompts: dict[str, int], answer: int, chunk: int) -> None:
+    print("seed", SEED)
+    rng = random.Random(SEED)
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, answer)
+    while engine.requests:
+        engine.step({name: rng.randint(1, chunk) for name in engine.requests})
+        for name in [n for n, r in engine.requests.items() if r.done]:
+            engine.remove(name)
+    engine.check_idle()
+
+
+def test_queries_see_means_and_zoomed_tokens_in_one_softmax():
+    engine = ZoomingEngine(POLICY)
+    run(engine, {"a": 150, "b": 97, "short": 30}, 12, 9)
+    assert len(engine.seen) == 22, "the first tokens come from the prefill"
+    shown = torch.cat([marks.flatten() for marks in engine.seen.values()])
+    assert 0.1 < shown.float().mean() < 0.9
+    changes = [
+        int((engine.seen["a", p] != engine.seen["a", p - 1]).sum())
+        for p in range(151, 161)
+    ]
+    assert min(changes) > 0, "nothing was zoomed out again"
+
+
+def test_without_a_zoom_all_spans_are_means():
+    engine = ZoomingEngine(POLICY | {"zoom_share": 0.0})
+    run(engine, {"a": 150, "b": 97}, 6, 9)
+    assert len(engine.seen) == 10
+    assert not any(marks.any() for marks in engine.seen.values())
+
+
+class SeesEverything(SeKV):
+    """Has room for all that is not resident."""
+
+    def zoom_tokens(self, prompt_tokens: int, geometry: Geometry) -> int:
+        return prompt_tokens
+
+
+def test_a_zoom_on_everything_is_full_attention(monkeypatch):
+    monkeypatch.setattr(SeKV, "zoom_tokens", SeesEverything.zoom_tokens)
+    engine = ZoomingEngine(POLICY)
+    run(engine, {"a": 150}, 4, 150)
+    assert all(bool(marks.all()) for marks in engine.seen.values())
+    assert engine.worst < 1e-5
+
+
+def test_preempted_requests_zoom_as_before():
+    """What it had generated comes back in one chunk, each token with its own zoom."""
+
+    def zoomed(preempt: bool) -> dict[tuple[str, int], torch.Tensor]:
+        engine = ZoomingEngine(POLICY)
+        engine.add("a", 150, 12)
+        while not engine.requests["a"].done:
+            engine.step({"a": 200})
+            if preempt and engine.requests["a"].computed == 156:
+                engine.preempt("a")
+                preempt = False
+        engine.remove("a")
+        engine.check_idle()
+        return engine.seen
+
+    before, after = zoomed(False), zoomed(True)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_requests_that_go_while_their_prompt_is_read_leave_nothing():
+    engine = ZoomingEngine(POLICY)
+    for name in ("a", "b"):
+        engine.add(name, 150, 3)
+    engine.step({"a": 20, "b": 20})
+    assert len(engine.runtime.zooming._surprisals) == 2
+    engine.remove("a")
+    engine.preempt("b")
+    engine.step({"b": 10})
+    assert len(engine.runtime.zooming._surprisals) == 1
+    engine.remove("b")
+    engine.check_idle()
+    assert len(engine.runtime.zooming._surprisals) == 0
+
+
+def test_lower_ranks_see_less():
+    errors = []
+    for rank in (8, 4, 1):
+        engine = ZoomingEngine(POLICY)
+        # the oracle sees the tokens themselves
+        engine.runtime.zooming.policy = parse_policy(POLICY | {"rank": rank})
+        with contextlib.suppress(AssertionError):
+            run(engine, {"a": 150}, 4, 150)
+        errors.append(engine.worst)
+    assert errors[0] < 1e-5 < 1e-3 < errors[1] < errors[2]
+
+
+# -- sizes -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.5])
+def test_all_on_the_device_is_within_the_budget(share):
+    size = 32
+    geometry = Geometry(size, 30, 3, 2 * 30 * 3 * 64 * 2)
+    policy = SeKV(budget=share)
+    for prompt in (4096, 4099, 6000, 8191):
+        budget = int(share * prompt)
+        plan = policy.plan(Lengths(prompt), geometry)
+        resident = plan.resident_blocks(prompt) * size - (-prompt % size)
+        zoom, spans = policy.zoom_tokens(prompt, geometry), int(0.1 * budget)
+        assert resident + zoom + spans <= budget
+        assert resident + zoom + spans > budget - 2 * size, "room is wasted"
+        surprisal = torch.rand(prompt, generator=torch.Generator().manual_seed(SEED))
+        found = policy.segment(surprisal, resident, geometry)
+        assert int(found.resident.sum()) == resident
+        assert 1 < found.num_spans <= spans
+        assert bool(found.resident[: policy.sinks].all())
+        assert bool(found.resident[-min(512, int(0.25 * budget)) :].all())
+
+
+def test_prompts_within_the_budget_stay_whole():
+    geometry = Geometry(32, 2, 1, 1024)
+    assert SeKV(budget=500).plan(Lengths(500), geometry).is_static
+    assert not SeKV(budget=500).plan(Lengths(900), geometry).is_static
+
+
+@pytest.mark.parametrize("budget", [1, 5, 33])
+def test_tiny_budgets_work(budget):
+    engine = ZoomingEngine(POLICY | {"budget": budget})
+    run(engine, {"a": 61, "b": 34, "c": 3}, 5, 20)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"zoom_share": 0.7, "window_share": 0.3}, "leave nothing of the budget"),
+        ({"sessions": True}, "sessions do not work with sekv"),
+        ({"session_memory": "1GiB"}, "sessions do not work with sekv"),
+        ({"rank": 0}, "rank"),
+    ],
+)
+def test_what_cannot_be_is_refused(wrong, said):
+    with pytest.raises(KVPolicyError, match=said):
+        parse_policy({"name": "sekv"} | wrong)
+
+
+# -- surprisal --------------------------------------------------------------------
+
+
+def test_surprisal_is_put_together_from_chunks():
+    asked: list[tuple[int, list[int]]] = []
+
+    def losses(first: int, targets: torch.Tensor) -> torch.Tensor:
+        asked.append((first, targets.tolist()))
+        return targets.float() / 10
+
+    known = Surprisals(losses)
+    prompt = [7, 11, 13, 17, 19]
+    known.note(Row("a", 5, 0, 2, 3), prompt)
+    known.note(Row("a", 5, 2, 3, 0), prompt)
+    known.note(Row("a", 5, 5, 1, 0), prompt)  # an answer's token
+    # the last token of a chunk says how surprising the next chunk's first one is
+    assert asked == [(3, [11, 13]), (0, [17, 19])]
+    torch.testing.assert_close(known.take("a"), torch.tensor([0, 1.1, 1.3, 1.7, 1.9]))
+    assert len(known) == 0
+
+
+def test_impossible_tokens_and_broken_numbers_count_as_something():
+    known = Surprisals(lambda first, targets: torch.tensor([torch.nan, torch.inf, -1]))
+    known.note(Row("a", 4, 0, 4, 0), [1, 2, 3, 4])
+    assert known.take("a").tolist() == [0, 0, 100, 0]
+    known.note(Row("b", 4, 0, 4, 0), [1, 2, 3, 4])
+    known.forget(["b"])
+    assert len(known) == 0
+
+
+def test_spans_that_cannot_be_decomposed_are_not_zoomed(monkeypatch, caplog):
+    engine = ZoomingEngine(POLICY)
+    decompose, calls = engine.runtime.zooming._decompose, []
+
+    def failing(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == LAYERS:  # the last layer of the first one whose prompt is in
+            raise RuntimeError("no factors")
+        return decompose(*args)
+
+    monkeypatch.setattr(engine.runtime.zooming, "_decompose", failing)
+    checked = ZoomingEngine._check_row
+
+    def all_but_that(self: Any, row: Row, layer: int, output: torch.Tensor) -> None:
+        if (row.request_id, layer) != ("b", LAYERS - 1):
+            checked(self, row, layer, output)
+        else:
+            assert bool(output[row.first_query].isfinite().all())
+            state = self.runtime.zooming._requests["b"].layers[layer]
+            assert not bool(state.zoomed.any())
+
+    monkeypatch.setattr(ZoomingEngine, "_check_row", all_but_that)
+    run(engine, {"a": 150, "b": 97}, 4, 30)
+    taken = engine.runtime.zooming.take_traffic()
+    assert taken.failed == 1
+    assert taken.selected > taken.fetched > 0
+    assert "could not be decomposed" in caplog.text
+    assert engine.runtime.zooming.take_traffic().selected == 0

@@ -1,0 +1,80 @@
+"""Policies that keep spans of tokens at two resolutions, and zoom in on some.
+
+Per (layer, KV head), for each query::
+
+    [ sinks, anchors, window ] [ a mean per span ] [ tokens of zoomed spans ] [ tail ]
+      pages of the request       entries beside the pages, in the same softmax
+
+What is not resident lies in host memory as factors of low rank, from which zoomed
+spans are reconstructed.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+
+from vllm_kvplugins.policies.base import (
+    Geometry,
+    KVCachePolicy,
+    LayerView,
+    Retention,
+    Trigger,
+)
+from vllm_kvplugins.spans.coarse import CoarseSpans
+from vllm_kvplugins.spans.segmentation import Segments
+
+
+class Resolver(KVCachePolicy):
+    """Base of policies that divide a prompt into spans when it is in.
+
+    Subclasses say where spans begin, how many tokens are zoomed, and on which spans.
+    """
+
+    triggers: ClassVar[Trigger] = Trigger.PREFILL_END | Trigger.DECODE_STEP
+    retention: ClassVar[Retention] = Retention.RECONSTRUCT
+
+    @property
+    def needs_surprisal(self) -> bool:
+        return True
+
+    @abstractmethod
+    def segment(
+        self, surprisal: torch.Tensor, resident_tokens: int, geometry: Geometry
+    ) -> Segments:
+        """Divide a prompt.
+
+        Args:
+            surprisal: float32 [tokens], in nats; 0 for the first token.
+            resident_tokens: how many stay, the ones in the tail among them.
+        """
+
+    @abstractmethod
+    def zoom_tokens(self, prompt_tokens: int, geometry: Geometry) -> int:
+        """Tokens of spans that a query sees one by one, per KV head, at most."""
+
+    @property
+    @abstractmethod
+    def most_rank(self) -> int:
+        """Largest rank of a span's factors."""
+
+    @abstractmethod
+    def gates(
+        self, layer: int, queries: torch.Tensor, spans: CoarseSpans, scale: float
+    ) -> torch.Tensor:
+        """How much a query wants to see of each span.
+
+        Args:
+            queries: [num_kv_heads, group, head_dim], of one token, after RoPE.
+            scale: softmax scale of the layer.
+
+        Returns:
+            float32 [num_kv_heads, spans], larger = sooner, ``-inf`` = not at all.
+        """
+
+    def score(self, view: LayerView) -> torch.Tensor:
+        """What the segments say: they are ``view.observed``."""
+        segments: Segments = view.observed
+        return segments.resident[view.positions.clamp(min=0)].float()

@@ -1,0 +1,158 @@
+"""SeKV: spans cut at surprising tokens, seen as a whole or token by token."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import BeforeValidator, Field
+
+from vllm_kvplugins.budgets import Budget, parse_bytes
+from vllm_kvplugins.policies.base import Geometry, Lengths
+from vllm_kvplugins.policies.resolution import Resolver
+from vllm_kvplugins.residency.plan import ResidencyPlan
+from vllm_kvplugins.residency.prompt_cuts import prompt_compactions
+from vllm_kvplugins.spans.coarse import CoarseSpans
+from vllm_kvplugins.spans.segmentation import Segments, segment
+
+
+class SeKV(Resolver):
+    """Semantic KV cache with a zoom (SeKV, section 3).
+
+    When the prompt is in, its most surprising tokens stay as anchors (equation 1),
+    with sinks and the newest tokens. What lies between two anchors is a span: its
+    mean key and value, weighted by surprisal (equation 2), stand for it in every
+    softmax, with log |S| on top of their score; its tokens go to the host as factors
+    of rank ``rank`` (equation 6). Each step looks at the means, and sees the spans
+    that promise most token by token, as far as ``zoom_share`` of the budget goes.
+
+    Budgets count what is on the device for the prompt, per KV head: resident tokens,
+    a mean per span (one token each), and zoomed tokens. What is generated stays whole
+    on top of it.
+
+    Without a trained router spans are ranked by the attention that their means get,
+    summed over the query heads that share a KV head; there is no threshold, the room
+    decides.
+
+    Differs from the paper: anchors are as many as the budget has room for, the most
+    surprising first; the window is at most ``window_share`` of the budget; the first
+    ``sinks`` tokens stay; a span that is zoomed for one query head is zoomed for all
+    that share its KV head, as they share pages.
+
+    Cost: the model's output layer for every token of the prompt; a decomposition of
+    each span, per layer and KV head, while the model goes on; per step and layer, a
+    look at the means and the reconstruction of spans that were not zoomed before.
+    """
+
+    name: ClassVar[str] = "sekv"
+    summary: ClassVar[str] = "spans at two resolutions, a zoom for what a query wants"
+
+    budget: Annotated[Budget, BeforeValidator(Budget.parse)] = Field(
+        default=Budget(fraction=0.1),
+        description="Tokens on the device per KV head, for the prompt: a number of "
+        'tokens (512), a share of the prompt (0.1), or bytes per request ("64MiB").',
+    )
+    sinks: int = Field(default=4, ge=0, description="First tokens, always resident.")
+    local_window: int = Field(
+        default=512, ge=1, description="Newest tokens, always resident, at most."
+    )
+    window_share: float = Field(
+        default=0.25, gt=0, lt=1, description="Share of the budget for them, at most."
+    )
+    zoom_share: float = Field(
+        default=0.4,
+        ge=0,
+        lt=1,
+        description="Share of the budget for tokens of zoomed spans; 0: no zoom.",
+    )
+    span_share: float = Field(
+        default=0.1,
+        gt=0,
+        lt=1,
+        description="Share of the budget for the means of spans, at most.",
+    )
+    sensitivity: float = Field(
+        default=1.0,
+        description="Deviations above the mean surprisal that make an anchor (alpha).",
+    )
+    least_span: int = Field(
+        default=16, ge=1, description="Shorter spans stay whole if they can (L_min)."
+    )
+    rank: int = Field(default=32, ge=1, description="Rank of a span's factors (R).")
+    host_memory: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
+        default=None,
+        ge=1,
+        description='Most host memory for spans ("8GiB"), all ranks together; null: '
+        "half of what is free at start-up. Requests wait for it.",
+    )
+
+    # -- sizes ------------------------------------------------------------------
+
+    def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
+        prompt_tokens, size = lengths.prompt_tokens, geometry.block_size
+        budget = self._budget_tokens(prompt_tokens, geometry)
+        if budget >= prompt_tokens:
+            return ResidencyPlan(size)
+        beside = self.zoom_tokens(prompt_tokens, geometry) + self._most_spans(budget)
+        # the zone is rounded up to whole blocks; the budget holds all the same
+        resident = max(budget - beside - size + 1, 1)
+        return ResidencyPlan(size, prompt_compactions(prompt_tokens, size, resident))
+
+    def _budget_tokens(self, prompt_tokens: int, geometry: Geometry) -> int:
+        return self.budget.resolve(prompt_tokens, geometry.kv_bytes_per_token)
+
+    def zoom_tokens(self, prompt_tokens: int, geometry: Geometry) -> int:
+        return int(self.zoom_share * self._budget_tokens(prompt_tokens, geometry))
+
+    def _most_spans(self, budget_tokens: int) -> int:
+        return max(int(self.span_share * budget_tokens), 1)
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        return self.host_memory
+
+    def host_bytes(self, tokens: int, geometry: Geometry) -> int:
+        # until they are decomposed, tokens lie there as they are; factors of short
+        # spans take more (equation 18)
+        per_token = 1 + self.most_rank / self.least_span
+        return int(tokens * geometry.kv_bytes_per_token * (1 + per_token))
+
+    @property
+    def most_rank(self) -> int:
+        return self.rank
+
+    # -- spans ------------------------------------------------------------------
+
+    def segment(
+        self, surprisal: torch.Tensor, resident_tokens: int, geometry: Geometry
+    ) -> Segments:
+        tokens = surprisal.numel()
+        budget = self._budget_tokens(tokens, geometry)
+        tail = tokens % geometry.block_size
+        window = min(self.local_window, int(self.window_share * budget))
+        position = torch.arange(tokens)
+        fixed = position >= tokens - max(window, tail)
+        fixed |= position < self.sinks
+        # the newest come first where not even these fit
+        fixed &= fixed.flip(0).cumsum(0).flip(0) <= resident_tokens
+        room = resident_tokens - int(fixed.sum())
+        most_spans = self._most_spans(budget)
+        return segment(
+            surprisal, fixed, room, self.sensitivity, self.least_span, most_spans
+        )
+
+    def gates(
+        self, layer: int, queries: torch.Tensor, spans: CoarseSpans, scale: float
+    ) -> torch.Tensor:
+        scores = queries.float() @ spans.keys.mT * scale + spans.log_sizes
+        return scores.softmax(-1).sum(1)
+
+    def problems(self) -> list[str]:
+        shares = self.window_share + self.zoom_share + self.span_share
+        if shares < 1:
+            return []
+        return [
+            f"window_share {self.window_share}, zoom_share {self.zoom_share} and "
+            f"span_share {self.span_share} leave nothing of the budget for anchors; "
+            "their sum must stay below 1"
+        ]
