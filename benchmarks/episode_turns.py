@@ -1,10 +1,11 @@
 """What EpiCache holds and what a turn costs, by length of the history.
 
 A LoCoMo dialogue is read up to so many tokens, in a pool of budget, block and 1K
-tokens, once per episode; then its questions are asked, one after another, as a chat
-that grows. Recorded are the blocks held at most, and of each turn the time to answer
-and its parts: embedding and matching the question (front end), bringing the episode's
-cache back (worker). Stock vLLM, with its prefix cache, reads the dialogue once.
+tokens, once per episode, or for the first question's only (``--read asked``); then its
+questions are asked, one after another, as a chat that grows. Recorded are the blocks
+held at most, preemptions, and of each turn the time to answer and its parts: embedding
+and matching the question (front end), bringing the episode's cache back (worker). Stock
+vLLM, with its prefix cache, reads the dialogue once.
 
     python benchmarks/episode_turns.py MODEL locomo.json --budget 1024
 """
@@ -30,6 +31,7 @@ from rich.table import Table
 
 BLOCK_SIZE = 32
 SPARE_TOKENS = 1024
+EVERY, ASKED = "every", "asked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class Setting:
     budget: int
     block: int
     answer_tokens: int
+    read: str
 
     @property
     def pool_tokens(self) -> int:
@@ -73,17 +76,21 @@ def run_engine(setting: Setting) -> None:
         setting.dialogue, lambda text: len(tokenizer.encode(text))
     )
     parts: dict[str, float] = {}
-    held = _watch_blocks(llm)
+    held, preempted = _watch_blocks(llm), _watch_preemptions(llm)
     if setting.budget:
         _watch_parts(parts)
     params = SamplingParams(
         temperature=0, max_tokens=setting.answer_tokens, ignore_eos=True
     )
+    once = SamplingParams(max_tokens=1)
     read = functools.partial(episodic.build, llm, history)
     if not setting.budget:
-        once = SamplingParams(max_tokens=1)
         read = functools.partial(llm.chat, history, once, use_tqdm=False)
+    elif setting.read == ASKED:
+        asks = {"role": "user", "content": ASK.format(questions[0].text)}
+        read = functools.partial(llm.chat, [*history, asks], once, use_tqdm=False)
     _, row = _measured(read, held)
+    row["preemptions"] = len(preempted)
     print("RESULT " + json.dumps(row), flush=True)
     messages = list(history)
     for question in questions:
@@ -93,6 +100,7 @@ def run_engine(setting: Setting) -> None:
         (output,), row = _measured(ask, held)
         row["prompt_tokens"] = len(output.prompt_token_ids)
         row["restored_tokens"] = output.num_cached_tokens or 0
+        row["preemptions"] = len(preempted)
         print("RESULT " + json.dumps(row | parts), flush=True)
         messages.append({"role": "assistant", "content": output.outputs[0].text})
 
@@ -122,6 +130,19 @@ def _watch_blocks(llm: Any) -> list[int]:
 
     engine.step = watched
     return held
+
+
+def _watch_preemptions(llm: Any) -> list[str]:
+    """Requests that lost their blocks, from now on."""
+    scheduler, names = llm.llm_engine.engine_core.engine_core.scheduler, []
+    preempt = scheduler._preempt_request
+
+    def watched(request: Any, *args: Any, **kwargs: Any) -> Any:
+        names.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = watched
+    return names
 
 
 def _watch_parts(parts: dict[str, Any]) -> None:
@@ -179,6 +200,7 @@ def lines_of(history_tokens: int, budget: int, rows: list[dict[str, Any]]) -> It
                 kind,
                 str(len(found)),
                 str(max(row["held_blocks"] for row in found)),
+                str(found[-1]["preemptions"]),
                 middle(found, "wall_ms"),
                 middle(found, "cpu_ms"),
                 *(middle(found, f"{p}_ms") for p in ("encode", "match", "restore")),
@@ -194,6 +216,9 @@ def main(
     block: int = 512,
     turns: int = 12,
     answer_tokens: int = 10,
+    read: Annotated[
+        str, typer.Option(help=f"{EVERY}: for all episodes; {ASKED}: for one")
+    ] = EVERY,
     dtype: str = "bfloat16",
     child: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
@@ -205,14 +230,25 @@ def main(
         return
     if not model or not path:
         raise typer.BadParameter("give a MODEL and a file of LoCoMo")
+    if read not in (EVERY, ASKED):
+        raise typer.BadParameter(f"--read {read}: give {EVERY} or {ASKED}")
     console = Console(width=200)
-    table = Table("history", "M", "turns", "n", "blocks held at most", "wall ms")
-    for column in ("CPU ms", "encode ms", "match ms", "restore ms"):
+    table = Table("history", "M", "turns", "n", "blocks held at most")
+    columns = (
+        "preemptions",
+        "wall ms",
+        "CPU ms",
+        "encode ms",
+        "match ms",
+        "restore ms",
+    )
+    for column in columns:
         table.add_column(column)
     for tokens in history_tokens or [2000, 4000, 6000]:
         for most in budget or [1024]:
             about = Dialogue(model, path, dialogue, tokens, turns, dtype)
             fields = {"budget": most, "block": block, "answer_tokens": answer_tokens}
+            fields |= {"read": read}
             request = json.dumps([asdict(about), fields])
             rows = list(child_rows(__file__, request, f"{tokens} tokens, M {most}"))
             for line in lines_of(tokens, most, rows):

@@ -87,37 +87,48 @@ def job(method: str, budget: int, block: int, more: dict[str, Any]) -> Job:
 # -- the data -----------------------------------------------------------------------
 
 
-def excerpt(
-    setting: Setting, count_tokens: Any
-) -> tuple[list[dict[str, str]], list[Question]]:
-    """As much of a dialogue as fits, and the questions that it answers."""
-    dialogue = json.loads(Path(setting.path).read_text())[setting.dialogue]
+def utterances(dialogue: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """A dialogue's lines by their ids, in the order in which they were said."""
     spoken = dialogue["conversation"]
     names = sorted(
         (name for name, said in spoken.items() if isinstance(said, list)),
         key=lambda name: int(name.removeprefix("session_")),
     )
-    lines: list[str] = []
-    known: set[str] = set()
-    used = 0
     for name in names:
         date = spoken.get(f"{name}_date_time", "")
         for number, turn in enumerate(spoken[name]):
             line = f"{turn['speaker']}: {turn['text']}"
             if number == 0 and date:
                 line += f" ({date})"
+            yield turn["dia_id"], line
+
+
+def excerpt(
+    setting: Setting, count_tokens: Any
+) -> tuple[list[dict[str, str]], list[Question]]:
+    """As much of a dialogue as fits, and the questions that it answers.
+
+    The next dialogues follow one that is too short; all questions are about the first.
+    """
+    first, *others = json.loads(Path(setting.path).read_text())[setting.dialogue :]
+    lines: list[str] = []
+    known: set[str] = set()
+    used = 0
+    for dialogue in (first, *others):
+        for name, line in utterances(dialogue):
             used += count_tokens(line) + 1
             if used > setting.history_tokens:
                 break
             lines.append(line)
-            known.add(turn["dia_id"])
+            if dialogue is first:
+                known.add(name)
         if used > setting.history_tokens:
             break
     opening = {"role": "user", "content": "\n".join(lines)}
     history = [opening, {"role": "assistant", "content": READ}]
     questions = [
         Question(item["question"], str(item["answer"]), item["category"])
-        for item in dialogue["qa"]
+        for item in first["qa"]
         if item["category"] != ADVERSARIAL
         and item["evidence"]
         and set(item["evidence"]) <= known
