@@ -58,11 +58,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question with its answer."""
+    """A question with its answer, and the lines of the dialogue that hold it."""
 
     text: str
     answer: str
     category: int
+    evidence: tuple[str, ...]
 
 
 class Job(EngineJob):
@@ -112,7 +113,7 @@ def excerpt(
     """
     first, *others = json.loads(Path(setting.path).read_text())[setting.dialogue :]
     lines: list[str] = []
-    known: set[str] = set()
+    known: dict[str, str] = {}
     used = 0
     for dialogue in (first, *others):
         for name, line in utterances(dialogue):
@@ -121,17 +122,22 @@ def excerpt(
                 break
             lines.append(line)
             if dialogue is first:
-                known.add(name)
+                known[name] = line
         if used > setting.history_tokens:
             break
     opening = {"role": "user", "content": "\n".join(lines)}
     history = [opening, {"role": "assistant", "content": READ}]
     questions = [
-        Question(item["question"], str(item["answer"]), item["category"])
+        Question(
+            item["question"],
+            str(item["answer"]),
+            item["category"],
+            tuple(known[name] for name in item["evidence"]),
+        )
         for item in first["qa"]
         if item["category"] != ADVERSARIAL
         and item["evidence"]
-        and set(item["evidence"]) <= known
+        and set(item["evidence"]) <= known.keys()
     ]
     return history, questions[: setting.questions]
 
@@ -179,35 +185,44 @@ def run_engine(setting: Setting, work: Job) -> None:
         asked = {"role": "user", "content": ASK.format(question.text)}
         told = {}
         if policy and work.label != "epicache":  # one cache for all questions
-            told = {"turn_ends": [len(_rendered(tokenizer, history))]}
+            told = {"turn_ends": [len(rendered(tokenizer, history))]}
         truth = tokenizer.encode(question.answer, add_special_tokens=False)
         free = SamplingParams(
             temperature=0, max_tokens=MAX_TOKENS, extra_args=told or None
         )
-        forced = SamplingParams(
-            temperature=0,
-            max_tokens=len(truth),
-            ignore_eos=True,
-            logprobs=0,  # of the token itself, as the model had it
-            extra_args={"prescribed": truth} | told,
-        )
+        forced = SamplingParams(**prescribed(truth, told))
         outputs = [
             llm.chat([[*history, asked]], [sampling], use_tqdm=False)[0]
             for sampling in (free, forced)
         ]
-        said = outputs[1].outputs[0]
-        steps = zip(said.token_ids, said.logprobs, strict=True)
         row = {
             "question": number,
             "category": question.category,
             "prompt_tokens": len(outputs[0].prompt_token_ids),
             "f1": f1(outputs[0].outputs[0].text, question.answer),
-            "nats": -sum(found[token].logprob for token, found in steps) / len(truth),
+            "nats": nats(outputs[1].outputs[0]),
         }
         print("RESULT " + json.dumps(row), flush=True)
 
 
-def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+def prescribed(truth: list[int], told: dict[str, Any]) -> dict[str, Any]:
+    """Sampling of a request that says the true answer, and what the model had of it."""
+    return {
+        "temperature": 0,
+        "max_tokens": len(truth),
+        "ignore_eos": True,
+        "logprobs": 0,  # of the token itself
+        "extra_args": {"prescribed": truth} | told,
+    }
+
+
+def nats(said: Any) -> float:
+    """Of the prescribed tokens, each; less is better."""
+    steps = zip(said.token_ids, said.logprobs, strict=True)
+    return -sum(found[t].logprob for t, found in steps) / len(said.token_ids)
+
+
+def rendered(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     ids: list[int] = tokenizer.apply_chat_template(messages, return_dict=False)
     return ids
 

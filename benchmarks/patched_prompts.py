@@ -1,0 +1,255 @@
+"""What patched prompts are worth by how close they are to the question.
+
+The controlled experiment of EpiCache, figure 2.
+
+A LoCoMo dialogue is compressed block by block under one budget, for every question and
+every kind of patched prompt anew: the question itself; the tenth of the utterances most
+similar to it, the tenth in the middle, the least similar tenth, a random tenth; the
+segment of the episode that the question is routed to; InfiniPot's instruction.
+
+Two figures per question: nats per token of the true answer, as ``locomo.py`` has them,
+and the share of the evidence's tokens that the cache still has, over layers and heads.
+
+    python benchmarks/patched_prompts.py MODEL locomo.json --budget 1024
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from _engine import child_rows, provenance
+from locomo import (
+    ASK,
+    Question,
+    Setting,
+    answers,
+    excerpt,
+    job,
+    nats,
+    prescribed,
+    rendered,
+    spread,
+)
+from rich.console import Console
+from rich.table import Table
+
+EXACT, INSTRUCTION, EPISODE = "exact question", "instruction", "episode"
+CLOSEST, MIDDLE, LEAST, RANDOM = "closest 10 %", "middle 10 %", "least 10 %", "random"
+BANDS = {CLOSEST: 0.0, MIDDLE: 0.45, LEAST: 0.9}
+KINDS = (EXACT, CLOSEST, MIDDLE, LEAST, RANDOM, EPISODE, INSTRUCTION)
+LONGEST = 512  # tokens of a patched prompt
+
+
+# -- patched prompts ------------------------------------------------------------------
+
+
+def tenth(similarity: np.ndarray, above: float) -> list[int]:
+    """A tenth of the utterances, in their order: those behind so large a share of the
+    more similar ones.
+
+    Args:
+        similarity: float32 [utterances].
+    """
+    count = max(len(similarity) // 10, 1)
+    first = min(round(above * len(similarity)), len(similarity) - count)
+    return sorted(
+        np.argsort(-similarity, kind="stable")[first : first + count].tolist()
+    )
+
+
+def patched_texts(
+    lines: list[str], question: str, similarity: np.ndarray, seed: int
+) -> dict[str, str]:
+    """Kinds that can be made of the lines alone."""
+    places = {kind: tenth(similarity, above) for kind, above in BANDS.items()}
+    count = len(places[CLOSEST])
+    places[RANDOM] = sorted(random.Random(seed).sample(range(len(lines)), count))
+    found = {kind: "\n".join(lines[i] for i in at) for kind, at in places.items()}
+    return {EXACT: question} | found | {INSTRUCTION: ""}
+
+
+def evidence_kept(
+    kept: list[list[list[int]]],
+    offsets: list[tuple[int, int]],
+    text: str,
+    asked: Question,
+) -> float:
+    """Share of the evidence's tokens that are there, over layers and KV heads.
+
+    Args:
+        kept: positions after the last compaction, [layers][kv_heads][kept].
+        offsets: characters of ``text`` of every token.
+    """
+    spans = [
+        (text.index(line), text.index(line) + len(line)) for line in asked.evidence
+    ]
+    wanted = {
+        position
+        for position, (start, stop) in enumerate(offsets)
+        if any(start < last and stop > first for first, last in spans)
+    }
+    heads = [set(head) for layer in kept for head in layer]
+    cut = 1 + max(map(max, heads))  # what comes later was never compressed
+    here = [len(wanted & head) + sum(p >= cut for p in wanted) for head in heads]
+    return sum(here) / len(heads) / len(wanted)
+
+
+# -- an engine ------------------------------------------------------------------------
+
+
+def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> None:
+    """Child: every question with every patched prompt, one line of JSON each."""
+    from _talk import Prescribed
+    from vllm import LLM, SamplingParams
+
+    from vllm_kvplugins.episodes.book import EpisodeBook
+    from vllm_kvplugins.episodes.encoder import embed, load_encoder
+    from vllm_kvplugins.episodes.settings import EpisodeSettings
+    from vllm_kvplugins.episodes.utterances import utterances_of
+
+    llm = LLM(
+        setting.model,
+        dtype=setting.dtype,
+        enforce_eager=True,
+        max_model_len=setting.history_tokens + 2048,
+        block_size=32,
+        max_num_batched_tokens=2048,
+        kv_cache_memory_bytes=1 << 30,
+        logits_processors=[Prescribed],
+        additional_config={"kv_policy": policy},
+    )
+    tokenizer = llm.get_tokenizer()
+    history, questions = excerpt(setting, lambda text: len(tokenizer.encode(text)))
+    lines = history[0]["content"].split("\n")
+    encoder = load_encoder()
+    book = EpisodeBook(EpisodeSettings(), lambda name: encoder)
+    vectors = embed(encoder, lines)
+    end = len(rendered(tokenizer, history))
+    llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=1))
+    llm.collective_rpc("kv_policy_record", args=(True,))
+    kept: dict[tuple[int, ...], Any] = {}  # a cache is read once per patched prompt
+    for number, question in enumerate(questions):
+        (asked,) = embed(encoder, [question.text])
+        texts = patched_texts(lines, question.text, vectors @ asked, number)
+        route = book.route("", utterances_of(history), question.text)
+        assert route is not None, "there is a history"
+        texts[EPISODE] = route.guide
+        messages = [*history, {"role": "user", "content": ASK.format(question.text)}]
+        prompt = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        read = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
+        truth = tokenizer.encode(question.answer, add_special_tokens=False)
+        for kind in kinds:
+            patched = tokenizer.encode(texts[kind], add_special_tokens=False)[:LONGEST]
+            told = {"turn_ends": [end], "patched_prompt": patched}
+            (output,) = llm.generate(
+                {"prompt_token_ids": read["input_ids"]},
+                SamplingParams(**prescribed(truth, told)),
+                use_tqdm=False,
+            )
+            (records,) = llm.collective_rpc("kv_policy_take_records")
+            if records:
+                kept[tuple(patched)] = records[-1].kept_positions
+            cache = kept[tuple(patched)]
+            row = {
+                "question": number,
+                "kind": kind,
+                "patched_tokens": len(patched),
+                "nats": nats(output.outputs[0]),
+                "evidence_kept": evidence_kept(
+                    cache, read["offset_mapping"], prompt, question
+                ),
+            }
+            print("RESULT " + json.dumps(row), flush=True)
+
+
+# -- tables ---------------------------------------------------------------------------
+
+
+def table_of(rows: list[dict[str, Any]], full: dict[int, float]) -> Table:
+    """Means over questions; differences question by question."""
+    table = Table("patched prompt", "questions", "tokens", "nats", "above full KV")
+    table.add_column("above the exact question")
+    table.add_column("evidence kept")
+    exact = {r["question"]: r["nats"] for r in rows if r["kind"] == EXACT}
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        found = [row for row in rows if row["kind"] == kind]
+        table.add_row(
+            kind,
+            str(len(found)),
+            str(round(sum(row["patched_tokens"] for row in found) / len(found))),
+            spread([row["nats"] for row in found]),
+            spread([row["nats"] - full[row["question"]] for row in found]),
+            _above(found, exact) if kind != EXACT else "",
+            spread([row["evidence_kept"] for row in found]),
+        )
+    return table
+
+
+def _above(found: list[dict[str, Any]], other: dict[int, float]) -> str:
+    both = [r["nats"] - other[r["question"]] for r in found if r["question"] in other]
+    return spread(both) if both else ""
+
+
+def rows_of(
+    setting: Setting, policy: dict[str, Any], kinds: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Rows of an engine in a child process, as they come."""
+    request = json.dumps([asdict(setting), policy, kinds])
+    return child_rows(__file__, request, "patched prompts")
+
+
+def main(
+    model: Annotated[str, typer.Argument()] = "",
+    path: Annotated[str, typer.Argument(help="a file of LoCoMo")] = "",
+    dialogue: int = 0,
+    history_tokens: Annotated[int, typer.Option(help="of the dialogue")] = 4000,
+    questions: Annotated[int, typer.Option(help="at most")] = 8,
+    budget: int = 1024,
+    block: Annotated[int, typer.Option(help="tokens between compressions")] = 512,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="default: " + ", ".join(KINDS))
+    ] = None,
+    dtype: str = "bfloat16",
+    out: Path = Path("patched_prompts.jsonl"),
+    child: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Ask questions from caches that different patched prompts made."""
+    if child:
+        fields, policy, kinds = json.loads(child)
+        run_engine(Setting(**fields), policy, kinds)
+        return
+    if not model or not path:
+        raise typer.BadParameter("give a MODEL and a file of LoCoMo")
+    kinds = kind or list(KINDS)
+    if unknown := set(kinds) - set(KINDS):
+        raise typer.BadParameter(
+            f"--kind {', '.join(unknown)}: give {', '.join(KINDS)}"
+        )
+    setting = Setting(model, path, dialogue, history_tokens, questions, dtype)
+    policy = {"name": "epicache", "budget": budget, "prefill_block": block}
+    policy |= {"session_memory": "2GiB", "longest_patched_prompt": LONGEST}
+    source, rows = provenance(), []
+    stock = answers(setting, job("stock", budget, block, {}))
+    full = {row["question"]: row["nats"] for row in stock}
+    for row in rows_of(setting, policy, kinds):
+        rows.append(row)
+        facts = asdict(setting) | {"budget": budget, "block": block}
+        facts["full_nats"] = full[row["question"]]
+        with out.open("a") as file:
+            file.write(json.dumps(facts | row | source) + "\n")
+    console = Console(width=160)
+    console.print(table_of(rows, full))
+    console.print_json(data=source)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,74 @@
+"""Patched prompts by similarity, and what of the evidence a cache still has."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import locomo
+import patched_prompts as benchmark
+
+
+def test_tenths_are_taken_by_similarity_and_keep_the_dialogue_s_order():
+    # the most similar of 20 is number 19, the next one 0, then 18, 1, …
+    ranks = [19, 0, 18, 1, 17, 2, 16, 3, 15, 4, 14, 5, 13, 6, 12, 7, 11, 8, 10, 9]
+    similarity = np.empty(20, np.float32)
+    similarity[ranks] = np.linspace(1, 0, 20)
+    found = {k: benchmark.tenth(similarity, at) for k, at in benchmark.BANDS.items()}
+    assert found == {
+        benchmark.CLOSEST: [0, 19],
+        benchmark.MIDDLE: [4, 14],
+        benchmark.LEAST: [9, 10],
+    }
+    assert benchmark.tenth(np.array([0.1, 0.3], np.float32), 0.9) == [0]
+
+
+def test_patched_prompts_are_lines_and_the_random_ones_come_from_a_seed():
+    lines = [f"Ann: {n}" for n in range(30)]
+    similarity = np.linspace(0, 1, 30, dtype=np.float32)
+    texts = benchmark.patched_texts(lines, "Which one?", similarity, 3)
+    assert texts[benchmark.EXACT] == "Which one?"
+    assert texts[benchmark.CLOSEST] == "Ann: 27\nAnn: 28\nAnn: 29"
+    assert texts[benchmark.INSTRUCTION] == ""
+    drawn = texts[benchmark.RANDOM]
+    assert len(drawn.split("\n")) == 3
+    again = benchmark.patched_texts(lines, "Which one?", similarity, 3)
+    assert again[benchmark.RANDOM] == drawn
+    other = benchmark.patched_texts(lines, "Which one?", similarity, 4)
+    assert other[benchmark.RANDOM] != drawn
+
+
+def test_of_the_evidence_counts_what_is_kept_and_what_was_never_compressed():
+    text = "aa bb cc dd ee ff"
+    offsets = [(3 * n, 3 * n + 2) for n in range(6)]
+    asked = locomo.Question("?", "!", 1, ("bb cc", "ff"))
+    # tokens 1, 2 and 5 are evidence; compacted at 4
+    kept = [[[0, 1, 3], [0, 3]], [[1, 2, 3], [2, 3]]]
+    share = benchmark.evidence_kept(kept, offsets, text, asked)
+    assert share == pytest.approx((2 + 1 + 3 + 2) / 4 / 3)
+
+
+def test_a_dialogue_that_is_too_short_is_followed_by_the_next(tmp_path):
+    def dialogue(name, *texts):
+        said = [
+            {"speaker": name, "dia_id": f"D1:{n}", "text": text}
+            for n, text in enumerate(texts)
+        ]
+        asked = {"question": "?", "answer": 7, "category": 1, "evidence": ["D1:1"]}
+        return {
+            "conversation": {"session_1": said, "session_1_date_time": "May"},
+            "qa": [asked, asked | {"category": 5}, asked | {"evidence": ["D9:1"]}],
+        }
+
+    path = tmp_path / "l.json"
+    path.write_text(json.dumps([dialogue("Z", "0"), dialogue("A", "1", "2")] * 2))
+    setting = locomo.Setting("m", str(path), 1, 12, 9, "float32")
+    # a line counts its words and one; "A: 1 (May)" is 3 words
+    history, questions = locomo.excerpt(setting, lambda text: len(text.split()))
+    assert history[0]["content"] == "A: 1 (May)\nA: 2\nZ: 0 (May)"
+    assert questions == [locomo.Question("?", "7", 1, ("A: 2",))]
