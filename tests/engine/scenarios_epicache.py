@@ -235,12 +235,14 @@ def scored(
     patched: dict[str, list[int]],
     query: int,
     max_tokens: int,
+    prompts: dict[str, list[int]] | None = None,
 ) -> dict[str, Any]:
     """Histories of these lengths, read together: what their probes saw and was kept.
 
     Args:
         patched: by length, the patched prompt.
         query: tokens behind the history.
+        prompts: by length, history and query; random ones if none are given.
 
     Returns:
         Per length ``prompt``, ``tokens``, and ``compactions``: ``at_tokens``, ``kept``
@@ -253,7 +255,10 @@ def scored(
     seen: list[Any] = []
     runs: dict[str, Any] = {}
     for length, tokens in patched.items():
-        prompt = random_tokens(int(length), int(length) + query, VOCABULARY)
+        if prompts is None:
+            prompt = random_tokens(int(length), int(length) + query, VOCABULARY)
+        else:
+            prompt = prompts[length]
         driver.add(length, prompt, max_tokens, False, [int(length)], None, tokens)
         runs[length] = {"prompt": prompt, "compactions": []}
     prober = runtime().prober

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_scenario
-from tiny_model import KV_HEADS, LAYERS, masked_logits
+from tiny_model import masked_logits
 
 pytestmark = pytest.mark.engine
 
@@ -32,10 +32,11 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def visible_positions(run: dict[str, Any]) -> torch.Tensor:
-    """bool [LAYERS, KV_HEADS, query, key] of a request's whole life."""
+    """bool [layers, kv_heads, query, key] of a request's whole life."""
     count = len(run["prompt"]) + len(run["tokens"])
     causal = torch.ones(count, count, dtype=torch.bool).tril()
-    seen = causal.repeat(LAYERS, KV_HEADS, 1, 1)
+    kept_at_first = run["compactions"][0]["kept"]
+    seen = causal.repeat(len(kept_at_first), len(kept_at_first[0]), 1, 1)
     for compaction in run["compactions"]:
         at = compaction["at_tokens"]
         for layer, heads in enumerate(compaction["kept"]):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from harness import run_scenario
 from test_masked_reference import CLOSE, visible_positions
-from tiny_model import KV_HEADS, LAYERS, masked_logits
+from tiny_model import KV_HEADS, masked_logits
 from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "oracles"))
@@ -81,7 +81,7 @@ def behind(seen: torch.Tensor, probe: int) -> torch.Tensor:
     """Masks of the tokens so far and of a probe behind them."""
     count = seen.shape[-1]
     out = torch.ones(count + probe, count + probe, dtype=torch.bool).tril()
-    out = out.repeat(LAYERS, KV_HEADS, 1, 1)
+    out = out.repeat(*seen.shape[:2], 1, 1)
     out[..., :count, :count] = seen
     out[..., count:, :count] = seen[..., -1:, :]
     return out

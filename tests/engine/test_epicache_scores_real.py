@@ -1,0 +1,108 @@
+"""What a patched prompt looks back at in a real model, against transformers.
+
+The reference is the model with eager attention over history and patched prompt; every
+layer is given the mask of what earlier compressions left of each KV head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import run_scenario
+from test_epicache_scores import overlap
+from test_masked_reference import visible_positions
+from test_prefill_reference import behind
+from texts import english_tokens
+
+pytestmark = pytest.mark.engine
+
+SEED = 29
+LENGTH, QUERY = 430, 20
+CUTS = [192, 288, 384]
+SINKS, RECENT = 4, 32
+POLICY: dict[str, Any] = {
+    "name": "epicache",
+    "budget": 96,
+    "prefill_block": 96,
+    "allocator": "uniform",
+}
+
+
+@torch.no_grad()
+def paid(model: Any, tokens: list[int], seen: torch.Tensor, at: int) -> torch.Tensor:
+    """Most attention that the tokens behind ``at`` pay each one before it.
+
+    Args:
+        model: of transformers, with eager attention.
+        seen: bool [layers, kv_heads, query, key].
+
+    Returns:
+        float32 [layers, kv_heads, at].
+    """
+    rows: list[torch.Tensor] = []
+    group = model.config.num_attention_heads // seen.shape[1]
+
+    def masked(layer: Any, _: Any, told: dict[str, Any]) -> Any:
+        hidden = ~seen[layer.layer_idx].repeat_interleave(group, 0)
+        mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+        return (), told | {"attention_mask": mask[None]}
+
+    def look(layer: Any, _: Any, done: Any) -> None:
+        rows.append(done[1][0, :, at:, :at].unflatten(0, (-1, group)).amax((1, 2)))
+
+    hooks = []
+    for layer in model.model.layers:
+        hooks.append(
+            layer.self_attn.register_forward_pre_hook(masked, with_kwargs=True)
+        )
+        hooks.append(layer.self_attn.register_forward_hook(look))
+    model(torch.tensor([tokens]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(rows)
+
+
+def test_scores_are_those_of_eager_attention(model_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    print("seed", SEED)
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    prompt = english_tokens(tokenizer, SEED, LENGTH + QUERY)
+    patched = english_tokens(tokenizer, SEED + 1, 24)
+    runs = run_scenario(
+        "scenarios_epicache:scored",
+        {
+            "model": model_path,
+            "policy": POLICY,
+            "patched": {str(LENGTH): patched},
+            "prompts": {str(LENGTH): prompt},
+            "query": QUERY,
+            "max_tokens": 2,
+        },
+    )
+    run = runs[str(LENGTH)]
+    assert [c["at_tokens"] for c in run["compactions"]] == CUTS
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    seen = visible_positions(run)
+    for number, compaction in enumerate(run["compactions"]):
+        at, got = compaction["at_tokens"], torch.tensor(compaction["worth"])
+        masks = behind(seen[..., :at, :at], len(patched))
+        wanted = paid(model, prompt[:at] + patched, masks, at)
+        held = seen[:, :, at - 1, :at]
+        assert bool(held.all()) == (number == 0), "nothing was dropped before"
+        assert (got - wanted)[held].abs().max() < 1e-3
+        free = held.clone()
+        free[..., :SINKS] = free[..., at - RECENT :] = False
+        shares = [
+            overlap(g[f], w[f])
+            for g, w, f in zip(
+                got.flatten(0, 1), wanted.flatten(0, 1), free.flatten(0, 1), strict=True
+            )
+        ]
+        assert len(shares) == wanted[..., 0].numel()
+        assert sum(shares) / len(shares) >= 0.999
+        print(at, "least overlap", min(shares))
