@@ -1,0 +1,125 @@
+"""Episodes whose readers leave, and sessions that there is no memory for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from driver import Driver, make_llm
+from scenarios_sessions import counts, keeper, settle
+from texts import random_tokens
+from tiny_model import VOCABULARY
+
+HISTORY, QUERY, ANSWER = 600, 45, 12
+
+
+def _driver(model: str, policy: dict[str, Any]) -> Driver:
+    settings = {"skip_tokenizer_init": False, "max_model_len": 4096}
+    return Driver(make_llm(model, policy, num_gpu_blocks_override=200, **settings))
+
+
+def aborted(
+    model: str, policy: dict[str, Any], guides: list[list[int]], leaves_at: list[int]
+) -> list[dict[str, Any]]:
+    """Builds and first questions that are aborted when so much has been read.
+
+    Beside each, somebody else's episode is read. Then the same episode is asked, as if
+    nothing had happened, and once more under a salt that nobody has used.
+
+    Returns:
+        Per kind and place: "read" tokens when it was aborted, "restored" ones after it,
+        "answers" afterwards and anew, what "company" was told with and without the
+        abort, blocks "held" afterwards and requests "tracked" in the worker.
+    """
+    driver = _driver(model, policy)
+    history = random_tokens(1, HISTORY, VOCABULARY)
+    other = random_tokens(2, HISTORY, VOCABULARY)
+    prompt = history + random_tokens(3, QUERY, VOCABULARY)
+
+    def ask(name: str, salt: str, tokens: list[int], guide: list[int]) -> list[int]:
+        driver.add(name, tokens, ANSWER, False, [HISTORY], salt, guide)
+        driver.run()
+        settle(driver)
+        return driver.tokens[name]
+
+    alone = ask("alone", "alone", other + prompt[HISTORY:], guides[1])
+    anew = ask("anew", "anew", prompt, guides[0])
+    found = []
+    for kind, tokens, most in (("build", history, 1), ("question", prompt, ANSWER)):
+        for place in leaves_at:
+            salt = f"{kind}{place}"
+            company = f"{salt} company"
+            beside = other + prompt[HISTORY:]
+            driver.add(company, beside, ANSWER, False, [HISTORY], company, guides[1])
+            driver.add(salt, tokens, most, False, [HISTORY], salt, guides[0])
+            read = _leave(driver, salt, place)
+            driver.run()
+            settle(driver)
+            driver.check_blocks()
+            state = {
+                "held": len(driver.held_blocks()),
+                "tracked": driver.check_policy_state(),
+                "orders": _open_orders(driver),
+            }
+            before = counts(driver)["restored_tokens"]
+            answer = ask(f"{salt} again", salt, prompt, guides[0])
+            found.append(
+                state
+                | {"kind": kind, "place": place, "read": read}
+                | {"restored": counts(driver)["restored_tokens"] - before}
+                | {"company": (driver.tokens[company], alone)}
+                | {"answers": (answer, anew), "said": driver.tokens[salt]}
+            )
+            keeper(driver).check_integrity()
+    return found
+
+
+def _leave(driver: Driver, name: str, place: int) -> int:
+    """Abort a request once so much of it is read; how much it was."""
+    requests = driver.scheduler.requests
+    (request,) = (r for n, r in requests.items() if n.startswith(f"{name}-"))
+    driver.step_until(lambda: request.num_computed_tokens >= place)
+    read = int(request.num_computed_tokens)
+    driver.abort([name])
+    return read
+
+
+def _open_orders(driver: Driver) -> int:
+    """Sessions that are still on their way into memory."""
+    kept = keeper(driver)._kept.values()
+    return sum(each.memory == "under way" for each in kept)
+
+
+def full(
+    model: str, policy: dict[str, Any], guides: list[list[int]], memory: list[str]
+) -> list[dict[str, Any]]:
+    """The same conversation in several amounts of memory for sessions.
+
+    Returns:
+        Per amount: answers [turn], tokens restored [turn], and counts.
+    """
+    found = []
+    for amount in memory:
+        driver = _driver(model, policy | {"session_memory": amount})
+        prompt = random_tokens(1, HISTORY, VOCABULARY)
+        answers, restored = [], []
+        for turn, episode in enumerate([0, 0, 1, 0]):
+            end, name = len(prompt), f"turn{turn}"
+            prompt = prompt + random_tokens(10 + turn, QUERY, VOCABULARY)
+            before = counts(driver)["restored_tokens"]
+            driver.add(name, prompt, ANSWER, False, [end], "s", guides[episode])
+            driver.run()
+            settle(driver)
+            driver.check_blocks()
+            keeper(driver).check_integrity()
+            answers.append(driver.tokens[name])
+            restored.append(counts(driver)["restored_tokens"] - before)
+            prompt = prompt + answers[-1]
+        found.append(
+            {
+                "answers": answers,
+                "restored": restored,
+                "counts": counts(driver),
+                "tracked": driver.check_policy_state(),
+            }
+        )
+    return found

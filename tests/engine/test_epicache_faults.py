@@ -1,0 +1,74 @@
+"""EpiCache where readers leave and memory is short: nothing is lost but time."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run_scenario
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers" / "cpu_v2"))
+
+import runners
+
+pytestmark = pytest.mark.engine
+
+POLICY: dict[str, Any] = {
+    "name": "epicache",
+    "budget": 192,
+    "prefill_block": 128,
+    "session_memory": "64MiB",
+}
+GUIDES = [[5, 9, 11, 300, 7], [400, 17, 23]]
+HISTORY, TURN = 600, 57  # tokens at first, and of a question with its answer
+# in the queue; after one compression of the 600 tokens; after two
+LEAVES_AT = [0, 400, 500]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_readers_that_leave_leave_nothing_behind(tiny_model, asynchronous):
+    found = run_scenario(
+        "scenarios_epicache_faults:aborted",
+        {
+            "model": tiny_model,
+            "policy": POLICY,
+            "guides": GUIDES,
+            "leaves_at": LEAVES_AT,
+        },
+        runners.environment("V1", asynchronous),
+    )
+    assert len(found) == 2 * len(LEAVES_AT)
+    for each in found:
+        about = (each["kind"], each["place"])
+        assert each["said"] == [], f"{about} had been read to its end"
+        assert each["held"] == each["tracked"] == each["orders"] == 0, about
+        assert each["answers"][0] == each["answers"][1], about
+        assert each["company"][0] == each["company"][1], about
+        # what was read is not read again
+        if each["place"] == 0:
+            assert each["read"] == each["restored"] == 0
+        else:
+            assert each["place"] <= each["restored"] <= each["read"] < HISTORY, about
+
+
+def test_episodes_without_memory_are_answered_and_read_again(tiny_model):
+    # a session of 12 blocks takes 384 KiB
+    memory = ["64MiB", "100KiB", "500KiB"]
+    enough, none, one = run_scenario(
+        "scenarios_epicache_faults:full",
+        {"model": tiny_model, "policy": POLICY, "guides": GUIDES, "memory": memory},
+    )
+    assert none["answers"] == one["answers"] == enough["answers"]
+    # turns go to episodes 0, 0, 1, 0
+    assert enough["counts"]["refused"] == enough["counts"]["evictions"] == 0
+    assert [bool(tokens) for tokens in enough["restored"]] == [False, True, False, True]
+    assert none["counts"]["refused"] == 4
+    assert none["restored"] == [0, 0, 0, 0]
+    # the second episode takes the first one's place
+    assert one["counts"]["refused"] == 0
+    assert one["counts"]["evictions"] >= 2
+    assert one["restored"][1] >= HISTORY + TURN - 1
+    assert one["restored"][2:] == [0, 0]
+    assert enough["tracked"] == none["tracked"] == one["tracked"] == 0
