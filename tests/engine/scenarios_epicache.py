@@ -69,8 +69,8 @@ def conversation(
     """A conversation whose turns go to these episodes, each also asked from scratch.
 
     Returns:
-        answers and "anew" [turn], tokens restored [turn], and most blocks that the
-        conversation held at once while its history was read.
+        answers and "anew" [turn], tokens restored [turn], most blocks that the
+        conversation held at once while its history was read, and graphs compiled.
     """
     arguments = {"skip_tokenizer_init": False, "max_model_len": 4096}
     arguments |= {"num_gpu_blocks_override": 600} | (settings or {})
@@ -103,7 +103,8 @@ def conversation(
     driver.check_blocks()
     driver.scheduler.connector.sessions.keeper.check_integrity()
     tracked = driver.check_policy_state()
-    return found | {"tracked": tracked, "probed": watch.probed}
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return found | {"tracked": tracked, "probed": watch.probed, "graphs": graphs}
 
 
 def _held(driver: Driver, name: str, history: int) -> int:

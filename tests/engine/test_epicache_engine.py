@@ -72,6 +72,23 @@ def test_a_pool_that_is_as_small_as_the_bound(tiny_model, asynchronous):
     assert max(run["held"]) == BOUND
 
 
+def test_a_compiled_model_answers_as_an_eager_one(tiny_model):
+    """Probes run outside of its graphs, which are made for the shapes of steps."""
+    compiled, eager = (
+        run_scenario(
+            "scenarios_epicache:conversation",
+            {"model": tiny_model, "policy": POLICY, "guides": GUIDES}
+            | {"route": [0, 1, 0], "settings": {"enforce_eager": enforced}},
+            {"VLLM_CPU_CI_ENV": "1"},  # graphs are traced, and no C++ is made of them
+        )
+        for enforced in (False, True)
+    )
+    assert compiled["answers"] == compiled["anew"] == eager["answers"]
+    assert compiled["restored"] == eager["restored"]
+    assert compiled["probed"] == eager["probed"]
+    assert compiled["graphs"] > eager["graphs"] == 0
+
+
 def test_chats_are_routed(model_path):
     pytest.importorskip("sentence_transformers")
     policy = POLICY | {"episodes": 2, "longest_patched_prompt": 64}
