@@ -73,7 +73,6 @@ def test_a_pool_that_is_as_small_as_the_bound(tiny_model, asynchronous):
 
 
 def test_a_compiled_model_answers_as_an_eager_one(tiny_model):
-    """Probes run outside of its graphs, which are made for the shapes of steps."""
     compiled, eager = (
         run_scenario(
             "scenarios_epicache:conversation",
