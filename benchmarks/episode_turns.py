@@ -113,7 +113,7 @@ def _measured(work: Callable[[], Any], held: list[int]) -> tuple[Any, dict[str, 
     return done, {
         "wall_ms": (time.perf_counter() - began) * 1e3,
         "cpu_ms": (time.process_time() - cpu) * 1e3,
-        "held_blocks": max(held),
+        "held_blocks": max(held, default=0),  # short histories are not built
     }
 
 
