@@ -46,11 +46,11 @@ def test_patched_prompts_are_lines_and_the_random_ones_come_from_a_seed():
 def test_of_the_evidence_counts_what_is_kept_and_what_was_never_compressed():
     text = "aa bb cc dd ee ff"
     offsets = [(3 * n, 3 * n + 2) for n in range(6)]
-    asked = locomo.Question("?", "!", 1, ("bb cc", "ff"))
-    # tokens 1, 2 and 5 are evidence; compacted at 4
+    asked = locomo.Question("?", "!", 1, ("bb cc", "ee ff"))
+    # tokens 1, 2, 4 and 5 are evidence; compacted at 4
     kept = [[[0, 1, 3], [0, 3]], [[1, 2, 3], [2, 3]]]
     share = benchmark.evidence_kept(kept, offsets, text, asked)
-    assert share == pytest.approx((2 + 1 + 3 + 2) / 4 / 3)
+    assert share == pytest.approx((3 + 2 + 4 + 3) / 4 / 4)
 
 
 def test_a_dialogue_that_is_too_short_is_followed_by_the_next(tmp_path):
@@ -59,7 +59,7 @@ def test_a_dialogue_that_is_too_short_is_followed_by_the_next(tmp_path):
             {"speaker": name, "dia_id": f"D1:{n}", "text": text}
             for n, text in enumerate(texts)
         ]
-        asked = {"question": "?", "answer": 7, "category": 1, "evidence": ["D1:1"]}
+        asked = {"question": "?", "answer": 7, "category": 1, "evidence": ["D1:0"]}
         return {
             "conversation": {"session_1": said, "session_1_date_time": "May"},
             "qa": [asked, asked | {"category": 5}, asked | {"evidence": ["D9:1"]}],
@@ -71,4 +71,4 @@ def test_a_dialogue_that_is_too_short_is_followed_by_the_next(tmp_path):
     # a line counts its words and one; "A: 1 (May)" is 3 words
     history, questions = locomo.excerpt(setting, lambda text: len(text.split()))
     assert history[0]["content"] == "A: 1 (May)\nA: 2\nZ: 0 (May)"
-    assert questions == [locomo.Question("?", "7", 1, ("A: 2",))]
+    assert questions == [locomo.Question("?", "7", 1, ("A: 1 (May)",))]
