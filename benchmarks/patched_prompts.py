@@ -109,9 +109,9 @@ def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> No
     from _talk import Prescribed
     from vllm import LLM, SamplingParams
 
+    from vllm_kvplugins.config import parse_policy
     from vllm_kvplugins.episodes.book import EpisodeBook
     from vllm_kvplugins.episodes.encoder import embed, load_encoder
-    from vllm_kvplugins.episodes.settings import EpisodeSettings
     from vllm_kvplugins.episodes.utterances import utterances_of
 
     llm = LLM(
@@ -129,7 +129,9 @@ def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> No
     history, questions = excerpt(setting, lambda text: len(tokenizer.encode(text)))
     lines = history[0]["content"].split("\n")
     encoder = load_encoder()
-    book = EpisodeBook(EpisodeSettings(), lambda name: encoder)
+    settings = parse_policy(policy).episode_settings
+    assert settings is not None, "epicache has some"
+    book = EpisodeBook(settings, lambda name: encoder)
     vectors = embed(encoder, lines)
     end = len(rendered(tokenizer, history))
     llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=1))
@@ -215,6 +217,7 @@ def main(
     questions: Annotated[int, typer.Option(help="at most")] = 8,
     budget: int = 1024,
     block: Annotated[int, typer.Option(help="tokens between compressions")] = 512,
+    episodes: Annotated[int, typer.Option(help="of the dialogue (E)")] = 4,
     kind: Annotated[
         list[str] | None, typer.Option(help="default: " + ", ".join(KINDS))
     ] = None,
@@ -237,12 +240,14 @@ def main(
     setting = Setting(model, path, dialogue, history_tokens, questions, dtype)
     policy = {"name": "epicache", "budget": budget, "prefill_block": block}
     policy |= {"session_memory": "2GiB", "longest_patched_prompt": LONGEST}
+    policy |= {"episodes": episodes}
     source, rows = provenance(), []
     stock = answers(setting, job("stock", budget, block, {}))
     full = {row["question"]: row["nats"] for row in stock}
     for row in rows_of(setting, policy, kinds):
         rows.append(row)
         facts = asdict(setting) | {"budget": budget, "block": block}
+        facts["episodes"] = episodes
         facts["full_nats"] = full[row["question"]]
         with out.open("a") as file:
             file.write(json.dumps(facts | row | source) + "\n")
