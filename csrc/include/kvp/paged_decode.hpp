@@ -34,6 +34,9 @@ namespace kvp::decode {
 
 using index::ElementType;
 
+// Multiply-adds below which one thread does all: about a tenth of a millisecond. Less
+// than kParallelWork, as layers follow each other and threads are awake.
+constexpr std::int64_t kParallelAttention = 1 << 21;
 // Tokens of a part: pages as many as cover them, coarse entries just as many.
 constexpr std::int64_t kPartTokens = 512;
 
@@ -232,7 +235,8 @@ inline void attend_mixed(const Kernels& kernels, const Call& call) {
   Partials partials(num_parts, call.group, call.head_dim());
   std::int64_t tokens = 0;
   for (const Part& part : parts.list) tokens += part.count;
-  const bool parallel = tokens * call.head_dim() * 4 >= kParallelBytes;
+  const bool parallel =
+      2 * tokens * call.group * call.head_dim() >= kParallelAttention;
   for_all(
       num_parts,
       [&](std::int64_t number) {
