@@ -100,14 +100,15 @@ struct Case {
       const Index used = (lengths.back() + slots - 1) / slots;
       for (Index i = used; i < num_pages; ++i) pages[u(i)] = -7;
       table.insert(table.end(), pages.begin(), pages.begin() + most_pages);
-      const Index entries = s % 3 == 0 ? 0 : s % 3 == 1 ? 5 : 600;
+      // Those of sequence 0, which has no tokens, are all off.
+      const Index entries = s == 0 ? 4 : s % 3 == 0 ? 0 : s % 3 == 1 ? 5 : 600;
       starts.push_back(starts.back() + entries);
     }
     const Index entries = starts.back();
     std::vector<float> keys = normal(entries * dims, random);
     std::vector<float> values = normal(entries * dims, random);
     for (Index i = 0; i < entries; ++i) {
-      bias.push_back(i % 7 == 3 ? kOff : std::log(1.0f + static_cast<float>(i % 40)));
+      bias.push_back(i < 4 || i % 7 == 3 ? kOff : std::log(1.0f + static_cast<float>(i % 40)));
       for (Index d = 0; bias.back() == kOff && d < dims; ++d) {
         keys[u(i * dims + d)] = values[u(i * dims + d)] = kNan;
       }
@@ -233,8 +234,10 @@ void test_case(const Kernels& kernels, const Shape& shape, std::mt19937& random)
 void test_shapes(const Kernels& kernels, std::mt19937& random) {
   for (Order order : {Order::kNatural, Order::kTransposed, Order::kPermuted}) {
     for (Index dims : {3, 20, 64, 80, 128}) {
-      for (Index slots : {5, 16, 32}) {
-        for (Index group : {1, 3, 7}) {
+      for (Index slots : {5, 16, 17, 32}) {
+        // All groups with one size, to keep it short under a sanitizer.
+        for (Index group : {3, 1, 7}) {
+          if (group != 3 && dims != 20 && dims + slots != 96) continue;
           current_case = std::string(kernels.name) + ", order " +
                          std::to_string(static_cast<int>(order)) + ", dims " +
                          std::to_string(dims) + ", slots " + std::to_string(slots) +
@@ -260,12 +263,18 @@ void test_nan(const Kernels& kernels, std::mt19937& random) {
     const Index dims = shape.dims, last = 3 * shape.slots;  // of sequence 3
     float* page = one.heap.data() + one.table[u(3 * one.most_pages + 3)] *
                                         one.call().page_stride;
-    std::vector<float> clean(page, page + 2 * dims * shape.slots);
     one.lengths = {0, 0, 0, static_cast<std::int32_t>(last + 1)};
     for (Index i = dims; i < dims * shape.slots; ++i) {
       page[one.k_offsets[u(i)]] = page[one.v_offsets[u(i)]] = kNan;
     }
     kvp::decode::attend_mixed(kernels, one.call());
+    const std::vector<float> right = one.out;
+    const float* query = one.queries.data() + 3 * shape.group * dims;
+    for (Index i = dims; i < dims * shape.slots; ++i) {
+      page[one.k_offsets[u(i)]] = std::copysign(1e4f, query[i % dims]);  // a peak
+    }
+    kvp::decode::attend_mixed(kernels, one.call());
+    CHECK(one.out == right);
     const auto finite = [](float x) { return std::isfinite(x); };
     const auto first = one.out.begin() + 3 * shape.group * dims;
     CHECK(std::all_of(first, one.out.end(), finite));

@@ -242,7 +242,8 @@ KVP_INLINE void score_rows(const Heads& heads, const Element* keys,
 }
 
 // Scores of one head become exp(score - peak) with the new peak. Returns what
-// earlier sums are to be multiplied by. Scores has room for whole vectors.
+// earlier sums, which may be none, are to be multiplied by. Scores has room for whole
+// vectors.
 template <int W>
 KVP_INLINE float soften(float* scores, std::int64_t n, float& peak, float& sum) {
   using F = typename Vec<W>::F;
@@ -266,7 +267,7 @@ KVP_INLINE float soften(float* scores, std::int64_t n, float& peak, float& sum) 
     parts += some;
   }
   const Vec<4>::F four = index::fold(parts);
-  const float factor = peak == kNone ? 0.0f : index::exp_of_logit(peak - top);
+  const float factor = index::exp_of_logit(peak - top);
   sum = sum * factor + ((four[0] + four[1]) + (four[2] + four[3]));
   peak = top;
   return factor;
