@@ -166,8 +166,7 @@ def attend_mixed(
     keys = torch.cat([keys, more_keys[ids].float()], 1)
     values = torch.cat([values, more_values[ids].float()], 1)
     there = torch.cat([there, more_bias > -torch.inf], 1)
-    # Not 0 * weight: what is not attended to may be NaN.
-    keys = keys.masked_fill(~there[..., None], 0)
+    # A weight of 0 is not enough: what is not attended to may be NaN.
     values = values.masked_fill(~there[..., None], 0)
     scores = grouped @ keys.transpose(1, 2)
     scores[..., scores.shape[2] - len(entry) :] += more_bias[:, None]
