@@ -14,6 +14,7 @@
 // Plain pointers and sizes; arguments are trusted.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -21,11 +22,6 @@
 #include "kvp/small_matrix.hpp"
 
 namespace kvp::svd {
-
-inline float narrow(float value, float*) { return value; }
-inline BFloat16 narrow(float value, BFloat16*) {
-  return {static_cast<std::uint16_t>(round_to_bfloat16(value))};
-}
 
 // Where the parts of a record lie.
 template <typename Factor>
@@ -59,7 +55,16 @@ struct Workspace {
 // Tokens whose rows are made together.
 constexpr Index kTokensAtOnce = 64;
 
-// Reads a record as float32: U diag(sigma), transposed if `by_token`, and V^T.
+// out[c * rows + r] = in[r * cols + c].
+inline void turn(const float* in, Index rows, Index cols, float* out) {
+  transpose(in, rows, cols, out);
+}
+inline void turn(const BFloat16* in, Index rows, Index cols, BFloat16* out) {
+  transpose(reinterpret_cast<const std::uint16_t*>(in), rows, cols,
+            reinterpret_cast<std::uint16_t*>(out));
+}
+
+// Reads a record as float32: U, transposed if `by_token`, and diag(sigma) V^T.
 template <typename Factor>
 struct Opened {
   const float* left;    // [tokens, rank], or [rank, left_row] with columns of tokens
@@ -67,39 +72,39 @@ struct Opened {
   Index left_row, right_row;
   float* made;          // room for kTokensAtOnce tokens, either way round
 
-  Opened(const Record<Factor>& shape, const Factor* record, bool by_token,
-         Workspace& work) {
-    const Index rank = shape.rank;
-    left_row = by_token ? row_step<float>(shape.tokens) + kLine<float> : rank;
+  Opened(const Kernels& kernels, const Record<Factor>& shape, const Factor* record,
+         bool by_token, Workspace& work) {
+    const Index rank = shape.rank, tokens = shape.tokens;
+    left_row = by_token ? row_step<float>(tokens) + kLine<float> : rank;
     right_row = row_step<float>(shape.head_dim);
-    const Index left_size = by_token ? rank * left_row : shape.tokens * rank;
-    const Index made_size =
-        (shape.head_dim + kLine<float>) * (kTokensAtOnce + kLine<float>);
+    const Index left_size = by_token ? rank * left_row : padded<float>(tokens * rank);
+    const Index made_size = (shape.head_dim + 2 * kLine<float>) *
+                            (kTokensAtOnce + 2 * kLine<float>);
     float* at = Workspace::at_least(
-        work.floats, left_size + rank * right_row + rank + 2 * made_size);
-    float* right_at = at + left_size;
-    float* sigma = right_at + rank * right_row;
+        work.floats, left_size + rank * right_row + made_size + tokens * rank);
+    float* scaled = at + left_size;
     left = at;
-    right = right_at;
-    made = sigma + rank;
-    if (rank > 0) {
-      std::memcpy(sigma, record, static_cast<std::size_t>(rank) * sizeof(float));
-    }
+    right = scaled;
+    made = scaled + rank * right_row;
     const Factor* u = record + shape.left();
-    if (by_token) std::memset(at, 0, static_cast<std::size_t>(left_size) * 4);
-    for (Index t = 0; t < shape.tokens; ++t) {
+    if (by_token) {
+      auto* turned = reinterpret_cast<Factor*>(made + made_size);
+      turn(u, tokens, rank, turned);
       for (Index k = 0; k < rank; ++k) {
-        at[by_token ? k * left_row + t : t * rank + k] =
-            to_float(u[t * rank + k]) * sigma[k];
+        float* row = at + k * left_row;
+        kernels.widen(turned + k * tokens, tokens, 1.0f, row);
+        std::fill(row + tokens, row + left_row, 0.0f);
       }
+    } else {
+      kernels.widen(u, tokens * rank, 1.0f, at);
     }
     const Factor* v = record + shape.right();
     for (Index k = 0; k < rank; ++k) {
-      float* row = right_at + k * right_row;
-      for (Index d = 0; d < shape.head_dim; ++d) {
-        row[d] = to_float(v[k * shape.head_dim + d]);
-      }
-      for (Index d = shape.head_dim; d < right_row; ++d) row[d] = 0.0f;
+      float sigma;
+      std::memcpy(&sigma, record + k * Record<Factor>::kPerFloat, sizeof sigma);
+      float* row = scaled + k * right_row;
+      kernels.widen(v + k * shape.head_dim, shape.head_dim, sigma, row);
+      std::fill(row + shape.head_dim, row + right_row, 0.0f);
     }
   }
 };
@@ -108,7 +113,7 @@ struct Opened {
 template <typename Element, typename Factor, typename Store>
 void make_rows(const Kernels& kernels, const Record<Factor>& shape,
                const Factor* record, Workspace& work, const Store& store) {
-  const Opened<Factor> open(shape, record, false, work);
+  const Opened<Factor> open(kernels, shape, record, false, work);
   Element row[kMaxHeadDim];
   for (Index first = 0; first < shape.tokens; first += kTokensAtOnce) {
     const Index left = shape.tokens - first;
@@ -118,8 +123,7 @@ void make_rows(const Kernels& kernels, const Record<Factor>& shape,
                                     padded<float>(shape.head_dim), open.made,
                                     open.right_row});
     for (Index t = 0; t < count; ++t) {
-      const float* made = open.made + t * open.right_row;
-      for (Index d = 0; d < shape.head_dim; ++d) row[d] = narrow(made[d], row);
+      kernels.narrow(open.made + t * open.right_row, shape.head_dim, row);
       store(first + t, row);
     }
   }
@@ -161,7 +165,7 @@ void reconstruct_pages(const Kernels& kernels, const Record<Factor>& shape,
     });
     return;
   }
-  const Opened<Factor> open(shape, record, true, work);
+  const Opened<Factor> open(kernels, shape, record, true, work);
   constexpr Index kMadeRow = kTokensAtOnce + kLine<float>;
   for (Index first = 0; first < shape.tokens;) {
     Index count = 1;
@@ -176,9 +180,7 @@ void reconstruct_pages(const Kernels& kernels, const Record<Factor>& shape,
     Element* column = to.heap + to.pages[first] * to.page_stride + to.plane.base +
                       to.slots[first];
     for (Index d = 0; d < shape.head_dim; ++d) {
-      const float* made = open.made + d * kMadeRow;
-      Element* out = column + d * to.block_size;
-      for (Index t = 0; t < count; ++t) out[t] = narrow(made[t], out);
+      kernels.narrow(open.made + d * kMadeRow, count, column + d * to.block_size);
     }
     first += count;
   }

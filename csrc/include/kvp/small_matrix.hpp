@@ -12,6 +12,7 @@
 #include <cstring>
 #include <limits>
 
+#include "kvp/convert_rows.hpp"
 #include "kvp/vectors.hpp"
 
 namespace kvp::svd {
@@ -33,13 +34,6 @@ constexpr Index row_step(Index columns) {
   const Index size = padded<T>(columns);
   return size % (8 * kLine<T>) == 0 ? size + kLine<T> : size;
 }
-
-// T numbers in kBytes of vector.
-template <typename T, int kBytes>
-struct Lanes {
-  typedef T Type __attribute__((vector_size(kBytes)));
-  static constexpr Index kCount = kBytes / static_cast<Index>(sizeof(T));
-};
 
 // c[i][j] = sum over k of a[i * a_row + k * a_step] * b[k * b_row + j], added to what
 // is there if `add`. `cols` is padded; c may not overlap a and b.
@@ -312,9 +306,25 @@ struct Kernels {
   void (*multiply_float)(const Product<float>&);
   bool (*decompose)(const Symmetric&);
   void (*restore)(const Symmetric&, double*, Index, Index, double*);
+  void (*widen_half)(const BFloat16*, Index, float, float*);
+  void (*narrow_half)(const float*, Index, BFloat16*);
 
   void multiply(const Product<double>& x) const { multiply_double(x); }
   void multiply(const Product<float>& x) const { multiply_float(x); }
+
+  // out[i] = in[i] * scale, and out[i] = in[i] in fewer digits.
+  void widen(const BFloat16* in, Index n, float scale, float* out) const {
+    widen_half(in, n, scale, out);
+  }
+  void widen(const float* in, Index n, float scale, float* out) const {
+    for (Index i = 0; i < n; ++i) out[i] = in[i] * scale;
+  }
+  void narrow(const float* in, Index n, BFloat16* out) const {
+    narrow_half(in, n, out);
+  }
+  void narrow(const float* in, Index n, float* out) const {
+    std::memcpy(out, in, static_cast<std::size_t>(n) * sizeof(float));
+  }
 };
 
 #define KVP_SMALL_KERNELS(NAME, SIMD, TARGET)                                      \
@@ -333,8 +343,14 @@ struct Kernels {
                              Index cols, double* sums) {                           \
     restore_body<kBytes>(m, vectors, step, cols, sums);                            \
   }                                                                                \
-  inline constexpr Kernels table{SIMD, multiply_double, multiply_float, decompose, \
-                                 restore};                                         \
+  TARGET inline void widen(const BFloat16* in, Index n, float scale, float* out) { \
+    widen_body<kBytes>(in, n, scale, out);                                         \
+  }                                                                                \
+  TARGET inline void narrow(const float* in, Index n, BFloat16* out) {             \
+    narrow_body<kBytes>(in, n, out);                                               \
+  }                                                                                \
+  inline constexpr Kernels table{SIMD,    multiply_double, multiply_float,         \
+                                 decompose, restore,       widen, narrow};         \
   }
 
 KVP_SMALL_KERNELS(baseline, Simd::kBaseline, )

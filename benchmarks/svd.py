@@ -1,0 +1,381 @@
+"""What low-rank factors of a real model's keys and values cost, keep and give back.
+
+A document is read once; its keys (after RoPE) and values, in bfloat16 as a cache holds
+them, are cut into spans. Three tables for each way to cut:
+
+- kept: energy and error by rank, and the size of the factors as a share of the rows';
+- encode: the compiled decomposition, torch's batched and torch's one matrix at a time,
+  as time per 1000 tokens and layer, and for all layers as a share of prefill;
+- reconstruct: rows written into pages, beside torch's products with a scatter, and a
+  scatter of rows that were never compressed.
+
+    OMP_NUM_THREADS=2 python benchmarks/svd.py MODEL DOCUMENTS --json-out svd.json
+
+All that is timed takes turns within each round, one layer after the other. The machine
+may be shared: read processor time. Spans are chunks of --chunk tokens, or those of
+--spans: a JSON object of lists of boundaries, {"entropy": [0, 31, 90, ...]}.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from _documents import read_documents
+from _engine import provenance
+from _masked_model import MaskedModel
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from vllm_kvplugins import ops
+from vllm_kvplugins.ops.layout import PageLayout
+
+RANKS = (8, 16, 32, 64)
+BLOCK_SIZE = 32
+
+
+@dataclass(slots=True)
+class Spans:
+    """One way to cut the document."""
+
+    name: str
+    starts: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def between(cls, name: str, bounds: list[int], tokens: int) -> Spans:
+        """Boundaries beyond the tokens that are read are left out."""
+        edges = torch.tensor([b for b in bounds if b <= tokens])
+        if len(edges) < 2 or (edges.diff() <= 0).any() or edges[0] < 0:
+            raise typer.BadParameter(
+                f"{name} must rise from 0 on and have two boundaries within the "
+                f"{tokens} tokens, got {bounds[:8]}"
+            )
+        return cls(name, edges[:-1], edges.diff())
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def groups(self) -> list[torch.Tensor]:
+        """int64 [spans, length]: tokens of the spans of each length."""
+        return [
+            self.starts[self.lengths == length, None] + torch.arange(length)
+            for length in self.lengths.unique().tolist()
+        ]
+
+
+@dataclass(slots=True)
+class Times:
+    """Milliseconds by name: wall clock and processor."""
+
+    wall: dict[str, list[float]] = field(default_factory=dict)
+    cpu: dict[str, list[float]] = field(default_factory=dict)
+
+    def run(self, name: str, call: Callable[[], object]) -> None:
+        wall, cpu = time.perf_counter(), time.process_time()
+        call()
+        used, took = time.process_time() - cpu, time.perf_counter() - wall
+        self.wall.setdefault(name, []).append(1e3 * took)
+        self.cpu.setdefault(name, []).append(1e3 * used)
+
+    def median(self, name: str, per: float = 1.0) -> dict[str, float]:
+        cpu, wall = sorted(self.cpu[name]), self.wall[name]
+        return {
+            "cpu_ms": statistics.median(cpu) / per,
+            "cpu_ms_p10": cpu[len(cpu) // 10] / per,
+            "cpu_ms_p90": cpu[-1 - len(cpu) // 10] / per,
+            "wall_ms": statistics.median(wall) / per,
+        }
+
+
+# -- what is kept ---------------------------------------------------------------------
+
+
+def kept(layers: list[torch.Tensor], spans: Spans) -> list[dict[str, Any]]:
+    """One row per rank: means over spans, KV heads and layers.
+
+    Energy is the share of the squared norm that the rank could keep; the errors are of
+    what bfloat16 factors give back, relative to the norm of a span.
+    """
+    which = torch.arange(len(layers[0]) * len(spans.starts))
+    rows = []
+    for rank in RANKS:
+        energy, ranks, size = [], [], 0
+        errors: dict[str, list[float]] = {"keys": [], "values": []}
+        for layer in layers:
+            exact = ops.truncated_svd(
+                layer, spans.starts, spans.lengths, rank, dtype=torch.float32
+            )
+            stored = ops.truncated_svd(layer, spans.starts, spans.lengths, rank)
+            made = ops.reconstruct(stored, which, torch.float32)
+            size += stored.nbytes
+            ranks += stored.ranks.tolist()
+            first = 0
+            for matrix in which.tolist():
+                plane, span = divmod(matrix, len(spans.starts))
+                start, length = int(spans.starts[span]), int(spans.lengths[span])
+                part = layer[plane, start : start + length].float()
+                norm = float(part.norm())
+                energy.append(float(exact.singular_values(matrix).norm() / norm) ** 2)
+                half = "keys" if 2 * plane < len(layer) else "values"
+                difference = made[first : first + length] - part
+                errors[half].append(float(difference.norm()) / norm)
+                first += length
+        plain = len(layers) * len(layers[0]) * spans.tokens * layers[0].shape[2] * 2
+        rows.append(
+            {
+                "spans": spans.name,
+                "rank": rank,
+                "mean_rank": statistics.mean(ranks),
+                "energy": statistics.mean(energy),
+                "key_error": statistics.mean(errors["keys"]),
+                "value_error": statistics.mean(errors["values"]),
+                "size": size / plain,
+            }
+        )
+    return rows
+
+
+# -- encode ---------------------------------------------------------------------------
+
+
+def encoders(
+    layer: torch.Tensor, spans: Spans, rank: int
+) -> dict[str, Callable[[], object]]:
+    """Ways to decompose all spans of a layer's keys and values."""
+
+    def batched() -> None:
+        for tokens in spans.groups():
+            torch.linalg.svd(layer[:, tokens].float(), full_matrices=False)
+
+    def looped() -> None:
+        for plane in layer.float():
+            pairs = zip(spans.starts.tolist(), spans.lengths.tolist(), strict=True)
+            for start, length in pairs:
+                torch.linalg.svd(plane[start : start + length], full_matrices=False)
+
+    return {
+        "compiled": lambda: ops.truncated_svd(layer, spans.starts, spans.lengths, rank),
+        "torch, batched": batched,
+        "torch, one by one": looped,
+    }
+
+
+# -- reconstruct ----------------------------------------------------------------------
+
+
+class Zoom:
+    """All spans of a layer, and the pages that receive them."""
+
+    def __init__(self, layer: torch.Tensor, spans: Spans, rank: int) -> None:
+        heads = len(layer) // 2
+        cut = spans.starts, spans.lengths, rank
+        self.keys = ops.truncated_svd(layer[:heads], *cut)
+        self.values = ops.truncated_svd(layer[heads:], *cut)
+        self.which = torch.arange(heads * len(spans.starts))
+        self.layout = PageLayout.transposed_keys(BLOCK_SIZE, layer.shape[2])
+        total = heads * spans.tokens
+        num_pages = -(-total // BLOCK_SIZE)
+        self.heap = torch.zeros(num_pages, self.layout.page_elems, dtype=layer.dtype)
+        places = torch.arange(total)
+        self.places = places // BLOCK_SIZE, places % BLOCK_SIZE
+        inside = torch.cat([group.flatten() for group in spans.groups()])
+        self.plain = [part[:, inside].flatten(0, 1) for part in layer.split(heads)]
+        self.batches = [
+            [self._batch(part, length) for length in spans.lengths.unique().tolist()]
+            for part in (self.keys, self.values)
+        ]
+        read = self.keys.nbytes + self.values.nbytes
+        written = 2 * total * layer.shape[2] * layer.itemsize
+        self.bytes_moved = read + written
+        self.operations = sum(
+            2 * int((part.tokens * part.ranks).sum()) * layer.shape[2]
+            for part in (self.keys, self.values)
+        )
+
+    @staticmethod
+    def _batch(part: ops.LowRank, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """U diag(sigma) and V^T of matrices of a length, padded to the largest rank."""
+        matrices = (part.tokens == length).nonzero()[:, 0].tolist()
+        rank = max(int(part.ranks[m]) for m in matrices)
+        left = torch.zeros(len(matrices), length, rank)
+        right = torch.zeros(len(matrices), rank, part.head_dim)
+        for i, m in enumerate(matrices):
+            own = int(part.ranks[m])
+            left[i, :, :own] = part.left(m) * part.singular_values(m)
+            right[i, :own] = part.right(m).t()
+        return left.to(part.factors.dtype), right.to(part.factors.dtype)
+
+    def ways(self) -> dict[str, Callable[[], object]]:
+        return {"compiled": self._compiled, "torch": self._torch, "plain": self._plain}
+
+    def _compiled(self) -> None:
+        ops.reconstruct_tokens(
+            self.heap, *self.places, self.keys, self.values, self.which, self.layout
+        )
+
+    def _torch(self) -> None:
+        rows = [
+            torch.cat([(left @ right).flatten(0, 1) for left, right in part])
+            for part in self.batches
+        ]
+        ops.scatter_tokens(self.heap, *self.places, rows[0], rows[1], self.layout)
+
+    def _plain(self) -> None:
+        keys, values = self.plain
+        ops.scatter_tokens(self.heap, *self.places, keys, values, self.layout)
+
+
+def limits() -> dict[str, float]:
+    """What this machine reaches with the threads set: GB/s of a copy, GFLOP/s."""
+    source = torch.zeros(64 << 20, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    square = torch.randn(768, 768)
+    times = Times()
+    for _ in range(9):
+        times.run("copy", lambda: target.copy_(source))
+        times.run("product", lambda: square @ square)
+    return {
+        "copy_gb_s": 2 * source.numel() / min(times.wall["copy"]) / 1e6,
+        "product_gflop_s": 2 * 768**3 / min(times.wall["product"]) / 1e6,
+    }
+
+
+# -- all of it ------------------------------------------------------------------------
+
+
+def time_all(
+    layers: list[torch.Tensor],
+    cuts: list[Spans],
+    rank: int,
+    rounds: int,
+    prefill: Callable[[], object],
+) -> tuple[Times, dict[str, Zoom]]:
+    """Everything once per layer and round, in turns; the first round warms up."""
+    times = Times()
+    zooms = {
+        spans.name: [Zoom(layer, spans, rank) for layer in layers] for spans in cuts
+    }
+    for number in range(rounds + 1):
+        if number == 1:
+            times = Times()
+        times.run("prefill", prefill)
+        for i, layer in enumerate(layers):
+            for spans in cuts:
+                for name, call in encoders(layer, spans, rank).items():
+                    times.run(f"{spans.name}: encode: {name}", call)
+                for name, call in zooms[spans.name][i].ways().items():
+                    times.run(f"{spans.name}: reconstruct: {name}", call)
+    return times, {name: of_layers[0] for name, of_layers in zooms.items()}
+
+
+def encode_rows(
+    times: Times, cuts: list[Spans], num_layers: int, tokens: int
+) -> list[dict[str, Any]]:
+    prefill = times.median("prefill", tokens / 1e3)
+    rows = []
+    for spans in cuts:
+        for name in ("compiled", "torch, batched", "torch, one by one"):
+            cost = times.median(f"{spans.name}: encode: {name}", spans.tokens / 1e3)
+            share = num_layers * cost["cpu_ms"] / prefill["cpu_ms"]
+            rows.append({"spans": spans.name, "way": name, **cost, "of_prefill": share})
+    return rows
+
+
+def reconstruct_rows(
+    times: Times, cuts: list[Spans], zooms: dict[str, Zoom]
+) -> list[dict[str, Any]]:
+    rows = []
+    for spans in cuts:
+        zoom = zooms[spans.name]
+        for name in zoom.ways():
+            label = f"{spans.name}: reconstruct: {name}"
+            cost = times.median(label, spans.tokens / 1e3)
+            seconds = times.median(label)["wall_ms"] / 1e3
+            row: dict[str, Any] = {"spans": spans.name, "way": name, **cost}
+            if name != "plain":
+                row["gflop_s"] = zoom.operations / seconds / 1e9
+            if name == "compiled":
+                row["gb_s"] = zoom.bytes_moved / seconds / 1e9
+            rows.append(row)
+    return rows
+
+
+def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
+    columns = list(rows[0])
+    table = Table(*columns, title=title)
+    for row in rows:
+        cells = [row.get(column, "") for column in columns]
+        table.add_row(*(f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells))
+    console.print(table)
+
+
+def main(
+    model: str,
+    documents: Path,
+    tokens: int = 2048,
+    rank: Annotated[int, typer.Option(help="of what is timed")] = 32,
+    chunk: Annotated[list[int] | None, typer.Option(help="16, 32 and 64")] = None,
+    spans: Annotated[Path | None, typer.Option(help="JSON: boundaries by name")] = None,
+    threads: Annotated[list[int] | None, typer.Option(help="1 and 2")] = None,
+    timed_layers: Annotated[int, typer.Option(help="evenly spread")] = 3,
+    rounds: int = 7,
+    json_out: Path | None = None,
+) -> None:
+    """Print and keep the three tables."""
+    console = Console(width=140)
+    if reason := ops.extension_info()["reason"]:
+        raise typer.BadParameter(f"nothing to measure: {reason}")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    read = (tokenizer.encode(doc.text)[:tokens] for doc in read_documents(documents))
+    ids = next((found for found in read if len(found) == tokens), None)
+    if ids is None:
+        raise typer.BadParameter(f"{documents} has no document of {tokens} tokens")
+    prompt = MaskedModel(model).read(ids)
+    layers = [
+        torch.cat(pair).bfloat16()
+        for pair in zip(prompt.keys, prompt.values, strict=True)
+    ]
+    given = json.loads(spans.read_text()) if spans else {}
+    if not given:
+        given = {str(n): list(range(0, tokens + 1, n)) for n in chunk or [16, 32, 64]}
+    cuts = [Spans.between(name, bounds, tokens) for name, bounds in given.items()]
+    found: dict[str, Any] = {"kept": [row for cut in cuts for row in kept(layers, cut)]}
+    show(console, "kept", found["kept"])
+    stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+
+    @torch.no_grad()
+    def prefill() -> object:
+        return stock(torch.tensor([ids]), use_cache=True, logits_to_keep=1)
+
+    step = max(1, len(layers) // timed_layers)
+    for count in threads or [1, 2]:
+        torch.set_num_threads(count)
+        times, zooms = time_all(layers[::step], cuts, rank, rounds, prefill)
+        timed = {
+            "encode": encode_rows(times, cuts, len(layers), tokens),
+            "reconstruct": reconstruct_rows(times, cuts, zooms),
+            "prefill": times.median("prefill", tokens / 1e3),
+            "limits": limits(),
+        }
+        found[f"threads {count}"] = timed
+        show(console, f"encode, {count} thread(s), per 1000 tokens", timed["encode"])
+        show(console, f"reconstruct, {count} thread(s)", timed["reconstruct"])
+        console.print({name: timed[name] for name in ("prefill", "limits")})
+    found.update(provenance())
+    console.print_json(data=provenance())
+    if json_out is not None:
+        json_out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)
