@@ -11,16 +11,18 @@ them, are cut into spans. Three tables for each way to cut:
 
     OMP_NUM_THREADS=2 python benchmarks/svd.py MODEL DOCUMENTS --json-out svd.json
 
-All that is timed takes turns within each round, one layer after the other. The machine
-may be shared: read processor time. Rates (GB/s read and written, GFLOP/s) are of the
-fastest call, as those that they are held against: a copy of 64 MiB, a large product.
-Spans are chunks of --chunk tokens, or those of --spans: a JSON object of lists of
-boundaries, {"entropy": [0, 31, 90, ...]}.
+All that is timed takes turns within each round, one layer after the other, in a random
+order; 64 MiB of other memory are written before each call. The machine may be shared:
+read processor time. Rates (GB/s read and written, GFLOP/s) are of the fastest call, as
+those that they are held against: a copy of 64 MiB, a large product. Spans are chunks of
+--chunk tokens, or those of --spans: a JSON object of lists of boundaries,
+{"entropy": [0, 31, 90, ...]}.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -42,6 +44,7 @@ from vllm_kvplugins.ops.layout import PageLayout
 
 RANKS = (8, 16, 32, 64)
 BLOCK_SIZE = 32
+_OTHER_DATA = torch.zeros(64 << 18)  # 64 MiB
 
 
 @dataclass(slots=True)
@@ -267,16 +270,21 @@ def time_all(
     zooms = {
         spans.name: [Zoom(layer, spans, rank) for layer in layers] for spans in cuts
     }
+    shuffle = random.Random(0).sample
     for number in range(rounds + 1):
         if number == 1:
             times = Times()
         times.run("prefill", prefill)
         for i, layer in enumerate(layers):
-            for spans in cuts:
-                for name, call in encoders(layer, spans, rank).items():
-                    times.run(f"{spans.name}: encode: {name}", call)
-                for name, call in zooms[spans.name][i].ways().items():
-                    times.run(f"{spans.name}: reconstruct: {name}", call)
+            calls = {}
+            for cut in cuts:
+                for name, call in encoders(layer, cut, rank).items():
+                    calls[f"{cut.name}: encode: {name}"] = call
+                for name, call in zooms[cut.name][i].ways().items():
+                    calls[f"{cut.name}: reconstruct: {name}"] = call
+            for name in shuffle(list(calls), len(calls)):
+                _OTHER_DATA.add_(1)  # what other layers do between two calls
+                times.run(name, calls[name])
     return times, {name: of_layers[0] for name, of_layers in zooms.items()}
 
 

@@ -291,7 +291,6 @@ Index decompose(const Kernels& kernels, const Matrix<Element>& matrix,
     fault = Fault::kNotFinite;
     return 0;
   }
-  if (total == 0.0) return 0;
   Eigen eigen{};
   const bool found =
       project ? projected_eigenvectors(kernels, gram, size, step, count, width, cut,
