@@ -10,11 +10,13 @@
 // and of a singular value all digits that float32 holds survive the squaring, down to
 // what the rounding of the elements leaves in doubt anyway (kZero).
 //
-// Where at most half of the eigenvectors are wanted (with kOversampling), the Gram
-// matrix is first projected to a random subspace with one power step (Halko, Martinsson
-// and Tropp 2011, algorithm 4.4, on the Gram matrix): two to four times faster, and on
-// the flattest spectra an error up to 3 % above the best possible. Results do not depend on the number of threads: a matrix is
-// one thread's, and the random numbers are the same for all.
+// Where the random subspace for the eigenvectors that are wanted (subspace_width) has at
+// most half of all dimensions, the Gram matrix is first projected to it, with one power
+// step (Halko, Martinsson and Tropp 2011, algorithm 4.4, on the Gram matrix): two to six
+// times faster, and on the flattest spectra an error up to 4 % above the best possible.
+//
+// Results do not depend on the number of threads: a matrix is one thread's, and the
+// random numbers are the same for all.
 #pragma once
 
 #include <algorithm>
@@ -45,8 +47,12 @@ enum class Fault {
   kNoEigenvalue,  // the iteration did not converge
 };
 
-// What the random subspace has more dimensions than wanted.
-constexpr Index kOversampling = 8;
+// Dimensions of the random subspace for `count` eigenvectors: eight more. For many
+// eigenvectors of a flat spectrum that would miss the last of them.
+constexpr Index subspace_width(Index count) {
+  return count + std::max<Index>(8, count / 4);
+}
+
 // Singular values up to this share of the largest count as zero: what LAPACK's users
 // take for the rank of a float32 matrix.
 inline double zero_share(Index tokens, Index head_dim) {
@@ -251,8 +257,8 @@ constexpr Index kRowsAtOnce = 64;
 // record must have room for that rank.
 //
 // Cost, with m the smaller and n the larger side: m^2 n / 2 + rank m n multiply-adds,
-// and those of the eigenvectors: 6 m^3, or 3 m^2 (max_rank + 8) where that
-// is at most m / 2.
+// and those of the eigenvectors: 6 m^3, or 3 m^2 w where w, the width of the subspace, is
+// at most m / 2.
 template <typename Element, typename Factor>
 Index decompose(const Kernels& kernels, const Matrix<Element>& matrix,
                 const Options& options, Factor* record, Workspace& work,
@@ -263,7 +269,7 @@ Index decompose(const Kernels& kernels, const Matrix<Element>& matrix,
   const Index length = turned ? matrix.head_dim : matrix.tokens;
   const Index count = std::min(size, options.max_rank);
   if (count == 0) return 0;
-  const Index width = std::min(size, count + kOversampling);
+  const Index width = std::min(size, subspace_width(count));
   const bool project = 2 * width <= size;
   const Index step = row_step<double>(size);
   // Twice a Symmetric and its eigenvectors is more than either way takes.
