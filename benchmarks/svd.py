@@ -359,7 +359,8 @@ def main(
     if not given:
         given = {str(n): list(range(0, tokens + 1, n)) for n in chunk or [16, 32, 64]}
     cuts = [Spans.between(name, bounds, tokens) for name, bounds in given.items()]
-    found: dict[str, Any] = {"kept": [row for cut in cuts for row in kept(layers, cut)]}
+    found: dict[str, Any] = dict(provenance())  # of the code that is loaded now
+    found["kept"] = [row for cut in cuts for row in kept(layers, cut)]
     show(console, "kept", found["kept"])
     stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
 
@@ -381,8 +382,7 @@ def main(
         show(console, f"encode, {count} thread(s), per 1000 tokens", timed["encode"])
         show(console, f"reconstruct, {count} thread(s)", timed["reconstruct"])
         console.print({name: timed[name] for name in ("prefill", "limits")})
-    found.update(provenance())
-    console.print_json(data=provenance())
+    console.print_json(data={k: v for k, v in found.items() if isinstance(v, str)})
     if json_out is not None:
         json_out.write_text(json.dumps(found, indent=1))
 

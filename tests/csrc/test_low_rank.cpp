@@ -103,11 +103,32 @@ void test_reconstruction(std::mt19937& random) {
   }
 }
 
+// Vectors and what is left behind them round as single values do.
+void test_conversion() {
+  current_case = "conversion";
+  const std::uint32_t special[] = {0x7fffffffu, 0xffffffffu, 0x7f800001u, 0x7f800000u,
+                                   0x7f7fffffu, 0x3f808000u, 0x3f818000u, 0x80000001u};
+  std::vector<float> values;
+  for (int i = 0; i < 37; ++i) values.push_back(kvp::from_bits(special[i % 8]));
+  std::vector<BFloat16> narrow(values.size());
+  kernels->narrow(values.data(), Index(values.size()), narrow.data());
+  std::vector<float> wide(values.size());
+  kernels->widen(narrow.data(), Index(values.size()), 2.0f, wide.data());
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    CHECK(narrow[i].bits == kvp::round_to_bfloat16(values[i]));
+    const float twice = 2.0f * kvp::to_float(narrow[i]);
+    CHECK(wide[i] == twice || (std::isnan(wide[i]) && std::isnan(twice)));
+  }
+}
+
 }  // namespace
 
 int main() {
   std::mt19937 random(kSeed);
-  with_all_kernels([&] { test_reconstruction(random); });
+  with_all_kernels([&] {
+    test_conversion();
+    test_reconstruction(random);
+  });
   test_size();
   std::printf("%d failure(s)\n", failures);
   return failures != 0;

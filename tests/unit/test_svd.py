@@ -136,6 +136,14 @@ def test_what_has_no_full_rank(backend, random):
     assert svd.reconstruct(made, torch.tensor([0])).equal(torch.zeros(20, DIM))
 
 
+def test_a_singular_value_that_float32_cannot_hold_is_none(backend):
+    """Those of this matrix are 6.5 and 0.46 times the smallest float."""
+    rows = torch.tensor([[[3, 3], [3, 4]]], dtype=torch.int32).view(torch.float32)
+    made = svd.truncated_svd(rows, *whole(2))
+    assert made.ranks.tolist() == [1]
+    assert made.singular_values(0).view(torch.int32).tolist() in ([6], [7])
+
+
 def test_numbers_without_a_decomposition_are_refused(backend, random):
     starts, lengths = spans_of(10, 70, 10)
     rows = make_rows("flat", 3, 96, DIM, random)

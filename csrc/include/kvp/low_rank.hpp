@@ -14,7 +14,6 @@
 // Plain pointers and sizes; arguments are trusted.
 #pragma once
 
-#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -64,11 +63,12 @@ inline void turn(const BFloat16* in, Index rows, Index cols, BFloat16* out) {
             reinterpret_cast<std::uint16_t*>(out));
 }
 
-// Reads a record as float32: U, transposed if `by_token`, and diag(sigma) V^T.
+// Reads a record as float32: U, transposed if `by_token`, and diag(sigma) V^T. What
+// pads rows is whatever was there: it ends up in columns that nobody reads.
 template <typename Factor>
 struct Opened {
   const float* left;    // [tokens, rank], or [rank, left_row] with columns of tokens
-  const float* right;   // [rank, right_row], padded with zeros
+  const float* right;   // [rank, right_row]
   Index left_row, right_row;
   float* made;          // room for kTokensAtOnce tokens, either way round
 
@@ -91,9 +91,7 @@ struct Opened {
       auto* turned = reinterpret_cast<Factor*>(made + made_size);
       turn(u, tokens, rank, turned);
       for (Index k = 0; k < rank; ++k) {
-        float* row = at + k * left_row;
-        kernels.widen(turned + k * tokens, tokens, 1.0f, row);
-        std::fill(row + tokens, row + left_row, 0.0f);
+        kernels.widen(turned + k * tokens, tokens, 1.0f, at + k * left_row);
       }
     } else {
       kernels.widen(u, tokens * rank, 1.0f, at);
@@ -102,9 +100,8 @@ struct Opened {
     for (Index k = 0; k < rank; ++k) {
       float sigma;
       std::memcpy(&sigma, record + k * Record<Factor>::kPerFloat, sizeof sigma);
-      float* row = scaled + k * right_row;
-      kernels.widen(v + k * shape.head_dim, shape.head_dim, sigma, row);
-      std::fill(row + shape.head_dim, row + right_row, 0.0f);
+      kernels.widen(v + k * shape.head_dim, shape.head_dim, sigma,
+                    scaled + k * right_row);
     }
   }
 };
