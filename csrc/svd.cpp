@@ -241,8 +241,8 @@ Chosen checked_factors(const char* op, const char* name, const Tensor& factors,
       const Index begin = made.offsets[at], end = made.offsets[at + 1];
       const svd::Record<Factor> shape = made.shape<Factor>(i);
       if (begin < 0 || end < begin || end > factors.size(0) ||
-          begin % svd::Record<Factor>::kPerFloat != 0 || shape.tokens < 0 ||
-          shape.rank < 0 || shape.rank > std::min(shape.tokens, head_dim) ||
+          shape.tokens < 0 || shape.rank < 0 ||
+          shape.rank > std::min(shape.tokens, head_dim) ||
           shape.tokens > kMostTokens || shape.elements() != end - begin) {
         fail(op, name, ": matrix ", at, " is not a record of rank ", shape.rank,
              " and ", shape.tokens, " tokens");

@@ -189,3 +189,12 @@ def test_compiled_reads_no_record_that_is_not_there(random, monkeypatch, change)
     broken = dataclasses.replace(made, **change)
     with pytest.raises(ValueError, match="matrix 0 is not a record of rank"):
         svd.reconstruct(broken, torch.tensor([0]))
+    size = 70 * (20 + DIM + 1)  # of a record with more columns than there can be
+    broken = dataclasses.replace(
+        made,
+        factors=torch.zeros(size),
+        offsets=torch.tensor([0, size]),
+        ranks=torch.tensor([70]),
+    )
+    with pytest.raises(ValueError, match="not a record of rank 70 and 20 tokens"):
+        svd.reconstruct(broken, torch.tensor([0]))
