@@ -202,9 +202,11 @@ def test_the_best_spans_that_fit_together():
         found = within_room(gates, sizes, room)
         return [row.nonzero().squeeze(1).tolist() for row in found]
 
-    # none behind the first that does not fit, and of equals the lower number
+    # none behind the first that does not fit beside the others, and of equals the
+    # lower number; what would not fit alone is passed over
     assert chosen(0) == [[], []]
-    assert chosen(2) == [[], [0]]
+    assert chosen(2) == [[3], [0]]
+    assert chosen(3) == [[1], [0]]
     assert chosen(6) == [[1], [0, 1, 3]]
     assert chosen(7) == [[1, 2], [0, 1, 3]]
     assert chosen(99) == [[0, 1, 2, 3], [0, 1, 3]]

@@ -112,6 +112,8 @@ def see(
     promise = scores.softmax(1).sum(0)
     zoomed, left = [], room
     for span in promise.argsort(descending=True).tolist():
+        if len(tokens[span]) > room:
+            continue
         left -= len(tokens[span])
         if left < 0:
             break

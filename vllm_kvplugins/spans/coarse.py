@@ -47,8 +47,9 @@ class CoarseSpans:
 def within_room(gates: torch.Tensor, sizes: torch.Tensor, room: int) -> torch.Tensor:
     """The spans to see token by token: the best ones that fit together.
 
-    They are taken in decreasing order (SeKV, section 3.3) until one does not fit;
-    ties go to the lower number.
+    They are taken in decreasing order (SeKV, section 3.3) until one does not fit
+    beside the others; those that would not fit alone are passed over. Ties go to the
+    lower number.
 
     Args:
         gates: float32 [num_kv_heads, spans]; ``-inf`` = not at all.
@@ -58,6 +59,7 @@ def within_room(gates: torch.Tensor, sizes: torch.Tensor, room: int) -> torch.Te
     Returns:
         bool [num_kv_heads, spans].
     """
+    gates = gates.masked_fill(sizes > room, -torch.inf)
     order = gates.argsort(dim=1, descending=True, stable=True)
     fits = sizes[order].cumsum(1) <= room
     fits &= gates.gather(1, order) > -torch.inf
