@@ -236,7 +236,7 @@ def _notes(policy: KVCachePolicy, model: ConfigOnlyModel, tokens: int) -> list[s
             f"config.json allows {positions} positions; vLLM takes {tokens} only if "
             "the model's RoPE is scaled"
         )
-    if policy.retention is Retention.OFFLOAD and policy.host_memory_bytes is None:
+    if policy.retention is not Retention.DROP and policy.host_memory_bytes is None:
         found.append(
             "host_memory is not set: the engine takes half of what is free when it "
             "starts, and requests wait for it"
