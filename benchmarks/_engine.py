@@ -127,6 +127,22 @@ def provenance() -> dict[str, str]:
     }
 
 
+def of_kernels(load: float, repeats: int) -> dict[str, Any]:
+    """:func:`provenance` of a run over the compiled ops.
+
+    Args:
+        load: of the machine when the run began; of one minute.
+    """
+    from vllm_kvplugins import ops
+
+    return {
+        **provenance(),
+        "kernels": "simd " + ops.extension_info()["simd"],
+        "load": f"{load:.2f} before, {os.getloadavg()[0]:.2f} after",
+        "repeats": repeats,
+    }
+
+
 def synthetic_prompt(tokenizer_size: int, length: int, seed: int) -> list[int]:
     """Token ids with repeats, so that attention has something to find."""
     generator = torch.Generator().manual_seed(seed)

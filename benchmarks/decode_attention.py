@@ -26,7 +26,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from _engine import provenance
+from _engine import of_kernels
 from gather import MIB, cell, memory, spread
 from rich.console import Console
 from rich.table import Table
@@ -229,12 +229,7 @@ def main(
             keys = ("wall_ms", "cpu_ms", "rate", "stock / this")
             table.add_row(name, call, *(cell(values[key]) for key in keys))
         console.print(table)
-    facts = {
-        **provenance(),
-        "kernels": "simd " + ops.extension_info()["simd"],
-        "load": f"{load:.2f} before, {os.getloadavg()[0]:.2f} after",
-        "repeats": repeats,
-    }
+    facts = of_kernels(load, repeats)
     console.print_json(data=facts)
     if json_out is not None:
         json_out.write_text(json.dumps({"rows": found, **facts}, indent=1))

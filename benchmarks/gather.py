@@ -27,7 +27,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from _engine import provenance
+from _engine import of_kernels
 from rich.console import Console
 from rich.table import Table
 
@@ -200,12 +200,7 @@ def main(
                 cpu = f"{row['cpu_ms']['median']:.1f}"
                 table.add_row(name, *(cell(values) for values in cells), cpu)
             console.print(table)
-    facts = {
-        **provenance(),
-        "kernels": "simd " + ops.extension_info()["simd"],
-        "load": f"{load:.2f} before, {os.getloadavg()[0]:.2f} after",
-        "repeats": repeats,
-    }
+    facts = of_kernels(load, repeats)
     console.print_json(data=facts)
     if json_out is not None:
         json_out.write_text(json.dumps({"rows": rows, **facts}, indent=1))

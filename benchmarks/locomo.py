@@ -161,14 +161,13 @@ def f1(answer: str, truth: str) -> float:
 # -- an engine -------------------------------------------------------------------
 
 
-def run_engine(setting: Setting, work: Job) -> None:
-    """Child: answer all questions, one line of JSON each."""
+def open_model(setting: Setting, policy: dict[str, Any] | None) -> Any:
+    """An ``LLM`` that takes the history, a question and prescribed answers."""
     from _talk import Prescribed
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
-    policy = work.options.get("policy")
     extra = {"additional_config": {"kv_policy": policy}} if policy else {}
-    llm = LLM(
+    return LLM(
         setting.model,
         dtype=setting.dtype,
         enforce_eager=True,
@@ -179,12 +178,20 @@ def run_engine(setting: Setting, work: Job) -> None:
         logits_processors=[Prescribed],
         **extra,
     )
+
+
+def run_engine(setting: Setting, work: Job) -> None:
+    """Child: answer all questions, one line of JSON each."""
+    from vllm import SamplingParams
+
+    llm = open_model(setting, work.options.get("policy"))
     tokenizer = llm.get_tokenizer()
     history, questions = excerpt(setting, lambda text: len(tokenizer.encode(text)))
     for number, question in enumerate(questions):
         asked = {"role": "user", "content": ASK.format(question.text)}
         told = {}
-        if policy and work.label != "epicache":  # one cache for all questions
+        if "policy" in work.options and work.label != "epicache":
+            # one cache for all questions
             told = {"turn_ends": [len(rendered(tokenizer, history))]}
         truth = tokenizer.encode(question.answer, add_special_tokens=False)
         free = SamplingParams(

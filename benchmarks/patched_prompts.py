@@ -33,6 +33,7 @@ from locomo import (
     excerpt,
     job,
     nats,
+    open_model,
     prescribed,
     rendered,
     spread,
@@ -106,25 +107,14 @@ def evidence_kept(
 
 def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> None:
     """Child: every question with every patched prompt, one line of JSON each."""
-    from _talk import Prescribed
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     from vllm_kvplugins.config import parse_policy
     from vllm_kvplugins.episodes.book import EpisodeBook
     from vllm_kvplugins.episodes.encoder import embed, load_encoder
     from vllm_kvplugins.episodes.utterances import utterances_of
 
-    llm = LLM(
-        setting.model,
-        dtype=setting.dtype,
-        enforce_eager=True,
-        max_model_len=setting.history_tokens + 2048,
-        block_size=32,
-        max_num_batched_tokens=2048,
-        kv_cache_memory_bytes=1 << 30,
-        logits_processors=[Prescribed],
-        additional_config={"kv_policy": policy},
-    )
+    llm = open_model(setting, policy)
     tokenizer = llm.get_tokenizer()
     history, questions = excerpt(setting, lambda text: len(tokenizer.encode(text)))
     lines = history[0]["content"].split("\n")

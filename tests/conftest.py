@@ -1,4 +1,4 @@
-"""What all tests share: the helpers' import path and the test model."""
+"""What all tests share: the helpers' import path, the test model, the ops."""
 
 from __future__ import annotations
 
@@ -28,3 +28,22 @@ def model_path() -> str:
         f"KVP_TEST_MODEL={path} holds no config.json"
     )
     return path
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The compiled ops, or skip."""
+    from vllm_kvplugins.ops import dispatch
+
+    if reason := dispatch.load_extension().reason:
+        pytest.skip(f"no compiled ops: {reason}")
+    monkeypatch.setenv("KVP_OPS", "compiled")
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def backend(request, monkeypatch):
+    """Runs a test with each implementation of the ops."""
+    if request.param == "compiled":
+        request.getfixturevalue("compiled")
+    monkeypatch.setenv("KVP_OPS", request.param)
+    return request.param

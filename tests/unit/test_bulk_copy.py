@@ -24,15 +24,6 @@ DTYPES = [
 SIZES = [1, 3, 63, 64, 257, 1000, 2048, 4096, 4099, 8192, 13001]
 
 
-@pytest.fixture(params=["compiled", "torch"])
-def backend(request, monkeypatch):
-    """Runs a test with each implementation."""
-    if request.param == "compiled" and (reason := dispatch.load_extension().reason):
-        pytest.skip(f"no compiled ops: {reason}")
-    monkeypatch.setenv("KVP_OPS", request.param)
-    return request.param
-
-
 def available_backends() -> list[str]:
     return ["torch"] if dispatch.load_extension().reason else ["compiled", "torch"]
 

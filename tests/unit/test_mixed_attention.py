@@ -8,30 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import make_layout
 
 from vllm_kvplugins import ops
-from vllm_kvplugins.ops import dispatch, reference
+from vllm_kvplugins.ops import reference
 from vllm_kvplugins.ops.layout import PageLayout
 
 SEED = 20261122
 DTYPES = [torch.float32, torch.bfloat16]
 NUM_PAGES = 31
-
-
-@pytest.fixture(params=["compiled", "torch"])
-def backend(request, monkeypatch):
-    """Runs a test with each implementation."""
-    if request.param == "compiled" and (reason := dispatch.load_extension().reason):
-        pytest.skip(f"no compiled ops: {reason}")
-    monkeypatch.setenv("KVP_OPS", request.param)
-    return request.param
-
-
-@pytest.fixture
-def compiled(monkeypatch):
-    if reason := dispatch.load_extension().reason:
-        pytest.skip(f"no compiled ops: {reason}")
-    monkeypatch.setenv("KVP_OPS", "compiled")
 
 
 @dataclass(frozen=True)
@@ -54,17 +39,6 @@ class Case:
         given = {**vars(self), "coarse": self.coarse.tensors}
         out, lse = reference.attend_mixed(**given, dtype=dtype)
         return out.double(), lse.double()
-
-
-def make_layout(kind: str, block_size: int, head_dim: int) -> PageLayout:
-    if kind == "natural":
-        return PageLayout.natural(block_size, head_dim)
-    if kind == "transposed":
-        return PageLayout.transposed_keys(block_size, head_dim)
-    rng = torch.Generator().manual_seed(SEED)
-    order = torch.randperm(2 * block_size * head_dim, generator=rng).int()
-    half = block_size * head_dim
-    return PageLayout(block_size, head_dim, order[:half].clone(), order[half:].clone())
 
 
 def make_case(
@@ -136,7 +110,11 @@ def assert_right(case: Case) -> None:
 def test_equals_a_softmax_in_float64(backend, dtype, block, dims, group, kind):
     lengths = [0, 1, block, 3 * block + 1, 20 * block, 19 * block - 3]
     case = make_case(
-        make_layout(kind, block, dims), dtype, group, lengths, [4, 0, 6, 300, 0, 1]
+        make_layout(kind, block, dims, SEED),
+        dtype,
+        group,
+        lengths,
+        [4, 0, 6, 300, 0, 1],
     )
     assert_right(case)
 

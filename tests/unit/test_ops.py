@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import make_layout
 
 from vllm_kvplugins import ops
 from vllm_kvplugins.ops import dispatch, reference
@@ -16,26 +17,6 @@ SIZES = [(16, 64), (32, 80), (64, 128), (128, 64), (5, 3), (1, 1)]
 LAYOUTS = ["natural", "transposed", "permuted"]
 NUM_PAGES = 9
 BITS = {2: torch.int16, 4: torch.int32}
-
-
-@pytest.fixture(params=["compiled", "torch"])
-def backend(request, monkeypatch):
-    """Runs a test with each implementation."""
-    if request.param == "compiled" and (reason := dispatch.load_extension().reason):
-        pytest.skip(f"no compiled ops: {reason}")
-    monkeypatch.setenv("KVP_OPS", request.param)
-    return request.param
-
-
-def make_layout(kind: str, block_size: int, head_dim: int, seed: int) -> PageLayout:
-    if kind == "natural":
-        return PageLayout.natural(block_size, head_dim)
-    if kind == "transposed":
-        return PageLayout.transposed_keys(block_size, head_dim)
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(2 * block_size * head_dim, generator=generator).int()
-    half = block_size * head_dim
-    return PageLayout(block_size, head_dim, order[:half].clone(), order[half:].clone())
 
 
 def make_heap(layout: PageLayout, dtype: torch.dtype, seed: int, gap: int = 0):

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from layouts import make_layout
 from spectra import make_rows, spans_of, whole
 
 from vllm_kvplugins import ops
@@ -18,29 +19,10 @@ LAYOUTS = ["natural", "transposed", "permuted"]
 DIM = 64
 
 
-@pytest.fixture(params=["compiled", "torch"])
-def backend(request, monkeypatch):
-    """Runs a test with each implementation."""
-    if request.param == "compiled" and (reason := dispatch.load_extension().reason):
-        pytest.skip(f"no compiled ops: {reason}")
-    monkeypatch.setenv("KVP_OPS", request.param)
-    return request.param
-
-
 @pytest.fixture
 def random():
     print(f"seed {SEED}")
     return torch.Generator().manual_seed(SEED)
-
-
-def make_layout(kind: str, block_size: int, random: torch.Generator) -> PageLayout:
-    if kind == "natural":
-        return PageLayout.natural(block_size, DIM)
-    if kind == "transposed":
-        return PageLayout.transposed_keys(block_size, DIM)
-    order = torch.randperm(2 * block_size * DIM, generator=random).int()
-    half = block_size * DIM
-    return PageLayout(block_size, DIM, order[:half].clone(), order[half:].clone())
 
 
 class Zoomed:
@@ -53,7 +35,7 @@ class Zoomed:
         self.values = svd.truncated_svd(
             rows[2:], self.starts, self.lengths, 16, dtype=torch.bfloat16
         )
-        self.layout = make_layout(kind, 16, random)
+        self.layout = make_layout(kind, 16, DIM, SEED)
         shape = (14, self.layout.page_elems + 8)
         self.heap = torch.randn(shape, generator=random).to(dtype)[:, :-8]
         self.which = torch.tensor([9, 1, 3, 1, 2])

@@ -15,15 +15,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 DIM = 64
 
 
-@pytest.fixture(params=["compiled", "torch"])
-def backend(request, monkeypatch):
-    """Runs a test with each implementation."""
-    if request.param == "compiled" and (reason := dispatch.load_extension().reason):
-        pytest.skip(f"no compiled ops: {reason}")
-    monkeypatch.setenv("KVP_OPS", request.param)
-    return request.param
-
-
 @pytest.fixture
 def random():
     print(f"seed {SEED}")

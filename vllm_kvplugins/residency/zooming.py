@@ -308,7 +308,7 @@ class Zooming:
     ) -> None:
         try:
             factors = here.factors.result() if bool(chosen.any()) else None
-        except Exception:
+        except (RuntimeError, ValueError, MemoryError):
             # the request goes on with what its spans are as a whole
             logger.warning(
                 "request %s, layer %d: no zoom, its spans could not be decomposed",
