@@ -182,7 +182,7 @@ def test_means_are_weighted():
     segments = segment(surprisal, nobody(50), 6, 0.3, 2, 9)
     count = segments.positions.numel()
     keys, values = torch.randn(2, 3, count, 8, generator=rng).bfloat16()
-    spans = CoarseSpans.of(keys, values, segments)
+    spans = CoarseSpans.of(keys, values, segments, torch.clone)
     for number, run in enumerate(runs(segments)):
         at = [segments.positions.tolist().index(p) for p in run]
         worth = surprisal[run] / surprisal[run].sum()

@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import torch
 
+from vllm_kvplugins.ops.svd import LowRank
 from vllm_kvplugins.policies.base import (
     Geometry,
     KVCachePolicy,
@@ -59,6 +60,32 @@ class Resolver(KVCachePolicy):
     @abstractmethod
     def most_rank(self) -> int:
         """Largest rank of a span's factors."""
+
+    def summarize(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+        """What ``gates`` wants to know of spans, made once, when they are.
+
+        Args:
+            keys: float32 [num_kv_heads, spans, head_dim], their weighted means.
+
+        Returns:
+            Anything; ``CoarseSpans.summary``.
+        """
+        return keys
+
+    def component_gates(
+        self, layer: int, factors: LowRank, summary: torch.Tensor
+    ) -> torch.Tensor | None:
+        """How much of each component of a span's factors counts (equation 7).
+
+        Args:
+            factors: of all spans' keys, KV head by KV head, and then of all values.
+            summary: of ``summarize``.
+
+        Returns:
+            float32 in [0, 1], a number per singular value, matrix by matrix; None:
+            all count as they are.
+        """
+        return None
 
     @abstractmethod
     def gates(

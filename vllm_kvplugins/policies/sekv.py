@@ -114,7 +114,7 @@ class SeKV(Resolver):
     def host_bytes(self, tokens: int, geometry: Geometry) -> int:
         # until they are decomposed, tokens lie there as they are; factors of short
         # spans take more (equation 18)
-        per_token = 1 + self.most_rank / self.least_span
+        per_token = 1 + self.rank / self.least_span
         return int(tokens * geometry.kv_bytes_per_token * (1 + per_token))
 
     @property
@@ -144,7 +144,7 @@ class SeKV(Resolver):
     def gates(
         self, layer: int, queries: torch.Tensor, spans: CoarseSpans, scale: float
     ) -> torch.Tensor:
-        scores = queries.float() @ spans.keys.mT * scale + spans.log_sizes
+        scores = queries.float() @ spans.summary.mT * scale + spans.log_sizes
         return scores.softmax(-1).sum(1)
 
     def problems(self) -> list[str]:

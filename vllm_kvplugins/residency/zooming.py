@@ -18,6 +18,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -202,7 +203,9 @@ class Zooming:
         state = self._requests[request_id] = Zoomed(segments, room)
         for layer in range(self._heap.num_layers):
             keys, values = self._read(layer, owned, segments.positions)
-            spans = CoarseSpans.of(keys, values, segments)
+            spans = CoarseSpans.of(
+                keys, values, segments, partial(self.policy.summarize, layer)
+            )
             factors = self._helper.submit(self._decompose, keys, values, segments.sizes)
             dtype = self._heap.pages.dtype
             state.layers.append(ZoomedLayer.of(spans, factors, room, dtype))

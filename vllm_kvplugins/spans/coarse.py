@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,19 +20,27 @@ class CoarseSpans:
         log_sizes: float32 [spans], what a span's score gets on top, so that it
             competes like the tokens that it stands for.
         sizes: int64 [spans], tokens.
+        summary: what the policy routes by, as it made it of ``keys``.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     log_sizes: torch.Tensor
     sizes: torch.Tensor
+    summary: torch.Tensor
 
     @staticmethod
-    def of(keys: torch.Tensor, values: torch.Tensor, segments: Segments) -> CoarseSpans:
+    def of(
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        segments: Segments,
+        summarize: Callable[[torch.Tensor], torch.Tensor],
+    ) -> CoarseSpans:
         """The surprisal-weighted means of SeKV, section 3.2.
 
         Args:
             keys, values: [num_kv_heads, n, head_dim], of ``segments.positions``.
+            summarize: mean keys -> what is routed by.
         """
 
         def mean(rows: torch.Tensor) -> torch.Tensor:
@@ -41,7 +50,10 @@ class CoarseSpans:
             return means.index_add_(1, segments.span, weighted)
 
         sizes = segments.sizes
-        return CoarseSpans(mean(keys), mean(values), sizes.float().log(), sizes)
+        middle = mean(keys)
+        return CoarseSpans(
+            middle, mean(values), sizes.float().log(), sizes, summarize(middle)
+        )
 
 
 def within_room(gates: torch.Tensor, sizes: torch.Tensor, room: int) -> torch.Tensor:
