@@ -14,6 +14,7 @@ from vllm_kvplugins.cli import (
     record,
     sessions,
     size,
+    train_router,
 )
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app.command("record")(record.record)
 app.add_typer(plot.plots)
 app.add_typer(sessions.sessions)
 app.command("size")(size.size)
+app.command("train-router")(train_router.train_router)
 
 
 def main() -> None:

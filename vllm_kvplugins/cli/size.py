@@ -211,6 +211,7 @@ def _refuse_what_the_engine_refuses(
         [
             *allocator.problems(shape.num_layers, shape.num_kv_heads),
             *allocator.model_problems(model.fingerprint),
+            *policy.model_problems(model.fingerprint),
         ],
     )
 

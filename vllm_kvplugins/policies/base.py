@@ -23,6 +23,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from vllm_kvplugins.budgets import PageAllocator, Uniform
+from vllm_kvplugins.budgets.base import LoadFingerprint
 from vllm_kvplugins.residency.plan import Compaction, ResidencyPlan
 from vllm_kvplugins.rotary import Rotary
 
@@ -322,6 +323,20 @@ class KVCachePolicy(BaseModel, ABC):
         been called for every layer. Their time is part of the compaction's.
         """
         raise AssertionError(f"{self.name} does not probe")
+
+    def model_problems(self, model: LoadFingerprint) -> list[str]:
+        """Why this policy, as it is set, cannot run on this model; for start-up."""
+        return []
+
+    def settled(self, model: LoadFingerprint) -> dict[str, Any]:
+        """Settings that become others once the model is known, so that all processes
+        have the same; asked when ``model_problems`` has found none."""
+        return {}
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a user should know about these settings; logged at start-up."""
+        return []
 
     @property
     def host_memory_bytes(self) -> int | None:

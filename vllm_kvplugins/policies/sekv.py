@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import BeforeValidator, Field
 
 from vllm_kvplugins.budgets import Budget, parse_bytes
+from vllm_kvplugins.budgets.base import LoadFingerprint
+from vllm_kvplugins.ops.svd import LowRank
 from vllm_kvplugins.policies.base import Geometry, Lengths
 from vllm_kvplugins.policies.resolution import Resolver
 from vllm_kvplugins.residency.plan import ResidencyPlan
 from vllm_kvplugins.residency.prompt_cuts import prompt_compactions
+from vllm_kvplugins.routers.files import read_router, shipped_router
+from vllm_kvplugins.routers.router import Router
 from vllm_kvplugins.spans.coarse import CoarseSpans
 from vllm_kvplugins.spans.segmentation import Segments, segment
+
+MEAN_KEY, SHIPPED = "mean-key", "shipped"
 
 
 class SeKV(Resolver):
@@ -30,9 +38,11 @@ class SeKV(Resolver):
     a mean per span (one token each), and zoomed tokens. What is generated stays whole
     on top of it.
 
-    Without a trained router spans are ranked by the attention that their means get,
-    summed over the query heads that share a KV head; there is no threshold, the room
-    decides.
+    A trained ``router`` zooms into spans whose gate (equation 5) lies above the
+    threshold of a query head (equation 9), best first, as far as there is room, and
+    says how many components a span's factors keep (equation 7). Without one spans are
+    ranked by the attention that their means get, summed over the query heads that
+    share a KV head; there is no threshold, the room decides.
 
     Differs from the paper: anchors are as many as the budget has room for, the most
     surprising first; the window is at most ``window_share`` of the budget; the first
@@ -79,6 +89,12 @@ class SeKV(Resolver):
         default=16, ge=1, description="Shorter spans stay whole if they can (L_min)."
     )
     rank: int = Field(default=32, ge=1, description="Rank of a span's factors (R).")
+    router: str = Field(
+        default=MEAN_KEY,
+        description='What chooses spans: "mean-key", attention to their means; '
+        '"shipped", the trained router that comes with this package for the model; or '
+        "a file of `kvplugins train-router`.",
+    )
     host_memory: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
         default=None,
         ge=1,
@@ -144,15 +160,88 @@ class SeKV(Resolver):
     def gates(
         self, layer: int, queries: torch.Tensor, spans: CoarseSpans, scale: float
     ) -> torch.Tensor:
-        scores = queries.float() @ spans.summary.mT * scale + spans.log_sizes
-        return scores.softmax(-1).sum(1)
+        if self.trained is None:
+            scores = queries.float() @ spans.keys.mT * scale + spans.log_sizes
+            return scores.softmax(-1).sum(1)
+        router, heads = self.trained, queries.flatten(0, 1)[:, None]
+        logits = router.logits(heads, spans.summary, spans.log_sizes, layer)[:, 0]
+        wanted = logits > router.threshold[layer, :, None]
+        logits = logits.masked_fill(~wanted, -torch.inf)
+        return logits.unflatten(0, queries.shape[:2]).amax(1)
+
+    # -- the router ---------------------------------------------------------------
+
+    @cached_property
+    def trained(self) -> Router | None:
+        """The router of the file that ``router`` names, if it does.
+
+        Raises:
+            ValueError: the file cannot be read or is no router.
+        """
+        if self.router in (MEAN_KEY, SHIPPED):
+            return None
+        return read_router(Path(self.router))[0]
+
+    def model_post_init(self, context: Any) -> None:
+        _ = self.trained  # a bad file is refused when it is named, not used
+
+    def summarize(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+        if self.trained is None:
+            return keys
+        return self.trained.summarize(keys, layer).bfloat16()
+
+    def component_gates(
+        self, layer: int, factors: LowRank, summary: torch.Tensor
+    ) -> torch.Tensor | None:
+        if self.trained is None:
+            return None
+        return self.trained.component_gates(factors, summary)
+
+    def model_problems(self, model: LoadFingerprint) -> list[str]:
+        if self.router == MEAN_KEY:
+            return []
+        if self.router == SHIPPED:
+            if shipped_router(model()) is not None:
+                return []
+            return [
+                "no router is shipped for this model; make one with `kvplugins "
+                f'train-router` and name its file, or give router "{MEAN_KEY}"'
+            ]
+        facts = read_router(Path(self.router))[1]
+        different = facts.fingerprint.differences(model())
+        if not different:
+            return []
+        return [
+            f"{self.router} is a router of {facts.model}, another model than this one "
+            f"({'; '.join(different)}); make one with `kvplugins train-router`"
+        ]
+
+    def settled(self, model: LoadFingerprint) -> dict[str, Any]:
+        if self.router != SHIPPED:
+            return {}
+        return {"router": str(shipped_router(model()))}
+
+    @property
+    def remarks(self) -> list[str]:
+        if self.router != MEAN_KEY:
+            return []
+        return [
+            "no trained router: spans are ranked by the attention to their mean keys; "
+            "`kvplugins train-router` makes a router"
+        ]
 
     def problems(self) -> list[str]:
         shares = self.window_share + self.zoom_share + self.span_share
-        if shares < 1:
-            return []
-        return [
-            f"window_share {self.window_share}, zoom_share {self.zoom_share} and "
-            f"span_share {self.span_share} leave nothing of the budget for anchors; "
-            "their sum must stay below 1"
-        ]
+        problems = []
+        if shares >= 1:
+            problems.append(
+                f"window_share {self.window_share}, zoom_share {self.zoom_share} and "
+                f"span_share {self.span_share} leave nothing of the budget for "
+                "anchors; their sum must stay below 1"
+            )
+        if self.trained is not None and self.trained.max_rank < self.rank:
+            problems.append(
+                f"rank {self.rank}, and {self.router} is a router that knows "
+                f"{self.trained.max_rank} components; give a smaller rank"
+            )
+        return problems

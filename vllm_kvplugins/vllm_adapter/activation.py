@@ -8,6 +8,7 @@ when the same process goes on to build an engine without a policy.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from vllm_kvplugins.vllm_adapter import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+
+logger = logging.getLogger("vllm.kv_policy")
 
 _PACKAGE = "vllm_kvplugins.vllm_adapter"
 CONNECTOR_NAME = "KVPolicyConnector"
@@ -102,8 +105,11 @@ def finish_config(
         from vllm_kvplugins.vllm_adapter import episode_builds
 
         episode_builds.install()
+    for remark in policy.remarks:
+        logger.info("KV policy %s: %s", policy.name, remark)
     config = vllm_config.additional_config
     request = host_memory.limited(config[CONFIG_KEY], policy)
+    request = request | policy.settled(lambda: fingerprint_of(vllm_config))
     request = layer_budgets.settled(
         request, policy, lambda: fingerprint_of(vllm_config)
     )
@@ -133,6 +139,7 @@ def _shape_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]
     return [
         *allocator.problems(geometry.num_layers, geometry.num_kv_heads),
         *allocator.model_problems(lambda: fingerprint_of(vllm_config)),
+        *policy.model_problems(lambda: fingerprint_of(vllm_config)),
     ]
 
 

@@ -1,0 +1,77 @@
+"""Plain text out of folders of HTML, reStructuredText and Python, to train routers on.
+
+    python benchmarks/router_texts.py FOLDER... --out TEXTS --least 12000 --most 40
+
+Each file that is long enough becomes a ``.txt``, chosen at random by ``--seed``, as
+many of each folder.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+KINDS = (".html", ".rst", ".rst.txt", ".py", ".txt")
+SILENT = {"script", "style", "head", "nav"}
+
+
+class _Text(HTMLParser):
+    """Collects what a reader would see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+        self._silent = 0
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self._silent += tag in SILENT
+        if tag in {"p", "br", "h1", "h2", "h3", "li", "tr"}:
+            self.parts.append("\n")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._silent -= tag in SILENT
+
+    def handle_data(self, data: str) -> None:
+        if not self._silent:
+            self.parts.append(data)
+
+
+def plain(path: Path) -> str:
+    """What ``path`` says, without markup, runs of blanks or of empty lines."""
+    text = path.read_text(encoding="utf-8", errors="ignore")
+    if path.suffix == ".html":
+        parser = _Text()
+        parser.feed(text)
+        text = re.sub(r"[ \t]+", " ", "".join(parser.parts))
+    return re.sub(r"\n\s*\n+", "\n\n", text).strip()
+
+
+def main(
+    folders: list[Path],
+    out: Annotated[Path, typer.Option(help="Where the texts go.")],
+    least: Annotated[int, typer.Option(help="Characters of a text.")] = 12000,
+    most: Annotated[int, typer.Option(help="Texts of each folder.")] = 40,
+    seed: int = 0,
+) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for number, folder in enumerate(folders):
+        files = sorted(p for p in folder.rglob("*") if p.name.endswith(KINDS))
+        random.Random(seed).shuffle(files)
+        written = 0
+        for path in files:
+            if path.is_file() and len(text := plain(path)) >= least:
+                name = f"{number}-{written:03}-{path.name.partition('.')[0]}.txt"
+                (out / name).write_text(text, encoding="utf-8")
+                written += 1
+            if written == most:
+                break
+        typer.echo(f"{folder}: {written} texts")
+
+
+if __name__ == "__main__":
+    typer.run(main)

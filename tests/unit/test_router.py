@@ -1,0 +1,391 @@
+"""Routers and what they learn from, against the equations of SeKV written out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from routers import Shape, random_example, random_router, write_random_router
+from safetensors.torch import load_file, save_file
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.model_config import ModelFingerprint
+from vllm_kvplugins.ops.svd import truncated_svd
+from vllm_kvplugins.policies.sekv import SeKV
+from vllm_kvplugins.routers import examples, losses, report
+from vllm_kvplugins.routers.files import read_router, shipped_router, shipped_routers
+from vllm_kvplugins.routers.router import spectra
+from vllm_kvplugins.routers.student import Memory, mixed_attention, straight_through
+from vllm_kvplugins.spans.coarse import CoarseSpans
+
+SEED = 20261123
+SHAPE = Shape()
+MODEL = ModelFingerprint(
+    architecture="LlamaForCausalLM",
+    num_layers=SHAPE.layers,
+    num_heads=SHAPE.heads,
+    num_kv_heads=SHAPE.kv_heads,
+    head_dim=SHAPE.head_dim,
+    hidden_size=32,
+    vocab_size=100,
+    rope=None,
+)
+
+
+@pytest.fixture
+def random():
+    print("seed", SEED)
+    return torch.Generator().manual_seed(SEED)
+
+
+# -- gates ---------------------------------------------------------------------------
+
+
+def test_logits_are_those_of_the_equations(random):
+    router = random_router(SHAPE, random)
+    keys = torch.randn(SHAPE.kv_heads, 5, SHAPE.head_dim, generator=random)
+    queries = torch.randn(SHAPE.heads, 3, SHAPE.head_dim, generator=random)
+    sizes = torch.tensor([1, 2, 30, 4, 9])
+    summary = router.summarize(keys, 1)
+    found = router.logits(queries, summary, sizes.log(), 1)
+    for head, ask, span in itertools.product(range(SHAPE.heads), range(3), range(5)):
+        weight = router.projection[1, head].double()
+        projected = weight @ keys[head // SHAPE.group, span].double()
+        asked = weight @ queries[head, ask].double()
+        wanted = asked @ projected / projected.norm() / SHAPE.routing_dim**0.5
+        wanted += math.log(sizes[span])
+        assert float(found[head, ask, span]) == pytest.approx(float(wanted), abs=1e-4)
+    every = router.summarize(keys.expand(SHAPE.layers, *keys.shape), slice(None))
+    assert torch.allclose(every[1], summary)
+
+
+def test_a_span_whose_keys_cancel_out_is_no_nan(random):
+    router = random_router(SHAPE, random)
+    keys = torch.zeros(SHAPE.kv_heads, 1, SHAPE.head_dim)
+    assert router.summarize(keys, 0).isfinite().all()
+
+
+def test_decisions_are_hard_and_gradients_go_through():
+    logits = torch.tensor([-2.0, 0.3, 0.5], requires_grad=True)
+    threshold = torch.tensor(0.4, requires_grad=True)
+    made = straight_through(logits, threshold)
+    assert made.tolist() == pytest.approx([0.0, 0.0, 1.0])
+    made.sum().backward()
+    assert logits.grad is not None
+    assert threshold.grad is not None
+    slope = torch.sigmoid(logits) * (1 - torch.sigmoid(logits))
+    assert torch.allclose(logits.grad, slope.detach())
+    assert float(threshold.grad) == pytest.approx(-3 * 0.2403, abs=1e-3)
+
+
+def test_rank_gates_are_laid_out_like_the_factors(random):
+    router = random_router(SHAPE, random)
+    keys = torch.randn(SHAPE.kv_heads, 3, SHAPE.head_dim, generator=random)
+    summary = router.summarize(keys, 0).bfloat16()
+    rows = torch.randn(2 * SHAPE.kv_heads, 20, SHAPE.head_dim, generator=random)
+    rows[1, 8:10] = 0.0  # a matrix of rank 0
+    starts, sizes = torch.tensor([0, 8, 10]), torch.tensor([8, 2, 10])
+    factors = truncated_svd(rows, starts, sizes, SHAPE.max_rank, dtype=torch.bfloat16)
+    gates = router.component_gates(factors, summary)
+    assert gates.numel() == int(factors.ranks.sum())
+    parts = gates.split(factors.ranks.tolist())
+    for matrix, part in enumerate(parts):
+        plane, span = divmod(matrix, 3)
+        head = plane % SHAPE.kv_heads
+        spectrum = torch.zeros(SHAPE.max_rank)
+        spectrum[: part.numel()] = factors.singular_values(matrix)
+        group = slice(head * SHAPE.group, (head + 1) * SHAPE.group)
+        asked = router.rank_logits(
+            spectrum,
+            summary.float()[group, span].mean(0),
+            torch.tensor([float(plane >= SHAPE.kv_heads)]),
+        )
+        assert torch.allclose(part, asked.sigmoid()[: part.numel()], atol=1e-6)
+    assert parts[4].numel() == 0
+
+
+def test_more_components_than_a_router_knows_are_an_error(random):
+    router = random_router(replace(SHAPE, max_rank=2), random)
+    summary = router.summarize(torch.ones(SHAPE.kv_heads, 1, SHAPE.head_dim), 0)
+    rows = torch.randn(2 * SHAPE.kv_heads, 5, SHAPE.head_dim, generator=random)
+    factors = truncated_svd(rows, torch.tensor([0]), torch.tensor([5]), 3)
+    with pytest.raises(ValueError, match="rank 3, and a router that knows 2"):
+        router.component_gates(factors, summary)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_spectra_of_packed_factors(random, dtype):
+    rows = torch.randn(3, 30, 8, generator=random)
+    rows[0, :3] = 0.0
+    starts, sizes = torch.tensor([0, 3, 4]), torch.tensor([3, 1, 26])
+    factors = truncated_svd(rows, starts, sizes, 7, dtype=dtype)
+    found = spectra(factors, 9)
+    for matrix in range(len(factors)):
+        values = factors.singular_values(matrix)
+        assert found[matrix, : len(values)].equal(values)
+        assert not found[matrix, len(values) :].any()
+
+
+# -- what is learned from ------------------------------------------------------------
+
+
+def test_examples_hold_what_full_attention_looked_at(random):
+    reading, example = random_example(SHAPE, random)
+    segments, prefix = example.segments, 300
+    scores = reading.queries.double() @ reading.keys.double().repeat_interleave(
+        SHAPE.group, 1
+    ).transpose(-1, -2)
+    scores *= reading.scale
+    later = torch.arange(340) > prefix + torch.arange(40)[:, None]
+    weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+    spans = segments.positions.split(segments.sizes.tolist())
+    mass = torch.stack([weights[..., span].sum(-1) for span in spans], -1)
+    far = mass.sum(-1).mean((0, 1))
+    mined = far.topk(12).indices.sort().values
+    assert torch.allclose(example.mass.double(), mass[:, :, mined], atol=1e-5)
+    assert example.queries.equal(reading.queries[:, :, mined])
+    worth = segments.weights.double().split(segments.sizes.tolist())
+    for which, rows in enumerate((reading.keys, reading.values)):
+        wanted = torch.stack(
+            [
+                (rows[:, :, s].double() * w[:, None]).sum(2)
+                for s, w in zip(spans, worth, strict=True)
+            ],
+            2,
+        )
+        assert torch.allclose(example.means[which].double(), wanted, atol=1e-5)
+    passage = example.passage
+    runs = [float(far[i : i + 6].mean()) for i in range(35)]
+    first = prefix + runs.index(max(runs))
+    assert passage.first_position == first
+    assert passage.tokens.equal(reading.tokens[first : first + 6])
+    outside = segments.resident.nonzero().squeeze(1)
+    assert passage.keys[:, :, outside].equal(reading.keys[:, :, outside])
+    off = (passage.keys - reading.keys[:, :, :first])[:, :, segments.positions]
+    kept = example.spectrum[0].square().sum()
+    whole = reading.keys[:, :, segments.positions].square().sum()
+    assert 0.01 < float(off.square().sum() / whole) < 0.5
+    assert float(off.square().sum()) == pytest.approx(float(whole - kept), rel=1e-3)
+
+
+def test_targets_are_the_smallest_sets_that_cover(random):
+    mass = torch.rand(40, 6, generator=random) ** 3
+    found = examples.covering(mass, 0.9)
+    for row, chosen in zip(mass.double(), found, strict=True):
+        fewest = min(
+            len(pick)
+            for count in range(7)
+            for pick in itertools.combinations(range(6), count)
+            if float(row[list(pick)].sum()) >= 0.9 * float(row.sum()) - 1e-7
+        )
+        assert int(chosen.sum()) == fewest
+        assert float(row[chosen].sum()) >= 0.9 * float(row.sum()) - 1e-6
+
+
+def test_ties_go_to_the_first_and_nothing_is_wanted_of_nothing():
+    even = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.0, 0.0, 0.0, 0.0]])
+    found = examples.covering(even, 0.5).tolist()
+    assert found == [[True, True, False, False], [False] * 4]
+
+
+# -- the student ---------------------------------------------------------------------
+
+
+def memory_of(random) -> tuple[Memory, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _, example = random_example(SHAPE, random)
+    dim = SHAPE.head_dim
+    query = torch.randn(SHAPE.heads, 6, dim, generator=random)
+    key = torch.randn(SHAPE.kv_heads, 6, dim, generator=random)
+    value = torch.randn(SHAPE.kv_heads, 6, dim, generator=random)
+    return Memory.of(example, 1), query, key, value
+
+
+@pytest.mark.parametrize("kind", ["none", "all", "some"])
+def test_attention_at_two_resolutions_is_one_softmax(random, kind):
+    memory, query, key, value = memory_of(random)
+    spans = len(memory.log_sizes)
+    zoom = torch.rand(SHAPE.heads, 6, spans, generator=random) < 0.5
+    zoom = {"none": zoom & False, "all": zoom | True, "some": zoom}[kind]
+    made = mixed_attention(query, key, value, memory, zoom.float(), 0.3)
+    for head, ask in itertools.product(range(SHAPE.heads), range(6)):
+        kv = head // SHAPE.group
+        seen = memory.span < 0
+        seen |= zoom[head, ask][memory.span.clamp(min=0)]
+        whole = ~zoom[head, ask]
+        keys = [memory.keys[kv, seen], key[kv, : ask + 1], memory.mean_keys[kv, whole]]
+        rows = [
+            memory.values[kv, seen],
+            value[kv, : ask + 1],
+            memory.mean_values[kv, whole],
+        ]
+        scores = torch.cat(keys).double() @ query[head, ask].double() * 0.3
+        scores[len(scores) - int(whole.sum()) :] += memory.log_sizes[whole]
+        wanted = scores.softmax(0) @ torch.cat(rows).double()
+        assert torch.allclose(made[head, ask].double(), wanted, atol=1e-5)
+
+
+def test_gradients_say_what_the_other_choice_changes(random):
+    memory, query, key, value = memory_of(random)
+    shape = (SHAPE.heads, 6, len(memory.log_sizes))
+    zoom = torch.rand(shape, generator=random).double().requires_grad_()
+
+    def attend(zoom: torch.Tensor) -> torch.Tensor:
+        return mixed_attention(query, key, value, memory, zoom.float(), 0.3).sum()
+
+    attend(zoom).backward()
+    assert zoom.grad is not None
+    at = (3, 2, 1)
+    step = torch.zeros_like(zoom)
+    step[at] = 1e-2
+    with torch.no_grad():
+        slope = (attend(zoom + step) - attend(zoom - step)) / 2e-2
+    assert float(zoom.grad[at]) == pytest.approx(float(slope), rel=2e-2, abs=1e-3)
+
+
+def test_lost_energy_is_what_a_gated_reconstruction_lacks(random):
+    rows = torch.randn(1, 12, 6, generator=random)
+    factors = truncated_svd(rows, torch.tensor([0]), torch.tensor([12]), 6)
+    gates = torch.rand(1, 6, generator=random)
+    left, right = factors.left(0), factors.right(0)
+    again = (left * factors.singular_values(0) * gates) @ right.T
+    wanted = (rows[0] - again).square().sum() / rows.square().sum()
+    found = losses.lost_energy(gates, spectra(factors, 6))
+    assert float(found) == pytest.approx(float(wanted), rel=1e-4)
+
+
+def test_the_report_counts_decisions(random):
+    _, example = random_example(SHAPE, random)
+    chosen = torch.rand(example.targets.shape, generator=random) < 0.3
+    counts = report.summed([report.Counts.of(chosen, example.targets)] * 2)
+    right = float((chosen & example.targets).sum())
+    wrong = float((chosen ^ example.targets).sum())
+    assert counts.f1 == pytest.approx(2 * right / (2 * right + wrong))
+    assert report.covered_in_room(example.mass, example) < 1
+    best = report.covered_in_room(example.mass, example)
+    worst = report.covered_in_room(-example.mass, example)
+    assert worst < 0.25 < best
+
+
+# -- files and the policy ------------------------------------------------------------
+
+
+def test_a_router_comes_back_from_its_file(random, tmp_path):
+    path = tmp_path / "router.safetensors"
+    made = write_random_router(path, MODEL, random)
+    found, facts = read_router(path)
+    assert facts.fingerprint == MODEL
+    for name, tensor in made.tensors.items():
+        near = 0.01 if name == "projection" else 0.0
+        assert torch.allclose(found.tensors[name], tensor, rtol=near, atol=near)
+
+
+def damage(path, how):
+    tensors = load_file(path)
+    if how == "cut":
+        path.write_bytes(path.read_bytes()[:-100])
+        return
+    if how == "bytes":
+        path.write_bytes(b"no router at all")
+        return
+    told = {"facts": json.dumps({"format": "other"})}
+    if how == "shape":
+        tensors["threshold"] = torch.zeros(3, 3)
+    if how == "nan":
+        tensors["projection"][0, 0, 0, 0] = torch.nan
+    if how == "missing":
+        del tensors["rank_out"]
+    if how != "facts":
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as file:
+            told = file.metadata()
+    save_file(tensors, path, told)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("cut", "cannot read the router"),
+        ("bytes", "cannot read the router"),
+        ("facts", "is not a router that this program reads"),
+        ("missing", "is not a router that this program reads"),
+        ("shape", r"threshold is \(3, 3\), not \(2, 4\)"),
+        ("nan", "projection holds NaN"),
+    ],
+)
+def test_what_is_no_router_is_refused_at_start(random, tmp_path, how, words):
+    path = tmp_path / "router.safetensors"
+    write_random_router(path, MODEL, random)
+    damage(path, how)
+    with pytest.raises(KVPolicyError, match=words):
+        parse_policy({"name": "sekv", "router": str(path)})
+
+
+def test_a_router_of_another_model_is_refused(random, tmp_path):
+    path = tmp_path / "router.safetensors"
+    write_random_router(path, MODEL, random)
+    policy = parse_policy({"name": "sekv", "router": str(path)})
+    assert policy.model_problems(lambda: MODEL) == []
+    other = MODEL.model_copy(update={"vocab_size": 101})
+    (problem,) = policy.model_problems(lambda: other)
+    assert "another model than this one (vocab_size 100 there, 101 here)" in problem
+    shipped = parse_policy({"name": "sekv", "router": "shipped"})
+    (problem,) = shipped.model_problems(lambda: MODEL)
+    assert "no router is shipped for this model" in problem
+    with pytest.raises(KVPolicyError, match=r"none\.safetensors"):
+        parse_policy({"name": "sekv", "router": "none.safetensors"})
+
+
+def test_a_rank_beyond_the_routers_is_refused(random, tmp_path):
+    path = tmp_path / "router.safetensors"
+    write_random_router(path, MODEL, random)
+    with pytest.raises(KVPolicyError, match=r"rank 80.*knows 64"):
+        parse_policy({"name": "sekv", "router": str(path), "rank": 80})
+
+
+def test_the_policy_zooms_where_any_head_of_a_group_wants_to(random, tmp_path):
+    path = tmp_path / "router.safetensors"
+    write_random_router(path, MODEL, random)
+    router = read_router(path)[0]
+    policy = parse_policy({"name": "sekv", "router": str(path)})
+    assert isinstance(policy, SeKV)
+    assert policy.remarks == []
+    assert "mean keys" in parse_policy({"name": "sekv"}).remarks[0]
+    keys = torch.randn(SHAPE.kv_heads, 7, SHAPE.head_dim, generator=random)
+    sizes = torch.tensor([3, 4, 50, 6, 7, 8, 9])
+    spans = CoarseSpans(
+        keys, keys, sizes.float().log(), sizes, policy.summarize(1, keys)
+    )
+    queries = 3 * torch.randn(
+        SHAPE.kv_heads, SHAPE.group, SHAPE.head_dim, generator=random
+    )
+    gates = policy.gates(1, queries, spans, 1.0)
+    alone = router.logits(
+        queries.flatten(0, 1)[:, None], spans.summary, spans.log_sizes, 1
+    )
+    seen = 0
+    for head, span in itertools.product(range(SHAPE.kv_heads), range(7)):
+        group = range(head * SHAPE.group, (head + 1) * SHAPE.group)
+        above = [
+            float(alone[h, 0, span])
+            for h in group
+            if torch.sigmoid(alone[h, 0, span]) > router.tau[1, h]
+        ]
+        seen += bool(above)
+        wanted = max(above, default=-math.inf)
+        assert float(gates[head, span]) == pytest.approx(wanted, abs=1e-5)
+    assert 0 < seen < 14, "both outcomes must occur"
+
+
+def test_shipped_routers_are_sound_and_found():
+    for path in shipped_routers():
+        router, facts = read_router(path)
+        assert shipped_router(facts.fingerprint) == path
+        beaten = facts.report["zoom_f1"]
+        assert beaten["router"] > beaten["mean_key"]
+        assert router.projection.shape[0] == facts.fingerprint.num_layers

@@ -1,0 +1,174 @@
+"""Training a router of a tiny model: `kvplugins train-router`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from cli_errors import refused
+from safetensors.torch import load_file
+from tiny_model import write_tiny_model
+from typer.testing import CliRunner
+
+from vllm_kvplugins.cli.app import app
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.routers import training
+from vllm_kvplugins.routers.files import read_router
+from vllm_kvplugins.routers.settings import TrainSettings
+
+SEED = 20261123
+WORDS = ["Repeat", "Summarize", "the", "context", "user", "."]
+SETTINGS = {
+    "queries": 64,
+    "mined": 16,
+    "window": 8,
+    "held_out": 2,
+    "routing_dim": 8,
+    "learning_rate": 0.05,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), SEED)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    print("seed", SEED)
+    found = tmp_path / "texts"
+    found.mkdir()
+    for number in range(5):
+        generator = torch.Generator().manual_seed(SEED + number)
+        picks = torch.randint(len(WORDS), (700,), generator=generator).tolist()
+        (found / f"{number}.txt").write_text(" ".join(WORDS[i] for i in picks))
+    (found / "short.txt").write_text("Repeat the context")
+    (found / "other.json").write_text("{}")
+    return found
+
+
+def run(folder, texts, out, *options, **settings):
+    asked = ["train-router", str(folder), "--data", str(texts), "--out", str(out)]
+    asked += ["--steps", "8", "--lengths", "500,600", "--examples", "3"]
+    asked += ["--dtype", "float32", "--save-every", "3", *options]
+    return CliRunner().invoke(
+        app, [*asked, "--settings", json.dumps(SETTINGS | settings)]
+    )
+
+
+def test_the_command_writes_a_router_that_serves_its_model(folder, texts, tmp_path):
+    out = tmp_path / "out"
+    done = run(folder, texts, out)
+    assert done.exit_code == 0, done.output
+    router, facts = read_router(out / "router.safetensors")
+    assert router.projection.shape == (2, 4, 8, 32)
+    assert facts.settings["steps"] == 8
+    assert sorted(facts.texts) == [f"{i}.txt" for i in range(5)]
+    assert json.loads((out / "report.json").read_text()) == facts.model_dump(
+        mode="json"
+    )
+    found = facts.report
+    for name in ("zoom_f1", "zoomed", "covered_in_room", "divergence"):
+        assert {"router", "mean_key"} <= found[name].keys()
+        assert all(0 <= value < 100 for value in found[name].values())
+    assert len(found["zoom_rate"]) == 2
+    assert found["divergence"]["none"] > found["divergence"]["all"]
+    assert "held-out" in done.stdout
+    options = {"name": "sekv", "router": str(out / "router.safetensors")}
+    assert parse_policy(options).trained is not None
+
+
+def test_going_on_after_an_interruption_changes_nothing(
+    folder, texts, tmp_path, monkeypatch
+):
+    assert run(folder, texts, tmp_path / "whole").exit_code == 0
+    advance = training.Training.advance
+
+    def interrupted(self, *args):
+        if self.step == 5:  # the last checkpoint is of step 3
+            raise KeyboardInterrupt
+        return advance(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Training, "advance", interrupted)
+        assert run(folder, texts, tmp_path / "parts").exit_code != 0
+    assert not (tmp_path / "parts" / "router.safetensors").exists()
+    assert run(folder, texts, tmp_path / "parts").exit_code == 0
+    for name in ("router", "checkpoint"):
+        whole = load_file(tmp_path / "whole" / f"{name}.safetensors")
+        parts = load_file(tmp_path / "parts" / f"{name}.safetensors")
+        assert whole.keys() == parts.keys()
+        for key, tensor in whole.items():
+            assert tensor.equal(parts[key]), key
+
+
+def test_a_checkpoint_of_other_settings_is_refused(folder, texts, tmp_path):
+    out = tmp_path / "out"
+    assert run(folder, texts, out).exit_code == 0
+    said = refused(run(folder, texts, out, rank_weight=0.5))
+    assert "rank_weight 0.02, now 0.5" in said
+    (out / "checkpoint.safetensors").write_bytes(b"nothing")
+    assert "is no checkpoint of a router" in refused(run(folder, texts, out))
+
+
+def test_every_part_learns(folder, texts, tmp_path):
+    seen = []
+
+    def listening(self, *args):
+        before = {name: t.detach().clone() for name, t in self.router.tensors.items()}
+        terms = advance(self, *args)
+        seen.append((terms, before))
+        return terms
+
+    advance = training.Training.advance
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training.Training, "advance", listening)
+        done = run(
+            folder,
+            texts,
+            tmp_path / "out",
+            *("--steps", "40", "--lengths", "600", "--examples", "1"),
+            budget_weight=0.5,
+            rank_weight=0.1,
+        )
+    assert done.exit_code == 0, done.output
+    (first, start), (last, end) = seen[0], seen[-1]
+    assert float(last.zoom) < 0.9 * float(first.zoom)
+    assert float(last.budget) < float(first.budget)
+    for name, tensor in start.items():
+        assert not tensor.equal(end[name]), f"{name} never changed"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"queries": 300}, "must all be at least 600"),
+        ({"window": 100}, "a window of 100 tokens does not fit"),
+        ({"tau": 1.0}, "tau: Input should be less than 1"),
+        ({"what": 1}, "what: Extra inputs"),
+        ({"steps": 3}, "steps, which have options of their own"),
+        ({"held_out": 5}, "5 of 6 texts have 600 tokens"),
+        ({"learning_rate": 1e30}, "the loss is"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_message(folder, texts, tmp_path, change, words):
+    done = run(folder, texts, tmp_path / "out", **change)
+    assert done.exit_code == 1, done.output
+    assert words in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.output
+
+
+def test_a_missing_folder_of_texts_is_said(folder, tmp_path):
+    assert "is no folder" in refused(run(folder, tmp_path / "none", tmp_path / "out"))
+
+
+def test_the_rate_rises_and_falls():
+    settings = TrainSettings(steps=100, warmup=0.1)
+    rates = [training.rate(step, settings) for step in range(100)]
+    assert rates.index(max(rates)) == 10
+    assert rates[:11] == sorted(rates[:11])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] < 0.01
+    two = TrainSettings(steps=10, lengths=(600, 700))
+    assert [training.stage_of(step, two) for step in range(10)] == [0] * 5 + [1] * 5

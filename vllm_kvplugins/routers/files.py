@@ -1,0 +1,129 @@
+"""Routers as files: safetensors, with what they were made of beside the numbers."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.model_config import ModelFingerprint
+from vllm_kvplugins.routers.router import Router
+
+SUFFIX = ".safetensors"
+_AGAIN = "make one with `kvplugins train-router MODEL --data DIR --out DIR`"
+
+
+class RouterFacts(BaseModel):
+    """What a router was trained for and on.
+
+    Attributes:
+        model: name of the model.
+        settings: of the training.
+        texts: name of each text -> sha256.
+        report: held-out figures, as ``report.py`` makes them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["kvplugins-router"] = "kvplugins-router"
+    version: Literal[1] = 1
+    plugin: str
+    model: str
+    fingerprint: ModelFingerprint
+    settings: dict[str, Any]
+    texts: dict[str, str] = Field(min_length=1)
+    report: dict[str, Any]
+
+
+def write_router(router: Router, facts: RouterFacts, path: Path) -> None:
+    """Write a file for :func:`read_router`; projections in bfloat16.
+
+    Raises:
+        OSError: it cannot be written there.
+    """
+    tensors = {
+        name: tensor.detach().float().contiguous()
+        for name, tensor in router.tensors.items()
+    }
+    tensors["projection"] = tensors["projection"].bfloat16()
+    told = {"facts": json.dumps(facts.model_dump(mode="json"))}
+    save_file(tensors, path, told)
+
+
+def read_router(path: Path) -> tuple[Router, RouterFacts]:
+    """Read what :func:`write_router` wrote.
+
+    Raises:
+        KVPolicyError: no such file, or it is no router of this version.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            told = file.metadata() or {}
+            names = file.keys()
+            tensors = {name: file.get_tensor(name).float() for name in names}
+    except (OSError, SafetensorError) as error:
+        raise KVPolicyError(f"cannot read the router {path}: {error}; {_AGAIN}") from (
+            error
+        )
+    try:
+        facts = RouterFacts.model_validate(json.loads(told.get("facts", "{}")))
+        router = Router(**tensors)
+    except (ValidationError, ValueError, TypeError) as error:
+        raise KVPolicyError(
+            f"{path} is not a router that this program reads ({error}); {_AGAIN}"
+        ) from error
+    problems = _shape_problems(router, facts.fingerprint)
+    if problems:
+        raise KVPolicyError(f"{path} is damaged ({'; '.join(problems)}); {_AGAIN}")
+    return router, facts
+
+
+def _shape_problems(router: Router, model: ModelFingerprint) -> list[str]:
+    """Where numbers do not fit each other, or the model that they are said to fit."""
+    if router.projection.dim() != 4 or router.rank_out.dim() != 2:
+        return ["a tensor has other dimensions than it should"]
+    layers, heads, routing_dim, _ = router.projection.shape
+    hidden, rank = router.rank_out.shape
+    wanted = {
+        "projection": (
+            model.num_layers,
+            heads if model.num_heads is None else model.num_heads,
+            routing_dim,
+            model.head_dim,
+        ),
+        "threshold": (layers, heads),
+        "rank_hidden": (rank + routing_dim + 2, hidden),
+        "rank_hidden_bias": (hidden,),
+        "rank_out_bias": (rank,),
+    }
+    found = router.tensors
+    return [
+        f"{name} is {tuple(found[name].shape)}, not {shape}"
+        for name, shape in wanted.items()
+        if tuple(found[name].shape) != shape
+    ] + [
+        f"{name} holds NaN or infinity"
+        for name, tensor in found.items()
+        if not bool(torch.isfinite(tensor).all())
+    ]
+
+
+def shipped_routers() -> list[Path]:
+    """The routers that come with this package, in order of their names."""
+    folder = Path(str(resources.files(__package__))) / "shipped"
+    return sorted(folder.glob(f"*{SUFFIX}"))
+
+
+def shipped_router(model: ModelFingerprint) -> Path | None:
+    """The shipped router of a model of this fingerprint, if there is one."""
+    for path in shipped_routers():
+        if not read_router(path)[1].fingerprint.differences(model):
+            return path
+    return None

@@ -1,0 +1,133 @@
+"""What training minimizes (SeKV, equations 10 to 15)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from vllm_kvplugins.routers.examples import Example
+from vllm_kvplugins.routers.router import Router, group_mean
+from vllm_kvplugins.routers.student import straight_through
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """How much each term counts.
+
+    Differs from the paper: its terms are sums over layers, heads and spans, whose
+    sizes change with model and text; these are means, and energies are shares of a
+    span's squared norm. So the numbers beside the paper's symbols are not the
+    paper's, except by chance.
+
+    Attributes:
+        zoom: lambda_1.
+        reconstruction: lambda_2.
+        budget: lambda_3.
+        rank: beta, of a component beside that of a zoom.
+        positive: w+, of a span that should be zoomed beside one that should not.
+    """
+
+    zoom: float = 1.0
+    reconstruction: float = 0.5
+    budget: float = 0.1
+    rank: float = 0.02
+    positive: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The parts of equation 10 for one example; scalars."""
+
+    distill: torch.Tensor
+    zoom: torch.Tensor
+    reconstruction: torch.Tensor
+    budget: torch.Tensor
+
+    def detached(self) -> Terms:
+        """Numbers to show."""
+        return Terms(
+            self.distill.detach(),
+            self.zoom.detach(),
+            self.reconstruction.detach(),
+            self.budget.detach(),
+        )
+
+    def total(self, weights: Weights, budget_ramp: float) -> torch.Tensor:
+        """Equation 10.
+
+        Args:
+            budget_ramp: in [0, 1], how much of lambda_3 counts by now.
+        """
+        return (
+            self.distill
+            + weights.zoom * self.zoom
+            + weights.reconstruction * self.reconstruction
+            + weights.budget * budget_ramp * self.budget
+        )
+
+
+def terms(
+    router: Router,
+    example: Example,
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    weights: Weights,
+) -> Terms:
+    """All terms of one example.
+
+    Args:
+        student, teacher: logits [window, vocabulary].
+    """
+    every = slice(None)
+    summary = router.summarize(example.means[0], every)
+    logits = router.logits(example.queries, summary, example.log_sizes, every)
+    gates = rank_gates(router, example, summary)
+    real = example.spectrum > 0
+    kept = (gates * real).sum(-1)  # [2, layers, num_kv_heads, spans]
+    zoomed = straight_through(logits, router.threshold[..., None, None])
+    return Terms(
+        distill=divergence(teacher, student),
+        zoom=zoom_loss(logits, example.targets, weights.positive),
+        reconstruction=lost_energy(gates, example.spectrum),
+        budget=zoomed.mean() + weights.rank * kept.mean(),
+    )
+
+
+def divergence(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
+    """KL(teacher || student) per token, in nats (equation 11)."""
+    return F.kl_div(
+        student.log_softmax(-1),
+        teacher.log_softmax(-1),
+        reduction="batchmean",
+        log_target=True,
+    )
+
+
+def zoom_loss(
+    logits: torch.Tensor, targets: torch.Tensor, positive: float
+) -> torch.Tensor:
+    """Binary cross-entropy of the gates, wanted spans counting more (equation 13)."""
+    return F.binary_cross_entropy_with_logits(
+        logits, targets.float(), pos_weight=torch.tensor(positive, device=logits.device)
+    )
+
+
+def rank_gates(router: Router, example: Example, summary: torch.Tensor) -> torch.Tensor:
+    """Equation 7 for all spans: [2, layers, num_kv_heads, spans, R]."""
+    spectrum = example.spectrum
+    shared = group_mean(summary, spectrum.shape[2])
+    kinds = torch.tensor([0.0, 1.0], device=spectrum.device)
+    is_value = kinds.view(2, 1, 1, 1, 1).expand(*spectrum.shape[:-1], 1)
+    shared = shared.expand(2, *shared.shape)
+    return router.rank_logits(spectrum, shared, is_value).sigmoid()
+
+
+def lost_energy(gates: torch.Tensor, spectrum: torch.Tensor) -> torch.Tensor:
+    """What the gates take from a span's squared norm (equation 14), as a share of it;
+    the mean over spans."""
+    energy = spectrum.square()
+    lost = ((1 - gates).square() * energy).sum(-1)
+    total = energy.sum(-1)
+    return (lost / total.clamp(min=1e-12)).mean()

@@ -1,0 +1,192 @@
+"""What is learned: projections, thresholds and the predictor of rank gates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+
+from vllm_kvplugins.ops.svd import LowRank
+
+# Gates of components are predicted by a network of so many hidden numbers.
+_HIDDEN = 32
+_TINY = 1e-12
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Router:
+    """The learned part of SeKV (section 3.3), the same object in training and serving.
+
+    Attributes:
+        projection: W, float32 [layers, num_q_heads, routing_dim, head_dim].
+        threshold: logit of tau, float32 [layers, num_q_heads].
+        rank_hidden, rank_hidden_bias: float32 [features, 32] and [32], the predictor
+            g_phi of rank gates, first half.
+        rank_out, rank_out_bias: float32 [32, max_rank] and [max_rank].
+    """
+
+    projection: torch.Tensor
+    threshold: torch.Tensor
+    rank_hidden: torch.Tensor
+    rank_hidden_bias: torch.Tensor
+    rank_out: torch.Tensor
+    rank_out_bias: torch.Tensor
+
+    @staticmethod
+    def new(projection: torch.Tensor, tau: float, max_rank: int, seed: int) -> Router:
+        """Before training: a threshold for all heads, all components kept.
+
+        Args:
+            projection: as the attribute.
+            tau: in (0, 1).
+        """
+        layers, heads, routing_dim, _ = projection.shape
+        features = max_rank + routing_dim + 2
+        random = torch.Generator().manual_seed(seed)
+        hidden = torch.randn(features, _HIDDEN, generator=random) / features**0.5
+        return Router(
+            projection,
+            torch.full((layers, heads), math.log(tau / (1 - tau))),
+            hidden,
+            torch.zeros(_HIDDEN),
+            torch.zeros(_HIDDEN, max_rank),
+            torch.full((max_rank,), 3.0),  # gates of 0.95
+        )
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def routing_dim(self) -> int:
+        """d', numbers per span and query head."""
+        return self.projection.shape[2]
+
+    @property
+    def max_rank(self) -> int:
+        """R, components that the predictor knows."""
+        return self.rank_out.shape[1]
+
+    @property
+    def tau(self) -> torch.Tensor:
+        """Thresholds of the gate, [layers, num_q_heads], in (0, 1)."""
+        return self.threshold.sigmoid()
+
+    def on(self, device: torch.device) -> Router:
+        """A copy there, apart from any computation of gradients."""
+        tensors = self.tensors.items()
+        return Router(**{k: t.detach().to(device, copy=True) for k, t in tensors})
+
+    # -- routing ------------------------------------------------------------------
+
+    def summarize(self, keys: torch.Tensor, layer: int | slice) -> torch.Tensor:
+        """Summary keys (equation 3): the projection is linear, so that of the mean is
+        the mean of projections.
+
+        Args:
+            keys: float32 [..., num_kv_heads, spans, head_dim], weighted mean keys; as
+                many layers in front as ``layer`` has.
+
+        Returns:
+            [..., num_q_heads, spans, routing_dim], of length 1.
+        """
+        weight = self.projection[layer]
+        group = weight.shape[-3] // keys.shape[-3]
+        projected = keys.repeat_interleave(group, -3) @ weight.mT
+        return F.normalize(projected, dim=-1, eps=_TINY)
+
+    def logits(
+        self,
+        queries: torch.Tensor,
+        summary: torch.Tensor,
+        log_sizes: torch.Tensor,
+        layer: int | slice,
+    ) -> torch.Tensor:
+        """What the sigmoid of equation 5 is taken of.
+
+        Args:
+            queries: [..., num_q_heads, queries, head_dim], after RoPE.
+            summary: of :meth:`summarize`.
+            log_sizes: float32 [spans].
+
+        Returns:
+            [..., num_q_heads, queries, spans].
+        """
+        asked = queries.float() @ self.projection[layer].mT
+        return asked @ summary.float().mT / self.routing_dim**0.5 + log_sizes
+
+    # -- ranks --------------------------------------------------------------------
+
+    def rank_logits(
+        self, spectrum: torch.Tensor, summary: torch.Tensor, is_value: torch.Tensor
+    ) -> torch.Tensor:
+        """What the sigmoid of equation 7 is taken of.
+
+        The predictor sees each component's share of the span's squared norm, the
+        logarithm of that norm and the summary.
+
+        Args:
+            spectrum: float32 [..., max_rank], singular values, 0 where there is none.
+            summary: [..., routing_dim], the mean over the query heads that share a
+                KV head.
+            is_value: float32 [..., 1], 1 for factors of values, 0 for those of keys.
+        """
+        energy = spectrum.square()
+        total = energy.sum(-1, keepdim=True).clamp(min=_TINY)
+        # a whole range of magnitudes, so that small components can be told apart
+        shares = (energy / total).clamp(min=1e-6).log10() / 6 + 1
+        size = total.log10() / 6
+        seen = torch.cat([shares, summary.float(), is_value, size], -1)
+        hidden = F.gelu(seen @ self.rank_hidden + self.rank_hidden_bias)
+        return hidden @ self.rank_out + self.rank_out_bias
+
+    def component_gates(self, factors: LowRank, summary: torch.Tensor) -> torch.Tensor:
+        """Equation 7 for the factors of one layer.
+
+        Args:
+            factors: of keys, KV head by KV head, and then of values.
+            summary: [num_q_heads, spans, routing_dim].
+
+        Returns:
+            float32, a number in (0, 1) per singular value, matrix by matrix.
+
+        Raises:
+            ValueError: a rank is larger than this router knows.
+        """
+        if int(factors.ranks.max()) > self.max_rank:
+            raise ValueError(
+                f"factors of rank {int(factors.ranks.max())}, and a router that knows "
+                f"{self.max_rank} components"
+            )
+        spans = summary.shape[1]
+        heads = len(factors) // (2 * spans)
+        spectrum = spectra(factors, self.max_rank).view(2, heads, spans, -1)
+        shared = group_mean(summary, heads)
+        is_value = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1)
+        logits = self.rank_logits(
+            spectrum,
+            shared.expand(2, *shared.shape),
+            is_value.expand(2, heads, spans, 1),
+        )
+        return logits.sigmoid()[spectrum > 0]
+
+
+def group_mean(summary: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """[..., num_q_heads, spans, d'] -> [..., num_kv_heads, spans, d']."""
+    return summary.float().unflatten(-3, (num_kv_heads, -1)).mean(-3)
+
+
+def spectra(factors: LowRank, max_rank: int) -> torch.Tensor:
+    """Singular values of all matrices, float32 [matrices, max_rank], 0 where a matrix
+    has no more."""
+    wide = 4 // factors.factors.itemsize
+    within = torch.arange(max_rank)[None] < factors.ranks[:, None]
+    last = max(factors.factors.numel() - wide, 0)
+    at = (factors.offsets[:-1, None] + torch.arange(max_rank) * wide).clamp(max=last)
+    if not within.any():
+        return torch.zeros(within.shape)
+    parts = (at[..., None] + torch.arange(wide)).flatten()
+    found = factors.factors[parts].view(torch.float32).view(within.shape)
+    return found.where(within, 0.0)

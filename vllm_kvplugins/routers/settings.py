@@ -1,0 +1,74 @@
+"""How a router is trained."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class TrainSettings(BaseModel):
+    """Settings of ``kvplugins train-router``.
+
+    Attributes:
+        lengths: tokens of the texts, stage by stage (the length curriculum).
+        examples: texts per stage.
+        held_out: texts of the last stage's length that are only for the report.
+        steps: in all stages together; one example each.
+        learning_rate: AdamW's, at its peak, relative to the size of the projections'
+            first values.
+        threshold_rate: of thresholds, beside that of projections.
+        warmup: share of the steps in which the rate rises; it falls as a cosine then.
+        routing_dim: d'.
+        max_rank: R.
+        tau: threshold of all heads before training.
+        coverage: rho.
+        zoom_weight: lambda_1.
+        reconstruction_weight: lambda_2.
+        budget_weight: lambda_3; rises from 0 in the first half.
+        rank_weight: beta.
+        positive_weight: w+.
+        mined: queries per text whose choice is learned.
+        window: tokens per text for the distillation.
+        queries: tokens at a text's end of which both are taken.
+        dtype: of the model.
+        seed: of texts, their parts and their order.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lengths: tuple[int, ...] = (1024, 2048)
+    examples: int = Field(default=24, ge=1)
+    held_out: int = Field(default=8, ge=1)
+    steps: int = Field(default=600, ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    threshold_rate: float = Field(default=10.0, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    warmup: float = Field(default=0.1, ge=0, lt=1)
+    routing_dim: int = Field(default=32, ge=1)
+    max_rank: int = Field(default=32, ge=1)
+    tau: float = Field(default=0.05, gt=0, lt=1)
+    coverage: float = Field(default=0.9, gt=0, lt=1)
+    zoom_weight: float = Field(default=1.0, ge=0)
+    reconstruction_weight: float = Field(default=0.5, ge=0)
+    budget_weight: float = Field(default=0.1, ge=0)
+    rank_weight: float = Field(default=0.02, ge=0)
+    positive_weight: float = Field(default=1.0, gt=0)
+    mined: int = Field(default=64, ge=1)
+    window: int = Field(default=32, ge=1)
+    queries: int = Field(default=256, ge=1)
+    dtype: str = "bfloat16"
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _lengths_leave_a_prefix(self) -> TrainSettings:
+        if not self.lengths or min(self.lengths) < 2 * self.queries:
+            raise ValueError(
+                f"lengths {list(self.lengths)} must all be at least "
+                f"{2 * self.queries}: the last {self.queries} tokens ask, and there "
+                "must be something to ask about"
+            )
+        if self.window > self.queries:
+            raise ValueError(
+                f"a window of {self.window} tokens does not fit into the "
+                f"{self.queries} that ask"
+            )
+        return self
