@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import run_scenario
+from routers import write_random_router
+
+from vllm_kvplugins.model_config import read_model_config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers" / "cpu_v2"))
 
@@ -15,10 +19,23 @@ import runners
 
 pytestmark = pytest.mark.engine
 
+SEED = 20261123
 LENGTHS = (130, 200, 300, 420, 640)
 
 
-def test_a_zoom_on_every_span_at_full_rank_is_stock(model_path):
+def test_a_zoom_on_every_span_at_full_rank_is_stock(model_path, tmp_path):
+    """By a router of which no threshold is high enough, and that keeps components."""
+    print("seed", SEED)
+    path, random = tmp_path / "router.safetensors", torch.Generator().manual_seed(SEED)
+    fingerprint = read_model_config(model_path, "float32").fingerprint()
+    write_random_router(
+        path,
+        fingerprint,
+        random,
+        threshold=torch.full((fingerprint.num_layers, fingerprint.num_heads), -1e4),
+        rank_out=torch.zeros(32, 64),
+        rank_out_bias=torch.full((64,), 50.0),
+    )
     asked = {
         "model": model_path,
         "seed": 7,
@@ -29,7 +46,7 @@ def test_a_zoom_on_every_span_at_full_rank_is_stock(model_path):
     stock = run_scenario(
         "scenarios_model:greedy", asked | {"policy": None}, {"VLLM_PLUGINS": ""}
     )
-    policy = {"name": "sekv", "budget": 0.3, "rank": 64}
+    policy = {"name": "sekv", "budget": 0.3, "rank": 64, "router": str(path)}
     run = run_scenario("scenarios_sekv:everything_zoomed", asked | {"policy": policy})
     assert run["together"] == stock["together"]
     assert len({tuple(t) for t in stock["together"].values()}) == len(LENGTHS)

@@ -11,7 +11,7 @@ import torch
 from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.policies.base import Geometry
 from vllm_kvplugins.routers.examples import Cut, Example, make_example
-from vllm_kvplugins.routers.files import RouterFacts, write_router
+from vllm_kvplugins.routers.files import RouterFacts, RouterReport, write_router
 from vllm_kvplugins.routers.router import Router
 from vllm_kvplugins.routers.teacher import Reading
 
@@ -68,7 +68,7 @@ def random_example(shape: Shape, random: torch.Generator) -> tuple[Reading, Exam
     )
     reading = random_reading(shape, 340, cut.queries, random)
     geometry = Geometry(4, shape.layers, shape.kv_heads, 100)
-    example = make_example(reading, cut, geometry, seed=0)
+    example = make_example(reading, cut, geometry, 0, with_passage=True)
     assert example is not None
     assert example.segments.num_spans > 4
     return reading, example
@@ -97,7 +97,17 @@ def write_random_router(
         fingerprint=model,
         settings={},
         texts={"a.txt": "0"},
-        report={},
+        report=RouterReport(
+            zoom_f1={"router": 0.5, "mean_key": 0.4},
+            zoom_f1_in_room={},
+            zoomed={},
+            covered_in_room={},
+            divergence={},
+            kept_energy=1.0,
+            mean_rank=1.0,
+            zoom_rate=torch.rand(router.threshold.shape, generator=random).tolist(),
+            tau=router.tau.tolist(),
+        ),
     )
     write_router(router, facts, path)
     return router

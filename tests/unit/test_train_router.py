@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import xml.etree.ElementTree as ET
 
 import pytest
 import torch
@@ -25,7 +27,8 @@ SETTINGS = {
     "window": 8,
     "held_out": 2,
     "routing_dim": 8,
-    "learning_rate": 0.05,
+    "passages": 2,
+    "distill_every": 2,
 }
 
 
@@ -69,14 +72,36 @@ def test_the_command_writes_a_router_that_serves_its_model(folder, texts, tmp_pa
         mode="json"
     )
     found = facts.report
-    for name in ("zoom_f1", "zoomed", "covered_in_room", "divergence"):
-        assert {"router", "mean_key"} <= found[name].keys()
-        assert all(0 <= value < 100 for value in found[name].values())
-    assert len(found["zoom_rate"]) == 2
-    assert found["divergence"]["none"] > found["divergence"]["all"]
+    for name in (
+        "zoom_f1",
+        "zoom_f1_in_room",
+        "zoomed",
+        "covered_in_room",
+        "divergence",
+    ):
+        row = getattr(found, name)
+        assert {"router", "mean_key"} <= row.keys()
+        assert all(-1e-6 < value < math.inf for value in row.values()), row
+    assert len(found.zoom_rate) == 2
+    assert found.divergence["none"] > found.divergence["all"]
     assert "held-out" in done.stdout
     options = {"name": "sekv", "router": str(out / "router.safetensors")}
     assert parse_policy(options).trained is not None
+    check_plot(out / "router.safetensors", found, tmp_path / "zoom.svg")
+
+
+def check_plot(router, found, picture):
+    pytest.importorskip("matplotlib")
+    asked = ["plot", "zoom", str(router), "-o", str(picture)]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    root = ET.parse(picture).getroot()
+    texts = " | ".join("".join(e.itertext()) for e in root.iter() if "text" in e.tag)
+    for words in ("query head", "layer", f"{found.zoomed['router']:.0%} of all spans"):
+        assert words in texts
+    assert any("image" in e.tag for e in root.iter())
+    asked[2] = str(picture)
+    assert "cannot read the router" in refused(CliRunner().invoke(app, asked))
 
 
 def test_going_on_after_an_interruption_changes_nothing(
@@ -135,7 +160,7 @@ def test_every_part_learns(folder, texts, tmp_path):
     assert done.exit_code == 0, done.output
     (first, start), (last, end) = seen[0], seen[-1]
     assert float(last.zoom) < 0.9 * float(first.zoom)
-    assert float(last.budget) < float(first.budget)
+    assert float(last.rank) < float(first.rank)
     for name, tensor in start.items():
         assert not tensor.equal(end[name]), f"{name} never changed"
 

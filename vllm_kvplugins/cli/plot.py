@@ -147,6 +147,24 @@ def sensitivity(
         _save(lambda: draw(profiles, tokens, title, plot_path), plot_path)
 
 
+@plots.command("zoom")
+def zoom(
+    router_path: Annotated[
+        Path,
+        typer.Argument(metavar="ROUTER.safetensors", help="What `train-router` wrote."),
+    ],
+    plot_path: PlotPath,
+) -> None:
+    """Which query heads of which layers zoom into spans, under a trained router."""
+    with user_errors():
+        _check_plot(plot_path)
+        from vllm_kvplugins.cli.zoom import draw
+        from vllm_kvplugins.routers.files import read_router
+
+        facts = read_router(router_path)[1]
+        _save(lambda: draw(facts, plot_path), plot_path)
+
+
 def _check_plot(path: Path) -> None:
     """Refuse a place that cannot be written, or that says no format."""
     if path.suffix.lower() not in _KINDS:

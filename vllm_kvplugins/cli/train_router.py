@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from vllm_kvplugins.policies.base import Geometry
     from vllm_kvplugins.routers.examples import Example
+    from vllm_kvplugins.routers.files import RouterReport
     from vllm_kvplugins.routers.losses import Terms
     from vllm_kvplugins.routers.settings import TrainSettings
     from vllm_kvplugins.routers.texts import Texts
@@ -50,13 +51,13 @@ def train_router(
             "command goes on.",
         ),
     ],
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="In all.")] = 600,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="In all.")] = 1500,
     lengths: Annotated[
         str, typer.Option(metavar="N,N", help="Tokens of a text, stage by stage.")
     ] = "1024,2048",
     examples: Annotated[
         int, typer.Option(metavar="N", min=1, help="Texts per stage.")
-    ] = 24,
+    ] = 64,
     seed: Annotated[int, typer.Option(metavar="N", help="Of all that is drawn.")] = 0,
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Of the model.")
@@ -122,7 +123,7 @@ def _run(
     settings: TrainSettings,
     device: str,
     save_every: int,
-) -> dict[str, Any]:
+) -> RouterReport:
     import torch
     from transformers import AutoTokenizer
     from transformers.utils import logging
@@ -170,8 +171,8 @@ def _run(
 
         def done(step: int, terms: Terms) -> None:
             said = (
-                f"training: distill {float(terms.distill):.3f} zoom "
-                f"{float(terms.zoom):.3f} rank {float(terms.reconstruction):.3f}"
+                f"training: zoom {float(terms.zoom):.3f}, lost energy "
+                f"{float(terms.reconstruction):.3f}"
             )
             progress.update(task, completed=step, description=said)
             if step % save_every == 0 or step == settings.steps:
@@ -221,8 +222,13 @@ class _Maker:
         if number not in self._made:
             length = self._settings.lengths[number]
             self._made.clear()  # first, as they fill the memory
+            settings = self._settings
             self._made[number] = self._make(
-                self._texts.training, length, self._settings.examples, "training"
+                self._texts.training,
+                length,
+                settings.examples,
+                settings.passages,
+                "training",
             )
         return self._made[number]
 
@@ -232,10 +238,13 @@ class _Maker:
             self._texts.held_out,
             self._settings.lengths[-1],
             self._settings.held_out,
+            self._settings.held_out,
             "held-out",
         )
 
-    def _make(self, texts: Any, length: int, count: int, what: str) -> list[Example]:
+    def _make(
+        self, texts: Any, length: int, count: int, passages: int, what: str
+    ) -> list[Example]:
         from vllm_kvplugins.routers.examples import Cut, make_example
         from vllm_kvplugins.routers.teacher import read
         from vllm_kvplugins.routers.texts import parts
@@ -251,12 +260,18 @@ class _Maker:
         task: TaskID = self._progress.add_task(
             f"reading {what} texts of {length} tokens", total=count
         )
-        found = []
+        found = list["Example"]()
         for number, (_, tokens) in enumerate(
             parts(texts, length, count, f"{settings.seed} {what}")
         ):
             reading = read(self._model, tokens, length - settings.queries)
-            example = make_example(reading, cut, self._geometry, settings.seed + number)
+            example = make_example(
+                reading,
+                cut,
+                self._geometry,
+                settings.seed + number,
+                with_passage=len(found) < passages,
+            )
             if example is not None:
                 found.append(example.to(self._model.device))
             self._progress.update(task, advance=1)
@@ -281,16 +296,17 @@ def _progress() -> Iterator[Progress]:
         yield progress
 
 
-def _print_report(found: dict[str, Any], out_dir: Path) -> None:
+def _print_report(found: RouterReport, out_dir: Path) -> None:
     console = out()
     table = Table("held-out", "router", "mean-key", "others")
     for name, others in (
-        ("zoom_f1", ("all",)),
+        ("zoom_f1", ("router_tuned", "all")),
+        ("zoom_f1_in_room", ()),
         ("zoomed", ("wanted",)),
         ("covered_in_room", ("teacher",)),
         ("divergence", ("none", "all")),
     ):
-        row = found[name]
+        row = getattr(found, name)
         table.add_row(
             name,
             f"{row['router']:.3f}",
@@ -299,7 +315,7 @@ def _print_report(found: dict[str, Any], out_dir: Path) -> None:
         )
     console.print(table)
     console.print(
-        f"gates keep {found['kept_energy']:.1%} of the squared norm with "
-        f"{found['mean_rank']:.1f} components on average"
+        f"gates keep {found.kept_energy:.1%} of the squared norm with "
+        f"{found.mean_rank:.1f} components on average"
     )
     console.print(f"wrote {out_dir / ROUTER} and {REPORT}", soft_wrap=True)

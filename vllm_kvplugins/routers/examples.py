@@ -33,7 +33,7 @@ class Cut:
 
     budget: tuple[float, float] = (0.1, 0.5)
     queries: int = 256
-    mined: int = 64
+    mined: int = 192
     window: int = 32
     coverage: float = 0.9
     max_rank: int = 32
@@ -57,6 +57,14 @@ class Passage:
     keys: torch.Tensor
     values: torch.Tensor
 
+    def to(self, device: torch.device) -> Passage:
+        return replace(
+            self,
+            hidden=self.hidden.to(device),
+            keys=self.keys.to(device),
+            values=self.values.to(device),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -70,7 +78,7 @@ class Example:
         queries: [layers, num_q_heads, mined, head_dim].
         mass: [layers, num_q_heads, mined, spans], teacher attention to each.
         targets: bool, as ``mass`` (equation 12).
-        passage: for the distillation.
+        passage: for the distillation; None: not for this one.
         scale: softmax scale of the model.
     """
 
@@ -81,7 +89,7 @@ class Example:
     queries: torch.Tensor
     mass: torch.Tensor
     targets: torch.Tensor
-    passage: Passage
+    passage: Passage | None
     scale: float
 
     def to(self, device: torch.device) -> Example:
@@ -95,22 +103,18 @@ class Example:
             queries=self.queries.to(device),
             mass=self.mass.to(device),
             targets=self.targets.to(device),
-            passage=replace(
-                self.passage,
-                hidden=self.passage.hidden.to(device),
-                keys=self.passage.keys.to(device),
-                values=self.passage.values.to(device),
-            ),
+            passage=self.passage and self.passage.to(device),
         )
 
 
 def make_example(
-    reading: Reading, cut: Cut, geometry: Geometry, seed: int
+    reading: Reading, cut: Cut, geometry: Geometry, seed: int, with_passage: bool
 ) -> Example | None:
     """Turn a reading into an example; None if the prefix has fewer than two spans.
 
     Args:
         seed: of the budget that is drawn.
+        with_passage: for the student, which takes the memory of all keys and values.
 
     Cost: attention scores of ``cut.queries`` queries and the decomposition of all
         spans, layer by layer.
@@ -142,7 +146,9 @@ def make_example(
         queries=reading.queries[:, :, mined],
         mass=mass,
         targets=covering(mass, cut.coverage),
-        passage=_passage(reading, cut, far, segments, torch.stack(again, 1)),
+        passage=_passage(reading, cut, far, segments, torch.stack(again, 1))
+        if with_passage
+        else None,
         scale=reading.scale,
     )
 

@@ -20,6 +20,36 @@ SUFFIX = ".safetensors"
 _AGAIN = "make one with `kvplugins train-router MODEL --data DIR --out DIR`"
 
 
+class RouterReport(BaseModel):
+    """Held-out figures of a router, beside others; see ``report.py``.
+
+    Attributes:
+        zoom_f1: of decisions by thresholds, against the teacher's targets (equation
+            12), by what decides.
+        zoom_f1_in_room: of what is zoomed where spans compete for a quarter of the
+            tokens, against what the teacher's attention would choose there.
+        zoomed: share of (query, query head, span) that is seen token by token.
+        covered_in_room: share of the attention to spans that zoomed ones hold there.
+        divergence: from full attention, nats per token.
+        kept_energy: share of the squared norm that gated components keep.
+        mean_rank: components that a span keeps of keys, or of values.
+        zoom_rate: [layers][num_q_heads], share of spans that each zooms into.
+        tau: [layers][num_q_heads].
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    zoom_f1: dict[str, float]
+    zoom_f1_in_room: dict[str, float]
+    zoomed: dict[str, float]
+    covered_in_room: dict[str, float]
+    divergence: dict[str, float]
+    kept_energy: float
+    mean_rank: float
+    zoom_rate: list[list[float]] = Field(min_length=1)
+    tau: list[list[float]] = Field(min_length=1)
+
+
 class RouterFacts(BaseModel):
     """What a router was trained for and on.
 
@@ -27,7 +57,7 @@ class RouterFacts(BaseModel):
         model: name of the model.
         settings: of the training.
         texts: name of each text -> sha256.
-        report: held-out figures, as ``report.py`` makes them.
+        report: held-out figures.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,7 +69,7 @@ class RouterFacts(BaseModel):
     fingerprint: ModelFingerprint
     settings: dict[str, Any]
     texts: dict[str, str] = Field(min_length=1)
-    report: dict[str, Any]
+    report: RouterReport
 
 
 def write_router(router: Router, facts: RouterFacts, path: Path) -> None:

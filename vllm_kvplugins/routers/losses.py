@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from vllm_kvplugins.routers.examples import Example
 from vllm_kvplugins.routers.router import Router, group_mean
+from vllm_kvplugins.routers.settings import TrainSettings
 from vllm_kvplugins.routers.student import straight_through
 
 
@@ -29,30 +30,38 @@ class Weights:
         positive: w+, of a span that should be zoomed beside one that should not.
     """
 
-    zoom: float = 1.0
-    reconstruction: float = 0.5
-    budget: float = 0.1
-    rank: float = 0.02
-    positive: float = 3.0
+    zoom: float
+    reconstruction: float
+    budget: float
+    rank: float
+    positive: float
+
+    @staticmethod
+    def of(settings: TrainSettings) -> Weights:
+        return Weights(
+            settings.zoom_weight,
+            settings.reconstruction_weight,
+            settings.budget_weight,
+            settings.rank_weight,
+            settings.positive_weight,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The parts of equation 10 for one example; scalars."""
+    """The parts of equation 10 for one example; scalars.
 
-    distill: torch.Tensor
+    Attributes:
+        rank: components that a span keeps, the second half of equation 15.
+        distill, zoomed: None where no student has read; the share of zoomed spans is
+            the first half of equation 15 and belongs beside what it costs.
+    """
+
     zoom: torch.Tensor
     reconstruction: torch.Tensor
-    budget: torch.Tensor
-
-    def detached(self) -> Terms:
-        """Numbers to show."""
-        return Terms(
-            self.distill.detach(),
-            self.zoom.detach(),
-            self.reconstruction.detach(),
-            self.budget.detach(),
-        )
+    rank: torch.Tensor
+    distill: torch.Tensor | None
+    zoomed: torch.Tensor | None
 
     def total(self, weights: Weights, budget_ramp: float) -> torch.Tensor:
         """Equation 10.
@@ -60,38 +69,59 @@ class Terms:
         Args:
             budget_ramp: in [0, 1], how much of lambda_3 counts by now.
         """
-        return (
-            self.distill
-            + weights.zoom * self.zoom
+        budget = weights.budget * budget_ramp
+        found = (
+            weights.zoom * self.zoom
             + weights.reconstruction * self.reconstruction
-            + weights.budget * budget_ramp * self.budget
+            + budget * weights.rank * self.rank
+        )
+        if self.distill is None or self.zoomed is None:
+            return found
+        return found + self.distill + budget * self.zoomed
+
+    def detached(self) -> Terms:
+        """Numbers to show."""
+
+        def number(term: torch.Tensor | None) -> torch.Tensor | None:
+            return None if term is None else term.detach()
+
+        return Terms(
+            self.zoom.detach(),
+            self.reconstruction.detach(),
+            self.rank.detach(),
+            number(self.distill),
+            number(self.zoomed),
         )
 
 
 def terms(
     router: Router,
     example: Example,
-    student: torch.Tensor,
-    teacher: torch.Tensor,
     weights: Weights,
+    student: torch.Tensor | None,
+    teacher: torch.Tensor | None,
 ) -> Terms:
     """All terms of one example.
 
     Args:
-        student, teacher: logits [window, vocabulary].
+        student, teacher: logits [window, vocabulary], or both None.
     """
     every = slice(None)
     summary = router.summarize(example.means[0], every)
     logits = router.logits(example.queries, summary, example.log_sizes, every)
     gates = rank_gates(router, example, summary)
-    real = example.spectrum > 0
-    kept = (gates * real).sum(-1)  # [2, layers, num_kv_heads, spans]
-    zoomed = straight_through(logits, router.threshold[..., None, None])
+    distill = zoomed = None
+    if student is not None and teacher is not None:
+        distill = divergence(teacher, student)
+        # what a zoom costs moves thresholds alone: projections learn from targets
+        above = straight_through(logits.detach(), router.threshold[..., None, None])
+        zoomed = above.mean()
     return Terms(
-        distill=divergence(teacher, student),
         zoom=zoom_loss(logits, example.targets, weights.positive),
         reconstruction=lost_energy(gates, example.spectrum),
-        budget=zoomed.mean() + weights.rank * kept.mean(),
+        rank=(gates * (example.spectrum > 0)).sum(-1).mean(),
+        distill=distill,
+        zoomed=zoomed,
     )
 
 

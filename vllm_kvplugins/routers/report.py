@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from vllm_kvplugins.routers.examples import Example
+from vllm_kvplugins.routers.files import RouterReport
 from vllm_kvplugins.routers.losses import divergence, lost_energy, rank_gates
 from vllm_kvplugins.routers.router import Router
 from vllm_kvplugins.routers.student import Decide, routed, student_logits
 from vllm_kvplugins.spans.coarse import within_room
 
-# Candidates among which thresholds of the mean-key gate are chosen.
-_THRESHOLDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+# Candidates among which thresholds are chosen: shares of attention, or gates.
+_THRESHOLDS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 # Share of the tokens of spans that may be zoomed where choices compete for room.
 _ROOM = 0.25
 
@@ -93,20 +94,36 @@ def best_thresholds(gates: Gates, examples: Sequence[Example]) -> torch.Tensor:
     return torch.tensor(_THRESHOLDS, device=best.device)[best]
 
 
-def covered_in_room(gates: torch.Tensor, example: Example) -> float:
-    """Share of the attention to spans that the zoomed ones hold, when the query heads
-    of a KV head choose together, best first, until a quarter of the tokens is in."""
+def chosen_in_room(gates: torch.Tensor, example: Example) -> torch.Tensor:
+    """What is zoomed when the query heads of a KV head choose together, best first,
+    until a quarter of the tokens is in: bool [layers, num_kv_heads, queries, spans].
+    """
     sizes, heads = example.segments.sizes, example.means.shape[2]
-    room = int(_ROOM * int(sizes.sum()))
+    most = gates.unflatten(1, (heads, -1)).amax(2).cpu()
+    chosen = within_room(most.flatten(0, -2), sizes, int(_ROOM * int(sizes.sum())))
+    return chosen.view(most.shape)
 
-    def shared(rows: torch.Tensor, how: str) -> torch.Tensor:
-        grouped = rows.unflatten(1, (heads, -1))
-        made = grouped.amax(2) if how == "most" else grouped.sum(2)
-        return made.flatten(0, -2)
 
-    chosen = within_room(shared(gates, "most").cpu(), sizes, room)
-    mass = shared(example.mass, "sum").cpu()
-    return float((mass * chosen).sum() / mass.sum())
+def group_mass(example: Example) -> torch.Tensor:
+    """Attention of a KV head's query heads together: [layers, num_kv_heads, queries,
+    spans]."""
+    heads = example.means.shape[2]
+    return example.mass.unflatten(1, (heads, -1)).sum(2).cpu()
+
+
+def covered_in_room(gates: torch.Tensor, example: Example) -> float:
+    """Share of the attention to spans that the chosen ones hold."""
+    mass = group_mass(example)
+    return float((mass * chosen_in_room(gates, example)).sum() / mass.sum())
+
+
+def f1_in_room(gates: Gates, examples: Sequence[Example]) -> float:
+    """F1 of what is chosen, against what the teacher's attention would choose."""
+    counts = []
+    for example in examples:
+        best = chosen_in_room(group_mass(example), example)
+        counts.append(Counts.of(chosen_in_room(gates(example), example), best))
+    return summed(counts).f1
 
 
 def report(
@@ -114,30 +131,28 @@ def report(
     router: Router,
     training: Sequence[Example],
     held_out: Sequence[Example],
-) -> dict[str, Any]:
+) -> RouterReport:
     """Figures of a router beside those of the mean-key gate.
 
-    The mean-key gate gets the best threshold per head on the training examples.
+    The mean-key gate gets the best threshold per head on the training examples; so
+    does the router for "router_tuned".
 
     Args:
         training: to choose those thresholds on.
-
-    Returns:
-        JSON-like. Divergences are in nats per token, of the passages; "zoomed" is the
-        share of (query, query head, span) that is seen token by token.
     """
 
-    thresholds = best_thresholds(mean_key_gates, training)[..., None, None]
-    tau = router.tau[..., None, None]
-    ours = summed(
-        [Counts.of(router_gates(router, e) > tau, e.targets) for e in held_out]
-    )
-    theirs = summed(
-        [Counts.of(mean_key_gates(e) > thresholds, e.targets) for e in held_out]
-    )
-    everything = summed(
-        [Counts.of(torch.ones_like(e.targets), e.targets) for e in held_out]
-    )
+    def routing(example: Example) -> torch.Tensor:
+        return router_gates(router, example)
+
+    def decided(gates: Gates, thresholds: torch.Tensor) -> Counts:
+        above = thresholds[..., None, None]
+        return summed([Counts.of(gates(e) > above, e.targets) for e in held_out])
+
+    shares = best_thresholds(mean_key_gates, training)
+    ours = decided(routing, router.tau)
+    theirs = decided(mean_key_gates, shares)
+    tuned = decided(routing, best_thresholds(routing, training))
+    everything = decided(lambda e: e.mass + 1, torch.zeros_like(shares))
 
     def average(values: Sequence[float]) -> float:
         return sum(values) / len(values)
@@ -146,28 +161,33 @@ def report(
         return average([covered_in_room(gates(e), e) for e in held_out])
 
     ranks = [_ranks(router, example) for example in held_out]
-    return {
-        "zoom_f1": {
+    return RouterReport(
+        zoom_f1={
             "router": ours.f1,
             "mean_key": theirs.f1,
+            "router_tuned": tuned.f1,
             "all": everything.f1,
         },
-        "zoomed": {
+        zoom_f1_in_room={
+            "router": f1_in_room(routing, held_out),
+            "mean_key": f1_in_room(mean_key_gates, held_out),
+        },
+        zoomed={
             "router": float(ours.zoomed.sum() / ours.asked.sum()),
             "mean_key": float(theirs.zoomed.sum() / theirs.asked.sum()),
             "wanted": float(ours.wanted.sum() / ours.asked.sum()),
         },
-        "covered_in_room": {
-            "router": covered(lambda e: router_gates(router, e)),
+        covered_in_room={
+            "router": covered(routing),
             "mean_key": covered(mean_key_gates),
             "teacher": covered(lambda e: e.mass),
         },
-        "divergence": _divergences(model, router, thresholds, held_out),
-        "kept_energy": average([energy for energy, _ in ranks]),
-        "mean_rank": average([rank for _, rank in ranks]),
-        "zoom_rate": (ours.zoomed / ours.asked).tolist(),
-        "tau": router.tau.tolist(),
-    }
+        divergence=_divergences(model, router, shares[..., None, None], held_out),
+        kept_energy=average([energy for energy, _ in ranks]),
+        mean_rank=average([rank for _, rank in ranks]),
+        zoom_rate=(ours.zoomed / ours.asked).tolist(),
+        tau=router.tau.tolist(),
+    )
 
 
 def _ranks(router: Router, example: Example) -> tuple[float, float]:
@@ -213,6 +233,7 @@ def _divergences(
     }
     found = dict.fromkeys(ways, 0.0)
     for example in examples:
+        assert example.passage is not None
         teacher = model.get_output_embeddings()(example.passage.hidden).float()
         for name, way in ways.items():
             student = student_logits(model, example, way(example))

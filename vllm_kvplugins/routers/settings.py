@@ -11,11 +11,13 @@ class TrainSettings(BaseModel):
     Attributes:
         lengths: tokens of the texts, stage by stage (the length curriculum).
         examples: texts per stage.
+        passages: of those, as many are read by the student, too.
         held_out: texts of the last stage's length that are only for the report.
         steps: in all stages together; one example each.
-        learning_rate: AdamW's, at its peak, relative to the size of the projections'
-            first values.
-        threshold_rate: of thresholds, beside that of projections.
+        distill_every: steps from one with the student to the next.
+        learning_rate: AdamW's, at its peak: of projections, relative to the size of
+            their first numbers; of the logits of thresholds; a tenth of it for the
+            predictor of rank gates.
         warmup: share of the steps in which the rate rises; it falls as a cosine then.
         routing_dim: d'.
         max_rank: R.
@@ -36,23 +38,24 @@ class TrainSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     lengths: tuple[int, ...] = (1024, 2048)
-    examples: int = Field(default=24, ge=1)
-    held_out: int = Field(default=8, ge=1)
-    steps: int = Field(default=600, ge=1)
-    learning_rate: float = Field(default=1e-3, gt=0)
-    threshold_rate: float = Field(default=10.0, gt=0)
+    examples: int = Field(default=64, ge=1)
+    passages: int = Field(default=16, ge=1)
+    held_out: int = Field(default=12, ge=1)
+    steps: int = Field(default=1500, ge=1)
+    distill_every: int = Field(default=5, ge=1)
+    learning_rate: float = Field(default=0.03, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
     warmup: float = Field(default=0.1, ge=0, lt=1)
     routing_dim: int = Field(default=32, ge=1)
     max_rank: int = Field(default=32, ge=1)
-    tau: float = Field(default=0.05, gt=0, lt=1)
+    tau: float = Field(default=0.4, gt=0, lt=1)
     coverage: float = Field(default=0.9, gt=0, lt=1)
     zoom_weight: float = Field(default=1.0, ge=0)
     reconstruction_weight: float = Field(default=0.5, ge=0)
     budget_weight: float = Field(default=0.1, ge=0)
     rank_weight: float = Field(default=0.02, ge=0)
     positive_weight: float = Field(default=1.0, gt=0)
-    mined: int = Field(default=64, ge=1)
+    mined: int = Field(default=192, ge=1)
     window: int = Field(default=32, ge=1)
     queries: int = Field(default=256, ge=1)
     dtype: str = "bfloat16"

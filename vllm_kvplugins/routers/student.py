@@ -20,6 +20,7 @@ def student_logits(model: Any, example: Example, decide: Decide) -> torch.Tensor
     """Logits, float32 [window, vocabulary], of the example's passage, when ``decide``
     says which spans its queries see token by token."""
     passage = example.passage
+    assert passage is not None
 
     def attend(
         layer: int,
@@ -76,6 +77,7 @@ class Memory:
     @staticmethod
     def of(example: Example, layer: int) -> Memory:
         passage, segments = example.passage, example.segments
+        assert passage is not None
         span = torch.full((passage.first_position,), -1)
         span[segments.positions] = segments.span
         return Memory(

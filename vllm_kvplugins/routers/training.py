@@ -26,30 +26,30 @@ _LONGEST_GRADIENT = 1.0
 
 def starting_router(examples: Sequence[Example], settings: TrainSettings) -> Router:
     """A router that ranks about as means do: its projections are the directions in
-    which the mean keys of a text's spans differ most, scaled so that gates are as
-    steep as attention.
+    which queries and the mean keys of a text's spans both vary most, scaled so that
+    gates are as steep as attention.
 
     Differs from the paper, which does not say how projections start.
     """
     layers, heads, _, dim = examples[0].queries.shape
-    kv_heads = examples[0].means.shape[2]
-    spread = torch.zeros(layers, kv_heads, dim, dim)
+    group = heads // examples[0].means.shape[2]
+    asked = torch.zeros(layers, heads, dim, dim)
+    spread = torch.zeros_like(asked)
     for example in examples:
-        keys = example.means[0] - example.means[0].mean(2, keepdim=True)
-        spread += keys.mT @ keys
-    directions = torch.linalg.eigh(spread).eigenvectors[..., -settings.routing_dim :]
-    wide = directions.mT.repeat_interleave(heads // kv_heads, 1)
-    length = torch.stack(
-        [
-            (e.means[0].repeat_interleave(heads // kv_heads, 1) @ wide.mT)
-            .norm(dim=-1)
-            .mean(-1)
-            for e in examples
-        ]
-    ).mean(0)
+        queries, keys = example.queries.float(), example.means[0]
+        keys = (keys - keys.mean(2, keepdim=True)).repeat_interleave(group, 1)
+        asked += (queries.mT @ queries).cpu()
+        spread += (keys.mT @ keys).cpu()
+    both = asked @ spread
+    directions = torch.linalg.eigh(both + both.mT).eigenvectors.mT
+    directions = directions[:, :, -settings.routing_dim :]
+    length = torch.zeros(layers, heads)
+    for example in examples:
+        keys = example.means[0].cpu().repeat_interleave(group, 1) @ directions.mT
+        length += keys.norm(dim=-1).mean(-1) / len(examples)
     # of (W q)(W k) / (|W k| sqrt(d')), so that it is q k / sqrt(d) on average
     size = length * (settings.routing_dim / dim) ** 0.5
-    projection = wide * size[..., None, None]
+    projection = directions * size[..., None, None]
     return Router.new(projection, settings.tau, settings.max_rank, settings.seed)
 
 
@@ -87,9 +87,9 @@ class Training:
         router = router.on(device)
         for tensor in router.tensors.values():
             tensor.requires_grad_()
-        rates = dict.fromkeys(router.tensors, settings.learning_rate)
-        rates["projection"] *= projection_size
-        rates["threshold"] *= settings.threshold_rate
+        rates = dict.fromkeys(router.tensors, settings.learning_rate / 10)
+        rates["projection"] = settings.learning_rate * projection_size
+        rates["threshold"] = settings.learning_rate
         groups = [
             {"params": [tensor], "lr": rates[name], "peak": rates[name]}
             for name, tensor in router.tensors.items()
@@ -97,22 +97,23 @@ class Training:
         optimizer = torch.optim.AdamW(groups, weight_decay=settings.weight_decay)
         return Training(router, settings, optimizer, projection_size)
 
+    @property
+    def distills(self) -> bool:
+        """Whether the next step's example is read by the student, too."""
+        return self.step % self.settings.distill_every == 0
+
     def advance(self, model: Any, example: Example) -> Terms:
         """One step on one example."""
         settings = self.settings
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * rate(self.step, settings)
-        teacher = model.get_output_embeddings()(example.passage.hidden).float()
-        decide = routed(self.router, example)
-        student = student_logits(model, example, decide)
-        weights = Weights(
-            settings.zoom_weight,
-            settings.reconstruction_weight,
-            settings.budget_weight,
-            settings.rank_weight,
-            settings.positive_weight,
-        )
-        found = terms(self.router, example, student, teacher, weights)
+        student = teacher = None
+        if self.distills:
+            assert example.passage is not None
+            teacher = model.get_output_embeddings()(example.passage.hidden).float()
+            student = student_logits(model, example, routed(self.router, example))
+        weights = Weights.of(settings)
+        found = terms(self.router, example, weights, student, teacher)
         total = found.total(weights, min(2 * self.step / settings.steps, 1.0))
         if not bool(torch.isfinite(total)):
             raise KVPolicyError(
@@ -223,8 +224,8 @@ def train(
     Returns:
         The router, apart from gradients.
 
-    Cost: per step a forward and a backward pass of ``settings.window`` tokens over a
-        text, and that of the gates of all layers.
+    Cost: per step a forward and a backward pass of the gates of all layers; every
+        ``distill_every`` steps one of the model, over ``window`` tokens, on top.
     """
     settings = training.settings
     stage, examples = -1, list[Example]()
@@ -232,9 +233,8 @@ def train(
         if stage != stage_of(training.step, settings):
             stage = stage_of(training.step, settings)
             examples = list(stage_examples(stage))
-        pick = random.Random(f"{settings.seed} {training.step}").randrange(
-            len(examples)
-        )
-        found = training.advance(model, examples[pick])
+        some = [e for e in examples if e.passage] if training.distills else examples
+        pick = random.Random(f"{settings.seed} {training.step}").randrange(len(some))
+        found = training.advance(model, some[pick])
         done(training.step, found)
     return training.router.on(torch.device("cpu"))
