@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_kvplugins.spans.coarse import CoarseSpans, within_room
-from vllm_kvplugins.spans.segmentation import Segments, segment
+from vllm_kvplugins.spans.segmentation import Segments, cut_evenly, segment
 
 SEED = 20261122
 
@@ -170,6 +170,72 @@ def test_thousands_of_spans():
     found = segment(surprisal, nobody(30_000), 3000, 1.0, 4, 5000)
     assert found.num_spans == 3000
     assert found.anchors.tolist() == [*range(0, 30_000, 10)]
+
+
+# -- long spans -------------------------------------------------------------------
+
+
+def test_long_spans_are_cut_into_equal_parts():
+    surprisal = flat(60, p10=9.0, p20=9.0)
+    whole = segment(surprisal, nobody(60), 2, 1.0, 3, 9)
+    assert whole.sizes.tolist() == [10, 9, 39]
+    for most, sizes in (
+        (3, [10, 9, 39]),
+        (4, [10, 9, 19, 20]),
+        (6, [10, 9, 9, 10, 10, 10]),
+        # no more fit than so, though seven may be there
+        (7, [10, 9, 9, 10, 10, 10]),
+        (9, [5, 5, 4, 5, 7, 8, 8, 8, 8]),
+    ):
+        found = cut_evenly(whole, 3, most)
+        assert found.sizes.tolist() == sizes
+        assert found.span.bincount().tolist() == sizes
+        assert torch.equal(found.positions, whole.positions)
+        assert torch.equal(found.resident, whole.resident)
+        sums = torch.zeros(len(sizes)).index_add_(0, found.span, found.weights)
+        torch.testing.assert_close(sums, torch.ones(len(sizes)))
+
+
+def test_parts_keep_their_surprise_and_a_least_size():
+    surprisal = torch.tensor([0.0, 0, 0, 1, 3, 4, 0, 9])
+    whole = segment(surprisal, nobody(8), 1, 1.0, 2, 9)
+    found = cut_evenly(whole, 3, 9)
+    assert found.sizes.tolist() == [3, 4]
+    assert found.weights.tolist() == pytest.approx([1 / 3] * 3 + [0.125, 0.375, 0.5, 0])
+    assert cut_evenly(whole, 4, 9).sizes.tolist() == [7]
+    nothing = segment(surprisal, nobody(8), 8, 1.0, 2, 9)
+    assert cut_evenly(nothing, 4, 9).num_spans == 0
+
+
+def test_the_longest_part_is_as_short_as_can_be():
+    print("seed", SEED)
+    rng = random.Random(SEED)
+    for _ in range(200):
+        sizes = [rng.randint(1, 60) for _ in range(rng.randint(1, 5))]
+        least, most = rng.randint(1, 8), rng.randint(1, 40)
+        tokens = sum(sizes) + len(sizes) - 1
+        surprisal = torch.ones(tokens)
+        place = 0
+        for size in sizes[:-1]:
+            surprisal[place + size] = 9.0
+            place += size + 1
+        anchors = (surprisal > 1).nonzero().squeeze(1)
+        positions = (surprisal == 1).nonzero().squeeze(1)
+        number = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        weights = torch.ones(len(positions))
+        whole = Segments(
+            surprisal > 1, positions, number, torch.tensor(sizes), weights, anchors
+        )
+        found = cut_evenly(whole, least, most).sizes.tolist()
+        assert sum(found) == sum(sizes)
+        assert len(found) <= max(most, len(sizes))
+        assert min(found) >= min(least, *sizes)
+
+        def count(limit: int, sizes=sizes, least=least) -> int:
+            return sum(min(-(-s // limit), max(s // least, 1)) for s in sizes)
+
+        limits = [n for n in range(1, max(sizes) + 1) if count(n) <= most]
+        assert len(found) == count(limits[0] if limits else max(sizes))
 
 
 # -- spans as a whole ------------------------------------------------------------

@@ -27,6 +27,7 @@ POLICY: dict[str, Any] = {
     "budget": 80,
     "sinks": 2,
     "least_span": 3,
+    "span_tokens": 8,
     "rank": HEAD_DIM,
     "sensitivity": 0.5,
 }
@@ -232,17 +233,35 @@ def test_all_on_the_device_is_within_the_budget(share):
     policy = SeKV(budget=share)
     for prompt in (4096, 4099, 6000, 8191):
         budget = int(share * prompt)
-        plan = policy.plan(Lengths(prompt), geometry)
-        resident = plan.resident_blocks(prompt) * size - (-prompt % size)
-        zoom, spans = policy.zoom_tokens(prompt, geometry), int(0.1 * budget)
-        assert resident + zoom + spans <= budget
-        assert resident + zoom + spans > budget - 2 * size, "room is wasted"
+        resident = resident_tokens(policy, prompt, geometry)
+        zoom = policy.zoom_tokens(prompt, geometry)
+        spans = min(int(0.3 * budget), prompt // 32)
+        assert resident + zoom + spans == budget, "room is wasted"
+        assert int(0.4 * budget) <= zoom < int(0.4 * budget) + size
         surprisal = torch.rand(prompt, generator=torch.Generator().manual_seed(SEED))
         found = policy.segment(surprisal, resident, geometry)
         assert int(found.resident.sum()) == resident
-        assert 1 < found.num_spans <= spans
+        assert 0.9 * spans < found.num_spans <= spans
+        assert int(found.sizes.max()) <= zoom, "a span is never zoomed"
         assert bool(found.resident[: policy.sinks].all())
-        assert bool(found.resident[-min(512, int(0.25 * budget)) :].all())
+        assert bool(found.resident[-min(512, int(0.1 * budget)) :].all())
+
+
+def resident_tokens(policy: SeKV, prompt: int, geometry: Geometry) -> int:
+    plan, size = policy.plan(Lengths(prompt), geometry), geometry.block_size
+    return plan.resident_blocks(prompt) * size - (-prompt % size)
+
+
+def test_a_zoom_that_would_hold_no_span_is_room_for_tokens_that_stay():
+    geometry = Geometry(4, 2, 1, 1024)
+    # 0.4 * 120 and spans of 2000 / 36 tokens; 0.4 * 140 and 2000 / 42
+    for budget, zoom in ((120, 0), (140, 56)):
+        policy = SeKV(budget=budget)
+        assert zoom <= policy.zoom_tokens(2000, geometry) < zoom + max(4 * zoom, 1)
+        resident = resident_tokens(policy, 2000, geometry)
+        spans = int(0.3 * budget)
+        assert budget - 4 < resident + spans + zoom <= budget
+    assert SeKV(budget=140, zoom_share=0).zoom_tokens(2000, geometry) == 0
 
 
 def test_prompts_within_the_budget_stay_whole():

@@ -19,7 +19,7 @@ from vllm_kvplugins.residency.prompt_cuts import prompt_compactions
 from vllm_kvplugins.routers.files import read_router, shipped_router
 from vllm_kvplugins.routers.router import Router
 from vllm_kvplugins.spans.coarse import CoarseSpans
-from vllm_kvplugins.spans.segmentation import Segments, segment
+from vllm_kvplugins.spans.segmentation import Segments, cut_evenly, segment
 
 MEAN_KEY, SHIPPED = "mean-key", "shipped"
 
@@ -33,6 +33,7 @@ class SeKV(Resolver):
     softmax, with log |S| on top of their score; its tokens go to the host as factors
     of rank ``rank`` (equation 6). Each step looks at the means, and sees the spans
     that promise most token by token, as far as ``zoom_share`` of the budget goes.
+    Spans that surprise leaves long are cut into equal parts (``cut_evenly``).
 
     Budgets count what is on the device for the prompt, per KV head: resident tokens,
     a mean per span (one token each), and zoomed tokens. What is generated stays whole
@@ -45,9 +46,10 @@ class SeKV(Resolver):
     share a KV head; there is no threshold, the room decides.
 
     Differs from the paper: anchors are as many as the budget has room for, the most
-    surprising first; the window is at most ``window_share`` of the budget; the first
-    ``sinks`` tokens stay; a span that is zoomed for one query head is zoomed for all
-    that share its KV head, as they share pages.
+    surprising first; long spans are cut without an anchor; the window is at most
+    ``window_share`` of the budget; the first ``sinks`` tokens stay; a span that is
+    zoomed for one query head is zoomed for all that share its KV head, as they share
+    pages.
 
     Cost: the model's output layer for every token of the prompt; a decomposition of
     each span, per layer and KV head, while the model goes on; per step and layer, a
@@ -67,19 +69,26 @@ class SeKV(Resolver):
         default=512, ge=1, description="Newest tokens, always resident, at most."
     )
     window_share: float = Field(
-        default=0.25, gt=0, lt=1, description="Share of the budget for them, at most."
+        default=0.1, gt=0, lt=1, description="Share of the budget for them, at most."
     )
     zoom_share: float = Field(
         default=0.4,
         ge=0,
         lt=1,
-        description="Share of the budget for tokens of zoomed spans; 0: no zoom.",
+        description="Share of the budget for tokens of zoomed spans; 0: no zoom. There "
+        "is none, either, where the share holds no span of the mean length.",
     )
     span_share: float = Field(
-        default=0.1,
+        default=0.3,
         gt=0,
         lt=1,
         description="Share of the budget for the means of spans, at most.",
+    )
+    span_tokens: int = Field(
+        default=32,
+        ge=1,
+        description="Tokens of a span on average, at least: a prompt has no more "
+        "spans than that, whatever their share.",
     )
     sensitivity: float = Field(
         default=1.0,
@@ -109,7 +118,8 @@ class SeKV(Resolver):
         budget = self._budget_tokens(prompt_tokens, geometry)
         if budget >= prompt_tokens:
             return ResidencyPlan(size)
-        beside = self.zoom_tokens(prompt_tokens, geometry) + self._most_spans(budget)
+        spans = self._most_spans(budget, prompt_tokens)
+        beside = self._least_zoom(budget, prompt_tokens) + spans
         # the zone is rounded up to whole blocks; the budget holds all the same
         resident = max(budget - beside - size + 1, 1)
         return ResidencyPlan(size, prompt_compactions(prompt_tokens, size, resident))
@@ -118,10 +128,26 @@ class SeKV(Resolver):
         return self.budget.resolve(prompt_tokens, geometry.kv_bytes_per_token)
 
     def zoom_tokens(self, prompt_tokens: int, geometry: Geometry) -> int:
-        return int(self.zoom_share * self._budget_tokens(prompt_tokens, geometry))
+        """``zoom_share``, and what the whole blocks of resident tokens leave."""
+        budget = self._budget_tokens(prompt_tokens, geometry)
+        plan = self.plan(Lengths(prompt_tokens), geometry)
+        if not plan.compactions or not self._least_zoom(budget, prompt_tokens):
+            return 0
+        (compaction,) = plan.compactions
+        size = geometry.block_size
+        resident = len(compaction.zone) * size + prompt_tokens % size
+        spans = self._most_spans(budget, prompt_tokens)
+        return max(budget - resident - spans, 0)
 
-    def _most_spans(self, budget_tokens: int) -> int:
-        return max(int(self.span_share * budget_tokens), 1)
+    def _least_zoom(self, budget_tokens: int, prompt_tokens: int) -> int:
+        room = int(self.zoom_share * budget_tokens)
+        spans = self._most_spans(budget_tokens, prompt_tokens)
+        # where most spans do not fit, tokens that stay are worth more
+        return room if room * spans >= prompt_tokens else 0
+
+    def _most_spans(self, budget_tokens: int, prompt_tokens: int) -> int:
+        affordable = int(self.span_share * budget_tokens)
+        return max(min(affordable, prompt_tokens // self.span_tokens), 1)
 
     @property
     def host_memory_bytes(self) -> int | None:
@@ -152,10 +178,11 @@ class SeKV(Resolver):
         # the newest come first where not even these fit
         fixed &= fixed.flip(0).cumsum(0).flip(0) <= resident_tokens
         room = resident_tokens - int(fixed.sum())
-        most_spans = self._most_spans(budget)
-        return segment(
-            surprisal, fixed, room, self.sensitivity, self.least_span, most_spans
-        )
+        most_spans = self._most_spans(budget, tokens)
+        # half of the spans at most, so that there are enough to cut what is long
+        cuts = max(most_spans // 2, 1)
+        found = segment(surprisal, fixed, room, self.sensitivity, self.least_span, cuts)
+        return cut_evenly(found, self.least_span, most_spans)
 
     def gates(
         self, layer: int, queries: torch.Tensor, spans: CoarseSpans, scale: float

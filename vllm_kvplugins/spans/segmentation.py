@@ -6,14 +6,15 @@ One prompt; capitals stay resident, the others are in the host's memory::
     sinks  span   span        short     window
                anchors
 
-Anchors are surprising tokens; what lies between two of them is a span.
+Anchors are surprising tokens; what lies between two of them is a span, or several
+where that would be long.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -94,6 +95,37 @@ def segment(
     return _divided(surprisal, resident, anchors)
 
 
+def cut_evenly(segments: Segments, least_span: int, most_spans: int) -> Segments:
+    """Cut the longest spans into equal parts, so that a zoom has room for them.
+
+    The longest part is as short as can be. Nothing is in the paper: there, a span is
+    as long as surprise leaves it, though no room may hold it.
+
+    Args:
+        least_span: no part is shorter.
+        most_spans: how many there may be; where there are more already, nothing
+            is cut.
+
+    Cost: as ``segment``.
+    """
+    sizes = segments.sizes
+
+    def parts(longest: int) -> torch.Tensor:
+        return (-(-sizes // longest)).minimum((sizes // least_span).clamp(min=1))
+
+    limits = range(1, int(sizes.max()) if sizes.numel() else 1)
+    # the more a part may hold, the fewer there are
+    at = bisect_left(limits, -most_spans, key=lambda limit: -int(parts(limit).sum()))
+    counts = parts(at + 1)
+    span = torch.arange(sizes.numel()).repeat_interleave(counts)
+    number = torch.arange(span.numel()) - (counts.cumsum(0) - counts)[span]
+    size, count = sizes[span], counts[span]
+    cut = (number + 1) * size // count - number * size // count
+    owner = torch.arange(cut.numel()).repeat_interleave(cut)
+    weights = _shares(segments.weights, owner, cut)
+    return replace(segments, span=owner, sizes=cut, weights=weights)
+
+
 def _anchors(
     surprisal: torch.Tensor,
     fixed: torch.Tensor,
@@ -157,8 +189,14 @@ def _divided(
     positions = (~resident).nonzero().squeeze(1)
     cut = torch.searchsorted(anchors, positions)  # anchors in front of each
     _, span, sizes = cut.unique_consecutive(return_inverse=True, return_counts=True)
-    worth = surprisal[positions].clamp(min=0)
+    weights = _shares(surprisal[positions].clamp(min=0), span, sizes)
+    return Segments(resident, positions, span, sizes, weights, anchors)
+
+
+def _shares(
+    worth: torch.Tensor, span: torch.Tensor, sizes: torch.Tensor
+) -> torch.Tensor:
+    """float32 [n]: of what a token's span is worth; of nothing, equal ones."""
     total = torch.zeros(sizes.numel()).index_add_(0, span, worth)
     even = 1 / sizes.float()
-    weights = torch.where(total[span] > 0, worth / total[span], even[span])
-    return Segments(resident, positions, span, sizes, weights, anchors)
+    return torch.where(total[span] > 0, worth / total[span], even[span])
