@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
-from _masked_model import Branches, MaskedModel
+from _resolved_model import Resolved, ResolvedBranches, ResolvedModel, surprisals
 from _selection import Probing, Selector
 from transformers import AutoTokenizer
 
 from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.policies.base import Retention
+from vllm_kvplugins.policies.resolution import Resolver
 
 BLOCK_SIZE = 32
 
@@ -19,7 +21,7 @@ class Answers:
 
     def __init__(self, folder: str, max_tokens: int) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = MaskedModel(folder)
+        self.model = ResolvedModel(folder)
         self.max_tokens = max_tokens
         ends = self.model.model.generation_config.eos_token_id
         self.ends = set(ends if isinstance(ends, list) else [ends])
@@ -34,19 +36,39 @@ class Answers:
             add_generation_prompt=True,
             return_dict=False,
         )
-        prompt = self.model.read(tokens)
+        full = {"name": "full"}
+        parsed = [parse_policy(policy or full) for policy in policies]
+        resolvers = [
+            cast(Resolver, policy)
+            if policy.retention is Retention.RECONSTRUCT
+            else None
+            for policy in parsed
+        ]
+        prompt = self.model.read(tokens, logits=len(tokens) if any(resolvers) else 1)
         probing = Probing(self.model, tokens, self._encode)
         selector = Selector(prompt, self.model.rotary(), BLOCK_SIZE, probing)
-        full = {"name": "full"}
-        kept = [selector.kept(parse_policy(policy or full)) for policy in policies]
-        branches = Branches(prompt, torch.stack(kept))
+        everything = selector.kept(parse_policy(full))
+        kept = [
+            everything if resolver else selector.kept(policy)
+            for policy, resolver in zip(parsed, resolvers, strict=True)
+        ]
+        resolved: list[Resolved | None] = [None] * len(parsed)
+        if any(resolvers):
+            surprisal = surprisals(prompt.logits, tokens)
+            resolved = [
+                p and Resolved.of(p, prompt, surprisal, selector.geometry)
+                for p in resolvers
+            ]
+        branches = ResolvedBranches(prompt, torch.stack(kept), resolved=resolved)
         said = self._generate(branches, prompt.logits[-1].argmax())
         return [self.tokenizer.decode(ids) for ids in said], len(tokens)
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _generate(self, branches: Branches, first: torch.Tensor) -> list[list[int]]:
+    def _generate(
+        self, branches: ResolvedBranches, first: torch.Tensor
+    ) -> list[list[int]]:
         """Greedy tokens of every branch, without what follows the end."""
         count = len(branches.visible)
         said = [first.expand(count)]

@@ -6,7 +6,9 @@ bounds. Two ways to run:
 
 * ``--backend engine``: vLLM, one engine per policy and budget;
 * ``--backend mask``: the model in float32 with what a policy drops hidden, which
-  computes the same (``_masked_model.py``) but reads every prompt once for all.
+  computes the same (``_masked_model.py``) but reads every prompt once for all;
+  for policies that drop tokens at the prompt's end, and those that keep spans
+  (``_resolved_model.py``).
 
 Every answer is a line of ``--out``; a run that was interrupted goes on there.
 
@@ -23,6 +25,7 @@ from math import gcd
 from pathlib import Path
 from typing import Annotated, Any
 
+import sekv_ablations
 import typer
 from _engine import EngineJob, child_rows, provenance
 from _pass_key import QUESTION, filler, plant, sentences
@@ -309,6 +312,7 @@ def main(
     child: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Ask every policy for the key at ``depths`` depths."""
+    sekv_ablations.register()
     if child:
         shared, config, todo = json.loads(child)
         run_engine(Setting(**shared), Job(config), todo)

@@ -1,0 +1,83 @@
+"""SeKV with one part taken out (SeKV, table 5), as policies of their own.
+
+    import sekv_ablations
+
+    sekv_ablations.register()
+
+before an engine starts in the same process, as ``needle.py`` does. All have the budget
+and the plan of ``sekv``: what a part leaves free goes to the newest tokens. Without a
+zoom is ``{"name": "sekv", "zoom_share": 0}``, which leaves its room to anchors. A
+trained router and its thresholds are rows of the table that have no policy here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from vllm_kvplugins.policies.base import Geometry
+from vllm_kvplugins.policies.registry import register_policy
+from vllm_kvplugins.policies.sekv import SeKV
+from vllm_kvplugins.spans.segmentation import Segments, cut_evenly
+
+
+class FixedChunks(SeKV):
+    """Spans of equal length; surprising tokens stay, but cut nothing."""
+
+    name: ClassVar[str] = "sekv-fixed-chunks"
+    summary: ClassVar[str] = "sekv whose spans are chunks of one length"
+
+    def segment(
+        self, surprisal: torch.Tensor, resident_tokens: int, geometry: Geometry
+    ) -> Segments:
+        nobody = self.model_copy(update={"sensitivity": float("inf")})
+        return SeKV.segment(nobody, surprisal, resident_tokens, geometry)
+
+
+class NoAnchors(SeKV):
+    """Surprising tokens cut spans, but do not stay; more of the newest ones do."""
+
+    name: ClassVar[str] = "sekv-no-anchors"
+    summary: ClassVar[str] = "sekv whose surprising tokens do not stay"
+
+    def segment(
+        self, surprisal: torch.Tensor, resident_tokens: int, geometry: Geometry
+    ) -> Segments:
+        whole = super().segment(surprisal, resident_tokens, geometry)
+        spans, tokens = whole.num_spans, surprisal.numel()
+        resident = torch.zeros(tokens, dtype=torch.bool)
+        sinks = min(self.sinks, resident_tokens - 1)
+        resident[:sinks] = True
+        resident[tokens - (resident_tokens - sinks) :] = True
+        positions = (~resident).nonzero().squeeze(1)
+        cut = torch.searchsorted(whole.anchors, positions, right=True)
+        _, span, sizes = cut.unique_consecutive(return_inverse=True, return_counts=True)
+        # cut_evenly makes shares of a span's surprisal of them
+        worth = surprisal[positions].clamp(min=0)
+        divided = Segments(resident, positions, span, sizes, worth, whole.anchors)
+        return cut_evenly(divided, self.least_span, spans)
+
+
+class PlainMeans(SeKV):
+    """A span's tokens count alike in its mean."""
+
+    name: ClassVar[str] = "sekv-plain-means"
+    summary: ClassVar[str] = "sekv whose means are not weighted by surprisal"
+
+    def segment(
+        self, surprisal: torch.Tensor, resident_tokens: int, geometry: Geometry
+    ) -> Segments:
+        found = super().segment(surprisal, resident_tokens, geometry)
+        even = (1 / found.sizes.float())[found.span]
+        return replace(found, weights=even)
+
+
+ABLATIONS = (FixedChunks, NoAnchors, PlainMeans)
+
+
+def register() -> None:
+    """Make them known under their names."""
+    for policy in ABLATIONS:
+        register_policy(policy.name, f"{__name__}:{policy.__name__}")
