@@ -1,0 +1,157 @@
+"""What the benchmarks' model sees of spans, and what ablations of sekv leave out."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+pytest.importorskip("transformers")
+import sekv_ablations
+from _masked_model import Prompt, attend
+from _resolved_model import Resolved, surprisals
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.policies.base import Geometry, Lengths
+from vllm_kvplugins.policies.sekv import SeKV
+from vllm_kvplugins.spans.segmentation import Segments
+
+SEED = 20261122
+HEADS, GROUP, DIM, TOKENS, SIZE = 2, 2, 16, 300, 4
+SCALE = DIM**-0.5
+GEOMETRY = Geometry(SIZE, 1, HEADS, 4 * DIM * HEADS)
+POLICY = {"name": "sekv", "budget": 120, "least_span": 3, "span_tokens": 10}
+
+
+def made_up() -> tuple[Prompt, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A prompt, its surprisal, and a new token's query, and key and value."""
+    print("seed", SEED)
+    rng = torch.Generator().manual_seed(SEED)
+    keys, values = torch.randn(2, HEADS, TOKENS, DIM, generator=rng).bfloat16().float()
+    surprisal = torch.rand(TOKENS, generator=rng) ** 4
+    query = torch.randn(HEADS * GROUP, DIM, generator=rng) * 2
+    new = torch.randn(2, HEADS, 1, DIM, generator=rng)
+    return Prompt([query], [keys], [values], [SCALE]), surprisal, query, new
+
+
+def test_with_room_for_all_spans_all_tokens_are_seen():
+    prompt, surprisal, query, (new_key, new_value) = made_up()
+    policy = parse_policy(POLICY | {"rank": DIM})
+    resolved = Resolved.of(policy, prompt, surprisal, GEOMETRY)
+    shape = (1, HEADS, TOKENS)
+    wanted = attend(
+        query[None, :, None],
+        prompt.keys[0],
+        prompt.values[0],
+        new_key[None],
+        new_value[None],
+        torch.ones(shape, dtype=torch.bool),
+        SCALE,
+    )[0, :, 0]
+    some = resolved.attend(0, query, new_key, new_value, SCALE)
+    assert float((some - wanted).abs().max()) > 0.05
+    resolved.room = TOKENS
+    everything = resolved.attend(0, query, new_key, new_value, SCALE)
+    # factors are rounded to bfloat16
+    torch.testing.assert_close(everything, wanted, rtol=0, atol=0.02)
+
+
+def test_without_a_zoom_a_span_is_its_mean_and_its_size():
+    prompt, surprisal, query, (new_key, new_value) = made_up()
+    policy = parse_policy(POLICY | {"zoom_share": 0})
+    resolved = Resolved.of(policy, prompt, surprisal, GEOMETRY)
+    found = resolved.attend(0, query, new_key, new_value, SCALE).view(HEADS, GROUP, DIM)
+    segments = resolved.segments
+    assert segments.num_spans > 5
+    parts = list(
+        zip(
+            segments.positions.split(segments.sizes.tolist()),
+            segments.weights.split(segments.sizes.tolist()),
+            strict=True,
+        )
+    )
+    for head in range(HEADS):
+        keys, values = prompt.keys[0][head], prompt.values[0][head]
+        stay = segments.resident
+        key_means, value_means = (
+            torch.stack([(w[:, None] * rows[at]).sum(0) for at, w in parts])
+            for rows in (keys, values)
+        )
+        seen = torch.cat([keys[stay], key_means, new_key[head]])
+        told = torch.cat([values[stay], value_means, new_value[head]])
+        bias = [math.log(len(at)) for at, _ in parts]
+        extra = torch.tensor([0.0] * int(stay.sum()) + bias + [0.0])
+        for number in range(GROUP):
+            asked = query[head * GROUP + number]
+            wanted = (seen @ asked * SCALE + extra).softmax(0) @ told
+            torch.testing.assert_close(found[head, number], wanted, rtol=0, atol=1e-5)
+
+
+def test_prompts_within_the_budget_need_no_spans():
+    prompt, surprisal, *_ = made_up()
+    policy = parse_policy(POLICY | {"budget": TOKENS})
+    assert Resolved.of(policy, prompt, surprisal, GEOMETRY) is None
+
+
+def test_surprisal_is_of_the_token_that_came():
+    logits = torch.tensor([[0.0, math.log(3)], [math.log(7), 0.0], [5.0, 5.0]])
+    found = surprisals(logits, [0, 1, 0])
+    assert found.tolist() == pytest.approx([0, math.log(4 / 3), math.log(8 / 7)])
+
+
+# -- ablations ---------------------------------------------------------------------
+
+
+def segments_of(name: str) -> tuple[SeKV, Segments]:
+    sekv_ablations.register()
+    policy = parse_policy(POLICY | {"name": name})
+    assert isinstance(policy, SeKV)
+    (compaction,) = policy.plan(Lengths(TOKENS), GEOMETRY).compactions
+    stays = len(compaction.zone) * SIZE + TOKENS % SIZE
+    found = policy.segment(made_up()[1], stays, GEOMETRY)
+    # whatever is left out, the budget is the same
+    assert int(found.resident.sum()) == stays
+    assert int(found.sizes.sum()) == TOKENS - stays
+    sums = torch.zeros(found.num_spans).index_add_(0, found.span, found.weights)
+    torch.testing.assert_close(sums, torch.ones(found.num_spans))
+    return policy, found
+
+
+def test_fixed_chunks_have_one_length_and_the_same_surprising_tokens():
+    _, whole = segments_of("sekv")
+    _, chunks = segments_of("sekv-fixed-chunks")
+    assert whole.anchors.numel() > 3
+    assert chunks.anchors.numel() == 0
+    assert int(chunks.sizes.max() - chunks.sizes.min()) <= 1
+    assert int(whole.sizes.max() - whole.sizes.min()) > 1
+    assert chunks.num_spans == pytest.approx(whole.num_spans, abs=2)
+    assert bool(chunks.resident[whole.anchors].all())
+
+
+def test_without_anchors_the_newest_stay():
+    _, whole = segments_of("sekv")
+    policy, plain = segments_of("sekv-no-anchors")
+    newest = int(plain.resident.sum()) - policy.sinks
+    assert bool(plain.resident[-newest:].all())
+    assert bool(plain.resident[: policy.sinks].all())
+    # a surprising token still begins a span
+    starts = plain.positions[plain.sizes.cumsum(0) - plain.sizes].tolist()
+    inside = [p for p in whole.anchors.tolist() if p < TOKENS - newest]
+    assert len(inside) > 2
+    assert set(inside) <= set(starts)
+    assert plain.num_spans <= whole.num_spans
+
+
+def test_plain_means_weigh_alike_what_sekv_weighs_by_surprise():
+    _, whole = segments_of("sekv")
+    _, plain = segments_of("sekv-plain-means")
+    assert torch.equal(plain.span, whole.span)
+    assert torch.equal(plain.resident, whole.resident)
+    assert plain.weights.tolist() == pytest.approx(
+        [1 / int(plain.sizes[s]) for s in plain.span]
+    )
+    assert not torch.allclose(plain.weights, whole.weights)
