@@ -6,36 +6,12 @@
 #include <utility>
 #include <vector>
 
+#include "factor_check.hpp"
 #include "kvp/for_all.hpp"
 #include "token_check.hpp"
 
 namespace kvp::binding {
 namespace {
-
-using svd::Index;
-
-// More than any context, and few enough that sizes of records do not overflow.
-constexpr Index kMostTokens = Index{1} << 40;
-
-// Calls body with a null pointer of the type of a float32 or bfloat16 tensor.
-template <typename Body>
-void with_number(const Argument& argument, const Body& body) {
-  const ScalarType type = argument.tensor.scalar_type();
-  if (type == ScalarType::Float) {
-    body(static_cast<float*>(nullptr));
-  } else if (type == ScalarType::BFloat16) {
-    body(static_cast<BFloat16*>(nullptr));
-  } else {
-    fail(argument.op, argument.name, " must be float32 or bfloat16, got ",
-         torch::headeronly::toString(type));
-  }
-}
-
-const Index* numbers(const char* op, const char* name, const Tensor& tensor,
-                     Index size) {
-  if (!tensor.is_cpu()) fail(op, name, " must be on the CPU");
-  return Argument{op, name, tensor}.indices(tensor, size);
-}
 
 // Spans of the same tokens in every plane; matrix = plane * count + span.
 struct Spans {
@@ -183,91 +159,14 @@ std::tuple<Tensor, Tensor, Tensor> truncated_svd(
   return {factors, offsets, ranks};
 }
 
-// Packed factors, and which of them a call is about.
-struct Chosen {
-  const Tensor& factors;
-  const Index* offsets;
-  const Index* ranks;
-  const Index* tokens;
-  const Index* which;
-  Index count;
-  Index head_dim;
-
-  template <typename Factor>
-  svd::Record<Factor> shape(Index i) const {
-    return {tokens[which[i]], head_dim, ranks[which[i]]};
-  }
-  template <typename Factor>
-  const Factor* record(Index i) const {
-    return static_cast<const Factor*>(factors.const_data_ptr()) + offsets[which[i]];
-  }
-  // Multiply-adds of all of them.
-  Index work() const {
-    Index sum = 0;
-    for (Index i = 0; i < count; ++i) {
-      sum += tokens[which[i]] * ranks[which[i]] * head_dim;
-    }
-    return sum;
-  }
-};
-
-Chosen checked_factors(const char* op, const char* name, const Tensor& factors,
-                       const Tensor& offsets, const Tensor& ranks,
-                       const Tensor& tokens, Index head_dim, const Tensor& which) {
-  const Argument argument{op, name, factors};
-  argument.require_dim(1);
-  argument.require_contiguous();
-  if (!factors.is_cpu()) fail(op, name, " must be on the CPU");
-  if (head_dim < 1 || head_dim > kMaxHeadDim) {
-    fail(op, "head_dim must be 1 to ", kMaxHeadDim, ", got ", head_dim);
-  }
-  const Index* rank = numbers(op, "ranks", ranks, -1);
-  const Index matrices = ranks.size(0);
-  const Chosen made{factors,
-                    numbers(op, "offsets", offsets, matrices + 1),
-                    rank,
-                    numbers(op, "tokens", tokens, matrices),
-                    numbers(op, "which", which, -1),
-                    which.size(0),
-                    head_dim};
-  with_number(argument, [&](auto* tag) {
-    using Factor = std::remove_pointer_t<decltype(tag)>;
-    for (Index i = 0; i < made.count; ++i) {
-      const Index at = made.which[i];
-      if (at < 0 || at >= matrices) {
-        fail(op, "which[", i, "] is matrix ", at, ", but there are 0 to ",
-             matrices - 1);
-      }
-      const Index begin = made.offsets[at], end = made.offsets[at + 1];
-      const svd::Record<Factor> shape = made.shape<Factor>(i);
-      if (begin < 0 || end < begin || end > factors.size(0) ||
-          shape.tokens < 0 || shape.rank < 0 ||
-          shape.rank > std::min(shape.tokens, head_dim) ||
-          shape.tokens > kMostTokens || shape.elements() != end - begin) {
-        fail(op, name, ": matrix ", at, " is not a record of rank ", shape.rank,
-             " and ", shape.tokens, " tokens");
-      }
-    }
-  });
-  return made;
-}
-
-// Rows of the results that come before each matrix's, and all of them at the end.
-std::vector<Index> row_offsets(const Chosen& chosen) {
-  std::vector<Index> offsets{0};
-  for (Index i = 0; i < chosen.count; ++i) {
-    offsets.push_back(offsets.back() + chosen.tokens[chosen.which[i]]);
-  }
-  return offsets;
-}
-
 Tensor reconstruct(const Tensor& factors, const Tensor& offsets, const Tensor& ranks,
                    const Tensor& tokens, std::int64_t head_dim, const Tensor& which,
                    bool narrow) {
   const char* op = "reconstruct";
-  const Chosen chosen = checked_factors(op, "factors", factors, offsets, ranks,
-                                        tokens, head_dim, which);
-  const std::vector<Index> first = row_offsets(chosen);
+  const Chosen chosen(
+      op, checked_factors(op, "factors", factors, offsets, ranks, tokens, head_dim),
+      which);
+  const std::vector<Index> first = chosen.row_offsets();
   Tensor rows = torch::stable::new_empty(
       factors, {first.back(), head_dim},
       narrow ? ScalarType::BFloat16 : ScalarType::Float);
@@ -295,9 +194,9 @@ template <typename Element>
 void fill_plane(const Chosen& chosen, const Tensor& heap, const HeapView& view,
                 const Plane& plane, const Tokens& to) {
   const svd::Kernels& kernels = svd::select_kernels();
-  const std::vector<Index> first = row_offsets(chosen);
+  const std::vector<Index> first = chosen.row_offsets();
   auto* base = static_cast<Element*>(heap.mutable_data_ptr());
-  with_number(Argument{"reconstruct_tokens", "factors", chosen.factors}, [&](auto* tag) {
+  with_number(Argument{"reconstruct_tokens", "factors", chosen.all.tensor}, [&](auto* tag) {
     using Factor = std::remove_pointer_t<decltype(tag)>;
     for_all(
         chosen.count,
@@ -324,12 +223,16 @@ void reconstruct_tokens(const Tensor& heap, const Tensor& pages, const Tensor& s
   const char* op = "reconstruct_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const PageLayout layout = checked_layout(op, heap, view, k_offsets, v_offsets);
-  const Chosen keys = checked_factors(op, "keys", key_factors, key_starts, key_ranks,
-                                      tokens, view.head_dim, which);
-  const Chosen values = checked_factors(op, "values", value_factors, value_starts,
-                                        value_ranks, tokens, view.head_dim, which);
+  const Chosen keys(op,
+                    checked_factors(op, "keys", key_factors, key_starts, key_ranks,
+                                    tokens, view.head_dim),
+                    which);
+  const Chosen values(op,
+                      checked_factors(op, "values", value_factors, value_starts,
+                                      value_ranks, tokens, view.head_dim),
+                      which);
   const Tokens to = checked_tokens(op, "pages", "slots", heap, view, pages, slots,
-                                   row_offsets(keys).back());
+                                   keys.row_offsets().back());
   check_writes(op, view, to, nullptr);
   with_number(Argument{op, "heap", heap}, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;

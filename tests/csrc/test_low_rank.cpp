@@ -103,6 +103,45 @@ void test_reconstruction(std::mt19937& random) {
   }
 }
 
+// Any components may go; what stays is copied, and one element fills odd records up.
+template <typename Factor>
+void check_components(Index tokens, Index dim, float least, std::mt19937& random) {
+  const auto problem = make_problem<float>(tokens, dim, Spectrum::kDecaying, random);
+  const auto made = decompose<Factor>(problem, 7);
+  std::vector<float> gates(u(made.shape.rank));
+  std::vector<Index> stay;
+  for (std::size_t k = 0; k < gates.size(); ++k) {
+    gates[k] = std::uniform_real_distribution<float>(0.0f, 1.0f)(random);
+    if (gates[k] >= least) stay.push_back(Index(k));
+  }
+  Decomposed<Factor> kept{{tokens, dim, Index(stay.size())}, {}, Fault::kNone};
+  // exactly as long: a sanitizer sees a write behind it
+  kept.record.resize(u(kept.shape.elements()), kvp::svd::narrow(NAN, (Factor*)nullptr));
+  kvp::svd::keep_components(made.shape, made.record.data(), gates.data(), least,
+                            kept.record.data());
+  for (Index j = 0; j < kept.shape.rank; ++j) {
+    const Index k = stay[u(j)];
+    CHECK(kept.sigma(j) == double(float(made.sigma(k)) * gates[u(k)]));
+    for (Index t = 0; t < tokens; ++t) CHECK(kept.left(t, j) == made.left(t, k));
+    for (Index d = 0; d < dim; ++d) CHECK(kept.right(j, d) == made.right(k, d));
+  }
+  if (kept.shape.elements() > kept.shape.right() + kept.shape.rank * dim) {
+    CHECK(kvp::to_float(kept.record.back()) == 0.0f);
+  }
+}
+
+void test_components(std::mt19937& random) {
+  current_case = "components";
+  for (Index tokens : {0, 1, 6, 33}) {
+    for (Index dim : {1, 64, 65}) {
+      for (float least : {0.0f, 0.5f, 1.0f}) {
+        check_components<float>(tokens, dim, least, random);
+        check_components<BFloat16>(tokens, dim, least, random);
+      }
+    }
+  }
+}
+
 // Vectors and what is left behind them round as single values do.
 void test_conversion() {
   current_case = "conversion";
@@ -128,6 +167,7 @@ int main() {
   with_all_kernels([&] {
     test_conversion();
     test_reconstruction(random);
+    test_components(random);
   });
   test_size();
   std::printf("%d failure(s)\n", failures);

@@ -13,6 +13,7 @@ from fake_engine import GROUP, HEAD_DIM, KV_HEADS, LAYERS, SCALE, FakeEngine, Re
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.ops import LowRank
 from vllm_kvplugins.policies.base import Geometry, Lengths
 from vllm_kvplugins.policies.sekv import SeKV
 from vllm_kvplugins.residency.requests import Row
@@ -221,6 +222,35 @@ def test_lower_ranks_see_less():
             run(engine, {"a": 150}, 4, 150)
         errors.append(engine.worst)
     assert errors[0] < 1e-5 < 1e-3 < errors[1] < errors[2]
+
+
+def test_components_that_count_little_are_dropped(monkeypatch):
+    """Gates that are 1 up to some rank, and little behind it, are that rank."""
+    asked: list[tuple[int, tuple[int, ...]]] = []
+
+    def gates(self: SeKV, layer: int, factors: LowRank, summary: torch.Tensor) -> Any:
+        asked.append((layer, tuple(summary.shape)))
+        own = [(torch.arange(r) < 4) * 0.99 + 0.01 for r in factors.ranks.tolist()]
+        return torch.cat(own)
+
+    def first_answer(**policy: Any) -> list[torch.Tensor]:
+        """What one query sees in each layer."""
+        seen: list[torch.Tensor] = []
+        engine = ZoomingEngine(POLICY | policy)
+        monkeypatch.setattr(
+            ZoomingEngine, "_check_row", lambda self, row, layer, out: seen.append(out)
+        )
+        run(engine, {"a": 150}, 2, 150)
+        return seen
+
+    lower, full = first_answer(rank=4), first_answer()
+    monkeypatch.setattr(SeKV, "component_gates", gates)
+    gated = first_answer()
+    assert [layer for layer, _ in asked] == list(range(LAYERS))
+    assert {shape[0::2] for _, shape in asked} == {(KV_HEADS, HEAD_DIM)}
+    for a, b, c in zip(gated, lower, full, strict=True):
+        torch.testing.assert_close(a, b)
+        assert (a - c).abs().max() > 1e-3
 
 
 # -- sizes -----------------------------------------------------------------------

@@ -5,6 +5,7 @@
 """
 
 from vllm_kvplugins.ops.bulk import copy_pages
+from vllm_kvplugins.ops.components import keep_components
 from vllm_kvplugins.ops.dispatch import (
     backend_in_use,
     extension_info,
@@ -40,6 +41,7 @@ __all__ = [
     "gather_keys",
     "gather_tokens",
     "gather_values",
+    "keep_components",
     "merge_by_lse",
     "move_tokens",
     "reconstruct",

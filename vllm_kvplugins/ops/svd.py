@@ -57,7 +57,8 @@ class LowRank:
         return self.factors.numel() * self.factors.itemsize
 
     def singular_values(self, matrix: int) -> torch.Tensor:
-        """float32 [rank], descending, a view: what is written there is used."""
+        """float32 [rank], a view: what is written there is used. Descending, unless
+        gates have been multiplied into them."""
         rank, start = int(self.ranks[matrix]), int(self.offsets[matrix])
         wide = 4 // self.factors.itemsize
         return self.factors[start : start + rank * wide].view(torch.float32)
@@ -98,8 +99,7 @@ def truncated_svd(
     max(8, max_rank / 4)`` dimensions, has at most half of those of the smaller side.
     Its error is then up to 4 % above the best possible on rows without any structure,
     about 1 % with a decaying spectrum.
-    The learned gates of equation 7 are not applied: to apply them, multiply
-    ``singular_values`` in place.
+    The learned gates of equation 7 are not applied; ``keep_components`` does that.
 
     Args:
         rows: float32 or bfloat16 [planes, tokens, head_dim], keys or values; a plane
@@ -125,7 +125,7 @@ def truncated_svd(
     """
     op = "truncated_svd"
     dtype = dtype or rows.dtype
-    _check_placement(op, dtype, "rows", rows)
+    check_placement(op, dtype, "rows", rows)
     if compiled_for(rows.device)[0]:
         factors, offsets, ranks = call_compiled(
             op,
@@ -151,7 +151,8 @@ def reconstruct(
 ) -> torch.Tensor:
     """Rows of ``U diag(sigma) V^T`` of some matrices, one matrix behind the other.
 
-    SeKV, equation 8, with gates that have been multiplied into the singular values.
+    SeKV, equation 8, with gates that ``keep_components`` has multiplied into the
+    singular values.
 
     Args:
         low_rank: what :func:`truncated_svd` returned.
@@ -168,7 +169,7 @@ def reconstruct(
     """
     op = "reconstruct"
     dtype = dtype or low_rank.factors.dtype
-    _check_placement(op, dtype, "factors", low_rank.factors)
+    check_placement(op, dtype, "factors", low_rank.factors)
     if compiled_for(low_rank.factors.device)[0]:
         return call_compiled(
             op,
@@ -213,7 +214,7 @@ def reconstruct_tokens(
     Cost: that of two :func:`reconstruct`; nothing but the slots is written.
     """
     op = "reconstruct_tokens"
-    _check_placement(op, heap.dtype, "heap", heap)
+    check_placement(op, heap.dtype, "heap", heap)
     if keys.head_dim != layout.head_dim or values.head_dim != layout.head_dim:
         _fail(
             op,
@@ -286,7 +287,7 @@ def _svd_in_torch(
             for i, span in enumerate(spans.tolist()):
                 matrix, rank = plane * len(starts) + span, int(kept[plane, i])
                 ranks[matrix] = rank
-                records[matrix] = _record(
+                records[matrix] = pack_record(
                     u[plane, i, :, :rank],
                     sigma[plane, i, :rank],
                     vt[plane, i, :rank],
@@ -310,18 +311,20 @@ def _kept_ranks(
     return kept.clamp(max=max_rank)
 
 
-def _record(
+def pack_record(
     u: torch.Tensor, sigma: torch.Tensor, vt: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
+    """The record of one matrix, see :class:`LowRank`."""
     parts = [sigma.float().view(dtype), u.to(dtype).flatten(), vt.to(dtype).flatten()]
     if sum(map(len, parts)) % (4 // dtype.itemsize):
         parts.append(torch.zeros(1, dtype=dtype))
     return torch.cat(parts)
 
 
-def _check_placement(
+def check_placement(
     op: str, dtype: torch.dtype, name: str, tensor: torch.Tensor
 ) -> None:
+    """Raise ValueError unless ``tensor`` is on the CPU and ``dtype`` can be made."""
     if tensor.device.type != "cpu":
         _fail(op, f"{name} must be on the CPU, got {tensor.device}")
     if dtype not in DTYPES:

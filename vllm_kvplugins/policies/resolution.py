@@ -81,11 +81,19 @@ class Resolver(KVCachePolicy):
             factors: of all spans' keys, KV head by KV head, and then of all values.
             summary: of ``summarize``.
 
+        Called on another thread than the rest.
+
         Returns:
             float32 in [0, 1], a number per singular value, matrix by matrix; None:
             all count as they are.
         """
         return None
+
+    @property
+    def least_gate(self) -> float:
+        """Components that count less are dropped: "negligible gates" of SeKV,
+        section 3.2, which names no number."""
+        return 0.05
 
     @abstractmethod
     def gates(

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_kvplugins.ops import dispatch as ops
+from vllm_kvplugins.ops.components import keep_components
 from vllm_kvplugins.ops.mixed_attention import CoarseEntries, attend_mixed
 from vllm_kvplugins.ops.svd import LowRank, reconstruct, truncated_svd
 from vllm_kvplugins.policies.base import Geometry
@@ -206,7 +207,7 @@ class Zooming:
             spans = CoarseSpans.of(
                 keys, values, segments, partial(self.policy.summarize, layer)
             )
-            factors = self._helper.submit(self._decompose, keys, values, segments.sizes)
+            factors = self._helper.submit(self._decompose, layer, keys, values, spans)
             dtype = self._heap.pages.dtype
             state.layers.append(ZoomedLayer.of(spans, factors, room, dtype))
 
@@ -225,11 +226,19 @@ class Zooming:
 
     @torch.inference_mode()
     def _decompose(
-        self, keys: torch.Tensor, values: torch.Tensor, sizes: torch.Tensor
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        spans: CoarseSpans,
     ) -> LowRank:
-        starts = sizes.cumsum(0) - sizes
+        starts = spans.sizes.cumsum(0) - spans.sizes
         rows = torch.cat([keys, values])
-        return truncated_svd(rows, starts, sizes, self.policy.most_rank)
+        factors = truncated_svd(rows, starts, spans.sizes, self.policy.most_rank)
+        gates = self.policy.component_gates(layer, factors, spans.summary)
+        if gates is None:
+            return factors
+        return keep_components(factors, gates, self.policy.least_gate)
 
     # -- steps --------------------------------------------------------------------
 

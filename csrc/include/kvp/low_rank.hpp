@@ -37,6 +37,37 @@ struct Record {
   }
 };
 
+// Whether a component with this gate stays.
+inline bool stays(float gate, float least) { return gate >= least; }
+
+// Writes the record of the components that stay, in their order, each singular value
+// times its gate (SeKV, equation 8). `out` has room for their record.
+template <typename Factor>
+void keep_components(const Record<Factor>& shape, const Factor* record,
+                     const float* gates, float least, Factor* out) {
+  Record<Factor> made{shape.tokens, shape.head_dim, 0};
+  for (Index k = 0; k < shape.rank; ++k) made.rank += stays(gates[k], least);
+  if (made.elements() > made.right() + made.rank * made.head_dim) {
+    out[made.elements() - 1] = Factor{};  // what fills it up
+  }
+  Index to = 0;
+  for (Index k = 0; k < shape.rank; ++k) {
+    if (!stays(gates[k], least)) continue;
+    float sigma;
+    std::memcpy(&sigma, record + k * Record<Factor>::kPerFloat, sizeof sigma);
+    sigma *= gates[k];
+    std::memcpy(out + to * Record<Factor>::kPerFloat, &sigma, sizeof sigma);
+    for (Index t = 0; t < shape.tokens; ++t) {
+      out[made.left() + t * made.rank + to] =
+          record[shape.left() + t * shape.rank + k];
+    }
+    std::memcpy(out + made.right() + to * shape.head_dim,
+                record + shape.right() + k * shape.head_dim,
+                static_cast<std::size_t>(shape.head_dim) * sizeof(Factor));
+    ++to;
+  }
+}
+
 // Buffers of one thread; they only grow.
 struct Workspace {
   std::vector<double> doubles;

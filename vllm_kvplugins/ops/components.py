@@ -1,0 +1,96 @@
+"""Gates on the components of low-rank factors: what counts little is dropped.
+
+Compiled if built, in torch otherwise; ``KVP_OPS`` chooses (``extension.py``). On the
+CPU only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NoReturn
+
+import torch
+
+from vllm_kvplugins.ops.dispatch import call_compiled
+from vllm_kvplugins.ops.extension import compiled_for
+from vllm_kvplugins.ops.svd import LowRank, check_placement, pack_record
+
+_OP = "keep_components"
+
+
+def keep_components(low_rank: LowRank, gates: torch.Tensor, least: float) -> LowRank:
+    """Factors without the components that count less than ``least``.
+
+    SeKV, equations 7 and 8 at deployment: a singular value is multiplied by its gate,
+    and "components with negligible gates are dropped". Those that stay keep their
+    order, and need not be the first ones. Does not modify its arguments.
+
+    Args:
+        low_rank: what ``truncated_svd`` returned.
+        gates: float32 [sum of ranks] in [0, 1], a number per singular value, matrix
+            by matrix.
+        least: 0 to 1; 0 drops nothing.
+
+    Returns:
+        Records of their own; rank 0, which stands for zeros, where nothing stays.
+
+    Raises:
+        ValueError: a shape, dtype or number does not fit, or the factors are not
+            sound.
+
+    Cost: a copy of what stays, in parallel over matrices. In torch, a few calls per
+        matrix.
+    """
+    check_placement(_OP, low_rank.factors.dtype, "factors", low_rank.factors)
+    if compiled_for(low_rank.factors.device)[0]:
+        factors, offsets, ranks = call_compiled(
+            _OP,
+            low_rank.factors,
+            low_rank.offsets,
+            low_rank.ranks,
+            low_rank.tokens,
+            low_rank.head_dim,
+            gates.contiguous(),
+            least,
+        )
+    else:
+        _check(low_rank, gates, least)
+        factors, offsets, ranks = _in_torch(low_rank, gates, least)
+    return dataclasses.replace(low_rank, factors=factors, offsets=offsets, ranks=ranks)
+
+
+def _in_torch(
+    low_rank: LowRank, gates: torch.Tensor, least: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dtype = low_rank.factors.dtype
+    packed = [torch.empty(0, dtype=dtype)]
+    ranks = torch.zeros_like(low_rank.ranks)
+    for matrix, gate in enumerate(gates.split(low_rank.ranks.tolist())):
+        kept = gate >= torch.tensor(least, dtype=torch.float32)
+        ranks[matrix] = kept.sum()
+        sigma = low_rank.singular_values(matrix) * gate
+        u, vt = low_rank.left(matrix)[:, kept], low_rank.right(matrix).t()[kept]
+        packed.append(pack_record(u, sigma[kept], vt, dtype))
+    sizes = torch.tensor([len(record) for record in packed])
+    return torch.cat(packed), sizes.cumsum(0), ranks
+
+
+def _check(low_rank: LowRank, gates: torch.Tensor, least: float) -> None:
+    """The checks of csrc/components.cpp."""
+    if not 0 <= least <= 1:
+        _fail(f"least must be 0 to 1, got {least}")
+    if gates.dim() != 1:
+        _fail(f"gates must have 1 dimension(s), got shape {list(gates.shape)}")
+    if gates.dtype != torch.float32:
+        _fail(f"gates must be float32, got {gates.dtype}")
+    wanted = int(low_rank.ranks.sum())
+    if len(gates) != wanted:
+        _fail(f"gates must have {wanted} entries, got {len(gates)}")
+    wrong = (~((gates >= 0) & (gates <= 1))).nonzero()
+    if len(wrong):
+        i = int(wrong[0])
+        _fail(f"gates[{i}] must be 0 to 1, got {float(gates[i]):g}")
+
+
+def _fail(problem: str) -> NoReturn:
+    raise ValueError(f"kvp.{_OP}: {problem}")
