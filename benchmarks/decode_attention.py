@@ -70,7 +70,8 @@ class Case:
             torch.randn(entries, dims, generator=self.random).to(heap.dtype),
             torch.randn(entries, dims, generator=self.random).to(heap.dtype),
             torch.full((entries,), math.log(16)),
-            torch.arange(self.sequences + 1) * coarse,
+            torch.arange(self.sequences) * coarse,
+            torch.full((self.sequences,), coarse),
         )
         self.read_bytes = self.sequences * tokens * 2 * dims * heap.itemsize
         self.draw()

@@ -76,34 +76,38 @@ void set_pages(decode::Call& call, const Tensor& heap, const HeapView& view,
 }
 
 void set_coarse(decode::Call& call, const Tensor& keys, const Tensor& values,
-                const Tensor& bias, const Tensor& starts) {
+                const Tensor& bias, const Tensor& starts, const Tensor& counts) {
   Argument{kOp, "coarse_keys", keys}.require_dim(2);
   const std::int64_t entries = keys.size(0);
   require_shape("coarse_keys", keys, {entries, call.head_dim()});
   require_shape("coarse_values", values, {entries, call.head_dim()});
   require_shape("bias", bias, {entries});
-  require_shape("starts", starts, {call.sequences() + 1});
+  require_shape("starts", starts, {call.sequences()});
+  require_shape("counts", counts, {call.sequences()});
   Argument{kOp, "coarse_values", values}.require_type(keys.scalar_type());
   Argument{kOp, "bias", bias}.require_type(ScalarType::Float);
   Argument{kOp, "starts", starts}.require_type(ScalarType::Long);
+  Argument{kOp, "counts", counts}.require_type(ScalarType::Long);
   call.coarse_keys = keys.const_data_ptr();
   call.coarse_values = values.const_data_ptr();
   call.coarse_type = element_type("coarse_keys", keys);
   call.bias = bias.const_data_ptr<float>();
   call.starts = starts.const_data_ptr<std::int64_t>();
-  require_ok(kOp, "starts", check_starts(call.starts, call.sequences(), entries),
-             entries);
-  require_ok(kOp, "bias", check_bias(call.bias, entries), 0);
+  call.counts = counts.const_data_ptr<std::int64_t>();
+  require_ok(kOp, "starts",
+             check_runs(call.starts, call.counts, call.sequences(), entries), entries);
+  require_ok(kOp, "bias",
+             check_bias(call.bias, call.starts, call.counts, call.sequences()), 0);
 }
 
-// The outputs, as queries, and float32 log-sum-exps [rows, num_q_heads]. All four
+// The outputs, as queries, and float32 log-sum-exps [rows, num_q_heads]. All five
 // tensors of coarse entries, or none.
 std::tuple<Tensor, Tensor> attend_mixed_cpu(
     const Tensor& queries, const Tensor& heap, const Tensor& page_table,
     const Tensor& lengths, const Tensor& k_offsets, const Tensor& v_offsets,
     std::int64_t block_size, double scale, std::optional<Tensor> coarse_keys,
     std::optional<Tensor> coarse_values, std::optional<Tensor> bias,
-    std::optional<Tensor> starts) {
+    std::optional<Tensor> starts, std::optional<Tensor> counts) {
   if (!std::isfinite(scale)) fail(kOp, "scale must be finite, got ", scale);
   const HeapView view = view_heap(kOp, heap, block_size);
   decode::Call call{};
@@ -113,12 +117,12 @@ std::tuple<Tensor, Tensor> attend_mixed_cpu(
   Argument{kOp, "page_table", page_table}.require_dim(2);
   set_sizes(call, queries, page_table);
   set_pages(call, heap, view, page_table, lengths);
-  std::vector<std::int64_t> no_starts;
-  if (coarse_keys && coarse_values && bias && starts) {
-    set_coarse(call, *coarse_keys, *coarse_values, *bias, *starts);
+  std::vector<std::int64_t> none;
+  if (coarse_keys && coarse_values && bias && starts && counts) {
+    set_coarse(call, *coarse_keys, *coarse_values, *bias, *starts, *counts);
   } else {
-    no_starts.resize(static_cast<std::size_t>(call.sequences() + 1));
-    call.starts = no_starts.data();
+    none.resize(static_cast<std::size_t>(call.sequences()));
+    call.starts = call.counts = none.data();
   }
   call.queries = queries.const_data_ptr();
   call.query_type = element_type("queries", queries);
@@ -139,7 +143,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
   m.def(
       "attend_mixed(Tensor queries, Tensor heap, Tensor page_table, Tensor lengths, "
       "Tensor k_offsets, Tensor v_offsets, int block_size, float scale, "
-      "Tensor? coarse_keys, Tensor? coarse_values, Tensor? bias, Tensor? starts) "
+      "Tensor? coarse_keys, Tensor? coarse_values, Tensor? bias, Tensor? starts, "
+      "Tensor? counts) "
       "-> (Tensor, Tensor)");
 }
 

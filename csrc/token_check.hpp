@@ -36,9 +36,9 @@ inline void require_ok(const char* op, const char* name, const Status& status,
     case Fault::kLengthOutOfRange:
       fail(op, name, "[", i, "] is ", value, ", but page lists have room for 0 to ",
            limit, " tokens");
-    case Fault::kStartOutOfOrder:
-      fail(op, name, "[", i, "] is ", value, ", but ", name, " must ascend from 0 to ",
-           limit);
+    case Fault::kRunOutOfRange:
+      fail(op, name, "[", i, "] is ", value, ", but a run must lie within the ", limit,
+           " entries");
     case Fault::kBiasNotFinite:
       fail(op, name, "[", i, "] must be finite, or -infinity for an entry that is off");
   }

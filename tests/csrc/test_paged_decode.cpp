@@ -82,7 +82,7 @@ struct Case {
   std::vector<std::int32_t> k_offsets, v_offsets, table, lengths;
   std::vector<Element> heap, queries, out, coarse_keys, coarse_values;
   std::vector<float> bias, lse;
-  std::vector<Index> starts{0};
+  std::vector<Index> starts, counts;
 
   Case(const Shape& wanted, std::mt19937& random)
       : shape(wanted), sequences(wanted.rows * wanted.kv_heads) {
@@ -101,14 +101,14 @@ struct Case {
       for (Index i = used; i < num_pages; ++i) pages[u(i)] = -7;
       table.insert(table.end(), pages.begin(), pages.begin() + most_pages);
       // Those of sequence 0, which has no tokens, are all off.
-      const Index entries = s == 0 ? 4 : s % 3 == 0 ? 0 : s % 3 == 1 ? 5 : 600;
-      starts.push_back(starts.back() + entries);
+      counts.push_back(s == 0 ? 4 : s % 3 == 0 ? 0 : s % 3 == 1 ? 5 : 600);
     }
-    const Index entries = starts.back();
+    const Index entries = place_runs();
     std::vector<float> keys = normal(entries * dims, random);
     std::vector<float> values = normal(entries * dims, random);
     for (Index i = 0; i < entries; ++i) {
-      bias.push_back(i < 4 || i % 7 == 3 ? kOff : std::log(1.0f + static_cast<float>(i % 40)));
+      const bool off = i >= starts[0] || i % 7 == 3;  // sequence 0 lies last
+      bias.push_back(off ? kOff : std::log(1.0f + static_cast<float>(i % 40)));
       for (Index d = 0; bias.back() == kOff && d < dims; ++d) {
         keys[u(i * dims + d)] = values[u(i * dims + d)] = kNan;
       }
@@ -120,6 +120,14 @@ struct Case {
     queries = elements<Element>(asked);
     out.resize(queries.size());
     lse.resize(u(sequences * shape.group));
+  }
+
+  // Runs lie back to front with a gap between them. Returns how many entries that is.
+  Index place_runs() {
+    Index end = 3;
+    starts.resize(counts.size());
+    for (std::size_t s = counts.size(); s-- > 0; end += counts[s] + 3) starts[s] = end;
+    return end;
   }
 
   void make_offsets(std::mt19937& random) {
@@ -154,6 +162,7 @@ struct Case {
     call.coarse_keys = coarse_keys.data(), call.coarse_values = coarse_values.data();
     call.coarse_type = type;
     call.bias = bias.data(), call.starts = starts.data();
+    call.counts = counts.data();
     call.out = out.data(), call.lse = lse.data();
     return call;
   }
@@ -182,7 +191,8 @@ struct Case {
       add([&](Index d) { return page[k_offsets[u(at + d)]]; },
           [&](Index d) { return page[v_offsets[u(at + d)]]; }, 0.0);
     }
-    for (Index i = starts[u(sequence)]; i < starts[u(sequence + 1)]; ++i) {
+    const Index begin = starts[u(sequence)];
+    for (Index i = begin; i < begin + counts[u(sequence)]; ++i) {
       if (bias[u(i)] == kOff) continue;
       add([&](Index d) { return coarse_keys[u(i * dims + d)]; },
           [&](Index d) { return coarse_values[u(i * dims + d)]; },
@@ -297,6 +307,7 @@ void test_alone(const Kernels& kernels, std::mt19937& random) {
   call.rows = call.kv_heads = 1;
   call.queries = one.queries.data() + s * elems;
   call.page_table += s * one.most_pages, call.lengths += s, call.starts += s;
+  call.counts += s;
   std::vector<float> alone(u(elems)), lse(3);
   call.out = alone.data(), call.lse = lse.data();
   kvp::decode::attend_mixed(kernels, call);
@@ -322,20 +333,24 @@ void test_checks() {
   status = kvp::check_page_lists(table, 3, full, 2, 4, 10);
   CHECK(status.fault == Fault::kPageOutOfRange && status.index == 2 &&
         status.value == -1);
-  const auto fault_at = [](std::vector<Index> starts, Index entries) {
-    const kvp::Status found = kvp::check_starts(
-        starts.data(), static_cast<Index>(starts.size()) - 1, entries);
+  const auto fault_at = [](std::vector<Index> starts, std::vector<Index> counts) {
+    const kvp::Status found = kvp::check_runs(starts.data(), counts.data(),
+                                              static_cast<Index>(starts.size()), 5);
     return found.ok() ? Index{-1} : found.index;
   };
-  CHECK(fault_at({0, 2, 2, 5}, 5) == -1);
-  CHECK(fault_at({1, 2, 2, 5}, 5) == 0);
-  CHECK(fault_at({0, 2, 1, 5}, 5) == 2);
-  CHECK(fault_at({0, 2, 2, 4}, 5) == 3);
-  CHECK(fault_at({0, 2, 6, 5}, 5) == 2);
-  const float bias[] = {0.0f, kOff, 3.0f, -kOff}, nan[] = {kNan};
-  CHECK(kvp::check_bias(bias, 3).ok());
-  CHECK(kvp::check_bias(bias, 4).index == 3);
-  CHECK(kvp::check_bias(nan, 1).fault == Fault::kBiasNotFinite);
+  constexpr Index kHuge = std::numeric_limits<Index>::max();
+  CHECK(fault_at({3, 0, 5, 1}, {2, 5, 0, 3}) == -1);  // anywhere, also shared
+  CHECK(fault_at({0, -1}, {2, 2}) == 1);
+  CHECK(fault_at({0, 4}, {2, 2}) == 1);
+  CHECK(fault_at({6, 0}, {0, 2}) == 0);
+  CHECK(fault_at({0, 1}, {2, -1}) == 1);
+  CHECK(fault_at({0, 1}, {2, kHuge}) == 1);
+  const float bias[] = {0.0f, kOff, 3.0f, -kOff, kNan};
+  const Index starts[] = {1, 4, 0}, within[] = {2, 0, 3}, beyond[] = {2, 1, 4};
+  CHECK(kvp::check_bias(bias, starts, within, 3).ok());  // others are not looked at
+  status = kvp::check_bias(bias, starts, beyond, 3);
+  CHECK(status.fault == Fault::kBiasNotFinite && status.index == 4);
+  CHECK(kvp::check_bias(bias, starts + 2, beyond + 2, 1).index == 3);
 }
 
 }  // namespace

@@ -69,12 +69,18 @@ def make_case(
         slot = torch.arange(length)
         draw = [torch.randn(length, dims, generator=rng).to(dtype) for _ in range(2)]
         ops.scatter_tokens(heap, pages[slot // block], slot % block, *draw, layout)
-    starts = torch.tensor([0, *entries]).cumsum(0)
-    total = int(starts[-1])
+    # back to front, with entries between them that are nobody's
+    counts = torch.tensor(entries)
+    starts = (counts + 2).flip(0).cumsum(0).flip(0) - counts
+    total = int(counts.sum()) + 2 * len(entries) + 1
     keys, values = torch.randn(2, total, dims, generator=rng).to(dtype)
     bias = torch.randint(1, 60, (total,), generator=rng).log()
     off = torch.arange(total) % 7 == 3
     keys[off], values[off], bias[off] = math.nan, math.nan, -math.inf
+    nobodys = torch.ones(total, dtype=torch.bool)
+    for start, count in zip(starts.tolist(), entries, strict=True):
+        nobodys[start : start + count] = False
+    keys[nobodys], values[nobodys], bias[nobodys] = math.nan, math.nan, math.nan
     heads = len(lengths) // rows * group
     queries = sharpness * torch.randn(rows, heads, dims, generator=rng)
     return Case(
@@ -84,7 +90,7 @@ def make_case(
         table,
         torch.tensor(lengths, dtype=torch.int32),
         dims**-0.5,
-        ops.CoarseEntries(keys, values, bias, starts),
+        ops.CoarseEntries(keys, values, bias, starts, counts),
     )
 
 
@@ -160,7 +166,9 @@ def test_nothing_to_attend_to(backend):
     for count in (0, 5):
         rows = torch.full((4 * count, 64), torch.nan)
         off = torch.full((4 * count,), -torch.inf)
-        coarse = ops.CoarseEntries(rows, rows, off, torch.arange(5) * count)
+        counts = torch.full((4,), count)
+        starts = torch.arange(4) * count
+        coarse = ops.CoarseEntries(rows, rows, off, starts, counts)
         out, lse = replace(case, coarse=coarse).run()
         assert not out.any()
         assert lse.eq(-torch.inf).all()
@@ -265,21 +273,23 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 BAD_ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
     "bias": (
-        {"bias": torch.tensor([0.0, torch.nan, 0.0])},
-        r"bias\[1\] must be finite, or -infinity for an entry that is off",
+        {"bias": torch.tensor([0.0] * 3 + [torch.nan] + [0.0] * 4)},
+        r"bias\[3\] must be finite, or -infinity for an entry that is off",
     ),
-    "infinite": ({"bias": torch.full((3,), torch.inf)}, r"bias\[0\] must be finite"),
-    "first": ({"starts": torch.tensor([1, 2, 3])}, r"starts\[0\] is 1, but starts"),
-    "last": (
-        {"starts": torch.tensor([0, 2, 2])},
-        r"starts\[2\] is 2, but starts must ascend from 0 to 3",
+    "infinite": ({"bias": torch.full((8,), torch.inf)}, r"bias\[6\] must be finite"),
+    "behind": (
+        {"starts": torch.tensor([0, 7])},
+        r"starts\[1\] is 7, but a run must lie within the 8 entries",
     ),
-    "falling": ({"starts": torch.tensor([0, 4, 3])}, r"starts\[1\] is 4"),
-    "back": ({"starts": torch.tensor([0, -1, 3])}, r"starts\[1\] is -1"),
-    "starts": ({"starts": torch.tensor([0, 3])}, r"starts must have shape \[3\]"),
-    "values": ({"values": torch.zeros(2, 64)}, r"coarse_values must have shape \[3, 6"),
+    "before": ({"starts": torch.tensor([0, -1])}, r"starts\[1\] is -1"),
+    "long": ({"counts": torch.tensor([9, 2])}, r"starts\[0\] is 6"),
+    "negative": ({"counts": torch.tensor([1, -1])}, r"starts\[1\] is 2"),
+    "starts": ({"starts": torch.tensor([0])}, r"starts must have shape \[2\]"),
+    "counts": ({"counts": torch.tensor([1])}, r"counts must have shape \[2\]"),
+    "counted": ({"counts": torch.tensor([1.0, 2.0])}, "counts must be "),
+    "values": ({"values": torch.zeros(2, 64)}, r"coarse_values must have shape \[8, 6"),
     "type": (
-        {"values": torch.zeros(3, 64, dtype=torch.bfloat16)},
+        {"values": torch.zeros(8, 64, dtype=torch.bfloat16)},
         "coarse_values must be",
     ),
 }

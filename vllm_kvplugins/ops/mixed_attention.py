@@ -30,29 +30,29 @@ class CoarseEntries:
         keys, values: float32 or bfloat16 [entries, head_dim]; a span's means.
         bias: float32 [entries], added to the scaled score: log of the span's length
             in tokens, -inf for an entry that is off, which is then not read.
-        starts: int64 [sequences + 1], ascending from 0 to ``entries``; sequence s has
-            the entries ``starts[s]`` to ``starts[s + 1] - 1``.
+        starts, counts: int64 [sequences]; sequence s has the ``counts[s]`` entries from
+            ``starts[s]`` on. Runs may be in any order, with entries between them that
+            nobody has.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     bias: torch.Tensor
     starts: torch.Tensor
+    counts: torch.Tensor
 
     @property
-    def tensors(
-        self,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys, values, bias and starts."""
-        return self.keys, self.values, self.bias, self.starts
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Keys, values, bias, starts and counts."""
+        return self.keys, self.values, self.bias, self.starts, self.counts
 
     @classmethod
     def none(cls, sequences: int, like: torch.Tensor) -> CoarseEntries:
         """No entry for any of ``sequences``; dims, dtype and device of ``like``."""
         rows = like.new_empty(0, like.shape[-1])
         bias = torch.empty(0, device=like.device)
-        starts = torch.zeros(sequences + 1, dtype=torch.int64, device=like.device)
-        return cls(rows, rows, bias, starts)
+        zeros = torch.zeros(sequences, dtype=torch.int64, device=like.device)
+        return cls(rows, rows, bias, zeros, zeros)
 
 
 def attend_mixed(
@@ -102,7 +102,7 @@ def attend_mixed(
         are copied to float32 at once, padded to the longest sequence.
     """
     if heap.device.type == "cpu" and compiled_for(heap.device)[0]:
-        entries: tuple[torch.Tensor | None, ...] = (None,) * 4
+        entries: tuple[torch.Tensor | None, ...] = (None,) * 5
         if coarse is not None:
             entries = tuple(entry.contiguous() for entry in coarse.tensors)
         return call_compiled(
@@ -193,7 +193,8 @@ def _check(
         "coarse_keys": (coarse.keys, (entries, dims), _DTYPES),
         "coarse_values": (coarse.values, (entries, dims), (coarse.keys.dtype,)),
         "bias": (coarse.bias, (entries,), (torch.float32,)),
-        "starts": (coarse.starts, (sequences + 1,), (torch.int64,)),
+        "starts": (coarse.starts, (sequences,), (torch.int64,)),
+        "counts": (coarse.counts, (sequences,), (torch.int64,)),
     }
     for name, (tensor, shape, dtypes) in shapes.items():
         if tensor.shape != shape:
@@ -248,19 +249,21 @@ def _check_contents(
     used = first < lengths[:, None]
     listed = page_table.where(used, 0) if len(heap) else page_table[used]
     checks.check_range(_OP, "page_table", listed, "page", len(heap))
-    starts, entries = coarse.starts.tolist(), len(coarse.keys)
-    for i, start in enumerate(starts):
-        least = starts[i - 1] if i else 0
-        most = 0 if i == 0 else entries
-        least = entries if i and i == len(starts) - 1 else least
-        if not least <= start <= most:
-            _fail(f"starts[{i}] is {start}, but starts must ascend from 0 to {entries}")
-    wrong = (~(coarse.bias < math.inf)).nonzero()
-    if len(wrong):
-        _fail(
-            f"bias[{int(wrong[0])}] must be finite, or -infinity for an entry that "
-            "is off"
-        )
+    entries = len(coarse.keys)
+    runs = list(zip(coarse.starts.tolist(), coarse.counts.tolist(), strict=True))
+    for i, (start, count) in enumerate(runs):
+        if start < 0 or count < 0 or start + count > entries:
+            _fail(
+                f"starts[{i}] is {start}, but a run must lie within the {entries} "
+                "entries"
+            )
+    for start, count in runs:
+        wrong = (~(coarse.bias[start : start + count] < math.inf)).nonzero()
+        if len(wrong):
+            _fail(
+                f"bias[{start + int(wrong[0])}] must be finite, or -infinity for an "
+                "entry that is off"
+            )
 
 
 def _fail(problem: str) -> NoReturn:

@@ -90,14 +90,14 @@ def attend_mixed(
     page_table: torch.Tensor,
     lengths: torch.Tensor,
     scale: float,
-    coarse: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    coarse: tuple[torch.Tensor, ...],
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Oracle of :func:`vllm_kvplugins.ops.mixed_attention.attend_mixed`.
 
     Keys, values, scores and weights are of ``dtype``, and so is what it returns.
     """
-    entry_keys, entry_values, bias, starts = coarse
+    entry_keys, entry_values, bias, starts, counts = coarse
     heads = len(page_table) // len(queries)
     group = queries.shape[1] // heads
     out = queries.new_zeros(queries.shape, dtype=dtype)
@@ -107,8 +107,8 @@ def attend_mixed(
         slot = torch.arange(length)
         pages = page_table[sequence, slot // layout.block_size].long()
         keys, values = gather_tokens(heap, pages, slot % layout.block_size, layout)
-        on = bias[starts[sequence] : starts[sequence + 1]] > -torch.inf
-        entries = torch.arange(*starts[sequence : sequence + 2].tolist())[on]
+        run = starts[sequence] + torch.arange(int(counts[sequence]))
+        entries = run[bias[run] > -torch.inf]
         keys = torch.cat([keys.to(dtype), entry_keys[entries].to(dtype)])
         values = torch.cat([values.to(dtype), entry_values[entries].to(dtype)])
         added = torch.cat([torch.zeros(length), bias[entries]]).to(dtype)

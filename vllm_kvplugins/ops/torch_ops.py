@@ -140,7 +140,7 @@ def attend_mixed(
     page_table: torch.Tensor,
     lengths: torch.Tensor,
     scale: float,
-    coarse: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    coarse: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`vllm_kvplugins.ops.mixed_attention.attend_mixed`."""
     rows, num_q_heads, dims = queries.shape
@@ -157,11 +157,10 @@ def attend_mixed(
     keys = gather_plane(heap, pages, layout.keys, layout).float()
     values = gather_plane(heap, pages, layout.values, layout).float()
     there = torch.arange(keys.shape[1], device=heap.device) < lengths[:, None]
-    more_keys, more_values, bias, starts = coarse
-    counts = starts.diff()
+    more_keys, more_values, bias, starts, counts = coarse
     entry = torch.arange(int(counts.max()), device=heap.device)
     on = entry < counts[:, None]
-    ids = (starts[:-1, None] + entry).where(on, 0)
+    ids = (starts[:, None] + entry).where(on, 0)
     more_bias = bias[ids].masked_fill(~on, -torch.inf)
     keys = torch.cat([keys, more_keys[ids].float()], 1)
     values = torch.cat([values, more_values[ids].float()], 1)

@@ -364,10 +364,11 @@ class Zooming:
 
 def _together(layers: Sequence[ZoomedLayer]) -> CoarseEntries:
     """The entries of several requests, KV head by KV head."""
-    counts = [here.bias.shape[1] for here in layers for _ in here.bias]
+    counts = torch.tensor([here.bias.shape[1] for here in layers for _ in here.bias])
     return CoarseEntries(
         torch.cat([here.keys.flatten(0, 1) for here in layers]),
         torch.cat([here.values.flatten(0, 1) for here in layers]),
         torch.cat([here.bias.flatten() for here in layers]),
-        torch.tensor([0, *counts]).cumsum(0),
+        counts.cumsum(0) - counts,
+        counts,
     )

@@ -17,7 +17,7 @@ enum class Fault {
   kDuplicateDestination,  // value: page * block_size + slot
   kSourceIsDestination,   // value: page * block_size + slot
   kLengthOutOfRange,      // value: the length
-  kStartOutOfOrder,       // value: the start
+  kRunOutOfRange,         // value: the start
   kBiasNotFinite,         // no value
 };
 

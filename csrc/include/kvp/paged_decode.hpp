@@ -60,7 +60,9 @@ struct Call {
   const void* coarse_values;
   ElementType coarse_type;
   const float* bias;           // [entries]
-  const std::int64_t* starts;  // [sequences + 1], first entry of each sequence
+  // [sequences], the run of entries that each sequence has; runs may be anywhere
+  const std::int64_t* starts;
+  const std::int64_t* counts;
 
   void* out;   // as queries
   float* lse;  // [rows, kv_heads * group]
@@ -102,7 +104,7 @@ inline Parts list_parts(const Call& call) {
     for (std::int64_t at = 0; at < length; at += step) {
       parts.list.push_back({s, at, std::min(step, length - at), false});
     }
-    const std::int64_t entries = call.starts[s + 1] - call.starts[s];
+    const std::int64_t entries = call.counts[s];
     for (std::int64_t at = 0; at < entries; at += kPartTokens) {
       const std::int64_t count = std::min(kPartTokens, entries - at);
       parts.list.push_back({s, call.starts[s] + at, count, true});

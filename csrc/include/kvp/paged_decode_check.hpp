@@ -28,24 +28,32 @@ inline Status check_page_lists(const std::int32_t* page_table,
   return {};
 }
 
-// Whether starts[n + 1] cut entries into n ragged rows.
-inline Status check_starts(const std::int64_t* starts, std::int64_t n,
-                           std::int64_t entries) {
-  for (std::int64_t i = 0; i <= n; ++i) {
-    const std::int64_t least = i == 0 ? 0 : starts[i - 1];
-    const bool bad = (i == 0 && starts[0] != 0) || starts[i] < least ||
-                     starts[i] > entries || (i == n && starts[n] != entries);
-    if (bad) return {Fault::kStartOutOfOrder, i, starts[i]};
+// Whether n runs of counts[i] from starts[i] lie within the entries.
+inline Status check_runs(const std::int64_t* starts, const std::int64_t* counts,
+                         std::int64_t n, std::int64_t entries) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (starts[i] < 0 || counts[i] < 0 || starts[i] > entries ||
+        counts[i] > entries - starts[i]) {
+      return {Fault::kRunOutOfRange, i, starts[i]};
+    }
   }
   return {};
 }
 
-// Whether bias[n] are finite or -infinity, which means off.
-inline Status check_bias(const float* bias, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; ++i) {
-    if (!(bias[i] < std::numeric_limits<float>::infinity())) {
-      return {Fault::kBiasNotFinite, i, 0};
+// Whether the bias of every entry of n runs is finite or -infinity, which means off.
+// Index: of the entry.
+inline Status check_bias(const float* bias, const std::int64_t* starts,
+                         const std::int64_t* counts, std::int64_t n) {
+  for (std::int64_t r = 0; r < n; ++r) {
+    bool bad = false;  // one flag keeps the loop free of branches
+    const float* run = bias + starts[r];
+    for (std::int64_t i = 0; i < counts[r]; ++i) {
+      bad |= !(run[i] < std::numeric_limits<float>::infinity());
     }
+    if (!bad) continue;
+    std::int64_t i = 0;
+    while (run[i] < std::numeric_limits<float>::infinity()) ++i;
+    return {Fault::kBiasNotFinite, starts[r] + i, 0};
   }
   return {};
 }
