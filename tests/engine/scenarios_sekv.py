@@ -74,7 +74,7 @@ def answers(
             held[name] = max(held[name], sum(not block.is_null for block in blocks))
             state = runtime().zooming._requests.get(request.request_id)
             if state is not None:
-                entries[name] = max(layer.bias.shape[1] for layer in state.layers)
+                entries[name] = state.entries_per_head
     runtime().zooming.check_integrity()
     together = {name: driver.tokens[name] for name in prompts}
     alone = {}

@@ -42,6 +42,7 @@ def run(command: list[str], **environment: str) -> str:
         "svd",
         "low_rank",
         "paged_decode",
+        "zoom",
     ],
 )
 def test_core_matches_its_definition(tmp_path, name):

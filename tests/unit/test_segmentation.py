@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from vllm_kvplugins.spans.coarse import CoarseSpans, within_room
+from vllm_kvplugins.spans.coarse import CoarseSpans
 from vllm_kvplugins.spans.segmentation import Segments, cut_evenly, segment
 
 SEED = 20261122
@@ -258,21 +258,3 @@ def test_means_are_weighted():
                 means[:, number].double(), wanted, rtol=0, atol=1e-5
             )
         assert spans.log_sizes[number] == pytest.approx(math.log(len(run)))
-
-
-def test_the_best_spans_that_fit_together():
-    gates = torch.tensor([[0.1, 0.9, 0.5, 0.5], [4.0, 3.0, -torch.inf, 1.0]])
-    sizes = torch.tensor([2, 3, 4, 1])
-
-    def chosen(room: int) -> list[list[int]]:
-        found = within_room(gates, sizes, room)
-        return [row.nonzero().squeeze(1).tolist() for row in found]
-
-    # none behind the first that does not fit beside the others, and of equals the
-    # lower number; what would not fit alone is passed over
-    assert chosen(0) == [[], []]
-    assert chosen(2) == [[3], [0]]
-    assert chosen(3) == [[1], [0]]
-    assert chosen(6) == [[1], [0, 1, 3]]
-    assert chosen(7) == [[1, 2], [0, 1, 3]]
-    assert chosen(99) == [[0, 1, 2, 3], [0, 1, 3]]

@@ -17,7 +17,6 @@ from vllm_kvplugins.ops import LowRank
 from vllm_kvplugins.policies.base import Geometry, Lengths
 from vllm_kvplugins.policies.sekv import SeKV
 from vllm_kvplugins.residency.requests import Row
-from vllm_kvplugins.residency.surprisal import Surprisals
 from vllm_kvplugins.spans.segmentation import Segments
 
 SEED = 20261122
@@ -197,6 +196,49 @@ def test_preempted_requests_zoom_as_before():
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+def test_entries_move_and_are_given_back_while_requests_come_and_go():
+    engine = ZoomingEngine(POLICY)
+    zooming = engine.runtime.zooming
+    places = []
+    print("seed", SEED)
+    rng = random.Random(SEED)
+    for name in "abcdef":
+        engine.add(name, rng.randint(90, 200), 40)
+        for _ in range(6):
+            engine.step({name: rng.randint(1, 60) for name in engine.requests})
+        if name in "bd":
+            engine.remove("a" if name == "b" else "c")
+        places.append(zooming._arena.capacity)
+        engine.step(dict.fromkeys(engine.requests, 1))
+    assert len(set(places)) > 2, "they never moved"
+    states = {name: zooming._requests[name].first for name in zooming._requests}
+    assert set(states) >= {"b", "d"}
+    for name in sorted(engine.requests):
+        engine.remove(name)
+    engine.check_idle()
+    assert zooming._arena.capacity == 0
+
+
+def test_a_request_that_starts_over_unannounced_is_forgotten_in_time():
+    """Its row of the step has no spans any more."""
+    engine = ZoomingEngine(POLICY)
+    engine.add("a", 150, 12)
+    engine.add("b", 97, 12)
+    for _ in range(4):
+        engine.step({"a": 100, "b": 100})
+    assert engine.runtime.zooming.num_requests == 2
+    engine.preempt("a")
+    engine.preempted.clear()
+    engine.step({"a": 20, "b": 1})
+    assert engine.runtime.zooming.num_requests == 1
+    while not engine.requests["a"].done:
+        going = [n for n, request in engine.requests.items() if not request.done]
+        engine.step(dict.fromkeys(going, 100))
+    for name in "ab":
+        engine.remove(name)
+    engine.check_idle()
+
+
 def test_requests_that_go_while_their_prompt_is_read_leave_nothing():
     engine = ZoomingEngine(POLICY)
     for name in ("a", "b"):
@@ -320,36 +362,6 @@ def test_what_cannot_be_is_refused(wrong, said):
         parse_policy({"name": "sekv"} | wrong)
 
 
-# -- surprisal --------------------------------------------------------------------
-
-
-def test_surprisal_is_put_together_from_chunks():
-    asked: list[tuple[int, list[int]]] = []
-
-    def losses(first: int, targets: torch.Tensor) -> torch.Tensor:
-        asked.append((first, targets.tolist()))
-        return targets.float() / 10
-
-    known = Surprisals(losses)
-    prompt = [7, 11, 13, 17, 19]
-    known.note(Row("a", 5, 0, 2, 3), prompt)
-    known.note(Row("a", 5, 2, 3, 0), prompt)
-    known.note(Row("a", 5, 5, 1, 0), prompt)  # an answer's token
-    # the last token of a chunk says how surprising the next chunk's first one is
-    assert asked == [(3, [11, 13]), (0, [17, 19])]
-    torch.testing.assert_close(known.take("a"), torch.tensor([0, 1.1, 1.3, 1.7, 1.9]))
-    assert len(known) == 0
-
-
-def test_impossible_tokens_and_broken_numbers_count_as_something():
-    known = Surprisals(lambda first, targets: torch.tensor([torch.nan, torch.inf, -1]))
-    known.note(Row("a", 4, 0, 4, 0), [1, 2, 3, 4])
-    assert known.take("a").tolist() == [0, 0, 100, 0]
-    known.note(Row("b", 4, 0, 4, 0), [1, 2, 3, 4])
-    known.forget(["b"])
-    assert len(known) == 0
-
-
 def test_spans_that_cannot_be_decomposed_are_not_zoomed(monkeypatch, caplog):
     engine = ZoomingEngine(POLICY)
     decompose, calls = engine.runtime.zooming._decompose, []
@@ -368,8 +380,11 @@ def test_spans_that_cannot_be_decomposed_are_not_zoomed(monkeypatch, caplog):
             checked(self, row, layer, output)
         else:
             assert bool(output[row.first_query].isfinite().all())
-            state = self.runtime.zooming._requests["b"].layers[layer]
-            assert not bool(state.zoomed.any())
+            state = self.runtime.zooming._requests["b"]
+            count, per_head = state.segments.num_spans, state.entries_per_head
+            bias = self.runtime.zooming._arena.layers[layer].bias[state.first :]
+            bias = bias[: KV_HEADS * per_head].view(KV_HEADS, per_head)
+            assert bool((bias[:, :count] > -torch.inf).all()), "zoomed"
 
     monkeypatch.setattr(ZoomingEngine, "_check_row", all_but_that)
     run(engine, {"a": 150, "b": 97}, 4, 30)

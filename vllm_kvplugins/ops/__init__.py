@@ -28,11 +28,14 @@ from vllm_kvplugins.ops.svd import (
     reconstruct_tokens,
     truncated_svd,
 )
+from vllm_kvplugins.ops.zoom import ZoomEntries, ZoomRegions, within_room, zoom_spans
 
 __all__ = [
     "CoarseEntries",
     "LowRank",
     "PageLayout",
+    "ZoomEntries",
+    "ZoomRegions",
     "attend_mixed",
     "backend_in_use",
     "copy_pages",
@@ -48,4 +51,6 @@ __all__ = [
     "reconstruct_tokens",
     "scatter_tokens",
     "truncated_svd",
+    "within_room",
+    "zoom_spans",
 ]

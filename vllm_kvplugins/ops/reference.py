@@ -117,3 +117,46 @@ def attend_mixed(
             lse[row, q] = scores.logsumexp(0)
             out[row, q] = scores.softmax(0) @ values
     return out, lse
+
+
+def zoom_head(
+    bias: torch.Tensor,
+    owner: torch.Tensor,
+    gates: torch.Tensor,
+    sizes: torch.Tensor,
+    room: int,
+) -> tuple[torch.Tensor, torch.Tensor, dict[int, tuple[int, int]]]:
+    """Oracle of :func:`vllm_kvplugins.ops.zoom.zoom_spans` for one KV head.
+
+    Args:
+        bias, owner: [spans + room], the head's run of entries.
+        gates, sizes: [spans].
+
+    Returns:
+        The new bias and owner, and for each entry that received a token its span and
+        which of the span's tokens it is.
+    """
+    bias, owner = bias.clone(), owner.clone()
+    spans = len(gates)
+    promising = [
+        s for s in range(spans) if gates[s] > -torch.inf and int(sizes[s]) <= room
+    ]
+    chosen: set[int] = set()
+    for span in sorted(promising, key=lambda s: (-float(gates[s]), s)):
+        if sum(int(sizes[s]) for s in chosen) + int(sizes[span]) > room:
+            break
+        chosen.add(span)
+    for entry in range(spans, spans + room):
+        if int(owner[entry]) >= 0 and int(owner[entry]) not in chosen:
+            owner[entry], bias[entry] = -1, -torch.inf
+    made: dict[int, tuple[int, int]] = {}
+    for span in sorted(chosen):
+        if bias[span] == -torch.inf:
+            continue
+        for token in range(int(sizes[span])):
+            entry = spans + int((owner[spans:] < 0).nonzero()[0])
+            owner[entry], bias[entry], made[entry] = span, 0.0, (span, token)
+    for span in range(spans):
+        whole = sizes[span].float().log()
+        bias[span] = -torch.inf if span in chosen else whole
+    return bias, owner, made

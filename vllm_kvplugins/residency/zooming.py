@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,13 +25,16 @@ import torch
 from vllm_kvplugins.ops import dispatch as ops
 from vllm_kvplugins.ops.components import keep_components
 from vllm_kvplugins.ops.mixed_attention import CoarseEntries, attend_mixed
-from vllm_kvplugins.ops.svd import LowRank, reconstruct, truncated_svd
+from vllm_kvplugins.ops.svd import LowRank, truncated_svd
+from vllm_kvplugins.ops.zoom import zoom_spans
 from vllm_kvplugins.policies.base import Geometry
+from vllm_kvplugins.residency.entries import EntryArena
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.offloaded import Traffic
 from vllm_kvplugins.residency.requests import Due, PageList, Row
 from vllm_kvplugins.residency.surprisal import Surprisals, TokenLosses
-from vllm_kvplugins.spans.coarse import CoarseSpans, within_room
+from vllm_kvplugins.residency.zoomed import Turn, Zoomed, ZoomedLayer
+from vllm_kvplugins.spans.coarse import CoarseSpans
 from vllm_kvplugins.spans.segmentation import Segments
 
 if TYPE_CHECKING:
@@ -41,104 +43,13 @@ if TYPE_CHECKING:
 # vLLM configures only the loggers below its own name.
 logger = logging.getLogger("vllm.kv_policy")
 
-
-@dataclass(slots=True, eq=False)
-class ZoomedLayer:
-    """One layer of a request.
-
-    Attributes:
-        spans: their means.
-        factors: when they are there; of all spans' keys, KV head by KV head, and
-            then of all values.
-        keys, values: [num_kv_heads, spans + room, head_dim], entries: first the
-            means, then zoomed tokens.
-        bias: float32 [num_kv_heads, spans + room].
-        zoomed: bool [num_kv_heads, spans].
-        owner: int64 [num_kv_heads, room], span of each zoomed token, -1 = none.
-        room: tokens that can be zoomed; 0 if that has failed.
-    """
-
-    spans: CoarseSpans
-    factors: Future[LowRank]
-    keys: torch.Tensor
-    values: torch.Tensor
-    bias: torch.Tensor
-    zoomed: torch.Tensor
-    owner: torch.Tensor
-    room: int
-
-    @staticmethod
-    def of(
-        spans: CoarseSpans,
-        factors: Future[LowRank],
-        room: int,
-        dtype: torch.dtype,
-    ) -> ZoomedLayer:
-        """Nothing is zoomed yet."""
-        heads, count, dim = spans.keys.shape
-        keys = torch.zeros(heads, count + room, dim, dtype=dtype)
-        values = torch.zeros_like(keys)
-        keys[:, :count], values[:, :count] = spans.keys, spans.values
-        bias = torch.full((heads, count + room), -torch.inf)
-        bias[:, :count] = spans.log_sizes
-        zoomed = torch.zeros(heads, count, dtype=torch.bool)
-        owner = torch.full((heads, room), -1)
-        return ZoomedLayer(spans, factors, keys, values, bias, zoomed, owner, room)
-
-    def zoom(self, chosen: torch.Tensor, factors: LowRank | None) -> int:
-        """See these spans token by token from now on, and no others.
-
-        Args:
-            chosen: bool [num_kv_heads, spans]; they fit.
-            factors: None if none is chosen.
-
-        Returns:
-            How many tokens had to be made.
-        """
-        new, gone = chosen & ~self.zoomed, self.zoomed & ~chosen
-        self.zoomed = chosen
-        count = chosen.shape[1]
-        if bool(gone.any()):
-            left = (self.owner >= 0) & gone.gather(1, self.owner.clamp(min=0))
-            self.owner[left] = -1
-            self.bias[:, count:][left] = -torch.inf
-        self.bias[:, :count] = self.spans.log_sizes.masked_fill(chosen, -torch.inf)
-        if not bool(new.any()):
-            return 0
-        head, span = new.nonzero(as_tuple=True)
-        sizes = self.spans.sizes[span]
-        free = self.owner < 0
-        tokens = torch.zeros(len(free), dtype=torch.int64).index_add_(0, head, sizes)
-        free &= free.cumsum(1) <= tokens[:, None]
-        row, slot = free.nonzero(as_tuple=True)
-        self.owner[row, slot] = span.repeat_interleave(sizes)
-        self.bias[row, count + slot] = 0.0
-        assert factors is not None
-        which = head * count + span
-        dtype, values = self.keys.dtype, chosen.numel()
-        self.keys[row, count + slot] = reconstruct(factors, which, dtype)
-        self.values[row, count + slot] = reconstruct(factors, which + values, dtype)
-        return row.numel()
-
-    def check_integrity(self) -> None:
-        """A span's tokens are entries if and only if it is zoomed; else its mean."""
-        heads, count = self.zoomed.shape
-        owned = torch.zeros(heads, count + 1, dtype=torch.int64)
-        owned.scatter_add_(1, self.owner + 1, torch.ones_like(self.owner))
-        wanted = self.zoomed * self.spans.sizes
-        assert torch.equal(owned[:, 1:], wanted), "a zoomed span lacks tokens"
-        on = self.bias > -torch.inf
-        assert torch.equal(on[:, :count], ~self.zoomed), "a span counts twice"
-        assert torch.equal(on[:, count:], self.owner >= 0), "an entry of nobody"
-
-
-@dataclass(slots=True, eq=False)
-class Zoomed:
-    """A request whose prompt has been divided."""
-
-    segments: Segments
-    room: int
-    layers: list[ZoomedLayer] = field(default_factory=list)
+_NO_FACTORS = LowRank(
+    torch.empty(0),
+    torch.zeros(1, dtype=torch.int64),
+    torch.empty(0, dtype=torch.int64),
+    torch.empty(0, dtype=torch.int64),
+    head_dim=1,
+)
 
 
 class Zooming:
@@ -167,7 +78,11 @@ class Zooming:
         self._requests: dict[str, Zoomed] = {}
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="kvp-spans")
         self._rows: list[tuple[int, Row]] = []
+        self._turns: list[Turn] | None = None
         self._traffic = Traffic()
+        self._arena = EntryArena(
+            heap.num_layers, heap.layout.head_dim, heap.pages.dtype
+        )
 
     # -- compactions --------------------------------------------------------------
 
@@ -201,15 +116,17 @@ class Zooming:
 
     def _take_in(self, request_id: str, owned: PageList, segments: Segments) -> None:
         room = self.policy.zoom_tokens(segments.resident.numel(), self._geometry)
-        state = self._requests[request_id] = Zoomed(segments, room)
-        for layer in range(self._heap.num_layers):
+        heads = self._heap.num_kv_heads
+        first = self._arena.take(heads * (segments.num_spans + room))
+        state = self._requests[request_id] = Zoomed(segments, room, first)
+        for layer, entries in enumerate(self._arena.layers):
             keys, values = self._read(layer, owned, segments.positions)
             spans = CoarseSpans.of(
                 keys, values, segments, partial(self.policy.summarize, layer)
             )
             factors = self._helper.submit(self._decompose, layer, keys, values, spans)
-            dtype = self._heap.pages.dtype
-            state.layers.append(ZoomedLayer.of(spans, factors, room, dtype))
+            state.put_means(entries, spans)
+            state.layers.append(ZoomedLayer(spans, factors))
 
     def _read(
         self, layer: int, owned: PageList, positions: torch.Tensor
@@ -244,7 +161,7 @@ class Zooming:
 
     def begin_step(self, rows: Sequence[Row]) -> None:
         """Note which rows of a step have spans."""
-        self._watched, self._num_rows = [], len(rows)
+        self._watched, self._num_rows, self._turns = [], len(rows), None
         self._rows = [
             (index, row)
             for index, row in enumerate(rows)
@@ -283,43 +200,65 @@ class Zooming:
             lengths: int32 [rows * num_kv_heads], tokens there.
             output: as ``queries``; written where a row has spans.
         """
-        flat = output.view(-1, *queries.shape[1:])
-        for turn in range(max(row.new_tokens for _, row in self._rows)):
-            rows = [(i, row) for i, row in self._rows if row.new_tokens > turn]
-            at = torch.tensor([row.first_query + turn for _, row in rows])
-            asking = queries[at]
-            entries = [
-                self._entries(layer, row.request_id, query)
-                for (_, row), query in zip(rows, asking, strict=True)
-            ]
-            index = torch.tensor([i for i, _ in rows])
-            later = torch.tensor([row.new_tokens - 1 - turn for _, row in rows])
-            heads = self._heap.num_kv_heads
-            flat[at], _ = attend_mixed(
+        flat, entries = output.view(-1, *queries.shape[1:]), self._arena.layers[layer]
+        if self._turns is None:
+            self._turns = self._list_turns()
+        for turn in self._turns:
+            asking = queries[turn.queries]
+            self._zoom(layer, turn, asking)
+            flat[turn.queries], _ = attend_mixed(
                 asking,
                 self._heap.layer_pages(layer),
                 self._heap.layout,
-                pages.unflatten(0, (-1, heads))[index].flatten(0, 1),
-                (lengths.view(-1, heads)[index] - later[:, None]).flatten().int(),
+                *turn.paged(pages, lengths),
                 self._scales[layer],
-                _together(entries),
+                CoarseEntries(
+                    entries.keys,
+                    entries.values,
+                    entries.bias,
+                    turn.starts,
+                    turn.counts,
+                ),
             )
 
-    def _entries(self, layer: int, request_id: str, query: torch.Tensor) -> ZoomedLayer:
-        """What a query [num_q_heads, head_dim] attends to beside pages."""
-        here = self._requests[request_id].layers[layer]
-        if here.room:
-            queries = query.view(self._heap.num_kv_heads, -1, query.shape[1])
-            gates = self.policy.gates(layer, queries, here.spans, self._scales[layer])
-            chosen = within_room(gates, here.spans.sizes, here.room)
-            self._zoom(layer, request_id, here, chosen)
-        return here
+    def _list_turns(self) -> list[Turn]:
+        rows = [(i, row, self._requests[row.request_id]) for i, row in self._rows]
+        turns = []
+        for number in range(max(row.new_tokens for _, row in self._rows)):
+            now = [each for each in rows if each[1].new_tokens > number]
+            turns.append(Turn.of(number, now, self._heap.num_kv_heads))
+        return turns
 
-    def _zoom(
-        self, layer: int, request_id: str, here: ZoomedLayer, chosen: torch.Tensor
-    ) -> None:
+    def _zoom(self, layer: int, turn: Turn, queries: torch.Tensor) -> None:
+        """Let each of queries [rows, num_q_heads, head_dim] choose its spans."""
+        heads, scale = self._heap.num_kv_heads, self._scales[layer]
+        grouped = queries.view(len(queries), heads, -1, queries.shape[2])
+        gates, factors = [], []
+        for name, state, query in zip(turn.names, turn.states, grouped, strict=True):
+            here = state.layers[layer]
+            made = self._factors(layer, name, here) if state.room else _NO_FACTORS
+            if made is _NO_FACTORS:
+                gates.append(torch.full((here.spans.keys.shape[:2]), -torch.inf))
+            else:
+                gates.append(self.policy.gates(layer, query, here.spans, scale))
+            factors.append(made)
+        if all(made is _NO_FACTORS for made in factors):
+            return
+        made_tokens, shown = zoom_spans(
+            self._arena.layers[layer],
+            turn.regions,
+            torch.cat([gate.flatten() for gate in gates]),
+            factors,
+        )
+        self._traffic.fetched += made_tokens
+        self._traffic.selected += shown
+
+    def _factors(self, layer: int, request_id: str, here: ZoomedLayer) -> LowRank:
+        """Waits for them; none of any matrix if they could not be made."""
+        if here.factors is None:
+            return _NO_FACTORS
         try:
-            factors = here.factors.result() if bool(chosen.any()) else None
+            return here.factors.result()
         except (RuntimeError, ValueError, MemoryError):
             # the request goes on with what its spans are as a whole
             logger.warning(
@@ -329,10 +268,8 @@ class Zooming:
                 exc_info=True,
             )
             self._traffic.failed += 1
-            here.room = 0
-            return
-        self._traffic.fetched += here.zoom(chosen, factors)
-        self._traffic.selected += int((here.owner >= 0).sum())
+            here.factors = None
+            return _NO_FACTORS
 
     def take_traffic(self) -> Traffic:
         """Tokens that queries saw one by one, how many of them had to be made, and
@@ -347,8 +284,19 @@ class Zooming:
         for request_id in request_ids:
             self._surprisals.forget([request_id])
             state = self._requests.pop(request_id, None)
-            for layer in state.layers if state else ():
-                layer.factors.cancel()
+            if state is None:
+                continue
+            for layer in state.layers:
+                if layer.factors is not None:
+                    layer.factors.cancel()
+            self._arena.give(*self._run(state))
+            # it may be a row of the step that begins
+            self._rows = [
+                (i, row) for i, row in self._rows if row.request_id != request_id
+            ]
+
+    def _run(self, state: Zoomed) -> tuple[int, int]:
+        return state.first, self._heap.num_kv_heads * state.entries_per_head
 
     @property
     def num_requests(self) -> int:
@@ -356,19 +304,10 @@ class Zooming:
         return len(self._requests)
 
     def check_integrity(self) -> None:
-        """Every zoomed span has its tokens, and nobody else has any."""
-        for state in self._requests.values():
-            for here in state.layers:
-                here.check_integrity()
-
-
-def _together(layers: Sequence[ZoomedLayer]) -> CoarseEntries:
-    """The entries of several requests, KV head by KV head."""
-    counts = torch.tensor([here.bias.shape[1] for here in layers for _ in here.bias])
-    return CoarseEntries(
-        torch.cat([here.keys.flatten(0, 1) for here in layers]),
-        torch.cat([here.values.flatten(0, 1) for here in layers]),
-        torch.cat([here.bias.flatten() for here in layers]),
-        counts.cumsum(0) - counts,
-        counts,
-    )
+        """Every zoomed span has its tokens, nobody else has any, and every entry
+        belongs to one request or none."""
+        states = self._requests.values()
+        self._arena.check_integrity([self._run(state) for state in states])
+        for state in states:
+            for entries in self._arena.layers:
+                state.check_integrity(entries, self._heap.num_kv_heads)

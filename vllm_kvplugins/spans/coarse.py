@@ -54,25 +54,3 @@ class CoarseSpans:
         return CoarseSpans(
             middle, mean(values), sizes.float().log(), sizes, summarize(middle)
         )
-
-
-def within_room(gates: torch.Tensor, sizes: torch.Tensor, room: int) -> torch.Tensor:
-    """The spans to see token by token: the best ones that fit together.
-
-    They are taken in decreasing order (SeKV, section 3.3) until one does not fit
-    beside the others; those that would not fit alone are passed over. Ties go to the
-    lower number.
-
-    Args:
-        gates: float32 [num_kv_heads, spans]; ``-inf`` = not at all.
-        sizes: int64 [spans], tokens.
-        room: tokens per KV head.
-
-    Returns:
-        bool [num_kv_heads, spans].
-    """
-    gates = gates.masked_fill(sizes > room, -torch.inf)
-    order = gates.argsort(dim=1, descending=True, stable=True)
-    fits = sizes[order].cumsum(1) <= room
-    fits &= gates.gather(1, order) > -torch.inf
-    return torch.zeros_like(fits).scatter_(1, order, fits)

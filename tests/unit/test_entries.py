@@ -1,0 +1,104 @@
+"""Runs of entries: taken, moved with what they hold, and given back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from vllm_kvplugins.residency.entries import EntryArena
+
+SEED = 20261122
+LAYERS, DIM = 2, 4
+
+
+def fill(arena: EntryArena, start: int, count: int, number: float) -> None:
+    run = slice(start, start + count)
+    for layer, entries in enumerate(arena.layers):
+        entries.keys[run] = number + layer
+        entries.values[run] = -number - layer
+        entries.bias[run] = number
+        entries.owner[run] = int(number)
+
+
+def holds(arena: EntryArena, start: int, count: int, number: float) -> bool:
+    run = slice(start, start + count)
+    return all(
+        bool((entries.keys[run] == number + layer).all())
+        and bool((entries.values[run] == -number - layer).all())
+        and bool((entries.bias[run] == number).all())
+        and bool((entries.owner[run] == int(number)).all())
+        for layer, entries in enumerate(arena.layers)
+    )
+
+
+def test_runs_keep_what_they_hold_while_others_come_and_go():
+    print("seed", SEED)
+    rng = random.Random(SEED)
+    arena = EntryArena(LAYERS, DIM, torch.bfloat16)
+    taken: dict[int, tuple[int, int]] = {}
+    most = largest = 0
+    for number in range(1, 200):
+        if taken and rng.random() < 0.48:
+            gone = rng.choice(sorted(taken))
+            arena.give(*taken.pop(gone))
+        else:
+            count = rng.choice([1, 7, 30, 200])
+            start = arena.take(count)
+            for entries in arena.layers:
+                run = slice(start, start + count)
+                assert bool((entries.bias[run] == -torch.inf).all())
+                assert bool((entries.owner[run] == -1).all())
+            taken[number] = start, count
+            fill(arena, start, count, number)
+        arena.check_integrity(list(taken.values()))
+        assert all(holds(arena, *run, number) for number, run in taken.items())
+        used = sum(count for _, count in taken.values())
+        assert arena.capacity - arena.free == used
+        most, largest = max(most, used), max(largest, arena.capacity)
+    assert most > 800
+    assert largest < 4 * most, "gaps are not used again"
+    for run in taken.values():
+        arena.give(*run)
+    assert arena.capacity == 0
+
+
+def test_runs_are_taken_in_steps_and_given_back_between_them():
+    arena = EntryArena(LAYERS, DIM, torch.float32)
+    with torch.inference_mode():
+        first, second = arena.take(10), arena.take(50)
+        fill(arena, second, 50, 3)
+    arena.give(first, 10)
+    with torch.inference_mode():
+        assert holds(arena, second, 50, 3)
+
+
+def test_gaps_side_by_side_are_one():
+    arena = EntryArena(LAYERS, DIM, torch.float32)
+    starts = [arena.take(10) for _ in range(4)]
+    before = arena.capacity
+    for start in (starts[1], starts[3], starts[2]):
+        arena.give(start, 10)
+    assert arena.take(30) == starts[1]
+    assert arena.capacity == before
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (lambda arena: arena._gaps.append((4, 6)), "shared"),
+        (lambda arena: arena._gaps.clear(), "nobody"),
+        (lambda arena: arena.layers[1].bias[19].fill_(0.0), "a free one"),
+        (lambda arena: arena.layers[1].owner[19].fill_(0), "owned but free"),
+    ],
+)
+def test_what_is_lost_or_shared_is_seen(break_it, said):
+    arena = EntryArena(LAYERS, DIM, torch.float32)
+    first, second = arena.take(10), arena.take(5)
+    arena.give(first, 10)
+    arena.check_integrity([(second, 5)])
+    assert arena.capacity == 20
+    break_it(arena)
+    with pytest.raises(AssertionError, match=said):
+        arena.check_integrity([(second, 5)])

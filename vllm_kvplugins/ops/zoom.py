@@ -1,0 +1,320 @@
+"""The zoom of a step: which spans queries see token by token, and these tokens.
+
+Compiled if built, in torch otherwise; ``KVP_OPS`` chooses (``extension.py``). On the
+CPU only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from vllm_kvplugins.ops.dispatch import call_compiled
+from vllm_kvplugins.ops.extension import compiled_for
+from vllm_kvplugins.ops.svd import DTYPES, LowRank, reconstruct
+
+_OP = "zoom_spans"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ZoomEntries:
+    """Means of spans and zoomed tokens of many requests, of one layer.
+
+    Args:
+        keys, values: float32 or bfloat16 [capacity, head_dim].
+        bias: float32 [capacity], on top of a score. Of a mean, log of the span's
+            length, or -inf while it is zoomed; of a token 0, or -inf where is none.
+        owner: int64 [capacity], span of each token, -1 = none; of a mean anything.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    bias: torch.Tensor
+    owner: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ZoomRegions:
+    """Where the entries of some requests lie, and their spans.
+
+    Args:
+        table: int64 [requests, 3]: first entry, spans, and room for tokens. Each KV
+            head has a run of ``spans + room`` entries, one head behind the other.
+        num_kv_heads: of every request.
+        sizes: int64 [spans of all requests], tokens of each; positive.
+        log_sizes: float32, their logarithms.
+    """
+
+    table: torch.Tensor
+    num_kv_heads: int
+    sizes: torch.Tensor
+    log_sizes: torch.Tensor
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """int64 [requests * num_kv_heads], first entry of each KV head."""
+        head = torch.arange(self.num_kv_heads)
+        return (self.table[:, :1] + head * self.table[:, 1:].sum(1, True)).flatten()
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """int64 [requests * num_kv_heads], entries of each KV head."""
+        return self.table[:, 1:].sum(1).repeat_interleave(self.num_kv_heads)
+
+
+def zoom_spans(
+    entries: ZoomEntries,
+    regions: ZoomRegions,
+    gates: torch.Tensor,
+    factors: Sequence[LowRank],
+) -> tuple[int, int]:
+    """See the best spans that fit token by token from now on, and no others.
+
+    SeKV, section 3.3, see :func:`within_room`. Tokens of spans that were zoomed
+    before stay where they are; those of others are made of their factors, by
+    :func:`~vllm_kvplugins.ops.svd.reconstruct`, into the first free entries.
+
+    Args:
+        entries: written in place, within the regions.
+        regions: must not overlap.
+        gates: float32, of one request [num_kv_heads, spans] behind the other's.
+        factors: per request, of all spans' keys, KV head by KV head, and then of all
+            values; read only if a span is new.
+
+    Returns:
+        How many tokens were made, and how many are seen, over all KV heads.
+
+    Raises:
+        ValueError: a shape, dtype, region, size or owner does not fit, or factors
+            that are needed are not sound. The entries are then unchanged.
+
+    Results do not depend on the number of threads.
+
+    Cost: a look at every gate, bias and owner, ``O(log spans)`` per zoomed span, and
+        what ``reconstruct`` takes for new ones. In torch, about 40 calls per request.
+    """
+    if entries.keys.device.type != "cpu":
+        _fail(f"keys must be on the CPU, got {entries.keys.device}")
+    if compiled_for(entries.keys.device)[0]:
+        made, shown = call_compiled(
+            _OP,
+            entries.keys,
+            entries.values,
+            entries.bias,
+            entries.owner,
+            regions.table,
+            regions.num_kv_heads,
+            gates,
+            regions.sizes,
+            regions.log_sizes,
+            [each.factors for each in factors],
+            [each.offsets for each in factors],
+            [each.ranks for each in factors],
+            [each.tokens for each in factors],
+        )
+        return made, shown
+    _check(entries, regions, gates, factors)
+    return _in_torch(entries, regions, gates, factors)
+
+
+def within_room(gates: torch.Tensor, sizes: torch.Tensor, room: int) -> torch.Tensor:
+    """The spans to see token by token: the best ones that fit together.
+
+    They are taken in decreasing order (SeKV, section 3.3) until one does not fit
+    beside the others; those that would not fit alone are passed over. Ties go to the
+    lower number.
+
+    Args:
+        gates: float32 [num_kv_heads, spans]; ``-inf`` or NaN = not at all.
+        sizes: int64 [spans], tokens.
+        room: tokens per KV head.
+
+    Returns:
+        bool [num_kv_heads, spans].
+    """
+    gates = gates.masked_fill((sizes > room) | gates.isnan(), -torch.inf)
+    order = gates.argsort(dim=1, descending=True, stable=True)
+    fits = sizes[order].cumsum(1) <= room
+    fits &= gates.gather(1, order) > -torch.inf
+    return torch.zeros_like(fits).scatter_(1, order, fits)
+
+
+@dataclass(slots=True, eq=False)
+class _Change:
+    """What one request's entries become; views [num_kv_heads, ...] of them."""
+
+    bias: torch.Tensor
+    owner: torch.Tensor
+    sizes: torch.Tensor
+    log_sizes: torch.Tensor
+    chosen: torch.Tensor
+    fresh: torch.Tensor
+    rows: list[torch.Tensor]
+    planes: list[torch.Tensor]
+
+    def apply(self) -> int:
+        """Returns how many tokens were made."""
+        count = self.chosen.shape[1]
+        owner, bias = self.owner[:, count:], self.bias[:, count:]
+        left = (owner >= 0) & ~_of(self.chosen, owner)
+        owner[left], bias[left] = -1, -torch.inf
+        self.bias[:, :count] = self.log_sizes.where(~self.chosen, -torch.inf)
+        span = self.fresh.nonzero(as_tuple=True)[1]
+        free = owner < 0
+        tokens = (self.fresh * self.sizes).sum(1, keepdim=True)
+        row, slot = (free & (free.cumsum(1) <= tokens)).nonzero(as_tuple=True)
+        owner[row, slot] = span.repeat_interleave(self.sizes[span])
+        bias[row, slot] = 0.0
+        for plane, rows in zip(self.planes, self.rows, strict=True):
+            plane[row, count + slot] = rows
+        return row.numel()
+
+
+def _in_torch(
+    entries: ZoomEntries,
+    regions: ZoomRegions,
+    gates: torch.Tensor,
+    factors: Sequence[LowRank],
+) -> tuple[int, int]:
+    """Everything is chosen and made before anything is written."""
+    heads, changes = regions.num_kv_heads, []
+    counts = regions.table[:, 1].tolist()
+    own_gates = gates.split([heads * count for count in counts])
+    sizes, log_sizes = regions.sizes.split(counts), regions.log_sizes.split(counts)
+    for i, (first, count, room) in enumerate(regions.table.tolist()):
+        own = slice(first, first + heads * (count + room))
+        shape = (heads, count + room)
+        bias, owner = (e[own].view(shape) for e in (entries.bias, entries.owner))
+        chosen = within_room(own_gates[i].view(heads, count), sizes[i], room)
+        fresh = chosen & (bias[:, :count] > -torch.inf)
+        _check_room(i, chosen, fresh, owner[:, count:], sizes[i])
+        rows, planes = [], []
+        if bool(fresh.any()):
+            which = fresh.flatten().nonzero()[:, 0]
+            _check_factors(i, factors[i], which, sizes[i].repeat(2 * heads))
+            for at, plane in ((0, entries.keys), (fresh.numel(), entries.values)):
+                rows.append(reconstruct(factors[i], which + at, plane.dtype))
+                planes.append(plane[own].view(*shape, -1))
+        changes.append(
+            _Change(bias, owner, sizes[i], log_sizes[i], chosen, fresh, rows, planes)
+        )
+    made = sum(change.apply() for change in changes)
+    return made, sum(int((c.chosen * c.sizes).sum()) for c in changes)
+
+
+def _of(chosen: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+    """Which entries belong to a chosen span."""
+    return torch.nn.functional.pad(chosen, (1, 0)).gather(1, owner + 1)
+
+
+def _check_room(
+    request: int,
+    chosen: torch.Tensor,
+    fresh: torch.Tensor,
+    owner: torch.Tensor,
+    sizes: torch.Tensor,
+) -> None:
+    free = owner.shape[1] - _of(chosen, owner).sum(1) - (fresh * sizes).sum(1)
+    if (free < 0).any():
+        head = int((free < 0).nonzero()[0])
+        _fail(
+            f"owner: request {request}, head {head} has more tokens than its bias says"
+        )
+
+
+def _check_factors(
+    request: int, factors: LowRank, which: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    if len(factors) != len(tokens):
+        _fail(
+            f"factors[{request}] must be of {len(tokens)} matrices, got {len(factors)}"
+        )
+    which = torch.cat([which, which + len(tokens) // 2])
+    wrong = which[factors.tokens[which] != tokens[which]]
+    if len(wrong):
+        at = int(wrong.min())
+        _fail(
+            f"factors[{request}]: matrix {at} must have {int(tokens[at])} tokens, got "
+            f"{int(factors.tokens[at])}"
+        )
+
+
+def _check(
+    entries: ZoomEntries,
+    regions: ZoomRegions,
+    gates: torch.Tensor,
+    factors: Sequence[LowRank],
+) -> None:
+    """The checks of csrc/zoom.cpp."""
+    keys, heads = entries.keys, regions.num_kv_heads
+    if keys.dim() != 2:
+        _fail(f"keys must have 2 dimension(s), got shape {list(keys.shape)}")
+    capacity = len(keys)
+    if regions.table.dim() != 2 or regions.table.shape[1] != 3:
+        _fail(f"regions must have 3 columns, got shape {list(regions.table.shape)}")
+    spans = int(regions.table[:, 1].sum())
+    shapes = {
+        "keys": (keys, keys.shape, DTYPES),
+        "values": (entries.values, keys.shape, (keys.dtype,)),
+        "bias": (entries.bias, (capacity,), (torch.float32,)),
+        "owner": (entries.owner, (capacity,), (torch.int64,)),
+        "regions": (regions.table, regions.table.shape, (torch.int64,)),
+        "gates": (gates, (heads * spans,), (torch.float32,)),
+        "sizes": (regions.sizes, (spans,), (torch.int64,)),
+        "log_sizes": (regions.log_sizes, (spans,), (torch.float32,)),
+    }
+    if heads < 1:
+        _fail(f"heads must be positive, got {heads}")
+    _check_regions(entries, regions)
+    for name, (tensor, shape, dtypes) in shapes.items():
+        if tensor.dtype not in dtypes:
+            wanted = " or ".join(str(dtype)[6:] for dtype in dtypes)
+            _fail(f"{name} must be {wanted}, got {tensor.dtype}")
+        if tensor.dim() == len(shape) == 1 and tensor.shape != shape:
+            _fail(f"{name} must have {shape[0]} entries, got {len(tensor)}")
+        if tensor.shape != shape:
+            _fail(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+    if len(factors) != len(regions.table):
+        _fail(f"factors must be of {len(regions.table)} requests, got {len(factors)}")
+    if (regions.sizes < 1).any():
+        i = int((regions.sizes < 1).nonzero()[0])
+        _fail(f"sizes[{i}] must be positive, got {int(regions.sizes[i])}")
+    _check_owners(entries, regions)
+
+
+def _check_regions(entries: ZoomEntries, regions: ZoomRegions) -> None:
+    capacity, heads, runs = len(entries.keys), regions.num_kv_heads, []
+    for i, (first, count, room) in enumerate(regions.table.tolist()):
+        stop = first + heads * (count + room)
+        if min(first, count, room) < 0 or stop > capacity:
+            _fail(
+                f"regions[{i}] is {heads} x ({count} + {room}) entries from {first}, "
+                f"but there are {capacity}"
+            )
+        runs.append((first, stop))
+    for before, after in itertools.pairwise(sorted(runs)):
+        if after[0] < before[1]:
+            _fail(f"regions overlap at entry {after[0]}")
+
+
+def _check_owners(entries: ZoomEntries, regions: ZoomRegions) -> None:
+    heads = regions.num_kv_heads
+    for first, count, room in regions.table.tolist():
+        stop = first + heads * (count + room)
+        owner = entries.owner[first:stop].view(heads, count + room)[:, count:]
+        wrong = ((owner < -1) | (owner >= count)).nonzero()
+        if len(wrong):
+            head, slot = wrong[0].tolist()
+            at = first + head * (count + room) + count + slot
+            _fail(
+                f"owner[{at}] is span {int(entries.owner[at])}, but there are 0 to "
+                f"{count - 1}"
+            )
+
+
+def _fail(problem: str) -> NoReturn:
+    raise ValueError(f"kvp.{_OP}: {problem}")

@@ -1,0 +1,119 @@
+"""Memory of the entries that requests attend to beside their pages.
+
+All layers lie alike: a request has one run of entries, at the same place in each::
+
+    entry  0 ........ 600 ........ 1500 ........ 2100 ......... capacity
+           request a     request b      (free)       request c
+
+Runs are taken from the first gap that is large enough. When none is, everything moves
+to a larger arena; when the last run is given back, the arena goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_kvplugins.ops.zoom import ZoomEntries
+
+
+class EntryArena:
+    """Entries of all requests on one worker.
+
+    Args:
+        head_dim: elements of a key, and of a value.
+        dtype: of both.
+    """
+
+    def __init__(self, num_layers: int, head_dim: int, dtype: torch.dtype) -> None:
+        self._num_layers, self._head_dim, self._dtype = num_layers, head_dim, dtype
+        self._gaps: list[tuple[int, int]] = []  # start and stop, in order
+        self._allocate(0)
+
+    # the first run is taken in a step, the last one given back between two
+    @torch.inference_mode(False)
+    def _allocate(self, capacity: int) -> None:
+        shape = (self._num_layers, capacity)
+        self._keys = torch.zeros(*shape, self._head_dim, dtype=self._dtype)
+        self._values = torch.zeros_like(self._keys)
+        self._bias = torch.full(shape, -torch.inf)
+        self._owner = torch.full(shape, -1)
+        # views cost more than what is done with them in a step
+        self.layers = [
+            ZoomEntries(*parts)
+            for parts in zip(
+                self._keys, self._values, self._bias, self._owner, strict=True
+            )
+        ]
+
+    @property
+    def capacity(self) -> int:
+        """Entries per layer, taken or not."""
+        return self._bias.shape[1]
+
+    @property
+    def free(self) -> int:
+        """Entries per layer that nobody has."""
+        return sum(stop - start for start, stop in self._gaps)
+
+    def take(self, count: int) -> int:
+        """Take a run of entries, all off. Moves the others if none is long enough.
+
+        Returns:
+            Its first entry.
+
+        Cost: a copy of all entries if they move; each time to twice the room at least.
+        """
+        assert count > 0, "a run of nothing"
+        for i, (start, stop) in enumerate(self._gaps):
+            if stop - start >= count:
+                self._gaps[i] = (start + count, stop)
+                if start + count == stop:
+                    del self._gaps[i]
+                return start
+        self._grow(count)
+        return self.take(count)
+
+    def _grow(self, count: int) -> None:
+        before = self._keys, self._values, self._bias, self._owner
+        old = self.capacity
+        self._allocate(max(2 * old, old + count))
+        after = self._keys, self._values, self._bias, self._owner
+        for source, target in zip(before, after, strict=True):
+            target[:, :old] = source
+        self._add_gap(old, self.capacity)
+
+    def give(self, start: int, count: int) -> None:
+        """Give a run back that was taken."""
+        self._bias[:, start : start + count] = -torch.inf
+        self._owner[:, start : start + count] = -1
+        self._add_gap(start, start + count)
+        if self.free == self.capacity:
+            self._gaps = []
+            self._allocate(0)
+
+    def _add_gap(self, start: int, stop: int) -> None:
+        merged: list[tuple[int, int]] = []
+        for gap in sorted([*self._gaps, (start, stop)]):
+            if merged and merged[-1][1] == gap[0]:
+                merged[-1] = (merged[-1][0], gap[1])
+            else:
+                merged.append(gap)
+        self._gaps = merged
+
+    def check_integrity(self, taken: Sequence[tuple[int, int]]) -> None:
+        """Runs and gaps cover everything once, and nothing is on in a gap.
+
+        Args:
+            taken: first entry and number of entries of each run that somebody has.
+        """
+        runs = [(start, start + count) for start, count in taken]
+        end = 0
+        for start, stop in sorted([*runs, *self._gaps]):
+            assert start == end, f"entries {end} to {start} are nobody's, or shared"
+            end = stop
+        assert end == self.capacity, "entries at the end are nobody's"
+        for start, stop in self._gaps:
+            assert bool((self._bias[:, start:stop] == -torch.inf).all()), "a free one"
+            assert bool((self._owner[:, start:stop] == -1).all()), "owned but free"
