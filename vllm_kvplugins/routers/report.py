@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from vllm_kvplugins.ops.zoom import within_room
 from vllm_kvplugins.routers.examples import Example
 from vllm_kvplugins.routers.files import RouterReport
 from vllm_kvplugins.routers.losses import divergence, lost_energy, rank_gates
 from vllm_kvplugins.routers.router import Router
 from vllm_kvplugins.routers.student import Decide, routed, student_logits
-from vllm_kvplugins.spans.coarse import within_room
 
 # Candidates among which thresholds are chosen: shares of attention, or gates.
 _THRESHOLDS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
