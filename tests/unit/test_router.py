@@ -7,15 +7,18 @@ import json
 import math
 from dataclasses import replace
 
+import fake_engine
 import pytest
 import torch
 from routers import Shape, random_example, random_router, write_random_router
 from safetensors.torch import load_file, save_file
+from zooming_engine import ZoomingEngine, run
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.ops.svd import truncated_svd
+from vllm_kvplugins.policies.base import Geometry, Lengths
 from vllm_kvplugins.policies.sekv import SeKV
 from vllm_kvplugins.routers import examples, losses, report
 from vllm_kvplugins.routers.files import read_router, shipped_router, shipped_routers
@@ -381,6 +384,79 @@ def test_the_policy_zooms_where_any_head_of_a_group_wants_to(random, tmp_path):
         wanted = max(above, default=-math.inf)
         assert float(gates[head, span]) == pytest.approx(wanted, abs=1e-5)
     assert 0 < seen < 14, "both outcomes must occur"
+
+
+def test_the_engine_zooms_as_the_router_says(random, tmp_path):
+    """Summaries are made of each request's own spans, and kept in bfloat16."""
+    path = tmp_path / "router.safetensors"
+    model = MODEL.model_copy(
+        update={
+            "num_layers": fake_engine.LAYERS,
+            "num_heads": fake_engine.KV_HEADS * fake_engine.GROUP,
+            "num_kv_heads": fake_engine.KV_HEADS,
+            "head_dim": fake_engine.HEAD_DIM,
+        }
+    )
+    shape = (model.num_layers, model.num_heads)
+    write_random_router(
+        path,
+        model,
+        random,
+        threshold=3 + 3 * torch.randn(shape, generator=random),
+        rank_out=torch.zeros(32, 64),
+        rank_out_bias=torch.full((64,), 50.0),  # components count as they are
+    )
+    router = read_router(path)[0]
+
+    def promise(layer, head, asked, keys, scores):
+        found = torch.full((len(keys),), -math.inf, dtype=torch.float64)
+        log_sizes = scores[0] - asked[0] @ keys.T * fake_engine.SCALE
+        for member in range(fake_engine.GROUP):
+            weight = router.projection[layer, head * fake_engine.GROUP + member]
+            summary = torch.nn.functional.normalize(keys @ weight.double().T, dim=1)
+            summary = summary.bfloat16().double()
+            logits = summary @ (weight.double() @ asked[member])
+            logits = logits / weight.shape[0] ** 0.5 + log_sizes
+            tau = router.threshold[layer, head * fake_engine.GROUP + member]
+            found = torch.maximum(found, logits.where(logits > tau, -math.inf))
+        return found
+
+    policy = {
+        "name": "sekv",
+        "budget": 80,
+        "sinks": 2,
+        "least_span": 3,
+        "span_tokens": 8,
+        "rank": fake_engine.HEAD_DIM,
+        "sensitivity": 0.5,
+        "router": str(path),
+    }
+    engine = ZoomingEngine(policy, promise)
+    run(engine, {"a": 150, "b": 97, "short": 30}, 12, 9, SEED)
+    assert len(engine.seen) == 22
+    shown = torch.cat([marks.flatten() for marks in engine.seen.values()]).float()
+    assert 0.02 < shown.mean() < 0.8
+
+
+def test_summaries_take_their_place_in_the_budget(random, tmp_path):
+    path = tmp_path / "router.safetensors"
+    router = write_random_router(path, MODEL, random)
+    # a summary of 2 layers, 4 heads and 32 numbers of 2 bytes, beside a token's 64
+    summary_bytes = router.projection.shape[2] * 2 * 4 * 2
+    geometry = Geometry(4, 2, 2, 2 * summary_bytes)
+    plain = parse_policy({"name": "sekv", "budget": 200})
+    routed = parse_policy({"name": "sekv", "budget": 200, "router": str(path)})
+    surprisal = torch.rand(3000, generator=random)
+    found = {}
+    for name, policy in {"plain": plain, "routed": routed}.items():
+        plan = policy.plan(Lengths(3000), geometry)
+        resident = len(plan.compactions[0].zone) * 4
+        spans = policy.segment(surprisal, resident, geometry).num_spans
+        zoom = policy.zoom_tokens(3000, geometry)
+        each = 1.5 if name == "routed" else 1
+        assert 198 <= resident + zoom + spans * each <= 200
+        found[name] = spans
+    assert found["plain"] - 20 <= found["routed"] <= 40 < found["plain"] <= 60
 
 
 def test_shipped_routers_are_sound_and_found():

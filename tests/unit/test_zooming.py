@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 from typing import Any
 
 import pytest
 import torch
-from fake_engine import GROUP, HEAD_DIM, KV_HEADS, LAYERS, SCALE, FakeEngine, Request
+from fake_engine import HEAD_DIM, KV_HEADS, LAYERS
+from zooming_engine import ZoomingEngine, run
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
@@ -17,10 +17,8 @@ from vllm_kvplugins.ops import LowRank
 from vllm_kvplugins.policies.base import Geometry, Lengths
 from vllm_kvplugins.policies.sekv import SeKV
 from vllm_kvplugins.residency.requests import Row
-from vllm_kvplugins.spans.segmentation import Segments
 
 SEED = 20261122
-BLOCK, BLOCKS = 4, 120
 # factors of full rank, so that zoomed tokens are what they were
 POLICY: dict[str, Any] = {
     "name": "sekv",
@@ -33,117 +31,9 @@ POLICY: dict[str, Any] = {
 }
 
 
-class ZoomingEngine(FakeEngine):
-    """Checks attention over pages, means and zoomed tokens against all tokens.
-
-    Attributes:
-        seen: (request, position) -> bool [LAYERS, KV_HEADS, spans], what was zoomed.
-        worst: largest difference to the oracle so far.
-    """
-
-    def __init__(self, policy: Any) -> None:
-        super().__init__(policy, BLOCK, BLOCKS)
-        self.seen: dict[tuple[str, int], torch.Tensor] = {}
-        self.worst = 0.0
-
-    def step(self, chunks: dict[str, int]) -> None:
-        super().step(chunks)
-        zooming = self.runtime.zooming
-        assert zooming is not None
-        spanned = [row for _, row in zooming._rows]
-        if not spanned:
-            return
-        total = max(row.first_query + row.new_tokens for row in spanned)
-        shape = (total, KV_HEADS * GROUP, HEAD_DIM)
-        for layer in range(LAYERS):
-            queries = torch.zeros(shape)
-            for row in spanned:
-                request = self.requests[row.request_id]
-                at = slice(row.first_query, row.first_query + row.new_tokens)
-                own = request.queries[layer, row.computed_tokens : row.after_tokens]
-                queries[at] = own
-            output = torch.full((total, KV_HEADS * GROUP * HEAD_DIM), torch.nan)
-            pages, lengths = self.table.pages[0], self.table.lengths[0]
-            zooming.attend(layer, queries, pages, lengths, output)
-            for row in spanned:
-                self._check_row(row, layer, output.view(shape))
-        zooming.check_integrity()
-
-    def _check_row(self, row: Row, layer: int, output: torch.Tensor) -> None:
-        state = self.runtime.zooming._requests[row.request_id]
-        request = self.requests[row.request_id]
-        for turn in range(row.new_tokens):
-            position = row.computed_tokens + turn
-            query = request.queries[layer, position].view(KV_HEADS, GROUP, HEAD_DIM)
-            for head in range(KV_HEADS):
-                wanted, zoomed = see(
-                    request, state.segments, state.room, layer, head, position, query
-                )
-                key = (row.request_id, position)
-                shape = (LAYERS, KV_HEADS, state.segments.num_spans)
-                marks = self.seen.setdefault(key, torch.zeros(shape, dtype=torch.bool))
-                marks[layer, head, zoomed] = True
-                got = output[row.first_query + turn].view(KV_HEADS, GROUP, HEAD_DIM)
-                off = float((got[head].double() - wanted).abs().max())
-                self.worst = max(self.worst, off)
-                assert off < 1e-4, (row, layer, head, turn, off)
-
-
-def see(
-    request: Request,
-    segments: Segments,
-    room: int,
-    layer: int,
-    head: int,
-    position: int,
-    query: torch.Tensor,
-) -> tuple[torch.Tensor, list[int]]:
-    """[GROUP, HEAD_DIM] in float64, and the spans that are seen token by token."""
-    keys = request.keys[layer, head, : position + 1].double()
-    values = request.values[layer, head, : position + 1].double()
-    asked = query[head].double()
-    tokens = segments.positions.split(segments.sizes.tolist())
-    worth = segments.weights.double().split(segments.sizes.tolist())
-    means = [
-        ((w[:, None] * keys[t]).sum(0), (w[:, None] * values[t]).sum(0))
-        for w, t in zip(worth, tokens, strict=True)
-    ]
-    scores = torch.stack([asked @ key * SCALE for key, _ in means], 1)
-    scores += torch.tensor([math.log(len(t)) for t in tokens])
-    promise = scores.softmax(1).sum(0)
-    zoomed, left = [], room
-    for span in promise.argsort(descending=True).tolist():
-        if len(tokens[span]) > room:
-            continue
-        left -= len(tokens[span])
-        if left < 0:
-            break
-        zoomed.append(span)
-    stays = torch.ones(position + 1, dtype=torch.bool)
-    stays[segments.positions] = False
-    for span in zoomed:
-        stays[tokens[span]] = True
-    whole = [s for s in range(len(tokens)) if s not in zoomed]
-    logits = torch.cat([asked @ keys[stays].T * SCALE, scores[:, whole]], 1)
-    seen = torch.cat([values[stays], *(means[s][1][None] for s in whole)])
-    return logits.softmax(1) @ seen, zoomed
-
-
-def run(engine: FakeEngine, prompts: dict[str, int], answer: int, chunk: int) -> None:
-    print("seed", SEED)
-    rng = random.Random(SEED)
-    for name, prompt in prompts.items():
-        engine.add(name, prompt, answer)
-    while engine.requests:
-        engine.step({name: rng.randint(1, chunk) for name in engine.requests})
-        for name in [n for n, r in engine.requests.items() if r.done]:
-            engine.remove(name)
-    engine.check_idle()
-
-
 def test_queries_see_means_and_zoomed_tokens_in_one_softmax():
     engine = ZoomingEngine(POLICY)
-    run(engine, {"a": 150, "b": 97, "short": 30}, 12, 9)
+    run(engine, {"a": 150, "b": 97, "short": 30}, 12, 9, SEED)
     assert len(engine.seen) == 22, "the first tokens come from the prefill"
     shown = torch.cat([marks.flatten() for marks in engine.seen.values()])
     assert 0.1 < shown.float().mean() < 0.9
@@ -156,7 +46,7 @@ def test_queries_see_means_and_zoomed_tokens_in_one_softmax():
 
 def test_without_a_zoom_all_spans_are_means():
     engine = ZoomingEngine(POLICY | {"zoom_share": 0.0})
-    run(engine, {"a": 150, "b": 97}, 6, 9)
+    run(engine, {"a": 150, "b": 97}, 6, 9, SEED)
     assert len(engine.seen) == 10
     assert not any(marks.any() for marks in engine.seen.values())
 
@@ -171,7 +61,7 @@ class SeesEverything(SeKV):
 def test_a_zoom_on_everything_is_full_attention(monkeypatch):
     monkeypatch.setattr(SeKV, "zoom_tokens", SeesEverything.zoom_tokens)
     engine = ZoomingEngine(POLICY)
-    run(engine, {"a": 150}, 4, 150)
+    run(engine, {"a": 150}, 4, 150, SEED)
     assert all(bool(marks.all()) for marks in engine.seen.values())
     assert engine.worst < 1e-5
 
@@ -261,7 +151,7 @@ def test_lower_ranks_see_less():
         # the oracle sees the tokens themselves
         engine.runtime.zooming.policy = parse_policy(POLICY | {"rank": rank})
         with contextlib.suppress(AssertionError):
-            run(engine, {"a": 150}, 4, 150)
+            run(engine, {"a": 150}, 4, 150, SEED)
         errors.append(engine.worst)
     assert errors[0] < 1e-5 < 1e-3 < errors[1] < errors[2]
 
@@ -282,7 +172,7 @@ def test_components_that_count_little_are_dropped(monkeypatch):
         monkeypatch.setattr(
             ZoomingEngine, "_check_row", lambda self, row, layer, out: seen.append(out)
         )
-        run(engine, {"a": 150}, 2, 150)
+        run(engine, {"a": 150}, 2, 150, SEED)
         return seen
 
     lower, full = first_answer(rank=4), first_answer()
@@ -345,7 +235,7 @@ def test_prompts_within_the_budget_stay_whole():
 @pytest.mark.parametrize("budget", [1, 5, 33])
 def test_tiny_budgets_work(budget):
     engine = ZoomingEngine(POLICY | {"budget": budget})
-    run(engine, {"a": 61, "b": 34, "c": 3}, 5, 20)
+    run(engine, {"a": 61, "b": 34, "c": 3}, 5, 20, SEED)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +277,7 @@ def test_spans_that_cannot_be_decomposed_are_not_zoomed(monkeypatch, caplog):
             assert bool((bias[:, :count] > -torch.inf).all()), "zoomed"
 
     monkeypatch.setattr(ZoomingEngine, "_check_row", all_but_that)
-    run(engine, {"a": 150, "b": 97}, 4, 30)
+    run(engine, {"a": 150, "b": 97}, 4, 30, SEED)
     taken = engine.runtime.zooming.take_traffic()
     assert taken.failed == 1
     assert taken.selected > taken.fetched > 0

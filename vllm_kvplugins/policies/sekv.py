@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -22,6 +23,7 @@ from vllm_kvplugins.spans.coarse import CoarseSpans
 from vllm_kvplugins.spans.segmentation import Segments, cut_evenly, segment
 
 MEAN_KEY, SHIPPED = "mean-key", "shipped"
+_SUMMARY_DTYPE = torch.bfloat16
 
 
 class SeKV(Resolver):
@@ -118,8 +120,8 @@ class SeKV(Resolver):
         budget = self._budget_tokens(prompt_tokens, geometry)
         if budget >= prompt_tokens:
             return ResidencyPlan(size)
-        spans = self._most_spans(budget, prompt_tokens)
-        beside = self._least_zoom(budget, prompt_tokens) + spans
+        spans = self._span_room(budget, prompt_tokens, geometry)
+        beside = self._least_zoom(budget, prompt_tokens, geometry) + spans
         # the zone is rounded up to whole blocks; the budget holds all the same
         resident = max(budget - beside - size + 1, 1)
         return ResidencyPlan(size, prompt_compactions(prompt_tokens, size, resident))
@@ -131,23 +133,44 @@ class SeKV(Resolver):
         """``zoom_share``, and what the whole blocks of resident tokens leave."""
         budget = self._budget_tokens(prompt_tokens, geometry)
         plan = self.plan(Lengths(prompt_tokens), geometry)
-        if not plan.compactions or not self._least_zoom(budget, prompt_tokens):
+        if not plan.compactions or not self._least_zoom(
+            budget, prompt_tokens, geometry
+        ):
             return 0
         (compaction,) = plan.compactions
         size = geometry.block_size
         resident = len(compaction.zone) * size + prompt_tokens % size
-        spans = self._most_spans(budget, prompt_tokens)
+        spans = self._span_room(budget, prompt_tokens, geometry)
         return max(budget - resident - spans, 0)
 
-    def _least_zoom(self, budget_tokens: int, prompt_tokens: int) -> int:
+    def _least_zoom(
+        self, budget_tokens: int, prompt_tokens: int, geometry: Geometry
+    ) -> int:
         room = int(self.zoom_share * budget_tokens)
-        spans = self._most_spans(budget_tokens, prompt_tokens)
+        spans = self._most_spans(budget_tokens, prompt_tokens, geometry)
         # where most spans do not fit, tokens that stay are worth more
         return room if room * spans >= prompt_tokens else 0
 
-    def _most_spans(self, budget_tokens: int, prompt_tokens: int) -> int:
-        affordable = int(self.span_share * budget_tokens)
+    def _most_spans(
+        self, budget_tokens: int, prompt_tokens: int, geometry: Geometry
+    ) -> int:
+        affordable = int(self.span_share * budget_tokens / self._tokens_each(geometry))
         return max(min(affordable, prompt_tokens // self.span_tokens), 1)
+
+    def _span_room(
+        self, budget_tokens: int, prompt_tokens: int, geometry: Geometry
+    ) -> int:
+        """Tokens whose place spans take on the device."""
+        spans = self._most_spans(budget_tokens, prompt_tokens, geometry)
+        return math.ceil(spans * self._tokens_each(geometry))
+
+    def _tokens_each(self, geometry: Geometry) -> float:
+        """Tokens whose place a span takes: one for its mean key and value, and what
+        a router's summary is beside one (equation 17)."""
+        if self.trained is None:
+            return 1.0
+        summary_bytes = self.trained.summary_numbers * _SUMMARY_DTYPE.itemsize
+        return 1.0 + summary_bytes / geometry.kv_bytes_per_token
 
     @property
     def host_memory_bytes(self) -> int | None:
@@ -178,7 +201,7 @@ class SeKV(Resolver):
         # the newest come first where not even these fit
         fixed &= fixed.flip(0).cumsum(0).flip(0) <= resident_tokens
         room = resident_tokens - int(fixed.sum())
-        most_spans = self._most_spans(budget, tokens)
+        most_spans = self._most_spans(budget, tokens, geometry)
         # half of the spans at most, so that there are enough to cut what is long
         cuts = max(most_spans // 2, 1)
         found = segment(surprisal, fixed, room, self.sensitivity, self.least_span, cuts)
@@ -215,7 +238,7 @@ class SeKV(Resolver):
     def summarize(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
         if self.trained is None:
             return keys
-        return self.trained.summarize(keys, layer).bfloat16()
+        return self.trained.summarize(keys, layer).to(_SUMMARY_DTYPE)
 
     def component_gates(
         self, layer: int, factors: LowRank, summary: torch.Tensor

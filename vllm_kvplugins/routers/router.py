@@ -65,6 +65,12 @@ class Router:
         return self.projection.shape[2]
 
     @property
+    def summary_numbers(self) -> int:
+        """Of one span, over all layers and query heads."""
+        layers, heads = self.projection.shape[:2]
+        return layers * heads * self.routing_dim
+
+    @property
     def max_rank(self) -> int:
         """R, components that the predictor knows."""
         return self.rank_out.shape[1]
