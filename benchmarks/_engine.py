@@ -174,6 +174,8 @@ class _Child:
 
         self.compression_cpu = 0.0
         self._time_compactions()
+        self.decomposed: list[float] = []
+        self._time_decompositions()
         extra = {"additional_config": {"kv_policy": policy}} if policy else {}
         self.llm = LLM(**engine, **extra, disable_log_stats=False)
         self.core = self.llm.llm_engine.engine_core.engine_core
@@ -201,18 +203,21 @@ class _Child:
         name, engine = f"t{time.monotonic_ns()}", self.llm.llm_engine
         began, cpu = time.perf_counter(), _cpu_seconds()
         engine.add_request(name, {"prompt_token_ids": prompt}, params)
-        first: list[float] = []
+        told: list[list[float]] = []  # wall and processor time of each token
         output = None
         while engine.has_unfinished_requests():
             for output in engine.step():
-                if not first and output.outputs[0].token_ids:
-                    first = [time.perf_counter() - began, _cpu_seconds() - cpu]
+                if len(output.outputs[0].token_ids) > len(told):
+                    told.append([time.perf_counter() - began, _cpu_seconds() - cpu])
         for _ in range(2):  # what a request leaves behind is saved in a step of its own
             engine.step()
         assert output is not None, "no answer"
         return {
-            "first_ms": 1e3 * first[0],
-            "first_cpu_ms": 1e3 * first[1],
+            "first_ms": 1e3 * told[0][0],
+            "first_cpu_ms": 1e3 * told[0][1],
+            "token_ms": [1e3 * wall for wall, _ in told],
+            "token_cpu_ms": [1e3 * cpu for _, cpu in told],
+            "decompose_cpu_ms": 1e3 * self._take_decomposed(),
             "computed": len(prompt) - (output.num_cached_tokens or 0),
             "answer": list(output.outputs[0].token_ids),
         }
@@ -276,6 +281,24 @@ class _Child:
             "compression_s": seconds[0].sum if seconds else 0.0,
             "compression_cpu_s": self.compression_cpu,
         }
+
+    def _time_decompositions(self) -> None:
+        """CPU seconds of the thread that decomposes spans."""
+        from vllm_kvplugins.residency.zooming import Zooming
+
+        decompose = Zooming._decompose
+
+        def timed(*arguments: Any) -> Any:
+            began = time.thread_time()
+            made = decompose(*arguments)
+            self.decomposed.append(time.thread_time() - began)
+            return made
+
+        Zooming._decompose = timed
+
+    def _take_decomposed(self) -> float:
+        taken, self.decomposed = self.decomposed, []
+        return sum(taken)
 
     def _time_compactions(self) -> None:
         """CPU seconds of compactions; the plugin's own metric has wall time."""

@@ -84,6 +84,19 @@ class Clocks:
         return timed
 
 
+class Losses:
+    """Of a model that is surprised at random."""
+
+    def __init__(self) -> None:
+        self._random = torch.Generator().manual_seed(0)
+
+    def states(self, first: int, count: int) -> torch.Tensor:
+        return torch.empty(count, 0)
+
+    def losses(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return -3 * torch.rand(len(targets), generator=self._random).log()
+
+
 def prepare(
     config: dict[str, Any],
     requests: int,
@@ -110,11 +123,8 @@ def prepare(
     geometry = Geometry(BLOCK, layers, heads, 2 * layers * heads * dim * 2)
     runtime = PolicyRuntime(parse_policy(config), geometry)
 
-    def losses(first: int, targets: torch.Tensor) -> torch.Tensor:
-        return -3 * torch.rand(len(targets), generator=random).log()
-
     heap = Heap(pages, layout, layers, blocks, heads)
-    runtime.attach(heap, [dim**-0.5] * layers, None, losses=losses)
+    runtime.attach(heap, [dim**-0.5] * layers, None, losses=Losses())
     table = torch.arange(blocks, dtype=torch.int32).view(requests, per_request)
     for i in range(requests):
         runtime.learn(str(i), [0] * tokens)

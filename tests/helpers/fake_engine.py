@@ -93,10 +93,16 @@ class Request:
         self.visible[:] = True
 
 
-def surprisal_of(first: int, targets: torch.Tensor) -> torch.Tensor:
+class FakeLosses:
     """What the fake model makes of a step's tokens: a number by token."""
-    numbers = [zlib.crc32(f"surprise {token}".encode()) for token in targets.tolist()]
-    return torch.tensor(numbers, dtype=torch.float32) / 2**30
+
+    def states(self, first: int, count: int) -> torch.Tensor:
+        return torch.zeros(count, 1)
+
+    def losses(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        assert len(states) == len(targets)
+        named = [f"surprise {token}".encode() for token in targets.tolist()]
+        return torch.tensor([zlib.crc32(name) / 2**30 for name in named])
 
 
 class FakeEngine:
@@ -123,7 +129,7 @@ class FakeEngine:
         model = ProbeModel(self._run_probe, encode, POSITIONS, max_tokens=128)
         rotary = make_rotary(HEAD_DIM)
         scales = [SCALE] * LAYERS
-        self.runtime.attach(self.heap, scales, rotary, model, surprisal_of)
+        self.runtime.attach(self.heap, scales, rotary, model, FakeLosses())
         self.runtime.records = []
         self.fetches = self.runtime.policy.retention is Retention.OFFLOAD
         self.free = list(range(blocks - 1, 0, -1))

@@ -1,4 +1,4 @@
-"""Surprisal of prompts, put together from steps."""
+"""Surprisal of prompts, put together from steps when the whole prompt is in."""
 
 from __future__ import annotations
 
@@ -8,28 +8,70 @@ from vllm_kvplugins.residency.requests import Row
 from vllm_kvplugins.residency.surprisal import Surprisals
 
 
-def test_surprisal_is_put_together_from_chunks():
-    asked: list[tuple[int, list[int]]] = []
+class Losses:
+    """A step's hidden states are its tokens' numbers; keeps what it is asked."""
 
-    def losses(first: int, targets: torch.Tensor) -> torch.Tensor:
-        asked.append((first, targets.tolist()))
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], list[int]]] = []
+
+    def states(self, first: int, count: int) -> torch.Tensor:
+        return torch.arange(first, first + count, dtype=torch.float32)[:, None]
+
+    def losses(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.asked.append((states[:, 0].int().tolist(), targets.tolist()))
         return targets.float() / 10
 
+
+PROMPT = [7, 11, 13, 17, 19]
+SURPRISAL = torch.tensor([0, 1.1, 1.3, 1.7, 1.9])
+
+
+def test_surprisal_is_put_together_from_chunks():
+    losses = Losses()
     known = Surprisals(losses)
-    prompt = [7, 11, 13, 17, 19]
-    known.note(Row("a", 5, 0, 2, 3), prompt)
-    known.note(Row("a", 5, 2, 3, 0), prompt)
-    known.note(Row("a", 5, 5, 1, 0), prompt)  # an answer's token
+    known.note(Row("a", 5, 0, 2, 3), PROMPT)
+    known.note(Row("a", 5, 2, 3, 0), PROMPT)
+    known.note(Row("a", 5, 5, 1, 0), PROMPT)  # an answer's token
+    assert losses.asked == [], "asked before the first token has left"
+    torch.testing.assert_close(known.take("a"), SURPRISAL)
     # the last token of a chunk says how surprising the next chunk's first one is
-    assert asked == [(3, [11, 13]), (0, [17, 19])]
-    torch.testing.assert_close(known.take("a"), torch.tensor([0, 1.1, 1.3, 1.7, 1.9]))
-    assert len(known) == 0
+    assert losses.asked == [([3, 4], [11, 13]), ([0, 1], [17, 19])]
+    assert len(known) == known.waiting_bytes == 0
 
 
-def test_impossible_tokens_and_broken_numbers_count_as_something():
-    known = Surprisals(lambda first, targets: torch.tensor([torch.nan, torch.inf, -1]))
+def test_states_wait_in_bounded_memory():
+    losses = Losses()
+    known = Surprisals(losses, most_waiting_bytes=16)
+    known.note(Row("a", 5, 0, 2, 0), PROMPT)
+    assert known.waiting_bytes == 8
+    known.note(Row("b", 5, 0, 3, 0), PROMPT)
+    assert losses.asked == [([0, 1, 2], [11, 13, 17])], "no room for these"
+    known.note(Row("a", 5, 2, 3, 0), PROMPT)
+    assert known.waiting_bytes == 16
+    known.note(Row("b", 5, 3, 2, 0), PROMPT)
+    for name in "ab":
+        torch.testing.assert_close(known.take(name), SURPRISAL)
+    assert len(losses.asked) == 4
+    assert len(known) == known.waiting_bytes == 0
+
+
+def test_requests_that_go_leave_no_states():
+    known = Surprisals(Losses())
+    known.note(Row("a", 5, 0, 2, 0), PROMPT)
+    known.note(Row("b", 5, 0, 4, 0), PROMPT)
+    known.forget(["a", "c"])
+    assert known.waiting_bytes == 16
+    # computed anew
+    known.forget(["b"])
+    known.note(Row("b", 5, 0, 5, 0), PROMPT)
+    torch.testing.assert_close(known.take("b"), SURPRISAL)
+    assert len(known) == known.waiting_bytes == 0
+
+
+def test_impossible_tokens_and_broken_numbers_count_as_something(monkeypatch):
+    losses = Losses()
+    broken = torch.tensor([torch.nan, torch.inf, -1])
+    monkeypatch.setattr(losses, "losses", lambda states, targets: broken)
+    known = Surprisals(losses)
     known.note(Row("a", 4, 0, 4, 0), [1, 2, 3, 4])
     assert known.take("a").tolist() == [0, 0, 100, 0]
-    known.note(Row("b", 4, 0, 4, 0), [1, 2, 3, 4])
-    known.forget(["b"])
-    assert len(known) == 0

@@ -144,6 +144,29 @@ def test_requests_that_go_while_their_prompt_is_read_leave_nothing():
     assert len(engine.runtime.zooming._surprisals) == 0
 
 
+def test_who_goes_before_a_step_is_settled_is_not_divided(monkeypatch):
+    """Compactions may wait for the next step; by then a request may have gone."""
+    engine = ZoomingEngine(POLICY)
+    runtime = engine.runtime
+    assert runtime.policy.compacts_late
+    engine.add("a", 150, 12)
+    engine.add("b", 97, 12)
+    end_step = runtime.end_step
+
+    def late() -> None:
+        runtime.finish(["a"])
+        end_step()
+
+    monkeypatch.setattr(runtime, "end_step", late)
+    monkeypatch.setattr(engine, "_settle", lambda rows: None)
+    engine.step({"a": 200, "b": 200})
+    assert [record.request_id for record in runtime.records] == ["b"]
+    assert list(runtime.zooming._requests) == ["b"]
+    assert len(runtime.zooming._surprisals) == 0
+    assert runtime.num_tracked == 1
+    runtime.check_integrity()
+
+
 def test_lower_ranks_see_less():
     errors = []
     for rank in (8, 4, 1):

@@ -219,6 +219,12 @@ class KVCachePolicy(BaseModel, ABC):
         return False
 
     @property
+    def compacts_late(self) -> bool:
+        """Whether a compaction takes so long that the step's tokens leave before: it
+        runs when the next step begins, before anything is written."""
+        return self.needs_surprisal
+
+    @property
     def needs_tokenizer(self) -> bool:
         """Whether ``probe_room`` and ``probes`` encode text."""
         return False

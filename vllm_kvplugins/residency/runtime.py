@@ -148,11 +148,8 @@ class PolicyRuntime:
         return self._plans.get(Lengths(prompt_tokens, turn_ends, restored))
 
     def _plan_of(self, request_id: str, prompt_tokens: int) -> ResidencyPlan:
-        tracked = self._requests.get(request_id)
         turn_ends = self._turn_ends.get(request_id, ())
-        return self.plan(
-            prompt_tokens, turn_ends, tracked.restored if tracked else None
-        )
+        return self.plan(prompt_tokens, turn_ends, self.tracked(request_id).restored)
 
     def learn(
         self,
@@ -256,8 +253,8 @@ class PolicyRuntime:
         """
         for due, owned in self._leaving:
             assert self.retrieval is not None
-            row, before_tail = due.row, due.compaction.zone.stop
-            before_tail *= self.geometry.block_size
+            row = due.row
+            before_tail = due.compaction.zone.stop * self.geometry.block_size
             self.retrieval.offload(
                 row.request_id, layer, owned, row.after_tokens, before_tail
             )
@@ -276,8 +273,8 @@ class PolicyRuntime:
             tracked.observed[layer] = self.policy.observe(view)
 
     def end_step(self) -> None:
-        """Run the compactions that this step completed; call when all layers
-        have attended. Costs nothing when there are none."""
+        """Run the compactions that this step completed. Call it when all layers have
+        attended, or as the next step begins (``compacts_late``)."""
         due_now, self._due, self._leaving = self._due, [], []
         if self.zooming is not None:
             self.zooming.end_step(self._prompts)
@@ -367,6 +364,7 @@ class PolicyRuntime:
         """Drop the state of requests that will be computed anew, if ever."""
         for request_id in request_ids:
             tracked = self._requests.pop(request_id, None)
+            self._due = [due for due in self._due if due.row.request_id != request_id]
             for holder in (self.retrieval, self.zooming):
                 if holder is not None:
                     holder.forget([request_id])

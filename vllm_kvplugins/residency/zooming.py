@@ -283,6 +283,7 @@ class Zooming:
         """Drop requests; what is being decomposed for them is not waited for."""
         for request_id in request_ids:
             self._surprisals.forget([request_id])
+            self._watched = [r for r in self._watched if r.request_id != request_id]
             state = self._requests.pop(request_id, None)
             if state is None:
                 continue

@@ -88,9 +88,11 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to save."""
 
     def wait_for_save(self) -> None:
-        """All layers have attended: run the compactions of this step."""
+        """All layers have attended: run the compactions of this step, unless they
+        wait until its tokens have left."""
         assert self._runtime is not None
-        self._runtime.end_step()
+        if not self._runtime.policy.compacts_late:
+            self._runtime.end_step()
 
     def build_connector_worker_meta(self) -> SessionReports | None:
         """What came of the scheduler's orders."""

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_kvplugins.residency.surprisal import TokenLosses
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -17,36 +15,39 @@ if TYPE_CHECKING:
 _MOST_ROWS = 1024
 
 
-def token_losses(model: Any) -> TokenLosses:
-    """Remember each step's hidden states, and ask the output layer about them.
+class ModelLosses:
+    """Remembers each step's hidden states, and asks the output layer about them.
 
     vLLM computes logits only where it samples; this computes them for all others.
 
     Args:
         model: vLLM's, with its output layer.
     """
-    last: list[torch.Tensor] = []
 
-    def remember(module: Any, inputs: Any, output: Any) -> None:
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._last: torch.Tensor | None = None
+        model.register_forward_hook(self._remember)
+
+    def _remember(self, module: Any, inputs: Any, output: Any) -> None:
         assert isinstance(output, torch.Tensor), f"{type(module).__name__} returns more"
-        last[:] = [output]
+        self._last = output
 
-    model.register_forward_hook(remember)
+    def states(self, first: int, count: int) -> torch.Tensor:
+        assert self._last is not None, "no step has run"
+        return self._last[first : first + count].clone()
 
     @torch.inference_mode()
-    def losses(first: int, targets: torch.Tensor) -> torch.Tensor:
-        (hidden,) = last
-        targets = targets.to(hidden.device)
+    def losses(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        targets = targets.to(states.device).long()
         parts = []
-        for start in range(0, targets.numel(), _MOST_ROWS):
-            wanted = targets[start : start + _MOST_ROWS]
-            stop = first + start + wanted.numel()
-            logits = model.compute_logits(hidden[first + start : stop]).float()
-            said = logits.gather(1, wanted[:, None].long()).squeeze(1)
+        for rows, wanted in zip(
+            states.split(_MOST_ROWS), targets.split(_MOST_ROWS), strict=True
+        ):
+            logits = self._model.compute_logits(rows).float()
+            said = logits.gather(1, wanted[:, None]).squeeze(1)
             parts.append(logits.logsumexp(1) - said)
         return torch.cat(parts).cpu()
-
-    return losses
 
 
 def problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvplugins.residency.recorded_run import Fetch
@@ -37,6 +38,10 @@ class KVPolicyCPUWorker(CPUWorker):
             vault.take_in(meta.orders)
         runtime.finish(scheduler_output.finished_req_ids)
         runtime.forget(getattr(scheduler_output, "preempted_req_ids", None) or ())
+        if runtime.policy.compacts_late:
+            # before this step writes: blocks that are read may be another's by now
+            with torch.inference_mode():
+                runtime.end_step()
         for new in scheduler_output.scheduled_new_reqs:
             turns = asked_turn_ends(new.sampling_params)
             patched = asked_patched_prompt(new.sampling_params)

@@ -33,7 +33,7 @@ from vllm_kvplugins.vllm_adapter import activation
 from vllm_kvplugins.vllm_adapter.probing import ProbeMetadata, probe_model
 from vllm_kvplugins.vllm_adapter.rotary import rotary_of
 from vllm_kvplugins.vllm_adapter.spec import with_policy
-from vllm_kvplugins.vllm_adapter.surprisal import token_losses
+from vllm_kvplugins.vllm_adapter.surprisal import ModelLosses
 from vllm_kvplugins.vllm_adapter.validation import layer_problems, rotary_problems
 
 
@@ -137,7 +137,7 @@ class PagedPolicyMetadataBuilder(CPUAttentionMetadataBuilder):
             [layer.impl.scale for layer in self.layers],
             self.rotary,
             probe_model(self.vllm_config, activation.runner().model, self.layer_names),
-            token_losses(activation.runner().model)
+            ModelLosses(activation.runner().model)
             if self.runtime.policy.needs_surprisal
             else None,
         )
