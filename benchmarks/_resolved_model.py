@@ -17,7 +17,7 @@ from _masked_model import Branches, MaskedModel, Prompt
 from vllm_kvplugins import ops
 from vllm_kvplugins.policies.base import Geometry, Lengths
 from vllm_kvplugins.policies.resolution import Resolver
-from vllm_kvplugins.spans.coarse import CoarseSpans, within_room
+from vllm_kvplugins.spans.coarse import CoarseSpans
 from vllm_kvplugins.spans.segmentation import Segments
 
 
@@ -72,12 +72,11 @@ class Resolved:
             [values[:, found.resident], spans.values],
         ]
         if self.room:
-            starts = found.sizes.cumsum(0) - found.sizes
-            rows = torch.cat(inside).bfloat16()
-            rank = self.policy.most_rank
-            factors = ops.truncated_svd(rows, starts, found.sizes, rank)
-            which = torch.arange(len(rows) * len(starts))
-            again = ops.reconstruct(factors, which, torch.float32).view_as(rows)
+            rows = [part.bfloat16() for part in inside]
+            factors = self.policy.decompose(layer, rows[0], rows[1], spans)
+            which = torch.arange(len(factors))
+            again = ops.reconstruct(factors, which, torch.float32)
+            again = again.view(2 * heads, *keys[:1, found.positions].shape[1:])
             parts[0].append(again[:heads])
             parts[1].append(again[heads:])
         self.spans.append(spans)
@@ -102,7 +101,7 @@ class Resolved:
         bias[:, resident:first] = spans.log_sizes
         if self.room:
             gates = self.policy.gates(layer, grouped, spans, scale)
-            zoomed = within_room(gates, spans.sizes, self.room)
+            zoomed = ops.within_room(gates, spans.sizes, self.room)
             bias[:, resident:first].masked_fill_(zoomed, -torch.inf)
             hidden = ~zoomed[:, self.segments.span]
             bias[:, first:].masked_fill_(hidden, -torch.inf)

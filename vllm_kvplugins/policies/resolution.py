@@ -16,7 +16,8 @@ from typing import ClassVar
 
 import torch
 
-from vllm_kvplugins.ops.svd import LowRank
+from vllm_kvplugins.ops.components import keep_components
+from vllm_kvplugins.ops.svd import LowRank, truncated_svd
 from vllm_kvplugins.policies.base import (
     Geometry,
     KVCachePolicy,
@@ -94,6 +95,23 @@ class Resolver(KVCachePolicy):
         """Components that count less are dropped: "negligible gates" of SeKV,
         section 3.2, which names no number."""
         return 0.05
+
+    def decompose(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, spans: CoarseSpans
+    ) -> LowRank:
+        """The factors of a layer's spans, without components that count little
+        (equations 6 to 8).
+
+        Args:
+            keys, values: [num_kv_heads, tokens, head_dim], span by span.
+        """
+        starts = spans.sizes.cumsum(0) - spans.sizes
+        rows = torch.cat([keys, values])
+        factors = truncated_svd(rows, starts, spans.sizes, self.most_rank)
+        gates = self.component_gates(layer, factors, spans.summary)
+        if gates is None:
+            return factors
+        return keep_components(factors, gates, self.least_gate)
 
     @abstractmethod
     def gates(

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_kvplugins.ops import dispatch as ops
-from vllm_kvplugins.ops.components import keep_components
 from vllm_kvplugins.ops.mixed_attention import CoarseEntries, attend_mixed
-from vllm_kvplugins.ops.svd import LowRank, truncated_svd
+from vllm_kvplugins.ops.svd import LowRank
 from vllm_kvplugins.ops.zoom import zoom_spans
 from vllm_kvplugins.policies.base import Geometry
 from vllm_kvplugins.residency.entries import EntryArena
@@ -149,13 +148,7 @@ class Zooming:
         values: torch.Tensor,
         spans: CoarseSpans,
     ) -> LowRank:
-        starts = spans.sizes.cumsum(0) - spans.sizes
-        rows = torch.cat([keys, values])
-        factors = truncated_svd(rows, starts, spans.sizes, self.policy.most_rank)
-        gates = self.policy.component_gates(layer, factors, spans.summary)
-        if gates is None:
-            return factors
-        return keep_components(factors, gates, self.policy.least_gate)
+        return self.policy.decompose(layer, keys, values, spans)
 
     # -- steps --------------------------------------------------------------------
 
