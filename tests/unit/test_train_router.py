@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 import torch
@@ -186,6 +187,16 @@ def test_what_cannot_be_trained_is_one_message(folder, texts, tmp_path, change, 
 
 def test_a_missing_folder_of_texts_is_said(folder, tmp_path):
     assert "is no folder" in refused(run(folder, tmp_path / "none", tmp_path / "out"))
+
+
+def test_every_setting_is_in_the_docs():
+    docs = Path(__file__).parents[2] / "docs" / "policies" / "sekv.md"
+    text = docs.read_text()
+    for name, field in TrainSettings.model_fields.items():
+        assert f"`{name}`" in text or f"`--{name}`" in text, name
+        default = field.default
+        if isinstance(default, float):
+            assert f"{default:g}" in text, (name, default)
 
 
 def test_the_rate_rises_and_falls():

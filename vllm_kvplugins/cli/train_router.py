@@ -177,6 +177,7 @@ def _run(
             progress.update(task, completed=step, description=said)
             if step % save_every == 0 or step == settings.steps:
                 run.save(checkpoint)
+                _log(progress, f"step {step} of {settings.steps}, {said}")
 
         router = training.train(loaded, run, maker.stage, done)
         with torch.no_grad():
@@ -275,6 +276,7 @@ class _Maker:
             if example is not None:
                 found.append(example.to(self._model.device))
             self._progress.update(task, advance=1)
+            _log(self._progress, f"{number + 1} of {count} {what} texts of {length}")
         self._progress.remove_task(task)
         if not found:
             raise KVPolicyError(
@@ -294,6 +296,12 @@ def _progress() -> Iterator[Progress]:
     )
     with Progress(*columns, console=console, transient=True) as progress:
         yield progress
+
+
+def _log(progress: Progress, said: str) -> None:
+    """A line where no bar is seen, as in a log file."""
+    if not progress.console.is_terminal:
+        progress.console.print(said)
 
 
 def _print_report(found: RouterReport, out_dir: Path) -> None:
