@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 
 
 class Trigger(Flag):
-    """When the engine calls a policy."""
+    """Steps after which the engine calls ``observe``."""
 
     NEVER = 0
-    PREFILL_END = auto()
     PREFILL_CHUNK = auto()
     DECODE_STEP = auto()
     PROBE = auto()
@@ -189,7 +188,6 @@ class KVCachePolicy(BaseModel, ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    triggers: ClassVar[Trigger]
     retention: ClassVar[Retention] = Retention.DROP
     # Whether it keeps the best-scoring tokens of a budget, which others may set.
     compresses: ClassVar[bool] = False

@@ -13,7 +13,7 @@ from vllm_kvplugins.budgets import (
     Uniform,
     parse_allocator,
 )
-from vllm_kvplugins.policies.base import Geometry, KVCachePolicy, Lengths, Trigger
+from vllm_kvplugins.policies.base import Geometry, KVCachePolicy, Lengths
 from vllm_kvplugins.residency.plan import Fold, ResidencyPlan
 from vllm_kvplugins.residency.prompt_cuts import Blockwise, prompt_compactions
 
@@ -34,7 +34,6 @@ class Compressor(KVCachePolicy):
     (at least one page besides the newest tokens, whatever the budget).
     """
 
-    triggers: ClassVar[Trigger] = Trigger.PREFILL_END
     compresses: ClassVar[bool] = True
 
     budget: Annotated[Budget, BeforeValidator(Budget.parse)] = Field(

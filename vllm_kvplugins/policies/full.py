@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from vllm_kvplugins.policies.base import Geometry, KVCachePolicy, Lengths, Trigger
+from vllm_kvplugins.policies.base import Geometry, KVCachePolicy, Lengths
 from vllm_kvplugins.residency.plan import ResidencyPlan
 
 
@@ -16,7 +16,6 @@ class FullKV(KVCachePolicy):
 
     name: ClassVar[str] = "full"
     summary: ClassVar[str] = "keep everything, through the plugin's own path"
-    triggers: ClassVar[Trigger] = Trigger.NEVER
 
     def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
         return ResidencyPlan(geometry.block_size)

@@ -23,7 +23,6 @@ from vllm_kvplugins.policies.base import (
     KVCachePolicy,
     LayerView,
     Retention,
-    Trigger,
 )
 from vllm_kvplugins.spans.coarse import CoarseSpans
 from vllm_kvplugins.spans.segmentation import Segments
@@ -35,7 +34,6 @@ class Resolver(KVCachePolicy):
     Subclasses say where spans begin, how many tokens are zoomed, and on which spans.
     """
 
-    triggers: ClassVar[Trigger] = Trigger.PREFILL_END | Trigger.DECODE_STEP
     retention: ClassVar[Retention] = Retention.RECONSTRUCT
 
     @property

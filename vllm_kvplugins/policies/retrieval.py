@@ -32,7 +32,6 @@ from vllm_kvplugins.policies.base import (
     LayerView,
     Lengths,
     Retention,
-    Trigger,
 )
 from vllm_kvplugins.residency.plan import (
     BlockSpan,
@@ -172,7 +171,6 @@ class Retriever(KVCachePolicy):
     first layers that retrieve.
     """
 
-    triggers: ClassVar[Trigger] = Trigger.PREFILL_END | Trigger.DECODE_STEP
     retention: ClassVar[Retention] = Retention.OFFLOAD
 
     budget: Annotated[Budget, BeforeValidator(Budget.parse)] = Field(
