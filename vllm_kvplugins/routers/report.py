@@ -61,6 +61,7 @@ class Counts:
 
 
 def summed(counts: Sequence[Counts]) -> Counts:
+    """Of several examples together; at least one."""
     total = counts[0]
     for more in counts[1:]:
         total = total + more

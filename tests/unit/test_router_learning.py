@@ -1,0 +1,176 @@
+"""What routers learn from and with, against the equations of SeKV written out."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from routers import Shape, random_example
+
+from vllm_kvplugins.ops.svd import truncated_svd
+from vllm_kvplugins.routers import examples, losses, report
+from vllm_kvplugins.routers.router import spectra
+from vllm_kvplugins.routers.student import Memory, mixed_attention, straight_through
+
+SEED = 20261123
+SHAPE = Shape()
+
+
+@pytest.fixture
+def random():
+    print("seed", SEED)
+    return torch.Generator().manual_seed(SEED)
+
+
+# -- what is learned from ------------------------------------------------------------
+
+
+def test_examples_hold_what_full_attention_looked_at(random):
+    reading, example = random_example(SHAPE, random)
+    segments, prefix = example.segments, 300
+    scores = reading.queries.double() @ reading.keys.double().repeat_interleave(
+        SHAPE.group, 1
+    ).transpose(-1, -2)
+    scores *= reading.scale
+    later = torch.arange(340) > prefix + torch.arange(40)[:, None]
+    weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+    spans = segments.positions.split(segments.sizes.tolist())
+    mass = torch.stack([weights[..., span].sum(-1) for span in spans], -1)
+    far = mass.sum(-1).mean((0, 1))
+    mined = far.topk(12).indices.sort().values
+    assert torch.allclose(example.mass.double(), mass[:, :, mined], atol=1e-5)
+    assert example.queries.equal(reading.queries[:, :, mined])
+    worth = segments.weights.double().split(segments.sizes.tolist())
+    for which, rows in enumerate((reading.keys, reading.values)):
+        wanted = torch.stack(
+            [
+                (rows[:, :, s].double() * w[:, None]).sum(2)
+                for s, w in zip(spans, worth, strict=True)
+            ],
+            2,
+        )
+        assert torch.allclose(example.means[which].double(), wanted, atol=1e-5)
+    passage = example.passage
+    runs = [float(far[i : i + 6].mean()) for i in range(35)]
+    first = prefix + runs.index(max(runs))
+    assert passage.first_position == first
+    assert passage.tokens.equal(reading.tokens[first : first + 6])
+    outside = segments.resident.nonzero().squeeze(1)
+    assert passage.keys[:, :, outside].equal(reading.keys[:, :, outside])
+    off = (passage.keys - reading.keys[:, :, :first])[:, :, segments.positions]
+    kept = example.spectrum[0].square().sum()
+    whole = reading.keys[:, :, segments.positions].square().sum()
+    assert 0.01 < float(off.square().sum() / whole) < 0.5
+    assert float(off.square().sum()) == pytest.approx(float(whole - kept), rel=1e-3)
+
+
+def test_targets_are_the_smallest_sets_that_cover(random):
+    mass = torch.rand(40, 6, generator=random) ** 3
+    found = examples.covering(mass, 0.9)
+    for row, chosen in zip(mass.double(), found, strict=True):
+        fewest = min(
+            len(pick)
+            for count in range(7)
+            for pick in itertools.combinations(range(6), count)
+            if float(row[list(pick)].sum()) >= 0.9 * float(row.sum()) - 1e-7
+        )
+        assert int(chosen.sum()) == fewest
+        assert float(row[chosen].sum()) >= 0.9 * float(row.sum()) - 1e-6
+
+
+def test_ties_go_to_the_first_and_nothing_is_wanted_of_nothing():
+    even = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.0, 0.0, 0.0, 0.0]])
+    found = examples.covering(even, 0.5).tolist()
+    assert found == [[True, True, False, False], [False] * 4]
+
+
+# -- the student ---------------------------------------------------------------------
+
+
+def memory_of(random) -> tuple[Memory, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _, example = random_example(SHAPE, random)
+    dim = SHAPE.head_dim
+    query = torch.randn(SHAPE.heads, 6, dim, generator=random)
+    key = torch.randn(SHAPE.kv_heads, 6, dim, generator=random)
+    value = torch.randn(SHAPE.kv_heads, 6, dim, generator=random)
+    return Memory.of(example, 1), query, key, value
+
+
+@pytest.mark.parametrize("kind", ["none", "all", "some"])
+def test_attention_at_two_resolutions_is_one_softmax(random, kind):
+    memory, query, key, value = memory_of(random)
+    spans = len(memory.log_sizes)
+    zoom = torch.rand(SHAPE.heads, 6, spans, generator=random) < 0.5
+    zoom = {"none": zoom & False, "all": zoom | True, "some": zoom}[kind]
+    made = mixed_attention(query, key, value, memory, zoom.float(), 0.3)
+    for head, ask in itertools.product(range(SHAPE.heads), range(6)):
+        kv = head // SHAPE.group
+        seen = memory.span < 0
+        seen |= zoom[head, ask][memory.span.clamp(min=0)]
+        whole = ~zoom[head, ask]
+        keys = [memory.keys[kv, seen], key[kv, : ask + 1], memory.mean_keys[kv, whole]]
+        rows = [
+            memory.values[kv, seen],
+            value[kv, : ask + 1],
+            memory.mean_values[kv, whole],
+        ]
+        scores = torch.cat(keys).double() @ query[head, ask].double() * 0.3
+        scores[len(scores) - int(whole.sum()) :] += memory.log_sizes[whole]
+        wanted = scores.softmax(0) @ torch.cat(rows).double()
+        assert torch.allclose(made[head, ask].double(), wanted, atol=1e-5)
+
+
+def test_gradients_say_what_the_other_choice_changes(random):
+    memory, query, key, value = memory_of(random)
+    shape = (SHAPE.heads, 6, len(memory.log_sizes))
+    zoom = torch.rand(shape, generator=random).double().requires_grad_()
+
+    def attend(zoom: torch.Tensor) -> torch.Tensor:
+        return mixed_attention(query, key, value, memory, zoom.float(), 0.3).sum()
+
+    attend(zoom).backward()
+    assert zoom.grad is not None
+    at = (3, 2, 1)
+    step = torch.zeros_like(zoom)
+    step[at] = 1e-2
+    with torch.no_grad():
+        slope = (attend(zoom + step) - attend(zoom - step)) / 2e-2
+    assert float(zoom.grad[at]) == pytest.approx(float(slope), rel=2e-2, abs=1e-3)
+
+
+def test_lost_energy_is_what_a_gated_reconstruction_lacks(random):
+    rows = torch.randn(1, 12, 6, generator=random)
+    factors = truncated_svd(rows, torch.tensor([0]), torch.tensor([12]), 6)
+    gates = torch.rand(1, 6, generator=random)
+    left, right = factors.left(0), factors.right(0)
+    again = (left * factors.singular_values(0) * gates) @ right.T
+    wanted = (rows[0] - again).square().sum() / rows.square().sum()
+    found = losses.lost_energy(gates, spectra(factors, 6))
+    assert float(found) == pytest.approx(float(wanted), rel=1e-4)
+
+
+def test_the_report_counts_decisions(random):
+    _, example = random_example(SHAPE, random)
+    chosen = torch.rand(example.targets.shape, generator=random) < 0.3
+    counts = report.summed([report.Counts.of(chosen, example.targets)] * 2)
+    right = float((chosen & example.targets).sum())
+    wrong = float((chosen ^ example.targets).sum())
+    assert counts.f1 == pytest.approx(2 * right / (2 * right + wrong))
+    assert report.covered_in_room(example.mass, example) < 1
+    best = report.covered_in_room(example.mass, example)
+    worst = report.covered_in_room(-example.mass, example)
+    assert worst < 0.25 < best
+
+
+def test_decisions_are_hard_and_gradients_go_through():
+    logits = torch.tensor([-2.0, 0.3, 0.5], requires_grad=True)
+    threshold = torch.tensor(0.4, requires_grad=True)
+    made = straight_through(logits, threshold)
+    assert made.tolist() == pytest.approx([0.0, 0.0, 1.0])
+    made.sum().backward()
+    assert logits.grad is not None
+    assert threshold.grad is not None
+    slope = torch.sigmoid(logits) * (1 - torch.sigmoid(logits))
+    assert torch.allclose(logits.grad, slope.detach())
+    assert float(threshold.grad) == pytest.approx(-3 * 0.2403, abs=1e-3)
