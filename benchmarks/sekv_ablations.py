@@ -6,8 +6,8 @@
 
 before an engine starts in the same process, as ``needle.py`` does. All have the budget
 and the plan of ``sekv``: what a part leaves free goes to the newest tokens. Without a
-zoom is ``{"name": "sekv", "zoom_share": 0}``, which leaves its room to anchors. A
-trained router and its thresholds are rows of the table that have no policy here.
+zoom is ``{"name": "sekv", "zoom_share": 0}``, which leaves its room to anchors; without
+a trained router, ``sekv`` as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 
 from vllm_kvplugins.policies.base import Geometry
 from vllm_kvplugins.policies.registry import register_policy
-from vllm_kvplugins.policies.sekv import SeKV
+from vllm_kvplugins.policies.sekv import SeKV, zoom_gates
+from vllm_kvplugins.spans.coarse import CoarseSpans
 from vllm_kvplugins.spans.segmentation import Segments, cut_evenly
 
 
@@ -74,7 +75,24 @@ class PlainMeans(SeKV):
         return replace(found, weights=even)
 
 
-ABLATIONS = (FixedChunks, NoAnchors, PlainMeans)
+class OneThreshold(SeKV):
+    """All heads zoom from the same gate on: the mean of a router's thresholds."""
+
+    name: ClassVar[str] = "sekv-one-threshold"
+    summary: ClassVar[str] = "sekv whose router has one threshold"
+
+    def gates(
+        self, layer: int, queries: torch.Tensor, spans: CoarseSpans, scale: float
+    ) -> torch.Tensor:
+        router = self.trained
+        if router is None:
+            raise ValueError(f"{self.name} needs a router; name its file as `router`")
+        flat = torch.full_like(router.threshold, float(router.threshold.mean()))
+        same = replace(router, threshold=flat)
+        return zoom_gates(same, layer, queries, spans)
+
+
+ABLATIONS = (FixedChunks, NoAnchors, PlainMeans, OneThreshold)
 
 
 def register() -> None:

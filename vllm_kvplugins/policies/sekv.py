@@ -213,11 +213,7 @@ class SeKV(Resolver):
         if self.trained is None:
             scores = queries.float() @ spans.keys.mT * scale + spans.log_sizes
             return scores.softmax(-1).sum(1)
-        router, heads = self.trained, queries.flatten(0, 1)[:, None]
-        logits = router.logits(heads, spans.summary, spans.log_sizes, layer)[:, 0]
-        wanted = logits > router.threshold[layer, :, None]
-        logits = logits.masked_fill(~wanted, -torch.inf)
-        return logits.unflatten(0, queries.shape[:2]).amax(1)
+        return zoom_gates(self.trained, layer, queries, spans)
 
     # -- the router ---------------------------------------------------------------
 
@@ -295,3 +291,23 @@ class SeKV(Resolver):
                 f"{self.trained.max_rank} components; give a smaller rank"
             )
         return problems
+
+
+def zoom_gates(
+    router: Router, layer: int, queries: torch.Tensor, spans: CoarseSpans
+) -> torch.Tensor:
+    """What a router says of one token's queries.
+
+    Args:
+        queries: [num_kv_heads, group, head_dim].
+
+    Returns:
+        float32 [num_kv_heads, spans]: the largest logit of a gate (equation 5) among
+        the query heads that are above their thresholds (equation 9); ``-inf`` where
+        none is.
+    """
+    heads = queries.flatten(0, 1)[:, None]
+    logits = router.logits(heads, spans.summary, spans.log_sizes, layer)[:, 0]
+    wanted = logits > router.threshold[layer, :, None]
+    logits = logits.masked_fill(~wanted, -torch.inf)
+    return logits.unflatten(0, queries.shape[:2]).amax(1)
