@@ -14,10 +14,13 @@ pytest.importorskip("transformers")
 import sekv_ablations
 from _masked_model import Prompt, attend
 from _resolved_model import Resolved, surprisals
+from routers import write_random_router
 
 from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.policies.base import Geometry, Lengths
 from vllm_kvplugins.policies.sekv import SeKV
+from vllm_kvplugins.spans.coarse import CoarseSpans
 from vllm_kvplugins.spans.segmentation import Segments
 
 SEED = 20261122
@@ -155,3 +158,42 @@ def test_plain_means_weigh_alike_what_sekv_weighs_by_surprise():
         [1 / int(plain.sizes[s]) for s in plain.span]
     )
     assert not torch.allclose(plain.weights, whole.weights)
+
+
+def test_one_threshold_is_the_mean_of_all(tmp_path):
+    sekv_ablations.register()
+    random = torch.Generator().manual_seed(SEED)
+    model = ModelFingerprint(
+        architecture=None,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        hidden_size=None,
+        vocab_size=None,
+        rope=None,
+    )
+    path = tmp_path / "router.safetensors"
+    high = torch.tensor([[-1e4, 1e4], [6.0, -2.0]])
+    write_random_router(path, model, random, threshold=high)
+    asked = POLICY | {"router": str(path)}
+    keys = torch.randn(2, 9, 8, generator=random)
+    queries = 3 * torch.randn(2, 1, 8, generator=random)
+    found = {}
+    for name in ("sekv", "sekv-one-threshold"):
+        policy = parse_policy(asked | {"name": name})
+        assert isinstance(policy, SeKV)
+        sizes = torch.full((9,), 4)
+        spans = CoarseSpans(
+            keys, keys, sizes.float().log(), sizes, policy.summarize(0, keys)
+        )
+        found[name] = policy.gates(0, queries, spans, 1.0)
+    everything, nothing = (found["sekv"] > -math.inf).all(1).tolist()
+    assert everything
+    assert not nothing
+    one = found["sekv-one-threshold"]
+    logits = found["sekv"][0]
+    assert one[0].tolist() == logits.where(logits > 1.0, -math.inf).tolist()
+    assert bool((one > -math.inf).any(1).all())
+    with pytest.raises(ValueError, match="needs a router"):
+        parse_policy(POLICY | {"name": name}).gates(0, queries, spans, 1.0)
