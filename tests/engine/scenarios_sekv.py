@@ -91,3 +91,41 @@ def answers(
         "entries": entries,
         "tracked": tracked,
     }
+
+
+def trace(
+    model: str, policy: dict[str, Any], length: int, max_tokens: int
+) -> dict[str, Any]:
+    """One long prompt.
+
+    Returns:
+        ``tokens_held`` per KV head after each step of the answer: of blocks and of
+        entries, without what was generated; ``host_bytes`` and what equation 18 says.
+    """
+    driver = Driver(make_llm(model, policy, max_num_batched_tokens=1024))
+    driver.add("a", random_tokens(length, length, VOCABULARY), max_tokens)
+    held, found = [], {}
+    while driver.busy:
+        driver.step()
+        for request in driver.scheduler.running:
+            state = runtime().zooming._requests.get(request.request_id)
+            if state is None or request.num_computed_tokens <= length:
+                continue
+            ids = driver.manager.req_to_blocks[request.request_id]
+            blocks = sum(not block.is_null for block in ids)
+            size = runtime().geometry.block_size
+            # the last block is filled up to the token that has just been computed
+            slots = blocks * size - (-request.num_computed_tokens % size)
+            generated = request.num_computed_tokens - length
+            held.append(slots + state.entries_per_head - generated)
+            factors = [layer.factors.result() for layer in state.layers]
+            found = {
+                "host_bytes": sum(made.nbytes for made in factors),
+                "equation_18": sum(
+                    int((made.ranks * (made.tokens + made.head_dim + 1)).sum())
+                    * made.factors.itemsize
+                    for made in factors
+                ),
+                "ranks": sorted({int(r) for made in factors for r in made.ranks}),
+            }
+    return {"tokens_held": held, **found}

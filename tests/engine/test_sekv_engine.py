@@ -86,3 +86,16 @@ def test_company_and_chunks_change_no_token(tiny_model, case):
         assert entries > 0.4 * 0.3 * length
         assert (blocks - 2) * 32 + entries <= 0.3 * length
     assert run["tracked"] == 0
+
+
+@pytest.mark.parametrize("length", [4096, 7999])
+def test_the_budget_holds_at_every_step_of_a_long_prompt(tiny_model, length):
+    policy = {"name": "sekv", "budget": 0.1}
+    asked = {"model": tiny_model, "policy": policy, "length": length, "max_tokens": 40}
+    run = run_scenario("scenarios_sekv:trace", asked)
+    assert len(run["tokens_held"]) > 30
+    assert max(run["tokens_held"]) <= int(0.1 * length)
+    # and all of it is used, but for a block
+    assert min(run["tokens_held"]) > 0.1 * length - 32
+    assert run["host_bytes"] == pytest.approx(run["equation_18"], rel=0.05)
+    assert max(run["ranks"]) == 32
