@@ -20,7 +20,7 @@ from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.ops.svd import truncated_svd
 from vllm_kvplugins.policies.base import Geometry, Lengths
 from vllm_kvplugins.policies.sekv import SeKV
-from vllm_kvplugins.routers.files import read_router, shipped_router, shipped_routers
+from vllm_kvplugins.routers.files import read_router
 from vllm_kvplugins.routers.router import spectra
 from vllm_kvplugins.spans.coarse import CoarseSpans
 
@@ -182,9 +182,6 @@ def test_a_router_of_another_model_is_refused(random, tmp_path):
     other = MODEL.model_copy(update={"vocab_size": 101})
     (problem,) = policy.model_problems(lambda: other)
     assert "another model than this one (vocab_size 100 there, 101 here)" in problem
-    shipped = parse_policy({"name": "sekv", "router": "shipped"})
-    (problem,) = shipped.model_problems(lambda: MODEL)
-    assert "no router is shipped for this model" in problem
     with pytest.raises(KVPolicyError, match=r"none\.safetensors"):
         parse_policy({"name": "sekv", "router": "none.safetensors"})
 
@@ -302,12 +299,3 @@ def test_summaries_take_their_place_in_the_budget(random, tmp_path):
         assert 198 <= resident + zoom + spans * each <= 200
         found[name] = spans
     assert found["plain"] - 20 <= found["routed"] <= 40 < found["plain"] <= 60
-
-
-def test_shipped_routers_are_sound_and_found():
-    for path in shipped_routers():
-        router, facts = read_router(path)
-        assert shipped_router(facts.fingerprint) == path
-        beaten = facts.report.zoom_f1
-        assert beaten["router"] > beaten["mean_key"]
-        assert router.projection.shape[0] == facts.fingerprint.num_layers

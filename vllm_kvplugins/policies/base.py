@@ -332,11 +332,6 @@ class KVCachePolicy(BaseModel, ABC):
         """Why this policy, as it is set, cannot run on this model; for start-up."""
         return []
 
-    def settled(self, model: LoadFingerprint) -> dict[str, Any]:
-        """Settings that become others once the model is known, so that all processes
-        have the same; asked when ``model_problems`` has found none."""
-        return {}
-
     @property
     def remarks(self) -> list[str]:
         """What a user should know about these settings; logged at start-up."""

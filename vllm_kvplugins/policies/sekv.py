@@ -17,12 +17,12 @@ from vllm_kvplugins.policies.base import Geometry, Lengths
 from vllm_kvplugins.policies.resolution import Resolver
 from vllm_kvplugins.residency.plan import ResidencyPlan
 from vllm_kvplugins.residency.prompt_cuts import prompt_compactions
-from vllm_kvplugins.routers.files import read_router, shipped_router
+from vllm_kvplugins.routers.files import read_router
 from vllm_kvplugins.routers.router import Router
 from vllm_kvplugins.spans.coarse import CoarseSpans
 from vllm_kvplugins.spans.segmentation import Segments, cut_evenly, segment
 
-MEAN_KEY, SHIPPED = "mean-key", "shipped"
+MEAN_KEY = "mean-key"
 _SUMMARY_DTYPE = torch.bfloat16
 
 
@@ -102,9 +102,8 @@ class SeKV(Resolver):
     rank: int = Field(default=32, ge=1, description="Rank of a span's factors (R).")
     router: str = Field(
         default=MEAN_KEY,
-        description='What chooses spans: "mean-key", attention to their means; '
-        '"shipped", the trained router that comes with this package for the model; or '
-        "a file of `kvplugins train-router`.",
+        description='What chooses spans: "mean-key", attention to their means, or a '
+        "file of `kvplugins train-router`.",
     )
     host_memory: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
         default=None,
@@ -224,7 +223,7 @@ class SeKV(Resolver):
         Raises:
             ValueError: the file cannot be read or is no router.
         """
-        if self.router in (MEAN_KEY, SHIPPED):
+        if self.router == MEAN_KEY:
             return None
         return read_router(Path(self.router))[0]
 
@@ -246,13 +245,6 @@ class SeKV(Resolver):
     def model_problems(self, model: LoadFingerprint) -> list[str]:
         if self.router == MEAN_KEY:
             return []
-        if self.router == SHIPPED:
-            if shipped_router(model()) is not None:
-                return []
-            return [
-                "no router is shipped for this model; make one with `kvplugins "
-                f'train-router` and name its file, or give router "{MEAN_KEY}"'
-            ]
         facts = read_router(Path(self.router))[1]
         different = facts.fingerprint.differences(model())
         if not different:
@@ -261,11 +253,6 @@ class SeKV(Resolver):
             f"{self.router} is a router of {facts.model}, another model than this one "
             f"({'; '.join(different)}); make one with `kvplugins train-router`"
         ]
-
-    def settled(self, model: LoadFingerprint) -> dict[str, Any]:
-        if self.router != SHIPPED:
-            return {}
-        return {"router": str(shipped_router(model()))}
 
     @property
     def remarks(self) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.routers.router import Router
 
-SUFFIX = ".safetensors"
 _AGAIN = "make one with `kvplugins train-router MODEL --data DIR --out DIR`"
 
 
@@ -143,17 +141,3 @@ def _shape_problems(router: Router, model: ModelFingerprint) -> list[str]:
         for name, tensor in found.items()
         if not bool(torch.isfinite(tensor).all())
     ]
-
-
-def shipped_routers() -> list[Path]:
-    """The routers that come with this package, in order of their names."""
-    folder = Path(str(resources.files(__package__))) / "shipped"
-    return sorted(folder.glob(f"*{SUFFIX}"))
-
-
-def shipped_router(model: ModelFingerprint) -> Path | None:
-    """The shipped router of a model of this fingerprint, if there is one."""
-    for path in shipped_routers():
-        if not read_router(path)[1].fingerprint.differences(model):
-            return path
-    return None

@@ -109,7 +109,6 @@ def finish_config(
         logger.info("KV policy %s: %s", policy.name, remark)
     config = vllm_config.additional_config
     request = host_memory.limited(config[CONFIG_KEY], policy)
-    request = request | policy.settled(lambda: fingerprint_of(vllm_config))
     request = layer_budgets.settled(
         request, policy, lambda: fingerprint_of(vllm_config)
     )
