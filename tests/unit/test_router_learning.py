@@ -6,15 +6,29 @@ import itertools
 
 import pytest
 import torch
-from routers import Shape, random_example
+from routers import Shape, random_example, write_random_router
 
+from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.ops.svd import truncated_svd
+from vllm_kvplugins.policies.sekv import MEAN_KEY, SeKV
 from vllm_kvplugins.routers import examples, losses, report
+from vllm_kvplugins.routers.files import read_router
 from vllm_kvplugins.routers.router import spectra
 from vllm_kvplugins.routers.student import Memory, mixed_attention, straight_through
+from vllm_kvplugins.spans.coarse import CoarseSpans
 
 SEED = 20261123
 SHAPE = Shape()
+MODEL = ModelFingerprint(
+    architecture=None,
+    num_layers=SHAPE.layers,
+    num_heads=SHAPE.heads,
+    num_kv_heads=SHAPE.kv_heads,
+    head_dim=SHAPE.head_dim,
+    hidden_size=None,
+    vocab_size=None,
+    rope=None,
+)
 
 
 @pytest.fixture
@@ -157,10 +171,40 @@ def test_the_report_counts_decisions(random):
     right = float((chosen & example.targets).sum())
     wrong = float((chosen ^ example.targets).sum())
     assert counts.f1 == pytest.approx(2 * right / (2 * right + wrong))
-    assert report.covered_in_room(example.mass, example) < 1
-    best = report.covered_in_room(example.mass, example)
-    worst = report.covered_in_room(-example.mass, example)
-    assert worst < 0.25 < best
+    mass = report.teacher_ranking(example)
+    best = report.covered_in_room(mass, example)
+    worst = report.covered_in_room(-mass, example)
+    assert worst < 0.25 < best < 1
+    assert report.f1_in_room(report.teacher_ranking, [example]) == 1
+    assert report.f1_in_room(lambda e: -report.teacher_ranking(e), [example]) < 0.3
+
+
+def test_the_report_ranks_as_the_policy_does(random, tmp_path):
+    """Both ways of routing, for each of the queries that were mined."""
+    _, example = random_example(SHAPE, random)
+    path = tmp_path / "router.safetensors"
+    high = 4 + 2 * torch.randn(SHAPE.layers, SHAPE.heads, generator=random)
+    write_random_router(path, MODEL, random, threshold=high)
+    ranks = {
+        MEAN_KEY: report.mean_key_ranking(example),
+        str(path): report.router_ranking(read_router(path)[0], example),
+    }
+    for router, ranking in ranks.items():
+        policy = SeKV(router=router)
+        for layer in range(SHAPE.layers):
+            keys, values = example.means[:, layer]
+            summary = policy.summarize(layer, keys)
+            sizes = example.segments.sizes
+            spans = CoarseSpans(keys, values, example.log_sizes, sizes, summary)
+            for ask in range(example.queries.shape[2]):
+                queries = example.queries[layer, :, ask]
+                queries = queries.unflatten(0, (SHAPE.kv_heads, -1))
+                gates = policy.gates(layer, queries, spans, example.scale)
+                found = ranking[layer, :, ask]
+                # summaries of the policy are rounded to bfloat16
+                near = (gates - found).abs() < (1e-5 if router == MEAN_KEY else 0.1)
+                assert (near | (gates == found) | (gates.isinf() ^ found.isinf())).all()
+                assert (gates.isinf() ^ found.isinf()).float().mean() < 0.2
 
 
 def test_decisions_are_hard_and_gradients_go_through():

@@ -20,7 +20,7 @@ _THRESHOLDS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.
 # Share of the tokens of spans that may be zoomed where choices compete for room.
 _ROOM = 0.25
 
-# example -> gates, larger = sooner, [layers, num_q_heads, queries, spans].
+# example -> gates or ranks, larger = sooner, [layers, heads, queries, spans].
 Gates = Callable[[Example], torch.Tensor]
 
 
@@ -69,7 +69,7 @@ def summed(counts: Sequence[Counts]) -> Counts:
 
 
 def mean_key_gates(example: Example) -> torch.Tensor:
-    """What ``router: mean-key`` ranks by: attention to means, as a share."""
+    """Attention to means, as a share: [layers, num_q_heads, queries, spans]."""
     keys = example.means[0]
     group = example.queries.shape[1] // keys.shape[1]
     asked = example.queries.float() * example.scale
@@ -77,11 +77,33 @@ def mean_key_gates(example: Example) -> torch.Tensor:
     return scores.softmax(-1)
 
 
-def router_gates(router: Router, example: Example) -> torch.Tensor:
-    """Equation 5, for the queries that were mined."""
+def router_logits(router: Router, example: Example) -> torch.Tensor:
+    """What the sigmoid of equation 5 is taken of, for the queries that were mined."""
     every = slice(None)
     summary = router.summarize(example.means[0], every)
-    return router.logits(example.queries, summary, example.log_sizes, every).sigmoid()
+    return router.logits(example.queries, summary, example.log_sizes, every)
+
+
+def grouped(gates: torch.Tensor, example: Example) -> torch.Tensor:
+    """[layers, num_kv_heads, group, queries, spans]."""
+    return gates.unflatten(1, (example.means.shape[2], -1)).cpu()
+
+
+def mean_key_ranking(example: Example) -> torch.Tensor:
+    """What ``router: mean-key`` zooms by: [layers, num_kv_heads, queries, spans]."""
+    return grouped(mean_key_gates(example), example).sum(2)
+
+
+def router_ranking(router: Router, example: Example) -> torch.Tensor:
+    """What a router zooms by, spans below all thresholds of a KV head left out."""
+    logits = router_logits(router, example)
+    wanted = logits > router.threshold[..., None, None]
+    return grouped(logits.where(wanted, -torch.inf), example).amax(2)
+
+
+def teacher_ranking(example: Example) -> torch.Tensor:
+    """Attention to each span."""
+    return grouped(example.mass, example).sum(2)
 
 
 def best_thresholds(gates: Gates, examples: Sequence[Example]) -> torch.Tensor:
@@ -95,35 +117,26 @@ def best_thresholds(gates: Gates, examples: Sequence[Example]) -> torch.Tensor:
     return torch.tensor(_THRESHOLDS, device=best.device)[best]
 
 
-def chosen_in_room(gates: torch.Tensor, example: Example) -> torch.Tensor:
-    """What is zoomed when the query heads of a KV head choose together, best first,
-    until a quarter of the tokens is in: bool [layers, num_kv_heads, queries, spans].
-    """
-    sizes, heads = example.segments.sizes, example.means.shape[2]
-    most = gates.unflatten(1, (heads, -1)).amax(2).cpu()
-    chosen = within_room(most.flatten(0, -2), sizes, int(_ROOM * int(sizes.sum())))
-    return chosen.view(most.shape)
+def chosen_in_room(ranking: torch.Tensor, example: Example) -> torch.Tensor:
+    """What is zoomed, best first, until a quarter of the tokens is in: bool, as
+    ``ranking``."""
+    sizes = example.segments.sizes
+    room = int(_ROOM * int(sizes.sum()))
+    return within_room(ranking.flatten(0, -2), sizes, room).view(ranking.shape)
 
 
-def group_mass(example: Example) -> torch.Tensor:
-    """Attention of a KV head's query heads together: [layers, num_kv_heads, queries,
-    spans]."""
-    heads = example.means.shape[2]
-    return example.mass.unflatten(1, (heads, -1)).sum(2).cpu()
-
-
-def covered_in_room(gates: torch.Tensor, example: Example) -> float:
+def covered_in_room(ranking: torch.Tensor, example: Example) -> float:
     """Share of the attention to spans that the chosen ones hold."""
-    mass = group_mass(example)
-    return float((mass * chosen_in_room(gates, example)).sum() / mass.sum())
+    mass = teacher_ranking(example)
+    return float((mass * chosen_in_room(ranking, example)).sum() / mass.sum())
 
 
-def f1_in_room(gates: Gates, examples: Sequence[Example]) -> float:
+def f1_in_room(ranking: Gates, examples: Sequence[Example]) -> float:
     """F1 of what is chosen, against what the teacher's attention would choose."""
     counts = []
     for example in examples:
-        best = chosen_in_room(group_mass(example), example)
-        counts.append(Counts.of(chosen_in_room(gates(example), example), best))
+        best = chosen_in_room(teacher_ranking(example), example)
+        counts.append(Counts.of(chosen_in_room(ranking(example), example), best))
     return summed(counts).f1
 
 
@@ -143,7 +156,10 @@ def report(
     """
 
     def routing(example: Example) -> torch.Tensor:
-        return router_gates(router, example)
+        return router_logits(router, example).sigmoid()
+
+    def ranking(example: Example) -> torch.Tensor:
+        return router_ranking(router, example)
 
     def decided(gates: Gates, thresholds: torch.Tensor) -> Counts:
         above = thresholds[..., None, None]
@@ -158,8 +174,8 @@ def report(
     def average(values: Sequence[float]) -> float:
         return sum(values) / len(values)
 
-    def covered(gates: Gates) -> float:
-        return average([covered_in_room(gates(e), e) for e in held_out])
+    def covered(ranking: Gates) -> float:
+        return average([covered_in_room(ranking(e), e) for e in held_out])
 
     ranks = [_ranks(router, example) for example in held_out]
     return RouterReport(
@@ -170,8 +186,8 @@ def report(
             "all": everything.f1,
         },
         zoom_f1_in_room={
-            "router": f1_in_room(routing, held_out),
-            "mean_key": f1_in_room(mean_key_gates, held_out),
+            "router": f1_in_room(ranking, held_out),
+            "mean_key": f1_in_room(mean_key_ranking, held_out),
         },
         zoomed={
             "router": float(ours.zoomed.sum() / ours.asked.sum()),
@@ -179,9 +195,9 @@ def report(
             "wanted": float(ours.wanted.sum() / ours.asked.sum()),
         },
         covered_in_room={
-            "router": covered(routing),
-            "mean_key": covered(mean_key_gates),
-            "teacher": covered(lambda e: e.mass),
+            "router": covered(ranking),
+            "mean_key": covered(mean_key_ranking),
+            "teacher": covered(teacher_ranking),
         },
         divergence=_divergences(model, router, shares[..., None, None], held_out),
         kept_energy=average([energy for energy, _ in ranks]),
