@@ -27,7 +27,9 @@ class PoisoningDriver(Driver):
         assert not self.pool.enable_caching
         self.poisoned = 0
         self._is_nan: set[int] = set()
-        model = self.core.model_executor.driver_worker.worker.model_runner.model
+        self._handed_out: list[int] = []
+        runner = self.core.model_executor.driver_worker.worker.model_runner
+        model = runner.model
         compute = model.compute_logits
 
         def checked(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -40,12 +42,20 @@ class PoisoningDriver(Driver):
 
         def filled(*args: Any, **kwargs: Any) -> list[Any]:
             blocks: list[Any] = hand_out(*args, **kwargs)
-            ids = [block.block_id for block in blocks]
-            _fill(ids, torch.finfo(torch.float32).max)
-            self._is_nan -= set(ids)
+            self._handed_out += [block.block_id for block in blocks]
             return blocks
 
         self.pool.get_new_blocks = filled
+        execute = runner.execute_model
+
+        def executed(*args: Any, **kwargs: Any) -> Any:
+            # not before: a worker may still read what compactions have freed
+            _fill(self._handed_out, torch.finfo(torch.float32).max)
+            self._is_nan -= set(self._handed_out)
+            self._handed_out = []
+            return execute(*args, **kwargs)
+
+        runner.execute_model = executed
 
     def step(self) -> None:
         super().step()
