@@ -35,6 +35,11 @@ struct Record {
     const Index all = right() + rank * head_dim;
     return (all + kPerFloat - 1) / kPerFloat * kPerFloat;
   }
+
+  // Zeroes the element that fills a record up, so that equal records are equal bytes.
+  void close(Factor* record) const {
+    if (elements() > right() + rank * head_dim) record[elements() - 1] = Factor{};
+  }
 };
 
 // Whether a component with this gate stays.
@@ -47,9 +52,7 @@ void keep_components(const Record<Factor>& shape, const Factor* record,
                      const float* gates, float least, Factor* out) {
   Record<Factor> made{shape.tokens, shape.head_dim, 0};
   for (Index k = 0; k < shape.rank; ++k) made.rank += stays(gates[k], least);
-  if (made.elements() > made.right() + made.rank * made.head_dim) {
-    out[made.elements() - 1] = Factor{};  // what fills it up
-  }
+  made.close(out);
   Index to = 0;
   for (Index k = 0; k < shape.rank; ++k) {
     if (!stays(gates[k], least)) continue;

@@ -322,6 +322,7 @@ Index decompose(const Kernels& kernels, const Matrix<Element>& matrix,
     std::memcpy(reinterpret_cast<char*>(record) + k * 4, &value, sizeof value);
     inverse[k] = 1.0 / sigma;
   }
+  shape.close(record);
   Factor* u = record + shape.left();
   Factor* v = record + shape.right();
   // Element (i, k) of the short and of the long side's factor.
