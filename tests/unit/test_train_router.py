@@ -19,6 +19,7 @@ from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.routers import training
 from vllm_kvplugins.routers.files import read_router
 from vllm_kvplugins.routers.settings import TrainSettings
+from vllm_kvplugins.routers.texts import Text, parts
 
 SEED = 20261123
 WORDS = ["Repeat", "Summarize", "the", "context", "user", "."]
@@ -197,6 +198,16 @@ def test_every_setting_is_in_the_docs():
         default = field.default
         if isinstance(default, float):
             assert f"{default:g}" in text, (name, default)
+
+
+def test_each_stage_goes_on_with_other_texts():
+    texts = [Text(str(i), range(100 * i, 100 * i + 50), "") for i in range(5)]
+    first = parts(texts, 20, 3, "0", first_text=0)
+    second = parts(texts, 30, 3, "0", first_text=3)
+    assert [name for name, _ in first + second] == ["0", "1", "2", "3", "4", "0"]
+    for name, tokens in first + second:
+        assert tokens == list(range(tokens[0], tokens[0] + len(tokens)))
+        assert 100 * int(name) <= tokens[0] <= tokens[-1] < 100 * int(name) + 50
 
 
 def test_the_rate_rises_and_falls():

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm_kvplugins.routers.files import RouterReport
     from vllm_kvplugins.routers.losses import Terms
     from vllm_kvplugins.routers.settings import TrainSettings
-    from vllm_kvplugins.routers.texts import Texts
+    from vllm_kvplugins.routers.texts import Text, Texts
 
 ROUTER, CHECKPOINT, REPORT = (
     "router.safetensors",
@@ -230,6 +230,8 @@ class _Maker:
                 settings.examples,
                 settings.passages,
                 "training",
+                # each stage goes on where the one before has stopped
+                first_text=number * settings.examples,
             )
         return self._made[number]
 
@@ -241,10 +243,17 @@ class _Maker:
             self._settings.held_out,
             self._settings.held_out,
             "held-out",
+            first_text=0,
         )
 
     def _make(
-        self, texts: Any, length: int, count: int, passages: int, what: str
+        self,
+        texts: Sequence[Text],
+        length: int,
+        count: int,
+        passages: int,
+        what: str,
+        first_text: int,
     ) -> list[Example]:
         from vllm_kvplugins.routers.examples import Cut, make_example
         from vllm_kvplugins.routers.teacher import read
@@ -263,7 +272,7 @@ class _Maker:
         )
         found = list["Example"]()
         for number, (_, tokens) in enumerate(
-            parts(texts, length, count, f"{settings.seed} {what}")
+            parts(texts, length, count, f"{settings.seed} {what}", first_text)
         ):
             reading = read(self._model, tokens, length - settings.queries)
             example = make_example(

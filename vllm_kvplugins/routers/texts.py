@@ -80,9 +80,10 @@ def _read(path: Path, folder: Path, tokenizer: Any) -> Text:
 
 
 def parts(
-    texts: Sequence[Text], length: int, count: int, seed: str
+    texts: Sequence[Text], length: int, count: int, seed: str, first_text: int
 ) -> list[tuple[str, list[int]]]:
-    """``count`` runs of ``length`` tokens, from one text after the other.
+    """``count`` runs of ``length`` tokens, from one text after the other, beginning with
+    number ``first_text`` and going round.
 
     Returns:
         Names and tokens; the same for the same arguments.
@@ -90,7 +91,7 @@ def parts(
     draw = random.Random(f"{seed} {length}")
     found = []
     for number in range(count):
-        text = texts[number % len(texts)]
+        text = texts[(first_text + number) % len(texts)]
         first = draw.randrange(len(text.tokens) - length + 1)
         found.append((text.name, list(text.tokens[first : first + length])))
     return found
