@@ -82,8 +82,8 @@ def _read(path: Path, folder: Path, tokenizer: Any) -> Text:
 def parts(
     texts: Sequence[Text], length: int, count: int, seed: str, first_text: int
 ) -> list[tuple[str, list[int]]]:
-    """``count`` runs of ``length`` tokens, from one text after the other, beginning with
-    number ``first_text`` and going round.
+    """``count`` runs of ``length`` tokens, from one text after the other, from number
+    ``first_text`` on and round.
 
     Returns:
         Names and tokens; the same for the same arguments.
