@@ -139,6 +139,31 @@ def test_a_checkpoint_of_other_settings_is_refused(folder, texts, tmp_path):
     assert "is no checkpoint of a router" in refused(run(folder, texts, out))
 
 
+def test_a_checkpoint_of_other_texts_or_another_model_is_refused(
+    folder, texts, tmp_path
+):
+    out = tmp_path / "out"
+    assert run(folder, texts, out).exit_code == 0
+    (texts / "0.txt").write_text((texts / "0.txt").read_text() + " the")
+    said = refused(run(folder, texts, out))
+    assert "another model or with other texts" in said
+
+
+def test_what_the_machine_cannot_do_is_said(folder, texts, tmp_path, monkeypatch):
+    done = run(folder, texts, tmp_path / "a", "--lengths", "9000")
+    assert "the model takes 8192 tokens" in done.stderr.replace("\n", " ")
+    done = run(folder, texts, tmp_path / "b", "--device", "cuda:7")
+    assert "cannot be put on --device cuda:7" in refused(done).replace("\n", " ")
+
+    def full(*args):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(training, "save_file", full)
+    done = run(folder, texts, tmp_path / "c")
+    assert done.exit_code == 1
+    assert "no space left; make room" in done.stderr.replace("\n", " ")
+
+
 def test_every_part_learns(folder, texts, tmp_path):
     seen = []
 
@@ -175,6 +200,7 @@ def test_every_part_learns(folder, texts, tmp_path):
         ({"tau": 1.0}, "tau: Input should be less than 1"),
         ({"what": 1}, "what: Extra inputs"),
         ({"steps": 3}, "steps, which have options of their own"),
+        ({"routing_dim": 33}, "more than the 32 dimensions of a head"),
         ({"held_out": 5}, "5 of 6 texts have 600 tokens"),
         ({"learning_rate": 1e30}, "the loss is"),
     ],

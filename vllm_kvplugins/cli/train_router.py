@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn
 from rich.table import Table
+from safetensors import SafetensorError
 
 from vllm_kvplugins.cli.console import out, user_errors
 from vllm_kvplugins.cli.inputs import Model
@@ -21,6 +22,7 @@ from vllm_kvplugins.errors import KVPolicyError, refuse
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm_kvplugins.model_config import ConfigOnlyModel
     from vllm_kvplugins.policies.base import Geometry
     from vllm_kvplugins.routers.examples import Example
     from vllm_kvplugins.routers.files import RouterReport
@@ -84,7 +86,13 @@ def train_router(
             raise KVPolicyError(
                 f"cannot write into {out_dir}: {error.strerror}; choose another place"
             ) from error
-        found = _run(model, data, out_dir, chosen, device, save_every)
+        try:
+            found = _run(model, data, out_dir, chosen, device, save_every)
+        except (OSError, SafetensorError) as error:
+            raise KVPolicyError(
+                f"cannot write into {out_dir}: {error}; make room, and give the same "
+                "command again to go on"
+            ) from error
     _print_report(found, out_dir)
 
 
@@ -138,7 +146,11 @@ def _run(
     from vllm_kvplugins.vllm_adapter import validation
 
     config = read_model_config(model, settings.dtype)
-    reasons = [*validation.model_problems(config), *config.layer_problems()]
+    reasons = [
+        *validation.model_problems(config),
+        *config.layer_problems(),
+        *_shape_problems(settings, config),
+    ]
     refuse(f"no router can be trained for {model}", reasons)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -153,10 +165,11 @@ def _run(
     )
     loaded = load_model(model, settings.dtype, device)
     fingerprint = ConfigOnlyModel(model, "", loaded.config.to_dict()).fingerprint()
+    of = json.dumps([fingerprint.model_dump(mode="json"), texts.digests])
     checkpoint = out_dir / CHECKPOINT
     run = None
     if checkpoint.exists():
-        run = training.Training.load(checkpoint, settings, loaded.device)
+        run = training.Training.load(checkpoint, settings, of, loaded.device)
     with _progress() as progress:
         shape = config.cache_shape()
         geometry = Geometry(
@@ -166,7 +179,7 @@ def _run(
         held_out = maker.held_out()  # first: unfit texts are said before the long run
         if run is None:
             router = training.starting_router(maker.stage(0), settings)
-            run = training.Training.begin(router, settings, loaded.device)
+            run = training.Training.begin(router, settings, of, loaded.device)
         task = progress.add_task("training", total=settings.steps, completed=run.step)
 
         def done(step: int, terms: Terms) -> None:
@@ -200,6 +213,23 @@ def _run(
     )
     write_router(router, facts, out_dir / ROUTER)
     return found
+
+
+def _shape_problems(settings: TrainSettings, config: ConfigOnlyModel) -> list[str]:
+    """What does not fit the model's sizes."""
+    problems, head_dim = [], config.cache_shape().head_dim
+    longest, most = max(settings.lengths), config.max_positions
+    if most is not None and longest > most:
+        problems.append(
+            f"--lengths holds {longest}, and the model takes {most} tokens; give "
+            "smaller ones"
+        )
+    if settings.routing_dim > head_dim:
+        problems.append(
+            f"routing_dim {settings.routing_dim} is more than the {head_dim} "
+            "dimensions of a head; give at most that"
+        )
+    return problems
 
 
 class _Maker:

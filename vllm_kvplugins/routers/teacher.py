@@ -41,7 +41,12 @@ def load_model(folder: str, dtype: str, device: str) -> Any:
         raise KVPolicyError(
             f"transformers cannot load the model {folder}: {error}"
         ) from error
-    return model.eval().requires_grad_(False).to(device)
+    try:
+        return model.eval().requires_grad_(False).to(device)
+    except (RuntimeError, AssertionError) as error:  # torch's, of what is not there
+        raise KVPolicyError(
+            f"the model cannot be put on --device {device}: {error}"
+        ) from error
 
 
 @contextmanager

@@ -58,6 +58,7 @@ class Training:
     """A router on its way, with all that is needed to go on later.
 
     Attributes:
+        of: what it is trained for and on, as text; nothing else may go on.
         projection_size: mean size of the projections' numbers at the start, which
             their learning rate is relative to.
         step: how many are done.
@@ -65,22 +66,24 @@ class Training:
 
     router: Router
     settings: TrainSettings
+    of: str
     optimizer: torch.optim.AdamW
     projection_size: float
     step: int = 0
 
     @staticmethod
     def begin(
-        router: Router, settings: TrainSettings, device: torch.device
+        router: Router, settings: TrainSettings, of: str, device: torch.device
     ) -> Training:
         """From a router that no step has seen."""
         size = float(router.projection.detach().abs().mean())
-        return Training._of(router, settings, device, size)
+        return Training._of(router, settings, of, device, size)
 
     @staticmethod
     def _of(
         router: Router,
         settings: TrainSettings,
+        of: str,
         device: torch.device,
         projection_size: float,
     ) -> Training:
@@ -95,7 +98,7 @@ class Training:
             for name, tensor in router.tensors.items()
         ]
         optimizer = torch.optim.AdamW(groups, weight_decay=settings.weight_decay)
-        return Training(router, settings, optimizer, projection_size)
+        return Training(router, settings, of, optimizer, projection_size)
 
     @property
     def distills(self) -> bool:
@@ -140,6 +143,7 @@ class Training:
         told = {
             "step": str(self.step),
             "projection_size": str(self.projection_size),
+            "of": self.of,
             "settings": self.settings.model_dump_json(),
         }
         fresh = path.with_suffix(".new")
@@ -147,11 +151,14 @@ class Training:
         fresh.replace(path)
 
     @staticmethod
-    def load(path: Path, settings: TrainSettings, device: torch.device) -> Training:
+    def load(
+        path: Path, settings: TrainSettings, of: str, device: torch.device
+    ) -> Training:
         """Go on from :meth:`save`.
 
         Raises:
-            KVPolicyError: it is no checkpoint, or one of other settings.
+            KVPolicyError: it is no checkpoint, or one of other settings, or of
+                another model or other texts.
         """
         try:
             with safe_open(path, "pt") as file:
@@ -160,6 +167,7 @@ class Training:
                 tensors = {name: file.get_tensor(name) for name in names}
             step, size = int(told["step"]), float(told["projection_size"])
             before = TrainSettings.model_validate_json(told["settings"])
+            begun_for = told["of"]
             parts = [name.partition(".")[::2] for name in tensors]
             router = Router(
                 **{n: tensors[f"router.{n}"] for what, n in parts if what == "router"}
@@ -174,7 +182,12 @@ class Training:
                 f"{path} was begun with other settings "
                 f"({_differences(before, settings)}); give the same, or another --out"
             )
-        training = Training._of(router, settings, device, size)
+        if begun_for != of:
+            raise KVPolicyError(
+                f"{path} was begun for another model or with other texts; give the "
+                "same, or another --out"
+            )
+        training = Training._of(router, settings, of, device, size)
         for name, tensor in training.router.tensors.items():
             state = {
                 # AdamW wants its count of steps on the CPU
