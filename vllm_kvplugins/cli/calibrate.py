@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from vllm_kvplugins.cli.console import out, user_errors
-from vllm_kvplugins.cli.inputs import Model, check_targets, read_text
+from vllm_kvplugins.cli.inputs import Model, check_targets, load_tokenizer, read_text
 from vllm_kvplugins.errors import KVPolicyError, refuse
 
 if TYPE_CHECKING:
@@ -109,22 +109,12 @@ def _measure(
     settings: MeasureSettings,
     max_tokens: int,
 ) -> SensitivityProfile:
-    from transformers import AutoTokenizer
-    from transformers.utils import logging
-
     from vllm_kvplugins import __version__
     from vllm_kvplugins.model_config import ConfigOnlyModel
     from vllm_kvplugins.sensitivity.measure import load_model
     from vllm_kvplugins.sensitivity.profile import SensitivityProfile, mean_sensitivity
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise KVPolicyError(
-            f"transformers finds no tokenizer for {model}: {error}"
-        ) from error
+    tokenizer = load_tokenizer(model)
     positions = config.max_positions or max_tokens
     tokens = _tokens(tokenizer, texts, min(max_tokens, positions), settings.budget)
     loaded = load_model(model, settings.dtype)

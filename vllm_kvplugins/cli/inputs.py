@@ -34,6 +34,25 @@ Dtype = Annotated[str, typer.Option(metavar="D", help="vLLM's dtype.")]
 Verbose = Annotated[bool, typer.Option(help="Show what vLLM prints.")]
 
 
+def load_tokenizer(model: str) -> Any:
+    """The model's tokenizer, without transformers' bars and notes.
+
+    Raises:
+        KVPolicyError: it has none here.
+    """
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        return AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise KVPolicyError(
+            f"transformers finds no tokenizer for {model}: {error}"
+        ) from error
+
+
 def policy_request(policy: str, policy_config: str | None) -> dict[str, Any]:
     """What ``parse_policy`` takes, and takes indeed.
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from safetensors import SafetensorError
 
 from vllm_kvplugins.cli.console import out, user_errors
-from vllm_kvplugins.cli.inputs import Model
+from vllm_kvplugins.cli.inputs import Model, load_tokenizer
 from vllm_kvplugins.errors import KVPolicyError, refuse
 
 if TYPE_CHECKING:
@@ -133,8 +133,6 @@ def _run(
     save_every: int,
 ) -> RouterReport:
     import torch
-    from transformers import AutoTokenizer
-    from transformers.utils import logging
 
     from vllm_kvplugins import __version__
     from vllm_kvplugins.model_config import ConfigOnlyModel, read_model_config
@@ -152,14 +150,7 @@ def _run(
         *_shape_problems(settings, config),
     ]
     refuse(f"no router can be trained for {model}", reasons)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise KVPolicyError(
-            f"transformers finds no tokenizer for {model}: {error}"
-        ) from error
+    tokenizer = load_tokenizer(model)
     texts = read_texts(
         data, tokenizer, max(settings.lengths), settings.held_out, settings.seed
     )

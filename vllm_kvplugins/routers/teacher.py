@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.torch_model import load_attending
 
 ATTENTION = "kvp-router"
 # Tokens whose scores or logits are held at once, so that long texts need little.
@@ -27,22 +28,9 @@ def load_model(folder: str, dtype: str, device: str) -> Any:
     Raises:
         KVPolicyError: there is none, or it cannot be loaded.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
-
-    AttentionInterface.register(ATTENTION, _attention)
+    model = load_attending(folder, dtype, ATTENTION, _attention)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            attn_implementation=ATTENTION,
-            local_files_only=True,
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise KVPolicyError(
-            f"transformers cannot load the model {folder}: {error}"
-        ) from error
-    try:
-        return model.eval().requires_grad_(False).to(device)
+        return model.requires_grad_(False).to(device)
     except (RuntimeError, AssertionError) as error:  # torch's, of what is not there
         raise KVPolicyError(
             f"the model cannot be put on --device {device}: {error}"

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.sensitivity.profile import MeasureSettings
+from vllm_kvplugins.torch_model import load_attending
 
 ATTENTION = "kvp-sensitivity"
 # Queries at a time, so that masks and scores stay small however long the text is.
@@ -129,21 +130,7 @@ def load_model(folder: str, dtype: str) -> Any:
     Raises:
         KVPolicyError: there is none, or it cannot be loaded.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
-
-    AttentionInterface.register(ATTENTION, _attention)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            attn_implementation=ATTENTION,
-            local_files_only=True,
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise KVPolicyError(
-            f"transformers cannot load the model {folder}: {error}"
-        ) from error
-    return model.eval()
+    return load_attending(folder, dtype, ATTENTION, _attention)
 
 
 def _attention(
