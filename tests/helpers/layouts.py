@@ -1,4 +1,4 @@
-"""Page layouts for tests: vLLM's two, and one that nobody has."""
+"""Page layouts for tests: vLLM's, and one that nobody has."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from vllm_kvplugins.ops.layout import PageLayout
 
 
 def make_layout(kind: str, block_size: int, head_dim: int, seed: int) -> PageLayout:
-    """``natural``, ``transposed`` (keys a column per token), or ``permuted``: every
-    element somewhere else, by ``seed``."""
+    """``natural``, ``interleaved``, ``transposed`` (keys a column per token), or
+    ``permuted``: every element somewhere else, by ``seed``."""
     if kind == "natural":
         return PageLayout.natural(block_size, head_dim)
+    if kind == "interleaved":
+        return PageLayout.interleaved(block_size, head_dim)
     if kind == "transposed":
         return PageLayout.transposed_keys(block_size, head_dim)
     generator = torch.Generator().manual_seed(seed)

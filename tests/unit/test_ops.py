@@ -14,7 +14,7 @@ from vllm_kvplugins.ops.layout import PageLayout
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = [(16, 64), (32, 80), (64, 128), (128, 64), (5, 3), (1, 1)]
-LAYOUTS = ["natural", "transposed", "permuted"]
+LAYOUTS = ["natural", "interleaved", "transposed", "permuted"]
 NUM_PAGES = 9
 BITS = {2: torch.int16, 4: torch.int32}
 
@@ -290,6 +290,20 @@ class TestPageLayout:
         assert layout.values.base == 16 * 64
         assert not layout.is_natural
         assert make_layout("permuted", 16, 64, seed=0).keys.kind == "permuted"
+
+    def test_interleaved_matches_its_definition(self):
+        layout = PageLayout.interleaved(16, 64)
+        for slot, dim in ((0, 0), (3, 5), (15, 63)):
+            assert layout.k_offsets[slot * 64 + dim] == slot * 128 + dim
+            assert layout.v_offsets[slot * 64 + dim] == slot * 128 + 64 + dim
+        assert not layout.is_natural
+
+    def test_strides(self):
+        assert PageLayout.natural(16, 64).values.strides == (64, 1)
+        assert PageLayout.interleaved(16, 64).values.strides == (128, 1)
+        assert PageLayout.transposed_keys(16, 64).keys.strides == (1, 16)
+        assert PageLayout.interleaved(1, 1).keys.base == 0
+        assert make_layout("permuted", 16, 64, seed=0).keys.strides is None
 
     def test_values_before_keys_is_not_natural(self):
         layout = PageLayout.natural(4, 2)

@@ -183,7 +183,7 @@ def _runs(axes: Axes, retention: Retention, strategy: str, turns: list[int]) -> 
 def _models(axes: Axes, retention: Retention, turns: list[int]) -> None:
     """Appendix C: r after every turn against r^t, with the r of turn 1."""
     constant, falling = map(retention.modelled, ("flowkv", "nested"))
-    grey = {"color": _MODEL, "linewidth": 1}
+    grey: dict[str, Any] = {"color": _MODEL, "linewidth": 1}
     label = f"model: r = {constant[0]:.2f}"
     axes.plot(turns, constant, linestyle=":", label=label, **grey)
     axes.plot(turns, falling, linestyle="-.", label="model: r^t", **grey)

@@ -21,11 +21,14 @@ class Plane:
         kind: ``natural`` is a row per slot, ``transposed`` a column per slot,
             ``permuted`` anything else.
         base: offset of slot 0, dimension 0.
+        strides: elements from slot to slot and from dimension to dimension; None
+            where these are not the same everywhere.
     """
 
     offsets: torch.Tensor
     kind: PlaneKind
     base: int
+    strides: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,11 +100,12 @@ class PageLayout:
         row_major = torch.arange(
             offsets.numel(), dtype=torch.int32, device=offsets.device
         )
+        strides = _strides(table)
         if torch.equal(table.reshape(-1), row_major):
-            return Plane(offsets, "natural", base)
+            return Plane(offsets, "natural", base, strides)
         if torch.equal(table.t().reshape(-1), row_major):
-            return Plane(offsets, "transposed", base)
-        return Plane(offsets, "permuted", base)
+            return Plane(offsets, "transposed", base, strides)
+        return Plane(offsets, "permuted", base, strides)
 
     @property
     def page_elems(self) -> int:
@@ -118,8 +122,17 @@ class PageLayout:
         )
 
     @classmethod
+    def interleaved(cls, block_size: int, head_dim: int) -> PageLayout:
+        """``[block_size, 2 * head_dim]``, each slot's key and then its value; the
+        caches of vLLM's backends on CUDA."""
+        dim = torch.arange(head_dim, dtype=torch.int32)
+        slot = torch.arange(block_size, dtype=torch.int32)
+        keys = (slot[:, None] * 2 * head_dim + dim).reshape(-1)
+        return cls(block_size, head_dim, keys, keys + head_dim)
+
+    @classmethod
     def natural(cls, block_size: int, head_dim: int) -> PageLayout:
-        """Keys and values both ``[block_size, head_dim]``; CUDA backends."""
+        """Keys and values both ``[block_size, head_dim]``."""
         elements = torch.arange(2 * block_size * head_dim, dtype=torch.int32)
         half = block_size * head_dim
         return cls(
@@ -142,6 +155,18 @@ class PageLayout:
         return PageLayout(
             self.block_size, self.head_dim, k_offsets, self.v_offsets.to(device)
         )
+
+
+def _strides(table: torch.Tensor) -> tuple[int, int] | None:
+    """Of a table [block_size, head_dim] whose first entry is 0."""
+    slots, dims = table.shape
+    # a plane of one slot, or one dimension, has no step that way
+    step = int(table[1, 0]) if slots > 1 else dims
+    across = int(table[0, 1]) if dims > 1 else 1
+    slot = torch.arange(slots, device=table.device)
+    dim = torch.arange(dims, device=table.device)
+    even = torch.equal(table, slot[:, None] * step + dim * across)
+    return (step, across) if even else None
 
 
 def _check_table(name: str, table: torch.Tensor, size: int) -> None:
