@@ -1,0 +1,288 @@
+"""One suite for every attention kernel over page lists, against float64.
+
+``tests/unit/test_kernels.py`` runs it, in a process of its own: on a GPU where there is
+one, and else in Triton's interpreter, which is chosen at import.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from layouts import make_layout
+
+from vllm_kvplugins import ops
+from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.ops.mixed_attention import CoarseEntries
+
+SEED = 20261122
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+HALF = [torch.bfloat16, torch.float16]
+FLOATS = [*HALF, torch.float32]
+
+
+@pytest.fixture(params=["triton"])
+def kernel(request):
+    """A function with the arguments of ``attend_paged``."""
+    from vllm_kvplugins.ops.triton import paged_attention
+
+    return paged_attention.attend_paged
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of a call."""
+
+    queries: torch.Tensor
+    query_start: torch.Tensor
+    heap: torch.Tensor
+    layout: PageLayout
+    page_table: torch.Tensor
+    lengths: torch.Tensor
+    scale: float
+    coarse: CoarseEntries | None = None
+
+    @property
+    def asking(self) -> list[int]:
+        return self.query_start.diff().tolist()
+
+    def run(self, kernel, **more):
+        given = {k: v for k, v in vars(self).items() if v is not None}
+        if max(self.asking) == 1 and min(self.asking) == 1:
+            given["query_start"] = None
+        given.setdefault("query_start", None)
+        return kernel(most_queries=max(self.asking), **given, **more)
+
+    def right(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Plain attention with all numbers of ``dtype``, and its log-sum-exp."""
+        heads = len(self.lengths) // len(self.asking)
+        group = self.queries.shape[1] // heads
+        keys = ops.gather_keys(self.heap.cpu(), self._pages, self._layout)
+        values = ops.gather_values(self.heap.cpu(), self._pages, self._layout)
+        out = torch.zeros(self.queries.shape, dtype=dtype)
+        lse = torch.full(self.queries.shape[:2], -torch.inf, dtype=dtype)
+        starts = self.query_start.tolist()
+        for i, length in enumerate(self.lengths.tolist()):
+            row, head = divmod(i, heads)
+            count = starts[row + 1] - starts[row]
+            tokens = slice(starts[row], starts[row + 1])
+            wide = slice(head * group, (head + 1) * group)
+            asked = self.queries[tokens, wide].cpu().to(dtype).transpose(0, 1)
+            later = torch.arange(length) > (
+                length - count + torch.arange(count)[:, None]
+            )
+            own = self._own(i, dtype)
+            scores = asked @ torch.cat([keys[i, :length].to(dtype), own[0]]).T
+            added = torch.zeros(count, length).masked_fill(later, -torch.inf)
+            added = torch.cat([added, own[2].expand(count, -1)], 1).to(dtype)
+            scores = scores * self.scale + added
+            weights = scores.softmax(-1).nan_to_num(0)
+            found = weights @ torch.cat([values[i, :length].to(dtype), own[1]])
+            out[tokens, wide] = found.transpose(0, 1)
+            lse[tokens, wide] = scores.logsumexp(-1).T
+        return out.double(), lse.double()
+
+    @property
+    def _pages(self) -> torch.Tensor:
+        return self.page_table.long().clamp(min=0).cpu()
+
+    @property
+    def _layout(self) -> PageLayout:
+        return self.layout.to("cpu")
+
+    def _own(self, sequence: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Keys, values and bias of a sequence's entries that are on."""
+        if self.coarse is None:
+            none = torch.zeros(0, self.layout.head_dim, dtype=dtype)
+            return [none, none, torch.zeros(0)]
+        keys, values, bias, starts, counts = (t.cpu() for t in self.coarse.tensors)
+        run = starts[sequence] + torch.arange(int(counts[sequence]))
+        run = run[bias[run] > -torch.inf]
+        return [keys[run].to(dtype), values[run].to(dtype), bias[run]]
+
+
+def make_case(
+    dtype: torch.dtype,
+    asking: list[int],
+    lengths: list[int],
+    head_dim: int = 64,
+    group: int = 3,
+    block: int = 32,
+    kind: str = "interleaved",
+    entries: list[int] | None = None,
+    sharpness: float = 1.0,
+) -> Case:
+    """Pages anywhere; slots and entries that nobody may look at are NaN."""
+    print("seed", SEED)
+    random = torch.Generator().manual_seed(SEED)
+    layout = make_layout(kind, block, head_dim, SEED)
+    most = max(-(-length // block) for length in lengths)
+    used = [-(-length // block) for length in lengths]
+    pages = torch.randperm(sum(used) + 3, generator=random)
+    heap = torch.full((len(pages), layout.page_elems), torch.nan, dtype=dtype)
+    table = torch.full((len(lengths), most), len(pages) - 1, dtype=torch.int32)
+    taken = 0
+    for i, length in enumerate(lengths):
+        table[i, : used[i]] = pages[taken : taken + used[i]].int()
+        slot = torch.arange(length)
+        draw = torch.randn(2, length, head_dim, generator=random).to(dtype)
+        at = table[i, slot // block].long()
+        ops.scatter_tokens(heap, at, slot % block, *draw, layout)
+        taken += used[i]
+    start = torch.tensor([0, *asking]).cumsum(0).int()
+    heads = len(lengths) // len(asking)
+    shape = (sum(asking), heads * group, head_dim)
+    queries = sharpness * torch.randn(shape, generator=random)
+    coarse = None if entries is None else some_entries(entries, head_dim, dtype, random)
+    case = Case(
+        queries.to(dtype), start, heap, layout, table,
+        torch.tensor(lengths, dtype=torch.int32), head_dim**-0.5, coarse,
+    )  # fmt: skip
+    return on_device(case)
+
+
+def some_entries(counts, head_dim, dtype, random) -> CoarseEntries:
+    counts = torch.tensor(counts)
+    starts = (counts + 2).flip(0).cumsum(0).flip(0) - counts
+    total = int(counts.sum()) + 2 * len(counts) + 1
+    keys, values = torch.randn(2, total, head_dim, generator=random).to(dtype)
+    bias = torch.randint(1, 60, (total,), generator=random).float().log()
+    hidden = torch.arange(total) % 7 == 3
+    keys[hidden], values[hidden], bias[hidden] = torch.nan, torch.nan, -torch.inf
+    return CoarseEntries(keys, values, bias, starts, counts)
+
+
+def on_device(case: Case) -> Case:
+    if DEVICE.type == "cpu":
+        return case
+    moved = {k: v.to(DEVICE) for k, v in vars(case).items() if hasattr(v, "to")}
+    coarse = case.coarse
+    if coarse is not None:
+        moved["coarse"] = CoarseEntries(*(t.to(DEVICE) for t in coarse.tensors))
+    return replace(case, **moved)
+
+
+def assert_right(case: Case, kernel, **more) -> tuple[torch.Tensor, torch.Tensor]:
+    """Errors are at most twice those of torch in the type of the call."""
+    out, lse = case.run(kernel, **more)
+    exact, exact_lse = case.right(torch.float64)
+    plain, _ = case.right(case.heap.dtype)
+    assert out.dtype == case.queries.dtype
+    assert out.isfinite().all()
+    allowed = 2 * (plain - exact).abs().max() + 1e-6
+    assert (out.cpu() - exact).abs().max() <= allowed
+    torch.testing.assert_close(lse.double().cpu(), exact_lse, rtol=1e-5, atol=1e-5)
+    again, _ = case.run(kernel, **more)
+    assert torch.equal(out, again)
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_head_dims(kernel, dtype, head_dim):
+    case = make_case(dtype, [1, 9], [100, 1, 70, 9], head_dim)
+    assert_right(case, kernel)
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+def test_groups_and_page_sizes(kernel, group, block):
+    lengths = [3 * block, 1, block + 1, 40, 200, 2 * block - 1]
+    case = make_case(torch.bfloat16, [1, 1, 30], lengths, group=group, block=block)
+    assert_right(case, kernel)
+
+
+@pytest.mark.parametrize("kind", ["natural", "transposed"])
+def test_other_layouts(kernel, kind):
+    case = make_case(torch.float32, [1, 4], [40, 33, 100, 4], kind=kind)
+    assert_right(case, kernel)
+
+
+def test_pages_without_order_are_refused(kernel):
+    case = make_case(torch.float32, [1], [4], kind="permuted")
+    with pytest.raises(ValueError, match="rows or columns"):
+        case.run(kernel)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 16])
+def test_splits(kernel, splits):
+    """Also more parts than there are tiles."""
+    case = make_case(torch.bfloat16, [1, 1], [300, 64, 1, 0], entries=[3, 0, 2, 9])
+    assert_right(case, kernel, splits=splits)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_long_and_uneven_sequences(kernel, splits):
+    case = make_case(torch.bfloat16, [1, 1], [9000, 1, 17, 2049], block=128)
+    assert_right(case, kernel, splits=splits)
+
+
+def test_many_requests(kernel):
+    random = torch.Generator().manual_seed(SEED)
+    lengths = torch.randint(1, 90, (64,), generator=random).tolist()
+    assert_right(make_case(torch.bfloat16, [1] * 64, lengths, block=16), kernel)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_prefill_is_causal(kernel, group):
+    """Several blocks of queries per row, rows of all sizes between them."""
+    asking = [150, 1, 64, 2]
+    lengths = [150, 400, 7, 300, 64, 65, 2, 90]
+    assert_right(make_case(torch.float32, asking, lengths, group=group), kernel)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_entries_share_the_softmax(kernel, dtype):
+    lengths = [0, 1, 32, 97, 200, 3]
+    case = make_case(dtype, [1, 1], lengths, entries=[4, 0, 6, 300, 0, 1])
+    assert_right(case, kernel)
+
+
+def test_only_entries_and_nothing_at_all(kernel):
+    case = make_case(torch.float32, [1, 1], [1, 1], entries=[70, 0])
+    nothing = replace(case, lengths=torch.zeros_like(case.lengths))
+    out, lse = assert_right(nothing, kernel)
+    assert (out[1] == 0).all()
+    assert (lse[1] == -torch.inf).all()
+    assert (out[0] != 0).any()
+
+
+def test_large_scores(kernel):
+    """One token takes all, nothing overflows."""
+    case = make_case(torch.float32, [1, 3], [100, 7, 90, 30], sharpness=3e2)
+    assert_right(case, kernel)
+
+
+def test_queries_of_another_type(kernel):
+    case = make_case(torch.bfloat16, [1, 1], [40, 50], entries=[3, 2])
+    out, _ = replace(case, queries=case.queries.float()).run(kernel)
+    exact, _ = case.right(torch.float64)
+    torch.testing.assert_close(out.double().cpu(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_output_goes_where_it_is_wanted(kernel):
+    """Into the first rows of a larger tensor, and nowhere else."""
+    case = make_case(torch.float32, [1, 1], [40, 50])
+    large = torch.full((5, *case.queries.shape[1:]), 7.0, device=DEVICE)
+    case.run(kernel, out=large[:2])
+    exact, _ = case.right(torch.float64)
+    torch.testing.assert_close(large[:2].double().cpu(), exact, rtol=1e-5, atol=1e-5)
+    assert (large[2:] == 7).all()
+
+
+def test_rows_without_tokens(kernel):
+    """Padding at the end of a batch."""
+    case = make_case(torch.float32, [3, 1], [40, 50])
+    start = torch.cat([case.query_start, case.query_start[-1:]])
+    pad = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    padded = replace(
+        case,
+        query_start=start,
+        lengths=torch.cat([case.lengths, pad]),
+        page_table=torch.cat([case.page_table, case.page_table[:1]]),
+    )
+    for got, wanted in zip(padded.run(kernel), case.run(kernel), strict=True):
+        assert torch.equal(got, wanted)
