@@ -11,6 +11,7 @@ stock vLLM too), so these values are huge instead; their keys are NaN.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -157,7 +158,8 @@ def attend(case: Case, layer: int, query: torch.Tensor) -> torch.Tensor:
         [torch.zeros(1), lens.repeat_interleave(KV_HEADS).cumsum(0)]
     ).int()
     builder: Any = SimpleNamespace(
-        group=GROUP,
+        num_heads=KV_HEADS * GROUP,
+        num_kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         dtype=dtype,
         isa=isa_of(dtype),
@@ -184,7 +186,8 @@ def attend(case: Case, layer: int, query: torch.Tensor) -> torch.Tensor:
     )
     of_layer = case.heap.view(LAYERS, BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_DIM)[layer]
     output = torch.full_like(query, 7.0)
-    backend.PagedPolicyImpl._attend(impl, query, of_layer, metadata, output)
+    impl.scope = functools.partial(backend.PagedPolicyImpl.scope, impl)
+    backend.PagedPolicyImpl.attend(impl, query, of_layer, metadata, output)
     return output
 
 

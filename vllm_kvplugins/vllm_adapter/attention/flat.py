@@ -1,0 +1,213 @@
+"""What attention backends over the page heap share.
+
+Each (request, KV head) is a sequence of its own with one KV head, its own page list
+and its own length. A backend adds a kernel that attends to such sequences, and says
+how it packs a page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+
+from vllm_kvplugins.errors import refuse
+from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.residency.heap import Heap
+from vllm_kvplugins.residency.page_table import FlatTable
+from vllm_kvplugins.residency.runtime import PolicyRuntime
+from vllm_kvplugins.vllm_adapter import activation
+from vllm_kvplugins.vllm_adapter.probing import ProbeMetadata, probe_model
+from vllm_kvplugins.vllm_adapter.rotary import rotary_of
+from vllm_kvplugins.vllm_adapter.spec import with_policy
+from vllm_kvplugins.vllm_adapter.surprisal import ModelLosses
+from vllm_kvplugins.vllm_adapter.validation import layer_problems, rotary_problems
+
+
+@dataclass
+class Scope:
+    """Page table for the layers that share it, in a kernel's terms."""
+
+    pages: torch.Tensor  # int32 [rows * kv_heads, most_pages]
+    lengths: torch.Tensor  # int32 [rows * kv_heads]
+    schedule: Any = None  # the kernel's own plan, if it makes one
+
+
+class PolicyBackend:
+    """Mixin of backends: their caches are under a policy."""
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        spec = super().customize_spec(spec)  # type: ignore[misc]
+        runtime = activation.runtime()
+        return with_policy(spec, runtime.policy, runtime.geometry)
+
+
+class PolicyBuilder:
+    """Mixin of metadata builders: tells the runtime of steps and where the cache is."""
+
+    vllm_config: Any
+    layer_names: list[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.runtime = activation.runtime()
+        layers = get_layers_from_vllm_config(
+            self.vllm_config, Attention, self.layer_names
+        )
+        self.layers = [layers[name] for name in self.layer_names]
+        self.rotary = rotary_of(activation.runner().model)
+        refuse(
+            f"KV policy {self.runtime.policy.name!r} cannot run with this model",
+            [
+                *rotary_problems(self.runtime.policy, self.rotary),
+                *(
+                    problem
+                    for name, layer in zip(self.layer_names, self.layers, strict=True)
+                    for problem in layer_problems(name, layer.impl)
+                ),
+            ],
+        )
+        for index, layer in enumerate(self.layers):
+            layer.impl.bind(self.runtime, index)
+        activation.set_attach(self._attach)
+
+    def page_layout(self, block_size: int, head_dim: int) -> PageLayout:
+        """How this backend's kernel packs a page."""
+        raise NotImplementedError
+
+    def begin_step(self, common: Any) -> FlatTable:
+        """Page lists and lengths of a step's sequences."""
+        activation.attach()
+        num_rows = common.num_reqs
+        return self.runtime.begin_step(
+            activation.runner().rows(common),
+            common.seq_lens[:num_rows],
+            common.block_table_tensor[:num_rows],
+        )
+
+    def _attach(self) -> None:
+        """Give the runtime the heap; caches exist only from the first step on."""
+        _, _, block_size, content = self.layers[0].kv_cache.shape
+        model = activation.runner().model
+        self.runtime.attach(
+            build_heap(self.layers, self.page_layout(block_size, content // 2)),
+            [layer.impl.scale for layer in self.layers],
+            self.rotary,
+            probe_model(self.vllm_config, model, self.layer_names),
+            ModelLosses(model) if self.runtime.policy.needs_surprisal else None,
+        )
+
+
+class PolicyImpl:
+    """Mixin of layers: attention through the flat page tables.
+
+    Attributes:
+        metadata_type: of steps under a policy; with any other metadata the stock
+            layer attends.
+    """
+
+    metadata_type: type[Any]
+
+    def bind(self, runtime: PolicyRuntime, layer_index: int) -> None:
+        """Called once by the metadata builder, which knows the layer's place."""
+        self.runtime = runtime
+        self.layer_index = layer_index
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+    ) -> None:
+        """The kernel, into ``output``."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if isinstance(attn_metadata, ProbeMetadata):
+            prober = self.runtime.prober
+            assert prober is not None
+            output[:] = prober.attend(self.layer_index, query, key, value)
+            return output
+        if not isinstance(attn_metadata, self.metadata_type):
+            found: torch.Tensor = super().forward(  # type: ignore[misc]
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                *args,
+                **kwargs,
+            )
+            return found
+        self.runtime.before_attention(self.layer_index, query)
+        zooming = self.runtime.zooming
+        if zooming is None or not zooming.takes_all:
+            self.attend(query, kv_cache, attn_metadata, output)
+        if zooming is not None and zooming.takes_any:
+            (scope,) = attn_metadata.scopes
+            zooming.attend(self.layer_index, query, scope.pages, scope.lengths, output)
+        self.runtime.after_attention(self.layer_index, query)
+        return output
+
+    def scope(
+        self, kv_cache: torch.Tensor, metadata: Any
+    ) -> tuple[Scope, torch.Tensor]:
+        """This layer's page table, and the pages that its ids count."""
+        if len(metadata.scopes) == 1:
+            return metadata.scopes[0], kv_cache.flatten(0, 1).flatten(1)
+        assert self.runtime.heap is not None
+        return metadata.scopes[self.layer_index], self.runtime.heap.pages
+
+
+def build_heap(layers: list[Any], layout: PageLayout) -> Heap:
+    """All layers' caches as one array of pages.
+
+    Raises:
+        KVPolicyError: the layers' caches are not one evenly spaced allocation.
+    """
+    caches = [layer.kv_cache for layer in layers]
+    first = caches[0]
+    num_blocks, num_kv_heads, block_size, content = first.shape
+    page_elems = block_size * content
+    layer_elems = num_blocks * num_kv_heads * page_elems
+    even = all(
+        cache.shape == first.shape
+        and cache.is_contiguous()
+        and cache.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and cache.storage_offset() == first.storage_offset() + i * layer_elems
+        for i, cache in enumerate(caches)
+    )
+    refuse(
+        "the page heap cannot be formed",
+        []
+        if even
+        else [
+            "the layers' KV caches are not slices of one allocation in layer order; "
+            "run on vLLM 0.32 or 0.33 with one KV cache group"
+        ],
+    )
+    pages = torch.as_strided(
+        first,
+        (len(caches) * num_blocks * num_kv_heads, page_elems),
+        (page_elems, 1),
+        first.storage_offset(),
+    )
+    return Heap(pages, layout, len(caches), num_blocks, num_kv_heads)
