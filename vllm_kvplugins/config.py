@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_kvplugins.errors import KVPolicyError, refuse
 from vllm_kvplugins.policies.base import KVCachePolicy, Retention
@@ -18,6 +18,18 @@ from vllm_kvplugins.sessions.settings import (
 )
 
 CONFIG_KEY = "kv_policy"  # in vLLM's additional_config
+
+
+class KernelSettings(BaseModel):
+    """What attends to the pages; part of ``--kv-policy-config``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kernel: Literal["auto", "flash", "triton"] = Field(
+        default="auto",
+        description="Attention kernel: on a GPU FlashAttention or this package's own "
+        "in Triton, auto: the first if it can; on a CPU vLLM's own, auto.",
+    )
 
 
 def parse_policy(request: Any) -> KVCachePolicy:
@@ -37,14 +49,19 @@ def parse_policy(request: Any) -> KVCachePolicy:
         )
     name = request["name"]
     cls = get_policy_class(name)
-    sessions = session_part(request)
-    options = {k: v for k, v in request.items() if k != "name" and k not in sessions}
+    sessions, kernel = session_part(request), _kernel_part(request)
+    taken = {"name", *sessions, *kernel}
+    options = {k: v for k, v in request.items() if k not in taken}
     reasons: list[str] = []
     written = False
     try:
         written = SessionSettings.model_validate(sessions).session_dir is not None
     except ValidationError as error:
         reasons = [_explain(SessionSettings, item) for item in error.errors()]
+    try:
+        KernelSettings.model_validate(kernel)
+    except ValidationError as error:
+        reasons += [_explain(KernelSettings, item) for item in error.errors()]
     try:
         policy = cls.model_validate(options)
     except ValidationError as error:
@@ -70,6 +87,16 @@ def parse_sessions(request: Any) -> SessionSettings:
     """The session settings of a request that ``parse_policy`` accepts."""
     parts = session_part(request) if isinstance(request, dict) else {}
     return SessionSettings.model_validate(parts)
+
+
+def _kernel_part(request: dict[str, Any]) -> dict[str, Any]:
+    return {k: request[k] for k in KernelSettings.model_fields if k in request}
+
+
+def parse_kernel(request: dict[str, Any] | str) -> str:
+    """The kernel that a request asks for which ``parse_policy`` accepts."""
+    part = _kernel_part(request) if isinstance(request, dict) else {}
+    return KernelSettings.model_validate(part).kernel
 
 
 def parse_options(text: str) -> dict[str, Any]:
@@ -111,7 +138,9 @@ def _explain(cls: type[BaseModel], item: Any) -> str:
     """One pydantic error as a sentence that says what to do."""
     where = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        known = sorted({*cls.model_fields, *SESSION_SETTINGS})
+        known = sorted(
+            {*cls.model_fields, *SESSION_SETTINGS, *KernelSettings.model_fields}
+        )
         near = difflib.get_close_matches(where, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
         listed = ", ".join(known) or "none"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
@@ -15,13 +16,19 @@ import torch
 
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.vllm_adapter import compat
-from vllm_kvplugins.vllm_adapter.compat import Seam
+from vllm_kvplugins.vllm_adapter.seams import Seam, all_seams
 
 # Wherever the product overrides one of vLLM's methods.
 OVERRIDING = [
     "attention.cpu:PagedPolicyBackend",
     "attention.cpu:PagedPolicyImpl",
     "attention.cpu:PagedPolicyMetadataBuilder",
+    "attention.flash:FlashPolicyBackend",
+    "attention.flash:FlashPolicyBuilder",
+    "attention.flash:FlashPolicyImpl",
+    "attention.triton:TritonPolicyBackend",
+    "attention.triton:TritonPolicyBuilder",
+    "attention.triton:TritonPolicyImpl",
     "block_manager:ResidencyBlockManager",
     "connector:KVPolicyConnector",
     "metrics:PolicyPromMetrics",
@@ -29,7 +36,8 @@ OVERRIDING = [
     "scheduler:KVPolicyAsyncScheduler",
     "scheduler:KVPolicyScheduler",
     "spec:ResidencySpec",
-    "worker:KVPolicyCPUWorker",
+    "cpu_worker:KVPolicyCPUWorker",
+    "gpu_worker:KVPolicyGPUWorker",
 ]
 
 
@@ -38,7 +46,7 @@ def test_the_installed_vllm_has_every_seam():
 
 
 def test_the_seams_name_what_they_are_for():
-    seams = compat._seams()
+    seams = all_seams(on_cpu=True)
     assert len({seam.where for seam in seams}) == len(seams) > 30
     for seam in seams:
         assert seam.uses, f"{seam.where} asks for nothing"
@@ -216,20 +224,22 @@ def test_the_comparison_of_signatures(ours, theirs, refused):
 # -- rows ------------------------------------------------------------------------------
 
 
-def metadata(slots: list[int], req_idx: list[int] | None = None) -> SimpleNamespace:
-    """Two rows: request 1 computes 3 tokens on top of 5, request 0 its 9th."""
+def metadata(req_idx: list[int] | None = None, padding: int = 0) -> SimpleNamespace:
+    """Two rows: request 1 computes 3 tokens on top of 5, request 0 its 9th. There is
+    no tensor of a device, which would have to be waited for."""
     return SimpleNamespace(
-        num_reqs=2,
-        query_start_loc_cpu=torch.tensor([0, 3, 4]),
-        seq_lens=torch.tensor([8, 9]),
-        slot_mapping=torch.tensor(slots),
+        num_reqs=2 + padding,
+        query_start_loc_cpu=torch.tensor([0, 3, 4] + [4] * padding),
+        seq_lens_cpu_upper_bound=torch.tensor([8, 9] + [0] * padding),
         req_idx=req_idx,
     )
 
 
 def runner_v1() -> SimpleNamespace:
-    batch = SimpleNamespace(req_ids=["b", "a", "waits"], num_prompt_tokens=[20, 8, 7])
-    return SimpleNamespace(input_batch=batch)
+    batch = SimpleNamespace(req_ids=["b", "a"], num_prompt_tokens=[20, 8, 7])
+    runner = SimpleNamespace(input_batch=batch)
+    runner._dummy_run = lambda ask: ask()
+    return runner
 
 
 def runner_v2(disabled: bool = False) -> SimpleNamespace:
@@ -241,9 +251,11 @@ def runner_v2(disabled: bool = False) -> SimpleNamespace:
     return SimpleNamespace(req_states=states, kv_connector=connector)
 
 
+@pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("runner", [runner_v1(), runner_v2()], ids=["v1", "v2"])
-def test_rows_of_both_runners_say_the_same(runner: SimpleNamespace):
-    rows = compat.runner_adapter(runner).rows(metadata([7, 8, 9, 40], [1, 0]))
+def test_rows_of_both_runners_say_the_same(runner: SimpleNamespace, padding: int):
+    numbered = metadata(np.array([1, 0]), padding)
+    rows = compat.runner_adapter(runner).rows(numbered)
     seen = [
         (r.request_id, r.prompt_tokens, r.computed_tokens, r.new_tokens, r.first_query)
         for r in rows
@@ -252,11 +264,18 @@ def test_rows_of_both_runners_say_the_same(runner: SimpleNamespace):
 
 
 def test_a_dummy_batch_is_not_mistaken_for_the_requests_of_the_runner():
-    no_slots = metadata([-1, -1, -1, -1])
-    assert compat.runner_adapter(runner_v1()).rows(no_slots) == []
-    numbered = metadata([-1, -1, -1, -1], [0, 1])
+    runner = runner_v1()
+    adapter = compat.runner_adapter(runner)
+    assert runner._dummy_run(lambda: adapter.rows(metadata())) == []
+    assert len(adapter.rows(metadata())) == 2, "it is over"
+    with pytest.raises(ZeroDivisionError):
+        runner._dummy_run(lambda: 1 / 0)
+    assert len(adapter.rows(metadata())) == 2, "it is over, if not well"
+    numbered = metadata(np.array([0, 1]))
     assert compat.runner_adapter(runner_v2(disabled=True)).rows(numbered) == []
-    assert compat.runner_adapter(runner_v2()).rows(metadata([7, 8, 9, 40])) == []
+    warm_up = metadata(np.array([0, 7]))
+    assert compat.runner_adapter(runner_v2()).rows(warm_up) == []
+    assert compat.runner_adapter(runner_v2()).rows(metadata()) == []
 
 
 def test_a_runner_without_what_we_read_is_refused():

@@ -27,6 +27,7 @@ from vllm_kvplugins.residency.page_table import FlatTable, PageTables
 pytest.importorskip("vllm", reason="needs vLLM's CPU kernels")
 custom_ops = pytest.importorskip("vllm._custom_ops")
 backend = pytest.importorskip("vllm_kvplugins.vllm_adapter.attention.cpu")
+flat = pytest.importorskip("vllm_kvplugins.vllm_adapter.attention.flat")
 
 SEED = 20261121
 LAYERS, KV_HEADS, GROUP, HEAD_DIM = 3, 2, 3, 64
@@ -105,7 +106,7 @@ def make_case(seed: int, dtype: torch.dtype, rows: Any, uniform: bool) -> Case:
     block_table = torch.tensor(
         [ids + [0] * (width - len(ids)) for ids in block_rows], dtype=torch.int32
     )
-    table = tables.build(torch.tensor(seats), torch.tensor(seq_lens), block_table)
+    table = tables.build(seats, torch.tensor(seq_lens), block_table, seq_lens)
     query_lens = [query for _, _, query in rows]
     case = Case(heap, keys, values, table, slots, query_lens)
     poison_the_rest(case, isa)
@@ -169,7 +170,7 @@ def attend(case: Case, layer: int, query: torch.Tensor) -> torch.Tensor:
     metadata: Any = SimpleNamespace(
         num_actual_tokens=len(query),
         flat_query_start=flat_start,
-        order=backend.flat_order(start, KV_HEADS) if int(lens.max()) > 1 else None,
+        order=flat.flat_order(start, KV_HEADS) if int(lens.max()) > 1 else None,
         scopes=[
             backend.Scope(pages, lengths, schedule(builder, lengths, flat_start))
             for pages, lengths in zip(case.table.pages, case.table.lengths, strict=True)
@@ -253,7 +254,7 @@ def test_flat_order_lists_row_head_token(lens, heads):
         for head in range(heads)
         for token in range(count)
     ]
-    assert backend.flat_order(start, heads).tolist() == wanted
+    assert flat.flat_order(start, heads).tolist() == wanted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

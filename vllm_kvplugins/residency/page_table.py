@@ -13,9 +13,12 @@ landing zone: no pages, tail from block 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from vllm_kvplugins.residency.device import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class PageTables:
         layer_pages = num_blocks * num_kv_heads
         self._scope_base = torch.arange(self.scopes, device=device) * layer_pages
         self._free_seats: list[int] = []
+        # per seat, what the host knows of it: pages of the longest row, tail block
+        self._known: list[tuple[int, int]] = [(0, 0)]
         self._zone_pages = torch.zeros(
             1, self.scopes, num_kv_heads, 0, dtype=torch.int32, device=device
         )
@@ -96,6 +101,7 @@ class PageTables:
         self._zone_pages[seat, ..., :most] = pages[:used].reshape(shape).int()
         self._zone_counts[seat] = counts[:used].reshape(shape[:2])
         self._tail_block[seat] = tail_block
+        self._known[seat] = int(counts.max()), tail_block
         return seat
 
     def zone(self, seat: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,6 +138,7 @@ class PageTables:
         self._zone_pages = _extend(self._zone_pages, 0, more)
         self._zone_counts = _extend(self._zone_counts, 0, more)
         self._tail_block = _extend(self._tail_block, 0, more)
+        self._known += [(0, 0)] * more
 
     def _grow_pages(self, most: int) -> None:
         more = max(most, 2 * self._zone_pages.shape[-1]) - self._zone_pages.shape[-1]
@@ -140,25 +147,34 @@ class PageTables:
     # -- per step -----------------------------------------------------------
 
     def build(
-        self, seats: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
+        self,
+        seats: Sequence[int],
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        known_lens: Sequence[int] | None = None,
     ) -> FlatTable:
         """Page lists and lengths of one step's rows.
 
         Args:
-            seats: int64 [rows]; 0 for a row without a landing zone.
+            seats: per row; 0 for a row without a landing zone.
             seq_lens: [rows], logical tokens up to and including this step's.
             block_table: int32 [rows, blocks], vLLM's; entries below a row's
                 tail block are stale and not read for seated rows.
+            known_lens: the same as ``seq_lens``, on the host; None = not known there.
 
-        Cost: O(scopes * rows * kv_heads * most pages) gathers; one host sync
-            (none on the CPU) for the widest list.
+        Cost: O(scopes * rows * kv_heads * most pages) gathers; no host sync if lengths
+            are known.
         """
-        rows, heads = seats.numel(), self.num_kv_heads
-        counts = self._zone_counts[seats]  # rows, scopes, heads
-        tail_block = self._tail_block[seats]
+        rows, heads = len(seats), self.num_kv_heads
+        seat = on_device(seats, self.device)
+        counts = self._zone_counts[seat]  # rows, scopes, heads
+        tail_block = self._tail_block[seat]
         tail_tokens = seq_lens.long() - tail_block * self.block_size
         lengths = counts * self.block_size + tail_tokens[:, None, None]
-        most = -(-int(lengths.max()) // self.block_size) if rows else 0
+        if known_lens is not None:
+            most = self._most_pages(seats, known_lens)
+        else:
+            most = -(-int(lengths.max()) // self.block_size) if rows else 0
         place = torch.arange(most, device=self.device)
 
         # Tail: page of (block, head), relative to its layer.
@@ -172,13 +188,21 @@ class PageTables:
         pages += self._scope_base[:, None, None]
         width = min(most, self._zone_pages.shape[-1])
         if width:
-            zone = self._zone_pages[seats, ..., :width].long()
+            zone = self._zone_pages[seat, ..., :width].long()
             in_zone = place[:width] < counts[..., None]
             pages[..., :width] = torch.where(in_zone, zone, pages[..., :width])
         # rows first per scope, the order in which the kernel's sequences stand
         pages = pages.permute(1, 0, 2, 3).reshape(self.scopes, rows * heads, most)
         lengths = lengths.permute(1, 0, 2).reshape(self.scopes, rows * heads)
         return FlatTable(pages.int(), lengths.int())
+
+    def _most_pages(self, seats: Sequence[int], seq_lens: Sequence[int]) -> int:
+        """Of any row: its longest zone, and the blocks from its tail on."""
+        most = 0
+        for seat, tokens in zip(seats, seq_lens, strict=True):
+            zone, tail_block = self._known[seat]
+            most = max(most, zone - tail_block - (-tokens // self.block_size))
+        return most
 
 
 def _extend(tensor: torch.Tensor, dim: int, more: int) -> torch.Tensor:

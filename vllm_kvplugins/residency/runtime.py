@@ -179,7 +179,8 @@ class PolicyRuntime:
         Args:
             rows: the step's requests, in batch order; empty for a dummy batch,
                 which then reads plain blocks.
-            seq_lens: [rows], logical tokens including the step's.
+            seq_lens: [rows], logical tokens including the step's; 0 for padding behind
+                the requests.
             block_table: int32 [rows, blocks], vLLM's.
         """
         assert self.tables is not None, "not attached"
@@ -200,8 +201,8 @@ class PolicyRuntime:
             self._leaving = [
                 (due, self._owned(due.row, due.blocks)) for due in self._due
             ]
-        seat_ids = torch.tensor(seats, dtype=torch.int64, device=block_table.device)
-        return self.tables.build(seat_ids, seq_lens, block_table)
+        known = [row.after_tokens for row in rows] + [0] * (len(seats) - len(rows))
+        return self.tables.build(seats, seq_lens, block_table, known if rows else None)
 
     def _resident(self, row: Row) -> Resident | None:
         """The row's landing zone; forgotten if it is being computed anew."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from vllm_kvplugins.residency.device import on_device
+
 # Queries kept beyond those that a compaction needs. The next request may leave out the
 # newest tokens: steps in flight when an answer is cut short, a stop string, what a
 # client that left has not heard.
@@ -102,7 +104,7 @@ class StepQueries:
         if self.queries is None:
             shape = (self._num_layers, len(self._tokens), *queries.shape[1:])
             self.queries = queries.new_empty(shape)
-            self._index = torch.tensor(self._tokens, device=queries.device)
+            self._index = on_device(self._tokens, queries.device)
         assert self._index is not None
         if len(queries) == len(self._tokens):
             # all of them, as while generating: twice as fast

@@ -31,6 +31,7 @@ from vllm_kvplugins.vllm_adapter import (
     turns,
     validation,
 )
+from vllm_kvplugins.vllm_adapter.attention import choice
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,8 +42,8 @@ logger = logging.getLogger("vllm.kv_policy")
 _PACKAGE = "vllm_kvplugins.vllm_adapter"
 CONNECTOR_NAME = "KVPolicyConnector"
 CONNECTOR_MODULE = f"{_PACKAGE}.connector"
-_WORKER = f"{_PACKAGE}.worker.KVPolicyCPUWorker"
-_BACKEND = f"{_PACKAGE}.attention.cpu.PagedPolicyBackend"
+_CPU_WORKER = f"{_PACKAGE}.cpu_worker.KVPolicyCPUWorker"
+_GPU_WORKER = f"{_PACKAGE}.gpu_worker.KVPolicyGPUWorker"
 # Smaller pages than vLLM's CPU default of 128 waste less of a budget.
 _CPU_BLOCK_SIZE = 32
 
@@ -90,10 +91,14 @@ def finish_config(
     Raises:
         KVPolicyError: model or engine cannot run with a policy; all reasons.
     """
+    from vllm.platforms import current_platform
+
     refuse(
         f"KV policy {policy.name!r} cannot run with these engine settings",
         [
             *validation.config_problems(vllm_config),
+            *choice.problems(vllm_config, vllm_config.additional_config[CONFIG_KEY]),
+            *validation.platform_problems(policy),
             *validation.dtype_problems(policy, vllm_config.model_config),
             *_shape_problems(vllm_config, policy),
             *probing.problems(vllm_config, policy),
@@ -114,13 +119,15 @@ def finish_config(
     )
     request = turns.settled(request, policy, lambda: _tokenizer(vllm_config))
     request = sessions.settled(request, policy)
+    request = choice.settled(request, vllm_config)
     vllm_config.additional_config = config | {CONFIG_KEY: request}
     scheduler = vllm_config.scheduler_config
     kind = (
         "KVPolicyAsyncScheduler" if scheduler.async_scheduling else "KVPolicyScheduler"
     )
     scheduler.scheduler_cls = f"{_PACKAGE}.scheduler.{kind}"
-    vllm_config.parallel_config.worker_cls = _WORKER
+    on_cpu = current_platform.is_cpu()
+    vllm_config.parallel_config.worker_cls = _CPU_WORKER if on_cpu else _GPU_WORKER
 
 
 def _tokenizer(vllm_config: VllmConfig) -> Any:
@@ -189,20 +196,16 @@ _process = _Process()
 
 def activate(vllm_config: VllmConfig) -> PolicyRuntime:
     """Make this process build its model on our attention backend."""
-    from vllm.v1.attention.backends.registry import (
-        AttentionBackendEnum,
-        register_backend,
-    )
-
     policy = policy_of(vllm_config)
     if policy is None:
         raise KVPolicyError(
             "a worker of vllm_kvplugins was started without a kv_policy in "
             "additional_config; use --kv-policy instead of --worker-cls"
         )
-    register_backend(AttentionBackendEnum.CPU_ATTN, _BACKEND)
+    request = vllm_config.additional_config[CONFIG_KEY]
+    choice.register(request)
     compat.forget_previous_engine()
-    kept = parse_sessions(vllm_config.additional_config[CONFIG_KEY]).sessions
+    kept = parse_sessions(request).sessions
     _process.runtime = PolicyRuntime(policy, geometry_of(vllm_config), bool(kept))
     _process.runner = _process.attach = _process.vault = None
     if kept:
@@ -218,9 +221,7 @@ def deactivate() -> None:
     """Restore the stock backend for whatever this process builds next."""
     if _process.runtime is None:
         return
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    AttentionBackendEnum.CPU_ATTN.clear_override()
+    choice.unregister()
     compat.forget_previous_engine()
     _process.runtime = _process.runner = _process.attach = _process.vault = None
 

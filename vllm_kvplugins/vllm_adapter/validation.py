@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from vllm_kvplugins.rotary import Rotary
 
 _PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
-_STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+_STOCK_WORKERS = (
+    "auto",
+    "vllm.v1.worker.cpu_worker.CPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker",
+)
 
 
 def episode_problems(policy: KVCachePolicy) -> list[str]:
@@ -36,10 +40,10 @@ def argument_problems(args: EngineArgs) -> list[str]:
     from vllm.platforms import current_platform
 
     found = []
-    if not current_platform.is_cpu():
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
         found.append(
-            f"platform {current_platform.device_name!r}: this version has an "
-            "attention backend for the CPU only; run with the CPU build of vLLM"
+            f"platform {current_platform.device_name!r}: there are attention backends "
+            "for CPUs and for CUDA; run with one of these builds of vLLM"
         )
     if args.speculative_config:
         found.append(
@@ -61,11 +65,23 @@ def argument_problems(args: EngineArgs) -> list[str]:
             f"scheduler {args.scheduler_cls!r}: a policy brings its own; remove "
             "--scheduler-cls"
         )
-    if args.worker_cls not in ("auto", _STOCK_WORKER):
+    if args.worker_cls not in _STOCK_WORKERS:
         found.append(
             f"worker {args.worker_cls!r}: a policy brings its own; remove --worker-cls"
         )
     return found
+
+
+def platform_problems(policy: KVCachePolicy) -> list[str]:
+    """Why a policy cannot run on this platform."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() or policy.retention is Retention.DROP:
+        return []
+    return [
+        f"{policy.name} keeps tokens in host memory, which this version does on CPUs "
+        "only; use a policy that drops tokens, or the CPU build of vLLM"
+    ]
 
 
 def platform_in_use() -> tuple[str, list[str]]:
@@ -82,7 +98,7 @@ def config_problems(vllm_config: VllmConfig) -> list[str]:
     """What the resolved configuration and the model rule out."""
     return [
         *model_problems(vllm_config.model_config),
-        *cache_problems(vllm_config.cache_config),
+        *cache_problems(vllm_config.cache_config, _page_tokens()),
         *_parallel_problems(vllm_config.parallel_config),
     ]
 
@@ -137,11 +153,13 @@ def _has_sliding_window(model: Any) -> bool:
     )
 
 
-def cache_problems(cache: Any) -> list[str]:
+def cache_problems(cache: Any, page_tokens: int = 32) -> list[str]:
     """Caches that policies cannot run with.
 
     Args:
         cache: vLLM's CacheConfig, or anything with its dtype and block size.
+        page_tokens: kernels read pages of multiples of so many; of vLLM's CPU kernel
+            unless it is said.
     """
     found = []
     if cache.cache_dtype not in _PLAIN_KV_DTYPES:
@@ -149,16 +167,23 @@ def cache_problems(cache: Any) -> list[str]:
             f"KV cache dtype {cache.cache_dtype!r} is quantized; use one of "
             f"{', '.join(_PLAIN_KV_DTYPES)}"
         )
-    if cache.block_size % 32:
+    if cache.block_size % page_tokens:
         found.append(
-            f"block size {cache.block_size}: the CPU kernel reads pages of a "
-            "multiple of 32 tokens; use --block-size 32"
+            f"block size {cache.block_size}: kernels here read pages of a "
+            f"multiple of {page_tokens} tokens; use --block-size 32"
         )
     if getattr(cache, "kv_sharing_fast_prefill", False):
         found.append(
             "--kv-sharing-fast-prefill skips the layers that policies score; remove it"
         )
     return found
+
+
+def _page_tokens() -> int:
+    """Pages of vLLM's CPU kernel are multiples of 32 tokens, on GPUs of 16."""
+    from vllm.platforms import current_platform
+
+    return 16 if current_platform.is_cuda() else 32
 
 
 def _parallel_problems(parallel: Any) -> list[str]:
@@ -184,7 +209,7 @@ def layer_problems(name: str, impl: Any) -> list[str]:
             f"layer {name} has learned attention sinks; serve this model without a "
             "policy"
         )
-    if impl.sliding_window != -1:
+    if impl.sliding_window not in (-1, (-1, -1)):
         found.append(
             f"layer {name} has a sliding window; serve this model without a policy"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvplugins.residency.recorded_run import Fetch
 from vllm_kvplugins.residency.requests import Record
@@ -14,19 +13,21 @@ from vllm_kvplugins.vllm_adapter import activation, compat
 from vllm_kvplugins.vllm_adapter.turns import asked_patched_prompt, asked_turn_ends
 
 
-class KVPolicyCPUWorker(CPUWorker):
-    """CPU worker under a policy.
+class PolicyWorker:
+    """Mixin of workers under a policy.
 
     The runtime does its work in the attention backend and in the connector;
     here it is created, given the model runner, and told which requests left.
     """
 
+    model_runner: Any
+
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self.kv_policy_runtime = activation.activate(vllm_config)
-        super().__init__(vllm_config, *args, **kwargs)
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
     def init_device(self) -> None:
-        super().init_device()
+        super().init_device()  # type: ignore[misc]
         activation.set_runner(compat.runner_adapter(self.model_runner))
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +51,8 @@ class KVPolicyCPUWorker(CPUWorker):
             vault.hand_out(meta.orders)
             if not scheduler_output.total_num_scheduled_tokens:
                 vault.rest()
-        return super().execute_model(scheduler_output, *args, **kwargs)
+        run = super().execute_model  # type: ignore[misc]
+        return run(scheduler_output, *args, **kwargs)
 
     # -- called through LLM.collective_rpc ----------------------------------------
 

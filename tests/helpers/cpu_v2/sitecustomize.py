@@ -1,4 +1,5 @@
-"""Lets vLLM's model runner V2 run without a GPU, in Triton's interpreter.
+"""Lets what is made for GPUs run without one, in Triton's interpreter: vLLM's model
+runner V2, and this package's Triton backend.
 
 Runner V2 prepares its inputs with Triton kernels. vLLM asks for a Triton driver
 called ``cpu``, which the upstream wheel of Triton does not have; with
@@ -58,7 +59,21 @@ def _allow_async_scheduling(platform):
     platform.CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
+def _write_caches_in_torch(op):
+    """vLLM's Triton kernel that writes the cache asks which GPU it runs on."""
+
+    def write(key, value, key_cache, value_cache, slot_mapping, *scales):
+        slots = slot_mapping[slot_mapping >= 0]
+        assert len(slots) == len(slot_mapping), "padding"
+        at = slots // key_cache.shape[1], slots % key_cache.shape[1]
+        key_cache[at], value_cache[at] = key[: len(slots)], value[: len(slots)]
+
+    op.triton_reshape_and_cache_flash = write
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     sys.meta_path.insert(0, _AfterImport("triton.backends", _name_a_cpu_driver))
+    writer = "vllm.v1.attention.ops.triton_reshape_and_cache_flash"
+    sys.meta_path.insert(0, _AfterImport(writer, _write_caches_in_torch))
 if os.environ.get("KVP_TEST_ASYNC") == "1":
     sys.meta_path.insert(0, _AfterImport("vllm.platforms.cpu", _allow_async_scheduling))

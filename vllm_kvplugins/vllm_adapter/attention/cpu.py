@@ -1,9 +1,6 @@
 """vLLM's CPU kernel over the page heap.
 
-Decoding rows already lie in the order of sequences; rows with several new tokens are
-reordered to (request, head, token) and back::
-
-    query  [token, head, group, dim]  ->  [row, head, token of row, group, dim]
+Rows with several new tokens are put into the order of sequences and back, see ``flat``.
 """
 
 from __future__ import annotations
@@ -27,6 +24,8 @@ from vllm_kvplugins.vllm_adapter.attention.flat import (
     PolicyBuilder,
     PolicyImpl,
     Scope,
+    flat_queries,
+    in_flat_order,
 )
 
 
@@ -70,13 +69,8 @@ class PagedPolicyMetadataBuilder(PolicyBuilder, CPUAttentionMetadataBuilder):
         table = self.begin_step(common)
         num_rows = common.num_reqs
         query_start = common.query_start_loc[: num_rows + 1]
-        query_lens = query_start[1:] - query_start[:-1]
-        flat_lens = query_lens.repeat_interleave(self.num_kv_heads)
-        start = torch.zeros(flat_lens.numel() + 1, dtype=torch.int32)
-        torch.cumsum(flat_lens, 0, out=start[1:])
+        start, metadata.order = flat_queries(query_start, self.num_kv_heads)
         metadata.flat_query_start = start
-        if int(query_start[-1]) != num_rows:
-            metadata.order = flat_order(query_start.long(), self.num_kv_heads)
         metadata.scopes = [
             Scope(pages, lengths, self._schedule(lengths, start))
             for pages, lengths in zip(table.pages, table.lengths, strict=True)
@@ -100,27 +94,6 @@ class PagedPolicyMetadataBuilder(PolicyBuilder, CPUAttentionMetadataBuilder):
         )
 
 
-def flat_order(query_start: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Permutation from (token, head) to (row, head, token of the row).
-
-    Args:
-        query_start: int64 [rows + 1].
-
-    Returns:
-        int64 [tokens * num_kv_heads]; entry i is the index ``token * heads +
-        head`` of the query that stands at flat place i.
-    """
-    lens = query_start[1:] - query_start[:-1]
-    row = torch.repeat_interleave(torch.arange(lens.numel()), lens)
-    token = torch.arange(row.numel()) - query_start[row]
-    head = torch.arange(num_kv_heads)
-    base = query_start[row] * num_kv_heads + token
-    place = base[:, None] + head * lens[row][:, None]
-    order = torch.empty(place.numel(), dtype=torch.int64)
-    order[place.reshape(-1)] = torch.arange(place.numel())
-    return order
-
-
 class PagedPolicyImpl(PolicyImpl, CPUAttentionBackendImpl):
     """Attention of one layer through the flat page tables."""
 
@@ -134,13 +107,9 @@ class PagedPolicyImpl(PolicyImpl, CPUAttentionBackendImpl):
         output: torch.Tensor,
     ) -> None:
         tokens, heads = metadata.num_actual_tokens, self.num_kv_heads
-        flat_shape = (tokens * heads, self.num_queries_per_kv, self.head_size)
-        queries = query[:tokens].reshape(flat_shape)
-        out = output[:tokens].view(flat_shape)
-        target = out
-        if metadata.order is not None:
-            queries = queries[metadata.order]
-            target = torch.empty_like(queries)
+        shape = (tokens * heads, self.num_queries_per_kv, self.head_size)
+        out = output[:tokens].view(shape)
+        queries, target = in_flat_order(query[:tokens], out, metadata.order)
         scope, pages = self.scope(kv_cache, metadata)
         block_size = kv_cache.shape[2]
         kv = pages.view(pages.shape[0], 1, 2 * block_size, self.head_size)

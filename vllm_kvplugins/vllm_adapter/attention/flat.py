@@ -3,6 +3,12 @@
 Each (request, KV head) is a sequence of its own with one KV head, its own page list
 and its own length. A backend adds a kernel that attends to such sequences, and says
 how it packs a page.
+
+Kernels that know nothing of this want queries in the order of sequences. Decoding rows
+lie in it already; rows with several new tokens are reordered to (request, head, token)
+and back::
+
+    query  [token, head, group, dim]  ->  [row, head, token of row, group, dim]
 """
 
 from __future__ import annotations
@@ -211,3 +217,63 @@ def build_heap(layers: list[Any], layout: PageLayout) -> Heap:
         first.storage_offset(),
     )
     return Heap(pages, layout, len(caches), num_blocks, num_kv_heads)
+
+
+def flat_queries(
+    query_start: torch.Tensor, num_kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Where each sequence's queries lie, in the order of sequences.
+
+    Args:
+        query_start: int32 [rows + 1], on the host.
+
+    Returns:
+        int32 [rows * num_kv_heads + 1], and :func:`flat_order` or, where each row has
+        one new token, None: then queries lie in that order. Both on the host.
+    """
+    lens = query_start[1:] - query_start[:-1]
+    flat_lens = lens.repeat_interleave(num_kv_heads)
+    start = torch.zeros(flat_lens.numel() + 1, dtype=torch.int32)
+    torch.cumsum(flat_lens, 0, out=start[1:])
+    if int(query_start[-1]) == lens.numel() == int((lens == 1).sum()):
+        return start, None
+    return start, flat_order(query_start.long(), num_kv_heads)
+
+
+def flat_order(query_start: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Permutation from (token, head) to (row, head, token of the row).
+
+    Args:
+        query_start: int64 [rows + 1].
+
+    Returns:
+        int64 [tokens * num_kv_heads]; entry i is the index ``token * heads +
+        head`` of the query that stands at flat place i.
+    """
+    lens = query_start[1:] - query_start[:-1]
+    row = torch.repeat_interleave(torch.arange(lens.numel()), lens)
+    token = torch.arange(row.numel()) - query_start[row]
+    head = torch.arange(num_kv_heads)
+    base = query_start[row] * num_kv_heads + token
+    place = base[:, None] + head * lens[row][:, None]
+    order = torch.empty(place.numel(), dtype=torch.int64)
+    order[place.reshape(-1)] = torch.arange(place.numel())
+    return order
+
+
+def in_flat_order(
+    query: torch.Tensor, out: torch.Tensor, order: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A kernel's queries, and where it writes what it found.
+
+    Args:
+        query: [tokens, num_q_heads, head_dim].
+        out: [tokens * num_kv_heads, group, head_dim].
+        order: of :func:`flat_queries`, on their device; with one, what was found is a
+            tensor of its own, to be put into ``out`` afterwards.
+    """
+    queries = query.reshape(out.shape)
+    if order is None:
+        return queries, out
+    queries = queries[order]
+    return queries, torch.empty_like(queries)

@@ -1,0 +1,124 @@
+"""Which kernel attends to the pages, settled once for all processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvplugins.config import parse_kernel
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.kv_policy")
+
+_HERE = "vllm_kvplugins.vllm_adapter.attention"
+_BACKENDS = {
+    "cpu": f"{_HERE}.cpu.PagedPolicyBackend",
+    "flash": f"{_HERE}.flash.FlashPolicyBackend",
+    "triton": f"{_HERE}.triton.TritonPolicyBackend",
+}
+
+
+def interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, in this process."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def problems(vllm_config: VllmConfig, request: dict[str, Any]) -> list[str]:
+    """Why the kernel that was asked for cannot be had."""
+    from vllm.platforms import current_platform
+
+    wanted = parse_kernel(request)
+    if current_platform.is_cpu():
+        return _cpu_problems(wanted)
+    found = []
+    backend = vllm_config.attention_config.backend
+    if backend is not None:
+        found.append(
+            f"--attention-backend {backend.name}: a policy brings its own; remove it, "
+            'and choose with {"kernel": ...} in --kv-policy-config'
+        )
+    if wanted == "flash":
+        found += [
+            f"kernel 'flash': {problem}; use 'triton', or leave it at 'auto'"
+            for problem in _flash_problems(vllm_config)
+        ]
+    return found
+
+
+def _cpu_problems(wanted: str) -> list[str]:
+    if wanted == "auto" or (wanted == "triton" and interpreted()):
+        return []
+    if wanted == "triton":
+        return [
+            "kernel 'triton' runs on a CPU in Triton's interpreter only, thousands of "
+            "times slower; leave kernel at 'auto', or set TRITON_INTERPRET=1 for tests"
+        ]
+    return [f"kernel {wanted!r} needs CUDA; on a CPU leave kernel at 'auto'"]
+
+
+def _flash_problems(vllm_config: VllmConfig) -> list[str]:
+    """Why FlashAttention cannot attend in this model."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend as Flash
+
+    model = vllm_config.model_config
+    head_size = model.get_head_size()
+    found = []
+    if not Flash.supports_dtype(model.dtype):
+        found.append(f"FlashAttention does not compute in {model.dtype}")
+    try:
+        if not Flash.supports_head_size(head_size):
+            found.append(f"FlashAttention does not have heads of {head_size} numbers")
+    except (ImportError, OSError) as error:
+        found.append(f"this vLLM comes without FlashAttention ({error})")
+    return found
+
+
+def settled(request: dict[str, Any], vllm_config: VllmConfig) -> dict[str, Any]:
+    """The request with a kernel in place of ``auto``, and the configuration told."""
+    from vllm.platforms import current_platform
+
+    wanted = parse_kernel(request)
+    if current_platform.is_cpu():
+        return request
+    if wanted == "auto":
+        why = _flash_problems(vllm_config)
+        wanted = "triton" if why else "flash"
+        if why:
+            logger.info("KV policy: kernel triton, as %s", "; ".join(why))
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    return request | {"kernel": wanted}
+
+
+def in_use(request: dict[str, Any]) -> str:
+    """Name of the kernel of a settled request."""
+    wanted = parse_kernel(request)
+    return "cpu" if wanted == "auto" else wanted
+
+
+def register(request: dict[str, Any]) -> None:
+    """Make this process build its layers on our backend."""
+    from vllm.v1.attention.backends.registry import (
+        AttentionBackendEnum,
+        register_backend,
+    )
+
+    register_backend(AttentionBackendEnum[_place()], _BACKENDS[in_use(request)])
+
+
+def unregister() -> None:
+    """Give the stock backend its place back."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    AttentionBackendEnum[_place()].clear_override()
+
+
+def _place() -> str:
+    """The name under which vLLM looks our backend up."""
+    from vllm.platforms import current_platform
+
+    return "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"

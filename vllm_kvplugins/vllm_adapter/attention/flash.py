@@ -1,0 +1,125 @@
+"""FlashAttention over the page heap, as vLLM brings it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
+from vllm.v1.attention.backends import fa_utils
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.vllm_adapter.attention.flat import (
+    PolicyBackend,
+    PolicyBuilder,
+    PolicyImpl,
+    Scope,
+    flat_queries,
+    in_flat_order,
+)
+
+
+class FlashPolicyBackend(PolicyBackend, FlashAttentionBackend):
+    """FlashAttention with page lists per KV head."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashPolicyImpl]:
+        return FlashPolicyImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashPolicyBuilder]:
+        return FlashPolicyBuilder
+
+
+@dataclass
+class FlashPolicyMetadata:
+    """One step. ``scopes`` has one entry, or one per layer."""
+
+    num_actual_tokens: int
+    flat_query_start: torch.Tensor  # int32 [rows * kv_heads + 1]
+    order: torch.Tensor | None  # int64 [tokens * kv_heads]; None = as they lie
+    most_queries: int
+    scopes: list[Scope]
+
+
+class FlashPolicyBuilder(PolicyBuilder, AttentionMetadataBuilder[FlashPolicyMetadata]):
+    """Page lists for the kernel."""
+
+    _cudagraph_support = AttentionCGSupport.NEVER
+
+    def page_layout(self, block_size: int, head_dim: int) -> PageLayout:
+        device = self.layers[0].kv_cache.device
+        return PageLayout.interleaved(block_size, head_dim).to(device)
+
+    def build(
+        self, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any
+    ) -> FlashPolicyMetadata:
+        table = self.begin_step(common)
+        query_start = common.query_start_loc_cpu[: common.num_reqs + 1]
+        start, order = flat_queries(query_start, self.runtime.geometry.num_kv_heads)
+        pairs = zip(table.pages, table.lengths, strict=True)
+        return FlashPolicyMetadata(
+            common.num_actual_tokens,
+            self._moved(start),
+            None if order is None else self._moved(order),
+            common.max_query_len,
+            [Scope(pages, lengths) for pages, lengths in pairs],
+        )
+
+    def _moved(self, host: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cuda":
+            host = host.pin_memory()
+        return host.to(self.device, non_blocking=True)
+
+
+class FlashPolicyImpl(PolicyImpl, FlashAttentionImpl):
+    """Attention of one layer through the flat page tables."""
+
+    metadata_type = FlashPolicyMetadata
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: FlashPolicyMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        tokens, heads = metadata.num_actual_tokens, self.num_kv_heads
+        shape = (tokens * heads, self.num_queries_per_kv, self.head_size)
+        out = output[:tokens].view(shape)
+        queries, target = in_flat_order(query[:tokens], out, metadata.order)
+        scope, pages = self.scope(kv_cache, metadata)
+        block_size = kv_cache.shape[2]
+        # One KV head; a stride of its own for it, as TMA wants multiples of 16 bytes.
+        slots = pages.view(len(pages), block_size, 1, 2 * self.head_size)
+        key_cache, value_cache = slots.split(self.head_size, dim=-1)
+        fa_utils.flash_attn_varlen_func(
+            q=queries,
+            k=key_cache,
+            v=value_cache,
+            out=target,
+            cu_seqlens_q=metadata.flat_query_start,
+            max_seqlen_q=metadata.most_queries,
+            seqused_k=scope.lengths,
+            max_seqlen_k=scope.pages.shape[1] * block_size,
+            softmax_scale=self.scale,
+            causal=True,
+            block_table=scope.pages,
+            fa_version=self.vllm_flash_attn_version,
+        )
+        if metadata.order is not None:
+            out[metadata.order] = target

@@ -1,0 +1,109 @@
+"""Our Triton kernel over the page heap: for GPUs, and for tests without one.
+
+Queries stay where vLLM put them; the kernel finds a sequence's own ones itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.ops.triton.paged_attention import attend_paged
+from vllm_kvplugins.vllm_adapter.attention.flat import (
+    PolicyBackend,
+    PolicyBuilder,
+    PolicyImpl,
+    Scope,
+)
+
+
+class TritonPolicyBackend(PolicyBackend, TritonAttentionBackend):
+    """vLLM's Triton backend for writing the cache, ours for reading it."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonPolicyImpl]:
+        return TritonPolicyImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonPolicyBuilder]:
+        return TritonPolicyBuilder
+
+
+@dataclass
+class TritonPolicyMetadata:
+    """One step. ``scopes`` has one entry, or one per layer."""
+
+    num_actual_tokens: int
+    query_start: torch.Tensor  # int32 [rows + 1]
+    most_queries: int
+    scopes: list[Scope]
+
+
+class TritonPolicyBuilder(
+    PolicyBuilder, AttentionMetadataBuilder[TritonPolicyMetadata]
+):
+    """Page lists for the kernel."""
+
+    _cudagraph_support = AttentionCGSupport.NEVER
+
+    def page_layout(self, block_size: int, head_dim: int) -> PageLayout:
+        device = self.layers[0].kv_cache.device
+        return PageLayout.interleaved(block_size, head_dim).to(device)
+
+    def build(
+        self, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any
+    ) -> TritonPolicyMetadata:
+        table = self.begin_step(common)
+        pairs = zip(table.pages, table.lengths, strict=True)
+        return TritonPolicyMetadata(
+            common.num_actual_tokens,
+            common.query_start_loc[: common.num_reqs + 1],
+            common.max_query_len,
+            [Scope(pages, lengths) for pages, lengths in pairs],
+        )
+
+
+class TritonPolicyImpl(PolicyImpl, TritonAttentionImpl):
+    """Attention of one layer through the flat page tables."""
+
+    metadata_type = TritonPolicyMetadata
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: TritonPolicyMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        scope, pages = self.scope(kv_cache, metadata)
+        heap = self.runtime.heap
+        assert heap is not None
+        tokens = metadata.num_actual_tokens
+        attend_paged(
+            query[:tokens],
+            metadata.query_start,
+            metadata.most_queries,
+            pages,
+            heap.layout,
+            scope.pages,
+            scope.lengths,
+            self.scale,
+            out=output[:tokens].view(-1, self.num_heads, self.head_size),
+        )

@@ -1,0 +1,234 @@
+"""What of vLLM this package uses below its documented interfaces."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """What we use of one class or module of vLLM.
+
+    Attributes:
+        where: ``module`` or ``module:Class``.
+        uses: names separated by spaces. ``f(a b)`` is a function that we
+            override or call, with the parameters that we rely on; other names
+            are attributes, fields, or what a constructor assigns.
+    """
+
+    where: str
+    uses: str
+
+    def problems(self) -> Iterator[str]:
+        """What is no longer as we need it."""
+        module, _, class_name = self.where.partition(":")
+        try:
+            owner: Any = import_module(module)
+        except ImportError as error:
+            yield f"{module} cannot be imported ({error})"
+            return
+        if class_name:
+            owner = getattr(owner, class_name, None)
+            if owner is None:
+                yield f"{module} no longer has {class_name}"
+                return
+        short = class_name or module
+        assigned = _assigned(owner)
+        for name, call, wanted in re.findall(r"(\w+)(\(([^)]*)\))?", self.uses):
+            found = getattr(owner, name, None)
+            if found is None and (call or name not in assigned | set(dir(owner))):
+                yield f"{short} no longer has {name}"
+            elif call and (missing := _missing_parameters(found, wanted)):
+                yield f"{short}.{name} no longer takes {missing}"
+
+
+def _missing_parameters(function: Any, wanted: str) -> str:
+    parameters = inspect.signature(function).parameters
+    return ", ".join(name for name in wanted.split() if name not in parameters)
+
+
+def _assigned(owner: Any) -> set[str]:
+    """Fields of a class, and the names that its constructors mention."""
+    if not isinstance(owner, type):
+        return set()
+    known: set[str] = set()
+    for cls in owner.__mro__:
+        known.update(inspect.get_annotations(cls))
+        for constructor in ("__init__", "__post_init__"):
+            function = vars(cls).get(constructor)
+            if inspect.isfunction(function):
+                known.update(inspect.unwrap(function).__code__.co_names)
+    return known
+
+
+_CORE = "vllm.v1.core"
+_TRANSFER = "vllm.distributed.kv_transfer"
+_CONNECTOR = f"{_TRANSFER}.kv_connector.v1"
+
+_EVERYWHERE = {
+    # Where --kv-policy comes in, and where requests are checked.
+    "vllm.engine.arg_utils:EngineArgs": "add_cli_args(parser) from_cli_args(args) "
+    "create_engine_config() additional_config block_size kv_transfer_config "
+    "scheduler_cls speculative_config worker_cls",
+    "vllm.v1.engine.input_processor:InputProcessor": "process_inputs(prompt resumable)",
+    "vllm.v1.engine.async_llm:AsyncLLM": "add_request(request_id prompt) "
+    "generate(prompt sampling_params request_id)",
+    "vllm.renderers.base:BaseRenderer": "config default_chat_tok_params "
+    "render_chat(conversations chat_params tok_params) render_chat_async("
+    "conversations chat_params tok_params) render_messages(messages params) "
+    "render_messages_async(messages params) tokenize_prompts(prompts params) "
+    "tokenize_prompts_async(prompts params)",
+    "vllm.renderers:ChatParams": "chat_template_kwargs",
+    "vllm:SamplingParams": "extra_args",
+    "vllm.config:VllmConfig": "additional_config cache_config lora_config "
+    "model_config parallel_config scheduler_config",
+    "vllm.config:SchedulerConfig": "async_scheduling scheduler_cls "
+    "max_num_batched_tokens max_num_seqs long_prefill_token_threshold",
+    "vllm.config:ParallelConfig": "worker_cls data_parallel_size is_moe_model "
+    "data_parallel_rank_local data_parallel_size_local local_engines_only rank "
+    "world_size",
+    "vllm.config:CacheConfig": "block_size cache_dtype num_gpu_blocks",
+    "vllm.config:KVTransferConfig": "kv_connector kv_connector_module_path kv_role",
+    "vllm.config:ModelConfig": "get_num_layers(parallel_config) get_head_size() "
+    "get_num_kv_heads(parallel_config) get_total_num_kv_heads() "
+    "get_sliding_window() hf_text_config runner_type use_mla is_hybrid "
+    "is_attention_free is_encoder_decoder is_multimodal_model uses_mrope "
+    "skip_tokenizer_init max_model_len dtype hf_config model "
+    "quantization revision",
+    "vllm.utils.torch_utils": "STR_DTYPE_TO_TORCH_DTYPE",
+    # The scheduler: where prefill is cut, what a prefix hit may reuse.
+    f"{_CORE}.sched.scheduler:Scheduler": "_reserve_prefill_lookahead(request "
+    "num_computed_tokens num_new_tokens) _get_local_prefix_cache_hit(request) "
+    "connector kv_cache_manager block_size",
+    f"{_CORE}.sched.async_scheduler:AsyncScheduler": "_reserve_prefill_lookahead("
+    "request num_computed_tokens num_new_tokens) "
+    "_get_local_prefix_cache_hit(request)",
+    f"{_CORE}.sched.output:SchedulerOutput": "finished_req_ids preempted_req_ids "
+    "scheduled_new_reqs kv_connector_metadata total_num_scheduled_tokens",
+    f"{_CORE}.sched.output:NewRequestData": "req_id prompt_token_ids sampling_params",
+    "vllm.v1.request:Request": "num_prompt_tokens prompt_token_ids sampling_params "
+    "request_id all_token_ids cache_salt lora_request mm_features num_computed_tokens "
+    "num_in_flight_tokens num_preemptions num_tokens prompt_embeds "
+    "skip_reading_prefix_cache status",
+    "vllm.v1.request:RequestStatus": "FINISHED_STOPPED FINISHED_LENGTH_CAPPED "
+    "FINISHED_ABORTED",
+    "vllm.v1.engine:EngineCoreRequest": "prompt_token_ids prompt_embeds "
+    "sampling_params",
+    # The block pool: freeing blocks of running requests.
+    f"{_CORE}.kv_cache_manager:KVCacheManager": "create_kv_cache_blocks(blocks) "
+    "block_pool coordinator empty_kv_cache_blocks",
+    f"{_CORE}.kv_cache_manager:KVCacheBlocks": "blocks",
+    f"{_CORE}.kv_cache_coordinator:KVCacheCoordinator": "remove_skipped_blocks("
+    "num_prompt_tokens) single_type_managers",
+    f"{_CORE}.single_type_kv_cache_manager:FullAttentionManager": "__init__("
+    "kv_cache_spec) remove_skipped_blocks(request_id processed_computed_tokens "
+    "num_prompt_tokens) cache_blocks(request num_tokens) "
+    "get_num_blocks_to_allocate(request_id num_tokens apply_admission_cap) "
+    "pop_blocks_for_free(request_id) _remove_blocks_in_range(request_id "
+    "first_block last_block) "
+    "allocate_external_computed_blocks(request_id) _null_block block_size "
+    "kv_cache_spec num_cached_block req_to_blocks",
+    f"{_CORE}.block_pool:BlockPool": "get_num_free_blocks() num_gpu_blocks",
+    f"{_CORE}.kv_cache_utils:KVCacheBlock": "is_null",
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": "merge(specs) "
+    "max_memory_usage_bytes(vllm_config) page_size_bytes",
+    "vllm.v1.kv_cache_interface": "replace_as()",
+    "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry": "_ensure_registered() "
+    "register(kvcache_spec_cls manager_class uniform_type_base_spec)",
+    # The attention backend.
+    "vllm.v1.attention.backends.registry": "register_backend(backend class_path)",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum": "clear_override() "
+    "CPU_ATTN CUSTOM",
+    "vllm.v1.attention.selector": "_cached_get_attn_backend()",
+    "vllm.v1.attention.backend:CommonAttentionMetadata": "num_reqs query_start_loc "
+    "query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound block_table_tensor req_idx "
+    "num_actual_tokens max_query_len",
+    "vllm.config": "get_layers_from_vllm_config()",
+    # Probes: a forward pass of our own.
+    "vllm.forward_context": "set_forward_context(attn_metadata vllm_config "
+    "num_tokens slot_mapping skip_compiled)",
+    "vllm.tokenizers": "cached_tokenizer_from_config(model_config)",
+    "vllm.model_executor.layers.attention:Attention": "impl kv_cache",
+    # The worker, and what its model runner knows of a step's rows.
+    "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids num_prompt_tokens",
+    "vllm.v1.worker.gpu.states:RequestState": "index_to_req_id prompt_len",
+    "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor": "np",
+    "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector": "_disabled",
+    # The connector: the end of each step, and metrics.
+    f"{_CONNECTOR}.base:KVConnectorBase_V1": "bind_kv_cache_manager("
+    "kv_cache_manager) build_connector_meta(scheduler_output) "
+    "build_kv_connector_stats(data) build_prom_metrics() get_kv_connector_stats() "
+    "get_num_new_matched_tokens(request num_computed_tokens) "
+    "save_kv_layer(layer_name kv_layer attn_metadata) start_load_kv("
+    "forward_context) update_state_after_alloc(request blocks "
+    "num_external_tokens) wait_for_layer_load(layer_name) wait_for_save() "
+    "build_connector_worker_meta() update_connector_output(connector_output) "
+    "reset_cache() shutdown() requires_kv_delivery",
+    f"{_CONNECTOR}.base:KVConnectorWorkerMetadata": "aggregate(other)",
+    "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta",
+    f"{_CONNECTOR}.base:SupportsHMA": "request_finished_all_groups(request block_ids)",
+    f"{_CONNECTOR}.metrics:KVConnectorPromMetrics": "observe(transfer_stats_data "
+    "engine_idx) _gauge_cls _counter_cls _histogram_cls _labelnames "
+    "per_engine_labelvalues",
+    f"{_CONNECTOR}.metrics:KVConnectorStats": "aggregate(other) reduce() reset() "
+    "is_empty() data",
+    f"{_TRANSFER}.kv_transfer_state": "ensure_kv_transfer_shutdown()",
+}
+
+_BACKENDS = "vllm.v1.attention.backends"
+_CPU = f"{_BACKENDS}.cpu_attn"
+
+_ON_CPUS = {
+    f"{_CPU}:CPUAttentionBackend": "customize_spec(spec) get_impl_cls() "
+    "get_builder_cls()",
+    f"{_CPU}:CPUAttentionMetadataBuilder": "build(common_prefix_len "
+    "common_attn_metadata) vllm_config layer_names num_heads num_kv_heads head_dim "
+    "dtype isa kv_cache_dtype reorder_batch_threshold",
+    f"{_CPU}:CPUAttentionMetadata": "num_actual_tokens",
+    f"{_CPU}:CPUAttentionBackendImpl": "forward(layer query key value kv_cache "
+    "attn_metadata output) num_kv_heads num_queries_per_kv head_size scale "
+    "kv_cache_dtype alibi_slopes sinks sliding_window kv_sharing_target_layer_name "
+    "logits_soft_cap",
+    "vllm._custom_ops": "cpu_attention_with_kv_cache(query key_cache value_cache "
+    "output query_start_loc seq_lens scale causal alibi_slopes sliding_window "
+    "block_table softcap scheduler_metadata s_aux kv_cache_dtype) "
+    "cpu_attn_get_scheduler_metadata(num_reqs num_heads num_kv_heads head_dim "
+    "seq_lens dtype query_start_loc causal sliding_window_size isa enable_kv_split "
+    "kv_cache_dtype) cpu_attn_reshape_and_cache()",
+    "vllm.envs": "VLLM_CPU_ATTN_SPLIT_KV",
+    "vllm.v1.worker.cpu_worker:CPUWorker": "__init__(vllm_config) init_device() "
+    "execute_model(scheduler_output)",
+}
+
+_IMPL = (
+    "do_kv_cache_update(layer key value kv_cache slot_mapping) forward(layer query key "
+    "value kv_cache attn_metadata output) num_heads num_kv_heads num_queries_per_kv "
+    "head_size scale alibi_slopes sinks sliding_window kv_sharing_target_layer_name "
+    "logits_soft_cap"
+)
+
+_ON_GPUS = {
+    f"{_BACKENDS}.triton_attn:TritonAttentionBackend": "customize_spec(spec) "
+    "get_impl_cls() get_builder_cls() supported_kv_cache_layouts()",
+    f"{_BACKENDS}.triton_attn:TritonAttentionImpl": _IMPL,
+    f"{_BACKENDS}.flash_attn:FlashAttentionBackend": "customize_spec(spec) "
+    "get_impl_cls() get_builder_cls() supported_kv_cache_layouts() "
+    "supports_head_size(head_size) supports_dtype(dtype)",
+    f"{_BACKENDS}.flash_attn:FlashAttentionImpl": f"{_IMPL} vllm_flash_attn_version",
+    f"{_BACKENDS}.fa_utils": "flash_attn_varlen_func(q k v out cu_seqlens_q "
+    "max_seqlen_q seqused_k max_seqlen_k softmax_scale causal block_table fa_version)",
+    "vllm.config:AttentionConfig": "backend",
+    "vllm.v1.worker.gpu_worker:Worker": "__init__(vllm_config) init_device() "
+    "execute_model(scheduler_output)",
+}
+
+
+def all_seams(on_cpu: bool) -> list[Seam]:
+    """Everything that is used on a platform."""
+    used = _EVERYWHERE | (_ON_CPUS if on_cpu else _ON_GPUS)
+    return [Seam(where, uses) for where, uses in used.items()]
