@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.residency.device import moved
 from vllm_kvplugins.vllm_adapter.attention.flat import (
     PolicyBackend,
     PolicyBuilder,
@@ -74,16 +75,11 @@ class FlashPolicyBuilder(PolicyBuilder, AttentionMetadataBuilder[FlashPolicyMeta
         pairs = zip(table.pages, table.lengths, strict=True)
         return FlashPolicyMetadata(
             common.num_actual_tokens,
-            self._moved(start),
-            None if order is None else self._moved(order),
+            moved(start, self.device),
+            None if order is None else moved(order, self.device),
             common.max_query_len,
             [Scope(pages, lengths) for pages, lengths in pairs],
         )
-
-    def _moved(self, host: torch.Tensor) -> torch.Tensor:
-        if self.device.type == "cuda":
-            host = host.pin_memory()
-        return host.to(self.device, non_blocking=True)
 
 
 class FlashPolicyImpl(PolicyImpl, FlashAttentionImpl):

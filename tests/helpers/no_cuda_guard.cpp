@@ -1,0 +1,7 @@
+// Lets a CPU build of torch believe in CUDA devices that nobody has to switch to.
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace {
+using Guard = c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>;
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+}  // namespace

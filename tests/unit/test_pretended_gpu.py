@@ -1,0 +1,179 @@
+"""Eviction on a GPU that is none: devices never mix, and decoding never waits."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from fake_text import POSITIONS, encode, make_rotary
+from policy_settings import configure, policies_that, shares_pages
+from pretend_cuda import CUDA, PretendedGPU, Pretending
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.policies.base import Geometry, Retention
+from vllm_kvplugins.residency.heap import Heap
+from vllm_kvplugins.residency.probing import ProbeModel
+from vllm_kvplugins.residency.requests import Row
+from vllm_kvplugins.residency.runtime import PolicyRuntime
+
+SEED = 20261122
+LAYERS, KV_HEADS, GROUP, HEAD_DIM = 3, 2, 2, 8
+BLOCK, BLOCKS, WIDTH = 4, 81, 40
+SETTINGS = {"budget": 24, "window": 3, "sinks": 2, "recent": 1, "chunk_size": 4}
+SETTINGS |= {"hash_bits": 1, "future": 16, "allocator": "head-adaptive"}
+PROMPTS = {"long": 61, "short": 45}
+ANSWER, CHUNK = 9, 40
+
+
+@pytest.fixture
+def gpu() -> Iterator[PretendedGPU]:
+    with PretendedGPU() as pretended:
+        yield pretended
+
+
+def test_the_pretended_gpu(gpu: PretendedGPU):
+    """It refuses and counts what it is there for."""
+    here = torch.arange(5, device=CUDA)
+    assert here.device == CUDA
+    assert not gpu.waits
+    with pytest.raises(RuntimeError, match="two devices"):
+        here + torch.arange(5)
+    assert (here + 1).numbers.tolist() == [1, 2, 3, 4, 5]
+    view = here.view(5, 1)[2:]
+    view += 7
+    assert here.numbers.tolist() == [0, 1, 9, 10, 11]
+    assert not gpu.waits
+    for wait in (
+        lambda: int(here.max()),
+        lambda: here.tolist(),
+        lambda: here[here > 3],
+        lambda: torch.tensor([1, 2], device=CUDA),
+        lambda: here.cpu(),
+        lambda: here.nonzero(),
+    ):
+        before = len(gpu.waits)
+        wait()
+        assert len(gpu.waits) > before
+    before = len(gpu.waits)
+    torch.tensor([1, 2]).pin_memory().to(CUDA, non_blocking=True)
+    assert len(gpu.waits) == before
+
+
+class Life:
+    """Two requests under a policy, on a device."""
+
+    def __init__(self, policy: dict[str, Any], device: torch.device) -> None:
+        print("seed", SEED)
+        self.device = device
+        rng = torch.Generator().manual_seed(SEED)
+        self.rng = rng
+        layout = PageLayout.interleaved(BLOCK, HEAD_DIM)
+        shape = (LAYERS * BLOCKS * KV_HEADS, layout.page_elems)
+        pages = self.here(torch.randn(shape, generator=rng))
+        heap = Heap(pages, layout.to(device), LAYERS, BLOCKS, KV_HEADS)
+        self.heap = heap
+        geometry = Geometry(BLOCK, LAYERS, KV_HEADS, 2 * LAYERS * KV_HEADS * 32)
+        self.runtime = PolicyRuntime(parse_policy(policy), geometry)
+        rotary = make_rotary(HEAD_DIM)
+        for field in fields(rotary):
+            value = getattr(rotary, field.name)
+            if isinstance(value, torch.Tensor):
+                object.__setattr__(rotary, field.name, self.here(value))
+        model = ProbeModel(self._probe, encode, POSITIONS, max_tokens=128)
+        self.runtime.attach(heap, [HEAD_DIM**-0.5] * LAYERS, rotary, model)
+        self.computed = dict.fromkeys(PROMPTS, 0)
+        self.turns: dict[str, tuple[int, ...]] = {}
+        order = (torch.randperm(BLOCKS - 1, generator=rng) + 1).int()
+        self.tables = dict(zip(PROMPTS, order.split(WIDTH), strict=True))
+        for name, prompt in PROMPTS.items():
+            wants = self.runtime.policy.wants_history
+            self.turns[name] = (prompt - 3,) if wants else ()
+            self.runtime.learn(name, range(prompt), self.turns[name])
+
+    def here(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.device.type == "cpu" else Pretending.of(tensor.clone())
+
+    def _probe(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        heads = (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)  # of q, k and v
+        assert token_ids.device == positions.device == self.device
+        shape = (LAYERS, len(token_ids), sum(heads), HEAD_DIM)
+        rng = torch.Generator().manual_seed(zlib.crc32(str(shape).encode()))
+        for layer, tokens in enumerate(torch.randn(shape, generator=rng)):
+            parts = [self.here(part) for part in tokens.split(heads, dim=1)]
+            assert self.runtime.prober is not None
+            self.runtime.prober.attend(layer, *parts)
+
+    def rows(self) -> list[Row]:
+        """The next step: who is late reads more of its prompt, or all generate."""
+        rows: list[Row] = []
+        late = [n for n, prompt in PROMPTS.items() if self.computed[n] < prompt]
+        for name in late or PROMPTS:
+            plan = self.runtime.plan(PROMPTS[name], self.turns[name])
+            most = min(CHUNK, PROMPTS[name] - self.computed[name]) if late else 1
+            new = plan.clip_chunk(self.computed[name], most)
+            first = rows[-1].first_query + rows[-1].new_tokens if rows else 0
+            rows.append(Row(name, PROMPTS[name], self.computed[name], new, first))
+        return rows
+
+    def step(self, rows: list[Row]) -> list[torch.Tensor]:
+        """Page tables and lengths of a step, after which all is compacted."""
+        first = rows[-1].first_query + rows[-1].new_tokens
+        table = self.here(torch.stack([self.tables[row.request_id] for row in rows]))
+        lens = self.here(torch.tensor([row.after_tokens for row in rows]).int())
+        flat = self.runtime.begin_step(rows, lens, table)
+        for layer in range(LAYERS):
+            shape = (first, KV_HEADS * GROUP, HEAD_DIM)
+            queries = self.here(torch.randn(shape, generator=self.rng))
+            self.runtime.before_attention(layer, queries)
+            self.runtime.after_attention(layer, queries)
+        self.runtime.end_step()
+        self.runtime.check_integrity()
+        self.computed |= {row.request_id: row.after_tokens for row in rows}
+        return [flat.pages, flat.lengths]
+
+
+def policies() -> list[dict[str, Any]]:
+    found = []
+    for name in policies_that(Retention.DROP):
+        wanted = dict(SETTINGS)
+        if not shares_pages(name):
+            wanted.pop("allocator")
+        found.append(configure(name, wanted))
+    return found
+
+
+def numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.numbers if isinstance(tensor, Pretending) else tensor
+
+
+@contextmanager
+def on(device: torch.device) -> Iterator[PretendedGPU | None]:
+    with PretendedGPU() if device.type == "cuda" else nullcontext() as gpu:
+        yield gpu
+
+
+@pytest.mark.parametrize("policy", policies(), ids=lambda p: p["name"])
+def test_eviction_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]):
+    monkeypatch.setenv("KVP_OPS", "torch")
+    found, waits = {}, []
+    for device in (torch.device("cpu"), CUDA):
+        tables = []
+        with on(device) as gpu:
+            life = Life(policy, device)
+            while life.computed["short"] < PROMPTS["short"] + ANSWER:
+                before = len(gpu.waits) if gpu else 0
+                rows = life.rows()
+                tables += life.step(rows)
+                if gpu and all(row.new_tokens == 1 for row in rows):
+                    waits += gpu.waits[before:]
+        found[device.type] = [numbers(t) for t in (*tables, life.heap.pages)]
+    for here, there in zip(found["cpu"], found["cuda"], strict=True):
+        torch.testing.assert_close(here, there, rtol=0, atol=0)
+    if not life.runtime.policy.observes_steps:
+        assert waits == []
