@@ -1,0 +1,45 @@
+"""Every policy on a chosen attention kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from driver import Driver, make_llm
+from texts import random_tokens
+from tiny_model import VOCABULARY
+
+# Below the budget, above it, and above it with a partial last block.
+LENGTHS = {"short": 40, "long": 192, "odd": 211}
+MAX_TOKENS = 7
+
+
+def under_policies(model: str, policies: list[dict[str, Any]]) -> list[Any]:
+    """Tokens of all prompts at once under each policy, and what ran."""
+    found = []
+    for policy in policies:
+        llm = make_llm(
+            model,
+            policy,
+            enable_prefix_caching=False,
+            max_model_len=1024,
+            skip_tokenizer_init=False,
+        )
+        driver = Driver(llm)
+        worker = driver.core.model_executor.driver_worker.worker
+        layers = worker.vllm_config.compilation_config.static_forward_context
+        (backend,) = {type(layer.impl).__name__ for layer in layers.values()}
+        prompts = {
+            name: random_tokens(seed, length, VOCABULARY)
+            for seed, (name, length) in enumerate(LENGTHS.items())
+        }
+        tokens = driver.generate(prompts, MAX_TOKENS)
+        found.append(
+            {
+                "tokens": tokens,
+                "backend": backend,
+                "runner": type(worker.model_runner).__module__,
+                "compactions": driver.manager.compactions,
+                "left": driver.total_blocks - driver.free_blocks,
+            }
+        )
+    return found
