@@ -58,6 +58,9 @@ class Pretending(torch.Tensor):
         made.numbers = numbers
         return made
 
+    def data_ptr(self) -> int:
+        return self.numbers.data_ptr()
+
     def item(self) -> Any:
         if PretendedGPU.active is not None:
             PretendedGPU.active.waits.append(_where("item"))

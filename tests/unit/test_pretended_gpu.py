@@ -21,6 +21,7 @@ from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.probing import ProbeModel
 from vllm_kvplugins.residency.requests import Row
 from vllm_kvplugins.residency.runtime import PolicyRuntime
+from vllm_kvplugins.residency.transfer import Transfer
 
 SEED = 20261122
 LAYERS, KV_HEADS, GROUP, HEAD_DIM = 3, 2, 2, 8
@@ -177,3 +178,38 @@ def test_eviction_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any])
         torch.testing.assert_close(here, there, rtol=0, atol=0)
     if not life.runtime.policy.observes_steps:
         assert waits == []
+
+
+def zone_contents(life: Life, name: str) -> torch.Tensor:
+    """Of a request's landing zone, page by page."""
+    resident = life.runtime.tracked(name).resident
+    assert resident is not None
+    assert life.runtime.tables is not None
+    pages, counts = (numbers(t) for t in life.runtime.tables.zone(resident.seat))
+    used = torch.arange(pages.shape[1]) < counts[:, None]
+    return numbers(life.heap.pages)[pages[used]]
+
+
+def test_sessions_leave_the_gpu_and_come_back(monkeypatch, gpu: PretendedGPU):
+    monkeypatch.setenv("KVP_OPS", "torch")
+    life = Life(configure("snapkv", SETTINGS), CUDA)
+    while life.computed["short"] < PROMPTS["short"] + 3:
+        life.step(life.rows())
+    transfer, name = Transfer(life.runtime), "short"
+    tokens, table = life.computed[name], life.tables[name]
+    compaction = life.runtime.plan(PROMPTS[name]).compaction(0)
+    first, stop = compaction.zone.start, -(-tokens // BLOCK)
+    # without their inference mode, which does not know such tensors
+    save, restore = (f.__wrapped__ for f in (Transfer.save, Transfer.restore))
+    own = table[first:stop].tolist()
+    saved = save(transfer, name, compaction, tokens, own, tokens)
+    kept = zone_contents(life, name).clone()
+    for tensor in (saved.zone, saved.tail, saved.counts, saved.positions):
+        assert not isinstance(tensor, Pretending), "still on the GPU"
+    life.runtime.forget([name])
+    others = table[stop : 2 * stop - first].tolist()
+    restore(transfer, name, PROMPTS[name], saved, tokens, others)
+    life.runtime.check_integrity()
+    assert torch.equal(zone_contents(life, name), kept)
+    life.tables[name] = torch.cat([table[:first], table[stop:], table[: stop - first]])
+    life.step(life.rows())

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -55,6 +55,27 @@ class SavedCache:
         queries = self.queries.nbytes if self.queries is not None else 0
         return self.zone.nbytes + self.tail.nbytes + queries
 
+    def on(self, device: torch.device) -> SavedCache:
+        """The same there; itself if it is there.
+
+        Cost: on CUDA the host waits for the copies.
+        """
+        if self.zone.device == device:
+            return self
+        observed = {
+            layer: {name: tensor.to(device) for name, tensor in packed.items()}
+            for layer, packed in self.observed.items()
+        }
+        return replace(
+            self,
+            counts=self.counts.to(device),
+            positions=self.positions.to(device),
+            zone=self.zone.to(device),
+            tail=self.tail.to(device),
+            queries=None if self.queries is None else self.queries.to(device),
+            observed=observed,
+        )
+
     @property
     def first_query(self) -> int:
         """Position of the first of ``queries``; ``tokens`` if there are none."""
@@ -82,7 +103,7 @@ def take_out(
     in_zone = len(compaction.zone) if compaction else 0
     tail_ids = heap.page_ids(blocks[in_zone : -(-tokens // size) - first])
     zone_ids = counts = tail_ids.new_zeros(0)
-    positions = torch.zeros(heap.rows, 0, dtype=torch.int32)
+    positions = torch.zeros(heap.rows, 0, dtype=torch.int32, device=blocks.device)
     if resident is None:
         counts = counts.new_zeros(heap.rows)
     else:

@@ -83,7 +83,7 @@ class Transfer:
                 saved.observed[layer] = runtime.policy.pack_observed(observed)
         if retrieval is not None:
             saved.offloaded = retrieval.detach(request_id)
-        return saved
+        return saved.on(torch.device("cpu"))
 
     def discard(self, saved: SavedCache) -> None:
         """Nobody will restore it."""
@@ -115,6 +115,7 @@ class Transfer:
         runtime, ids = self._runtime, self._ids(blocks)
         assert runtime.tables is not None, "not attached"
         runtime.forget([request_id])
+        saved = saved.on(self._heap.pages.device)
         resident = put_back(self._heap, runtime.tables, saved, tokens, ids)
         if saved.offloaded is not None:
             assert runtime.retrieval is not None
