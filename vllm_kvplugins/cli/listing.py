@@ -30,6 +30,8 @@ def list_policies(
         _print_entry(console, entry)
     console.print("[bold]Sessions[/]  (beside the settings of any policy)\n")
     _print_entry(console, found["sessions"])
+    console.print("[bold]Kernel[/]  (beside the settings of any policy)\n")
+    _print_entry(console, found["kernel"])
     console.print('[bold]Allocators[/]  ("allocator" in --kv-policy-config)\n')
     for entry in found["allocators"]:
         _print_entry(console, entry)
@@ -39,12 +41,13 @@ def catalogue() -> dict[str, Any]:
     """All policies and allocators as plain data; what ``--json`` prints.
 
     Returns:
-        ``policies`` and ``allocators``, each a list of, and ``sessions``, one of
-        ``name``, ``summary`` and ``settings`` (``name``, ``type``, ``default``,
-        ``required``, ``description``).
+        ``policies`` and ``allocators``, each a list of, and ``sessions`` and
+        ``kernel``, one of ``name``, ``summary`` and ``settings`` (``name``, ``type``,
+        ``default``, ``required``, ``description``).
     """
     from vllm_kvplugins.budgets import ALLOCATORS
     from vllm_kvplugins.cli.settings import first_line, settings_of
+    from vllm_kvplugins.config import KernelSettings
     from vllm_kvplugins.policies.registry import available_policies, get_policy_class
     from vllm_kvplugins.sessions.settings import SessionSettings
 
@@ -62,6 +65,11 @@ def catalogue() -> dict[str, Any]:
             "name": "sessions",
             "summary": "what a request computed, kept for the one that continues it",
             "settings": [setting.as_dict() for setting in settings_of(SessionSettings)],
+        },
+        "kernel": {
+            "name": "kernel",
+            "summary": "what attends to the pages",
+            "settings": [setting.as_dict() for setting in settings_of(KernelSettings)],
         },
         "allocators": [
             {

@@ -1,0 +1,131 @@
+"""Which kernel attends, and what is said when it cannot."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
+
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_kvplugins.config import parse_kernel, parse_policy
+from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.vllm_adapter import validation
+from vllm_kvplugins.vllm_adapter.attention import choice, flash, triton
+
+
+def platform(kind: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        is_cpu=lambda: kind == "cpu",
+        is_cuda=lambda: kind == "cuda",
+        device_name=kind,
+        device_type=kind,
+    )
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    monkeypatch.setattr("vllm.platforms.current_platform", platform("cuda"))
+    monkeypatch.setattr(
+        FlashAttentionBackend, "supports_head_size", lambda size: size <= 256
+    )
+
+
+def config(dtype: torch.dtype = torch.bfloat16, head_size: int = 64) -> Any:
+    model = SimpleNamespace(dtype=dtype, get_head_size=lambda: head_size)
+    return SimpleNamespace(
+        model_config=model, attention_config=SimpleNamespace(backend=None)
+    )
+
+
+def asked(kernel: str | None = None) -> dict[str, Any]:
+    return {"name": "snapkv"} | ({} if kernel is None else {"kernel": kernel})
+
+
+def test_it_is_a_setting_beside_the_policy_s():
+    parse_policy(asked("triton"))
+    assert parse_kernel(asked("triton")) == "triton"
+    assert parse_kernel(asked()) == parse_kernel("snapkv") == "auto"
+    with pytest.raises(KVPolicyError, match=r"kernel: .*'flash'.*got 'cuda'"):
+        parse_policy(asked("cuda"))
+    with pytest.raises(KVPolicyError, match="did you mean 'kernel'"):
+        parse_policy({"name": "snapkv", "kernell": "auto"})
+
+
+def test_a_cpu_has_its_own(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert choice.problems(config(), asked()) == []
+    assert choice.settled(asked(), config()) == asked()
+    assert choice.in_use(asked()) == "cpu"
+    (problem,) = choice.problems(config(), asked("triton"))
+    assert "interpreter" in problem
+    (problem,) = choice.problems(config(), asked("flash"))
+    assert "needs CUDA" in problem
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choice.problems(config(), asked("triton")) == []
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+    ("wanted", "dtype", "head_size", "kernel"),
+    [
+        ("auto", torch.bfloat16, 64, "flash"),
+        ("auto", torch.float32, 64, "triton"),
+        ("auto", torch.bfloat16, 512, "triton"),
+        ("triton", torch.bfloat16, 64, "triton"),
+        ("flash", torch.float16, 128, "flash"),
+    ],
+)
+def test_a_gpu_gets_flash_attention_if_it_can(wanted, dtype, head_size, kernel):
+    asking = config(dtype, head_size)
+    assert choice.problems(asking, asked(wanted)) == []
+    settled = choice.settled(asked(wanted), asking)
+    assert settled == asked(kernel)
+    assert asking.attention_config.backend is AttentionBackendEnum.CUSTOM
+    assert choice.settled(settled, asking) == settled
+
+
+@pytest.mark.usefixtures("cuda")
+def test_what_cannot_be_had_on_a_gpu_is_said():
+    found = choice.problems(config(torch.float32, 512), asked("flash"))
+    assert len(found) == 2
+    assert all("kernel 'flash'" in problem for problem in found)
+    asking = config()
+    asking.attention_config.backend = AttentionBackendEnum.FLASH_ATTN
+    (problem,) = choice.problems(asking, asked())
+    assert "--attention-backend FLASH_ATTN" in problem
+
+
+@pytest.mark.usefixtures("cuda")
+def test_the_backend_takes_the_place_for_custom_ones():
+    choice.register(asked("triton"))
+    try:
+        found = AttentionBackendEnum.CUSTOM.get_class()
+        assert found is triton.TritonPolicyBackend
+        choice.register(asked("flash"))
+        found = AttentionBackendEnum.CUSTOM.get_class()
+        assert found is flash.FlashPolicyBackend
+    finally:
+        choice.unregister()
+    with pytest.raises(ValueError, match="must be registered"):
+        AttentionBackendEnum.CUSTOM.get_class()
+
+
+@pytest.mark.usefixtures("cuda")
+def test_policies_that_need_the_host_are_refused_on_gpus():
+    assert validation.platform_problems(parse_policy("snapkv")) == []
+    (problem,) = validation.platform_problems(parse_policy("icecache"))
+    assert "host memory" in problem
+
+
+def test_other_platforms_are_refused(monkeypatch):
+    monkeypatch.setattr("vllm.platforms.current_platform", platform("rocm"))
+    from vllm.engine.arg_utils import EngineArgs
+
+    (problem,) = validation.argument_problems(EngineArgs(model="."))
+    assert "platform 'rocm'" in problem
