@@ -23,6 +23,8 @@ def under_policies(model: str, policies: list[dict[str, Any]]) -> list[Any]:
             enable_prefix_caching=False,
             max_model_len=1024,
             skip_tokenizer_init=False,
+            # engines of one process stay until it ends
+            num_gpu_blocks_override=64,
         )
         driver = Driver(llm)
         worker = driver.core.model_executor.driver_worker.worker
@@ -32,10 +34,15 @@ def under_policies(model: str, policies: list[dict[str, Any]]) -> list[Any]:
             name: random_tokens(seed, length, VOCABULARY)
             for seed, (name, length) in enumerate(LENGTHS.items())
         }
-        tokens = driver.generate(prompts, MAX_TOKENS)
+        runs = worker.kv_policy_runtime.policy
+        for name, prompt in prompts.items():
+            # a history, and what is asked about it
+            turns = [len(prompt) - 20] if runs.needs_turns else None
+            driver.add(name, prompt, MAX_TOKENS, turn_ends=turns)
+        driver.run()
         found.append(
             {
-                "tokens": tokens,
+                "tokens": driver.tokens,
                 "backend": backend,
                 "runner": type(worker.model_runner).__module__,
                 "compactions": driver.manager.compactions,

@@ -7,7 +7,6 @@ have; the reference is vLLM's CPU kernel under runner V1.
 from __future__ import annotations
 
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,13 @@ SETTINGS = {
 CHANGES_NOTHING = "full"
 
 
-@cache
-def found(model: str, kernel: str) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def found(tiny_model: str) -> dict[str, dict[str, Any]]:
+    """Kernel -> policy -> what happened."""
+    return {kernel: run(tiny_model, kernel) for kernel in ("auto", "triton")}
+
+
+def run(model: str, kernel: str) -> dict[str, Any]:
     """What happened under each policy with a kernel."""
     names = available_policies()
     policies = [configure(name, SETTINGS) | {"kernel": kernel} for name in names]
@@ -51,18 +55,19 @@ def found(model: str, kernel: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", available_policies())
-def test_same_tokens_with_triton(tiny_model: str, name: str):
-    here, stock = found(tiny_model, "triton")[name], found(tiny_model, "auto")[name]
+def test_same_tokens_with_triton(found: dict[str, Any], name: str):
+    here, stock = found["triton"][name], found["auto"][name]
     assert here["backend"] == "TritonPolicyImpl"
     assert stock["backend"] == "PagedPolicyImpl"
     assert here["runner"] == "vllm.v1.worker.cpu.model_runner"
     assert here["tokens"] == stock["tokens"]
     assert here["compactions"] == stock["compactions"]
+    assert (here["compactions"] > 0) == (name != CHANGES_NOTHING)
     assert here["left"] == stock["left"] == 0
 
 
-def test_policies_show_in_the_tokens(tiny_model: str):
+def test_policies_show_in_the_tokens(found: dict[str, Any]):
     """Else equal tokens would prove little."""
-    full = found(tiny_model, "auto")[CHANGES_NOTHING]["tokens"]
-    others = [f["tokens"] for f in found(tiny_model, "auto").values()]
+    full = found["auto"][CHANGES_NOTHING]["tokens"]
+    others = [one["tokens"] for one in found["auto"].values()]
     assert sum(tokens != full for tokens in others) > len(others) / 2

@@ -47,7 +47,14 @@ def write_config(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def write_tiny_model(folder: Path, seed: int) -> Path:
+def write_tiny_model(
+    folder: Path,
+    seed: int,
+    heads: int = _HEADS,
+    kv_heads: int = KV_HEADS,
+    hidden: int = _HIDDEN,
+    inner: int = _INNER,
+) -> Path:
     """Config, random weights and a tokenizer of the tiny Llama."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -55,31 +62,28 @@ def write_tiny_model(folder: Path, seed: int) -> Path:
         weight = torch.randn(rows, columns, generator=generator)
         return weight * (gain / columns**0.5)
 
-    ones = torch.ones(_HIDDEN)
+    ones = torch.ones(hidden)
     state = {
-        "model.embed_tokens.weight": matrix(VOCABULARY, _HIDDEN, _HIDDEN**0.5),
+        "model.embed_tokens.weight": matrix(VOCABULARY, hidden, hidden**0.5),
         "model.norm.weight": ones.clone(),
-        "lm_head.weight": matrix(VOCABULARY, _HIDDEN, 4.0),
+        "lm_head.weight": matrix(VOCABULARY, hidden, 4.0),
     }
     for layer in range(LAYERS):
         name = f"model.layers.{layer}."
         state |= {
             name + "input_layernorm.weight": ones.clone(),
             name + "post_attention_layernorm.weight": ones.clone(),
-            name + "self_attn.q_proj.weight": matrix(_HEADS * _HEAD_DIM, _HIDDEN, 1.5),
-            name + "self_attn.k_proj.weight": matrix(
-                KV_HEADS * _HEAD_DIM, _HIDDEN, 1.5
-            ),
-            name + "self_attn.v_proj.weight": matrix(
-                KV_HEADS * _HEAD_DIM, _HIDDEN, 2.0
-            ),
-            name + "self_attn.o_proj.weight": matrix(_HIDDEN, _HEADS * _HEAD_DIM, 2.0),
-            name + "mlp.gate_proj.weight": matrix(_INNER, _HIDDEN, 1.0),
-            name + "mlp.up_proj.weight": matrix(_INNER, _HIDDEN, 1.0),
-            name + "mlp.down_proj.weight": matrix(_HIDDEN, _INNER, 1.0),
+            name + "self_attn.q_proj.weight": matrix(heads * _HEAD_DIM, hidden, 1.5),
+            name + "self_attn.k_proj.weight": matrix(kv_heads * _HEAD_DIM, hidden, 1.5),
+            name + "self_attn.v_proj.weight": matrix(kv_heads * _HEAD_DIM, hidden, 2.0),
+            name + "self_attn.o_proj.weight": matrix(hidden, heads * _HEAD_DIM, 2.0),
+            name + "mlp.gate_proj.weight": matrix(inner, hidden, 1.0),
+            name + "mlp.up_proj.weight": matrix(inner, hidden, 1.0),
+            name + "mlp.down_proj.weight": matrix(hidden, inner, 1.0),
         }
-    write_config(folder)
-    _write_tokenizer(folder)
+    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    sizes = {"hidden_size": hidden, "intermediate_size": inner}
+    write_config(folder, **shape, **sizes)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

@@ -1,0 +1,54 @@
+"""Two and three ranks answer as one does, under policies that drop and that fetch.
+
+Ranks are processes that talk through gloo. Each chooses for its own KV heads and asks
+nobody, so with pages shared out evenly among heads the choice is that of one rank;
+allocators that compare heads compare those of their rank.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run_scenario
+from policy_settings import configure
+from tiny_model import write_tiny_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+SEED = 7
+SETTINGS = {"budget": 96, "window": 16, "skip_layers": 0, "allocator": "uniform"}
+POLICIES = [None, configure("snapkv", SETTINGS), configure("quest", SETTINGS)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """Ranks -> what happened under each policy. Heads divide by 1, 2 and 3."""
+    print("seed", SEED)
+    folder: Path = tmp_path_factory.mktemp("parallel") / "model"
+    model = write_tiny_model(folder, SEED, heads=12, kv_heads=6, hidden=192, inner=384)
+    arguments = {"model": str(model), "policies": POLICIES}
+    return {
+        ranks: run_scenario(
+            "scenarios_parallel:on_ranks", arguments | {"ranks": ranks}, timeout=580
+        )
+        for ranks in (1, 2, 3)
+    }
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_tokens_and_blocks_are_those_of_one_rank(found: Any, ranks: int):
+    for here, alone in zip(found[ranks], found[1], strict=True):
+        assert here["tokens"] == alone["tokens"]
+        assert here["left"] == alone["left"] == 0
+        assert here.get("compactions") == alone.get("compactions")
+        assert here.get("held", []) == alone.get("held", []) * ranks
+
+
+def test_policies_show_in_the_tokens(found: Any):
+    """Else equal tokens would prove little."""
+    stock, *others = found[1]
+    assert all(other["compactions"] == 2 for other in others)
+    assert all(other["tokens"] != stock["tokens"] for other in others)
