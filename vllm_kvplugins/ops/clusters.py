@@ -6,15 +6,12 @@ Runs the compiled version on CPUs, a Triton kernel on CUDA, and torch otherwise.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-
 import torch
 
 from vllm_kvplugins import prototypes as proto
 from vllm_kvplugins import scoring
 from vllm_kvplugins.ops.dispatch import call_compiled
-from vllm_kvplugins.ops.extension import compiled_for, torch_by_request
+from vllm_kvplugins.ops.extension import compiled_for, triton_for
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 512  # kMaxHeadDim in csrc/include/kvp/assign.hpp
@@ -146,14 +143,7 @@ def backend_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
         return "torch"
     if device.type == "cpu":
         return "compiled" if compiled_for(device)[0] else "torch"
-    if device.type == "cuda" and not torch_by_request() and _has_triton():
-        return "triton"
-    return "torch"
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return "triton" if triton_for(device) else "torch"
 
 
 def _check(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import warnings
 from dataclasses import dataclass, field
@@ -75,6 +76,16 @@ def _unusable(problem: str) -> Extension:
 def torch_by_request() -> bool:
     """Whether ``KVP_OPS`` forbids everything but the torch versions."""
     return os.environ.get("KVP_OPS", "auto") == "torch"
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def triton_for(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device."""
+    return device.type == "cuda" and not torch_by_request() and _has_triton()
 
 
 def compiled_for(device: torch.device) -> tuple[bool, str]:

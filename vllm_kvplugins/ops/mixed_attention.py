@@ -1,6 +1,6 @@
 """Attention of new tokens to pages and coarse entries under one softmax.
 
-Compiled on CPUs if built, in torch otherwise and on CUDA; ``KVP_OPS`` chooses
+Compiled on CPUs if built, in Triton on CUDA, in torch otherwise; ``KVP_OPS`` chooses
 (``extension.py``). Where a stock kernel attends to the pages, :func:`merge_by_lse`
 adds the coarse entries to what it found.
 """
@@ -15,7 +15,7 @@ import torch
 
 from vllm_kvplugins.ops import checks, torch_ops
 from vllm_kvplugins.ops.dispatch import call_compiled
-from vllm_kvplugins.ops.extension import compiled_for
+from vllm_kvplugins.ops.extension import compiled_for, triton_for
 from vllm_kvplugins.ops.layout import PageLayout
 
 _OP = "attend_mixed"
@@ -117,11 +117,17 @@ def attend_mixed(
             scale,
             *entries,
         )
-    if coarse is None:
-        coarse = CoarseEntries.none(len(page_table), queries)
-    _check(queries, heap, layout, page_table, lengths, scale, coarse)
+    every = coarse or CoarseEntries.none(len(page_table), queries)
+    _check(queries, heap, layout, page_table, lengths, scale, every)
+    if triton_for(heap.device):
+        from vllm_kvplugins.ops.triton.paged_attention import attend_paged
+
+        tables = page_table.contiguous(), lengths
+        return attend_paged(
+            queries.contiguous(), None, 1, heap, layout, *tables, scale, coarse
+        )
     return torch_ops.attend_mixed(
-        queries, heap, layout, page_table, lengths, scale, coarse.tensors
+        queries, heap, layout, page_table, lengths, scale, every.tensors
     )
 
 
