@@ -54,6 +54,7 @@ def write_tiny_model(
     kv_heads: int = KV_HEADS,
     hidden: int = _HIDDEN,
     inner: int = _INNER,
+    vocabulary: int = VOCABULARY,
 ) -> Path:
     """Config, random weights and a tokenizer of the tiny Llama."""
     generator = torch.Generator().manual_seed(seed)
@@ -64,9 +65,9 @@ def write_tiny_model(
 
     ones = torch.ones(hidden)
     state = {
-        "model.embed_tokens.weight": matrix(VOCABULARY, hidden, hidden**0.5),
+        "model.embed_tokens.weight": matrix(vocabulary, hidden, hidden**0.5),
         "model.norm.weight": ones.clone(),
-        "lm_head.weight": matrix(VOCABULARY, hidden, 4.0),
+        "lm_head.weight": matrix(vocabulary, hidden, 4.0),
     }
     for layer in range(LAYERS):
         name = f"model.layers.{layer}."
@@ -83,7 +84,7 @@ def write_tiny_model(
         }
     shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     sizes = {"hidden_size": hidden, "intermediate_size": inner}
-    write_config(folder, **shape, **sizes)
+    write_config(folder, vocab_size=vocabulary, **shape, **sizes)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
