@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds and runs the C++ tests with AddressSanitizer and UBSan, and those of
-# concurrency with ThreadSanitizer.
+# concurrency and of CUDA kernels, emulated, with ThreadSanitizer.
 #
 # Usage: scripts/check_sanitizers.sh          (CXX=... names the compiler)
 # Exits non-zero on a failed test, a finding, or a compiler warning. Says "skipped"
@@ -27,7 +27,7 @@ ctest --test-dir "$build/address,undefined" --output-on-failure
 echo "ok: address and undefined-behaviour sanitizers"
 
 configure thread
-cmake --build "$build/thread" --target test_threads
+cmake --build "$build/thread" --target test_threads cuda_tests
 # ThreadSanitizer needs fixed ranges of addresses. Where the kernel spreads a
 # program further (vm.mmap_rnd_bits above 28) it dies before main, now and then or
 # always; without address space randomisation it does not.
@@ -45,5 +45,13 @@ for _ in {1..10}; do
     exit 0
   fi
 done
-"${fixed[@]}" ctest --test-dir "$build/thread" -R '^threads$' --output-on-failure
+"${fixed[@]}" ctest --test-dir "$build/thread" -R '^(threads|cuda_.*)$' \
+  --output-on-failure
+for race in shared blocks; do # kernels that race, to see that races are seen
+  if "${fixed[@]}" "$build/thread/test_cuda_emulation" "$race" 2>"$build/race.log" \
+    || ! grep -q "data race" "$build/race.log"; then
+    echo "error: thread sanitizer does not see a CUDA kernel race (\"$race\")" >&2
+    exit 1
+  fi
+done
 echo "ok: thread sanitizer"

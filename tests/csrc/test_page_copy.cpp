@@ -1,14 +1,9 @@
 // Tests of the header-only core against loops written from its definition.
 // No framework: CHECK counts, main returns non-zero if anything failed.
-#include <algorithm>
-#include <cstdint>
 #include <cstdio>
-#include <numeric>
-#include <random>
-#include <vector>
 
 #include "kvp/page_check.hpp"
-#include "kvp/page_copy.hpp"
+#include "page_fixtures.hpp"
 
 namespace {
 
@@ -25,70 +20,7 @@ int failures = 0;
 
 const char* current_case = "";
 
-using Index = std::int64_t;
-using Indices = std::vector<Index>;
-using Offsets = std::vector<std::int32_t>;
-
-struct Tables {
-  Offsets keys, values;
-};
-
-enum class Order { kNatural, kTransposedKeys, kShuffled };
-
-Tables make_tables(Order order, Index block_size, Index head_dim,
-                   std::mt19937& random) {
-  const Index half = block_size * head_dim;
-  Offsets all(static_cast<std::size_t>(2 * half));
-  std::iota(all.begin(), all.end(), 0);
-  if (order == Order::kShuffled) std::shuffle(all.begin(), all.end(), random);
-  Tables tables{{all.begin(), all.begin() + half}, {all.begin() + half, all.end()}};
-  if (order == Order::kTransposedKeys) {
-    for (Index s = 0; s < block_size; ++s) {
-      for (Index d = 0; d < head_dim; ++d) {
-        tables.keys[s * head_dim + d] = static_cast<std::int32_t>(d * block_size + s);
-      }
-    }
-  }
-  return tables;
-}
-
-template <typename Element>
-std::vector<Element> random_elements(Index n, std::mt19937& random) {
-  std::vector<Element> out(static_cast<std::size_t>(n));
-  for (Element& x : out) x = static_cast<Element>(random());
-  return out;
-}
-
-// A heap with a gap of 3 elements after each page, and distinct places in it.
-template <typename Element>
-struct Fixture {
-  Index block_size, head_dim, num_pages = 7, n, stride;
-  Tables tables;
-  kvp::PageLayout layout;
-  std::vector<Element> heap;
-  Indices pages, slots;  // 2 * n distinct places
-
-  Fixture(Order order, Index block_size_, Index head_dim_, Index n_,
-          std::mt19937& random)
-      : block_size(block_size_), head_dim(head_dim_), n(n_),
-        tables(make_tables(order, block_size_, head_dim_, random)),
-        layout(kvp::make_layout(tables.keys.data(), tables.values.data(),
-                                block_size_, head_dim_)) {
-    stride = layout.page_elems() + 3;
-    heap = random_elements<Element>(num_pages * stride, random);
-    Indices places(static_cast<std::size_t>(num_pages * block_size));
-    std::iota(places.begin(), places.end(), 0);
-    std::shuffle(places.begin(), places.end(), random);
-    for (Index i = 0; i < 2 * n; ++i) {
-      pages.push_back(places[i] / block_size);
-      slots.push_back(places[i] % block_size);
-    }
-  }
-
-  Element& at(std::vector<Element>& data, const Offsets& table, Index i, Index d) {
-    return data[pages[i] * stride + table[slots[i] * head_dim + d]];
-  }
-};
+using namespace page_test;
 
 template <typename Element>
 void test_gather_scatter(Fixture<Element> f, std::mt19937& random) {

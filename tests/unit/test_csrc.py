@@ -46,10 +46,21 @@ def run(command: list[str], **environment: str) -> str:
     ],
 )
 def test_core_matches_its_definition(tmp_path, name):
+    build_and_run(tmp_path, name)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@pytest.mark.parametrize("name", ["emulation", "page_copy", "bulk_copy"])
+def test_cuda_kernels_match_the_core(tmp_path, name):
+    """Compiled for the host, where an emulator runs their threads in any order."""
+    build_and_run(tmp_path, f"cuda_{name}", "-Itests/csrc/cuda_emulation")
+
+
+def build_and_run(tmp_path: Path, name: str, *more: str) -> None:
     """With OpenMP and optimised, as it ships; warnings are errors."""
     binary = tmp_path / f"test_{name}"
     warn = ["-Wall", "-Wextra", "-Werror"]
-    flags = ["-std=c++17", "-O3", "-fopenmp", *warn, "-Icsrc/include"]
+    flags = ["-std=c++17", "-O3", "-fopenmp", *warn, "-Icsrc/include", *more]
     source = f"tests/csrc/test_{name}.cpp"
     run(["g++", *flags, source, "-o", str(binary)])
     assert "0 failure(s)" in run([str(binary)], OMP_NUM_THREADS="2")

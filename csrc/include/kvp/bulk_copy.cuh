@@ -52,10 +52,9 @@ void launch_copy(void* target, PageList to, const void* source, PageList from,
   const auto size = static_cast<std::int64_t>(sizeof(Unit));
   to.stride /= size;
   from.stride /= size;
-  const auto blocks = static_cast<int>(n < kMaxBlocks ? n : kMaxBlocks);
-  copy_whole_pages<<<blocks, kThreads, 0, stream>>>(
-      static_cast<Unit*>(target), to, static_cast<const Unit*>(source), from, n,
-      page_bytes / size);
+  launch(copy_whole_pages<Unit>, at_most_blocks(n), kThreads, stream,
+         static_cast<Unit*>(target), to, static_cast<const Unit*>(source), from, n,
+         page_bytes / size);
 }
 
 // See bulk::copy_pages; in units of 16 bytes where all addresses allow, else of 4,

@@ -11,12 +11,9 @@
 
 #include <cstdint>
 
-namespace kvp::cuda {
+#include "kvp/launch.cuh"
 
-constexpr int kThreads = 256;
-// Enough blocks to fill the largest GPUs several times over; the grid-stride
-// loops do the rest.
-constexpr std::int64_t kMaxBlocks = 4096;
+namespace kvp::cuda {
 
 // The tables are device pointers, so whoever made them says whether the layout
 // is natural (keys at 0, values at block_size * head_dim, a row per slot).
@@ -33,24 +30,12 @@ struct DeviceHeap {
   std::int64_t page_stride;  // elements
 };
 
-inline int blocks_for(std::int64_t work) {
-  const std::int64_t blocks = (work + kThreads - 1) / kThreads;
-  return static_cast<int>(blocks < kMaxBlocks ? blocks : kMaxBlocks);
-}
-
 // Bytes that one thread copies at a time; 16 where sizes and addresses allow.
 using Chunk = uint4;
 
 inline bool in_chunks(const void* pointer, std::int64_t bytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % sizeof(Chunk) == 0 &&
          bytes % static_cast<std::int64_t>(sizeof(Chunk)) == 0;
-}
-
-// One comparison covers negative values too.
-__device__ inline void require_below(std::int64_t value, std::int64_t limit) {
-  if (static_cast<std::uint64_t>(value) >= static_cast<std::uint64_t>(limit)) {
-    __trap();
-  }
 }
 
 // Position of token `token`'s page in units of `Unit` elements of the heap.
@@ -197,15 +182,14 @@ void copy_tokens(Element* heap_data, DeviceHeap heap, const std::int64_t* pages,
       in_chunks(keys, row_bytes) && in_chunks(values, row_bytes)) {
     const std::int64_t row_chunks = row_bytes / std::int64_t{sizeof(Chunk)};
     heap.page_stride = stride_bytes / std::int64_t{sizeof(Chunk)};
-    copy_chunks<kDirection><<<blocks_for(n * row_chunks), kThreads, 0, stream>>>(
-        reinterpret_cast<Chunk*>(heap_data), heap, pages, slots, n,
-        layout.block_size, row_chunks, reinterpret_cast<Chunk*>(keys),
-        reinterpret_cast<Chunk*>(values));
+    launch(copy_chunks<kDirection>, blocks_for(n * row_chunks), kThreads, stream,
+           reinterpret_cast<Chunk*>(heap_data), heap, pages, slots, n,
+           layout.block_size, row_chunks, reinterpret_cast<Chunk*>(keys),
+           reinterpret_cast<Chunk*>(values));
     return;
   }
-  copy_elements<Element, kDirection>
-      <<<blocks_for(n * layout.head_dim), kThreads, 0, stream>>>(
-          heap_data, heap, pages, slots, n, layout, keys, values);
+  launch(copy_elements<Element, kDirection>, blocks_for(n * layout.head_dim),
+         kThreads, stream, heap_data, heap, pages, slots, n, layout, keys, values);
 }
 
 template <typename Element>
@@ -243,13 +227,13 @@ void move_tokens(Element* heap_data, DeviceHeap heap,
       in_chunks(heap_data, row_bytes)) {
     const std::int64_t row_chunks = row_bytes / std::int64_t{sizeof(Chunk)};
     heap.page_stride = stride_bytes / std::int64_t{sizeof(Chunk)};
-    move_chunks<<<blocks_for(n * row_chunks), kThreads, 0, stream>>>(
-        reinterpret_cast<Chunk*>(heap_data), heap, src_pages, src_slots,
-        dst_pages, dst_slots, n, layout.block_size, row_chunks);
+    launch(move_chunks, blocks_for(n * row_chunks), kThreads, stream,
+           reinterpret_cast<Chunk*>(heap_data), heap, src_pages, src_slots,
+           dst_pages, dst_slots, n, layout.block_size, row_chunks);
     return;
   }
-  move_elements<<<blocks_for(n * layout.head_dim), kThreads, 0, stream>>>(
-      heap_data, heap, src_pages, src_slots, dst_pages, dst_slots, n, layout);
+  launch(move_elements<Element>, blocks_for(n * layout.head_dim), kThreads, stream,
+         heap_data, heap, src_pages, src_slots, dst_pages, dst_slots, n, layout);
 }
 
 template <typename Element>
@@ -265,13 +249,13 @@ void gather_plane(const Element* heap_data, DeviceHeap heap,
       in_chunks(out, plane_elems * size) && natural_base % kPerChunk == 0) {
     heap.page_stride /= kPerChunk;
     const std::int64_t chunks = plane_elems / kPerChunk;
-    unpack_elements<<<blocks_for(n * chunks), kThreads, 0, stream>>>(
-        reinterpret_cast<const Chunk*>(heap_data), heap, page_table, n, chunks,
-        offsets, natural_base / kPerChunk, reinterpret_cast<Chunk*>(out));
+    launch(unpack_elements<Chunk>, blocks_for(n * chunks), kThreads, stream,
+           reinterpret_cast<const Chunk*>(heap_data), heap, page_table, n, chunks,
+           offsets, natural_base / kPerChunk, reinterpret_cast<Chunk*>(out));
     return;
   }
-  unpack_elements<<<blocks_for(n * plane_elems), kThreads, 0, stream>>>(
-      heap_data, heap, page_table, n, plane_elems, offsets, natural_base, out);
+  launch(unpack_elements<Element>, blocks_for(n * plane_elems), kThreads, stream,
+         heap_data, heap, page_table, n, plane_elems, offsets, natural_base, out);
 }
 
 }  // namespace kvp::cuda

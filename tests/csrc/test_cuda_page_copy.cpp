@@ -1,0 +1,194 @@
+// Tests of the CUDA page copies, under the emulator, against the loops of
+// page_copy.hpp: threads in every order, all paths, bytes around each page included.
+#include "cuda_fixtures.hpp"
+#include "kvp/page_copy.cuh"
+#include "page_fixtures.hpp"
+
+namespace {
+
+using namespace cuda_test;
+using namespace page_test;
+
+template <typename Element>
+kvp::cuda::DeviceLayout device_layout(const Fixture<Element>& f, bool natural) {
+  return {f.block_size, f.head_dim, f.tables.keys.data(), f.tables.values.data(),
+          natural};
+}
+
+template <typename Element>
+kvp::cuda::DeviceHeap device_heap(const Fixture<Element>& f) {
+  return {f.num_pages, f.stride};
+}
+
+// Copies of a vector's contents `shift` elements behind a 16-byte border.
+template <typename Element>
+struct Shifted {
+  std::vector<Element> room;
+  Element* data;
+  std::size_t size;
+
+  Shifted(const std::vector<Element>& from, Index shift)
+      : room(from.size() + 32 / sizeof(Element)), size(from.size()) {
+    data = room.data();
+    while (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) ++data;
+    data += shift;
+    std::copy(from.begin(), from.end(), data);
+  }
+  std::vector<Element> back() const { return {data, data + size}; }
+};
+
+template <typename Element>
+void test_tokens(const Fixture<Element>& f, bool natural, Index shift,
+                 std::mt19937& random) {
+  const Index elems = f.n * f.head_dim;
+  const Index* pages = f.pages.data();
+  const Index* slots = f.slots.data();
+  std::vector<Element> keys(elems), values(elems);
+  kvp::gather_tokens(f.heap.data(), f.stride, pages, slots, f.n, f.layout, keys.data(),
+                     values.data());
+  check_all_turns(std::vector{keys, values}, [&] {
+    const Shifted<Element> heap(f.heap, shift);
+    const Shifted<Element> k(std::vector<Element>(elems), shift);
+    const Shifted<Element> v(std::vector<Element>(elems), shift);
+    kvp::cuda::gather_tokens(heap.data, device_heap(f), pages, slots, f.n,
+                             device_layout(f, natural), k.data, v.data, nullptr);
+    return std::vector{k.back(), v.back()};
+  });
+  keys = random_elements<Element>(elems, random);
+  values = random_elements<Element>(elems, random);
+  std::vector<Element> expected = f.heap;
+  kvp::scatter_tokens(expected.data(), f.stride, pages, slots, f.n, f.layout,
+                      keys.data(), values.data());
+  check_all_turns(expected, [&] {
+    const Shifted<Element> heap(f.heap, shift), k(keys, shift), v(values, shift);
+    kvp::cuda::scatter_tokens(heap.data, device_heap(f), pages, slots, f.n,
+                              device_layout(f, natural), k.data, v.data, nullptr);
+    return heap.back();
+  });
+  expected = f.heap;
+  kvp::move_tokens(expected.data(), f.stride, pages, slots, pages + f.n, slots + f.n,
+                   f.n, f.layout);
+  check_all_turns(expected, [&] {
+    const Shifted<Element> heap(f.heap, shift);
+    kvp::cuda::move_tokens(heap.data, device_heap(f), pages, slots, pages + f.n,
+                           slots + f.n, f.n, device_layout(f, natural), nullptr);
+    return heap.back();
+  });
+}
+
+template <typename Element>
+void test_planes(const Fixture<Element>& f, bool natural, Index shift) {
+  const Indices table = {3, 3, 0, 6, 5, 1};  // a page occurs twice
+  const auto n = static_cast<Index>(table.size());
+  const Index half = f.layout.plane_elems();
+  for (const kvp::Plane& plane : {f.layout.keys, f.layout.values}) {
+    std::vector<Element> expected(n * half);
+    kvp::gather_plane(f.heap.data(), f.stride, table.data(), 1, n, plane, f.block_size,
+                      f.head_dim, expected.data());
+    check_all_turns(expected, [&] {
+      const Shifted<Element> heap(f.heap, shift);
+      const Shifted<Element> out(std::vector<Element>(n * half), shift);
+      kvp::cuda::gather_plane(heap.data, device_heap(f), table.data(), n, half,
+                              plane.offsets, natural ? plane.base : -1, out.data,
+                              nullptr);
+      return out.back();
+    });
+  }
+}
+
+template <typename Element>
+void test_copies(std::mt19937& random) {
+  const Index shapes[][2] = {{1, 1}, {5, 3}, {16, 64}, {16, 80}, {4, 8}};
+  for (const auto& shape : shapes) {
+    for (Order order : {Order::kNatural, Order::kTransposedKeys, Order::kShuffled}) {
+      // 16-byte copies where sizes allow; then a stride, then an address that does not.
+      for (const Index gap : {Index{16}, Index{3}}) {
+        for (const Index shift : {Index{0}, Index{1}}) {
+          for (const Index n : {Index{0}, Index{1}, shape[0] * 3}) {
+            if (kFewThreads && (shape[0] != 4 || n < 2 || shift > 0)) continue;
+            const Fixture<Element> f(order, shape[0], shape[1], n, random, gap);
+            test_tokens(f, order == Order::kNatural, shift, random);
+            test_planes(f, order == Order::kNatural, shift);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Work for more blocks than a launch may have.
+void test_many_blocks(std::mt19937& random) {
+  using Element = std::uint16_t;
+  const Index limit = kvp::cuda::kMaxBlocks * kvp::cuda::kThreads;
+  Fixture<Element> f(Order::kShuffled, 16, 64, 0, random);
+  f.n = limit / 64 + 5;
+  for (Index i = 0; i < f.n; ++i) {
+    f.pages.push_back(random() % static_cast<unsigned>(f.num_pages));
+    f.slots.push_back(random() % static_cast<unsigned>(f.block_size));
+  }
+  std::vector<Element> keys(f.n * 64), values(f.n * 64), k = keys, v = values;
+  kvp::gather_tokens(f.heap.data(), f.stride, f.pages.data(), f.slots.data(), f.n,
+                     f.layout, keys.data(), values.data());
+  kvp::cuda::gather_tokens(f.heap.data(), device_heap(f), f.pages.data(),
+                           f.slots.data(), f.n, device_layout(f, false), k.data(),
+                           v.data(), nullptr);
+  CHECK(k == keys && v == values);
+}
+
+// Every index of every kernel out of range, below and above.
+void test_traps(std::mt19937& random) {
+  using Element = std::uint32_t;
+  for (const bool natural : {false, true}) {
+    const Fixture<Element> f(Order::kNatural, 4, 8, 3, random, 0);
+    std::vector<Element> rows(f.n * f.head_dim);
+    for (const Index wrong : {Index{-1}, f.num_pages, f.block_size}) {
+      for (int which = 0; which < 2; ++which) {
+        if (which == 0 && wrong == f.block_size) continue;  // a page that exists
+        if (which == 1 && wrong == f.num_pages) continue;
+        Indices pages = f.pages, slots = f.slots;
+        (which == 0 ? pages : slots)[f.n + 1] = wrong;
+        const auto move = [&](Index from, Index to) {
+          Fixture<Element> g = f;
+          kvp::cuda::move_tokens(g.heap.data(), device_heap(g), pages.data() + from,
+                                 slots.data() + from, pages.data() + to,
+                                 slots.data() + to, g.n, device_layout(g, natural),
+                                 nullptr);
+        };
+        const auto copy = [&](auto&& op, Index from) {
+          Fixture<Element> g = f;
+          op(g.heap.data(), device_heap(g), pages.data() + from, slots.data() + from,
+             g.n, device_layout(g, natural), rows.data(), rows.data(), nullptr);
+        };
+        const auto gather = [](auto... a) { kvp::cuda::gather_tokens(a...); };
+        const auto scatter = [](auto... a) { kvp::cuda::scatter_tokens(a...); };
+        CHECK(traps([&] { move(0, f.n); }));
+        CHECK(traps([&] { move(f.n, 0); }));
+        CHECK(traps([&] { copy(gather, f.n); }) && traps([&] { copy(scatter, f.n); }));
+      }
+    }
+    const Indices table = {0, f.num_pages};
+    std::vector<Element> out(2 * f.layout.plane_elems());
+    CHECK(traps([&] {
+      kvp::cuda::gather_plane(f.heap.data(), device_heap(f), table.data(), 2,
+                              f.layout.plane_elems(), f.tables.keys.data(),
+                              natural ? 0 : -1, out.data(), nullptr);
+    }));
+  }
+}
+
+}  // namespace
+
+int main() {
+  const unsigned seed = 20251;
+  std::printf("seed %u\n", seed);
+  std::mt19937 random(seed);
+  current_case = "32-bit elements";
+  test_copies<std::uint32_t>(random);
+  current_case = "16-bit elements";
+  if (!kFewThreads) test_copies<std::uint16_t>(random);
+  current_case = "many blocks";
+  if (!kFewThreads) test_many_blocks(random);
+  current_case = "traps";
+  if (!kFewThreads) test_traps(random);
+  return report();
+}
