@@ -2,7 +2,7 @@
 //
 // Every function checks its arguments once and then calls a loop of
 // kvp/page_copy.hpp. The schemas are shared with page_copy.cu, which registers
-// the CUDA twins; `natural` is for those alone (see there).
+// the CUDA twins; what they are told about rows is for those alone (see there).
 #include "kvp/page_copy.hpp"
 
 #include <string>
@@ -16,7 +16,8 @@ namespace {
 std::tuple<Tensor, Tensor> gather_tokens_cpu(
     const Tensor& heap, const Tensor& pages, const Tensor& slots,
     const Tensor& k_offsets, const Tensor& v_offsets, std::int64_t block_size,
-    bool /*natural*/) {
+    std::int64_t /*key_base*/, std::int64_t /*value_base*/,
+    std::int64_t /*slot_stride*/) {
   const char* op = "gather_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const PageLayout layout = checked_layout(op, heap, view, k_offsets, v_offsets);
@@ -35,7 +36,8 @@ void scatter_tokens_cpu(const Tensor& heap, const Tensor& pages,
                         const Tensor& slots, const Tensor& keys,
                         const Tensor& values, const Tensor& k_offsets,
                         const Tensor& v_offsets, std::int64_t block_size,
-                        bool /*natural*/) {
+                        std::int64_t /*key_base*/, std::int64_t /*value_base*/,
+                        std::int64_t /*slot_stride*/) {
   const char* op = "scatter_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const PageLayout layout = checked_layout(op, heap, view, k_offsets, v_offsets);
@@ -54,7 +56,8 @@ void move_tokens_cpu(const Tensor& heap, const Tensor& src_pages,
                      const Tensor& src_slots, const Tensor& dst_pages,
                      const Tensor& dst_slots, const Tensor& k_offsets,
                      const Tensor& v_offsets, std::int64_t block_size,
-                     bool /*natural*/) {
+                     std::int64_t /*key_base*/, std::int64_t /*value_base*/,
+                     std::int64_t /*slot_stride*/) {
   const char* op = "move_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const PageLayout layout = checked_layout(op, heap, view, k_offsets, v_offsets);
@@ -71,7 +74,7 @@ void move_tokens_cpu(const Tensor& heap, const Tensor& src_pages,
 
 Tensor gather_pages_cpu(const Tensor& heap, const Tensor& page_table,
                         const Tensor& offsets, std::int64_t block_size,
-                        std::int64_t /*natural_base*/) {
+                        std::int64_t /*base*/, std::int64_t /*slot_stride*/) {
   const char* op = "gather_pages";
   const HeapView view = view_heap(op, heap, block_size);
   const Plane plane =
@@ -98,7 +101,7 @@ Tensor gather_pages_cpu(const Tensor& heap, const Tensor& page_table,
 // "name=value" pairs separated by ';', for `kvplugins doctor`.
 std::string build_info() {
   // ops_version counts changes of the schemas; ops/extension.py has the same.
-  std::string info = "ops_version=6;build_type=" KVP_BUILD_TYPE
+  std::string info = "ops_version=7;build_type=" KVP_BUILD_TYPE
                      ";torch_headers=" KVP_TORCH_VERSION;
 #ifdef KVP_WITH_CUDA
   info += ";cuda=1";
@@ -122,18 +125,19 @@ std::string build_info() {
 STABLE_TORCH_LIBRARY(kvp, m) {
   m.def(
       "gather_tokens(Tensor heap, Tensor pages, Tensor slots, Tensor k_offsets, "
-      "Tensor v_offsets, int block_size, bool natural=False) -> (Tensor, Tensor)");
+      "Tensor v_offsets, int block_size, int key_base=0, int value_base=0, "
+      "int slot_stride=0) -> (Tensor, Tensor)");
   m.def(
       "scatter_tokens(Tensor(a!) heap, Tensor pages, Tensor slots, Tensor keys, "
       "Tensor values, Tensor k_offsets, Tensor v_offsets, int block_size, "
-      "bool natural=False) -> ()");
+      "int key_base=0, int value_base=0, int slot_stride=0) -> ()");
   m.def(
       "move_tokens(Tensor(a!) heap, Tensor src_pages, Tensor src_slots, "
       "Tensor dst_pages, Tensor dst_slots, Tensor k_offsets, Tensor v_offsets, "
-      "int block_size, bool natural=False) -> ()");
+      "int block_size, int key_base=0, int value_base=0, int slot_stride=0) -> ()");
   m.def(
       "gather_pages(Tensor heap, Tensor page_table, Tensor offsets, "
-      "int block_size, int natural_base=-1) -> Tensor");
+      "int block_size, int base=0, int slot_stride=0) -> Tensor");
   m.def("build_info() -> str");
 }
 

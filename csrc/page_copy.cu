@@ -1,8 +1,8 @@
 // torch bindings of the CUDA page copies; the schemas are in page_copy.cpp.
 //
-// `natural` (and `natural_base`) is the caller's word that the offset tables
-// describe the natural layout: they live on the device, and looking would wait
-// for the stream. The CPU ops look for themselves and ignore it.
+// `slot_stride`, if it is not 0, is the caller's word that the offset tables describe
+// rows so far apart, from certain bases on: tables live on the device, and looking
+// would wait for the stream. The CPU ops look for themselves and ignore it.
 #include "kvp/page_copy.cuh"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -34,14 +34,30 @@ void launch(const HeapView& view, const Body& body) {
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+// Rows that the caller promises must at least lie within a page.
+void require_rows_inside(const char* op, const char* name, const HeapView& view,
+                         std::int64_t base, std::int64_t slot_stride) {
+  const std::int64_t page_elems = 2 * view.plane_elems;
+  const std::int64_t room = page_elems - view.head_dim - base;
+  if (base >= 0 && slot_stride >= 0 && room >= 0 &&
+      (slot_stride == 0 || room / slot_stride >= view.block_size - 1)) {
+    return;
+  }
+  fail(op, name, " and slot_stride must name rows within a page of ", page_elems,
+       " elements, got ", base, " and ", slot_stride);
+}
+
 DeviceLayout layout_of(const char* op, const Tensor& heap, const HeapView& view,
                        const Tensor& k_offsets, const Tensor& v_offsets,
-                       bool natural) {
+                       std::int64_t key_base, std::int64_t value_base,
+                       std::int64_t slot_stride) {
+  require_rows_inside(op, "key_base", view, key_base, slot_stride);
+  require_rows_inside(op, "value_base", view, value_base, slot_stride);
   return DeviceLayout{
       view.block_size, view.head_dim,
       Argument{op, "k_offsets", k_offsets}.offsets(heap, view.plane_elems),
       Argument{op, "v_offsets", v_offsets}.offsets(heap, view.plane_elems),
-      natural};
+      key_base, value_base, slot_stride};
 }
 
 DeviceHeap heap_of(const HeapView& view) {
@@ -51,11 +67,12 @@ DeviceHeap heap_of(const HeapView& view) {
 std::tuple<Tensor, Tensor> gather_tokens_cuda(
     const Tensor& heap, const Tensor& pages, const Tensor& slots,
     const Tensor& k_offsets, const Tensor& v_offsets, std::int64_t block_size,
-    bool natural) {
+    std::int64_t key_base, std::int64_t value_base, std::int64_t slot_stride) {
   const char* op = "gather_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const DeviceLayout layout =
-      layout_of(op, heap, view, k_offsets, v_offsets, natural);
+      layout_of(op, heap, view, k_offsets, v_offsets, key_base, value_base,
+                slot_stride);
   const std::int64_t* page = Argument{op, "pages", pages}.indices(heap, -1);
   const std::int64_t n = pages.size(0);
   const std::int64_t* slot = Argument{op, "slots", slots}.indices(heap, n);
@@ -73,11 +90,13 @@ void scatter_tokens_cuda(const Tensor& heap, const Tensor& pages,
                          const Tensor& slots, const Tensor& keys,
                          const Tensor& values, const Tensor& k_offsets,
                          const Tensor& v_offsets, std::int64_t block_size,
-                         bool natural) {
+                         std::int64_t key_base, std::int64_t value_base,
+                         std::int64_t slot_stride) {
   const char* op = "scatter_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const DeviceLayout layout =
-      layout_of(op, heap, view, k_offsets, v_offsets, natural);
+      layout_of(op, heap, view, k_offsets, v_offsets, key_base, value_base,
+                slot_stride);
   const std::int64_t* page = Argument{op, "pages", pages}.indices(heap, -1);
   const std::int64_t n = pages.size(0);
   const std::int64_t* slot = Argument{op, "slots", slots}.indices(heap, n);
@@ -94,11 +113,13 @@ void move_tokens_cuda(const Tensor& heap, const Tensor& src_pages,
                       const Tensor& src_slots, const Tensor& dst_pages,
                       const Tensor& dst_slots, const Tensor& k_offsets,
                       const Tensor& v_offsets, std::int64_t block_size,
-                      bool natural) {
+                      std::int64_t key_base, std::int64_t value_base,
+                      std::int64_t slot_stride) {
   const char* op = "move_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const DeviceLayout layout =
-      layout_of(op, heap, view, k_offsets, v_offsets, natural);
+      layout_of(op, heap, view, k_offsets, v_offsets, key_base, value_base,
+                slot_stride);
   const std::int64_t* from_page =
       Argument{op, "src_pages", src_pages}.indices(heap, -1);
   const std::int64_t n = src_pages.size(0);
@@ -117,15 +138,12 @@ void move_tokens_cuda(const Tensor& heap, const Tensor& src_pages,
 
 Tensor gather_pages_cuda(const Tensor& heap, const Tensor& page_table,
                          const Tensor& offsets, std::int64_t block_size,
-                         std::int64_t natural_base) {
+                         std::int64_t base, std::int64_t slot_stride) {
   const char* op = "gather_pages";
   const HeapView view = view_heap(op, heap, block_size);
   const std::int32_t* table =
       Argument{op, "offsets", offsets}.offsets(heap, view.plane_elems);
-  if (natural_base > view.plane_elems) {
-    fail(op, "natural_base must be at most page_elems / 2 = ", view.plane_elems,
-         ", got ", natural_base);
-  }
+  require_rows_inside(op, "base", view, base, slot_stride);
   const std::int64_t* pages =
       Argument{op, "page_table", page_table}.table(heap);
   const DeviceGuard guard(heap.get_device_index());
@@ -134,8 +152,8 @@ Tensor gather_pages_cuda(const Tensor& heap, const Tensor& page_table,
              view.head_dim});
   launch(view, [&](auto* tag) {
     cuda::gather_plane(read(heap, tag), heap_of(view), pages,
-                       page_table.numel(), view.plane_elems, table,
-                       natural_base, write(out, tag), stream_of(heap));
+                       page_table.numel(), view.block_size, view.head_dim, table,
+                       {base, slot_stride}, write(out, tag), stream_of(heap));
   });
   return out;
 }

@@ -19,7 +19,9 @@ struct Tables {
   Offsets keys, values;
 };
 
-enum class Order { kNatural, kTransposedKeys, kShuffled };
+enum class Order { kNatural, kInterleaved, kTransposedKeys, kShuffled };
+constexpr Order kOrders[] = {Order::kNatural, Order::kInterleaved,
+                             Order::kTransposedKeys, Order::kShuffled};
 
 inline Tables make_tables(Order order, Index block_size, Index head_dim,
                    std::mt19937& random) {
@@ -28,10 +30,14 @@ inline Tables make_tables(Order order, Index block_size, Index head_dim,
   std::iota(all.begin(), all.end(), 0);
   if (order == Order::kShuffled) std::shuffle(all.begin(), all.end(), random);
   Tables tables{{all.begin(), all.begin() + half}, {all.begin() + half, all.end()}};
-  if (order == Order::kTransposedKeys) {
-    for (Index s = 0; s < block_size; ++s) {
-      for (Index d = 0; d < head_dim; ++d) {
-        tables.keys[s * head_dim + d] = static_cast<std::int32_t>(d * block_size + s);
+  for (Index s = 0; s < block_size; ++s) {
+    for (Index d = 0; d < head_dim; ++d) {
+      const Index at = s * head_dim + d;
+      if (order == Order::kTransposedKeys) {
+        tables.keys[at] = static_cast<std::int32_t>(d * block_size + s);
+      } else if (order == Order::kInterleaved) {
+        tables.keys[at] = static_cast<std::int32_t>(2 * s * head_dim + d);
+        tables.values[at] = static_cast<std::int32_t>((2 * s + 1) * head_dim + d);
       }
     }
   }

@@ -108,7 +108,9 @@ void test_errors() {
   CHECK(!traps([] { launch(wait_apart, 2, 40, nullptr, 3); }));
 }
 
-__global__ void write_all(int* out) { *out = static_cast<int>(blockIdx.x); }
+__global__ void write_all(int* out) {
+  if (threadIdx.x == 0) *out = static_cast<int>(blockIdx.x);
+}
 
 }  // namespace
 
@@ -117,7 +119,7 @@ int main(int argc, char** argv) {
     int out = 0;
     const bool shared = std::strcmp(argv[1], "shared") == 0;
     if (shared) out = sums_of<false>(Ints(64, 1), 1)[0];
-    if (!shared) launch(write_all, 2, 1, nullptr, &out);
+    if (!shared) launch(write_all, 2, 64, nullptr, &out);
     std::printf("raced to %d\n", out);
     return 0;
   }

@@ -81,7 +81,7 @@ template <typename Element>
 void test_copies(std::mt19937& random) {
   const Index shapes[][2] = {{1, 1}, {5, 3}, {16, 64}, {16, 80}, {32, 128}, {128, 64}};
   for (const auto& shape : shapes) {
-    for (Order order : {Order::kNatural, Order::kTransposedKeys, Order::kShuffled}) {
+    for (const Order order : kOrders) {
       // n = 0, and enough tokens to cross the threshold of the parallel loops.
       for (Index n : {Index{0}, Index{1}, shape[0] * 3}) {
         Fixture<Element> fixture(order, shape[0], shape[1], n, random);
@@ -94,13 +94,19 @@ void test_copies(std::mt19937& random) {
 }
 
 void test_kinds(std::mt19937& random) {
-  const auto kind = [&](Order order) {
+  const auto keys = [&](Order order) {
     const Tables t = make_tables(order, 16, 64, random);
-    return kvp::make_plane(t.keys.data(), 16, 64).kind;
+    return kvp::make_plane(t.keys.data(), 16, 64);
   };
-  CHECK(kind(Order::kNatural) == kvp::PlaneKind::kNatural);
-  CHECK(kind(Order::kTransposedKeys) == kvp::PlaneKind::kTransposed);
-  CHECK(kind(Order::kShuffled) == kvp::PlaneKind::kPermuted);
+  CHECK(keys(Order::kNatural).kind == kvp::PlaneKind::kRows);
+  CHECK(keys(Order::kNatural).is_matrix(64));
+  CHECK(keys(Order::kInterleaved).kind == kvp::PlaneKind::kRows);
+  CHECK(keys(Order::kInterleaved).slot_stride == 128);
+  CHECK(!keys(Order::kInterleaved).is_matrix(64));
+  CHECK(keys(Order::kTransposedKeys).kind == kvp::PlaneKind::kTransposed);
+  CHECK(keys(Order::kShuffled).kind == kvp::PlaneKind::kPermuted);
+  const Tables one = make_tables(Order::kInterleaved, 1, 64, random);
+  CHECK(kvp::make_plane(one.values.data(), 1, 64).is_matrix(64));
 }
 
 void test_checks() {

@@ -283,33 +283,39 @@ def test_offsets_outside_the_page_are_refused():
 
 
 class TestPageLayout:
-    def test_kinds(self):
-        assert PageLayout.natural(16, 64).is_natural
-        layout = PageLayout.transposed_keys(16, 64)
-        assert (layout.keys.kind, layout.values.kind) == ("transposed", "natural")
-        assert layout.values.base == 16 * 64
-        assert not layout.is_natural
-        assert make_layout("permuted", 16, 64, seed=0).keys.kind == "permuted"
-
     def test_interleaved_matches_its_definition(self):
         layout = PageLayout.interleaved(16, 64)
         for slot, dim in ((0, 0), (3, 5), (15, 63)):
             assert layout.k_offsets[slot * 64 + dim] == slot * 128 + dim
             assert layout.v_offsets[slot * 64 + dim] == slot * 128 + 64 + dim
-        assert not layout.is_natural
 
     def test_strides(self):
         assert PageLayout.natural(16, 64).values.strides == (64, 1)
         assert PageLayout.interleaved(16, 64).values.strides == (128, 1)
-        assert PageLayout.transposed_keys(16, 64).keys.strides == (1, 16)
+        transposed = PageLayout.transposed_keys(16, 64)
+        assert (transposed.keys.strides, transposed.values.strides) == (
+            (1, 16),
+            (64, 1),
+        )
+        assert transposed.values.base == 16 * 64
         assert PageLayout.interleaved(1, 1).keys.base == 0
         assert make_layout("permuted", 16, 64, seed=0).keys.strides is None
 
-    def test_values_before_keys_is_not_natural(self):
-        layout = PageLayout.natural(4, 2)
-        swapped = PageLayout(4, 2, layout.v_offsets, layout.k_offsets)
-        assert swapped.keys.kind == "natural"
-        assert not swapped.is_natural
+    def test_rows_are_named_to_kernels(self):
+        """They cannot look into tables on a device, see csrc/page_copy.cu."""
+
+        def named(layout: PageLayout) -> tuple[int, ...]:
+            return dispatch._layout_args(layout)[3:]
+
+        natural = PageLayout.natural(4, 2)
+        assert named(natural) == (0, 8, 2)
+        swapped = PageLayout(4, 2, natural.v_offsets, natural.k_offsets)
+        assert named(swapped) == (8, 0, 2)
+        assert named(PageLayout.interleaved(4, 2)) == (0, 2, 4)
+        assert named(PageLayout.transposed_keys(4, 2)) == ()
+        assert named(make_layout("permuted", 4, 2, seed=0)) == ()
+        backwards = natural.k_offsets.view(4, 2).flip(0).reshape(-1)
+        assert named(PageLayout(4, 2, backwards, natural.v_offsets)) == ()
 
     def test_transposed_matches_its_definition(self):
         layout = PageLayout.transposed_keys(16, 64)

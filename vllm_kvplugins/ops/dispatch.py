@@ -208,14 +208,13 @@ def _gather_plane(
             checks.check_range(op, "page_table", page_table, "page", len(heap))
     if not compiled:
         return torch_ops.gather_plane(heap, page_table, plane, layout)
-    natural_base = plane.base if plane.kind == "natural" else -1
     return call_compiled(
         op,
         heap,
         page_table.contiguous(),
         plane.offsets,
         layout.block_size,
-        natural_base,
+        *((plane.base, plane.row_stride) if plane.row_stride else ()),
     )
 
 
@@ -230,7 +229,11 @@ def call_compiled(op: str, *arguments: Any) -> Any:
 
 
 def _layout_args(layout: PageLayout) -> tuple[Any, ...]:
-    return layout.k_offsets, layout.v_offsets, layout.block_size, layout.is_natural
+    arguments = layout.k_offsets, layout.v_offsets, layout.block_size
+    keys, values = layout.keys, layout.values
+    if not keys.row_stride or keys.row_stride != values.row_stride:
+        return arguments
+    return *arguments, keys.base, values.base, keys.row_stride
 
 
 def _use_compiled(heap: torch.Tensor) -> bool:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
-
-PlaneKind = Literal["natural", "transposed", "permuted"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,17 +15,20 @@ class Plane:
     Args:
         offsets: int32 [block_size * head_dim]; entry ``s * head_dim + d`` is the
             place of dimension ``d`` of slot ``s``, counted from the page's start.
-        kind: ``natural`` is a row per slot, ``transposed`` a column per slot,
-            ``permuted`` anything else.
         base: offset of slot 0, dimension 0.
         strides: elements from slot to slot and from dimension to dimension; None
             where these are not the same everywhere.
     """
 
     offsets: torch.Tensor
-    kind: PlaneKind
     base: int
     strides: tuple[int, int] | None
+
+    @property
+    def row_stride(self) -> int:
+        """Elements from one slot's row to the next; 0 where slots are no rows."""
+        step, across = self.strides or (0, 0)
+        return step if across == 1 and step > 0 else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,29 +97,12 @@ class PageLayout:
     def _plane(self, offsets: torch.Tensor) -> Plane:
         base = int(offsets[0])
         table = (offsets - base).view(self.block_size, self.head_dim)
-        row_major = torch.arange(
-            offsets.numel(), dtype=torch.int32, device=offsets.device
-        )
-        strides = _strides(table)
-        if torch.equal(table.reshape(-1), row_major):
-            return Plane(offsets, "natural", base, strides)
-        if torch.equal(table.t().reshape(-1), row_major):
-            return Plane(offsets, "transposed", base, strides)
-        return Plane(offsets, "permuted", base, strides)
+        return Plane(offsets, base, _strides(table))
 
     @property
     def page_elems(self) -> int:
         """Elements in a page, keys and values together."""
         return 2 * self.block_size * self.head_dim
-
-    @property
-    def is_natural(self) -> bool:
-        """Whether a page is ``[2, block_size, head_dim]`` in memory."""
-        return (
-            self.keys.kind == self.values.kind == "natural"
-            and self.keys.base == 0
-            and self.values.base == self.page_elems // 2
-        )
 
     @classmethod
     def interleaved(cls, block_size: int, head_dim: int) -> PageLayout:

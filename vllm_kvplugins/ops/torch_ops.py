@@ -82,12 +82,13 @@ def _affine_view(
 
     None where the order of elements is not expressible as strides.
     """
-    if plane.kind == "permuted":
+    if plane.strides is None:
         return None
-    half = heap[:, plane.base : plane.base + layout.page_elems // 2]
-    if plane.kind == "natural":
-        return half.unflatten(1, (layout.block_size, layout.head_dim))
-    return half.unflatten(1, (layout.head_dim, layout.block_size)).transpose(1, 2)
+    return heap.as_strided(
+        (len(heap), layout.block_size, layout.head_dim),
+        (heap.stride(0), *plane.strides),
+        heap.storage_offset() + plane.base,
+    )
 
 
 def _load(

@@ -41,8 +41,8 @@ KVP_INLINE void attend_pages_body(const Pages<Element>& pages,
   const std::int64_t slots = layout.block_size, dims = heads.dims;
   const bool columns =
       layout.keys.kind == PlaneKind::kTransposed && slots % W == 0;
-  const bool key_rows = layout.keys.kind == PlaneKind::kNatural;
-  const bool value_rows = layout.values.kind == PlaneKind::kNatural;
+  const bool key_rows = layout.keys.is_matrix(dims);
+  const bool value_rows = layout.values.is_matrix(dims);
   const std::int64_t per_tile = slots < kTileSlots ? kTileSlots / slots : 1;
   const std::int64_t stride = index::round_up(per_tile * slots, kWidest);
   float* scores = index::at_least(scratch.scores, heads.group * stride);

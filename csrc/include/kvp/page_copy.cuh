@@ -15,27 +15,65 @@
 
 namespace kvp::cuda {
 
-// The tables are device pointers, so whoever made them says whether the layout
-// is natural (keys at 0, values at block_size * head_dim, a row per slot).
-struct DeviceLayout {
-  std::int64_t block_size;
-  std::int64_t head_dim;
-  const std::int32_t* k_offsets;
-  const std::int32_t* v_offsets;
-  bool natural;
-};
-
 struct DeviceHeap {
   std::int64_t num_pages;
   std::int64_t page_stride;  // elements
 };
 
+// Rows of head_dim elements, slot_stride apart; 0: the elements lie elsewhere.
+struct DeviceRows {
+  std::int64_t base;
+  std::int64_t slot_stride;
+};
+
+// The tables are device pointers, so whoever made them says whether keys and values
+// are rows, as far apart.
+struct DeviceLayout {
+  std::int64_t block_size;
+  std::int64_t head_dim;
+  const std::int32_t* k_offsets;
+  const std::int32_t* v_offsets;
+  std::int64_t key_base, value_base;
+  std::int64_t slot_stride;  // 0: as the tables say
+};
+
 // Bytes that one thread copies at a time; 16 where sizes and addresses allow.
 using Chunk = uint4;
 
-inline bool in_chunks(const void* pointer, std::int64_t bytes) {
-  return reinterpret_cast<std::uintptr_t>(pointer) % sizeof(Chunk) == 0 &&
-         bytes % static_cast<std::int64_t>(sizeof(Chunk)) == 0;
+inline bool at_chunk(const void* pointer) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % sizeof(Chunk) == 0;
+}
+
+// Whether so many elements of one size are whole chunks, each number of them.
+template <typename Element, typename... Counts>
+bool in_chunks(Counts... counts) {
+  constexpr auto kPerChunk = static_cast<std::int64_t>(sizeof(Chunk) / sizeof(Element));
+  return ((counts % kPerChunk == 0) && ...);
+}
+
+// The same sizes in chunks.
+template <typename Element>
+std::int64_t chunks_of(std::int64_t elements) {
+  return elements / static_cast<std::int64_t>(sizeof(Chunk) / sizeof(Element));
+}
+
+// Whether rows of pages can be copied in chunks.
+template <typename Element>
+bool rows_in_chunks(const Element* heap_data, DeviceHeap heap,
+                    const DeviceLayout& layout) {
+  return layout.slot_stride > 0 && at_chunk(heap_data) &&
+         in_chunks<Element>(heap.page_stride, layout.slot_stride, layout.key_base,
+                            layout.value_base, layout.head_dim);
+}
+
+// Layout and heap with all sizes in chunks instead of elements.
+template <typename Element>
+void to_chunks(DeviceHeap& heap, DeviceLayout& layout) {
+  heap.page_stride = chunks_of<Element>(heap.page_stride);
+  layout.head_dim = chunks_of<Element>(layout.head_dim);
+  layout.slot_stride = chunks_of<Element>(layout.slot_stride);
+  layout.key_base = chunks_of<Element>(layout.key_base);
+  layout.value_base = chunks_of<Element>(layout.value_base);
 }
 
 // Position of token `token`'s page in units of `Unit` elements of the heap.
@@ -76,22 +114,23 @@ __global__ void copy_elements(Element* heap_data, DeviceHeap heap,
   }
 }
 
-// The same for the natural layout; a thread per 16 bytes of a row. All sizes
-// are in chunks: page_stride of `heap`, row_chunks = bytes of a row / 16.
+// The same where keys and values are rows; a thread per 16 bytes of a row. All sizes
+// are in chunks (to_chunks).
 template <Direction kDirection>
 __global__ void copy_chunks(Chunk* heap_data, DeviceHeap heap,
                             const std::int64_t* pages,
                             const std::int64_t* slots, std::int64_t n,
-                            std::int64_t block_size, std::int64_t row_chunks,
-                            Chunk* keys, Chunk* values) {
+                            DeviceLayout layout, Chunk* keys, Chunk* values) {
   const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
-  const std::int64_t total = n * row_chunks;
+  const std::int64_t total = n * layout.head_dim;
   for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
        i < total; i += step) {
-    const std::int64_t token = i / row_chunks;
-    Chunk* key = heap_data + page_start(pages, slots, token, heap, block_size) +
-                 slots[token] * row_chunks + (i - token * row_chunks);
-    Chunk* value = key + block_size * row_chunks;
+    const std::int64_t token = i / layout.head_dim;
+    Chunk* row =
+        heap_data + page_start(pages, slots, token, heap, layout.block_size) +
+        slots[token] * layout.slot_stride + (i - token * layout.head_dim);
+    Chunk* key = row + layout.key_base;
+    Chunk* value = row + layout.value_base;
     if constexpr (kDirection == Direction::kGather) {
       keys[i] = *key;
       values[i] = *value;
@@ -129,35 +168,32 @@ __global__ void move_elements(Element* heap_data, DeviceHeap heap,
 static __global__ void move_chunks(
     Chunk* heap_data, DeviceHeap heap, const std::int64_t* src_pages,
     const std::int64_t* src_slots, const std::int64_t* dst_pages,
-    const std::int64_t* dst_slots, std::int64_t n, std::int64_t block_size,
-    std::int64_t row_chunks) {
+    const std::int64_t* dst_slots, std::int64_t n, DeviceLayout layout) {
   const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
-  const std::int64_t total = n * row_chunks;
+  const std::int64_t total = n * layout.head_dim;
   for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
        i < total; i += step) {
-    const std::int64_t token = i / row_chunks;
-    const std::int64_t chunk = i - token * row_chunks;
+    const std::int64_t token = i / layout.head_dim;
+    const std::int64_t chunk = i - token * layout.head_dim;
     const Chunk* from = heap_data +
                         page_start(src_pages, src_slots, token, heap,
-                                   block_size) +
-                        src_slots[token] * row_chunks + chunk;
-    Chunk* to = heap_data +
-                page_start(dst_pages, dst_slots, token, heap, block_size) +
-                dst_slots[token] * row_chunks + chunk;
-    const std::int64_t to_values = block_size * row_chunks;
-    to[0] = from[0];
-    to[to_values] = from[to_values];
+                                   layout.block_size) +
+                        src_slots[token] * layout.slot_stride + chunk;
+    Chunk* to =
+        heap_data +
+        page_start(dst_pages, dst_slots, token, heap, layout.block_size) +
+        dst_slots[token] * layout.slot_stride + chunk;
+    to[layout.key_base] = from[layout.key_base];
+    to[layout.value_base] = from[layout.value_base];
   }
 }
 
-// Unpacks planes of whole pages; a thread per element. A negative natural_base
-// means that `offsets` says where the elements lie.
+// Unpacks planes of whole pages; a thread per element.
 template <typename Element>
 __global__ void unpack_elements(const Element* heap_data, DeviceHeap heap,
                                 const std::int64_t* page_table, std::int64_t n,
                                 std::int64_t plane_elems,
-                                const std::int32_t* offsets,
-                                std::int64_t natural_base, Element* out) {
+                                const std::int32_t* offsets, Element* out) {
   const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
   const std::int64_t total = n * plane_elems;
   for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -166,7 +202,26 @@ __global__ void unpack_elements(const Element* heap_data, DeviceHeap heap,
     const std::int64_t inside = i - entry * plane_elems;
     require_below(page_table[entry], heap.num_pages);
     const Element* page = heap_data + page_table[entry] * heap.page_stride;
-    out[i] = page[natural_base >= 0 ? natural_base + inside : offsets[inside]];
+    out[i] = page[offsets[inside]];
+  }
+}
+
+// The same for planes of rows; sizes in chunks.
+static __global__ void unpack_chunks(const Chunk* heap_data, DeviceHeap heap,
+                                     const std::int64_t* page_table,
+                                     std::int64_t n, std::int64_t plane_elems,
+                                     std::int64_t row_elems, DeviceRows rows,
+                                     Chunk* out) {
+  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
+  const std::int64_t total = n * plane_elems;
+  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+       i < total; i += step) {
+    const std::int64_t entry = i / plane_elems;
+    const std::int64_t inside = i - entry * plane_elems;
+    const std::int64_t slot = inside / row_elems;
+    require_below(page_table[entry], heap.num_pages);
+    out[i] = heap_data[page_table[entry] * heap.page_stride + rows.base +
+                       slot * rows.slot_stride + (inside - slot * row_elems)];
   }
 }
 
@@ -174,17 +229,13 @@ template <typename Element, Direction kDirection>
 void copy_tokens(Element* heap_data, DeviceHeap heap, const std::int64_t* pages,
                  const std::int64_t* slots, std::int64_t n, DeviceLayout layout,
                  Element* keys, Element* values, cudaStream_t stream) {
-  const std::int64_t row_bytes = layout.head_dim * std::int64_t{sizeof(Element)};
-  const std::int64_t stride_bytes =
-      heap.page_stride * std::int64_t{sizeof(Element)};
   if (n * layout.head_dim == 0) return;
-  if (layout.natural && in_chunks(heap_data, stride_bytes) &&
-      in_chunks(keys, row_bytes) && in_chunks(values, row_bytes)) {
-    const std::int64_t row_chunks = row_bytes / std::int64_t{sizeof(Chunk)};
-    heap.page_stride = stride_bytes / std::int64_t{sizeof(Chunk)};
-    launch(copy_chunks<kDirection>, blocks_for(n * row_chunks), kThreads, stream,
-           reinterpret_cast<Chunk*>(heap_data), heap, pages, slots, n,
-           layout.block_size, row_chunks, reinterpret_cast<Chunk*>(keys),
+  if (rows_in_chunks(heap_data, heap, layout) && at_chunk(keys) &&
+      at_chunk(values)) {
+    to_chunks<Element>(heap, layout);
+    launch(copy_chunks<kDirection>, blocks_for(n * layout.head_dim), kThreads,
+           stream, reinterpret_cast<Chunk*>(heap_data), heap, pages, slots, n,
+           layout, reinterpret_cast<Chunk*>(keys),
            reinterpret_cast<Chunk*>(values));
     return;
   }
@@ -219,43 +270,44 @@ void move_tokens(Element* heap_data, DeviceHeap heap,
                  const std::int64_t* src_pages, const std::int64_t* src_slots,
                  const std::int64_t* dst_pages, const std::int64_t* dst_slots,
                  std::int64_t n, DeviceLayout layout, cudaStream_t stream) {
-  const std::int64_t row_bytes = layout.head_dim * std::int64_t{sizeof(Element)};
-  const std::int64_t stride_bytes =
-      heap.page_stride * std::int64_t{sizeof(Element)};
   if (n * layout.head_dim == 0) return;
-  if (layout.natural && in_chunks(heap_data, stride_bytes) &&
-      in_chunks(heap_data, row_bytes)) {
-    const std::int64_t row_chunks = row_bytes / std::int64_t{sizeof(Chunk)};
-    heap.page_stride = stride_bytes / std::int64_t{sizeof(Chunk)};
-    launch(move_chunks, blocks_for(n * row_chunks), kThreads, stream,
+  if (rows_in_chunks(heap_data, heap, layout)) {
+    to_chunks<Element>(heap, layout);
+    launch(move_chunks, blocks_for(n * layout.head_dim), kThreads, stream,
            reinterpret_cast<Chunk*>(heap_data), heap, src_pages, src_slots,
-           dst_pages, dst_slots, n, layout.block_size, row_chunks);
+           dst_pages, dst_slots, n, layout);
     return;
   }
   launch(move_elements<Element>, blocks_for(n * layout.head_dim), kThreads, stream,
          heap_data, heap, src_pages, src_slots, dst_pages, dst_slots, n, layout);
 }
 
+// See kvp::gather_plane. `rows` says where a plane of rows lies, `offsets` where any.
 template <typename Element>
 void gather_plane(const Element* heap_data, DeviceHeap heap,
                   const std::int64_t* page_table, std::int64_t n,
-                  std::int64_t plane_elems, const std::int32_t* offsets,
-                  std::int64_t natural_base, Element* out,
+                  std::int64_t block_size, std::int64_t head_dim,
+                  const std::int32_t* offsets, DeviceRows rows, Element* out,
                   cudaStream_t stream) {
+  const std::int64_t plane_elems = block_size * head_dim;
   if (n * plane_elems == 0) return;
-  constexpr std::int64_t kPerChunk = sizeof(Chunk) / sizeof(Element);
-  const std::int64_t size = sizeof(Element);
-  if (natural_base >= 0 && in_chunks(heap_data, heap.page_stride * size) &&
-      in_chunks(out, plane_elems * size) && natural_base % kPerChunk == 0) {
-    heap.page_stride /= kPerChunk;
-    const std::int64_t chunks = plane_elems / kPerChunk;
-    launch(unpack_elements<Chunk>, blocks_for(n * chunks), kThreads, stream,
+  // Rows without gaps are one long row.
+  const std::int64_t row_elems =
+      rows.slot_stride == head_dim ? plane_elems : head_dim;
+  if (rows.slot_stride == head_dim) rows.slot_stride = plane_elems;
+  if (rows.slot_stride > 0 && at_chunk(heap_data) && at_chunk(out) &&
+      in_chunks<Element>(heap.page_stride, row_elems, rows.base,
+                         rows.slot_stride)) {
+    heap.page_stride = chunks_of<Element>(heap.page_stride);
+    rows = {chunks_of<Element>(rows.base), chunks_of<Element>(rows.slot_stride)};
+    const std::int64_t chunks = chunks_of<Element>(plane_elems);
+    launch(unpack_chunks, blocks_for(n * chunks), kThreads, stream,
            reinterpret_cast<const Chunk*>(heap_data), heap, page_table, n, chunks,
-           offsets, natural_base / kPerChunk, reinterpret_cast<Chunk*>(out));
+           chunks_of<Element>(row_elems), rows, reinterpret_cast<Chunk*>(out));
     return;
   }
   launch(unpack_elements<Element>, blocks_for(n * plane_elems), kThreads, stream,
-         heap_data, heap, page_table, n, plane_elems, offsets, natural_base, out);
+         heap_data, heap, page_table, n, plane_elems, offsets, out);
 }
 
 }  // namespace kvp::cuda

@@ -21,8 +21,8 @@ template <typename Element>
 inline void load_row(const Element* page, const Plane& plane, std::int64_t slot,
                      std::int64_t block_size, std::int64_t head_dim,
                      Element* row) {
-  if (plane.kind == PlaneKind::kNatural) {
-    std::memcpy(row, page + plane.base + slot * head_dim,
+  if (plane.kind == PlaneKind::kRows) {
+    std::memcpy(row, page + plane.base + slot * plane.slot_stride,
                 static_cast<std::size_t>(head_dim) * sizeof(Element));
   } else if (plane.kind == PlaneKind::kTransposed) {
     const Element* column = page + plane.base + slot;
@@ -38,8 +38,8 @@ template <typename Element>
 inline void store_row(Element* page, const Plane& plane, std::int64_t slot,
                       std::int64_t block_size, std::int64_t head_dim,
                       const Element* row) {
-  if (plane.kind == PlaneKind::kNatural) {
-    std::memcpy(page + plane.base + slot * head_dim, row,
+  if (plane.kind == PlaneKind::kRows) {
+    std::memcpy(page + plane.base + slot * plane.slot_stride, row,
                 static_cast<std::size_t>(head_dim) * sizeof(Element));
   } else if (plane.kind == PlaneKind::kTransposed) {
     Element* column = page + plane.base + slot;
@@ -55,9 +55,9 @@ template <typename Element>
 inline void move_row(const Element* from, std::int64_t from_slot, Element* to,
                      std::int64_t to_slot, const Plane& plane,
                      std::int64_t block_size, std::int64_t head_dim) {
-  if (plane.kind == PlaneKind::kNatural) {
-    std::memcpy(to + plane.base + to_slot * head_dim,
-                from + plane.base + from_slot * head_dim,
+  if (plane.kind == PlaneKind::kRows) {
+    std::memcpy(to + plane.base + to_slot * plane.slot_stride,
+                from + plane.base + from_slot * plane.slot_stride,
                 static_cast<std::size_t>(head_dim) * sizeof(Element));
   } else if (plane.kind == PlaneKind::kTransposed) {
     const Element* source = from + plane.base + from_slot;
@@ -148,9 +148,13 @@ inline void unpack_plane(const Element* page, const Plane& plane,
                          std::int64_t block_size, std::int64_t head_dim,
                          Element* rows) {
   const std::int64_t n = block_size * head_dim;
-  if (plane.kind == PlaneKind::kNatural) {
+  if (plane.is_matrix(head_dim)) {
     std::memcpy(rows, page + plane.base,
                 static_cast<std::size_t>(n) * sizeof(Element));
+  } else if (plane.kind == PlaneKind::kRows) {
+    for (std::int64_t s = 0; s < block_size; ++s) {
+      load_row(page, plane, s, block_size, head_dim, rows + s * head_dim);
+    }
   } else if (plane.kind == PlaneKind::kTransposed) {
     transpose(page + plane.base, head_dim, block_size, rows);
   } else {
