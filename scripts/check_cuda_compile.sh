@@ -24,7 +24,7 @@ trap 'rm -rf "$out"' EXIT
 
 for source in csrc/*.cu; do
   name="$(basename "$source" .cu)"
-  for arch in 80 90a; do
+  for arch in 80 90a 100; do
     "$nvcc" -c "$source" -o "$out/${name}_$arch.o" \
       -gencode "arch=compute_$arch,code=sm_$arch" -std=c++20 -O3 \
       -Icsrc/include -isystem "$torch_include" \

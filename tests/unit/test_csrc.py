@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,6 +82,21 @@ def test_cuda_sources_compile():
     output = run(["scripts/check_cuda_compile.sh"], PYTHON=sys.executable)
     if output.startswith("skipped"):
         pytest.skip(output.strip())
-    for name in ("page_copy", "bulk_copy"):
-        assert f"ok: {name} sm_80" in output
-        assert f"ok: {name} sm_90a" in output
+    for source in (ROOT / "csrc").glob("*.cu"):
+        for arch in ("sm_80", "sm_90a", "sm_100"):
+            assert f"ok: {source.stem} {arch}" in output
+
+
+def test_compute_sanitizer_says_what_it_lacks():
+    """Or what it found; on a machine with a GPU that takes minutes."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: run scripts/check_compute_sanitizer.sh itself")
+    output = run(["scripts/check_compute_sanitizer.sh"], PYTHON=sys.executable)
+    assert output.startswith("skipped: ")
+    tool = run(
+        ["scripts/check_compute_sanitizer.sh"],
+        PYTHON=sys.executable,
+        COMPUTE_SANITIZER="/bin/false",
+    )
+    assert tool.startswith("skipped: torch")
+    assert "sees no GPU" in tool

@@ -1,0 +1,117 @@
+"""The CUDA ops against the CPU's, on a machine with a GPU; elsewhere skipped.
+
+Their kernels are tested without one too, see ``test_csrc.py``.
+scripts/check_compute_sanitizer.sh runs these tests under compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layouts import make_layout
+
+from vllm_kvplugins import ops
+from vllm_kvplugins.ops.extension import load_extension
+
+LAYOUTS = ["natural", "interleaved", "transposed", "permuted"]
+NUM_PAGES = 9
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch) -> torch.device:
+    """The GPU; skips where there is none, or no ops for it."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    if not load_extension().has_cuda:
+        pytest.skip(load_extension().reason or "the extension has no CUDA kernels")
+    monkeypatch.setenv("KVP_OPS", "compiled")
+    return torch.device("cuda")
+
+
+def moved(arguments: Any, device: torch.device) -> Any:
+    """Tensors, and what has them, on a device."""
+    if isinstance(arguments, torch.Tensor | ops.PageLayout):
+        return arguments.to(device)
+    if isinstance(arguments, tuple):
+        return tuple(moved(argument, device) for argument in arguments)
+    return arguments
+
+
+def check_same_bits(op: Callable[..., Any], arguments: tuple[Any, ...], device) -> None:
+    """What an op returns, and what it writes to its first argument."""
+    here, there = moved(arguments, torch.device("cpu")), moved(arguments, device)
+    there = (there[0].clone(), *there[1:])  # for tests of this test, on the CPU
+    expected, made = op(*here), moved(op(*there), torch.device("cpu"))
+    for result, wanted in ((there[0].cpu(), here[0]), (made, expected)):
+        if not isinstance(wanted, tuple):
+            result, wanted = (result,), (wanted,)
+        for one, other in zip(result, wanted, strict=True):
+            if other is not None:
+                assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def random_bits(generator: torch.Generator, *shape: int, dtype: torch.dtype):
+    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    low, high = torch.iinfo(bits).min, torch.iinfo(bits).max
+    made = torch.randint(low, high, shape, generator=generator)
+    return made.to(bits).view(dtype)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize(("block_size", "head_dim"), [(16, 128), (32, 80), (5, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_page_copies(device, dtype, block_size, head_dim, kind):
+    seed = 100 * block_size + head_dim
+    print(f"seed {seed}")
+    generator = torch.Generator().manual_seed(seed)
+    layout = make_layout(kind, block_size, head_dim, seed)
+    heap = random_bits(generator, NUM_PAGES, layout.page_elems, dtype=dtype)
+    places = torch.randperm(NUM_PAGES * block_size, generator=generator)
+    pages, slots = places // block_size, places % block_size
+    n = len(places) // 2
+    source, target = (pages[:n], slots[:n]), (pages[n : 2 * n], slots[n : 2 * n])
+    rows = [random_bits(generator, n, head_dim, dtype=dtype) for _ in range(2)]
+    table = torch.randint(NUM_PAGES, (3, 4), generator=generator)
+    check_same_bits(ops.gather_tokens, (heap, *source, layout), device)
+    check_same_bits(ops.gather_keys, (heap, table, layout), device)
+    check_same_bits(ops.gather_values, (heap, table, layout), device)
+    check_same_bits(ops.scatter_tokens, (heap.clone(), *target, *rows, layout), device)
+    moving = (heap.clone(), *source, *target, layout)
+    check_same_bits(ops.move_tokens, moving, device)
+
+
+@pytest.mark.parametrize("page_elems", [2048, 12, 7])
+def test_bulk_copies(device, page_elems):
+    print("seed 5")
+    generator = torch.Generator().manual_seed(5)
+    source = random_bits(generator, 6, page_elems, dtype=torch.bfloat16)
+    target = random_bits(generator, 9, page_elems, dtype=torch.bfloat16)
+    to, come_from = torch.tensor([8, 0, 3, 5]), torch.tensor([5, 1, 1, 0])
+    for targets in (None, to):
+        for sources in (None, come_from):
+            arguments = (target.clone(), targets, source[:4], sources)
+            if sources is not None:
+                arguments = (target.clone(), targets, source, sources)
+            check_same_bits(ops.copy_pages, arguments, device)
+
+
+def test_an_index_out_of_range_traps(device):
+    """In a process of its own: what traps takes its CUDA context with it."""
+    code = (
+        "import torch; from vllm_kvplugins import ops\n"
+        "layout = ops.PageLayout.interleaved(4, 8).to('cuda')\n"
+        "heap = torch.zeros(3, layout.page_elems, device='cuda')\n"
+        "ops.gather_keys(heap, torch.tensor([[3]], device='cuda'), layout)\n"
+        "torch.cuda.synchronize()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ
+    )
+    assert done.returncode != 0
+    assert "CUDA error" in done.stderr
