@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "kvp/page_copy.cuh"
+#include "kvp/launch.cuh"
 
 namespace kvp::cuda {
 

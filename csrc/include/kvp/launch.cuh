@@ -19,6 +19,9 @@ constexpr int kThreads = 256;
 // loops do the rest.
 constexpr std::int64_t kMaxBlocks = 4096;
 
+// Bytes that one thread copies at a time; 16 where sizes and addresses allow.
+using Chunk = uint4;
+
 // One comparison covers negative values too.
 __device__ inline void require_below(std::int64_t value, std::int64_t limit) {
   if (static_cast<std::uint64_t>(value) >= static_cast<std::uint64_t>(limit)) {

@@ -37,9 +37,6 @@ struct DeviceLayout {
   std::int64_t slot_stride;  // 0: as the tables say
 };
 
-// Bytes that one thread copies at a time; 16 where sizes and addresses allow.
-using Chunk = uint4;
-
 inline bool at_chunk(const void* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer) % sizeof(Chunk) == 0;
 }
