@@ -1,11 +1,8 @@
 // torch binding of the CUDA bulk copy; the schema is in bulk_copy.cpp.
 #include "kvp/bulk_copy.cuh"
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/macros.h>
-
 #include "bulk_check.hpp"
+#include "cuda_binding.hpp"
 
 namespace kvp::binding {
 namespace {
@@ -17,13 +14,10 @@ void copy_pages_cuda(const Tensor& target, const std::optional<Tensor>& target_i
   const auto list = [](const PageSide& side) {
     return cuda::PageList{side.num_pages, side.stride_bytes, side.ids};
   };
-  const torch::stable::accelerator::DeviceGuard guard(target.get_device_index());
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_get_current_cuda_stream(target.get_device_index(), &stream));
+  const DeviceGuard guard(target.get_device_index());
   cuda::copy_pages(target.mutable_data_ptr(), list(copy.target),
                    source.const_data_ptr(), list(copy.source), copy.n,
-                   copy.target.page_bytes, static_cast<cudaStream_t>(stream));
+                   copy.target.page_bytes, stream_of(target));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

@@ -5,46 +5,21 @@
 // would wait for the stream. The CPU ops look for themselves and ignore it.
 #include "kvp/page_copy.cuh"
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/macros.h>
-
 #include <tuple>
 
-#include "binding.hpp"
+#include "cuda_binding.hpp"
 
 namespace kvp::binding {
 namespace {
 
 using cuda::DeviceHeap;
 using cuda::DeviceLayout;
-using torch::stable::accelerator::DeviceGuard;
-
-cudaStream_t stream_of(const Tensor& heap) {
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_get_current_cuda_stream(heap.get_device_index(), &stream));
-  return static_cast<cudaStream_t>(stream);
-}
 
 // Queues one kernel and reports a failure to launch it.
 template <typename Body>
 void launch(const HeapView& view, const Body& body) {
   with_element(view, body);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-// Rows that the caller promises must at least lie within a page.
-void require_rows_inside(const char* op, const char* name, const HeapView& view,
-                         std::int64_t base, std::int64_t slot_stride) {
-  const std::int64_t page_elems = 2 * view.plane_elems;
-  const std::int64_t room = page_elems - view.head_dim - base;
-  if (base >= 0 && slot_stride >= 0 && room >= 0 &&
-      (slot_stride == 0 || room / slot_stride >= view.block_size - 1)) {
-    return;
-  }
-  fail(op, name, " and slot_stride must name rows within a page of ", page_elems,
-       " elements, got ", base, " and ", slot_stride);
 }
 
 DeviceLayout layout_of(const char* op, const Tensor& heap, const HeapView& view,

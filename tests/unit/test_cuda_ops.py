@@ -101,6 +101,29 @@ def test_bulk_copies(device, page_elems):
             check_same_bits(ops.copy_pages, arguments, device)
 
 
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("most", [False, True])
+def test_page_votes(device, dtype, kind, most):
+    """Their exponentials differ from the CPU's in the last bits."""
+    print("seed 6")
+    generator = torch.Generator().manual_seed(6)
+    layout = make_layout(kind, 16, 128, seed=6)
+    heap = torch.randn(200, layout.page_elems, generator=generator).to(dtype)
+    table = torch.randperm(200, generator=generator)[:140].view(2, 70)
+    positions = torch.randperm(1110, generator=generator).repeat(2, 1)
+    positions[1, ::7] = -1
+    queries = torch.randn(6, 40, 128, generator=generator).to(dtype)
+    own = torch.randn(2, 40, 128, generator=generator).to(dtype)
+    for first, keys in ((1070, None), (1110, own)):
+        at = torch.arange(first, first + 40)
+        arguments = (heap, table, positions, queries, at, layout, 0.09, most, keys)
+        expected = ops.page_votes(*arguments)
+        votes = [ops.page_votes(*moved(arguments, device)).cpu() for _ in range(2)]
+        torch.testing.assert_close(votes[0], expected, atol=1e-6, rtol=1e-4)
+        assert torch.equal(*votes)
+
+
 def test_an_index_out_of_range_traps(device):
     """In a process of its own: what traps takes its CUDA context with it."""
     code = (

@@ -22,6 +22,7 @@ from vllm_kvplugins.ops.mixed_attention import (
     attend_mixed,
     merge_by_lse,
 )
+from vllm_kvplugins.ops.page_votes import page_votes
 from vllm_kvplugins.ops.svd import (
     LowRank,
     reconstruct,
@@ -47,6 +48,7 @@ __all__ = [
     "keep_components",
     "merge_by_lse",
     "move_tokens",
+    "page_votes",
     "reconstruct",
     "reconstruct_tokens",
     "scatter_tokens",

@@ -119,6 +119,41 @@ def attend_mixed(
     return out, lse
 
 
+def page_votes(
+    heap: torch.Tensor,
+    page_table: torch.Tensor,
+    positions: torch.Tensor,
+    queries: torch.Tensor,
+    query_positions: torch.Tensor,
+    layout: PageLayout,
+    scale: float,
+    most: bool = False,
+    own_keys: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Oracle of :func:`vllm_kvplugins.ops.page_votes.page_votes`, float64."""
+    kv_heads, slots = positions.shape
+    group = len(queries) // kv_heads
+    votes = torch.zeros(kv_heads, group, slots, dtype=torch.float64)
+    for head in range(kv_heads):
+        there = (positions[head] >= 0).nonzero()[:, 0]
+        pages = page_table[head, there // layout.block_size]
+        keys, _ = gather_tokens(heap, pages, there % layout.block_size, layout)
+        at = positions[head, there]
+        if own_keys is not None:
+            keys = torch.cat([keys, own_keys[head]])
+            at = torch.cat([at, query_positions])
+        for g in range(group):
+            for q, position in enumerate(query_positions.tolist()):
+                seen = at <= position
+                query = queries[head * group + g, q].double()
+                weights = (keys[seen].double() @ query * scale).softmax(0)
+                slot = there[seen[: len(there)]]
+                mine = weights[: len(slot)]
+                old = votes[head, g, slot]
+                votes[head, g, slot] = old.maximum(mine) if most else old + mine
+    return votes
+
+
 def zoom_head(
     bias: torch.Tensor,
     owner: torch.Tensor,

@@ -11,20 +11,10 @@
 
 #include <cstdint>
 
+#include "kvp/device_pages.cuh"
 #include "kvp/launch.cuh"
 
 namespace kvp::cuda {
-
-struct DeviceHeap {
-  std::int64_t num_pages;
-  std::int64_t page_stride;  // elements
-};
-
-// Rows of head_dim elements, slot_stride apart; 0: the elements lie elsewhere.
-struct DeviceRows {
-  std::int64_t base;
-  std::int64_t slot_stride;
-};
 
 // The tables are device pointers, so whoever made them says whether keys and values
 // are rows, as far apart.

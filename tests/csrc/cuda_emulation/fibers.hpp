@@ -105,6 +105,7 @@ class Block {
     }
     acquire(&launched_);
     free_shared();  // before, ThreadSanitizer would see no order of use and end
+    destroy_fibers();
   }
 
   void set_turns(Turns order, std::uint64_t seed) { order_ = order, seed_ = seed; }
@@ -228,7 +229,6 @@ class Block {
         throw Deadlock();
       }
     }
-    destroy_fibers();
   }
 
   void resume(Fiber& fiber) {
@@ -326,6 +326,7 @@ class Block {
     makecontext(&fiber.context, &Block::enter, 0);
 #if defined(__SANITIZE_THREAD__)
     fiber.tsan = __tsan_create_fiber(0);
+    tsan_fibers_.push_back(fiber.tsan);
 #endif
   }
 
@@ -334,9 +335,12 @@ class Block {
     kept_.clear();
   }
 
+  // When all blocks have run: a new fiber may get a destroyed one's number, by which
+  // ThreadSanitizer would take it for the same thread.
   void destroy_fibers() {
 #if defined(__SANITIZE_THREAD__)
-    for (unsigned t = 0; t < next_; ++t) __tsan_destroy_fiber(fibers_[turn_[t]].tsan);
+    for (void* fiber : tsan_fibers_) __tsan_destroy_fiber(fiber);
+    tsan_fibers_.clear();
 #endif
   }
 
@@ -423,6 +427,7 @@ class Block {
   Meeting block_meeting_{}, warp_meetings_[kMostThreads / kWarp]{};
   char launched_ = 0, waited_ = 0;
   [[maybe_unused]] void* scheduler_tsan_ = nullptr;
+  std::vector<void*> tsan_fibers_;
   [[maybe_unused]] const void* host_stack_ = nullptr;
   [[maybe_unused]] std::size_t host_stack_bytes_ = 0;
 };

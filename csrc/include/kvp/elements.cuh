@@ -1,0 +1,37 @@
+// Elements of tensors as float32, on the device; bfloat16 and float16 as their bits.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "kvp/vectors.hpp"
+
+namespace kvp::cuda {
+
+__device__ inline float element_to_float(float value) { return value; }
+
+__device__ inline float element_to_float(BFloat16 value) {
+  return __uint_as_float(static_cast<std::uint32_t>(value.bits) << 16);
+}
+
+// As to_float() in vectors.hpp.
+__device__ inline float element_to_float(Float16 value) {
+  const std::uint32_t sign = (value.bits & 0x8000u) << 16;
+  const std::uint32_t rest = (value.bits & 0x7fffu) << 13;
+  const bool finite = (value.bits & 0x7c00u) != 0x7c00u;
+  const std::uint32_t magnitude =
+      finite ? __float_as_uint(__uint_as_float(rest) * 0x1p112f) : rest | 0x7f800000u;
+  return __uint_as_float(sign | magnitude);
+}
+
+// The nearest, of two the even one: what a store to a tensor makes of a float32.
+__device__ inline void store_element(float value, float* to) { *to = value; }
+
+__device__ inline void store_element(float value, BFloat16* to) {
+  const std::uint32_t bits = __float_as_uint(value);
+  const std::uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  to->bits = static_cast<std::uint16_t>(value == value ? rounded : bits >> 16 | 0x40u);
+}
+
+}  // namespace kvp::cuda

@@ -1,0 +1,374 @@
+// Attention that some queries pay to each slot of a request's pages: what policies
+// score slots by, without a matrix of weights.
+//
+// Two passes over the keys, a tile of slots at a time:
+//
+//     1. log-sum-exp of every query's scores
+//     2. out[slot] += exp(score - log-sum-exp), or the largest of them
+//
+// Causal by position: a query sees slots whose position is at most its own, and those
+// of position -1, where there is no token, nobody sees. Queries may bring keys of
+// their own, of the same positions (a probe's tokens, which are in no page): these
+// take part in the softmax and get no votes.
+//
+// Every query head is worked on alone and in one order: results are the same bits for
+// any number of threads. Element is float, BFloat16 or Float16; all sums are float32.
+// Arguments are trusted.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "kvp/exponential.hpp"
+#include "kvp/for_all.hpp"
+#include "kvp/index_common.hpp"
+#include "kvp/page_copy.hpp"
+#include "kvp/simd.hpp"
+#include "kvp/vectors.hpp"
+
+namespace kvp::page_votes {
+
+using index::Vec;
+
+constexpr float kHidden = -std::numeric_limits<float>::infinity();
+// Slots whose keys are held as float32 at a time, in whole pages, and the widest pair
+// of vectors that goes over them.
+constexpr std::int64_t kTileSlots = 64;
+constexpr std::int64_t kTwoVectors = 32;
+constexpr int kQueriesAtOnce = 4;
+
+template <typename Element>
+struct Call {
+  std::int64_t kv_heads, group, num_queries, slots;
+  float scale;
+  bool most;  // the largest weight of a slot instead of the sum
+
+  const Element* queries;               // [kv_heads * group, num_queries, head_dim]
+  const std::int64_t* query_positions;  // [num_queries]
+  const Element* own_keys;  // [kv_heads, num_queries, head_dim]; null: none
+
+  const Element* heap;
+  std::int64_t page_stride;  // elements
+  PageLayout layout;
+  const std::int64_t* page_table;  // [kv_heads, pages_per_head]
+  std::int64_t pages_per_head;
+  const std::int64_t* positions;  // [kv_heads, slots]
+
+  float* out;  // [kv_heads * group, slots]
+
+  std::int64_t head_dim() const { return layout.head_dim; }
+};
+
+// A tile of keys, a column per slot: [head_dim][stride] float32. What pads columns is
+// whatever was there, and hidden.
+struct Tile {
+  const float* columns;
+  std::int64_t stride, count;
+  const std::int64_t* positions;  // [count]
+};
+
+// Queries of one head, each a row times the scale, and their softmax so far.
+struct Rows {
+  std::int64_t count, head_dim;
+  const float* queries;             // [count + 3][head_dim]
+  const std::int64_t* positions;    // [count]
+  float* peaks;                     // [count]
+  float* sums;                      // [count]
+};
+
+// scores[j][slot] = query j . key, for kQueriesAtOnce queries.
+template <int W>
+KVP_INLINE void score_tile(const float* queries, std::int64_t head_dim,
+                           const Tile& tile, float* scores) {
+  using F = typename Vec<W>::F;
+  for (std::int64_t at = 0; at < tile.count; at += 2 * W) {
+    F sums[kQueriesAtOnce][2] = {};
+    for (std::int64_t d = 0; d < head_dim; ++d) {
+      F left, right;
+      index::load<W>(tile.columns + d * tile.stride + at, left);
+      index::load<W>(tile.columns + d * tile.stride + at + W, right);
+#pragma GCC unroll 4
+      for (int j = 0; j < kQueriesAtOnce; ++j) {
+        const float query = queries[j * head_dim + d];
+        sums[j][0] += left * query;
+        sums[j][1] += right * query;
+      }
+    }
+    for (int j = 0; j < kQueriesAtOnce; ++j) {
+      std::memcpy(scores + j * tile.stride + at, sums[j], sizeof sums[j]);
+    }
+  }
+}
+
+// Hides what a query does not see; what pads the last vectors too. Returns the peak.
+KVP_INLINE float hide(const Tile& tile, std::int64_t position, float* scores) {
+  float peak = kHidden;
+  for (std::int64_t i = 0; i < tile.count; ++i) {
+    const bool seen = (tile.positions[i] >= 0) & (tile.positions[i] <= position);
+    scores[i] = seen ? scores[i] : kHidden;
+    peak = scores[i] > peak ? scores[i] : peak;
+  }
+  const std::int64_t padded = index::round_up(tile.count, kTwoVectors);
+  for (std::int64_t i = tile.count; i < padded; ++i) scores[i] = kHidden;
+  return peak;
+}
+
+// exp(score - from), 0 where hidden.
+KVP_INLINE float weight_of(float score, float from) {
+  const float weight = index::exp_of_logit(score - from);
+  return score > kHidden ? weight : 0.0f;
+}
+
+// Adds a tile to the softmax of all queries. A NaN in a key that is seen stays one.
+template <int W>
+KVP_INLINE void add_to_softmax(const Rows& rows, const Tile& tile, float* scores) {
+  for (std::int64_t first = 0; first < rows.count; first += kQueriesAtOnce) {
+    score_tile<W>(rows.queries + first * rows.head_dim, rows.head_dim, tile, scores);
+    const std::int64_t left = rows.count - first;
+    for (std::int64_t j = 0; j < kQueriesAtOnce && j < left; ++j) {
+      float* here = scores + j * tile.stride;
+      const float before = rows.peaks[first + j];
+      const float most = hide(tile, rows.positions[first + j], here);
+      const float peak = most > before ? most : before;
+      if (peak == kHidden) continue;
+      float parts[kTwoVectors] = {};
+      for (std::int64_t i = 0; i < tile.count; i += kTwoVectors) {
+        for (std::int64_t lane = 0; lane < kTwoVectors; ++lane) {
+          parts[lane] += weight_of(here[i + lane], peak);
+        }
+      }
+      float sum = 0.0f;
+      for (const float part : parts) sum += part;
+      const float share = before > kHidden ? std::exp(before - peak) : 0.0f;
+      rows.sums[first + j] = rows.sums[first + j] * share + sum;
+      rows.peaks[first + j] = peak;
+    }
+  }
+}
+
+// votes[slot] += the weight of every query, or becomes the largest. `peaks` are
+// log-sum-exps here.
+template <int W>
+KVP_INLINE void add_votes(const Rows& rows, const Tile& tile, bool most, float* scores,
+                          float* votes) {
+  for (std::int64_t first = 0; first < rows.count; first += kQueriesAtOnce) {
+    score_tile<W>(rows.queries + first * rows.head_dim, rows.head_dim, tile, scores);
+    const std::int64_t left = rows.count - first;
+    for (std::int64_t j = 0; j < kQueriesAtOnce && j < left; ++j) {
+      float* here = scores + j * tile.stride;
+      const float from = rows.peaks[first + j];
+      if (hide(tile, rows.positions[first + j], here) == kHidden) continue;
+      for (std::int64_t i = 0; i < tile.count; ++i) {
+        const float weight = weight_of(here[i], from);
+        votes[i] = most ? (weight > votes[i] ? weight : votes[i]) : votes[i] + weight;
+      }
+    }
+  }
+}
+
+template <typename Element>
+KVP_INLINE void widen_all(const Element* from, std::int64_t n, float* to) {
+  for (std::int64_t i = 0; i < n; ++i) to[i] = to_float(from[i]);
+}
+
+struct Kernels {
+  const char* name;
+  void (*softmax)(const Rows&, const Tile&, float*);
+  void (*votes)(const Rows&, const Tile&, bool, float*, float*);
+  void (*widen_f32)(const float*, std::int64_t, float*);
+  void (*widen_bf16)(const BFloat16*, std::int64_t, float*);
+  void (*widen_f16)(const Float16*, std::int64_t, float*);
+
+  void widen(const float* from, std::int64_t n, float* to) const {
+    widen_f32(from, n, to);
+  }
+  void widen(const BFloat16* from, std::int64_t n, float* to) const {
+    widen_bf16(from, n, to);
+  }
+  void widen(const Float16* from, std::int64_t n, float* to) const {
+    widen_f16(from, n, to);
+  }
+};
+
+// The kernels for one width, compiled for TARGET.
+#define KVP_VOTE_KERNELS(NAME, WIDTH, TARGET)                                      \
+  namespace NAME {                                                                 \
+  TARGET inline void softmax(const Rows& rows, const Tile& tile, float* scores) {  \
+    add_to_softmax<WIDTH>(rows, tile, scores);                                     \
+  }                                                                                \
+  TARGET inline void votes(const Rows& rows, const Tile& tile, bool most,          \
+                           float* scores, float* out) {                            \
+    most ? add_votes<WIDTH>(rows, tile, true, scores, out)                         \
+         : add_votes<WIDTH>(rows, tile, false, scores, out);                       \
+  }                                                                                \
+  TARGET inline void widen_f32(const float* from, std::int64_t n, float* to) {     \
+    widen_all(from, n, to);                                                        \
+  }                                                                                \
+  TARGET inline void widen_bf16(const BFloat16* from, std::int64_t n, float* to) { \
+    widen_all(from, n, to);                                                        \
+  }                                                                                \
+  TARGET inline void widen_f16(const Float16* from, std::int64_t n, float* to) {   \
+    widen_all(from, n, to);                                                        \
+  }                                                                                \
+  inline constexpr Kernels table{#NAME,     softmax,    votes,                     \
+                                 widen_f32, widen_bf16, widen_f16};                \
+  }
+
+KVP_VOTE_KERNELS(baseline, 4, )
+#if defined(__x86_64__)
+KVP_VOTE_KERNELS(avx2, 8, __attribute__((target("avx2,fma"))))
+KVP_VOTE_KERNELS(
+    avx512, 16,
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))))
+#endif
+
+#undef KVP_VOTE_KERNELS
+
+inline const Kernels& select_kernels() {
+#if defined(__x86_64__)
+  if (index::can_run(index::avx512::table)) return avx512::table;
+  if (index::can_run(index::avx2::table)) return avx2::table;
+#endif
+  return baseline::table;
+}
+
+// Buffers of one thread; they only grow.
+struct Scratch {
+  std::vector<float> queries, peaks, sums, columns, scores;
+  std::vector<std::uint32_t> rows, turned;  // of elements up to 4 bytes
+};
+
+// Bits that transpose() and unpack_plane() know.
+template <typename Element>
+using Bits = std::conditional_t<sizeof(Element) == 4, std::uint32_t, std::uint16_t>;
+
+// Reads tiles of one KV head.
+template <typename Element>
+class Tiles {
+ public:
+  Tiles(const Kernels& kernels, const Call<Element>& call, std::int64_t kv_head,
+        Scratch& scratch)
+      : kernels_(kernels), call_(call), head_(kv_head) {
+    const std::int64_t size = call.layout.block_size, dims = call.head_dim();
+    pages_ = size < kTileSlots ? kTileSlots / size : 1;
+    // Not a power of two, whose rows would share cache sets.
+    stride_ = index::round_up(pages_ * size, kTwoVectors) + 16;
+    columns_ = index::at_least(scratch.columns, dims * stride_);
+    rows_ = bits(index::at_least(scratch.rows, pages_ * size * dims));
+    turned_ = bits(index::at_least(scratch.turned, pages_ * size * dims));
+  }
+
+  std::int64_t stride() const { return stride_; }
+  std::int64_t slots() const { return pages_ * call_.layout.block_size; }
+
+  // Slots [first, first + slots()) as far as they exist; `first` is a tile's.
+  Tile cached(std::int64_t first) {
+    const std::int64_t size = call_.layout.block_size, dims = call_.head_dim();
+    const std::int64_t count = std::min(slots(), call_.slots - first);
+    const std::int64_t* pages =
+        call_.page_table + head_ * call_.pages_per_head + first / size;
+    const auto page_at = [&](std::int64_t i) {
+      return reinterpret_cast<const Bits<Element>*>(call_.heap) +
+             pages[i] * call_.page_stride;
+    };
+    const Plane& plane = call_.layout.keys;
+    if (plane.kind == PlaneKind::kTransposed && pages_ == 1) {
+      widen_columns(page_at(0) + plane.base, size, count);
+    } else {
+      for (std::int64_t i = 0; i * size < count; ++i) {
+        unpack_plane(page_at(i), plane, size, dims, rows_ + i * size * dims);
+      }
+      turn_rows(rows_, count);
+    }
+    return {columns_, stride_, count, call_.positions + head_ * call_.slots + first};
+  }
+
+  // The same of the keys that the queries bring.
+  Tile own(std::int64_t first) {
+    const std::int64_t count = std::min(slots(), call_.num_queries - first);
+    turn_rows(reinterpret_cast<const Bits<Element>*>(call_.own_keys) +
+                  (head_ * call_.num_queries + first) * call_.head_dim(),
+              count);
+    return {columns_, stride_, count, call_.query_positions + first};
+  }
+
+ private:
+  static Bits<Element>* bits(std::uint32_t* buffer) {
+    return reinterpret_cast<Bits<Element>*>(buffer);
+  }
+
+  void turn_rows(const Bits<Element>* rows, std::int64_t count) {
+    transpose(rows, count, call_.head_dim(), turned_);
+    widen_columns(turned_, count, count);
+  }
+
+  void widen_columns(const Bits<Element>* from, std::int64_t from_stride,
+                     std::int64_t count) {
+    for (std::int64_t d = 0; d < call_.head_dim(); ++d) {
+      kernels_.widen(reinterpret_cast<const Element*>(from + d * from_stride), count,
+                     columns_ + d * stride_);
+    }
+  }
+
+  const Kernels& kernels_;
+  const Call<Element>& call_;
+  std::int64_t head_, pages_, stride_;
+  float* columns_;
+  Bits<Element>*rows_, *turned_;
+};
+
+// Writes out[head], for one query head.
+template <typename Element>
+void vote_head(const Kernels& kernels, const Call<Element>& call, std::int64_t head,
+               Scratch& scratch) {
+  const std::int64_t n = call.num_queries, dims = call.head_dim();
+  float* queries = index::at_least(scratch.queries, (n + kQueriesAtOnce) * dims);
+  kernels.widen(call.queries + head * n * dims, n * dims, queries);
+  for (std::int64_t i = 0; i < n * dims; ++i) queries[i] *= call.scale;
+  std::fill_n(queries + n * dims, kQueriesAtOnce * dims, 0.0f);
+  const Rows rows{n,
+                  dims,
+                  queries,
+                  call.query_positions,
+                  index::at_least(scratch.peaks, n),
+                  index::at_least(scratch.sums, n)};
+  std::fill_n(rows.peaks, n, kHidden);
+  std::fill_n(rows.sums, n, 0.0f);
+  Tiles<Element> tiles(kernels, call, head / call.group, scratch);
+  float* scores = index::at_least(scratch.scores, kQueriesAtOnce * tiles.stride());
+  for (std::int64_t at = 0; at < call.slots; at += tiles.slots()) {
+    kernels.softmax(rows, tiles.cached(at), scores);
+  }
+  for (std::int64_t at = 0; call.own_keys && at < n; at += tiles.slots()) {
+    kernels.softmax(rows, tiles.own(at), scores);
+  }
+  for (std::int64_t i = 0; i < n; ++i) rows.peaks[i] += std::log(rows.sums[i]);
+  float* votes = call.out + head * call.slots;
+  std::fill_n(votes, call.slots, 0.0f);
+  for (std::int64_t at = 0; at < call.slots; at += tiles.slots()) {
+    kernels.votes(rows, tiles.cached(at), call.most, scores, votes + at);
+  }
+}
+
+// Cost: keys are read twice per query head, 4 * num_queries * slots * head_dim
+// floating-point operations and 2 * num_queries * slots exponentials each.
+template <typename Element>
+void vote(const Kernels& kernels, const Call<Element>& call) {
+  const std::int64_t heads = call.kv_heads * call.group;
+  const std::int64_t work =
+      2 * heads * call.num_queries * call.slots * call.head_dim();
+  for_all(
+      heads,
+      [&](std::int64_t head) {
+        static thread_local Scratch scratch;
+        vote_head(kernels, call, head, scratch);
+      },
+      work >= kParallelWork);
+}
+
+}  // namespace kvp::page_votes

@@ -1,0 +1,100 @@
+// Tests of the votes on pages against their definition in double precision, for every
+// set of kernels that this CPU can run, and with any number of threads.
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "vote_fixtures.hpp"
+
+namespace {
+
+using namespace vote_test;
+namespace votes = kvp::page_votes;
+
+int failures = 0;
+const char* current_case = "";
+
+#define CHECK(condition)                                            \
+  do {                                                              \
+    if (!(condition)) {                                             \
+      std::printf("%s:%d: %s (case %s)\n", __FILE__, __LINE__,      \
+                  #condition, current_case);                        \
+      ++failures;                                                   \
+    }                                                               \
+  } while (0)
+
+std::vector<const votes::Kernels*> all_kernels() {
+  std::vector<const votes::Kernels*> out{&votes::baseline::table};
+#if defined(__x86_64__)
+  using namespace kvp::index;
+  if (can_run(avx2::table)) out.push_back(&votes::avx2::table);
+  if (can_run(avx512::table)) out.push_back(&votes::avx512::table);
+#endif
+  return out;
+}
+
+template <typename Element>
+void test_definition(std::mt19937& random) {
+  for (const Shape& shape : shapes()) {
+    Request<Element> request(shape, random);
+    for (const bool most : {false, true}) {
+      const std::vector<double> expected = request.expected(most);
+      for (const votes::Kernels* kernels : all_kernels()) {
+        std::vector<float> out(request.votes(), -1.0f);
+        votes::vote(*kernels, request.call(most, out.data()));
+        CHECK(error_of(out, expected) < 2e-6 * static_cast<double>(shape.num_queries));
+        for (std::size_t i = 0; i < out.size(); ++i) {
+          CHECK((out[i] == 0.0f) == (expected[i] == 0.0));  // nobody sees it
+        }
+      }
+    }
+  }
+}
+
+void test_threads(std::mt19937& random) {
+#ifdef _OPENMP
+  const Shape shape{4, 2, 32, 1000, 16, 128, Order::kInterleaved, true, true};
+  const Request<BFloat16> request(shape, random);
+  std::vector<float> first;
+  for (const int threads : {1, 2, 3, 5}) {
+    omp_set_num_threads(threads);
+    std::vector<float> out(request.votes());
+    votes::vote(votes::select_kernels(), request.call(false, out.data()));
+    if (first.empty()) first = out;
+    CHECK(out == first);
+  }
+#else
+  (void)random;
+#endif
+}
+
+// Scores far apart: the softmax must not overflow, nor what is far below count.
+void test_extremes(std::mt19937& random) {
+  const Shape shape{1, 1, 4, 90, 16, 16, Order::kNatural, false, false};
+  Request<float> request(shape, random);
+  for (float& x : request.queries) x *= 400.0f;
+  const std::vector<double> expected = request.expected(false);
+  std::vector<float> out(request.votes());
+  votes::vote(votes::select_kernels(), request.call(false, out.data()));
+  CHECK(error_of(out, expected) < 1e-3);  // of scores of thousands
+}
+
+}  // namespace
+
+int main() {
+  const unsigned seed = 20253;
+  std::printf("seed %u\n", seed);
+  std::mt19937 random(seed);
+  current_case = "float32";
+  test_definition<float>(random);
+  current_case = "bfloat16";
+  test_definition<BFloat16>(random);
+  current_case = "float16";
+  test_definition<Float16>(random);
+  current_case = "threads";
+  test_threads(random);
+  current_case = "extremes";
+  test_extremes(random);
+  std::printf("%d failure(s)\n", failures);
+  return failures != 0;
+}
