@@ -1,11 +1,12 @@
-// Arguments of operations on low-rank factors (kvp/low_rank.hpp), checked.
+// Arguments of operations on low-rank factors (kvp/factor_record.hpp), checked.
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
 #include "binding.hpp"
-#include "kvp/low_rank.hpp"
+#include "kvp/factor_record.hpp"
+#include "kvp/vectors.hpp"
 
 namespace kvp::binding {
 
@@ -69,14 +70,17 @@ struct Factors {
   }
 };
 
-// Checks all but the records.
+// Checks all but the records. The factors must be on the device of `heap`, without one
+// on the CPU; what says where each record lies is on the CPU.
 inline Factors checked_factors(const char* op, const char* name, const Tensor& factors,
                                const Tensor& offsets, const Tensor& ranks,
-                               const Tensor& tokens, Index head_dim) {
+                               const Tensor& tokens, Index head_dim,
+                               const Tensor* heap = nullptr) {
   const Argument argument{op, name, factors};
   argument.require_dim(1);
   argument.require_contiguous();
-  if (!factors.is_cpu()) fail(op, name, " must be on the CPU");
+  if (heap != nullptr) argument.require_device_of(*heap);
+  if (heap == nullptr && !factors.is_cpu()) fail(op, name, " must be on the CPU");
   with_number(argument, [](auto*) {});
   if (head_dim < 1 || head_dim > kMaxHeadDim) {
     fail(op, "head_dim must be 1 to ", kMaxHeadDim, ", got ", head_dim);

@@ -1,4 +1,5 @@
-// torch bindings of kvp/svd.hpp and kvp/low_rank.hpp, CPU only.
+// torch bindings of kvp/svd.hpp and kvp/low_rank.hpp; the CUDA twins of the
+// reconstructions are in svd.cu.
 #include "kvp/svd.hpp"
 
 #include <string>

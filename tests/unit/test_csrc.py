@@ -52,7 +52,9 @@ def test_core_matches_its_definition(tmp_path, name):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-@pytest.mark.parametrize("name", ["emulation", "page_copy", "bulk_copy", "page_votes"])
+@pytest.mark.parametrize(
+    "name", ["emulation", "page_copy", "bulk_copy", "page_votes", "low_rank"]
+)
 def test_cuda_kernels_match_the_core(tmp_path, name):
     """Compiled for the host, where an emulator runs their threads in any order."""
     build_and_run(tmp_path, f"cuda_{name}", "-Itests/csrc/cuda_emulation")

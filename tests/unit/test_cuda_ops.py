@@ -6,6 +6,7 @@ scripts/check_compute_sanitizer.sh runs these tests under compute-sanitizer.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -122,6 +123,31 @@ def test_page_votes(device, dtype, kind, most):
         votes = [ops.page_votes(*moved(arguments, device)).cpu() for _ in range(2)]
         torch.testing.assert_close(votes[0], expected, atol=1e-6, rtol=1e-4)
         assert torch.equal(*votes)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reconstruction(device, dtype, kind):
+    print("seed 7")
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.randn(2, 130, 80, generator=generator).to(dtype)
+    starts, lengths = torch.tensor([0, 33, 97]), torch.tensor([33, 64, 16])
+    made = ops.truncated_svd(rows, starts, lengths, 32)
+    there = dataclasses.replace(made, factors=made.factors.to(device))
+    which = torch.tensor([5, 0, 4])
+    expected = ops.reconstruct(made, which)
+    found = ops.reconstruct(there, which)
+    near = {"rtol": 1e-2, "atol": 1e-5} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(found.cpu(), expected, **near)
+    layout = make_layout(kind, 16, 80, seed=7)
+    heap = random_bits(generator, 9, layout.page_elems, dtype=dtype).to(device)
+    places = torch.randperm(144, generator=generator)[:113].to(device)
+    pages, slots = places // 16, places % 16
+    wanted = heap.clone()
+    layout = layout.to(device)
+    ops.scatter_tokens(wanted, pages, slots, found, found, layout)
+    ops.reconstruct_tokens(heap, pages, slots, there, there, which, layout)
+    assert torch.equal(heap.view(torch.uint8), wanted.view(torch.uint8))
 
 
 def test_an_index_out_of_range_traps(device):

@@ -31,8 +31,9 @@ class LowRank:
     Equation 18 of SeKV counts ``rank * (tokens + head_dim + 1)`` elements, what a
     float32 record has; one of bfloat16 has up to ``rank + 1`` more.
 
-    The records may be moved elsewhere, to an arena, say: replace ``factors``. With
-    bfloat16 that must begin at an even element of its storage.
+    The records may be moved elsewhere, to an arena or a GPU, say: replace ``factors``.
+    With bfloat16 that must begin at an even element of its storage. The other tensors
+    stay on the CPU.
 
     Args:
         factors: float32 or bfloat16 [elements], all records.
@@ -166,6 +167,7 @@ def reconstruct(
         ValueError: a matrix does not exist, or the factors are not sound.
 
     Cost: ``2 * tokens * rank * head_dim`` operations each (equation 22), of float32.
+        Compiled for CUDA: one launch, and a copy of the list of work.
     """
     op = "reconstruct"
     dtype = dtype or low_rank.factors.dtype
@@ -211,6 +213,7 @@ def reconstruct_tokens(
         ValueError: a shape, dtype, matrix, page or slot does not fit, or a destination
             repeats. The heap is then unchanged.
 
+    On CUDA factors lie with the heap; places are checked as ``dispatch.py`` says.
     Cost: that of two :func:`reconstruct`; nothing but the slots is written.
     """
     op = "reconstruct_tokens"
@@ -324,8 +327,12 @@ def pack_record(
 def check_placement(
     op: str, dtype: torch.dtype, name: str, tensor: torch.Tensor
 ) -> None:
-    """Raise ValueError unless ``tensor`` is on the CPU and ``dtype`` can be made."""
-    if tensor.device.type != "cpu":
+    """Raise ValueError unless ``tensor`` is on the CPU and ``dtype`` can be made.
+
+    Reconstructions run on CUDA too, where the extension has kernels for it.
+    """
+    there = op.startswith("reconstruct") and compiled_for(tensor.device)[0]
+    if tensor.device.type != "cpu" and not there:
         _fail(op, f"{name} must be on the CPU, got {tensor.device}")
     if dtype not in DTYPES:
         _fail(op, f"dtype must be float32 or bfloat16, got {dtype}")

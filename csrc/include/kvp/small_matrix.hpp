@@ -13,11 +13,10 @@
 #include <limits>
 
 #include "kvp/convert_rows.hpp"
+#include "kvp/factor_record.hpp"
 #include "kvp/vectors.hpp"
 
 namespace kvp::svd {
-
-using Index = std::int64_t;
 
 // Elements of a cache line: what the columns of every matrix are padded to.
 template <typename T>

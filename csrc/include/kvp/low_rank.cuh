@@ -1,0 +1,146 @@
+// CUDA twin of low_rank.hpp's reconstruction: one launch per call, on plain pointers
+// and a stream. Records lie on the device; where each begins is the host's to know.
+//
+// A block makes a tile of 32 tokens times 64 dimensions of U diag(sigma) V^T, 32
+// components at a time through shared memory; sums are of float32, components in
+// their order. As in page_copy.cuh a page or slot out of range traps.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "kvp/device_pages.cuh"
+#include "kvp/elements.cuh"
+#include "kvp/factor_record.hpp"
+#include "kvp/launch.cuh"
+
+namespace kvp::cuda {
+
+constexpr int kMadeTokens = 32;
+constexpr int kMadeDims = 64;
+constexpr int kComponents = 32;
+constexpr int kTokensPerWarp = kMadeTokens / (kThreads / 32);
+
+// Some tokens of a matrix: where the parts of its record begin, in elements.
+struct MadeRows {
+  std::int64_t sigma, left, right;  // of its first token here: left
+  std::int64_t rank, tokens;        // tokens: at most kMadeTokens
+  std::int64_t first_row;           // of all rows that the call makes
+};
+
+// Appends the work of one matrix; `first_row` is its first token's.
+template <typename Factor>
+void list_rows(const svd::Record<Factor>& shape, std::int64_t begin,
+               std::int64_t first_row, std::vector<MadeRows>& list) {
+  for (std::int64_t t = 0; t < shape.tokens; t += kMadeTokens) {
+    const std::int64_t left = shape.tokens - t;
+    list.push_back({begin, begin + shape.left() + t * shape.rank,
+                    begin + shape.right(), shape.rank,
+                    left < kMadeTokens ? left : kMadeTokens, first_row + t});
+  }
+}
+
+// Rows one behind the other.
+template <typename Element>
+struct RowTarget {
+  Element* rows;
+  std::int64_t head_dim;
+
+  __device__ Element* at(std::int64_t row, std::int64_t d) const {
+    return rows + row * head_dim + d;
+  }
+};
+
+// Slots of pages, one per row.
+template <typename Element>
+struct SlotTarget {
+  Element* heap;
+  DeviceHeap sizes;
+  std::int64_t block_size, head_dim;
+  const std::int32_t* offsets;  // of the plane that is written
+  const std::int64_t* pages;
+  const std::int64_t* slots;
+
+  __device__ Element* at(std::int64_t row, std::int64_t d) const {
+    require_below(pages[row], sizes.num_pages);
+    require_below(slots[row], block_size);
+    return heap + pages[row] * sizes.page_stride + offsets[slots[row] * head_dim + d];
+  }
+};
+
+// A float32 among elements of either type.
+__device__ inline float float_at(const float* record) { return *record; }
+__device__ inline float float_at(const BFloat16* record) {
+  return __uint_as_float(static_cast<std::uint32_t>(record[1].bits) << 16 |
+                         record[0].bits);
+}
+
+template <typename Factor, typename Target>
+__global__ void make_rows(const Factor* factors, const MadeRows* list, std::int64_t n,
+                          std::int64_t head_dim, Target target) {
+  // A row longer than a tile, so that lanes write different banks.
+  KVP_SHARED(float, left, kMadeTokens * (kComponents + 1));
+  KVP_SHARED(float, right, kComponents * kMadeDims);
+  constexpr int kPerFloat = static_cast<int>(sizeof(float) / sizeof(Factor));
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const std::int64_t across = (head_dim + kMadeDims - 1) / kMadeDims;
+  for (std::int64_t work = blockIdx.x; work < n * across; work += gridDim.x) {
+    const MadeRows rows = list[work / across];
+    const std::int64_t first_dim = work % across * kMadeDims;
+    float sums[kTokensPerWarp][2] = {};
+    for (std::int64_t first = 0; first < rows.rank; first += kComponents) {
+      const std::int64_t k = first + lane;
+      for (int t = warp; t < kMadeTokens; t += kThreads / 32) {
+        const bool there = t < rows.tokens && k < rows.rank;
+        left[t * (kComponents + 1) + lane] =
+            there ? element_to_float(factors[rows.left + t * rows.rank + k]) : 0.0f;
+      }
+      for (int i = static_cast<int>(threadIdx.x); i < kComponents * kMadeDims;
+           i += kThreads) {
+        const std::int64_t component = first + i / kMadeDims;
+        const std::int64_t d = first_dim + i % kMadeDims;
+        float value = 0.0f;
+        if (component < rows.rank && d < head_dim) {
+          value =
+              element_to_float(factors[rows.right + component * head_dim + d]) *
+              float_at(factors + rows.sigma + component * kPerFloat);
+        }
+        right[i] = value;
+      }
+      __syncthreads();
+      for (int i = 0; i < kComponents; ++i) {
+        const float low = right[i * kMadeDims + lane];
+        const float high = right[i * kMadeDims + lane + 32];
+        for (int t = 0; t < kTokensPerWarp; ++t) {
+          const float u = left[(warp * kTokensPerWarp + t) * (kComponents + 1) + i];
+          sums[t][0] += u * low;
+          sums[t][1] += u * high;
+        }
+      }
+      __syncthreads();
+    }
+    for (int t = 0; t < kTokensPerWarp; ++t) {
+      const int token = warp * kTokensPerWarp + t;
+      for (int half = 0; half < 2; ++half) {
+        const std::int64_t d = first_dim + lane + 32 * half;
+        if (token >= rows.tokens || d >= head_dim) continue;
+        store_element(sums[t][half], target.at(rows.first_row + token, d));
+      }
+    }
+  }
+}
+
+// Makes the rows of all listed work; `list` lies on the device.
+template <typename Factor, typename Target>
+void reconstruct(const Factor* factors, const MadeRows* list, std::int64_t n,
+                 std::int64_t head_dim, const Target& target, cudaStream_t stream) {
+  if (n * head_dim == 0) return;
+  const std::int64_t across = (head_dim + kMadeDims - 1) / kMadeDims;
+  launch(make_rows<Factor, Target>, at_most_blocks(n * across), kThreads, stream,
+         factors, list, n, head_dim, target);
+}
+
+}  // namespace kvp::cuda

@@ -1,0 +1,204 @@
+// Tests of the CUDA reconstruction of low-rank factors, under the emulator: against
+// their definition in double precision and against low_rank.hpp.
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <random>
+
+#include "cuda_fixtures.hpp"
+#include "kvp/low_rank.cuh"
+#include "kvp/svd.hpp"
+#include "page_fixtures.hpp"
+
+namespace {
+
+using namespace cuda_test;
+using namespace page_test;
+using kvp::BFloat16;
+using kvp::cuda::MadeRows;
+using kvp::svd::Record;
+
+// Records of some matrices one behind the other, of random numbers.
+template <typename Factor>
+struct Factors {
+  Index head_dim;
+  std::vector<Record<Factor>> shapes;
+  Indices begins;
+  std::vector<Factor> elements;
+  Index rows = 0;
+
+  Factors(Index dims, std::vector<std::array<Index, 2>> tokens_and_ranks,
+          std::mt19937& random)
+      : head_dim(dims) {
+    std::normal_distribution<float> normal;
+    Factor* tag = nullptr;
+    for (const auto& [tokens, rank] : tokens_and_ranks) {
+      const Record<Factor> shape{tokens, dims, rank};
+      const std::size_t at = elements.size();
+      begins.push_back(static_cast<Index>(at));
+      shapes.push_back(shape);
+      rows += tokens;
+      for (Index i = 0; i < shape.elements(); ++i) {
+        elements.push_back(kvp::svd::narrow(normal(random), tag));
+      }
+      for (Index k = 0; k < rank; ++k) {
+        const float sigma = 10.0f / static_cast<float>(k + 1);
+        std::memcpy(elements.data() + at + k * Record<Factor>::kPerFloat, &sigma, 4);
+      }
+    }
+  }
+
+  std::vector<MadeRows> work() const {
+    std::vector<MadeRows> list;
+    Index row = 0;
+    for (std::size_t m = 0; m < shapes.size(); ++m) {
+      kvp::cuda::list_rows(shapes[m], begins[m], row, list);
+      row += shapes[m].tokens;
+    }
+    return list;
+  }
+
+  template <typename Element>
+  std::vector<Element> on_the_host() const {
+    std::vector<Element> out(static_cast<std::size_t>(rows * head_dim));
+    kvp::svd::Workspace work;
+    Element* at = out.data();
+    for (std::size_t m = 0; m < shapes.size(); ++m) {
+      kvp::svd::reconstruct_rows(kvp::svd::select_kernels(), shapes[m],
+                                 elements.data() + begins[m], at, work);
+      at += shapes[m].tokens * head_dim;
+    }
+    return out;
+  }
+
+  std::vector<double> exact() const {
+    std::vector<double> out;
+    for (std::size_t m = 0; m < shapes.size(); ++m) {
+      const Factor* record = elements.data() + begins[m];
+      const Record<Factor>& s = shapes[m];
+      for (Index i = 0; i < s.tokens * head_dim; ++i) {
+        const Index t = i / head_dim, d = i % head_dim;
+        double sum = 0.0;
+        for (Index k = 0; k < s.rank; ++k) {
+          sum += double(kvp::to_float(record[s.left() + t * s.rank + k])) * 10.0 /
+                 double(k + 1) *
+                 double(kvp::to_float(record[s.right() + k * head_dim + d]));
+        }
+        out.push_back(sum);
+      }
+    }
+    return out;
+  }
+};
+
+// Whether rows are as exact as their type, and near those of the host.
+template <typename Element>
+bool close(const std::vector<Element>& made, const std::vector<Element>& host,
+           const std::vector<double>& exact) {
+  const double step = sizeof(Element) == 2 ? 0x1p-8 : 2e-6;
+  bool good = made.size() == exact.size();
+  for (std::size_t i = 0; good && i < made.size(); ++i) {
+    const double ours = kvp::to_float(made[i]), theirs = kvp::to_float(host[i]);
+    good = std::fabs(ours - exact[i]) <= step * std::fabs(exact[i]) + 5e-5 &&
+           std::fabs(ours - theirs) <= 2 * step * std::fabs(exact[i]) + 5e-5;
+  }
+  return good;
+}
+
+template <typename Element>
+std::vector<std::uint8_t> bytes_of(const std::vector<Element>& elements) {
+  std::vector<std::uint8_t> bytes(elements.size() * sizeof(Element));
+  if (!bytes.empty()) std::memcpy(bytes.data(), elements.data(), bytes.size());
+  return bytes;
+}
+
+template <typename Element, typename Factor>
+void test_rows(const Factors<Factor>& factors) {
+  const std::vector<MadeRows> list = factors.work();
+  const auto n = static_cast<Index>(list.size());
+  const auto make = [&] {
+    std::vector<Element> rows(static_cast<std::size_t>(factors.rows * factors.head_dim));
+    kvp::cuda::reconstruct(factors.elements.data(), list.data(), n, factors.head_dim,
+                           kvp::cuda::RowTarget<Element>{rows.data(), factors.head_dim},
+                           nullptr);
+    return rows;
+  };
+  const std::vector<Element> rows = make();
+  CHECK(close(rows, factors.template on_the_host<Element>(), factors.exact()));
+  check_all_turns(bytes_of(rows), [&] { return bytes_of(make()); });
+}
+
+// Pages of every layout hold the bits that the rows do, and nothing else changes.
+template <typename Element, typename Factor>
+void test_slots(const Factors<Factor>& factors, Order order, std::mt19937& random) {
+  constexpr Index kBlock = 16, kPages = 9;
+  const Index dims = factors.head_dim;
+  const std::vector<MadeRows> list = factors.work();
+  const auto n = static_cast<Index>(list.size());
+  std::vector<Element> rows(static_cast<std::size_t>(factors.rows * dims));
+  kvp::cuda::reconstruct(factors.elements.data(), list.data(), n, dims,
+                         kvp::cuda::RowTarget<Element>{rows.data(), dims}, nullptr);
+  const Tables tables = make_tables(order, kBlock, dims, random);
+  Indices places(kBlock * kPages), pages, slots;
+  std::iota(places.begin(), places.end(), 0);
+  std::shuffle(places.begin(), places.end(), random);
+  for (Index row = 0; row < factors.rows; ++row) {
+    pages.push_back(places[row] / kBlock);
+    slots.push_back(places[row] % kBlock);
+  }
+  const Index stride = 2 * kBlock * dims + 5;
+  std::vector<Element> heap(static_cast<std::size_t>(kPages * stride));
+  std::memset(heap.data(), 0x5a, heap.size() * sizeof(Element));
+  std::vector<Element> expected = heap;
+  for (Index i = 0; i < factors.rows * dims; ++i) {
+    const Index row = i / dims, d = i % dims;
+    expected[pages[row] * stride + tables.values[slots[row] * dims + d]] = rows[i];
+  }
+  const auto write = [&](Index page_shift, Index slot_shift) {
+    std::vector<Element> written = heap;
+    Indices to = pages, at = slots;
+    to.back() += page_shift;
+    at.back() += slot_shift;
+    kvp::cuda::reconstruct(
+        factors.elements.data(), list.data(), n, dims,
+        kvp::cuda::SlotTarget<Element>{written.data(), {kPages, stride}, kBlock, dims,
+                                       tables.values.data(), to.data(), at.data()},
+        nullptr);
+    return bytes_of(written);
+  };
+  check_all_turns(bytes_of(expected), [&] { return write(0, 0); });
+  if (kFewThreads) return;
+  for (const Index wrong : {-kPages, kPages}) CHECK(traps([&] { write(wrong, 0); }));
+  for (const Index wrong : {-kBlock, kBlock}) CHECK(traps([&] { write(0, wrong); }));
+}
+
+template <typename Factor>
+void test_factors(Index dims, std::mt19937& random) {
+  const Factors<Factor> factors(
+      dims, {{33, 16}, {1, 1}, {0, 0}, {64, 40}, {7, 0}, {5, 3}}, random);
+  test_rows<float>(factors);
+  test_rows<BFloat16>(factors);
+  for (const Order order : kOrders) test_slots<BFloat16>(factors, order, random);
+  test_slots<float>(factors, Order::kShuffled, random);
+}
+
+}  // namespace
+
+int main() {
+  const unsigned seed = 20255;
+  std::printf("seed %u\n", seed);
+  std::mt19937 random(seed);
+  if (kFewThreads) {
+    const Factors<BFloat16> factors(70, {{33, 40}}, random);
+    test_rows<BFloat16>(factors);
+    test_slots<BFloat16>(factors, Order::kNatural, random);
+    return report();
+  }
+  for (const Index dims : {1, 64, 80}) {
+    current_case = "float32 factors";
+    test_factors<float>(dims, random);
+    current_case = "bfloat16 factors";
+    test_factors<BFloat16>(dims, random);
+  }
+  return report();
+}
