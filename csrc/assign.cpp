@@ -1,5 +1,5 @@
-// torch bindings of kvp/assign.hpp and kvp/irregularity.hpp, CPU only; on CUDA
-// Triton (vllm_kvplugins/ops/triton/clusters.py) and torch take their places.
+// torch bindings of kvp/assign.hpp and kvp/irregularity.hpp; the CUDA twin of the
+// first is in assign.cu, and torch takes the place of the other there.
 #include "kvp/assign.hpp"
 
 #include "kvp/irregularity.hpp"
@@ -9,62 +9,13 @@
 #include <tuple>
 #include <vector>
 
-#include "binding.hpp"
+#include "assign_check.hpp"
 
 namespace kvp::binding {
 namespace {
 
-constexpr const char* kOp = "assign_and_average";
-
-struct Sizes {
-  std::int64_t heads, slots, head_dim, prototypes;
-};
-
-void require_shape(const char* name, const Tensor& tensor,
-                   const std::vector<std::int64_t>& shape) {
-  bool same = tensor.dim() == static_cast<std::int64_t>(shape.size());
-  for (std::size_t i = 0; same && i < shape.size(); ++i) {
-    same = tensor.size(static_cast<std::int64_t>(i)) == shape[i];
-  }
-  if (same) return;
-  std::ostringstream wanted;
-  for (std::size_t i = 0; i < shape.size(); ++i) {
-    wanted << (i ? ", " : "") << shape[i];
-  }
-  fail(kOp, name, " must have shape [", wanted.str(), "], got ",
-       shape_of(tensor));
-}
-
-Sizes checked(const Tensor& keys, const Tensor& prototypes,
-              const Tensor& values, const std::optional<Tensor>& valid) {
-  Argument{kOp, "keys", keys}.require_dim(3);
-  const Argument rows{kOp, "prototypes", prototypes};
-  rows.require_dim(3);
-  const Sizes size{keys.size(0), keys.size(1), keys.size(2), prototypes.size(1)};
-  require_shape("prototypes", prototypes,
-                {size.heads, size.prototypes, size.head_dim});
-  require_shape("values", values, {size.heads, size.slots});
-  rows.require_type(ScalarType::Float);
-  Argument{kOp, "values", values}.require_type(ScalarType::Float);
-  if (size.prototypes == 0) fail(kOp, "there must be at least one prototype");
-  if (size.head_dim > kMaxHeadDim) {
-    fail(kOp, "head_dim must be at most ", kMaxHeadDim, ", got ", size.head_dim);
-  }
-  if (size.head_dim > 1 && size.slots > 0 && keys.stride(2) != 1) {
-    fail(kOp, "the elements of a key must lie side by side");
-  }
-  rows.require_contiguous();
-  Argument{kOp, "values", values}.require_contiguous();
-  if (valid) {
-    require_shape("valid", *valid, {size.heads, size.slots});
-    Argument{kOp, "valid", *valid}.require_type(ScalarType::Bool);
-    Argument{kOp, "valid", *valid}.require_contiguous();
-  }
-  return size;
-}
-
 // What is no token forms a cluster of its own, of value 0.
-void mark_absent(const float* values, const bool* valid, const Sizes& size,
+void mark_absent(const float* values, const bool* valid, const AssignSizes& size,
                  std::int64_t* clusters, float* kept) {
   for (std::int64_t t = 0; t < size.slots; ++t) {
     const bool token = valid == nullptr || valid[t];
@@ -76,7 +27,7 @@ void mark_absent(const float* values, const bool* valid, const Sizes& size,
 // Assigns all heads, in one parallel region. Scratch is their packed prototypes.
 template <typename Element>
 void assign_heads(const Tensor& keys, const Tensor& prototypes,
-                  const Sizes& size, std::int64_t* clusters) {
+                  const AssignSizes& size, std::int64_t* clusters) {
   const auto* first = static_cast<const Element*>(keys.const_data_ptr());
   const float* rows = prototypes.const_data_ptr<float>();
   const Simd simd = best_simd_for<Element>();
@@ -107,7 +58,7 @@ void assign_heads(const Tensor& keys, const Tensor& prototypes,
 std::tuple<Tensor, Tensor> assign_and_average_cpu(
     const Tensor& keys, const Tensor& prototypes, const Tensor& values,
     std::optional<Tensor> valid) {
-  const Sizes size = checked(keys, prototypes, values, valid);
+  const AssignSizes size = checked_assignment(keys, prototypes, values, valid);
   Tensor means = torch::stable::new_empty(values, {size.heads, size.slots});
   Tensor clusters = torch::stable::new_empty(
       values, {size.heads, size.slots}, ScalarType::Long);
@@ -123,7 +74,7 @@ std::tuple<Tensor, Tensor> assign_and_average_cpu(
       assign_heads<BFloat16>(keys, prototypes, size, found);
       break;
     default:
-      fail(kOp, "keys must be float32, float16 or bfloat16, got ",
+      fail(kAssign, "keys must be float32, float16 or bfloat16, got ",
            torch::headeronly::toString(keys.scalar_type()));
   }
   const float* value = values.const_data_ptr<float>();

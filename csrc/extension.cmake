@@ -69,7 +69,7 @@ if(with_cuda)
   set(CMAKE_CUDA_STANDARD 20)
   find_package(CUDAToolkit REQUIRED)
   target_sources(kvp_C PRIVATE csrc/page_copy.cu csrc/bulk_copy.cu
-    csrc/page_votes.cu csrc/svd.cu)
+    csrc/page_votes.cu csrc/svd.cu csrc/assign.cu)
   set_target_properties(kvp_C PROPERTIES
     CUDA_VISIBILITY_PRESET hidden CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON)
   target_compile_definitions(kvp_C PRIVATE USE_CUDA KVP_WITH_CUDA)

@@ -12,7 +12,7 @@ import torch
 
 from vllm_kvplugins.ops import clusters as op
 from vllm_kvplugins.ops import extension
-from vllm_kvplugins.ops.extension import load_extension
+from vllm_kvplugins.ops.extension import Extension, load_extension
 
 ROOT = Path(__file__).parents[2]
 SEED = 20261121
@@ -287,10 +287,15 @@ def test_which_implementation_runs(monkeypatch):
     assert op.backend_for(cpu, torch.float64, 64) == "torch"
     assert op.backend_for(cpu, narrow, 513) == "torch"
     monkeypatch.setattr(extension, "_has_triton", lambda: True)
+    monkeypatch.setattr(op, "load_extension", lambda: Extension(facts={"cuda": "1"}))
+    assert op.backend_for(cuda, narrow, 64) == "compiled"
+    assert op.backend_for(cuda, torch.float64, 64) == "torch"
+    monkeypatch.setattr(op, "load_extension", lambda: Extension(facts={"cuda": "0"}))
     assert op.backend_for(cuda, narrow, 64) == "triton"
     monkeypatch.setattr(extension, "_has_triton", lambda: False)
     assert op.backend_for(cuda, narrow, 64) == "torch"
     monkeypatch.setattr(extension, "_has_triton", lambda: True)
+    monkeypatch.setattr(op, "load_extension", lambda: Extension(facts={"cuda": "1"}))
     monkeypatch.setenv("KVP_OPS", "torch")
     assert op.backend_for(cpu, narrow, 64) == "torch"
     assert op.backend_for(cuda, narrow, 64) == "torch"

@@ -53,7 +53,7 @@ def test_core_matches_its_definition(tmp_path, name):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 @pytest.mark.parametrize(
-    "name", ["emulation", "page_copy", "bulk_copy", "page_votes", "low_rank"]
+    "name", ["emulation", "page_copy", "bulk_copy", "page_votes", "low_rank", "assign"]
 )
 def test_cuda_kernels_match_the_core(tmp_path, name):
     """Compiled for the host, where an emulator runs their threads in any order."""

@@ -17,7 +17,8 @@ import pytest
 import torch
 from layouts import make_layout
 
-from vllm_kvplugins import ops
+from vllm_kvplugins import ops, scoring
+from vllm_kvplugins.ops import clusters
 from vllm_kvplugins.ops.extension import load_extension
 
 LAYOUTS = ["natural", "interleaved", "transposed", "permuted"]
@@ -148,6 +149,32 @@ def test_reconstruction(device, dtype, kind):
     ops.scatter_tokens(wanted, pages, slots, found, found, layout)
     ops.reconstruct_tokens(heap, pages, slots, there, there, which, layout)
     assert torch.equal(heap.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("holes", [False, True])
+def test_assignment(device, dtype, holes):
+    """Clusters as near as the CPU's; means of them bit for bit."""
+    print("seed 8")
+    generator = torch.Generator().manual_seed(8)
+    keys = torch.randn(3, 700, 128, generator=generator).to(dtype)
+    rows = torch.randn(3, 90, 128, generator=generator)
+    rows = rows / rows.norm(dim=2, keepdim=True)
+    rows[:, ::9] = 0
+    values = torch.randn(3, 700, generator=generator)
+    token = torch.rand(3, 700, generator=generator) < (0.8 if holes else 2)
+    arguments = moved((keys, rows, values, token if holes else None), device)
+    assert clusters.backend_for(device, dtype, 128) == "compiled"
+    result = clusters.assign_and_average(*arguments)
+    means, found = moved(result, torch.device("cpu"))
+    cosine = keys.float() @ rows.transpose(1, 2)
+    cosine = cosine.masked_fill((rows == 0).all(2)[:, None], -torch.inf)
+    reached = cosine.gather(2, found.clamp(max=89)[..., None])[..., 0]
+    assert bool((cosine.amax(2) - reached)[token].max() < 1e-4)
+    assert bool((found[~token] == 90).all())
+    wanted = scoring.cluster_mean(values.masked_fill(~token, 0), found, 91)
+    assert torch.equal(means[token], wanted[token])
+    assert bool((means[~token] == 0).all())
 
 
 def test_an_index_out_of_range_traps(device):

@@ -1,7 +1,7 @@
 """Nearest prototype of every key and means over the clusters found, fused.
 
-Runs the compiled version on CPUs, a Triton kernel on CUDA, and torch otherwise.
-``KVP_OPS=torch`` (``extension.py``) forces the last.
+Runs the compiled version where there is one for the device, else a Triton kernel on
+CUDA, and torch otherwise. ``KVP_OPS=torch`` (``extension.py``) forces the last.
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ import torch
 from vllm_kvplugins import prototypes as proto
 from vllm_kvplugins import scoring
 from vllm_kvplugins.ops.dispatch import call_compiled
-from vllm_kvplugins.ops.extension import compiled_for, triton_for
+from vllm_kvplugins.ops.extension import (
+    compiled_for,
+    load_extension,
+    torch_by_request,
+    triton_for,
+)
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 512  # kMaxHeadDim in csrc/include/kvp/assign.hpp
@@ -78,8 +83,8 @@ def chunk_prototypes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chunks without their irregular keys, and where those are.
 
-    ProtoKV, equations 10 and 11. Compiled where :func:`assign_and_average` is, if
-    all slots are valid; in torch otherwise.
+    ProtoKV, equations 10 and 11. Compiled for the CPU, if all slots are valid; in
+    torch otherwise.
 
     Args:
         keys: [H, n, D], any float type and strides.
@@ -96,7 +101,7 @@ def chunk_prototypes(
     """
     count = min(count, keys.shape[1] // num_chunks * num_chunks)
     backend = backend_for(keys.device, keys.dtype, keys.shape[2])
-    if backend == "compiled" and valid is None:
+    if backend == "compiled" and keys.device.type == "cpu" and valid is None:
         keys = keys if keys.stride(2) == 1 else keys.contiguous()
         sums, slots = call_compiled("chunk_prototypes", keys, num_chunks, count)
         return proto.directions(sums), slots
@@ -143,6 +148,10 @@ def backend_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
         return "torch"
     if device.type == "cpu":
         return "compiled" if compiled_for(device)[0] else "torch"
+    if device.type != "cuda" or torch_by_request():
+        return "torch"
+    if load_extension().has_cuda:
+        return "compiled"
     return "triton" if triton_for(device) else "torch"
 
 

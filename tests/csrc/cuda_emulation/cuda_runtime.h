@@ -65,6 +65,12 @@ struct cudaLaunchConfig_t {
   cudaStream_t stream = nullptr;
 };
 
+inline cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes,
+                                   cudaStream_t) {
+  std::memset(memory, value, bytes);
+  return cudaSuccess;
+}
+
 template <typename... Params, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config,
                                void (*kernel)(Params...), Args&&... args) {
@@ -127,8 +133,9 @@ inline int atomicAdd(int* at, int value) {
   return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
 }
 
-inline unsigned atomicMax(unsigned* at, unsigned value) {
-  unsigned before = __atomic_load_n(at, __ATOMIC_RELAXED);
+template <typename Number>
+Number atomicMax(Number* at, Number value) {
+  Number before = __atomic_load_n(at, __ATOMIC_RELAXED);
   while (before < value && !__atomic_compare_exchange_n(
                                at, &before, value, false, __ATOMIC_RELAXED,
                                __ATOMIC_RELAXED)) {
