@@ -91,6 +91,11 @@ def settled(request: dict[str, Any], vllm_config: VllmConfig) -> dict[str, Any]:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    logger.warning(
+        "KV policy: kernel %s on a GPU, where this version has not been run by its "
+        "makers; compare with --kv-policy full (docs/gpu.md)",
+        wanted,
+    )
     return request | {"kernel": wanted}
 
 

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Everything that one GPU can say of this package in eight minutes; see gpu_smoke.py.
+#
+# Usage: benchmarks/gpu_smoke.sh MODEL OUT_DIR [options of gpu_smoke.py]
+#
+# PYTHON names an interpreter with torch and vLLM. MODEL is a folder with weights, such
+# as what `kvplugins model` makes.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+exec "${PYTHON:-python3}" benchmarks/gpu_smoke.py "$@"
