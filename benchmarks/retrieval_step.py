@@ -21,19 +21,12 @@ from unittest import mock
 import torch
 import typer
 from _engine import provenance
+from _prepared_worker import prepare
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.index import selection
 from vllm_kvplugins.ops import hot_set
-from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.policies.base import Geometry
-from vllm_kvplugins.residency.heap import Heap
-from vllm_kvplugins.residency.requests import Row
-from vllm_kvplugins.residency.runtime import PolicyRuntime
-
-BLOCK = 32
 
 
 class Clock:
@@ -50,48 +43,6 @@ class Clock:
             return result
 
         return timed
-
-
-def prepare(
-    config: dict[str, Any],
-    requests: int,
-    tokens: int,
-    layers: int,
-    heads: int,
-    dim: int,
-) -> tuple[PolicyRuntime, list[Row], torch.Tensor, torch.Tensor]:
-    """A worker whose requests have read their prompts.
-
-    Returns:
-        The runtime, the rows of a decode step, their lengths and block table.
-    """
-    per_request = tokens // BLOCK + 2
-    blocks = requests * per_request
-    layout = PageLayout.transposed_keys(BLOCK, dim)
-    generator = torch.Generator().manual_seed(0)
-    pages = torch.empty(layers * blocks * heads, layout.page_elems).to(torch.bfloat16)
-    centres = torch.randn(200, dim, generator=generator)
-    for page in pages:  # page by page: the heap is large
-        which = torch.randint(200, (2 * BLOCK,), generator=generator)
-        rows = centres[which] + 0.5 * torch.randn(2 * BLOCK, dim, generator=generator)
-        page.copy_(rows.flatten())
-    per_token = 2 * layers * heads * dim * 2
-    geometry = Geometry(BLOCK, layers, heads, per_token)
-    runtime = PolicyRuntime(parse_policy(config), geometry)
-    runtime.attach(
-        Heap(pages, layout, layers, blocks, heads), [dim**-0.5] * layers, None
-    )
-    table = torch.arange(blocks, dtype=torch.int32).view(requests, per_request)
-    group = 3
-    for i in range(requests):
-        row = Row(str(i), tokens, 0, tokens, 0)
-        runtime.begin_step([row], torch.tensor([tokens]), table[i : i + 1])
-        queries = torch.randn(tokens, heads * group, dim).to(torch.bfloat16)
-        for layer in range(layers):
-            runtime.after_attention(layer, queries)
-        runtime.end_step()
-    rows = [Row(str(i), tokens, tokens, 1, i) for i in range(requests)]
-    return runtime, rows, torch.full((requests,), tokens + 1), table
 
 
 def main(

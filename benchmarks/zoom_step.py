@@ -30,18 +30,11 @@ from unittest import mock
 import torch
 import typer
 from _engine import provenance
+from _prepared_worker import GROUP, prepare
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.policies.base import Geometry
 from vllm_kvplugins.residency import zooming
-from vllm_kvplugins.residency.heap import Heap
-from vllm_kvplugins.residency.requests import Row
-from vllm_kvplugins.residency.runtime import PolicyRuntime
-
-BLOCK, GROUP = 32, 3
 
 
 def cpu_ms() -> float:
@@ -97,49 +90,6 @@ class Losses:
         return -3 * torch.rand(len(targets), generator=self._random).log()
 
 
-def prepare(
-    config: dict[str, Any],
-    requests: int,
-    tokens: int,
-    layers: int,
-    heads: int,
-    dim: int,
-) -> tuple[PolicyRuntime, list[Row], torch.Tensor, torch.Tensor]:
-    """A worker whose requests have read their prompts.
-
-    Returns:
-        The runtime, the rows of a decode step, their lengths and block table.
-    """
-    per_request = tokens // BLOCK + 2
-    blocks = requests * per_request
-    layout = PageLayout.transposed_keys(BLOCK, dim)
-    random = torch.Generator().manual_seed(0)
-    pages = torch.empty(layers * blocks * heads, layout.page_elems).to(torch.bfloat16)
-    centres = torch.randn(200, dim, generator=random)
-    for page in pages:  # page by page: the heap is large
-        which = torch.randint(200, (2 * BLOCK,), generator=random)
-        rows = centres[which] + 0.5 * torch.randn(2 * BLOCK, dim, generator=random)
-        page.copy_(rows.flatten())
-    geometry = Geometry(BLOCK, layers, heads, 2 * layers * heads * dim * 2)
-    runtime = PolicyRuntime(parse_policy(config), geometry)
-
-    heap = Heap(pages, layout, layers, blocks, heads)
-    runtime.attach(heap, [dim**-0.5] * layers, None, losses=Losses())
-    table = torch.arange(blocks, dtype=torch.int32).view(requests, per_request)
-    for i in range(requests):
-        runtime.learn(str(i), [0] * tokens)
-        runtime.begin_step(
-            [Row(str(i), tokens, 0, tokens, 0)],
-            torch.tensor([tokens]),
-            table[i : i + 1],
-        )
-        for layer in range(layers):
-            runtime.after_attention(layer, torch.zeros(tokens, heads * GROUP, dim))
-        runtime.end_step()
-    rows = [Row(str(i), tokens, tokens, 1, i) for i in range(requests)]
-    return runtime, rows, torch.full((requests,), tokens + 1), table
-
-
 def main(
     config: Annotated[str, typer.Option(help="JSON")] = '{"budget": 0.1}',
     requests: int = 4,
@@ -154,9 +104,9 @@ def main(
     """Time ``steps`` decode steps."""
     console = Console()
     with console.status("prompts"):
-        runtime, rows, lengths, table = prepare(
-            {"name": "sekv", **json.loads(config)}, requests, tokens, layers, heads, dim
-        )
+        chosen = {"name": "sekv", **json.loads(config)}
+        shape = requests, tokens, layers, heads, dim
+        runtime, rows, lengths, table = prepare(chosen, *shape, Losses())
     here = runtime.zooming
     assert here is not None
     clocks, found = Clocks(), defaultdict(list)
