@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Compile-checks csrc/*.cu with nvcc. Needs no GPU and no CUDA torch.
+# Compile-checks csrc/*.cu with nvcc for sm_80, sm_90a and sm_100. Needs no GPU and no
+# CUDA torch.
 #
 # Usage: scripts/check_cuda_compile.sh        (PYTHON=... names an interpreter
 #        that has torch, for its headers; NVCC=... names the compiler)
-# Exits 0 and prints "skipped: ..." where nvcc is missing; 1 if compiling fails.
+# Exits 0 and prints "skipped: ..." where nvcc, or an architecture that it knows, is
+# missing; 1 if compiling fails.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,9 +24,18 @@ fi
 out="$(mktemp -d)"
 trap 'rm -rf "$out"' EXIT
 
+architectures=()
+for arch in 80 90a 100; do
+  if "$nvcc" --list-gpu-arch | grep -qx "compute_${arch%a}"; then
+    architectures+=("$arch")
+  else
+    echo "skipped: sm_$arch, which this nvcc does not know"
+  fi
+done
+
 for source in csrc/*.cu; do
   name="$(basename "$source" .cu)"
-  for arch in 80 90a 100; do
+  for arch in "${architectures[@]}"; do
     "$nvcc" -c "$source" -o "$out/${name}_$arch.o" \
       -gencode "arch=compute_$arch,code=sm_$arch" -std=c++20 -O3 \
       -Icsrc/include -isystem "$torch_include" \

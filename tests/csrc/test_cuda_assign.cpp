@@ -203,7 +203,8 @@ int main() {
   }
   const Shape shapes[] = {{2, 97, 64, 17, false}, {1, 33, 7, 1, true},
                           {1, 64, 80, 143, true}, {2, 1, 1, 2, false},
-                          {1, 40, 512, 5, true},  {3, 0, 16, 3, false}};
+                          {1, 40, 512, 5, true},  {3, 0, 16, 3, false},
+                          {7, 200, 4, 3, false}};  // more than a launch has threads
   for (const Shape& shape : shapes) {
     current_case = "float32";
     test_assignment<float>(shape, random);

@@ -98,6 +98,8 @@ int main() {
   test_votes<Float16>(shape, random);
   current_case = "several parts";
   test_votes<BFloat16>({1, 2, 3, 2100, 16, 16, Order::kInterleaved, true, true}, random);
+  current_case = "more rows than a launch has threads";
+  test_votes<float>({2, 8, 90, 40, 16, 8, Order::kNatural, true, false}, random, false);
   current_case = "traps";
   test_traps(random);
   return report();

@@ -12,12 +12,17 @@
 #define KVP_SHARED(TYPE, NAME, COUNT) __shared__ TYPE NAME[COUNT]
 #endif
 
+// Fewer in the emulator, where every test then has blocks that loop.
+#ifndef KVP_MAX_BLOCKS
+#define KVP_MAX_BLOCKS 4096
+#endif
+
 namespace kvp::cuda {
 
 constexpr int kThreads = 256;
 // Enough blocks to fill the largest GPUs several times over; the grid-stride
 // loops do the rest.
-constexpr std::int64_t kMaxBlocks = 4096;
+constexpr std::int64_t kMaxBlocks = KVP_MAX_BLOCKS;
 
 // Bytes that one thread copies at a time; 16 where sizes and addresses allow.
 using Chunk = uint4;

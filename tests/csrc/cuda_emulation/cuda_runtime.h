@@ -18,6 +18,9 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+// See launch.cuh.
+#define KVP_MAX_BLOCKS 5
+
 // Instead of `__shared__ TYPE NAME[COUNT]`, see launch.cuh.
 #define KVP_SHARED(TYPE, NAME, COUNT)                                    \
   static const char NAME##_site = 0;                                     \
