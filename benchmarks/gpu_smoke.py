@@ -6,7 +6,7 @@ Stages, each in a time box; one that fails or runs out of time is written down a
 and the others go on:
 
 build     compiles the extension, with CUDA kernels where nvcc is
-kernels   the suite of attention kernels, on the GPU
+kernels   the suite of attention kernels, and the compiled ops, on the GPU
 policies  every policy that runs on GPUs answers a prompt; `full` as stock, in float32
 decode    steps of a model with Llama-3.1-8B's shape and random weights, stock and under
           policies, at several prompt lengths
@@ -143,11 +143,14 @@ def build(out: Path) -> list[Row]:
 
 
 def kernels() -> list[Row]:
-    """tests/helpers/kernel_suite.py"""
-    suite = "tests/helpers/kernel_suite.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", suite]
-    status, said = run_boxed(command, 150)
-    return [{"status": status, "said": said.strip().splitlines()[-1:]}]
+    """The suite of attention kernels, and the tests of the compiled ops."""
+    rows = []
+    for suite in ("tests/helpers/kernel_suite.py", "tests/unit/test_cuda_ops.py"):
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        status, said = run_boxed([*command, suite], 100)
+        last = said.strip().splitlines()[-1:]
+        rows.append({"suite": suite, "status": status, "said": " ".join(last)})
+    return rows
 
 
 def policies(model: str, device: str) -> list[Row]:

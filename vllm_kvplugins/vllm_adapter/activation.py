@@ -44,8 +44,9 @@ CONNECTOR_NAME = "KVPolicyConnector"
 CONNECTOR_MODULE = f"{_PACKAGE}.connector"
 _CPU_WORKER = f"{_PACKAGE}.cpu_worker.KVPolicyCPUWorker"
 _GPU_WORKER = f"{_PACKAGE}.gpu_worker.KVPolicyGPUWorker"
-# Smaller pages than vLLM's CPU default of 128 waste less of a budget.
-_CPU_BLOCK_SIZE = 32
+# Smaller pages than vLLM's CPU default of 128 waste less of a budget. For GPUs it is
+# vLLM's default, but said, so that no backend's preference changes it later.
+_CPU_BLOCK_SIZE, _GPU_BLOCK_SIZE = 32, 16
 
 
 # -- front end: the configuration ---------------------------------------------
@@ -75,8 +76,9 @@ def prepared(args: EngineArgs, policy: KVCachePolicy) -> Iterator[None]:
         kv_connector_module_path=CONNECTOR_MODULE,
         kv_role="kv_both",
     )
-    if args.block_size is None and current_platform.is_cpu():
-        args.block_size = _CPU_BLOCK_SIZE
+    if args.block_size is None:
+        on_cpu = current_platform.is_cpu()
+        args.block_size = _CPU_BLOCK_SIZE if on_cpu else _GPU_BLOCK_SIZE
     try:
         yield
     finally:
