@@ -107,7 +107,7 @@ def assert_right(case: Case) -> None:
     torch.testing.assert_close(lse.double(), exact_lse, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", ["transposed", "natural", "permuted"])
+@pytest.mark.parametrize("kind", ["transposed", "natural", "interleaved", "permuted"])
 @pytest.mark.parametrize("group", [1, 3, 7])
 @pytest.mark.parametrize(
     ("block", "dims"), [(16, 64), (32, 64), (16, 80), (32, 80), (32, 128), (5, 7)]

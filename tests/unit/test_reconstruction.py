@@ -15,7 +15,7 @@ from vllm_kvplugins.ops.layout import PageLayout
 
 SEED = 20261122
 DTYPES = [torch.float32, torch.bfloat16]
-LAYOUTS = ["natural", "transposed", "permuted"]
+LAYOUTS = ["natural", "interleaved", "transposed", "permuted"]
 DIM = 64
 
 
