@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
+import random
+import re
+import sys
 from pathlib import Path
 
-import pytest
+import typer
 from typer.testing import CliRunner
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "router_texts.py"
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import _pass_key
+import router_texts as script
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("router_texts", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_html_becomes_what_a_reader_sees(script, tmp_path):
+def test_html_becomes_what_a_reader_sees(tmp_path):
     page = tmp_path / "page.html"
     page.write_text(
         "<html><head><title>no</title></head><body><nav>no</nav><h1>One &amp; two</h1>"
@@ -33,9 +28,7 @@ def test_html_becomes_what_a_reader_sees(script, tmp_path):
     assert script.plain(code) == "def f():\n    return 1\n\nx = 2"
 
 
-def test_each_folder_gives_as_many_long_texts(script, tmp_path):
-    import typer
-
+def test_each_folder_gives_as_many_long_texts(tmp_path):
     for folder, words in (("a", 50), ("b", 50), ("c", 2)):
         (tmp_path / folder).mkdir()
         for number in range(5):
@@ -48,3 +41,43 @@ def test_each_folder_gives_as_many_long_texts(script, tmp_path):
     assert done.exit_code == 0, done.output
     names = sorted(path.name[:5] for path in (tmp_path / "out").iterdir())
     assert names == ["0-000", "0-001", "0-002", "1-000", "1-001", "1-002"]
+
+
+def test_questions_behind_a_text_have_their_answers_in_it():
+    """Every value that is asked for stands in the text, near its end, and the wording
+    is not that of the pass-key prompts."""
+    for seed in range(20):
+        draw = random.Random(seed)
+        body = "".join(f"Sentence {chr(97 + i % 26)} says little. " for i in range(600))
+        made = script.examined(body, draw, 4000, 6, "<{question}|{answer}>\n")
+        text, asked = made.split("\n\n")
+        turns = [turn[1:-1].split("|") for turn in asked.splitlines()]
+        assert len(turns) == 6
+        assert len({question for question, _ in turns}) == 6
+        for _, answer in turns:
+            value = re.split(r" is | has the [a-z]+ [a-z]+ ", answer)[-1].rstrip(".")
+            assert value in text[-6000:], (seed, answer)
+            assert value not in text[:5000]
+        for word in ("Sentence a ", "Sentence b "):
+            assert word in text
+        for phrase in ("pass key", "Remember", "memorize", "quiz"):
+            assert phrase in _pass_key.TASK + _pass_key.NEEDLE + _pass_key.QUESTION
+            assert phrase not in made
+
+
+def test_a_share_of_the_texts_asks(tmp_path):
+    (tmp_path / "in").mkdir()
+    for number in range(30):
+        words = " ".join(f"word{i}." for i in range(3000))
+        (tmp_path / "in" / f"{number}.txt").write_text(words)
+    app = typer.Typer()
+    app.command()(script.main)
+    asked = [str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--asked", "0.5"]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    texts = [path.read_text() for path in (tmp_path / "out").iterdir()]
+    asking = [text for text in texts if "Question: " in text[-300:]]
+    assert 8 < len(asking) < 22 < len(texts) == 30
+    assert all(len(text) == 12000 for text in texts if text not in asking)
+    # stretches begin in other places
+    assert len({text[:20] for text in texts}) > 25

@@ -63,18 +63,25 @@ def test_logits_are_those_of_the_equations(random):
         assert float(found[head, ask, span]) == pytest.approx(float(wanted), abs=1e-4)
     every = router.summarize(keys.expand(SHAPE.layers, *keys.shape), slice(None))
     assert torch.allclose(every[1], summary)
+    # and the same of mean keys, as it is served
+    lengths = router.per_length(keys, 1)
+    for ask in range(3):
+        grouped = queries[:, ask].unflatten(0, (SHAPE.kv_heads, -1))
+        served = router.logits_of_means(grouped, keys, lengths, sizes.log(), 1)
+        assert torch.allclose(served.flatten(0, 1), found[:, ask], atol=1e-4)
 
 
 def test_a_span_whose_keys_cancel_out_is_no_nan(random):
     router = random_router(SHAPE, random)
     keys = torch.zeros(SHAPE.kv_heads, 1, SHAPE.head_dim)
     assert router.summarize(keys, 0).isfinite().all()
+    assert (router.per_length(keys, 0)[..., None] * keys[0, 0]).isfinite().all()
 
 
 def test_rank_gates_are_laid_out_like_the_factors(random):
     router = random_router(SHAPE, random)
     keys = torch.randn(SHAPE.kv_heads, 3, SHAPE.head_dim, generator=random)
-    summary = router.summarize(keys, 0).bfloat16()
+    summary = router.summarize(keys, 0)
     rows = torch.randn(2 * SHAPE.kv_heads, 20, SHAPE.head_dim, generator=random)
     rows[1, 8:10] = 0.0  # a matrix of rank 0
     starts, sizes = torch.tensor([0, 8, 10]), torch.tensor([8, 2, 10])
@@ -90,7 +97,7 @@ def test_rank_gates_are_laid_out_like_the_factors(random):
         group = slice(head * SHAPE.group, (head + 1) * SHAPE.group)
         asked = router.rank_logits(
             spectrum,
-            summary.float()[group, span].mean(0),
+            summary[group, span].mean(0),
             torch.tensor([float(plane >= SHAPE.kv_heads)]),
         )
         assert torch.allclose(part, asked.sigmoid()[: part.numel()], atol=1e-6)
@@ -211,25 +218,21 @@ def test_the_policy_zooms_where_any_head_of_a_group_wants_to(random, tmp_path):
         SHAPE.kv_heads, SHAPE.group, SHAPE.head_dim, generator=random
     )
     gates = policy.gates(1, queries, spans, 1.0)
-    alone = router.logits(
-        queries.flatten(0, 1)[:, None], spans.summary, spans.log_sizes, 1
-    )
+    summary = router.summarize(keys, 1)
+    alone = router.logits(queries.flatten(0, 1)[:, None], summary, spans.log_sizes, 1)
     seen = 0
     for head, span in itertools.product(range(SHAPE.kv_heads), range(7)):
         group = range(head * SHAPE.group, (head + 1) * SHAPE.group)
-        above = [
-            float(alone[h, 0, span])
-            for h in group
-            if torch.sigmoid(alone[h, 0, span]) > router.tau[1, h]
-        ]
-        seen += bool(above)
-        wanted = max(above, default=-math.inf)
+        above = any(torch.sigmoid(alone[h, 0, span]) > router.tau[1, h] for h in group)
+        seen += above
+        shares = sum(float(alone[h, 0].softmax(0)[span]) for h in group)
+        wanted = shares if above else -math.inf
         assert float(gates[head, span]) == pytest.approx(wanted, abs=1e-5)
     assert 0 < seen < 14, "both outcomes must occur"
 
 
 def test_the_engine_zooms_as_the_router_says(random, tmp_path):
-    """Summaries are made of each request's own spans, and kept in bfloat16."""
+    """By each request's own spans."""
     path = tmp_path / "router.safetensors"
     model = MODEL.model_copy(
         update={
@@ -251,17 +254,18 @@ def test_the_engine_zooms_as_the_router_says(random, tmp_path):
     router = read_router(path)[0]
 
     def promise(layer, head, asked, keys, scores):
-        found = torch.full((len(keys),), -math.inf, dtype=torch.float64)
+        found = torch.zeros(len(keys), dtype=torch.float64)
+        above = torch.zeros(len(keys), dtype=torch.bool)
         log_sizes = scores[0] - asked[0] @ keys.T * fake_engine.SCALE
         for member in range(fake_engine.GROUP):
             weight = router.projection[layer, head * fake_engine.GROUP + member]
             summary = torch.nn.functional.normalize(keys @ weight.double().T, dim=1)
-            summary = summary.bfloat16().double()
             logits = summary @ (weight.double() @ asked[member])
             logits = logits / weight.shape[0] ** 0.5 + log_sizes
             tau = router.threshold[layer, head * fake_engine.GROUP + member]
-            found = torch.maximum(found, logits.where(logits > tau, -math.inf))
-        return found
+            found += logits.softmax(0)
+            above |= logits > tau
+        return found.where(above, -math.inf)
 
     policy = {
         "name": "sekv",
@@ -280,12 +284,12 @@ def test_the_engine_zooms_as_the_router_says(random, tmp_path):
     assert 0.02 < shown.mean() < 0.8
 
 
-def test_summaries_take_their_place_in_the_budget(random, tmp_path):
+def test_what_a_router_keeps_of_spans_takes_its_place_in_the_budget(random, tmp_path):
     path = tmp_path / "router.safetensors"
     router = write_random_router(path, MODEL, random)
-    # a summary of 2 layers, 4 heads and 32 numbers of 2 bytes, beside a token's 64
-    summary_bytes = router.projection.shape[2] * 2 * 4 * 2
-    geometry = Geometry(4, 2, 2, 2 * summary_bytes)
+    # a number of 4 bytes for each of 2 layers and 4 heads, beside a token of twice that
+    assert router.threshold.shape == (2, 4)
+    geometry = Geometry(4, 2, 2, 2 * 2 * 4 * 4)
     plain = parse_policy({"name": "sekv", "budget": 200})
     routed = parse_policy({"name": "sekv", "budget": 200, "router": str(path)})
     surprisal = torch.rand(3000, generator=random)

@@ -228,12 +228,15 @@ def test_every_setting_is_in_the_docs():
 
 def test_each_stage_goes_on_with_other_texts():
     texts = [Text(str(i), range(100 * i, 100 * i + 50), "") for i in range(5)]
-    first = parts(texts, 20, 3, "0", first_text=0)
-    second = parts(texts, 30, 3, "0", first_text=3)
+    first = parts(texts, 20, 3, "0", first_text=0, ends=False)
+    second = parts(texts, 30, 3, "0", first_text=3, ends=False)
     assert [name for name, _ in first + second] == ["0", "1", "2", "3", "4", "0"]
     for name, tokens in first + second:
         assert tokens == list(range(tokens[0], tokens[0] + len(tokens)))
         assert 100 * int(name) <= tokens[0] <= tokens[-1] < 100 * int(name) + 50
+    assert [tokens[-1] for _, tokens in first] != [49, 149, 249]
+    last = parts(texts, 20, 3, "0", first_text=0, ends=True)
+    assert [tokens[0] for _, tokens in last] == [30, 130, 230]
 
 
 def test_the_rate_rises_and_falls():

@@ -17,6 +17,7 @@ from vllm_kvplugins.ops import LowRank
 from vllm_kvplugins.policies.base import Geometry, Lengths
 from vllm_kvplugins.policies.sekv import SeKV
 from vllm_kvplugins.residency.requests import Row
+from vllm_kvplugins.spans.coarse import CoarseSpans
 
 SEED = 20261122
 # factors of full rank, so that zoomed tokens are what they were
@@ -183,8 +184,8 @@ def test_components_that_count_little_are_dropped(monkeypatch):
     """Gates that are 1 up to some rank, and little behind it, are that rank."""
     asked: list[tuple[int, tuple[int, ...]]] = []
 
-    def gates(self: SeKV, layer: int, factors: LowRank, summary: torch.Tensor) -> Any:
-        asked.append((layer, tuple(summary.shape)))
+    def gates(self: SeKV, layer: int, factors: LowRank, spans: CoarseSpans) -> Any:
+        asked.append((layer, tuple(spans.keys.shape)))
         own = [(torch.arange(r) < 4) * 0.99 + 0.01 for r in factors.ranks.tolist()]
         return torch.cat(own)
 

@@ -137,7 +137,7 @@ def _run(
     from vllm_kvplugins import __version__
     from vllm_kvplugins.model_config import ConfigOnlyModel, read_model_config
     from vllm_kvplugins.policies.base import Geometry
-    from vllm_kvplugins.routers import report, training
+    from vllm_kvplugins.routers import report, thresholds, training
     from vllm_kvplugins.routers.files import RouterFacts, write_router
     from vllm_kvplugins.routers.teacher import load_model
     from vllm_kvplugins.routers.texts import read_texts
@@ -184,13 +184,13 @@ def _run(
                 _log(progress, f"step {step} of {settings.steps}, {said}")
 
         router = training.train(loaded, run, maker.stage, done)
+        seen = maker.stage(len(settings.lengths) - 1)
+        if settings.calibrate:
+            _log(progress, "choosing thresholds")
+            on_device = thresholds.calibrated(router.on(loaded.device), seen)
+            router = on_device.on(torch.device("cpu"))
         with torch.no_grad():
-            found = report.report(
-                loaded,
-                router.on(loaded.device),
-                maker.stage(len(settings.lengths) - 1),
-                held_out,
-            )
+            found = report.report(loaded, router.on(loaded.device), seen, held_out)
     facts = RouterFacts(
         plugin=__version__,
         model=Path(model).name,
@@ -293,7 +293,14 @@ class _Maker:
         )
         found = list["Example"]()
         for number, (_, tokens) in enumerate(
-            parts(texts, length, count, f"{settings.seed} {what}", first_text)
+            parts(
+                texts,
+                length,
+                count,
+                f"{settings.seed} {what}",
+                first_text,
+                settings.ends,
+            )
         ):
             reading = read(self._model, tokens, length - settings.queries)
             example = make_example(

@@ -72,13 +72,13 @@ class Resolver(KVCachePolicy):
         return keys
 
     def component_gates(
-        self, layer: int, factors: LowRank, summary: torch.Tensor
+        self, layer: int, factors: LowRank, spans: CoarseSpans
     ) -> torch.Tensor | None:
         """How much of each component of a span's factors counts (equation 7).
 
         Args:
             factors: of all spans' keys, KV head by KV head, and then of all values.
-            summary: of ``summarize``.
+            spans: what the factors are of.
 
         Called on another thread than the rest.
 
@@ -106,7 +106,7 @@ class Resolver(KVCachePolicy):
         starts = spans.sizes.cumsum(0) - spans.sizes
         rows = torch.cat([keys, values])
         factors = truncated_svd(rows, starts, spans.sizes, self.most_rank)
-        gates = self.component_gates(layer, factors, spans.summary)
+        gates = self.component_gates(layer, factors, spans)
         if gates is None:
             return factors
         return keep_components(factors, gates, self.least_gate)

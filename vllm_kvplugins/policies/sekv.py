@@ -23,7 +23,6 @@ from vllm_kvplugins.spans.coarse import CoarseSpans
 from vllm_kvplugins.spans.segmentation import Segments, cut_evenly, segment
 
 MEAN_KEY = "mean-key"
-_SUMMARY_DTYPE = torch.bfloat16
 
 
 class SeKV(Resolver):
@@ -44,8 +43,9 @@ class SeKV(Resolver):
     A trained ``router`` zooms into spans whose gate (equation 5) lies above the
     threshold of a query head (equation 9), best first, as far as there is room, and
     says how many components a span's factors keep (equation 7). Without one spans are
-    ranked by the attention that their means get, summed over the query heads that
-    share a KV head; there is no threshold, the room decides.
+    ranked by the attention that their means get; there is no threshold, the room
+    decides. Either way a span's rank is its share among all spans (a softmax over
+    them), summed over the query heads that share a KV head.
 
     Differs from the paper: anchors are as many as the budget has room for, the most
     surprising first; long spans are cut without an anchor; the window is at most
@@ -165,11 +165,11 @@ class SeKV(Resolver):
 
     def _tokens_each(self, geometry: Geometry) -> float:
         """Tokens whose place a span takes: one for its mean key and value, and what
-        a router's summary is beside one (equation 17)."""
+        a router keeps of it, a number per query head, beside one."""
         if self.trained is None:
             return 1.0
-        summary_bytes = self.trained.summary_numbers * _SUMMARY_DTYPE.itemsize
-        return 1.0 + summary_bytes / geometry.kv_bytes_per_token
+        lengths = self.trained.threshold
+        return 1.0 + lengths.numel() * lengths.itemsize / geometry.kv_bytes_per_token
 
     @property
     def host_memory_bytes(self) -> int | None:
@@ -233,13 +233,14 @@ class SeKV(Resolver):
     def summarize(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
         if self.trained is None:
             return keys
-        return self.trained.summarize(keys, layer).to(_SUMMARY_DTYPE)
+        return self.trained.per_length(keys, layer)
 
     def component_gates(
-        self, layer: int, factors: LowRank, summary: torch.Tensor
+        self, layer: int, factors: LowRank, spans: CoarseSpans
     ) -> torch.Tensor | None:
         if self.trained is None:
             return None
+        summary = self.trained.summarize(spans.keys, layer)
         return self.trained.component_gates(factors, summary)
 
     def model_problems(self, model: LoadFingerprint) -> list[str]:
@@ -289,12 +290,14 @@ def zoom_gates(
         queries: [num_kv_heads, group, head_dim].
 
     Returns:
-        float32 [num_kv_heads, spans]: the largest logit of a gate (equation 5) among
-        the query heads that are above their thresholds (equation 9); ``-inf`` where
-        none is.
+        float32 [num_kv_heads, spans]: the share of a span among all (a softmax of what
+        the sigmoid of equation 5 is taken of, so that each head's order is its
+        gates'), summed over query heads; ``-inf`` where the gate of none is above its
+        threshold (equation 9).
     """
-    heads = queries.flatten(0, 1)[:, None]
-    logits = router.logits(heads, spans.summary, spans.log_sizes, layer)[:, 0]
-    wanted = logits > router.threshold[layer, :, None]
-    logits = logits.masked_fill(~wanted, -torch.inf)
-    return logits.unflatten(0, queries.shape[:2]).amax(1)
+    logits = router.logits_of_means(
+        queries, spans.keys, spans.summary, spans.log_sizes, layer
+    )
+    threshold = router.threshold[layer].view(*queries.shape[:2], 1)
+    wanted = (logits > threshold).any(1)
+    return logits.softmax(-1).sum(1).masked_fill(~wanted, -torch.inf)

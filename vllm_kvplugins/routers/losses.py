@@ -24,6 +24,7 @@ class Weights:
 
     Attributes:
         zoom: lambda_1.
+        ranking: of the term that the paper does not have.
         reconstruction: lambda_2.
         budget: lambda_3.
         rank: beta, of a component beside that of a zoom.
@@ -31,6 +32,7 @@ class Weights:
     """
 
     zoom: float
+    ranking: float
     reconstruction: float
     budget: float
     rank: float
@@ -40,6 +42,7 @@ class Weights:
     def of(settings: TrainSettings) -> Weights:
         return Weights(
             settings.zoom_weight,
+            settings.ranking_weight,
             settings.reconstruction_weight,
             settings.budget_weight,
             settings.rank_weight,
@@ -52,12 +55,14 @@ class Terms:
     """The parts of equation 10 for one example; scalars.
 
     Attributes:
+        ranking: not in the paper, see :func:`ranking_loss`.
         rank: components that a span keeps, the second half of equation 15.
         distill, zoomed: None where no student has read; the share of zoomed spans is
             the first half of equation 15 and belongs beside what it costs.
     """
 
     zoom: torch.Tensor
+    ranking: torch.Tensor
     reconstruction: torch.Tensor
     rank: torch.Tensor
     distill: torch.Tensor | None
@@ -72,6 +77,7 @@ class Terms:
         budget = weights.budget * budget_ramp
         found = (
             weights.zoom * self.zoom
+            + weights.ranking * self.ranking
             + weights.reconstruction * self.reconstruction
             + budget * weights.rank * self.rank
         )
@@ -87,6 +93,7 @@ class Terms:
 
         return Terms(
             self.zoom.detach(),
+            self.ranking.detach(),
             self.reconstruction.detach(),
             self.rank.detach(),
             number(self.distill),
@@ -118,6 +125,7 @@ def terms(
         zoomed = above.mean()
     return Terms(
         zoom=zoom_loss(logits, example.targets, weights.positive),
+        ranking=ranking_loss(logits, example.mass),
         reconstruction=lost_energy(gates, example.spectrum),
         rank=(gates * (example.spectrum > 0)).sum(-1).mean(),
         distill=distill,
@@ -142,6 +150,23 @@ def zoom_loss(
     return F.binary_cross_entropy_with_logits(
         logits, targets.float(), pos_weight=torch.tensor(positive, device=logits.device)
     )
+
+
+def ranking_loss(logits: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """KL divergence of the router's shares of spans (a softmax of its logits) from the
+    teacher's, in nats; queries count by the attention that they give to spans.
+
+    Not in the paper, whose targets (equation 12) do not tell the span that a query
+    looks for from one that completes 90 % of its attention. Where spans compete for
+    room, that is what counts.
+
+    Args:
+        mass: as logits, teacher attention to each span.
+    """
+    total = mass.sum(-1, keepdim=True)
+    wanted = mass / total.clamp(min=1e-12)
+    distance = torch.xlogy(wanted, wanted) - wanted * logits.log_softmax(-1)
+    return (total * distance).sum() / total.sum().clamp(min=1e-12)
 
 
 def rank_gates(router: Router, example: Example, summary: torch.Tensor) -> torch.Tensor:

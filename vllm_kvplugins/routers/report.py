@@ -14,14 +14,10 @@ from vllm_kvplugins.routers.files import RouterReport
 from vllm_kvplugins.routers.losses import divergence, lost_energy, rank_gates
 from vllm_kvplugins.routers.router import Router
 from vllm_kvplugins.routers.student import Decide, routed, student_logits
+from vllm_kvplugins.routers.thresholds import Gates, best_thresholds, router_logits
 
-# Candidates among which thresholds are chosen: shares of attention, or gates.
-_THRESHOLDS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 # Share of the tokens of spans that may be zoomed where choices compete for room.
 _ROOM = 0.25
-
-# example -> gates or ranks, larger = sooner, [layers, heads, queries, spans].
-Gates = Callable[[Example], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -77,13 +73,6 @@ def mean_key_gates(example: Example) -> torch.Tensor:
     return scores.softmax(-1)
 
 
-def router_logits(router: Router, example: Example) -> torch.Tensor:
-    """What the sigmoid of equation 5 is taken of, for the queries that were mined."""
-    every = slice(None)
-    summary = router.summarize(example.means[0], every)
-    return router.logits(example.queries, summary, example.log_sizes, every)
-
-
 def grouped(gates: torch.Tensor, example: Example) -> torch.Tensor:
     """[layers, num_kv_heads, group, queries, spans]."""
     return gates.unflatten(1, (example.means.shape[2], -1)).cpu()
@@ -97,24 +86,14 @@ def mean_key_ranking(example: Example) -> torch.Tensor:
 def router_ranking(router: Router, example: Example) -> torch.Tensor:
     """What a router zooms by, spans below all thresholds of a KV head left out."""
     logits = router_logits(router, example)
-    wanted = logits > router.threshold[..., None, None]
-    return grouped(logits.where(wanted, -torch.inf), example).amax(2)
+    wanted = grouped(logits > router.threshold[..., None, None], example).any(2)
+    shares = grouped(logits.softmax(-1), example).sum(2)
+    return shares.masked_fill(~wanted, -torch.inf)
 
 
 def teacher_ranking(example: Example) -> torch.Tensor:
     """Attention to each span."""
     return grouped(example.mass, example).sum(2)
-
-
-def best_thresholds(gates: Gates, examples: Sequence[Example]) -> torch.Tensor:
-    """The threshold of each head with the best F1 on these examples,
-    [layers, num_q_heads]."""
-    found = []
-    for threshold in _THRESHOLDS:
-        counts = [Counts.of(gates(e) > threshold, e.targets) for e in examples]
-        found.append(summed(counts).f1_per_head)
-    best = torch.stack(found).argmax(0)
-    return torch.tensor(_THRESHOLDS, device=best.device)[best]
 
 
 def chosen_in_room(ranking: torch.Tensor, example: Example) -> torch.Tensor:

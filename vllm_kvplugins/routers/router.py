@@ -65,12 +65,6 @@ class Router:
         return self.projection.shape[2]
 
     @property
-    def summary_numbers(self) -> int:
-        """Of one span, over all layers and query heads."""
-        layers, heads = self.projection.shape[:2]
-        return layers * heads * self.routing_dim
-
-    @property
     def max_rank(self) -> int:
         """R, components that the predictor knows."""
         return self.rank_out.shape[1]
@@ -122,6 +116,46 @@ class Router:
         """
         asked = queries.float() @ self.projection[layer].mT
         return asked @ summary.float().mT / self.routing_dim**0.5 + log_sizes
+
+    def per_length(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
+        """One over the length that equation 3 divides by.
+
+        Args:
+            keys: float32 [num_kv_heads, spans, head_dim], weighted mean keys.
+
+        Returns:
+            float32 [num_q_heads, spans].
+        """
+        weight = self.projection[layer]
+        group = weight.shape[0] // keys.shape[0]
+        projected = keys.repeat_interleave(group, 0) @ weight.mT
+        return 1 / projected.norm(dim=-1).clamp(min=_TINY)
+
+    def logits_of_means(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        per_length: torch.Tensor,
+        log_sizes: torch.Tensor,
+        layer: int,
+    ) -> torch.Tensor:
+        """:meth:`logits` of one token's queries, without summaries: ``W q`` times
+        ``W k / |W k|`` is ``W^T W q`` times ``k / |W k|``, and the mean keys lie there
+        anyway.
+
+        Args:
+            queries: [num_kv_heads, group, head_dim], after RoPE.
+            keys: float32 [num_kv_heads, spans, head_dim], weighted mean keys.
+            per_length: of :meth:`per_length`.
+            log_sizes: float32 [spans].
+
+        Returns:
+            float32 [num_kv_heads, group, spans].
+        """
+        weight = self.projection[layer].unflatten(0, queries.shape[:2])
+        asked = queries.float()[:, :, None] @ weight.mT @ weight
+        scores = asked[:, :, 0] @ keys.mT * per_length.unflatten(0, queries.shape[:2])
+        return scores / self.routing_dim**0.5 + log_sizes
 
     # -- ranks --------------------------------------------------------------------
 

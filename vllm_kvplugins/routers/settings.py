@@ -22,8 +22,11 @@ class TrainSettings(BaseModel):
         routing_dim: d'.
         max_rank: R.
         tau: threshold of all heads before training.
+        calibrate: thresholds become those with the best F1 on the last stage's texts,
+            once training is over.
         coverage: rho.
         zoom_weight: lambda_1.
+        ranking_weight: of the distance from the teacher's shares of attention.
         reconstruction_weight: lambda_2.
         budget_weight: lambda_3; rises from 0 in the first half.
         rank_weight: beta.
@@ -31,6 +34,7 @@ class TrainSettings(BaseModel):
         mined: queries per text whose choice is learned.
         window: tokens per text for the distillation.
         queries: tokens at a text's end of which both are taken.
+        ends: texts are their last tokens, not drawn ones.
         dtype: of the model.
         seed: of texts, their parts and their order.
     """
@@ -49,8 +53,10 @@ class TrainSettings(BaseModel):
     routing_dim: int = Field(default=32, ge=1)
     max_rank: int = Field(default=32, ge=1)
     tau: float = Field(default=0.4, gt=0, lt=1)
+    calibrate: bool = True
     coverage: float = Field(default=0.9, gt=0, lt=1)
     zoom_weight: float = Field(default=1.0, ge=0)
+    ranking_weight: float = Field(default=1.0, ge=0)
     reconstruction_weight: float = Field(default=0.5, ge=0)
     budget_weight: float = Field(default=0.1, ge=0)
     rank_weight: float = Field(default=0.02, ge=0)
@@ -58,6 +64,7 @@ class TrainSettings(BaseModel):
     mined: int = Field(default=192, ge=1)
     window: int = Field(default=32, ge=1)
     queries: int = Field(default=256, ge=1)
+    ends: bool = False
     dtype: str = "bfloat16"
     seed: int = 0
 

@@ -80,10 +80,15 @@ def _read(path: Path, folder: Path, tokenizer: Any) -> Text:
 
 
 def parts(
-    texts: Sequence[Text], length: int, count: int, seed: str, first_text: int
+    texts: Sequence[Text],
+    length: int,
+    count: int,
+    seed: str,
+    first_text: int,
+    ends: bool,
 ) -> list[tuple[str, list[int]]]:
     """``count`` runs of ``length`` tokens, from one text after the other, from number
-    ``first_text`` on and round.
+    ``first_text`` on and round; drawn, or the ``ends`` of the texts.
 
     Returns:
         Names and tokens; the same for the same arguments.
@@ -92,6 +97,7 @@ def parts(
     found = []
     for number in range(count):
         text = texts[(first_text + number) % len(texts)]
-        first = draw.randrange(len(text.tokens) - length + 1)
+        last = len(text.tokens) - length
+        first = last if ends else draw.randrange(last + 1)
         found.append((text.name, list(text.tokens[first : first + length])))
     return found

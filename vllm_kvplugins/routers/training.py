@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -25,24 +26,24 @@ _LONGEST_GRADIENT = 1.0
 
 
 def starting_router(examples: Sequence[Example], settings: TrainSettings) -> Router:
-    """A router that ranks about as means do: its projections are the directions in
-    which queries and the mean keys of a text's spans both vary most, scaled so that
-    gates are as steep as attention.
+    """A router that ranks about as means do: its projections pick the coordinates of
+    a head in which products of queries and mean keys vary most from span to span,
+    scaled so that gates are as steep as attention.
+
+    Coordinates, not directions: RoPE turns each pair of them alone, so what picks
+    pairs depends on distances, as attention does, and not on positions.
 
     Differs from the paper, which does not say how projections start.
     """
     layers, heads, _, dim = examples[0].queries.shape
     group = heads // examples[0].means.shape[2]
-    asked = torch.zeros(layers, heads, dim, dim)
-    spread = torch.zeros_like(asked)
+    varies = torch.zeros(layers, heads, dim)
     for example in examples:
-        queries, keys = example.queries.float(), example.means[0]
-        keys = (keys - keys.mean(2, keepdim=True)).repeat_interleave(group, 1)
-        asked += (queries.mT @ queries).cpu()
-        spread += (keys.mT @ keys).cpu()
-    both = asked @ spread
-    directions = torch.linalg.eigh(both + both.mT).eigenvectors.mT
-    directions = directions[:, :, -settings.routing_dim :]
+        asked = example.queries.float().square().mean(2)
+        spread = example.means[0].var(2, correction=0).repeat_interleave(group, 1)
+        varies += (asked * spread).cpu()
+    chosen = varies.topk(settings.routing_dim, -1).indices.sort(-1).values
+    directions = F.one_hot(chosen, dim).float()
     length = torch.zeros(layers, heads)
     for example in examples:
         keys = example.means[0].cpu().repeat_interleave(group, 1) @ directions.mT
