@@ -19,7 +19,7 @@ import torch
 
 from vllm_kvplugins.policies.base import Geometry
 from vllm_kvplugins.policies.registry import register_policy
-from vllm_kvplugins.policies.sekv import SeKV, zoom_gates
+from vllm_kvplugins.policies.sekv import SeKV, mean_key_shares, zoom_gates
 from vllm_kvplugins.spans.coarse import CoarseSpans
 from vllm_kvplugins.spans.segmentation import Segments, cut_evenly
 
@@ -89,7 +89,8 @@ class OneThreshold(SeKV):
             raise ValueError(f"{self.name} needs a router; name its file as `router`")
         flat = torch.full_like(router.threshold, float(router.threshold.mean()))
         same = replace(router, threshold=flat)
-        return zoom_gates(same, layer, queries, spans)
+        shares = mean_key_shares(queries, spans, scale)
+        return zoom_gates(same, layer, queries, spans, shares)
 
 
 ABLATIONS = (FixedChunks, NoAnchors, PlainMeans, OneThreshold)

@@ -20,6 +20,7 @@ from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.policies.base import Geometry, Lengths
 from vllm_kvplugins.policies.sekv import SeKV
+from vllm_kvplugins.routers.files import read_router
 from vllm_kvplugins.spans.coarse import CoarseSpans
 from vllm_kvplugins.spans.segmentation import Segments
 
@@ -192,8 +193,11 @@ def test_one_threshold_is_the_mean_of_all(tmp_path):
     assert everything
     assert not nothing
     one = found["sekv-one-threshold"]
-    logits = found["sekv"][0]
-    assert one[0].tolist() == logits.where(logits > 1.0, -math.inf).tolist()
+    router = read_router(path)[0]
+    summary = router.summarize(keys, 0)
+    logits = router.logits(queries, summary, sizes.float().log(), 0)[0, 0]
+    assert 0 < int((logits > 1.0).sum()) < 9
+    assert one[0].tolist() == found["sekv"][0].where(logits > 1.0, -math.inf).tolist()
     assert bool((one > -math.inf).any(1).all())
     with pytest.raises(ValueError, match="needs a router"):
         parse_policy(POLICY | {"name": name}).gates(0, queries, spans, 1.0)

@@ -226,6 +226,9 @@ def test_the_policy_zooms_where_any_head_of_a_group_wants_to(random, tmp_path):
         above = any(torch.sigmoid(alone[h, 0, span]) > router.tau[1, h] for h in group)
         seen += above
         shares = sum(float(alone[h, 0].softmax(0)[span]) for h in group)
+        # and the attention that means get
+        asked = queries[head].double() @ keys[head].double().T + sizes.log()
+        shares += float(asked.softmax(-1)[:, span].sum())
         wanted = shares if above else -math.inf
         assert float(gates[head, span]) == pytest.approx(wanted, abs=1e-5)
     assert 0 < seen < 14, "both outcomes must occur"
@@ -263,7 +266,7 @@ def test_the_engine_zooms_as_the_router_says(random, tmp_path):
             logits = summary @ (weight.double() @ asked[member])
             logits = logits / weight.shape[0] ** 0.5 + log_sizes
             tau = router.threshold[layer, head * fake_engine.GROUP + member]
-            found += logits.softmax(0)
+            found += logits.softmax(0) + scores[member].softmax(0)
             above |= logits > tau
         return found.where(above, -math.inf)
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
-from routers import Shape, random_example, write_random_router
+from routers import Shape, random_example, random_router, write_random_router
 
 from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.ops.svd import truncated_svd
 from vllm_kvplugins.policies.sekv import MEAN_KEY, SeKV
-from vllm_kvplugins.routers import examples, losses, report
+from vllm_kvplugins.routers import examples, losses, report, thresholds, training
 from vllm_kvplugins.routers.files import read_router
 from vllm_kvplugins.routers.router import spectra
+from vllm_kvplugins.routers.settings import TrainSettings
 from vllm_kvplugins.routers.student import Memory, mixed_attention, straight_through
 from vllm_kvplugins.spans.coarse import CoarseSpans
 
@@ -216,3 +218,87 @@ def test_decisions_are_hard_and_gradients_go_through():
     slope = torch.sigmoid(logits) * (1 - torch.sigmoid(logits))
     assert torch.allclose(logits.grad, slope.detach())
     assert float(threshold.grad) == pytest.approx(-3 * 0.2403, abs=1e-3)
+
+
+# -- what is learned, and looked up ---------------------------------------------------
+
+
+def test_the_ranking_term_is_a_distance_between_shares(random):
+    mass = torch.rand(2, 3, 4, 5, generator=random) ** 4
+    mass[0, 0, 0] = 0.0  # a query that looks at no span counts for nothing
+    logits = 2 * torch.randn(2, 3, 4, 5, generator=random)
+    wanted = total = 0.0
+    for given, said in zip(mass.view(-1, 5), logits.view(-1, 5), strict=True):
+        weight = float(given.sum())
+        if weight:
+            share = given.double() / weight
+            wanted += weight * float(
+                (share * (share.log() - said.double().log_softmax(0))).sum()
+            )
+        total += weight
+    found = float(losses.ranking_loss(logits, mass))
+    assert found == pytest.approx(wanted / total, rel=1e-4)
+    # nothing is lost where shares agree, whatever the level of a query's logits
+    level = torch.randn(2, 3, 4, 1, generator=random)
+    exact = (mass + 1e-9).log() + level
+    assert float(losses.ranking_loss(exact, mass)) == pytest.approx(0, abs=1e-5)
+
+
+def test_a_threshold_is_the_best_there_is(random):
+    _, example = random_example(SHAPE, random)
+    gates = torch.randn(example.targets.shape, generator=random) + example.targets
+    found = thresholds.best_thresholds(lambda _: gates, [example, example])
+    for layer, head in itertools.product(range(SHAPE.layers), range(SHAPE.heads)):
+        values = gates[layer, head].flatten()
+        wanted = example.targets[layer, head].flatten()
+
+        def f1(threshold, values=values, wanted=wanted):
+            above = values > threshold
+            return 2 * int((above & wanted).sum()) / int(above.sum() + wanted.sum())
+
+        candidates = [float(value) for value in values]
+        best = max(map(f1, [*candidates, min(candidates) - 1]))
+        assert f1(float(found[layer, head])) == pytest.approx(best)
+        assert found[layer, head] not in values
+
+
+def test_where_all_spans_are_wanted_the_threshold_is_below_all(random):
+    _, example = random_example(SHAPE, random)
+    example = replace(example, targets=torch.ones_like(example.targets))
+    gates = torch.randn(example.targets.shape, generator=random)
+    found = thresholds.best_thresholds(lambda _: gates, [example])
+    assert (gates > found[..., None, None]).all()
+
+
+def test_calibrated_thresholds_decide_better_than_any_one(random):
+    _, example = random_example(SHAPE, random)
+    router = random_router(SHAPE, random)
+    logits = thresholds.router_logits(router, example)
+    tuned = thresholds.calibrated(router, [example])
+    assert tuned.projection is router.projection
+
+    def f1(threshold):
+        above = logits > threshold[..., None, None]
+        return report.Counts.of(above, example.targets).f1_per_head
+
+    for level in logits.flatten()[::997]:
+        flat = torch.full_like(router.threshold, float(level))
+        assert (f1(tuned.threshold) >= f1(flat) - 1e-6).all()
+
+
+def test_training_starts_from_the_coordinates_that_tell_spans_apart(random):
+    _, example = random_example(SHAPE, random)
+    means = example.means.clone()
+    means[0, :, :, :, [1, 3, 4, 6]] = 2.0  # the same for all spans
+    example = replace(example, means=means)
+    settings = TrainSettings(routing_dim=4, max_rank=SHAPE.max_rank)
+    router = training.starting_router([example], settings)
+    for weight in router.projection.flatten(0, 1):
+        assert (weight != 0).sum(-1).eq(1).all()
+        assert weight.abs().sum(0).nonzero().squeeze(1).tolist() == [0, 2, 5, 7]
+    # logits are about as far apart as attention's scores of means
+    logits = thresholds.router_logits(router, example) - example.log_sizes
+    keys = means[0].repeat_interleave(SHAPE.group, 1)
+    scores = example.queries.float() @ keys.mT * example.scale
+    ratio = logits.std(-1).mean() / scores.std(-1).mean()
+    assert 0.7 < ratio < 1.4

@@ -86,6 +86,7 @@ def test_the_command_writes_a_router_that_serves_its_model(folder, texts, tmp_pa
         assert all(-1e-6 < value < math.inf for value in row.values()), row
     assert len(found.zoom_rate) == 2
     assert found.divergence["none"] > found.divergence["all"]
+    assert found.zoom_f1["router"] == pytest.approx(found.zoom_f1["router_tuned"], 0.01)
     assert "held-out" in done.stdout
     options = {"name": "sekv", "router": str(out / "router.safetensors")}
     assert parse_policy(options).trained is not None
@@ -104,6 +105,20 @@ def check_plot(router, found, picture):
     assert any("image" in e.tag for e in root.iter())
     asked[2] = str(picture)
     assert "cannot read the router" in refused(CliRunner().invoke(app, asked))
+
+
+def test_thresholds_may_stay_as_they_were_learned(folder, texts, tmp_path):
+    assert run(folder, texts, tmp_path / "a").exit_code == 0
+    assert run(folder, texts, tmp_path / "b", calibrate=False).exit_code == 0
+    (tuned, facts), (learned, others) = (
+        read_router(tmp_path / name / "router.safetensors") for name in "ab"
+    )
+    assert tuned.projection.equal(learned.projection)
+    # eight steps have hardly moved them
+    assert (learned.tau - 0.4).abs().max() < 0.1 < (tuned.tau - 0.4).abs().max()
+    scores, learnt = facts.report.zoom_f1, others.report.zoom_f1
+    assert learnt["router_tuned"] == pytest.approx(scores["router"], abs=0.01)
+    assert learnt["router"] != scores["router"]
 
 
 def test_going_on_after_an_interruption_changes_nothing(

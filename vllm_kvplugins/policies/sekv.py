@@ -43,9 +43,9 @@ class SeKV(Resolver):
     A trained ``router`` zooms into spans whose gate (equation 5) lies above the
     threshold of a query head (equation 9), best first, as far as there is room, and
     says how many components a span's factors keep (equation 7). Without one spans are
-    ranked by the attention that their means get; there is no threshold, the room
-    decides. Either way a span's rank is its share among all spans (a softmax over
-    them), summed over the query heads that share a KV head.
+    ranked by the attention that their means get, summed over the query heads that
+    share a KV head; there is no threshold, the room decides. With one both count: the
+    attention to means and the router's shares, as each finds what the other misses.
 
     Differs from the paper: anchors are as many as the budget has room for, the most
     surprising first; long spans are cut without an anchor; the window is at most
@@ -209,10 +209,10 @@ class SeKV(Resolver):
     def gates(
         self, layer: int, queries: torch.Tensor, spans: CoarseSpans, scale: float
     ) -> torch.Tensor:
+        shares = mean_key_shares(queries, spans, scale)
         if self.trained is None:
-            scores = queries.float() @ spans.keys.mT * scale + spans.log_sizes
-            return scores.softmax(-1).sum(1)
-        return zoom_gates(self.trained, layer, queries, spans)
+            return shares
+        return zoom_gates(self.trained, layer, queries, spans, shares)
 
     # -- the router ---------------------------------------------------------------
 
@@ -281,23 +281,39 @@ class SeKV(Resolver):
         return problems
 
 
+def mean_key_shares(
+    queries: torch.Tensor, spans: CoarseSpans, scale: float
+) -> torch.Tensor:
+    """Attention to means as a share of that to all, summed over query heads: float32
+    [num_kv_heads, spans]; of one token's queries, [num_kv_heads, group, head_dim]."""
+    scores = queries.float() @ spans.keys.mT * scale + spans.log_sizes
+    return scores.softmax(-1).sum(1)
+
+
 def zoom_gates(
-    router: Router, layer: int, queries: torch.Tensor, spans: CoarseSpans
+    router: Router,
+    layer: int,
+    queries: torch.Tensor,
+    spans: CoarseSpans,
+    shares: torch.Tensor,
 ) -> torch.Tensor:
     """What a router says of one token's queries.
 
+    Differs from the paper, which ranks by gates alone (section 3.3): the order is that
+    of shares among all spans (a softmax of what the sigmoid of equation 5 is taken of,
+    so that each head's is that of its gates), with those of the means on top.
+
     Args:
         queries: [num_kv_heads, group, head_dim].
+        shares: of :func:`mean_key_shares`.
 
     Returns:
-        float32 [num_kv_heads, spans]: the share of a span among all (a softmax of what
-        the sigmoid of equation 5 is taken of, so that each head's order is its
-        gates'), summed over query heads; ``-inf`` where the gate of none is above its
-        threshold (equation 9).
+        float32 [num_kv_heads, spans]: both, summed over query heads; ``-inf`` where no
+        head's gate is above its threshold (equation 9).
     """
     logits = router.logits_of_means(
         queries, spans.keys, spans.summary, spans.log_sizes, layer
     )
     threshold = router.threshold[layer].view(*queries.shape[:2], 1)
     wanted = (logits > threshold).any(1)
-    return logits.softmax(-1).sum(1).masked_fill(~wanted, -torch.inf)
+    return (shares + logits.softmax(-1).sum(1)).masked_fill(~wanted, -torch.inf)

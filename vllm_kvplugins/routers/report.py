@@ -87,7 +87,7 @@ def router_ranking(router: Router, example: Example) -> torch.Tensor:
     """What a router zooms by, spans below all thresholds of a KV head left out."""
     logits = router_logits(router, example)
     wanted = grouped(logits > router.threshold[..., None, None], example).any(2)
-    shares = grouped(logits.softmax(-1), example).sum(2)
+    shares = mean_key_ranking(example) + grouped(logits.softmax(-1), example).sum(2)
     return shares.masked_fill(~wanted, -torch.inf)
 
 
