@@ -17,12 +17,12 @@ from vllm_kvplugins.policies.base import Geometry, Lengths
 from vllm_kvplugins.policies.resolution import Resolver
 from vllm_kvplugins.residency.plan import ResidencyPlan
 from vllm_kvplugins.residency.prompt_cuts import prompt_compactions
-from vllm_kvplugins.routers.files import read_router
+from vllm_kvplugins.routers.files import read_router, shipped_router
 from vllm_kvplugins.routers.router import Router
 from vllm_kvplugins.spans.coarse import CoarseSpans
 from vllm_kvplugins.spans.segmentation import Segments, cut_evenly, segment
 
-MEAN_KEY = "mean-key"
+MEAN_KEY, SHIPPED = "mean-key", "shipped"
 
 
 class SeKV(Resolver):
@@ -102,7 +102,8 @@ class SeKV(Resolver):
     rank: int = Field(default=32, ge=1, description="Rank of a span's factors (R).")
     router: str = Field(
         default=MEAN_KEY,
-        description='What chooses spans: "mean-key", attention to their means, or a '
+        description='What chooses spans: "mean-key", attention to their means; '
+        '"shipped", the router that comes with this package, for SmolLM2-135M; or a '
         "file of `kvplugins train-router`.",
     )
     host_memory: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
@@ -225,7 +226,11 @@ class SeKV(Resolver):
         """
         if self.router == MEAN_KEY:
             return None
-        return read_router(Path(self.router))[0]
+        return read_router(self._router_file)[0]
+
+    @property
+    def _router_file(self) -> Path:
+        return shipped_router() if self.router == SHIPPED else Path(self.router)
 
     def model_post_init(self, context: Any) -> None:
         _ = self.trained  # a bad file is refused when it is named, not used
@@ -246,13 +251,18 @@ class SeKV(Resolver):
     def model_problems(self, model: LoadFingerprint) -> list[str]:
         if self.router == MEAN_KEY:
             return []
-        facts = read_router(Path(self.router))[1]
+        facts = read_router(self._router_file)[1]
         different = facts.fingerprint.differences(model())
         if not different:
             return []
+        is_what = (
+            f"the shipped router is one of {facts.model}"
+            if self.router == SHIPPED
+            else f"{self.router} is a router of {facts.model}"
+        )
         return [
-            f"{self.router} is a router of {facts.model}, another model than this one "
-            f"({'; '.join(different)}); make one with `kvplugins train-router`"
+            f"{is_what}, another model than this one ({'; '.join(different)}); make "
+            "one with `kvplugins train-router`, or leave `router` out"
         ]
 
     @property

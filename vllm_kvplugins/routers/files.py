@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,6 +112,15 @@ def read_router(path: Path) -> tuple[Router, RouterFacts]:
     if problems:
         raise KVPolicyError(f"{path} is damaged ({'; '.join(problems)}); {_AGAIN}")
     return router, facts
+
+
+def shipped_router() -> Path:
+    """The file of the router that comes with this package. There is one, so that no
+    model need be known to find it; the model that it is for stands in it, and is held
+    against the one that is served at start-up."""
+    folder = Path(str(resources.files(__package__))) / "shipped"
+    (path,) = folder.glob("*.safetensors")
+    return path
 
 
 def _shape_problems(router: Router, model: ModelFingerprint) -> list[str]:
