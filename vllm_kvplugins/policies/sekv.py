@@ -45,7 +45,7 @@ class SeKV(Resolver):
     says how many components a span's factors keep (equation 7). Without one spans are
     ranked by the attention that their means get, summed over the query heads that
     share a KV head; there is no threshold, the room decides. With one both count: the
-    attention to means and the router's shares, as each finds what the other misses.
+    attention to means and the router's shares, which alone find fewer pass keys.
 
     Differs from the paper: anchors are as many as the budget has room for, the most
     surprising first; long spans are cut without an anchor; the window is at most
