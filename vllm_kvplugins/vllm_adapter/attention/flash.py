@@ -6,36 +6,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
+from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
 )
-from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.residency.device import moved
 from vllm_kvplugins.vllm_adapter.attention.flat import (
-    PolicyBackend,
-    PolicyBuilder,
     PolicyImpl,
     Scope,
     flat_queries,
     in_flat_order,
 )
+from vllm_kvplugins.vllm_adapter.attention.gpu import GPUPolicyBackend, GPUPolicyBuilder
 
 
-class FlashPolicyBackend(PolicyBackend, FlashAttentionBackend):
+class FlashPolicyBackend(GPUPolicyBackend, FlashAttentionBackend):
     """FlashAttention with page lists per KV head."""
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBHNC,)
 
     @staticmethod
     def get_impl_cls() -> type[FlashPolicyImpl]:
@@ -57,14 +46,10 @@ class FlashPolicyMetadata:
     scopes: list[Scope]
 
 
-class FlashPolicyBuilder(PolicyBuilder, AttentionMetadataBuilder[FlashPolicyMetadata]):
+class FlashPolicyBuilder(
+    GPUPolicyBuilder, AttentionMetadataBuilder[FlashPolicyMetadata]
+):
     """Page lists for the kernel."""
-
-    _cudagraph_support = AttentionCGSupport.NEVER
-
-    def page_layout(self, block_size: int, head_dim: int) -> PageLayout:
-        device = self.layers[0].kv_cache.device
-        return PageLayout.interleaved(block_size, head_dim).to(device)
 
     def build(
         self, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any

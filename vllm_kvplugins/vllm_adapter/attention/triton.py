@@ -9,33 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
+from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
 )
-from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.ops.triton.paged_attention import attend_paged
-from vllm_kvplugins.vllm_adapter.attention.flat import (
-    PolicyBackend,
-    PolicyBuilder,
-    PolicyImpl,
-    Scope,
-)
+from vllm_kvplugins.vllm_adapter.attention.flat import PolicyImpl, Scope
+from vllm_kvplugins.vllm_adapter.attention.gpu import GPUPolicyBackend, GPUPolicyBuilder
 
 
-class TritonPolicyBackend(PolicyBackend, TritonAttentionBackend):
+class TritonPolicyBackend(GPUPolicyBackend, TritonAttentionBackend):
     """vLLM's Triton backend for writing the cache, ours for reading it."""
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBHNC,)
 
     @staticmethod
     def get_impl_cls() -> type[TritonPolicyImpl]:
@@ -57,15 +43,9 @@ class TritonPolicyMetadata:
 
 
 class TritonPolicyBuilder(
-    PolicyBuilder, AttentionMetadataBuilder[TritonPolicyMetadata]
+    GPUPolicyBuilder, AttentionMetadataBuilder[TritonPolicyMetadata]
 ):
     """Page lists for the kernel."""
-
-    _cudagraph_support = AttentionCGSupport.NEVER
-
-    def page_layout(self, block_size: int, head_dim: int) -> PageLayout:
-        device = self.layers[0].kv_cache.device
-        return PageLayout.interleaved(block_size, head_dim).to(device)
 
     def build(
         self, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any
