@@ -135,10 +135,14 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 }
 
 
+BARE_NAMES = ("snapkv", "icecache", "quest")
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("configs")
-    configs = {"llama": {}, "mla": MLA, "mistral": MISTRAL}
+    deep = {"num_hidden_layers": 4}  # retrievers leave two of them alone
+    configs = {"llama": {}, "deep": deep, "mla": MLA, "mistral": MISTRAL}
     return {
         name: str(write_config(folder / name, **changes))
         for name, changes in configs.items()
@@ -158,11 +162,13 @@ def refusals(paths: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         }
         for name, (policy, arguments, _) in CASES.items()
     }
-    cases["control"] = {
-        "model": models["llama"],
-        "load_format": "dummy",
-        "additional_config": {"kv_policy": SNAPKV},
-    }
+    accepted = {"control": SNAPKV} | {name: name for name in BARE_NAMES}
+    for name, policy in accepted.items():
+        cases[name] = {
+            "model": models["llama" if name == "control" else "deep"],
+            "load_format": "dummy",
+            "additional_config": {"kv_policy": policy},
+        }
     result: dict[str, Any] = run_scenario(
         "scenarios_config:try_configs", {"cases": cases}
     )
@@ -181,6 +187,12 @@ def test_refused_with_all_reasons(models, name):
 
 def test_the_same_without_the_mistake_is_accepted(models):
     assert refusals(tuple(models.items()))["control"] is None
+
+
+@pytest.mark.parametrize("name", BARE_NAMES)
+def test_a_name_is_enough(models, name):
+    """Also for policies that have a limit or sessions settled at start-up."""
+    assert refusals(tuple(models.items()))[name] is None
 
 
 # -- through the command line ----------------------------------------------------

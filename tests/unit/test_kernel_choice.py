@@ -87,6 +87,7 @@ def test_a_gpu_gets_flash_attention_if_it_can(wanted, dtype, head_size, kernel):
     settled = choice.settled(asked(wanted), asking)
     assert settled == asked(kernel)
     assert asking.attention_config.backend is AttentionBackendEnum.CUSTOM
+    assert choice.problems(asking, settled) == []
     assert choice.settled(settled, asking) == settled
 
 

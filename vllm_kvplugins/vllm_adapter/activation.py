@@ -95,11 +95,15 @@ def finish_config(
     """
     from vllm.platforms import current_platform
 
+    config = vllm_config.additional_config
+    request = config[CONFIG_KEY]
+    if isinstance(request, str):
+        request = {"name": request}
     refuse(
         f"KV policy {policy.name!r} cannot run with these engine settings",
         [
             *validation.config_problems(vllm_config),
-            *choice.problems(vllm_config, vllm_config.additional_config[CONFIG_KEY]),
+            *choice.problems(vllm_config, request),
             *validation.platform_problems(policy),
             *validation.dtype_problems(policy, vllm_config.model_config),
             *_shape_problems(vllm_config, policy),
@@ -114,8 +118,7 @@ def finish_config(
         episode_builds.install()
     for remark in policy.remarks:
         logger.info("KV policy %s: %s", policy.name, remark)
-    config = vllm_config.additional_config
-    request = host_memory.limited(config[CONFIG_KEY], policy)
+    request = host_memory.limited(request, policy)
     request = layer_budgets.settled(
         request, policy, lambda: fingerprint_of(vllm_config)
     )

@@ -35,7 +35,8 @@ def problems(vllm_config: VllmConfig, request: dict[str, Any]) -> list[str]:
         return _cpu_problems(wanted)
     found = []
     backend = vllm_config.attention_config.backend
-    if backend is not None:
+    # CUSTOM is ours, from an engine that was built of the same settings before.
+    if backend is not None and backend.name != "CUSTOM":
         found.append(
             f"--attention-backend {backend.name}: a policy brings its own; remove it, "
             'and choose with {"kernel": ...} in --kv-policy-config'
