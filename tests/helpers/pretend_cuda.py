@@ -123,10 +123,11 @@ class PretendedGPU(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         _load_guard()
-        torch.cuda._lazy_init = lambda: None
         self.waits: list[str] = []
 
     def __enter__(self):
+        self._initialize = torch.cuda._lazy_init
+        torch.cuda._lazy_init = lambda: None
         # torch.tensor makes a tensor on the CPU then, and moves it
         torch._C._set_only_lift_cpu_tensors(True)
         PretendedGPU.active = self
@@ -134,6 +135,7 @@ class PretendedGPU(TorchDispatchMode):
 
     def __exit__(self, *raised):
         torch._C._set_only_lift_cpu_tensors(False)
+        torch.cuda._lazy_init = self._initialize
         PretendedGPU.active = None
         return super().__exit__(*raised)
 

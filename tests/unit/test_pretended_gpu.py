@@ -66,6 +66,14 @@ def test_the_pretended_gpu(gpu: PretendedGPU):
     assert len(gpu.waits) == before
 
 
+def test_it_is_gone_afterwards():
+    with PretendedGPU():
+        torch.zeros(1, device=CUDA)
+    if torch.version.cuda is None:
+        with pytest.raises(AssertionError, match="not compiled with CUDA"):
+            torch.zeros(1, device=CUDA)
+
+
 class Life:
     """Two requests under a policy, on a device."""
 
