@@ -1,6 +1,6 @@
 """One suite for every attention kernel over page lists, against float64.
 
-``tests/unit/test_kernel_suite.py`` runs it, in a process of its own: on a GPU where there is
+``tests/unit/test_suites.py`` runs it in a process of its own: on a GPU where there is
 one, and else in Triton's interpreter, which is chosen at import.
 """
 

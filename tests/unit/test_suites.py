@@ -1,0 +1,44 @@
+"""Runs suites of ``tests/helpers`` that need processes of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+
+
+def run_suite(name: str, **environment: str) -> int:
+    """Tests that passed; all others are failures of this one."""
+    command = ["pytest", "-q", "-p", "no:cacheprovider", str(HELPERS / name)]
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=HELPERS.parents[1],
+        env=os.environ | environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None, done.stdout
+    return int(passed[1])
+
+
+@pytest.mark.slow
+def test_kernels():
+    """Of attention: on a GPU where there is one, else in Triton's interpreter."""
+    pytest.importorskip("triton")
+    here = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    assert run_suite("kernel_suite.py", **here) >= 48
+
+
+@pytest.mark.slow
+def test_a_pretended_gpu():
+    assert run_suite("pretended_gpu_suite.py") >= 18
