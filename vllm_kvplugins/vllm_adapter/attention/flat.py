@@ -13,6 +13,7 @@ and back::
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ class PolicyBackend:
         return with_policy(spec, runtime.policy, runtime.geometry)
 
 
-class PolicyBuilder:
+class PolicyBuilder(ABC):
     """Mixin of metadata builders: tells the runtime of steps and where the cache is."""
 
     vllm_config: Any
@@ -81,9 +82,9 @@ class PolicyBuilder:
             layer.impl.bind(self.runtime, index)
         activation.set_attach(self._attach)
 
+    @abstractmethod
     def page_layout(self, block_size: int, head_dim: int) -> PageLayout:
         """How this backend's kernel packs a page."""
-        raise NotImplementedError
 
     def begin_step(self, common: Any) -> FlatTable:
         """Page lists and lengths of a step's sequences."""
@@ -108,7 +109,7 @@ class PolicyBuilder:
         )
 
 
-class PolicyImpl:
+class PolicyImpl(ABC):
     """Mixin of layers: attention through the flat page tables.
 
     Attributes:
@@ -123,6 +124,7 @@ class PolicyImpl:
         self.runtime = runtime
         self.layer_index = layer_index
 
+    @abstractmethod
     def attend(
         self,
         query: torch.Tensor,
@@ -131,7 +133,6 @@ class PolicyImpl:
         output: torch.Tensor,
     ) -> None:
         """The kernel, into ``output``."""
-        raise NotImplementedError
 
     def forward(
         self,
