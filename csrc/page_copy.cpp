@@ -101,7 +101,7 @@ Tensor gather_pages_cpu(const Tensor& heap, const Tensor& page_table,
 // "name=value" pairs separated by ';', for `kvplugins doctor`.
 std::string build_info() {
   // ops_version counts changes of the schemas; ops/extension.py has the same.
-  std::string info = "ops_version=10;build_type=" KVP_BUILD_TYPE
+  std::string info = "ops_version=11;build_type=" KVP_BUILD_TYPE
                      ";torch_headers=" KVP_TORCH_VERSION;
 #ifdef KVP_WITH_CUDA
   info += ";cuda=1";

@@ -2,6 +2,9 @@
 // copies that make them resident. One call per layer serves all its requests.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
+#include <tuple>
+
 #include "index_question.hpp"
 #include "kvp/hot_set.hpp"
 
@@ -54,6 +57,103 @@ void require_shape(const char* op, const char* name, const Tensor& tensor,
   fail(op, name, " must be [", text.str(), "] on the CPU, got ", shape_of(tensor));
 }
 
+// The hot slots of some requests and what they want there, checked.
+struct HotQuestion {
+  const char* op;
+  const std::int64_t *table, *wanted, *seat, *count, *page, *slot;
+  std::int64_t* token;
+  std::int64_t requests, heads, asked, width, seats, host_pages, page_tokens;
+
+  std::int64_t tasks() const { return requests * heads; }
+  std::int64_t capacity() const { return host_pages * page_tokens; }
+  const std::int64_t* pages(std::int64_t task) const {
+    return table + task * host_pages;
+  }
+
+  HotSlots slots(std::int64_t task) const {
+    const std::int64_t request = task / heads, here = seat[request];
+    if (here < 0 || here >= seats || count[here] < 0 || count[here] > width) {
+      fail(op, "request ", request, " has seat ", here, ", which there is not");
+    }
+    const std::int64_t first = (here * heads + task % heads) * width;
+    return {token + first, page + first, slot + first, count[here]};
+  }
+
+  // Calls work(wanted, num_wanted, mark), which returns what swap_hot_slots does.
+  template <typename Work>
+  std::int64_t run(std::int64_t task, const Work& work) const {
+    static thread_local std::vector<std::uint8_t> mark;
+    if (mark.size() < static_cast<std::size_t>(capacity())) {
+      mark.resize(static_cast<std::size_t>(capacity()));
+    }
+    const std::int64_t done = work(wanted + task * asked, asked, mark);
+    if (done < 0) {
+      fail(op, "request ", task / heads, ", head ", task % heads, ": entry ", -1 - done,
+           " of wanted and hot tokens is beyond the ", capacity(),
+           " tokens of its table");
+    }
+    return done;
+  }
+};
+
+HotQuestion ask_hot(const char* op, const Tensor& host, const Tensor& table,
+                    const Tensor& wanted, const Tensor& seats, const Tensor& token,
+                    const Tensor& page, const Tensor& slot, const Tensor& counts) {
+  Argument{op, "host", host}.require_dim(4);
+  Argument{op, "host", host}.require_contiguous();
+  Argument{op, "wanted", wanted}.require_dim(3);
+  Argument{op, "token", token}.require_dim(3);
+  Argument{op, "table", table}.require_dim(3);
+  if (!host.is_cpu() || host.size(1) != 2) {
+    fail(op, "host must be [pages, 2, page_tokens, head_dim] on the CPU, got ",
+         shape_of(host));
+  }
+  const std::int64_t requests = wanted.size(0), heads = wanted.size(1);
+  const std::int64_t width = token.size(2), all_seats = token.size(0);
+  require_shape(op, "wanted", wanted, {requests, heads, wanted.size(2)});
+  require_shape(op, "seats", seats, {requests});
+  require_shape(op, "table", table, {requests, heads, table.size(2)});
+  require_shape(op, "token", token, {all_seats, heads, width});
+  require_shape(op, "page", page, {all_seats, heads, width});
+  require_shape(op, "slot", slot, {all_seats, heads, width});
+  require_shape(op, "counts", counts, {all_seats});
+  const std::int64_t* ids = table.const_data_ptr<std::int64_t>();
+  const std::int64_t host_pages = host.size(0), entries = table.numel();
+  for (std::int64_t i = 0; i < entries; ++i) {
+    if (ids[i] < 0 || ids[i] >= host_pages) {
+      fail(op, "table entry ", i, " is page ", ids[i], ", but host has pages 0 to ",
+           host_pages - 1);
+    }
+  }
+  return {op,
+          ids,
+          wanted.const_data_ptr<std::int64_t>(),
+          seats.const_data_ptr<std::int64_t>(),
+          counts.const_data_ptr<std::int64_t>(),
+          page.const_data_ptr<std::int64_t>(),
+          slot.const_data_ptr<std::int64_t>(),
+          token.mutable_data_ptr<std::int64_t>(),
+          requests,
+          heads,
+          wanted.size(2),
+          width,
+          all_seats,
+          table.size(2),
+          host.size(2)};
+}
+
+// int64 [requests]: sums over heads.
+Tensor per_request(const HotQuestion& question, const Tensor& like,
+                   const std::vector<std::int64_t>& per_task) {
+  Tensor out = torch::stable::new_empty(like, {question.requests});
+  std::int64_t* sums = out.mutable_data_ptr<std::int64_t>();
+  std::fill_n(sums, question.requests, 0);
+  for (std::int64_t task = 0; task < question.tasks(); ++task) {
+    sums[task / question.heads] += per_task[static_cast<std::size_t>(task)];
+  }
+  return out;
+}
+
 // int64 [requests]: tokens copied.
 Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets,
                 const Tensor& v_offsets, std::int64_t block_size,
@@ -66,81 +166,82 @@ Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets,
       Argument{op, "k_offsets", k_offsets}.offsets(heap, view.plane_elems),
       Argument{op, "v_offsets", v_offsets}.offsets(heap, view.plane_elems),
       view.block_size, view.head_dim);
-  Argument{op, "host", host}.require_dim(4);
+  const HotQuestion question =
+      ask_hot(op, host, table, wanted, seats, token, page, slot, counts);
   Argument{op, "host", host}.require_type(heap.scalar_type());
-  Argument{op, "host", host}.require_contiguous();
-  Argument{op, "wanted", wanted}.require_dim(3);
-  Argument{op, "token", token}.require_dim(3);
-  Argument{op, "table", table}.require_dim(3);
-  if (host.size(1) != 2 || host.size(3) != view.head_dim) {
+  if (host.size(3) != view.head_dim) {
     fail(op, "host must be [pages, 2, page_tokens, ", view.head_dim, "], got ",
          shape_of(host));
   }
-  const std::int64_t requests = wanted.size(0), heads = wanted.size(1);
-  const std::int64_t width = token.size(2), all_seats = token.size(0);
-  const std::int64_t per_row = table.size(2);
-  require_shape(op, "wanted", wanted, {requests, heads, wanted.size(2)});
-  require_shape(op, "seats", seats, {requests});
-  require_shape(op, "table", table, {requests, heads, per_row});
-  require_shape(op, "token", token, {all_seats, heads, width});
-  require_shape(op, "page", page, {all_seats, heads, width});
-  require_shape(op, "slot", slot, {all_seats, heads, width});
-  require_shape(op, "counts", counts, {all_seats});
-  const std::int64_t* ids = table.const_data_ptr<std::int64_t>();
-  for (std::int64_t i = 0; i < table.numel(); ++i) {
-    if (ids[i] < 0 || ids[i] >= host.size(0)) {
-      fail(op, "table entry ", i, " is page ", ids[i], ", but host has pages 0 to ",
-           host.size(0) - 1);
-    }
-  }
-  const std::int64_t* seat = seats.const_data_ptr<std::int64_t>();
-  const std::int64_t* count = counts.const_data_ptr<std::int64_t>();
-  std::vector<std::int64_t> copied(static_cast<std::size_t>(requests * heads));
+  std::vector<std::int64_t> copied(static_cast<std::size_t>(question.tasks()));
   with_element(view, [&](auto* tag) {
-    for_all(requests * heads, [&](std::int64_t task) {
-      static thread_local std::vector<std::uint8_t> mark;
-      const std::int64_t request = task / heads, head = task % heads;
-      const std::int64_t here = seat[request];
-      if (here < 0 || here >= all_seats || count[here] < 0 || count[here] > width) {
-        fail(op, "request ", request, " has seat ", here, ", which there is not");
-      }
-      HostTokens<std::remove_pointer_t<decltype(tag)>> tokens{
-          read(host, tag), ids + task * per_row, host.size(2), view.head_dim,
-          per_row * host.size(2)};
-      const std::int64_t first = (here * heads + head) * width;
-      HotSlots hot{token.mutable_data_ptr<std::int64_t>() + first,
-                   page.const_data_ptr<std::int64_t>() + first,
-                   slot.const_data_ptr<std::int64_t>() + first, count[here]};
+    const auto* from = read(host, tag);
+    auto* to = write(heap, tag);
+    for_all(question.tasks(), [&](std::int64_t task) {
+      const HotSlots hot = question.slots(task);
       for (std::int64_t i = 0; i < hot.n; ++i) {
         if (hot.page[i] < 0 || hot.page[i] >= view.num_pages || hot.slot[i] < 0 ||
             hot.slot[i] >= view.block_size) {
-          fail(op, "hot slot ", i, " of request ", request, " is slot ", hot.slot[i],
-               " of page ", hot.page[i], ", which the heap does not have");
+          fail(op, "hot slot ", i, " of request ", task / question.heads, " is slot ",
+               hot.slot[i], " of page ", hot.page[i],
+               ", which the heap does not have");
         }
       }
-      if (mark.size() < static_cast<std::size_t>(tokens.capacity)) {
-        mark.resize(static_cast<std::size_t>(tokens.capacity));
-      }
-      const std::int64_t done = fill_hot_slots(
-          tokens, wanted.const_data_ptr<std::int64_t>() + task * wanted.size(2),
-          wanted.size(2), hot, write(heap, tag), view.page_stride, layout, mark);
-      if (done < 0) {
-        fail(op, "request ", request, ", head ", head, ": entry ", -1 - done,
-             " of wanted and hot tokens is beyond the ", tokens.capacity,
-             " tokens of its table");
-      }
-      copied[static_cast<std::size_t>(task)] = done;
+      const HostTokens<std::remove_pointer_t<decltype(tag)>> tokens{
+          from, question.pages(task), question.page_tokens, view.head_dim};
+      copied[static_cast<std::size_t>(task)] = question.run(
+          task, [&](const std::int64_t* wanted_here, std::int64_t n, auto& mark) {
+            return fill_hot_slots(tokens, question.capacity(), wanted_here, n, hot, to,
+                                  view.page_stride, layout, mark);
+          });
     });
   });
-  Tensor out = torch::stable::new_empty(seats, {requests});
-  std::int64_t* sums = out.mutable_data_ptr<std::int64_t>();
-  for (std::int64_t r = 0; r < requests; ++r) {
-    sums[r] = 0;
-    for (std::int64_t h = 0; h < heads; ++h) {
-      sums[r] += copied[static_cast<std::size_t>(r * heads + h)];
+  return per_request(question, seats, copied);
+}
+
+// What fill_hot would copy, for a heap that is elsewhere. int64 [4, n]: rows of the
+// host's that hold keys, and values, and pages and slots of the heap where they go;
+// int64 [requests]: how many. Tokens count as hot from now on.
+std::tuple<Tensor, Tensor> swap_hot(const Tensor& host, const Tensor& table,
+                                    const Tensor& wanted, const Tensor& seats,
+                                    const Tensor& token, const Tensor& page,
+                                    const Tensor& slot, const Tensor& counts) {
+  const HotQuestion question =
+      ask_hot("swap_hot", host, table, wanted, seats, token, page, slot, counts);
+  struct Move {
+    std::int64_t row, page, slot;
+  };
+  const auto tasks = static_cast<std::size_t>(question.tasks());
+  std::vector<std::vector<Move>> found(tasks);
+  std::vector<std::int64_t> copied(tasks);
+  for_all(question.tasks(), [&](std::int64_t task) {
+    const auto i = static_cast<std::size_t>(task);
+    const HotSlots hot = question.slots(task);
+    const HostTokens<std::uint16_t> tokens{nullptr, question.pages(task),
+                                           question.page_tokens, 0};
+    const auto note = [&](std::int64_t place, std::int64_t token_there) {
+      found[i].push_back(
+          {tokens.row(token_there), hot.page[place], hot.slot[place]});
+    };
+    copied[i] = question.run(
+        task, [&](const std::int64_t* wanted_here, std::int64_t n, auto& mark) {
+          return swap_hot_slots(question.capacity(), wanted_here, n, hot, mark, note);
+        });
+  });
+  std::int64_t n = 0;
+  for (const std::int64_t each : copied) n += each;
+  Tensor moves = torch::stable::new_empty(seats, {4, n});
+  std::int64_t* key = moves.mutable_data_ptr<std::int64_t>();
+  std::int64_t *value = key + n, *page_of = value + n, *slot_of = page_of + n;
+  for (const std::vector<Move>& part : found) {
+    for (const Move& move : part) {
+      *key++ = move.row;
+      *value++ = move.row + question.page_tokens;
+      *page_of++ = move.page;
+      *slot_of++ = move.slot;
     }
   }
-  return out;
+  return {moves, per_request(question, seats, copied)};
 }
 
 }  // namespace
@@ -155,9 +256,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
       "fill_hot(Tensor(a!) heap, Tensor k_offsets, Tensor v_offsets, "
       "int block_size, Tensor host, Tensor table, Tensor wanted, Tensor seats, "
       "Tensor(b!) token, Tensor page, Tensor slot, Tensor counts) -> Tensor");
+  m.def(
+      "swap_hot(Tensor host, Tensor table, Tensor wanted, Tensor seats, "
+      "Tensor(a!) token, Tensor page, Tensor slot, Tensor counts) "
+      "-> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvp, CPU, m) {
   m.impl("index_select", TORCH_BOX(&kvp::binding::index_select));
   m.impl("fill_hot", TORCH_BOX(&kvp::binding::fill_hot));
+  m.impl("swap_hot", TORCH_BOX(&kvp::binding::swap_hot));
 }

@@ -116,8 +116,8 @@ void test_hot_slots(std::mt19937& random) {
   std::iota(table.begin(), table.end(), 0);
   std::shuffle(table.begin(), table.end(), random);
   std::vector<std::uint32_t> host(kTokens * 2 * kDim);
-  const kvp::HostTokens<std::uint32_t> tokens{host.data(), table.data(), kHostPage, kDim,
-                                             kTokens};
+  const kvp::HostTokens<std::uint32_t> tokens{host.data(), table.data(), kHostPage,
+                                             kDim};
   for (std::int64_t t = 0; t < kTokens; ++t) {
     for (std::int64_t d = 0; d < kDim; ++d) {
       host[u(tokens.key(t) - host.data() + d)] =
@@ -149,7 +149,7 @@ void test_hot_slots(std::mt19937& random) {
     }
     const std::vector<std::int64_t> before = hot;
     const std::int64_t copied = kvp::fill_hot_slots(
-        tokens, wanted.data(), static_cast<std::int64_t>(wanted.size()), slots,
+        tokens, kTokens, wanted.data(), static_cast<std::int64_t>(wanted.size()), slots,
         heap.data(), 2 * kBlock * kDim, layout, mark);
     std::set<std::int64_t> now(hot.begin(), hot.end());
     std::set<std::int64_t> old(before.begin(), before.end());
@@ -173,8 +173,8 @@ void test_hot_slots(std::mt19937& random) {
     for (const std::uint8_t left : mark) require(left == 0, "marks are taken back");
   }
   std::int64_t beyond[] = {kTokens};
-  require(kvp::fill_hot_slots(tokens, beyond, 1, slots, heap.data(), 2 * kBlock * kDim,
-                              layout, mark) == -1,
+  require(kvp::fill_hot_slots(tokens, kTokens, beyond, 1, slots, heap.data(),
+                              2 * kBlock * kDim, layout, mark) == -1,
           "a token beyond the table is refused");
 }
 

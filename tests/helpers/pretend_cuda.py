@@ -4,6 +4,9 @@ What a GPU would refuse is refused (tensors of two devices in one operation), an
 would make the host wait for it is counted: numbers read by the host, shapes that
 depend on numbers, copies that are not asynchronous. Compiled ops of this package are
 not there for such a device, so their torch versions run.
+
+What is on its way to the host is not there: until an event behind it has been waited
+for, the host finds nonsense.
 """
 
 from __future__ import annotations
@@ -13,7 +16,11 @@ import functools
 import shutil
 import subprocess
 import tempfile
+import threading
 import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +118,49 @@ def _load_guard() -> None:
         ctypes.CDLL(str(library))
 
 
+class Event:
+    """Behind all that was sent to the host before it."""
+
+    def record(self, stream: Any = None) -> None:
+        assert PretendedGPU.active is not None
+        self.sent = list(PretendedGPU.active.sent)
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        assert PretendedGPU.active is not None
+        PretendedGPU.active.waits.append(_where("synchronize"))
+        PretendedGPU.active.arrive(self.sent)
+
+    def wait(self, stream: Any = None) -> None:
+        """A stream waits; there is only one."""
+
+
+class Stream:
+    """Runs everything at once, as the only one does."""
+
+    def __init__(self, device: Any = None) -> None:
+        assert PretendedGPU.active is not None, "a stream where there is no GPU"
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
+
+@contextmanager
+def _stream(stream: Stream) -> Iterator[None]:
+    yield
+
+
 class PretendedGPU(TorchDispatchMode):
-    """While it is active there is one.
+    """While it is active there is one. Threads that are given work while it is know it.
 
     Attributes:
         waits: where the host would have waited, innermost call of the package first.
+        sent: copies to the host that nobody has waited for: where to, and what.
     """
 
     active: PretendedGPU | None = None
@@ -124,10 +169,42 @@ class PretendedGPU(TorchDispatchMode):
         super().__init__()
         _load_guard()
         self.waits: list[str] = []
+        self.sent: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._patches: list[Any] = []
+        self._lock = threading.Lock()
+
+    def send(self, target: torch.Tensor, numbers: torch.Tensor) -> None:
+        """An asynchronous copy to the host."""
+        target.fill_(torch.nan if target.is_floating_point() else -(2**30))
+        with self._lock:
+            self.sent.append((target, numbers.clone()))
+
+    def arrive(self, sent: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """These have been waited for."""
+        with self._lock:
+            for each in sent:
+                if any(each is other for other in self.sent):
+                    self.sent = [other for other in self.sent if other is not each]
+                    each[0].copy_(each[1])
+
+    def _patch(self, owner: Any, name: str, value: Any) -> None:
+        self._patches.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
 
     def __enter__(self):
-        self._initialize = torch.cuda._lazy_init
-        torch.cuda._lazy_init = lambda: None
+        gpu, submit = self, ThreadPoolExecutor.submit
+
+        def submit_here(pool, work, *args, **kwargs):
+            def run_here():
+                with _OtherThread(gpu):
+                    return work(*args, **kwargs)
+
+            return submit(pool, run_here)
+
+        self._patch(ThreadPoolExecutor, "submit", submit_here)
+        self._patch(torch.cuda, "_lazy_init", lambda: None)
+        for name, made in (("Event", Event), ("Stream", Stream), ("stream", _stream)):
+            self._patch(torch.cuda, name, made)
         # torch.tensor makes a tensor on the CPU then, and moves it
         torch._C._set_only_lift_cpu_tensors(True)
         PretendedGPU.active = self
@@ -135,12 +212,25 @@ class PretendedGPU(TorchDispatchMode):
 
     def __exit__(self, *raised):
         torch._C._set_only_lift_cpu_tensors(False)
-        torch.cuda._lazy_init = self._initialize
+        for owner, name, value in reversed(self._patches):
+            setattr(owner, name, value)
+        self._patches = []
         PretendedGPU.active = None
         return super().__exit__(*raised)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return run(func, args, kwargs or {}, self)
+
+
+class _OtherThread(TorchDispatchMode):
+    """The GPU, in a thread that was given work."""
+
+    def __init__(self, gpu: PretendedGPU) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return run(func, args, kwargs or {}, self._gpu)
 
 
 def run(
@@ -163,6 +253,11 @@ def run(
     if gpu is not None and _waits(func, args, kwargs, here, on_gpu):
         gpu.waits.append(_where(func))
     plain = tree_map(_numbers, (args, kwargs))
+    late = func is aten.copy_.default and len(args) > 2 and args[2]
+    if late and isinstance(args[1], Pretending) and not isinstance(args[0], Pretending):
+        assert PretendedGPU.active is not None
+        PretendedGPU.active.send(args[0], plain[0][1])
+        return args[0]
     found = func(*plain[0], **plain[1])
     if func in _COPIES and asked is None:
         on_gpu = isinstance(args[0], Pretending)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any
@@ -21,9 +22,12 @@ from pretend_cuda import CUDA, PretendedGPU, Pretending
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.policies.base import Geometry, Retention
+from vllm_kvplugins.residency.device import Arrival
 from vllm_kvplugins.residency.heap import Heap
+from vllm_kvplugins.residency.plan import BlockSpan, Compaction
 from vllm_kvplugins.residency.probing import ProbeModel
 from vllm_kvplugins.residency.requests import Row
+from vllm_kvplugins.residency.retrieval import Retrieval
 from vllm_kvplugins.residency.runtime import PolicyRuntime
 from vllm_kvplugins.residency.transfer import Transfer
 
@@ -70,6 +74,20 @@ def test_the_pretended_gpu(gpu: PretendedGPU):
     assert len(gpu.waits) == before
 
 
+def test_what_is_on_its_way_to_the_host_is_not_there(gpu: PretendedGPU):
+    arrival = Arrival(torch.arange(3.0, device=CUDA))
+    early = Arrival(torch.ones(2, device=CUDA))
+    assert early._here.isnan().all()
+    assert not gpu.waits
+    assert arrival.wait().tolist() == [0, 1, 2]
+    assert early._here.isnan().all(), "an event says nothing of what is sent later"
+    assert early.wait().tolist() == [1, 1]
+    assert len(gpu.waits) == 2
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(lambda: Arrival(torch.ones(1, device=CUDA)).wait())
+        assert found.result().tolist() == [1]
+
+
 class Life:
     """Two requests under a policy, on a device."""
 
@@ -92,6 +110,7 @@ class Life:
                 object.__setattr__(rotary, field.name, self.here(value))
         model = ProbeModel(self._probe, encode, POSITIONS, max_tokens=128)
         self.runtime.attach(heap, [HEAD_DIM**-0.5] * LAYERS, rotary, model)
+        self.prompts = dict(PROMPTS)
         self.computed = dict.fromkeys(PROMPTS, 0)
         self.turns: dict[str, tuple[int, ...]] = {}
         order = (torch.randperm(BLOCKS - 1, generator=rng) + 1).int()
@@ -117,13 +136,14 @@ class Life:
     def rows(self) -> list[Row]:
         """The next step: who is late reads more of its prompt, or all generate."""
         rows: list[Row] = []
-        late = [n for n, prompt in PROMPTS.items() if self.computed[n] < prompt]
-        for name in late or PROMPTS:
-            plan = self.runtime.plan(PROMPTS[name], self.turns[name])
-            most = min(CHUNK, PROMPTS[name] - self.computed[name]) if late else 1
-            new = plan.clip_chunk(self.computed[name], most)
+        prompts, done = self.prompts, self.computed
+        late = [name for name, prompt in prompts.items() if done[name] < prompt]
+        for name in late or prompts:
+            plan = self.runtime._plan_of(name, prompts[name])
+            most = min(CHUNK, prompts[name] - done[name]) if late else 1
+            new = plan.clip_chunk(done[name], most)
             first = rows[-1].first_query + rows[-1].new_tokens if rows else 0
-            rows.append(Row(name, PROMPTS[name], self.computed[name], new, first))
+            rows.append(Row(name, prompts[name], done[name], new, first))
         return rows
 
     def step(self, rows: list[Row]) -> list[torch.Tensor]:
@@ -137,18 +157,22 @@ class Life:
             queries = self.here(torch.randn(shape, generator=self.rng))
             self.runtime.before_attention(layer, queries)
             self.runtime.after_attention(layer, queries)
+        self.compacted = bool(self.runtime._due)
         self.runtime.end_step()
         self.runtime.check_integrity()
         self.computed |= {row.request_id: row.after_tokens for row in rows}
         return [flat.pages, flat.lengths]
 
 
-def policies() -> list[dict[str, Any]]:
+def policies(retention: Retention) -> list[dict[str, Any]]:
     found = []
-    for name in policies_that(Retention.DROP):
+    for name in policies_that(retention):
         wanted = dict(SETTINGS)
-        if not shares_pages(name):
+        if retention is Retention.DROP and not shares_pages(name):
             wanted.pop("allocator")
+        if retention is Retention.OFFLOAD:
+            wanted = {"budget": 12, "sinks": 2, "window": 8, "skip_layers": 1}
+            wanted |= {"host_memory": 4 << 20, "bits": 3, "page_tokens": 4}
         found.append(configure(name, wanted))
     return found
 
@@ -163,7 +187,7 @@ def on(device: torch.device) -> Iterator[PretendedGPU | None]:
         yield gpu
 
 
-@pytest.mark.parametrize("policy", policies(), ids=lambda p: p["name"])
+@pytest.mark.parametrize("policy", policies(Retention.DROP), ids=lambda p: p["name"])
 def test_eviction_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]):
     monkeypatch.setenv("KVP_OPS", "torch")
     found, waits = {}, []
@@ -184,6 +208,56 @@ def test_eviction_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any])
         assert waits == []
 
 
+def without_inference_mode(monkeypatch, *methods: tuple[type, str]) -> None:
+    """Which does not know such tensors."""
+    for owner, name in methods:
+        monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
+
+
+AHEAD = [{"prefetch": "step"}, {"prefetch": "layer"}, {"reuse_every": 2}]
+RETRIEVERS = policies(Retention.OFFLOAD)
+RETRIEVERS += [configure("exact-topk", RETRIEVERS[0] | more) | more for more in AHEAD]
+RETRIEVERS += [configure("icecache", RETRIEVERS[0] | {"lazy_index": True})]
+
+
+@pytest.mark.parametrize(
+    "policy", RETRIEVERS, ids=lambda p: "-".join(map(str, p.values()))
+)
+def test_retrieval_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]):
+    """What is fetched, and where it lies; the host waits for queries and nothing
+    else."""
+    methods = ("_fetch_ahead", "forget", "detach")
+    without_inference_mode(monkeypatch, *((Retrieval, name) for name in methods))
+    found, fetched, late = {}, {}, []
+    for device in (torch.device("cpu"), CUDA):
+        tables = []
+        with on(device) as gpu:
+            life = Life(policy, device)
+            while life.computed["short"] < PROMPTS["short"] + 4 * ANSWER:
+                before = len(gpu.waits) if gpu else 0
+                rows = life.rows()
+                tables += life.step(rows)
+                decoding = all(row.new_tokens == 1 for row in rows)
+                if gpu and decoding and not life.compacted:
+                    late.append(gpu.waits[before:])
+            retrieval = life.runtime.retrieval
+            assert retrieval is not None
+            retrieval._join()
+            fetched[device.type] = retrieval.take_traffic()
+            assert not gpu or not gpu.sent, "nobody has waited for these"
+            life.runtime.forget(list(PROMPTS))
+            assert retrieval.tier.used_bytes == 0
+        found[device.type] = [numbers(t) for t in (*tables, life.heap.pages)]
+    for here, there in zip(found["cpu"], found["cuda"], strict=True):
+        torch.testing.assert_close(here, there, rtol=0, atol=0)
+    assert fetched["cpu"] == fetched["cuda"]
+    assert fetched["cpu"].fetched > 0
+    layers = len(range(1, LAYERS, policy.get("reuse_every", 1)))
+    if policy.get("prefetch", "off") == "off":
+        assert late
+        assert all(len(waits) <= layers for waits in late), late
+
+
 def zone_contents(life: Life, name: str) -> torch.Tensor:
     """Of a request's landing zone, page by page."""
     resident = life.runtime.tracked(name).resident
@@ -194,14 +268,18 @@ def zone_contents(life: Life, name: str) -> torch.Tensor:
     return numbers(life.heap.pages)[pages[used]]
 
 
-def test_sessions_leave_the_gpu_and_come_back(monkeypatch, gpu: PretendedGPU):
+@pytest.mark.parametrize("policy", [configure("snapkv", SETTINGS), RETRIEVERS[0]])
+def test_sessions_leave_the_gpu_and_come_back(monkeypatch, gpu: PretendedGPU, policy):
+    without_inference_mode(monkeypatch, (Retrieval, "forget"), (Retrieval, "detach"))
     monkeypatch.setenv("KVP_OPS", "torch")
-    life = Life(configure("snapkv", SETTINGS), CUDA)
+    life = Life(policy, CUDA)
     while life.computed["short"] < PROMPTS["short"] + 3:
         life.step(life.rows())
     transfer, name = Transfer(life.runtime), "short"
     tokens, table = life.computed[name], life.tables[name]
-    compaction = life.runtime.plan(PROMPTS[name]).compaction(0)
+    plan = life.runtime._plan_of(name, PROMPTS[name])
+    last = plan.compaction(plan.num_done(tokens) - 1)
+    compaction = Compaction(last.at_tokens, BlockSpan(0, last.zone.stop), last.zone)
     first, stop = compaction.zone.start, -(-tokens // BLOCK)
     # without their inference mode, which does not know such tensors
     save, restore = (f.__wrapped__ for f in (Transfer.save, Transfer.restore))
@@ -212,7 +290,8 @@ def test_sessions_leave_the_gpu_and_come_back(monkeypatch, gpu: PretendedGPU):
         assert not isinstance(tensor, Pretending), "still on the GPU"
     life.runtime.forget([name])
     others = table[stop : 2 * stop - first].tolist()
-    restore(transfer, name, PROMPTS[name], saved, tokens, others)
+    life.prompts[name] = tokens + 5
+    restore(transfer, name, life.prompts[name], saved, tokens, others)
     life.runtime.check_integrity()
     assert torch.equal(zone_contents(life, name), kept)
     life.tables[name] = torch.cat([table[:first], table[stop:], table[: stop - first]])

@@ -119,9 +119,9 @@ def test_the_backend_takes_the_place_for_custom_ones():
 
 @pytest.mark.usefixtures("cuda")
 def test_policies_that_need_the_host_are_refused_on_gpus():
-    assert validation.platform_problems(parse_policy("snapkv")) == []
-    (problem,) = validation.platform_problems(parse_policy("icecache"))
-    assert "host memory" in problem
+    assert validation.platform_problems(parse_policy("icecache")) == []
+    (problem,) = validation.platform_problems(parse_policy("sekv"))
+    assert "from factors" in problem
 
 
 def test_other_platforms_are_refused(monkeypatch):

@@ -234,6 +234,38 @@ def test_torch_fills_the_same_slots(random, monkeypatch):
     assert filled[0][1].equal(filled[1][1])
 
 
+@pytest.mark.parametrize("backend", ["compiled", "torch"])
+def test_swaps_are_what_a_fill_copies(random, monkeypatch, backend):
+    """For heaps that the host cannot write: rows to copy, and where they go."""
+    if backend == "torch":
+        monkeypatch.setenv("KVP_OPS", "torch")
+    elif compiled.extension_problem():
+        pytest.skip("the extension is not built")
+    order = torch.rand(3, HEADS, TOKENS, generator=random).argsort(-1)
+    seats, wanted = [2, 0, 1], order[..., :9].contiguous()
+    filled, scene = (
+        Scene(torch.Generator().manual_seed(1), torch.float32) for _ in "ab"
+    )
+    copied = filled.fill(wanted, seats)
+    moves, found = hot_set.swap_hot(
+        scene.tier.pages,
+        scene.view.table[seats],
+        wanted,
+        torch.tensor(seats),
+        scene.token,
+        scene.page,
+        scene.slot,
+        scene.counts,
+    )
+    assert found.equal(copied)
+    assert moves.shape == (4, int(copied.sum()))
+    assert scene.token.equal(filled.token)
+    rows = scene.tier.pages.view(-1, DIM)
+    keys, values, *places = moves
+    ops.scatter_tokens(scene.heap, *places, rows[keys], rows[values], scene.layout)
+    assert scene.heap.equal(filled.heap)
+
+
 @needs_extension
 def test_bad_fills_are_refused(random):
     scene = Scene(random, torch.float32)

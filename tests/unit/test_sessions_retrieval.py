@@ -116,11 +116,11 @@ def test_of_a_long_question_only_some_tokens_ask():
     """The oracle takes 32 queries, first and last and evenly in between."""
     fake = engine("exact-topk")
     asked = []
-    fetch = fake.runtime.retrieval._fetch
+    choose = fake.runtime.retrieval._choose
 
     def noted(batch, layer, queries):
         asked.append(queries.shape[2] // GROUP)
-        return fetch(batch, layer, queries)
+        return choose(batch, layer, queries)
 
     request = fake.add("r", 40, 15)
     long = Request.make("r", 200, 0)
@@ -131,7 +131,7 @@ def test_of_a_long_question_only_some_tokens_ask():
     saved = fake.save("r")
     fake.remove("r")
     request = fake.resume(request, saved, 190, 2)
-    fake.runtime.retrieval._fetch = noted
+    fake.runtime.retrieval._choose = noted
     before, steps = request.computed, []
     for most in (32, 33, 60):
         fake.step({"r": most})

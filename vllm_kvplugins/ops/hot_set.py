@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_kvplugins.ops.bulk import copy_pages
 from vllm_kvplugins.ops.dispatch import call_compiled, scatter_tokens
 from vllm_kvplugins.ops.extension import compiled_for
 from vllm_kvplugins.ops.layout import PageLayout
@@ -27,8 +28,13 @@ def fill_hot(
     best of the tokens that are missing come first; if fewer are wanted than there
     are slots, what was there stays in the others.
 
+    To a heap on a GPU tokens go in bulk (IceCache, section 4.3): gathered into one
+    buffer of pinned memory, copied at once, and scattered to their slots there. The
+    host does not wait for that.
+
     Args:
-        heap: [num_pages, page_elems], written.
+        heap: [num_pages, page_elems], written; on any device, its layout as well.
+            Everything else is on the CPU.
         host: heap's dtype [host_pages, 2 (keys, values), page_tokens, head_dim].
         table: int64 [requests, heads, pages], host pages of each request and head;
             token t lies in slot ``t % page_tokens`` of entry ``t // page_tokens``.
@@ -49,7 +55,8 @@ def fill_hot(
     Cost: copies of ``2 * head_dim`` elements per missing token, and O(width) per
     (request, head); both in parallel over (request, head).
     """
-    if compiled_for(heap.device)[0]:
+    at_once = heap.device.type == "cpu" and compiled_for(heap.device)[0]
+    if at_once:
         return call_compiled(
             "fill_hot",
             heap,
@@ -65,36 +72,77 @@ def fill_hot(
             slot,
             counts,
         )
-    copied = torch.zeros_like(seats)
+    moves, copied = swap_hot(host, table, wanted, seats, token, page, slot, counts)
+    count, dim = moves.shape[1], host.shape[3]
+    if count == 0:
+        return copied
+    pinned = heap.device.type == "cuda"
+    staged = torch.empty(2 * count, dim, dtype=host.dtype, pin_memory=pinned)
+    copy_pages(staged, None, host.view(-1, dim), moves[:2].flatten())
+    places = torch.empty(2, count, dtype=torch.int64, pin_memory=pinned)
+    places.copy_(moves[2:])
+    keys, values = staged.to(heap.device, non_blocking=True).split(count)
+    to_page, to_slot = places.to(heap.device, non_blocking=True)
+    scatter_tokens(heap, to_page, to_slot, keys, values, layout)
+    return copied
+
+
+def swap_hot(
+    host: torch.Tensor,
+    table: torch.Tensor,
+    wanted: torch.Tensor,
+    seats: torch.Tensor,
+    token: torch.Tensor,
+    page: torch.Tensor,
+    slot: torch.Tensor,
+    counts: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What :func:`fill_hot` would copy, copying nothing. Tokens count as hot after it.
+
+    Args:
+        all: as of ``fill_hot``.
+
+    Returns:
+        int64 [4, n]: rows of ``host`` as ``[host_pages * 2 * page_tokens, head_dim]``
+        that hold keys, the same for values, and pages and slots where they go;
+        int64 [requests], how many of them are of each.
+
+    Raises:
+        ValueError: something does not fit.
+    """
+    if compiled_for(host.device)[0]:
+        moves, copied = call_compiled(
+            "swap_hot", host, table, wanted, seats, token, page, slot, counts
+        )
+        return moves, copied
+    copied, parts = torch.zeros_like(seats), [seats.new_empty(4, 0)]
     for request, seat in enumerate(seats.tolist()):
         at = (seat, slice(None), slice(0, int(counts[seat])))
-        copied[request] = _fill_one(
-            heap,
-            layout,
-            host,
+        moves = _swap_one(
+            host.shape[2],
             table[request],
             wanted[request, :, : int(counts[seat])],
             token[at],
             page[at],
             slot[at],
         )
-    return copied
+        copied[request] = moves.shape[1]
+        parts.append(moves)
+    return torch.cat(parts, 1), copied
 
 
-def _fill_one(
-    heap: torch.Tensor,
-    layout: PageLayout,
-    host: torch.Tensor,
+def _swap_one(
+    page_tokens: int,
     table: torch.Tensor,
     wanted: torch.Tensor,
     token: torch.Tensor,
     page: torch.Tensor,
     slot: torch.Tensor,
-) -> int:
+) -> torch.Tensor:
     """One request, all of its heads."""
-    heads, size = wanted.shape[0], host.shape[2]
+    heads = wanted.shape[0]
     # the last entry stands for "nothing"
-    there = torch.zeros(heads, table.shape[1] * size + 1, dtype=torch.bool)
+    there = torch.zeros(heads, table.shape[1] * page_tokens + 1, dtype=torch.bool)
     asked = there.clone()
     there.scatter_(1, token, True)
     there[:, -1] = True
@@ -103,19 +151,10 @@ def _fill_one(
     leaves = ~asked.gather(1, token)
     leaves &= leaves.cumsum(1) <= missing.sum(1, keepdim=True)
     row, rank = missing.nonzero(as_tuple=True)
-    if not row.numel():
-        return 0
     out_row, out = leaves.nonzero(as_tuple=True)
     fetched = wanted[row, rank]
-    source = table[row, fetched // size]
-    keys, values = host[source, :, fetched % size].unbind(1)
-    scatter_tokens(
-        heap,
-        page[out_row, out],
-        slot[out_row, out],
-        keys.contiguous(),
-        values.contiguous(),
-        layout,
-    )
+    source = table[row, fetched // page_tokens] * 2 * page_tokens
+    source += fetched % page_tokens
     token[out_row, out] = fetched
-    return row.numel()
+    places = page[out_row, out], slot[out_row, out]
+    return torch.stack([source, source + page_tokens, *places])

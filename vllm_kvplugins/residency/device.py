@@ -1,8 +1,10 @@
-"""Small things to a GPU without waiting for it."""
+"""Between host and GPU: what goes there is not waited for, what comes is when it is
+needed. On a CPU all of this costs nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -21,3 +23,54 @@ def moved(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
+
+
+class Arrival:
+    """A tensor on its way to the host.
+
+    Args:
+        tensor: of any device; on a CPU it has arrived, and is not copied.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._here, self._event = tensor, None
+        if tensor.device.type == "cuda":
+            self._here = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True
+            )
+            self._here.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> torch.Tensor:
+        """The tensor on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._here
+
+    @property
+    def event(self) -> torch.cuda.Event | None:
+        """When it is there, in the order of the stream that was current."""
+        return self._event
+
+
+class SideStream:
+    """Where another thread hands work to a GPU, beside the model's; nothing on CPUs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def after(self, event: torch.cuda.Event | None) -> Iterator[None]:
+        """Hand work over that begins behind an event."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            if event is not None:
+                self._stream.wait_event(event)
+            yield
+
+    def event(self) -> torch.cuda.Event | None:
+        """When all that has been handed over is done."""
+        return None if self._stream is None else self._stream.record_event()

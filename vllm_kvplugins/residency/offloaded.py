@@ -1,16 +1,15 @@
-"""Requests whose tokens lie in the host tier, and how these get there."""
+"""Requests whose tokens lie in the host tier, and what a step fetches for them."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from vllm_kvplugins.ops import dispatch as ops
-from vllm_kvplugins.residency.heap import Heap
+from vllm_kvplugins.residency.device import Arrival
 from vllm_kvplugins.residency.indexing import OffloadedLayer
-from vllm_kvplugins.residency.requests import PageList
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +37,9 @@ class Batch:
     """Requests of a step with equally many new tokens.
 
     Attributes:
-        seats: int64 [requests]; also as numbers.
-        query: int64 [requests * new tokens], rows among the step's queries.
+        seats: int64 [requests], on the host; also as numbers.
+        query: int64 [requests * new tokens], rows among the step's queries, on their
+            device.
         chosen: what the last anchor layer selected.
         served: its hot slots were filled during the step before.
         ahead: what the next layer fetches, under way on another thread.
@@ -51,7 +51,42 @@ class Batch:
     query: torch.Tensor
     served: bool = False
     chosen: torch.Tensor | None = None
-    ahead: Future[torch.Tensor] | None = None
+    ahead: Future[Fetched] | None = None
+
+    def asked(self, queries: torch.Tensor, num_kv_heads: int) -> Arrival:
+        """A copy of these requests' queries, on its way to the host.
+
+        Args:
+            queries: [step tokens, num_q_heads, head_dim].
+
+        Returns:
+            [requests, num_kv_heads, group * new tokens, head_dim].
+        """
+        requests = len(self.states)
+        own = queries.index_select(0, self.query)
+        if own.shape[0] == requests:
+            return Arrival(own.view(requests, num_kv_heads, -1, own.shape[2]))
+        group = own.shape[1] // num_kv_heads
+        own = own.view(requests, -1, num_kv_heads, group, own.shape[2])
+        return Arrival(own.permute(0, 2, 3, 1, 4).flatten(2, 3))
+
+
+class Fetched(NamedTuple):
+    """What one layer of a batch was given.
+
+    Attributes:
+        copied: int64 [requests], tokens.
+        done: on a GPU, when they are there, if another stream brings them.
+    """
+
+    copied: torch.Tensor
+    done: torch.cuda.Event | None = None
+
+    def join(self) -> torch.Tensor:
+        """Let the current stream go on behind it; returns what was copied."""
+        if self.done is not None:
+            self.done.wait()
+        return self.copied
 
 
 @dataclass(slots=True)
@@ -67,32 +102,3 @@ class Traffic:
     selected: int = 0
     fetched: int = 0
     failed: int = 0
-
-
-def read_tokens(
-    heap: Heap, layer: int, owned: PageList, start: int, stop: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of one layer of a request, in order of position.
-
-    Args:
-        owned: the request's pages.
-        start, stop: positions; all of them must be there.
-
-    Returns:
-        Two [num_kv_heads, stop - start, head_dim].
-    """
-    heads, size = heap.num_kv_heads, heap.layout.block_size
-    rows = slice(layer * heads, (layer + 1) * heads)
-    positions = owned.positions[rows]
-    used = torch.arange(positions.shape[1]) < owned.owned[rows, None] * size
-    row, place = ((positions >= start) & (positions < stop) & used).nonzero(
-        as_tuple=True
-    )
-    assert row.numel() == heads * (stop - start), "tokens to offload are not there"
-    place = place.view(heads, -1)
-    place = place.gather(1, positions.gather(1, place).argsort(1))
-    page = owned.pages[rows].gather(1, place // size)
-    keys, values = ops.gather_tokens(
-        heap.pages, page.flatten(), (place % size).flatten(), heap.layout
-    )
-    return keys.view(heads, stop - start, -1), values.view(heads, stop - start, -1)

@@ -8,6 +8,10 @@ One request, one layer::
 
 Only contents change: page tables and lengths stay as the compaction left them. All
 requests of a step are served in one call per layer.
+
+Choosing is the host's work, whatever the cache's device: queries of a GPU come to the
+host, and what they ask for goes back in one copy. Tables of who has which hot slot are
+on the host.
 """
 
 from __future__ import annotations
@@ -21,15 +25,17 @@ import torch
 from vllm_kvplugins.index import Keys
 from vllm_kvplugins.ops.hot_set import fill_hot
 from vllm_kvplugins.policies.retrieval import Retriever
+from vllm_kvplugins.residency.device import Arrival, SideStream, moved
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.host_tier import HostTier, default_limit_bytes
 from vllm_kvplugins.residency.hot_zones import HotZones
 from vllm_kvplugins.residency.indexing import Indexer
+from vllm_kvplugins.residency.leaving import Departures
 from vllm_kvplugins.residency.offloaded import (
     Batch,
+    Fetched,
     Offloaded,
     Traffic,
-    read_tokens,
 )
 from vllm_kvplugins.residency.requests import PageList, Row
 
@@ -74,6 +80,7 @@ class Retrieval:
             for layer in range(policy.skip_layers, heap.num_layers)
         }
         self._indexer = Indexer(policy, self._failed)
+        self._departures = Departures(heap, self.tier, self._zones, self._indexer)
         self._requests: dict[str, Offloaded] = {}
         # of requests that have ended, for those that go on from them
         self._detached: list[Offloaded] = []
@@ -81,7 +88,8 @@ class Retrieval:
         self._batches: list[Batch] = []
         # fetches on another thread: for the next layer, or for the next step
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="kvp-fetch")
-        self._under_way: list[tuple[Batch, int, Future[torch.Tensor]]] = []
+        self._side = SideStream(heap.pages.device)
+        self._under_way: list[tuple[Batch, int, Future[Fetched]]] = []
         # not yet in the traffic: a sum per layer would cost more than it tells
         self._copied: list[torch.Tensor] = []
 
@@ -132,22 +140,9 @@ class Retrieval:
             state.layers[layer] = self._indexer.new_layer(heads, dim)
         if wanted.start + first < wanted.stop:
             start = wanted.start + first
-            keys, values = read_tokens(self._heap, layer, owned, start, wanted.stop)
-            self._make_room(state, layer, first + keys.shape[1])
-            self.tier.write(state.pages[layer], first, keys, values)
-            self._indexer.insert(state.layers[layer], keys, first)
+            self._departures.send(state, layer, owned, start, wanted.stop)
         if layer == max(self._zones):
             state.tokens = max(len(wanted), first)
-
-    def _make_room(self, state: Offloaded, layer: int, tokens: int) -> None:
-        """Host pages for so many tokens of a layer."""
-        have, size = state.pages[layer], self.tier.page_tokens
-        more = -(-tokens // size) - have.shape[1]
-        if more <= 0:
-            return
-        fresh = self.tier.take(more * len(have)).view(len(have), more)
-        pages = state.pages[layer] = torch.cat([have, fresh], 1)
-        self._zones[layer].add_pages(state.seat, pages)
 
     def settle(
         self, request_id: str, pages: torch.Tensor, positions: torch.Tensor
@@ -158,6 +153,8 @@ class Retrieval:
             pages: int64 [rows, most], landing zone.
             positions: int32 [rows, most * block_size], -1 where unused.
         """
+        self._departures.take_in()
+        pages, positions = pages.cpu(), positions.cpu()
         state = self._requests[request_id]
         state.served = False
         heads, size = self._heap.num_kv_heads, self._heap.layout.block_size
@@ -182,13 +179,15 @@ class Retrieval:
         state = self._requests.get(request_id)
         if state is None:
             return
-        heads = self._heap.num_kv_heads
+        heads, here = self._heap.num_kv_heads, positions.cpu()
         for layer, count in state.hot.items():
             zones = self._zones[layer]
-            rows = positions[layer * heads : (layer + 1) * heads]
+            rows = here[layer * heads : (layer + 1) * heads]
             token = zones.hot_tokens(state.seat) + self._policy.sinks
             place = zones.place[state.seat, :, :count]
             rows.scatter_(1, place, token.to(positions.dtype))
+        if here is not positions:
+            positions.copy_(moved(here, positions.device))
 
     # -- steps --------------------------------------------------------------------
 
@@ -207,7 +206,7 @@ class Retrieval:
             first = torch.tensor([row.first_query for row in batch])
             # of a long chunk not all ask: so many searches cost more than they save
             ask = torch.linspace(0, length - 1, min(length, _MOST_ASKING)).long()
-            query = (first[:, None] + ask).flatten()
+            query = moved((first[:, None] + ask).flatten(), self._heap.pages.device)
             self._batches.append(
                 Batch(states, torch.tensor(seats), seats, query, served)
             )
@@ -237,8 +236,11 @@ class Retrieval:
             return None  # counted when they were fetched
         ahead, batch.ahead = batch.ahead, None
         if ahead is not None:
-            return ahead.result()
-        return self._fetch(batch, layer, self._asked(batch, queries))
+            return ahead.result().join()
+        if self._policy.selects(layer):
+            asked = batch.asked(queries, self._heap.num_kv_heads)
+            self._choose(batch, layer, asked.wait())
+        return self._fill(batch, layer)
 
     def _count(self, batch: Batch, layer: int, fetched: torch.Tensor | None) -> None:
         hot = sum(state.hot[layer] for state in batch.states)
@@ -258,44 +260,48 @@ class Retrieval:
 
     def _submit(
         self, batch: Batch, layer: int, queries: torch.Tensor
-    ) -> Future[torch.Tensor]:
+    ) -> Future[Fetched]:
         # a copy of the queries: the model may write over its own
-        asked = self._asked(batch, queries)
+        asked = batch.asked(queries, self._heap.num_kv_heads)
         return self._helper.submit(self._fetch_ahead, batch, layer, asked)
 
     def _join(self) -> None:
-        """Wait until nothing is being fetched for a later step."""
+        """Wait until nothing is being fetched for a later step, or sent away."""
+        self._departures.take_in()
         under_way, self._under_way = self._under_way, []
         for batch, layer, future in under_way:
-            fetched = future.result()
+            fetched = future.result().join()
             self._copied.append(fetched)
             if self.log is not None:
                 for row, name in enumerate(self._names(batch)):
                     self.log.add_ahead(name, layer, int(fetched[row]))
 
     @torch.inference_mode()
-    def _fetch_ahead(
-        self, batch: Batch, layer: int, asked: torch.Tensor
-    ) -> torch.Tensor:
+    def _fetch_ahead(self, batch: Batch, layer: int, asked: Arrival) -> Fetched:
         """On another thread, while the model computes."""
-        return self._fetch(batch, layer, asked)
+        queries = asked.wait()
+        with self._side.after(asked.event):
+            if self._policy.selects(layer):
+                self._choose(batch, layer, queries)
+            return Fetched(self._fill(batch, layer), self._side.event())
 
-    def _fetch(self, batch: Batch, layer: int, asked: torch.Tensor) -> torch.Tensor:
+    def _choose(self, batch: Batch, layer: int, queries: torch.Tensor) -> None:
+        count = max(state.hot[layer] for state in batch.states)
+        table = self._zones[layer].tables_of(batch.seat_numbers)
+        keys = Keys.paged(self.tier.keys, table)
+        layers = [state.layers[layer] for state in batch.states]
+        scale = self._scales[layer]
+        batch.chosen = self._indexer.select(layers, queries, keys, scale, count)
+
+    def _fill(self, batch: Batch, layer: int) -> torch.Tensor:
         """Returns int64 [requests]: tokens that had to be copied."""
         zones = self._zones[layer]
-        table = zones.tables_of(batch.seat_numbers)
-        if self._policy.selects(layer):
-            count = max(state.hot[layer] for state in batch.states)
-            keys = Keys.paged(self.tier.keys, table)
-            layers = [state.layers[layer] for state in batch.states]
-            scale = self._scales[layer]
-            batch.chosen = self._indexer.select(layers, asked, keys, scale, count)
         assert batch.chosen is not None, "the first layer that retrieves selects"
         return fill_hot(
             self._heap.pages,
             self._heap.layout,
             self.tier.pages,
-            table,
+            zones.tables_of(batch.seat_numbers),
             batch.chosen,
             batch.seats,
             zones.token,
@@ -303,15 +309,6 @@ class Retrieval:
             zones.slot,
             zones.counts,
         )
-
-    def _asked(self, batch: Batch, queries: torch.Tensor) -> torch.Tensor:
-        """A copy [requests, num_kv_heads, group * new tokens, head_dim]."""
-        heads, requests = self._heap.num_kv_heads, len(batch.states)
-        own = queries.index_select(0, batch.query)
-        if own.shape[0] == requests:
-            return own.view(requests, heads, -1, own.shape[2])
-        own = own.view(requests, -1, heads, own.shape[1] // heads, own.shape[2])
-        return own.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
     def _note(
         self,
@@ -322,8 +319,8 @@ class Retrieval:
         fetched: torch.Tensor | None,
     ) -> None:
         """Log what this layer fetched; scans all offloaded keys."""
-        asked, group = self._asked(batch, queries), queries.shape[1]
-        group //= self._heap.num_kv_heads
+        heads = self._heap.num_kv_heads
+        asked, group = batch.asked(queries, heads).wait(), queries.shape[1] // heads
         scale, zones = self._scales[layer], self._zones[layer]
         for row, name in enumerate(self._names(batch)):
             state = batch.states[row]

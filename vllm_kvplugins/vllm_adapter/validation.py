@@ -76,11 +76,11 @@ def platform_problems(policy: KVCachePolicy) -> list[str]:
     """Why a policy cannot run on this platform."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() or policy.retention is Retention.DROP:
+    if current_platform.is_cpu() or policy.retention is not Retention.RECONSTRUCT:
         return []
     return [
-        f"{policy.name} keeps tokens in host memory, which this version does on CPUs "
-        "only; use a policy that drops tokens, or the CPU build of vLLM"
+        f"{policy.name} makes tokens from factors, which this version does on CPUs "
+        "only; use another policy, or the CPU build of vLLM"
     ]
 
 

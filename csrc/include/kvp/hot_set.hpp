@@ -24,13 +24,12 @@ struct HostTokens {
   const std::int64_t* table;
   std::int64_t page_tokens;
   std::int64_t head_dim;
-  std::int64_t capacity;  // tokens that the table has room for
 
-  const Element* key(std::int64_t token) const {
-    const std::int64_t page = table[token / page_tokens];
-    const std::int64_t row = page * 2 * page_tokens + token % page_tokens;
-    return pages + row * head_dim;
+  // Row of a token's key among all rows; that of its value is page_tokens later.
+  std::int64_t row(std::int64_t token) const {
+    return table[token / page_tokens] * 2 * page_tokens + token % page_tokens;
   }
+  const Element* key(std::int64_t token) const { return pages + row(token) * head_dim; }
   const Element* value(std::int64_t token) const {
     return key(token) + page_tokens * head_dim;
   }
@@ -44,25 +43,24 @@ struct HotSlots {
   std::int64_t n;
 };
 
-// Makes wanted tokens resident, as many as there are hot slots; negative ones ask
-// for nothing. Returns how many were copied, or -1 - i if entry i of wanted, or
-// entry i - num_wanted of hot.token, is not a token of the host; nothing was
-// written then.
+// Lets wanted tokens have hot slots, as many as there are; negative ones ask for
+// nothing. Writes who has which slot; ``swap(place, token)`` is told who gets one, and
+// has the copying to do. Returns how many do, or -1 - i if entry i of wanted, or entry
+// i - num_wanted of hot.token, is not a token of the host; nothing was written then.
 //
+//   capacity: tokens of the host
 //   mark: one entry per host token, all zero; zero again afterwards
-template <typename Element>
-std::int64_t fill_hot_slots(const HostTokens<Element>& host,
-                            const std::int64_t* wanted, std::int64_t num_wanted,
-                            const HotSlots& hot, Element* heap,
-                            std::int64_t page_stride, const PageLayout& layout,
-                            std::vector<std::uint8_t>& mark) {
+template <typename Swap>
+std::int64_t swap_hot_slots(std::int64_t capacity, const std::int64_t* wanted,
+                            std::int64_t num_wanted, const HotSlots& hot,
+                            std::vector<std::uint8_t>& mark, const Swap& swap) {
   constexpr std::uint8_t kWanted = 1, kHot = 2;
   num_wanted = std::min(num_wanted, hot.n);
   for (std::int64_t i = 0; i < num_wanted; ++i) {
-    if (wanted[i] >= host.capacity) return -1 - i;
+    if (wanted[i] >= capacity) return -1 - i;
   }
   for (std::int64_t i = 0; i < hot.n; ++i) {
-    if (hot.token[i] < 0 || hot.token[i] >= host.capacity) return -1 - num_wanted - i;
+    if (hot.token[i] < 0 || hot.token[i] >= capacity) return -1 - num_wanted - i;
   }
   const auto at = [&mark](std::int64_t token) -> std::uint8_t& {
     return mark[static_cast<std::size_t>(token)];
@@ -71,26 +69,40 @@ std::int64_t fill_hot_slots(const HostTokens<Element>& host,
     if (wanted[i] >= 0) at(wanted[i]) |= kWanted;
   }
   for (std::int64_t i = 0; i < hot.n; ++i) at(hot.token[i]) |= kHot;
-  std::int64_t place = 0, copied = 0;
+  std::int64_t place = 0, swapped = 0;
   for (std::int64_t i = 0; i < num_wanted; ++i) {
     const std::int64_t token = wanted[i];
     if (token < 0 || (at(token) & kHot)) continue;
     while (at(hot.token[place]) & kWanted) ++place;  // there is one: n >= num_wanted
-    Element* page = heap + hot.page[place] * page_stride;
-    store_row(page, layout.keys, hot.slot[place], layout.block_size, host.head_dim,
-              host.key(token));
-    store_row(page, layout.values, hot.slot[place], layout.block_size, host.head_dim,
-              host.value(token));
     at(hot.token[place]) = 0;
     at(token) |= kHot;
     hot.token[place] = token;
-    ++copied;
+    swap(place, token);
+    ++swapped;
   }
   for (std::int64_t i = 0; i < num_wanted; ++i) {
     if (wanted[i] >= 0) at(wanted[i]) = 0;
   }
   for (std::int64_t i = 0; i < hot.n; ++i) at(hot.token[i]) = 0;
-  return copied;
+  return swapped;
+}
+
+// The same, and the copying.
+template <typename Element>
+std::int64_t fill_hot_slots(const HostTokens<Element>& host, std::int64_t capacity,
+                            const std::int64_t* wanted, std::int64_t num_wanted,
+                            const HotSlots& hot, Element* heap,
+                            std::int64_t page_stride, const PageLayout& layout,
+                            std::vector<std::uint8_t>& mark) {
+  const auto copy = [&](std::int64_t place, std::int64_t token) {
+    Element* page = heap + hot.page[place] * page_stride;
+    const std::int64_t slot = hot.slot[place];
+    store_row(page, layout.keys, slot, layout.block_size, host.head_dim,
+              host.key(token));
+    store_row(page, layout.values, slot, layout.block_size, host.head_dim,
+              host.value(token));
+  };
+  return swap_hot_slots(capacity, wanted, num_wanted, hot, mark, copy);
 }
 
 }  // namespace kvp
