@@ -7,7 +7,7 @@ and the others go on:
 
 build     compiles the extension, with CUDA kernels where nvcc is
 kernels   the suite of attention kernels, and the compiled ops, on the GPU
-policies  every policy that runs on GPUs answers a prompt; `full` as stock, in float32
+policies  every policy answers a prompt; `full` as stock, in float32
 decode    steps of a model with Llama-3.1-8B's shape and random weights, stock and under
           policies, at several prompt lengths
 gather    pages copied in bulk, on the GPU and from pinned host memory, against plain
@@ -31,7 +31,6 @@ from _engine import ROOT, EngineProcess, provenance, synthetic_prompt
 from rich.console import Console
 
 from vllm_kvplugins import ops
-from vllm_kvplugins.policies.base import Retention
 from vllm_kvplugins.policies.registry import available_policies, get_policy_class
 
 LLAMA_8B: dict[str, Any] = {
@@ -75,7 +74,7 @@ def main(
     work: dict[str, Callable[[], list[Row]]] = {
         "build": lambda: build(out),
         "kernels": kernels,
-        "policies": lambda: policies(model, device),
+        "policies": lambda: policies(model),
         "decode": lambda: decode(
             model, out, [int(n) for n in lengths.split(",")], layers, kv_bytes, device
         ),
@@ -153,7 +152,7 @@ def kernels() -> list[Row]:
     return rows
 
 
-def policies(model: str, device: str) -> list[Row]:
+def policies(model: str) -> list[Row]:
     """Each in an engine of its own; answers to one prompt of 900 tokens."""
     engine = {
         "model": model,
@@ -167,9 +166,8 @@ def policies(model: str, device: str) -> list[Row]:
     wanted: list[dict[str, Any] | None] = [None]
     for name in available_policies():
         cls = get_policy_class(name)
-        if device != "cuda" or cls.retention is Retention.DROP:
-            budget = {"budget": 256} if "budget" in cls.model_fields else {}
-            wanted.append({"name": name, **budget})
+        budget = {"budget": 256} if "budget" in cls.model_fields else {}
+        wanted.append({"name": name, **budget})
     rows: list[Row] = []
     stock: list[int] = []
     for policy in wanted:

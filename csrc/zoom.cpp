@@ -18,38 +18,45 @@ constexpr const char* kOp = "zoom_spans";
 using zoom::Choice;
 using zoom::Row;
 
-// Entries of all requests; [capacity, ...].
+// Who is seen and what belongs to whom, of all requests; [capacity].
 struct Entries {
-  const Tensor& keys;
-  const Tensor& values;
+  const Tensor& like;
   float* bias;
   Index* owner;
-  Index capacity, head_dim;
+  Index capacity;
 };
 
-Entries checked_entries(const Tensor& keys, const Tensor& values, const Tensor& bias,
-                        const Tensor& owner) {
+Entries checked_entries(const Tensor& bias, const Tensor& owner, const Tensor& like,
+                        Index capacity) {
+  const Argument argument{kOp, "bias", bias};
+  if (!bias.is_cpu()) fail(kOp, "bias must be on the CPU");
+  argument.require_device_of(like);
+  argument.require_dim(1);
+  argument.require_type(ScalarType::Float);
+  argument.require_contiguous();
+  if (bias.size(0) != capacity) {
+    fail(kOp, "bias must have ", capacity, " entries, got ", bias.size(0));
+  }
+  Argument{kOp, "owner", owner}.indices(like, capacity);
+  return {like, bias.mutable_data_ptr<float>(), owner.mutable_data_ptr<std::int64_t>(),
+          capacity};
+}
+
+// Their keys and values; [capacity, head_dim].
+struct Planes {
+  const Tensor& keys;
+  const Tensor& values;
+  Index head_dim;
+};
+
+Planes checked_planes(const Tensor& keys, const Tensor& values) {
   const Argument key_argument{kOp, "keys", keys}, value_argument{kOp, "values", values};
   key_argument.require_dim(2);
   key_argument.require_contiguous();
   if (!keys.is_cpu()) fail(kOp, "keys must be on the CPU");
   with_number(key_argument, [](auto*) {});
   value_argument.require_rows(keys, keys.size(0), keys.size(1));
-  const Argument bias_argument{kOp, "bias", bias};
-  bias_argument.require_device_of(keys);
-  bias_argument.require_dim(1);
-  bias_argument.require_type(ScalarType::Float);
-  bias_argument.require_contiguous();
-  if (bias.size(0) != keys.size(0)) {
-    fail(kOp, "bias must have ", keys.size(0), " entries, got ", bias.size(0));
-  }
-  Argument{kOp, "owner", owner}.indices(keys, keys.size(0));
-  return {keys,
-          values,
-          bias.mutable_data_ptr<float>(),
-          owner.mutable_data_ptr<std::int64_t>(),
-          keys.size(0),
-          keys.size(1)};
+  return {keys, values, keys.size(1)};
 }
 
 // [requests, 3]: first entry, spans and room of each, the same for all KV heads.
@@ -65,7 +72,7 @@ struct Regions {
 
 Regions checked_regions(const Tensor& regions, Index heads, const Entries& entries) {
   const Argument argument{kOp, "regions", regions};
-  const Regions made{argument.table(entries.keys), regions.size(0), heads};
+  const Regions made{argument.table(entries.like), regions.size(0), heads};
   if (regions.size(1) != 3) {
     fail(kOp, "regions must have 3 columns, got shape ", shape_of(regions));
   }
@@ -93,10 +100,10 @@ Regions checked_regions(const Tensor& regions, Index heads, const Entries& entri
 }
 
 template <typename T>
-const T* spans_vector(const char* name, const Tensor& tensor, const Tensor& keys,
+const T* spans_vector(const char* name, const Tensor& tensor, const Tensor& like,
                       ScalarType type, Index size) {
   const Argument argument{kOp, name, tensor};
-  argument.require_device_of(keys);
+  argument.require_device_of(like);
   argument.require_dim(1);
   argument.require_type(type);
   argument.require_contiguous();
@@ -112,11 +119,11 @@ std::vector<Row> checked_rows(const Entries& entries, const Regions& regions,
                               const Tensor& log_sizes) {
   Index spans = 0;
   for (Index r = 0; r < regions.requests; ++r) spans += regions.spans(r);
-  const float* gate = spans_vector<float>("gates", gates, entries.keys,
+  const float* gate = spans_vector<float>("gates", gates, entries.like,
                                           ScalarType::Float, regions.heads * spans);
   const Index* size =
-      spans_vector<std::int64_t>("sizes", sizes, entries.keys, ScalarType::Long, spans);
-  const float* log_size = spans_vector<float>("log_sizes", log_sizes, entries.keys,
+      spans_vector<std::int64_t>("sizes", sizes, entries.like, ScalarType::Long, spans);
+  const float* log_size = spans_vector<float>("log_sizes", log_sizes, entries.like,
                                               ScalarType::Float, spans);
   for (Index s = 0; s < spans; ++s) {
     if (size[s] < 1) fail(kOp, "sizes[", s, "] must be positive, got ", size[s]);
@@ -158,10 +165,6 @@ std::vector<Making> list_makings(const std::vector<Row>& rows,
     const std::size_t request = i / static_cast<std::size_t>(heads);
     const Index head = static_cast<Index>(i) % heads, spans = rows[i].spans;
     const Factors& own = factors[request];
-    if (!choices[i].fits) {
-      fail(kOp, "owner: request ", request, ", head ", head,
-           " has more tokens than its bias says");
-    }
     Index slot = 0;
     for (const Index span : choices[i].fresh) {
       if (own.matrices != 2 * heads * spans) {
@@ -184,16 +187,16 @@ std::vector<Making> list_makings(const std::vector<Row>& rows,
 }
 
 // Makes the tokens of new spans where apply() has found room.
-void make_tokens(const Entries& entries, const std::vector<Row>& rows,
-                 const std::vector<Choice>& choices, const std::vector<Making>& list,
-                 const std::vector<Factors>& factors) {
+void make_tokens(const Planes& planes, const Entries& entries,
+                 const std::vector<Row>& rows, const std::vector<Choice>& choices,
+                 const std::vector<Making>& list, const std::vector<Factors>& factors) {
   const svd::Kernels& kernels = svd::select_kernels();
   Index work = 0;
   for (const Making& each : list) {
     const Factors& own = factors[each.factors];
     work += own.tokens[each.matrix] * own.ranks[each.matrix] * own.head_dim;
   }
-  with_number(Argument{kOp, "keys", entries.keys}, [&](auto* tag) {
+  with_number(Argument{kOp, "keys", planes.keys}, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;
     for_all(
         static_cast<Index>(list.size()),
@@ -201,10 +204,10 @@ void make_tokens(const Entries& entries, const std::vector<Row>& rows,
           static thread_local svd::Workspace room;
           const Making& each = list[static_cast<std::size_t>(i)];
           const Factors& own = factors[each.factors];
-          const Tensor& plane = each.value ? entries.values : entries.keys;
+          const Tensor& plane = each.value ? planes.values : planes.keys;
           const Index at = rows[each.row].bias - entries.bias;
           Element* to =
-              static_cast<Element*>(plane.mutable_data_ptr()) + at * entries.head_dim;
+              static_cast<Element*>(plane.mutable_data_ptr()) + at * planes.head_dim;
           with_number(Argument{kOp, own.name, own.tensor}, [&](auto* factor_tag) {
             using Factor = std::remove_pointer_t<decltype(factor_tag)>;
             zoom::make_entries(kernels, own.shape<Factor>(each.matrix),
@@ -217,41 +220,116 @@ void make_tokens(const Entries& entries, const std::vector<Row>& rows,
   });
 }
 
+// The requests of a call and what their queries choose; changes nothing yet.
+struct Question {
+  std::vector<Row> rows;
+  std::vector<Choice> choices;
+  Index heads;
+  bool parallel;
+
+  template <typename Work>
+  void for_rows(const Work& work) {
+    for_all(
+        static_cast<Index>(rows.size()),
+        [&](Index i) {
+          work(rows[static_cast<std::size_t>(i)], choices[static_cast<std::size_t>(i)]);
+        },
+        parallel);
+  }
+
+  std::int64_t shown() const {
+    std::int64_t sum = 0;
+    for (const Choice& choice : choices) sum += choice.shown;
+    return sum;
+  }
+
+  std::int64_t made() const {
+    std::int64_t sum = 0;
+    for (const Choice& choice : choices) {
+      sum += static_cast<std::int64_t>(choice.slots.size());
+    }
+    return sum;
+  }
+};
+
+Question ask(const Entries& entries, const Regions& places, const Tensor& gates,
+             const Tensor& sizes, const Tensor& log_sizes) {
+  Question question{checked_rows(entries, places, gates, sizes, log_sizes), {},
+                    places.heads, false};
+  question.choices.resize(question.rows.size());
+  Index visited = 0;
+  for (const Row& row : question.rows) visited += row.spans + row.room;
+  question.parallel = visited >= zoom::kParallelEntries;
+  question.for_rows(
+      [](const Row& row, Choice& choice) { zoom::choose(row, choice); });
+  for (std::size_t i = 0; i < question.choices.size(); ++i) {
+    if (question.choices[i].fits) continue;
+    const auto row = static_cast<Index>(i);
+    fail(kOp, "owner: request ", row / places.heads, ", head ", row % places.heads,
+         " has more tokens than its bias says");
+  }
+  return question;
+}
+
 // (tokens made, tokens that are seen one by one), over all KV heads.
 std::tuple<std::int64_t, std::int64_t> zoom_spans(
     const Tensor& keys, const Tensor& values, const Tensor& bias, const Tensor& owner,
     const Tensor& regions, std::int64_t heads, const Tensor& gates, const Tensor& sizes,
     const Tensor& log_sizes, std::vector<Tensor> factors, std::vector<Tensor> offsets,
     std::vector<Tensor> ranks, std::vector<Tensor> tokens) {
-  const Entries entries = checked_entries(keys, values, bias, owner);
+  const Planes planes = checked_planes(keys, values);
+  const Entries entries = checked_entries(bias, owner, keys, keys.size(0));
   const Regions places = checked_regions(regions, heads, entries);
   const auto requests = static_cast<std::size_t>(places.requests);
   if (factors.size() != requests || offsets.size() != requests ||
       ranks.size() != requests || tokens.size() != requests) {
     fail(kOp, "factors must be of ", requests, " requests, got ", factors.size());
   }
-  const std::vector<Row> rows = checked_rows(entries, places, gates, sizes, log_sizes);
+  Question question = ask(entries, places, gates, sizes, log_sizes);
   std::vector<Factors> all;
   for (std::size_t r = 0; r < requests; ++r) {
     all.push_back(checked_factors(kOp, "factors", factors[r], offsets[r], ranks[r],
-                                  tokens[r], entries.head_dim));
+                                  tokens[r], planes.head_dim));
   }
-  std::vector<Choice> choices(rows.size());
-  Index visited = 0;
-  for (const Row& row : rows) visited += row.spans + row.room;
-  const bool parallel = visited >= zoom::kParallelEntries;
-  const auto count = static_cast<Index>(rows.size());
-  const auto at = [](Index i) { return static_cast<std::size_t>(i); };
-  for_all(count, [&](Index i) { zoom::choose(rows[at(i)], choices[at(i)]); }, parallel);
-  const std::vector<Making> list = list_makings(rows, choices, heads, all);
-  for_all(count, [&](Index i) { zoom::apply(rows[at(i)], choices[at(i)]); }, parallel);
-  make_tokens(entries, rows, choices, list, all);
-  std::int64_t made = 0, shown = 0;
-  for (const Choice& choice : choices) {
-    made += static_cast<std::int64_t>(choice.slots.size());
-    shown += choice.shown;
+  const std::vector<Making> list =
+      list_makings(question.rows, question.choices, heads, all);
+  question.for_rows([](const Row& row, Choice& choice) { zoom::apply(row, choice); });
+  make_tokens(planes, entries, question.rows, question.choices, list, all);
+  return {question.made(), question.shown()};
+}
+
+// What zoom_spans would make, for keys and values that are elsewhere. int64 [2, n]: the
+// request of each new span and which of its spans it is, KV head by KV head; int64
+// [tokens]: the entries of their tokens; and how many tokens are seen one by one. Bias
+// and owner are those of the entries from now on.
+std::tuple<Tensor, Tensor, std::int64_t> choose_spans(
+    const Tensor& bias, const Tensor& owner, const Tensor& regions, std::int64_t heads,
+    const Tensor& gates, const Tensor& sizes, const Tensor& log_sizes) {
+  Argument{kOp, "bias", bias}.require_dim(1);
+  const Entries entries = checked_entries(bias, owner, bias, bias.size(0));
+  const Regions places = checked_regions(regions, heads, entries);
+  Question question = ask(entries, places, gates, sizes, log_sizes);
+  question.for_rows([](const Row& row, Choice& choice) { zoom::apply(row, choice); });
+  std::int64_t n = 0;
+  for (const Choice& choice : question.choices) {
+    n += static_cast<std::int64_t>(choice.fresh.size());
   }
-  return {made, shown};
+  Tensor fresh = torch::stable::new_empty(owner, {2, n});
+  Tensor slots = torch::stable::new_empty(owner, {question.made()});
+  std::int64_t* request = fresh.mutable_data_ptr<std::int64_t>();
+  std::int64_t *matrix = request + n, *slot = slots.mutable_data_ptr<std::int64_t>();
+  for (std::size_t i = 0; i < question.rows.size(); ++i) {
+    const Row& row = question.rows[i];
+    const auto number = static_cast<Index>(i);
+    for (const Index span : question.choices[i].fresh) {
+      *request++ = number / heads;
+      *matrix++ = number % heads * row.spans + span;
+    }
+    for (const Index at : question.choices[i].slots) {
+      *slot++ = row.bias - entries.bias + at;
+    }
+  }
+  return {fresh, slots, question.shown()};
 }
 
 }  // namespace
@@ -263,8 +341,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
       "Tensor(d!) owner, Tensor regions, int heads, Tensor gates, Tensor sizes, "
       "Tensor log_sizes, Tensor[] factors, Tensor[] offsets, Tensor[] ranks, "
       "Tensor[] tokens) -> (int, int)");
+  m.def(
+      "choose_spans(Tensor(a!) bias, Tensor(b!) owner, Tensor regions, int heads, "
+      "Tensor gates, Tensor sizes, Tensor log_sizes) -> (Tensor, Tensor, int)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvp, CPU, m) {
   m.impl("zoom_spans", TORCH_BOX(&kvp::binding::zoom_spans));
+  m.impl("choose_spans", TORCH_BOX(&kvp::binding::choose_spans));
 }

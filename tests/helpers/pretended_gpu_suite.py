@@ -20,9 +20,13 @@ from policy_settings import configure, policies_that, shares_pages
 from pretend_cuda import CUDA, PretendedGPU, Pretending
 
 from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.ops import torch_ops
+from vllm_kvplugins.ops.device import Arrival
 from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.ops.mixed_attention import CoarseEntries
 from vllm_kvplugins.policies.base import Geometry, Retention
-from vllm_kvplugins.residency.device import Arrival
+from vllm_kvplugins.residency import zooming
+from vllm_kvplugins.residency.entries import EntryArena
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.plan import BlockSpan, Compaction
 from vllm_kvplugins.residency.probing import ProbeModel
@@ -30,6 +34,7 @@ from vllm_kvplugins.residency.requests import Row
 from vllm_kvplugins.residency.retrieval import Retrieval
 from vllm_kvplugins.residency.runtime import PolicyRuntime
 from vllm_kvplugins.residency.transfer import Transfer
+from vllm_kvplugins.residency.zooming import Zooming
 
 SEED = 20261122
 LAYERS, KV_HEADS, GROUP, HEAD_DIM = 3, 2, 2, 8
@@ -88,6 +93,20 @@ def test_what_is_on_its_way_to_the_host_is_not_there(gpu: PretendedGPU):
         assert found.result().tolist() == [1]
 
 
+class Losses:
+    """Some tokens surprise more than others."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+
+    def states(self, first: int, count: int) -> torch.Tensor:
+        return self._life.here(torch.zeros(count, 2))
+
+    def losses(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        assert states.device == self._life.device
+        return (targets % 7 == 3) * 5.0 + targets % 4
+
+
 class Life:
     """Two requests under a policy, on a device."""
 
@@ -109,7 +128,8 @@ class Life:
             if isinstance(value, torch.Tensor):
                 object.__setattr__(rotary, field.name, self.here(value))
         model = ProbeModel(self._probe, encode, POSITIONS, max_tokens=128)
-        self.runtime.attach(heap, [HEAD_DIM**-0.5] * LAYERS, rotary, model)
+        scales = [HEAD_DIM**-0.5] * LAYERS
+        self.runtime.attach(heap, scales, rotary, model, Losses(self))
         self.prompts = dict(PROMPTS)
         self.computed = dict.fromkeys(PROMPTS, 0)
         self.turns: dict[str, tuple[int, ...]] = {}
@@ -151,17 +171,23 @@ class Life:
         first = rows[-1].first_query + rows[-1].new_tokens
         table = self.here(torch.stack([self.tables[row.request_id] for row in rows]))
         lens = self.here(torch.tensor([row.after_tokens for row in rows]).int())
-        flat = self.runtime.begin_step(rows, lens, table)
+        flat, seen = self.runtime.begin_step(rows, lens, table), []
         for layer in range(LAYERS):
             shape = (first, KV_HEADS * GROUP, HEAD_DIM)
             queries = self.here(torch.randn(shape, generator=self.rng))
             self.runtime.before_attention(layer, queries)
+            spans = self.runtime.zooming
+            if spans is not None and spans.takes_any:
+                output = torch.zeros_like(queries)
+                scope = flat.pages[0], flat.lengths[0]
+                spans.attend(layer, queries, *scope, output)
+                seen.append(output)
             self.runtime.after_attention(layer, queries)
         self.compacted = bool(self.runtime._due)
         self.runtime.end_step()
         self.runtime.check_integrity()
         self.computed |= {row.request_id: row.after_tokens for row in rows}
-        return [flat.pages, flat.lengths]
+        return [flat.pages, flat.lengths, *seen]
 
 
 def policies(retention: Retention) -> list[dict[str, Any]]:
@@ -256,6 +282,65 @@ def test_retrieval_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]
     if policy.get("prefetch", "off") == "off":
         assert late
         assert all(len(waits) <= layers for waits in late), late
+
+
+SEKV: dict[str, Any] = {"name": "sekv", "budget": 24, "sinks": 2, "least_span": 3}
+SEKV |= {"span_tokens": 4, "rank": HEAD_DIM, "sensitivity": 0.5}
+
+
+def attended_elsewhere(
+    queries: torch.Tensor,
+    heap: torch.Tensor,
+    layout: PageLayout,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    entries: CoarseEntries,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A kernel, which makes nobody wait and wants all where the heap is."""
+    tensors = [queries, heap, pages, lengths, *entries.tensors]
+    assert len({tensor.device for tensor in tensors}) == 1
+    queries, heap, pages, lengths, *rest = (numbers(tensor) for tensor in tensors)
+    layout = PageLayout.interleaved(layout.block_size, layout.head_dim)
+    found = torch_ops.attend_mixed(queries, heap, layout, pages, lengths, scale, rest)
+    if tensors[0] is queries:
+        return found
+    return Pretending.of(found[0]), Pretending.of(found[1])
+
+
+@pytest.mark.parametrize("zoom_share", [0.4, 0.0])
+def test_zooming_on_a_gpu_is_that_on_a_cpu(monkeypatch, zoom_share: float):
+    """The host waits for the gates of a layer, and nothing else."""
+    monkeypatch.setattr(zooming, "attend_mixed", attended_elsewhere)
+    monkeypatch.setattr(Zooming, "_decompose", Zooming._decompose.__wrapped__)
+    monkeypatch.setattr(EntryArena, "_allocate", EntryArena._allocate.__wrapped__)
+    found, traffic, late = {}, {}, []
+    for device in (torch.device("cpu"), CUDA):
+        tables = []
+        with on(device) as gpu:
+            life = Life(SEKV | {"zoom_share": zoom_share}, device)
+            while life.computed["short"] < PROMPTS["short"] + ANSWER:
+                before = len(gpu.waits) if gpu else 0
+                rows = life.rows()
+                tables += life.step(rows)
+                decoding = all(row.new_tokens == 1 for row in rows)
+                if gpu and decoding:
+                    late.append(gpu.waits[before:])
+            assert life.runtime.zooming is not None
+            traffic[device.type] = life.runtime.zooming.take_traffic()
+            for entries in life.runtime.zooming._arena.layers:
+                on_there = numbers(entries.attended_bias)
+                assert on_there.equal(entries.bias), "host and GPU see other spans"
+            life.runtime.forget(list(PROMPTS))
+        found[device.type] = [numbers(t) for t in (*tables, life.heap.pages)]
+    assert len(found["cpu"]) > 3 * ANSWER
+    for here, there in zip(found["cpu"], found["cuda"], strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
+    assert traffic["cpu"] == traffic["cuda"]
+    assert (traffic["cpu"].fetched > 20) == (zoom_share > 0)
+    # the first step waits for the factors as well
+    waits_each = LAYERS if zoom_share else 0
+    assert all(len(waits) == waits_each for waits in late[1:]), late
 
 
 def zone_contents(life: Life, name: str) -> torch.Tensor:

@@ -117,13 +117,6 @@ def test_the_backend_takes_the_place_for_custom_ones():
         AttentionBackendEnum.CUSTOM.get_class()
 
 
-@pytest.mark.usefixtures("cuda")
-def test_policies_that_need_the_host_are_refused_on_gpus():
-    assert validation.platform_problems(parse_policy("icecache")) == []
-    (problem,) = validation.platform_problems(parse_policy("sekv"))
-    assert "from factors" in problem
-
-
 def test_other_platforms_are_refused(monkeypatch):
     monkeypatch.setattr("vllm.platforms.current_platform", platform("rocm"))
     from vllm.engine.arg_utils import EngineArgs

@@ -10,6 +10,8 @@ import torch
 from vllm_kvplugins import ops
 from vllm_kvplugins.ops import reference
 from vllm_kvplugins.ops.svd import LowRank
+from vllm_kvplugins.ops.zoom import choose_spans
+from vllm_kvplugins.ops.zoom_transfer import fetch_spans, pack
 
 SEED = 20261122
 DIM, HEADS = 16, 3
@@ -139,6 +141,55 @@ def test_every_step_is_what_the_oracle_says(backend, dtype):
         bias, owner, *_ = requests.views(i)
         assert bool((owner[:, requests.spans[i] :] < 0).all())
         assert bool((bias[:, : requests.spans[i]] > -torch.inf).all())
+
+
+class Elsewhere(Requests):
+    """Keys and values are where another bias is needed, and factors go there."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        bias_there = self.entries.bias.clone()
+        self.entries = dataclasses.replace(self.entries, bias_there=bias_there)
+
+    def zoom(self, gates: torch.Tensor) -> tuple[int, int]:
+        places = self.regions.places
+        found = fetch_spans(self.entries, self.regions, places, gates, self.factors)
+        assert self.entries.attended_bias.equal(self.entries.bias)
+        return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_spans_made_elsewhere_are_those_made_here(backend, dtype):
+    requests = Elsewhere([7, 30, 0, 1, 12], [20, 55, 4, 9, 0], dtype)
+    made = [requests.step(requests.draw()) for _ in range(12)]
+    assert min(made) > 20, "hardly anything changes"
+    assert requests.step(torch.full((HEADS * 50,), -torch.inf)) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_goes_over_is_what_the_paper_counts(backend, dtype):
+    """SeKV, equation 20: r (|S| + d + 1) elements for keys, and for values. Singular
+    values are float32, and records of bfloat16 begin at even elements."""
+    requests = Requests([7, 30], [20, 55], dtype)
+    entries, regions = requests.entries, requests.regions
+    fresh, slots, _ = choose_spans(
+        entries.bias, entries.owner, regions, requests.draw()
+    )
+    packed = pack(requests.factors, fresh, torch.device("cpu"))
+    elements, ranks = 0, 0
+    for request, which in fresh.t().tolist():
+        size = int(requests.sizes[request][which % requests.spans[request]])
+        for value in (0, 1):
+            half = len(requests.factors[request]) // 2
+            rank = int(requests.factors[request].ranks[which + value * half])
+            elements += rank * (size + DIM + 1)
+            ranks += rank
+    assert slots.numel() == int(packed.tokens.sum()) // 2
+    if dtype == torch.float32:
+        assert packed.factors.numel() == elements
+    else:
+        beyond = packed.factors.numel() - elements
+        assert ranks <= beyond <= ranks + len(packed)
 
 
 @pytest.mark.parametrize("spans", [300, 3000])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_kvplugins.ops.bulk import copy_pages
+from vllm_kvplugins.ops.device import moved, staging
 from vllm_kvplugins.ops.dispatch import call_compiled, scatter_tokens
 from vllm_kvplugins.ops.extension import compiled_for
 from vllm_kvplugins.ops.layout import PageLayout
@@ -76,13 +77,10 @@ def fill_hot(
     count, dim = moves.shape[1], host.shape[3]
     if count == 0:
         return copied
-    pinned = heap.device.type == "cuda"
-    staged = torch.empty(2 * count, dim, dtype=host.dtype, pin_memory=pinned)
+    staged = staging(2 * count, dim, dtype=host.dtype, device=heap.device)
     copy_pages(staged, None, host.view(-1, dim), moves[:2].flatten())
-    places = torch.empty(2, count, dtype=torch.int64, pin_memory=pinned)
-    places.copy_(moves[2:])
     keys, values = staged.to(heap.device, non_blocking=True).split(count)
-    to_page, to_slot = places.to(heap.device, non_blocking=True)
+    to_page, to_slot = moved(moves[2:], heap.device)
     scatter_tokens(heap, to_page, to_slot, keys, values, layout)
     return copied
 

@@ -1,8 +1,8 @@
 """Low-rank factors of spans of keys and values, and the rows that they stand for.
 
 SeKV keeps a span's keys and values in host memory as truncated singular value
-decompositions and makes its tokens of them when a query asks for it. Compiled if
-built, in torch otherwise; ``KVP_OPS`` chooses (``extension.py``). On the CPU only.
+decompositions, and makes its tokens of them when a query asks for it. Compiled if
+built, in torch otherwise; ``KVP_OPS`` chooses. Decompositions are made on the CPU.
 """
 
 from __future__ import annotations
@@ -185,7 +185,8 @@ def reconstruct(
         )
     _check_which(op, low_rank, which)
     made = [_rows(low_rank, matrix).to(dtype) for matrix in which.tolist()]
-    return torch.cat([torch.empty(0, low_rank.head_dim, dtype=dtype), *made])
+    nothing = low_rank.factors.new_empty(0, low_rank.head_dim, dtype=dtype)
+    return torch.cat([nothing, *made])
 
 
 def reconstruct_tokens(
@@ -329,10 +330,9 @@ def check_placement(
 ) -> None:
     """Raise ValueError unless ``tensor`` is on the CPU and ``dtype`` can be made.
 
-    Reconstructions run on CUDA too, where the extension has kernels for it.
+    Reconstructions run anywhere; without kernels in torch, matrix by matrix.
     """
-    there = op.startswith("reconstruct") and compiled_for(tensor.device)[0]
-    if tensor.device.type != "cpu" and not there:
+    if tensor.device.type != "cpu" and not op.startswith("reconstruct"):
         _fail(op, f"{name} must be on the CPU, got {tensor.device}")
     if dtype not in DTYPES:
         _fail(op, f"dtype must be float32 or bfloat16, got {dtype}")

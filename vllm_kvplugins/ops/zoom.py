@@ -1,7 +1,7 @@
 """The zoom of a step: which spans queries see token by token, and these tokens.
 
-Compiled if built, in torch otherwise; ``KVP_OPS`` chooses (``extension.py``). On the
-CPU only.
+Compiled if built, in torch otherwise; ``KVP_OPS`` chooses (``extension.py``). What is
+seen is chosen on the CPU; keys and values may lie on a GPU.
 """
 
 from __future__ import annotations
@@ -25,16 +25,25 @@ class ZoomEntries:
     """Means of spans and zoomed tokens of many requests, of one layer.
 
     Args:
-        keys, values: float32 or bfloat16 [capacity, head_dim].
+        keys, values: float32 or bfloat16 [capacity, head_dim], on any device.
         bias: float32 [capacity], on top of a score. Of a mean, log of the span's
-            length, or -inf while it is zoomed; of a token 0, or -inf where is none.
-        owner: int64 [capacity], span of each token, -1 = none; of a mean anything.
+            length, or -inf while it is zoomed; of a token 0, or -inf where is none. On
+            the CPU.
+        owner: int64 [capacity], span of each token, -1 = none; of a mean anything. On
+            the CPU.
+        bias_there: the bias on the device of keys, if that is another.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     bias: torch.Tensor
     owner: torch.Tensor
+    bias_there: torch.Tensor | None = None
+
+    @property
+    def attended_bias(self) -> torch.Tensor:
+        """What attention adds to scores, on the device of keys."""
+        return self.bias if self.bias_there is None else self.bias_there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +62,13 @@ class ZoomRegions:
     num_kv_heads: int
     sizes: torch.Tensor
     log_sizes: torch.Tensor
+
+    @property
+    def places(self) -> torch.Tensor:
+        """int64, all entries of the requests, in order."""
+        lengths = self.num_kv_heads * self.table[:, 1:].sum(1)
+        before = self.table[:, 0] - (lengths.cumsum(0) - lengths)
+        return torch.arange(int(lengths.sum())) + before.repeat_interleave(lengths)
 
     @property
     def starts(self) -> torch.Tensor:
@@ -98,7 +114,10 @@ def zoom_spans(
         what ``reconstruct`` takes for new ones. In torch, about 40 calls per request.
     """
     if entries.keys.device.type != "cpu":
-        _fail(f"keys must be on the CPU, got {entries.keys.device}")
+        _fail(
+            f"keys must be on the CPU, got {entries.keys.device}; use "
+            "ops.zoom_transfer.fetch_spans"
+        )
     if compiled_for(entries.keys.device)[0]:
         made, shown = call_compiled(
             _OP,
@@ -143,21 +162,68 @@ def within_room(gates: torch.Tensor, sizes: torch.Tensor, room: int) -> torch.Te
     return torch.zeros_like(fits).scatter_(1, order, fits)
 
 
+def choose_spans(
+    bias: torch.Tensor, owner: torch.Tensor, regions: ZoomRegions, gates: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """:func:`zoom_spans` without keys and values, which are made elsewhere.
+
+    Args:
+        bias, owner: of :class:`ZoomEntries`, on the CPU; written.
+        regions, gates: as there.
+
+    Returns:
+        int64 [2, n]: the request of each span that is new, and which of its spans it
+        is, KV head by KV head; int64 [tokens], the entries of their tokens, span by
+        span; and how many tokens are seen one by one, over all KV heads.
+
+    Raises:
+        ValueError: as there.
+    """
+    if compiled_for(bias.device)[0]:
+        fresh, slots, shown = call_compiled(
+            "choose_spans",
+            bias,
+            owner,
+            regions.table,
+            regions.num_kv_heads,
+            gates,
+            regions.sizes,
+            regions.log_sizes,
+        )
+        return fresh, slots, shown
+    changes = _changes(bias, owner, regions, gates)
+    fresh = [change.which for change in changes]
+    request = [torch.full_like(which, i) for i, which in enumerate(fresh)]
+    slots = [change.first + change.apply() for change in changes]
+    shown = sum(int((c.chosen * c.sizes).sum()) for c in changes)
+    nothing = torch.empty(0, dtype=torch.int64)
+    every = [torch.cat([nothing, *parts]) for parts in (request, fresh, slots)]
+    return torch.stack(every[:2]), every[2], shown
+
+
 @dataclass(slots=True, eq=False)
 class _Change:
-    """What one request's entries become; views [num_kv_heads, ...] of them."""
+    """What one request's entries become; views [num_kv_heads, ...] of them.
 
+    Attributes:
+        first: where they begin.
+    """
+
+    first: int
     bias: torch.Tensor
     owner: torch.Tensor
     sizes: torch.Tensor
     log_sizes: torch.Tensor
     chosen: torch.Tensor
     fresh: torch.Tensor
-    rows: list[torch.Tensor]
-    planes: list[torch.Tensor]
 
-    def apply(self) -> int:
-        """Returns how many tokens were made."""
+    @property
+    def which(self) -> torch.Tensor:
+        """New spans, KV head by KV head."""
+        return self.fresh.flatten().nonzero()[:, 0]
+
+    def apply(self) -> torch.Tensor:
+        """Returns which entries, from the first on, their tokens get."""
         count = self.chosen.shape[1]
         owner, bias = self.owner[:, count:], self.bias[:, count:]
         left = (owner >= 0) & ~_of(self.chosen, owner)
@@ -169,9 +235,27 @@ class _Change:
         row, slot = (free & (free.cumsum(1) <= tokens)).nonzero(as_tuple=True)
         owner[row, slot] = span.repeat_interleave(self.sizes[span])
         bias[row, slot] = 0.0
-        for plane, rows in zip(self.planes, self.rows, strict=True):
-            plane[row, count + slot] = rows
-        return row.numel()
+        return row * self.bias.shape[1] + count + slot
+
+
+def _changes(
+    bias: torch.Tensor, owner: torch.Tensor, regions: ZoomRegions, gates: torch.Tensor
+) -> list[_Change]:
+    """Of each request; nothing is written."""
+    heads, changes = regions.num_kv_heads, []
+    counts = regions.table[:, 1].tolist()
+    own_gates = gates.split([heads * count for count in counts])
+    sizes, log_sizes = regions.sizes.split(counts), regions.log_sizes.split(counts)
+    for i, (first, count, room) in enumerate(regions.table.tolist()):
+        own = slice(first, first + heads * (count + room))
+        shape = heads, count + room
+        here = bias[own].view(shape), owner[own].view(shape)
+        chosen = within_room(own_gates[i].view(heads, count), sizes[i], room)
+        fresh = chosen & (here[0][:, :count] > -torch.inf)
+        _check_room(i, chosen, fresh, here[1][:, count:], sizes[i])
+        own_sizes = sizes[i], log_sizes[i]
+        changes.append(_Change(first, *here, *own_sizes, chosen, fresh))
+    return changes
 
 
 def _in_torch(
@@ -181,29 +265,20 @@ def _in_torch(
     factors: Sequence[LowRank],
 ) -> tuple[int, int]:
     """Everything is chosen and made before anything is written."""
-    heads, changes = regions.num_kv_heads, []
-    counts = regions.table[:, 1].tolist()
-    own_gates = gates.split([heads * count for count in counts])
-    sizes, log_sizes = regions.sizes.split(counts), regions.log_sizes.split(counts)
-    for i, (first, count, room) in enumerate(regions.table.tolist()):
-        own = slice(first, first + heads * (count + room))
-        shape = (heads, count + room)
-        bias, owner = (e[own].view(shape) for e in (entries.bias, entries.owner))
-        chosen = within_room(own_gates[i].view(heads, count), sizes[i], room)
-        fresh = chosen & (bias[:, :count] > -torch.inf)
-        _check_room(i, chosen, fresh, owner[:, count:], sizes[i])
-        rows, planes = [], []
-        if bool(fresh.any()):
-            which = fresh.flatten().nonzero()[:, 0]
-            _check_factors(i, factors[i], which, sizes[i].repeat(2 * heads))
-            for at, plane in ((0, entries.keys), (fresh.numel(), entries.values)):
-                rows.append(reconstruct(factors[i], which + at, plane.dtype))
-                planes.append(plane[own].view(*shape, -1))
-        changes.append(
-            _Change(bias, owner, sizes[i], log_sizes[i], chosen, fresh, rows, planes)
-        )
-    made = sum(change.apply() for change in changes)
-    return made, sum(int((c.chosen * c.sizes).sum()) for c in changes)
+    heads, made = regions.num_kv_heads, []
+    changes = _changes(entries.bias, entries.owner, regions, gates)
+    for i, (change, own) in enumerate(zip(changes, factors, strict=True)):
+        which = change.which
+        if len(which):
+            _check_factors(i, own, which, change.sizes.repeat(2 * heads))
+        planes = (0, entries.keys), (change.fresh.numel(), entries.values)
+        for at, plane in planes if len(which) else ():
+            made.append((i, plane, reconstruct(own, which + at, plane.dtype)))
+    slots = [change.first + change.apply() for change in changes]
+    for i, plane, rows in made:
+        plane[slots[i]] = rows
+    shown = sum(int((c.chosen * c.sizes).sum()) for c in changes)
+    return sum(map(len, slots)), shown
 
 
 def _of(chosen: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 
 from vllm_kvplugins.ops.components import keep_components
+from vllm_kvplugins.ops.device import moved
 from vllm_kvplugins.ops.svd import LowRank, truncated_svd
 from vllm_kvplugins.policies.base import (
     Geometry,
@@ -128,4 +129,5 @@ class Resolver(KVCachePolicy):
     def score(self, view: LayerView) -> torch.Tensor:
         """What the segments say: they are ``view.observed``."""
         segments: Segments = view.observed
-        return segments.resident[view.positions.clamp(min=0)].float()
+        resident = moved(segments.resident, view.positions.device)
+        return resident[view.positions.clamp(min=0)].float()

@@ -211,9 +211,10 @@ class SeKV(Resolver):
         self, layer: int, queries: torch.Tensor, spans: CoarseSpans, scale: float
     ) -> torch.Tensor:
         shares = mean_key_shares(queries, spans, scale)
-        if self.trained is None:
+        router = self._trained_on(queries.device)
+        if router is None:
             return shares
-        return zoom_gates(self.trained, layer, queries, spans, shares)
+        return zoom_gates(router, layer, queries, spans, shares)
 
     # -- the router ---------------------------------------------------------------
 
@@ -228,6 +229,18 @@ class SeKV(Resolver):
             return None
         return read_router(self._router_file)[0]
 
+    def _trained_on(self, device: torch.device) -> Router | None:
+        """The router, where the cache is."""
+        if self.trained is None or device.type == "cpu":
+            return self.trained
+        if device not in self._trained_there:
+            self._trained_there[device] = self.trained.on(device)
+        return self._trained_there[device]
+
+    @cached_property
+    def _trained_there(self) -> dict[torch.device, Router]:
+        return {}
+
     @property
     def _router_file(self) -> Path:
         return shipped_router() if self.router == SHIPPED else Path(self.router)
@@ -236,9 +249,8 @@ class SeKV(Resolver):
         _ = self.trained  # a bad file is refused when it is named, not used
 
     def summarize(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
-        if self.trained is None:
-            return keys
-        return self.trained.per_length(keys, layer)
+        router = self._trained_on(keys.device)
+        return keys if router is None else router.per_length(keys, layer)
 
     def component_gates(
         self, layer: int, factors: LowRank, spans: CoarseSpans

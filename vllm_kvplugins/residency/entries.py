@@ -1,6 +1,8 @@
 """Memory of the entries that requests attend to beside their pages.
 
-All layers lie alike: a request has one run of entries, at the same place in each::
+Keys, values and their bias are where attention reads them; who is on, and whose, is
+known on the host as well. All layers lie alike: a request has one run of entries, at
+the same place in each::
 
     entry  0 ........ 600 ........ 1500 ........ 2100 ......... capacity
            request a     request b      (free)       request c
@@ -17,6 +19,8 @@ import torch
 
 from vllm_kvplugins.ops.zoom import ZoomEntries
 
+_CPU = torch.device("cpu")
+
 
 class EntryArena:
     """Entries of all requests on one worker.
@@ -24,10 +28,18 @@ class EntryArena:
     Args:
         head_dim: elements of a key, and of a value.
         dtype: of both.
+        device: where queries attend to them.
     """
 
-    def __init__(self, num_layers: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device = _CPU,
+    ) -> None:
         self._num_layers, self._head_dim, self._dtype = num_layers, head_dim, dtype
+        self._device = device
         self._gaps: list[tuple[int, int]] = []  # start and stop, in order
         self._allocate(0)
 
@@ -35,17 +47,25 @@ class EntryArena:
     @torch.inference_mode(False)
     def _allocate(self, capacity: int) -> None:
         shape = (self._num_layers, capacity)
-        self._keys = torch.zeros(*shape, self._head_dim, dtype=self._dtype)
+        self._keys = torch.zeros(
+            *shape, self._head_dim, dtype=self._dtype, device=self._device
+        )
         self._values = torch.zeros_like(self._keys)
         self._bias = torch.full(shape, -torch.inf)
         self._owner = torch.full(shape, -1)
+        self._there: torch.Tensor | None = None
+        if self._device.type != "cpu":
+            self._there = torch.full(shape, -torch.inf, device=self._device)
         # views cost more than what is done with them in a step
         self.layers = [
-            ZoomEntries(*parts)
-            for parts in zip(
-                self._keys, self._values, self._bias, self._owner, strict=True
-            )
+            ZoomEntries(*(part[layer] for part in self._all))
+            for layer in range(self._num_layers)
         ]
+
+    @property
+    def _all(self) -> list[torch.Tensor]:
+        known = [self._keys, self._values, self._bias, self._owner]
+        return known if self._there is None else [*known, self._there]
 
     @property
     def capacity(self) -> int:
@@ -76,18 +96,18 @@ class EntryArena:
         return self.take(count)
 
     def _grow(self, count: int) -> None:
-        before = self._keys, self._values, self._bias, self._owner
-        old = self.capacity
+        before, old = self._all, self.capacity
         self._allocate(max(2 * old, old + count))
-        after = self._keys, self._values, self._bias, self._owner
-        for source, target in zip(before, after, strict=True):
+        for source, target in zip(before, self._all, strict=True):
             target[:, :old] = source
         self._add_gap(old, self.capacity)
 
     def give(self, start: int, count: int) -> None:
         """Give a run back that was taken."""
-        self._bias[:, start : start + count] = -torch.inf
         self._owner[:, start : start + count] = -1
+        for bias in (self._bias, self._there):
+            if bias is not None:
+                bias[:, start : start + count] = -torch.inf
         self._add_gap(start, start + count)
         if self.free == self.capacity:
             self._gaps = []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_kvplugins.ops import dispatch as ops
-from vllm_kvplugins.residency.device import Arrival
+from vllm_kvplugins.ops.device import Arrival
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.host_tier import HostTier
 from vllm_kvplugins.residency.hot_zones import HotZones

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_kvplugins.residency.device import Arrival
+from vllm_kvplugins.ops.device import Arrival
 from vllm_kvplugins.residency.indexing import OffloadedLayer
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvplugins.residency.device import on_device
+from vllm_kvplugins.ops.device import on_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_kvplugins.index import Keys
+from vllm_kvplugins.ops.device import Arrival, SideStream, moved
 from vllm_kvplugins.ops.hot_set import fill_hot
 from vllm_kvplugins.policies.retrieval import Retriever
-from vllm_kvplugins.residency.device import Arrival, SideStream, moved
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.host_tier import HostTier, default_limit_bytes
 from vllm_kvplugins.residency.hot_zones import HotZones

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_kvplugins.residency.device import on_device
+from vllm_kvplugins.ops.device import on_device
 
 # Queries kept beyond those that a compaction needs. The next request may leave out the
 # newest tokens: steps in flight when an answer is cut short, a stop string, what a

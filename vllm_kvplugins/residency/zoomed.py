@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from vllm_kvplugins.ops.device import moved, on_device
 from vllm_kvplugins.ops.svd import LowRank
 from vllm_kvplugins.ops.zoom import ZoomEntries, ZoomRegions
 from vllm_kvplugins.residency.requests import Row
@@ -55,9 +56,11 @@ class Zoomed:
         heads, count, _ = spans.keys.shape
         head = torch.arange(heads)[:, None]
         at = self.first + head * self.entries_per_head + torch.arange(count)
-        entries.keys[at] = spans.keys.to(entries.keys.dtype)
-        entries.values[at] = spans.values.to(entries.values.dtype)
-        entries.bias[at] = spans.log_sizes
+        entries.bias[at] = spans.sizes.float().log()
+        there = moved(at, spans.keys.device)
+        entries.keys[there] = spans.keys.to(entries.keys.dtype)
+        entries.values[there] = spans.values.to(entries.values.dtype)
+        entries.attended_bias[there] = spans.log_sizes
 
     def check_integrity(self, entries: ZoomEntries, heads: int) -> None:
         """A span's tokens are entries if and only if it is zoomed; else its mean."""
@@ -81,8 +84,9 @@ class Turn:
         queries: int64 [rows], among the step's.
         rows: int64 [rows], among all rows of the step.
         later: int32 [rows], new tokens behind these.
-        regions: of the rows' entries.
+        regions: of the rows' entries; on the host.
         starts, counts: int64 [rows * num_kv_heads], the same.
+        places: int64, all entries of the rows; None where the host has them.
         pages, lengths: of the rows, and ``paged_of``, what they were taken from.
     """
 
@@ -94,35 +98,36 @@ class Turn:
     regions: ZoomRegions
     starts: torch.Tensor
     counts: torch.Tensor
+    places: torch.Tensor | None = None
     paged_of: torch.Tensor | None = None
     pages: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
 
     @staticmethod
-    def of(number: int, rows: Sequence[tuple[int, Row, Zoomed]], heads: int) -> Turn:
+    def of(
+        number: int,
+        rows: Sequence[tuple[int, Row, Zoomed]],
+        heads: int,
+        device: torch.device,
+    ) -> Turn:
         """Of rows that have so many new tokens and more."""
         states = [state for *_, state in rows]
-        spans = [state.layers[0].spans for state in states]
+        sizes = torch.cat([state.segments.sizes for state in states])
         table = torch.tensor(
             [[state.first, state.segments.num_spans, state.room] for state in states]
         )
-        regions = ZoomRegions(
-            table,
-            heads,
-            torch.cat([each.sizes for each in spans]),
-            torch.cat([each.log_sizes for each in spans]),
-        )
+        regions = ZoomRegions(table, heads, sizes, sizes.float().log())
+        later = [row.new_tokens - 1 - number for _, row, _ in rows]
         return Turn(
             states,
             [row.request_id for _, row, _ in rows],
-            torch.tensor([row.first_query + number for _, row, _ in rows]),
-            torch.tensor([index for index, *_ in rows]),
-            torch.tensor(
-                [row.new_tokens - 1 - number for _, row, _ in rows], dtype=torch.int32
-            ),
+            on_device([row.first_query + number for _, row, _ in rows], device),
+            on_device([index for index, *_ in rows], device),
+            on_device(later, device).int(),
             regions,
-            regions.starts,
-            regions.counts,
+            moved(regions.starts, device),
+            moved(regions.counts, device),
+            None if device.type == "cpu" else moved(regions.places, device),
         )
 
     def paged(

@@ -10,6 +10,9 @@ One request, one layer::
 Means and zoomed tokens are *entries*: keys and values beside the request's pages,
 each with a bias on its score. A mean whose span is zoomed is off, as is an entry for
 zoomed tokens that has none: their bias is ``-inf``.
+
+With the cache on a GPU, means and entries are there, and gates; their numbers come to
+the host, which chooses, and sends the factors of spans that are new.
 """
 
 from __future__ import annotations
@@ -17,15 +20,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_kvplugins.ops import dispatch as ops
+from vllm_kvplugins.ops.device import Arrival, moved
 from vllm_kvplugins.ops.mixed_attention import CoarseEntries, attend_mixed
 from vllm_kvplugins.ops.svd import LowRank
 from vllm_kvplugins.ops.zoom import zoom_spans
+from vllm_kvplugins.ops.zoom_transfer import fetch_spans
 from vllm_kvplugins.policies.base import Geometry
 from vllm_kvplugins.residency.entries import EntryArena
 from vllm_kvplugins.residency.heap import Heap
@@ -79,8 +85,9 @@ class Zooming:
         self._rows: list[tuple[int, Row]] = []
         self._turns: list[Turn] | None = None
         self._traffic = Traffic()
+        device = heap.pages.device
         self._arena = EntryArena(
-            heap.num_layers, heap.layout.head_dim, heap.pages.dtype
+            heap.num_layers, heap.layout.head_dim, heap.pages.dtype, device
         )
 
     # -- compactions --------------------------------------------------------------
@@ -123,7 +130,8 @@ class Zooming:
             spans = CoarseSpans.of(
                 keys, values, segments, partial(self.policy.summarize, layer)
             )
-            factors = self._helper.submit(self._decompose, layer, keys, values, spans)
+            leaving = Arrival(keys), Arrival(values), Arrival(spans.keys)
+            factors = self._helper.submit(self._decompose, layer, leaving, spans)
             state.put_means(entries, spans)
             state.layers.append(ZoomedLayer(spans, factors))
 
@@ -134,6 +142,7 @@ class Zooming:
         been compacted: its pages are in order."""
         heads, size = self._heap.num_kv_heads, self._heap.layout.block_size
         pages = owned.pages[layer * heads : (layer + 1) * heads]
+        positions = moved(positions, pages.device)
         page = pages[:, positions // size].flatten()
         slot = (positions % size).repeat(heads)
         found = ops.gather_tokens(self._heap.pages, page, slot, self._heap.layout)
@@ -144,10 +153,13 @@ class Zooming:
     def _decompose(
         self,
         layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        leaving: tuple[Arrival, Arrival, Arrival],
         spans: CoarseSpans,
     ) -> LowRank:
+        keys, values, means = (arrival.wait() for arrival in leaving)
+        if means is not spans.keys:
+            log_sizes = spans.sizes.float().log()
+            spans = replace(spans, keys=means, log_sizes=log_sizes)
         return self.policy.decompose(layer, keys, values, spans)
 
     # -- steps --------------------------------------------------------------------
@@ -208,7 +220,7 @@ class Zooming:
                 CoarseEntries(
                     entries.keys,
                     entries.values,
-                    entries.bias,
+                    entries.attended_bias,
                     turn.starts,
                     turn.counts,
                 ),
@@ -219,7 +231,8 @@ class Zooming:
         turns = []
         for number in range(max(row.new_tokens for _, row in self._rows)):
             now = [each for each in rows if each[1].new_tokens > number]
-            turns.append(Turn.of(number, now, self._heap.num_kv_heads))
+            heap = self._heap
+            turns.append(Turn.of(number, now, heap.num_kv_heads, heap.pages.device))
         return turns
 
     def _zoom(self, layer: int, turn: Turn, queries: torch.Tensor) -> None:
@@ -231,18 +244,21 @@ class Zooming:
             here = state.layers[layer]
             made = self._factors(layer, name, here) if state.room else _NO_FACTORS
             if made is _NO_FACTORS:
-                gates.append(torch.full((here.spans.keys.shape[:2]), -torch.inf))
+                shape = here.spans.keys.shape[:2]
+                gates.append(here.spans.keys.new_full(shape, -torch.inf))
             else:
                 gates.append(self.policy.gates(layer, query, here.spans, scale))
             factors.append(made)
         if all(made is _NO_FACTORS for made in factors):
             return
-        made_tokens, shown = zoom_spans(
-            self._arena.layers[layer],
-            turn.regions,
-            torch.cat([gate.flatten() for gate in gates]),
-            factors,
-        )
+        every = Arrival(torch.cat([gate.flatten() for gate in gates])).wait()
+        entries = self._arena.layers[layer]
+        if turn.places is None:
+            made_tokens, shown = zoom_spans(entries, turn.regions, every, factors)
+        else:
+            made_tokens, shown = fetch_spans(
+                entries, turn.regions, turn.places, every, factors
+            )
         self._traffic.fetched += made_tokens
         self._traffic.selected += shown
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_kvplugins.ops.device import moved
 from vllm_kvplugins.spans.segmentation import Segments
 
 
@@ -19,7 +20,7 @@ class CoarseSpans:
         values: float32 [num_kv_heads, spans, head_dim].
         log_sizes: float32 [spans], what a span's score gets on top, so that it
             competes like the tokens that it stands for.
-        sizes: int64 [spans], tokens.
+        sizes: int64 [spans], tokens; on the CPU, all else with the keys.
         summary: what the policy routes by, as it made it of ``keys``.
     """
 
@@ -39,18 +40,18 @@ class CoarseSpans:
         """The surprisal-weighted means of SeKV, section 3.2.
 
         Args:
-            keys, values: [num_kv_heads, n, head_dim], of ``segments.positions``.
+            keys, values: [num_kv_heads, n, head_dim], of ``segments.positions``; on
+                any device.
             summarize: mean keys -> what is routed by.
         """
+        device, sizes = keys.device, segments.sizes
+        weights, span = moved(segments.weights, device), moved(segments.span, device)
 
         def mean(rows: torch.Tensor) -> torch.Tensor:
-            weighted = rows.float() * segments.weights[:, None]
+            weighted = rows.float() * weights[:, None]
             heads, _, dim = rows.shape
-            means = torch.zeros(heads, segments.num_spans, dim)
-            return means.index_add_(1, segments.span, weighted)
+            means = torch.zeros(heads, segments.num_spans, dim, device=device)
+            return means.index_add_(1, span, weighted)
 
-        sizes = segments.sizes
-        middle = mean(keys)
-        return CoarseSpans(
-            middle, mean(values), sizes.float().log(), sizes, summarize(middle)
-        )
+        middle, log_sizes = mean(keys), moved(sizes.float().log(), device)
+        return CoarseSpans(middle, mean(values), log_sizes, sizes, summarize(middle))

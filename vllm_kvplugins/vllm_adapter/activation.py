@@ -104,7 +104,6 @@ def finish_config(
         [
             *validation.config_problems(vllm_config),
             *choice.problems(vllm_config, request),
-            *validation.platform_problems(policy),
             *validation.dtype_problems(policy, vllm_config.model_config),
             *_shape_problems(vllm_config, policy),
             *probing.problems(vllm_config, policy),

@@ -72,18 +72,6 @@ def argument_problems(args: EngineArgs) -> list[str]:
     return found
 
 
-def platform_problems(policy: KVCachePolicy) -> list[str]:
-    """Why a policy cannot run on this platform."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu() or policy.retention is not Retention.RECONSTRUCT:
-        return []
-    return [
-        f"{policy.name} makes tokens from factors, which this version does on CPUs "
-        "only; use another policy, or the CPU build of vLLM"
-    ]
-
-
 def platform_in_use() -> tuple[str, list[str]]:
     """The platform that vLLM chose, and why a policy cannot run there, if so."""
     from vllm.engine.arg_utils import EngineArgs

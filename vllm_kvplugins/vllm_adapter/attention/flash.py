@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionImpl,
 )
 
-from vllm_kvplugins.residency.device import moved
+from vllm_kvplugins.ops.device import moved
 from vllm_kvplugins.vllm_adapter.attention.flat import (
     PolicyImpl,
     Scope,

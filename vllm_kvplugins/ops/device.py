@@ -25,6 +25,12 @@ def moved(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host.to(device, non_blocking=True)
 
 
+def staging(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory of the host, not set, that a copy to a device need not wait for."""
+    pinned = device.type == "cuda"
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+
+
 class Arrival:
     """A tensor on its way to the host.
 
@@ -35,8 +41,8 @@ class Arrival:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._here, self._event = tensor, None
         if tensor.device.type == "cuda":
-            self._here = torch.empty(
-                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True
+            self._here = staging(
+                *tensor.shape, dtype=tensor.dtype, device=tensor.device
             )
             self._here.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()

@@ -1,0 +1,87 @@
+"""The zoom of a step with keys and values on a GPU: factors go over, not tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_kvplugins.ops.device import moved, staging
+from vllm_kvplugins.ops.svd import LowRank, reconstruct
+from vllm_kvplugins.ops.zoom import ZoomEntries, ZoomRegions, choose_spans
+
+
+def fetch_spans(
+    entries: ZoomEntries,
+    regions: ZoomRegions,
+    places: torch.Tensor,
+    gates: torch.Tensor,
+    factors: Sequence[LowRank],
+) -> tuple[int, int]:
+    """:func:`~vllm_kvplugins.ops.zoom.zoom_spans` for entries on another device.
+
+    The host chooses; the factors of spans that are new go over in one copy (SeKV,
+    equation 20) and are multiplied there. Nobody waits for it.
+
+    Args:
+        entries: with ``bias_there``.
+        regions: of the requests.
+        places: ``regions.places``, on the device of the entries.
+        gates: float32, on the CPU; as of ``zoom_spans``.
+        factors: per request, on the CPU.
+
+    Returns:
+        How many tokens were made, and how many are seen, over all KV heads.
+
+    Raises:
+        ValueError: something does not fit.
+    """
+    fresh, slots, shown = choose_spans(entries.bias, entries.owner, regions, gates)
+    device = entries.keys.device
+    if slots.numel():
+        packed = pack(factors, fresh, device)
+        there = LowRank(
+            packed.factors.to(device, non_blocking=True),
+            packed.offsets,
+            packed.ranks,
+            packed.tokens,
+            packed.head_dim,
+        )
+        every = torch.arange(len(packed))
+        keys, values = reconstruct(there, every, entries.keys.dtype).split(len(slots))
+        at = moved(slots, device)
+        entries.keys.index_copy_(0, at, keys)
+        entries.values.index_copy_(0, at, values)
+    assert entries.bias_there is not None, "entries of the CPU"
+    bias = moved(entries.bias[regions.places], device)
+    entries.bias_there.index_copy_(0, places, bias)
+    return slots.numel(), shown
+
+
+def pack(
+    factors: Sequence[LowRank], fresh: torch.Tensor, device: torch.device
+) -> LowRank:
+    """The factors of some spans' keys, and then of their values, still on the host.
+
+    Args:
+        factors: per request, of all spans' keys and then of all values.
+        fresh: int64 [2, n], request and span, of :func:`choose_spans`; not empty.
+        device: where they go.
+    """
+    records, ranks, tokens = [], [], []
+    for value in (0, 1):
+        for request, span in fresh.t().tolist():
+            own = factors[request]
+            matrix = span + value * (len(own) // 2)
+            start, stop = own.offsets[matrix : matrix + 2].tolist()
+            records.append(own.factors[start:stop])
+            ranks.append(own.ranks[matrix])
+            tokens.append(own.tokens[matrix])
+    lengths = torch.tensor([0] + [len(record) for record in records])
+    dtype = records[0].dtype
+    memory = staging(int(lengths.sum()), dtype=dtype, device=device)
+    torch.cat(records, out=memory)
+    head_dim = factors[0].head_dim
+    return LowRank(
+        memory, lengths.cumsum(0), torch.stack(ranks), torch.stack(tokens), head_dim
+    )
