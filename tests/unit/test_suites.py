@@ -41,4 +41,5 @@ def test_kernels():
 
 @pytest.mark.slow
 def test_a_pretended_gpu():
-    assert run_suite("pretended_gpu_suite.py") >= 18
+    assert run_suite("pretended_gpu_suite.py") >= 34
+    assert run_suite("pretended_host_suite.py") >= 13

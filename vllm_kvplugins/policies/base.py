@@ -159,6 +159,9 @@ class LayerView:
             in ``observe``.
         load_values: reads the values when first asked; see ``values``.
         probe: in ``observe``, the probe whose tokens the queries are; else None.
+        page_votes: what ``policies.votes`` asks, if the pages can say it: whether the
+            largest weight is wanted instead of their sum -> float32 [num_kv_heads,
+            group, num_slots].
     """
 
     layer: int
@@ -173,6 +176,7 @@ class LayerView:
     budget_tokens: int
     load_values: Callable[[], torch.Tensor] = field(repr=False)
     probe: Probe | None = None
+    page_votes: Callable[[bool], torch.Tensor] | None = field(default=None, repr=False)
 
     @property
     def values(self) -> torch.Tensor:

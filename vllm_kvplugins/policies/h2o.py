@@ -9,7 +9,7 @@ from pydantic import Field
 
 from vllm_kvplugins.policies.base import LayerView, Trigger
 from vllm_kvplugins.policies.compressor import Compressor
-from vllm_kvplugins.scoring import attention_mass
+from vllm_kvplugins.policies.votes import attention_mass
 
 
 class H2O(Compressor):
@@ -50,9 +50,7 @@ class H2O(Compressor):
 
     def observe(self, view: LayerView) -> torch.Tensor:
         """float32 [num_kv_heads, at least newest position + 1], by position."""
-        mass = attention_mass(
-            view.queries, view.keys, view.scale, view.query_positions, view.positions
-        )
+        mass = attention_mass(view)
         newest = int(view.query_positions[-1])
         total = view.observed
         if total is None or total.shape[1] <= newest:

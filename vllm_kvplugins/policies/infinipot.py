@@ -15,7 +15,7 @@ from vllm_kvplugins.policies.base import (
     Trigger,
 )
 from vllm_kvplugins.policies.compressor import Compressor
-from vllm_kvplugins.scoring import attention_mass, attention_peak
+from vllm_kvplugins.policies.votes import attention_mass, attention_peak
 
 
 class InfiniPot(Compressor):
@@ -74,9 +74,7 @@ class InfiniPot(Compressor):
         """float32 [num_kv_heads, tokens in the cache], by position."""
         tokens = int(view.query_positions[0])
         attention = attention_peak if self.aggregate == "max" else attention_mass
-        paid = attention(
-            view.queries, view.keys, view.scale, view.query_positions, view.positions
-        )
+        paid = attention(view)
         worth = paid.new_zeros(paid.shape[0], tokens)
         cached = (view.positions >= 0) & (view.positions < tokens)
         places = view.positions.masked_fill(~cached, 0)

@@ -11,11 +11,11 @@ from vllm_kvplugins import prototypes as proto
 from vllm_kvplugins.ops.clusters import assign_and_average, chunk_prototypes
 from vllm_kvplugins.policies.base import LayerView
 from vllm_kvplugins.policies.compressor import Compressor
+from vllm_kvplugins.policies.votes import window_votes
 from vllm_kvplugins.scoring import (
     drop_invalid,
     mark_window,
     valid_keys,
-    window_votes,
 )
 
 
@@ -81,7 +81,7 @@ class ProtoKV(Compressor):
 
     def score(self, view: LayerView) -> torch.Tensor:
         num_slots = view.keys.shape[1]
-        votes = window_votes(view.queries, view.keys, view.scale, view.valid)
+        votes = window_votes(view)
         prefix = slice(0, num_slots - view.queries.shape[1])
         valid = None if view.valid is None else view.valid[:, prefix]
         keys = valid_keys(view.keys[:, prefix], valid)

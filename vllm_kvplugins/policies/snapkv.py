@@ -9,7 +9,8 @@ from pydantic import Field
 
 from vllm_kvplugins.policies.base import LayerView
 from vllm_kvplugins.policies.compressor import Compressor
-from vllm_kvplugins.scoring import mark_window, pool_votes, window_votes
+from vllm_kvplugins.policies.votes import window_votes
+from vllm_kvplugins.scoring import mark_window, pool_votes
 
 
 class SnapKV(Compressor):
@@ -37,7 +38,7 @@ class SnapKV(Compressor):
         return self.window + 1
 
     def score(self, view: LayerView) -> torch.Tensor:
-        votes = window_votes(view.queries, view.keys, view.scale, view.valid)
+        votes = window_votes(view)
         votes = pool_votes(votes, self.kernel_size, self.pooling)
         return mark_window(votes.mean(dim=1), view.keys.shape[1])
 

@@ -8,11 +8,11 @@ import torch
 
 from vllm_kvplugins.policies.base import LayerView
 from vllm_kvplugins.policies.compressor import Compressor
+from vllm_kvplugins.policies.votes import window_votes
 from vllm_kvplugins.scoring import (
     drop_invalid,
     mark_window,
     mean_over_heads,
-    window_votes,
 )
 
 
@@ -42,7 +42,7 @@ class TOVA(Compressor):
 
     def score(self, view: LayerView) -> torch.Tensor:
         num_slots = view.keys.shape[1]
-        votes = window_votes(view.queries, view.keys, view.scale, view.valid)
+        votes = window_votes(view)
         valid = None if view.valid is None else view.valid[:, :-1]
         shared = mean_over_heads(votes.mean(dim=1), view.positions[:, :-1], valid)
         return mark_window(drop_invalid(shared, valid), num_slots)

@@ -201,6 +201,14 @@ class Prober:
             asked.tokens, asked.tokens + own_keys.shape[1], device=keys.device
         )
         positions = torch.cat([cached.positions, own.expand(len(own_keys), -1)], 1)
+        votes = self._views.votes(
+            layer,
+            asked.owned.pages[self._views.rows(layer)],
+            cached.positions,
+            cached.queries,
+            own,
+            own_keys,
+        )
         return dataclasses.replace(
             cached,
             keys=torch.cat([cached.keys, own_keys], 1),
@@ -209,6 +217,7 @@ class Prober:
             query_positions=own,
             load_values=lambda: torch.cat([cached.values, own_values], 1),
             probe=part.probe,
+            page_votes=votes,
         )
 
 

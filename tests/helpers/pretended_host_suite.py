@@ -1,0 +1,187 @@
+"""Retrieval, zooming and sessions on a GPU that is none.
+
+``tests/unit/test_suites.py`` runs it in a process of its own: torch does not forget
+that it once believed in a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from policy_settings import configure
+from pretend_cuda import CUDA, PretendedGPU, Pretending
+from pretended_life import (
+    ANSWER,
+    BLOCK,
+    HEAD_DIM,
+    LAYERS,
+    PROMPTS,
+    SETTINGS,
+    Life,
+    numbers,
+    on,
+    policies,
+    without_inference_mode,
+)
+
+from vllm_kvplugins.ops import torch_ops
+from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.ops.mixed_attention import CoarseEntries
+from vllm_kvplugins.policies.base import Retention
+from vllm_kvplugins.residency import zooming
+from vllm_kvplugins.residency.entries import EntryArena
+from vllm_kvplugins.residency.plan import BlockSpan, Compaction
+from vllm_kvplugins.residency.retrieval import Retrieval
+from vllm_kvplugins.residency.transfer import Transfer
+from vllm_kvplugins.residency.zooming import Zooming
+
+AHEAD = [{"prefetch": "step"}, {"prefetch": "layer"}, {"reuse_every": 2}]
+RETRIEVERS = policies(Retention.OFFLOAD)
+RETRIEVERS += [configure("exact-topk", RETRIEVERS[0] | more) | more for more in AHEAD]
+RETRIEVERS += [configure("icecache", RETRIEVERS[0] | {"lazy_index": True})]
+
+
+@pytest.mark.parametrize(
+    "policy", RETRIEVERS, ids=lambda p: "-".join(map(str, p.values()))
+)
+def test_retrieval_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]):
+    """What is fetched, and where it lies; the host waits for queries and nothing
+    else."""
+    methods = ("_fetch_ahead", "forget", "detach")
+    without_inference_mode(monkeypatch, *((Retrieval, name) for name in methods))
+    found, fetched, late = {}, {}, []
+    for device in (torch.device("cpu"), CUDA):
+        tables = []
+        with on(device) as gpu:
+            life = Life(policy, device)
+            while life.computed["short"] < PROMPTS["short"] + 4 * ANSWER:
+                before = len(gpu.waits) if gpu else 0
+                rows = life.rows()
+                tables += life.step(rows)
+                decoding = all(row.new_tokens == 1 for row in rows)
+                if gpu and decoding and not life.compacted:
+                    late.append(gpu.waits[before:])
+            retrieval = life.runtime.retrieval
+            assert retrieval is not None
+            retrieval._join()
+            fetched[device.type] = retrieval.take_traffic()
+            assert not gpu or not gpu.sent, "nobody has waited for these"
+            life.runtime.forget(list(PROMPTS))
+            assert retrieval.tier.used_bytes == 0
+        found[device.type] = [numbers(t) for t in (*tables, life.heap.pages)]
+    for here, there in zip(found["cpu"], found["cuda"], strict=True):
+        torch.testing.assert_close(here, there, rtol=0, atol=0)
+    assert fetched["cpu"] == fetched["cuda"]
+    assert fetched["cpu"].fetched > 0
+    layers = len(range(1, LAYERS, policy.get("reuse_every", 1)))
+    if policy.get("prefetch", "off") == "off":
+        assert late
+        assert all(len(waits) <= layers for waits in late), late
+
+
+SEKV: dict[str, Any] = {"name": "sekv", "budget": 24, "sinks": 2, "least_span": 3}
+SEKV |= {"span_tokens": 4, "rank": HEAD_DIM, "sensitivity": 0.5}
+
+
+def attended_elsewhere(
+    queries: torch.Tensor,
+    heap: torch.Tensor,
+    layout: PageLayout,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    entries: CoarseEntries,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A kernel, which makes nobody wait and wants all where the heap is."""
+    tensors = [queries, heap, pages, lengths, *entries.tensors]
+    assert len({tensor.device for tensor in tensors}) == 1
+    queries, heap, pages, lengths, *rest = (numbers(tensor) for tensor in tensors)
+    layout = PageLayout.interleaved(layout.block_size, layout.head_dim)
+    found = torch_ops.attend_mixed(queries, heap, layout, pages, lengths, scale, rest)
+    if tensors[0] is queries:
+        return found
+    return Pretending.of(found[0]), Pretending.of(found[1])
+
+
+@pytest.mark.parametrize("zoom_share", [0.4, 0.0])
+def test_zooming_on_a_gpu_is_that_on_a_cpu(monkeypatch, zoom_share: float):
+    """The host waits for the gates of a layer, and nothing else."""
+    monkeypatch.setattr(zooming, "attend_mixed", attended_elsewhere)
+    monkeypatch.setattr(Zooming, "_decompose", Zooming._decompose.__wrapped__)
+    monkeypatch.setattr(EntryArena, "_allocate", EntryArena._allocate.__wrapped__)
+    found, traffic, late = {}, {}, []
+    for device in (torch.device("cpu"), CUDA):
+        tables = []
+        with on(device) as gpu:
+            life = Life(SEKV | {"zoom_share": zoom_share}, device)
+            while life.computed["short"] < PROMPTS["short"] + ANSWER:
+                before = len(gpu.waits) if gpu else 0
+                rows = life.rows()
+                tables += life.step(rows)
+                decoding = all(row.new_tokens == 1 for row in rows)
+                if gpu and decoding:
+                    late.append(gpu.waits[before:])
+            assert life.runtime.zooming is not None
+            traffic[device.type] = life.runtime.zooming.take_traffic()
+            for entries in life.runtime.zooming._arena.layers:
+                on_there = numbers(entries.attended_bias)
+                assert on_there.equal(entries.bias), "host and GPU see other spans"
+            life.runtime.forget(list(PROMPTS))
+        found[device.type] = [numbers(t) for t in (*tables, life.heap.pages)]
+    assert len(found["cpu"]) > 3 * ANSWER
+    for here, there in zip(found["cpu"], found["cuda"], strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
+    assert traffic["cpu"] == traffic["cuda"]
+    assert (traffic["cpu"].fetched > 20) == (zoom_share > 0)
+    # the first step waits for the factors as well
+    waits_each = LAYERS if zoom_share else 0
+    assert all(len(waits) == waits_each for waits in late[1:]), late
+
+
+def zone_contents(life: Life, name: str) -> torch.Tensor:
+    """Of a request's landing zone, page by page."""
+    resident = life.runtime.tracked(name).resident
+    assert resident is not None
+    assert life.runtime.tables is not None
+    pages, counts = (numbers(t) for t in life.runtime.tables.zone(resident.seat))
+    used = torch.arange(pages.shape[1]) < counts[:, None]
+    return numbers(life.heap.pages)[pages[used]]
+
+
+@pytest.fixture
+def gpu() -> Iterator[PretendedGPU]:
+    with PretendedGPU() as pretended:
+        yield pretended
+
+
+@pytest.mark.parametrize("policy", [configure("snapkv", SETTINGS), RETRIEVERS[0]])
+def test_sessions_leave_the_gpu_and_come_back(monkeypatch, gpu: PretendedGPU, policy):
+    without_inference_mode(monkeypatch, (Retrieval, "forget"), (Retrieval, "detach"))
+    monkeypatch.setenv("KVP_OPS", "torch")
+    life = Life(policy, CUDA)
+    while life.computed["short"] < PROMPTS["short"] + 3:
+        life.step(life.rows())
+    transfer, name = Transfer(life.runtime), "short"
+    tokens, table = life.computed[name], life.tables[name]
+    plan = life.runtime._plan_of(name, PROMPTS[name])
+    last = plan.compaction(plan.num_done(tokens) - 1)
+    compaction = Compaction(last.at_tokens, BlockSpan(0, last.zone.stop), last.zone)
+    first, stop = compaction.zone.start, -(-tokens // BLOCK)
+    # without their inference mode, which does not know such tensors
+    save, restore = (f.__wrapped__ for f in (Transfer.save, Transfer.restore))
+    own = table[first:stop].tolist()
+    saved = save(transfer, name, compaction, tokens, own, tokens)
+    kept = zone_contents(life, name).clone()
+    for tensor in (saved.zone, saved.tail, saved.counts, saved.positions):
+        assert not isinstance(tensor, Pretending), "still on the GPU"
+    life.runtime.forget([name])
+    others = table[stop : 2 * stop - first].tolist()
+    life.prompts[name] = tokens + 5
+    restore(transfer, name, life.prompts[name], saved, tokens, others)
+    life.runtime.check_integrity()
+    assert torch.equal(zone_contents(life, name), kept)
+    life.tables[name] = torch.cat([table[:first], table[stop:], table[: stop - first]])
+    life.step(life.rows())

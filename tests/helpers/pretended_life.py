@@ -1,0 +1,156 @@
+"""Two requests under a policy, step by step, on a CPU or on a GPU that is none."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields
+from typing import Any
+
+import torch
+from fake_text import POSITIONS, encode, make_rotary
+from policy_settings import configure, policies_that, shares_pages
+from pretend_cuda import PretendedGPU, Pretending
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.policies.base import Geometry, Retention
+from vllm_kvplugins.residency.heap import Heap
+from vllm_kvplugins.residency.probing import ProbeModel
+from vllm_kvplugins.residency.requests import Row
+from vllm_kvplugins.residency.runtime import PolicyRuntime
+
+SEED = 20261122
+LAYERS, KV_HEADS, GROUP, HEAD_DIM = 3, 2, 2, 8
+BLOCK, BLOCKS, WIDTH = 4, 81, 40
+SETTINGS = {"budget": 24, "window": 3, "sinks": 2, "recent": 1, "chunk_size": 4}
+SETTINGS |= {"hash_bits": 1, "future": 16, "allocator": "head-adaptive"}
+PROMPTS = {"long": 61, "short": 45}
+ANSWER, CHUNK = 9, 40
+
+
+class Losses:
+    """Some tokens surprise more than others."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+
+    def states(self, first: int, count: int) -> torch.Tensor:
+        return self._life.here(torch.zeros(count, 2))
+
+    def losses(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        assert states.device == self._life.device
+        return (targets % 7 == 3) * 5.0 + targets % 4
+
+
+class Life:
+    """Two requests under a policy, on a device."""
+
+    def __init__(self, policy: dict[str, Any], device: torch.device) -> None:
+        print("seed", SEED)
+        self.device = device
+        rng = torch.Generator().manual_seed(SEED)
+        self.rng = rng
+        layout = PageLayout.interleaved(BLOCK, HEAD_DIM)
+        shape = (LAYERS * BLOCKS * KV_HEADS, layout.page_elems)
+        pages = self.here(torch.randn(shape, generator=rng))
+        heap = Heap(pages, layout.to(device), LAYERS, BLOCKS, KV_HEADS)
+        self.heap = heap
+        geometry = Geometry(BLOCK, LAYERS, KV_HEADS, 2 * LAYERS * KV_HEADS * 32)
+        self.runtime = PolicyRuntime(parse_policy(policy), geometry)
+        rotary = make_rotary(HEAD_DIM)
+        for field in fields(rotary):
+            value = getattr(rotary, field.name)
+            if isinstance(value, torch.Tensor):
+                object.__setattr__(rotary, field.name, self.here(value))
+        model = ProbeModel(self._probe, encode, POSITIONS, max_tokens=128)
+        scales = [HEAD_DIM**-0.5] * LAYERS
+        self.runtime.attach(heap, scales, rotary, model, Losses(self))
+        self.prompts = dict(PROMPTS)
+        self.computed = dict.fromkeys(PROMPTS, 0)
+        self.turns: dict[str, tuple[int, ...]] = {}
+        order = (torch.randperm(BLOCKS - 1, generator=rng) + 1).int()
+        self.tables = dict(zip(PROMPTS, order.split(WIDTH), strict=True))
+        for name, prompt in PROMPTS.items():
+            wants = self.runtime.policy.wants_history
+            self.turns[name] = (prompt - 3,) if wants else ()
+            self.runtime.learn(name, range(prompt), self.turns[name])
+
+    def here(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.device.type == "cpu" else Pretending.of(tensor.clone())
+
+    def _probe(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        heads = (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)  # of q, k and v
+        assert token_ids.device == positions.device == self.device
+        shape = (LAYERS, len(token_ids), sum(heads), HEAD_DIM)
+        rng = torch.Generator().manual_seed(zlib.crc32(str(shape).encode()))
+        for layer, tokens in enumerate(torch.randn(shape, generator=rng)):
+            parts = [self.here(part) for part in tokens.split(heads, dim=1)]
+            assert self.runtime.prober is not None
+            self.runtime.prober.attend(layer, *parts)
+
+    def rows(self) -> list[Row]:
+        """The next step: who is late reads more of its prompt, or all generate."""
+        rows: list[Row] = []
+        prompts, done = self.prompts, self.computed
+        late = [name for name, prompt in prompts.items() if done[name] < prompt]
+        for name in late or prompts:
+            plan = self.runtime._plan_of(name, prompts[name])
+            most = min(CHUNK, prompts[name] - done[name]) if late else 1
+            new = plan.clip_chunk(done[name], most)
+            first = rows[-1].first_query + rows[-1].new_tokens if rows else 0
+            rows.append(Row(name, prompts[name], done[name], new, first))
+        return rows
+
+    def step(self, rows: list[Row]) -> list[torch.Tensor]:
+        """Page tables and lengths of a step, after which all is compacted."""
+        first = rows[-1].first_query + rows[-1].new_tokens
+        table = self.here(torch.stack([self.tables[row.request_id] for row in rows]))
+        lens = self.here(torch.tensor([row.after_tokens for row in rows]).int())
+        flat, seen = self.runtime.begin_step(rows, lens, table), []
+        for layer in range(LAYERS):
+            shape = (first, KV_HEADS * GROUP, HEAD_DIM)
+            queries = self.here(torch.randn(shape, generator=self.rng))
+            self.runtime.before_attention(layer, queries)
+            spans = self.runtime.zooming
+            if spans is not None and spans.takes_any:
+                output = torch.zeros_like(queries)
+                scope = flat.pages[0], flat.lengths[0]
+                spans.attend(layer, queries, *scope, output)
+                seen.append(output)
+            self.runtime.after_attention(layer, queries)
+        self.compacted = bool(self.runtime._due)
+        self.runtime.end_step()
+        self.runtime.check_integrity()
+        self.computed |= {row.request_id: row.after_tokens for row in rows}
+        return [flat.pages, flat.lengths, *seen]
+
+
+def policies(retention: Retention) -> list[dict[str, Any]]:
+    found = []
+    for name in policies_that(retention):
+        wanted = dict(SETTINGS)
+        if retention is Retention.DROP and not shares_pages(name):
+            wanted.pop("allocator")
+        if retention is Retention.OFFLOAD:
+            wanted = {"budget": 12, "sinks": 2, "window": 8, "skip_layers": 1}
+            wanted |= {"host_memory": 4 << 20, "bits": 3, "page_tokens": 4}
+        found.append(configure(name, wanted))
+    return found
+
+
+def numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.numbers if isinstance(tensor, Pretending) else tensor
+
+
+@contextmanager
+def on(device: torch.device) -> Iterator[PretendedGPU | None]:
+    with PretendedGPU() if device.type == "cuda" else nullcontext() as gpu:
+        yield gpu
+
+
+def without_inference_mode(monkeypatch, *methods: tuple[type, str]) -> None:
+    """Which does not know such tensors."""
+    for owner, name in methods:
+        monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
