@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,8 @@ def make_llm(model: str, policy: dict[str, Any] | None = None, **settings: Any) 
         "disable_log_stats": True,
     }
     if policy is not None:
-        arguments["additional_config"] = {"kv_policy": policy}
+        kernel = {"kernel": os.environ.get("KVP_TEST_KERNEL", "auto")}
+        arguments["additional_config"] = {"kv_policy": kernel | policy}
     return LLM(model, **(arguments | settings))
 
 

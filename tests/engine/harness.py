@@ -3,6 +3,10 @@
 vLLM keeps much of its state per process, so tests do not build engines
 themselves: they name a function in a ``scenarios_*`` module, give it plain
 arguments and get back what it returned, through JSON files.
+
+``KVP_TEST_RUNNER=V2 KVP_TEST_KERNEL=triton python -m pytest tests/engine`` runs them on
+model runner V2, with our Triton kernel in its interpreter; slowly. Tests that choose a
+runner themselves keep theirs.
 """
 
 from __future__ import annotations
@@ -34,6 +38,9 @@ def engine_environment(**changes: str | None) -> dict[str, str]:
         "PYTHONHASHSEED": "0",
     }
     paths = [str(_ROOT), str(_HERE), str(_HERE.parent / "helpers")]
+    if env.get("KVP_TEST_RUNNER") == "V2":
+        env |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+        paths.append(str(_HERE.parent / "helpers" / "cpu_v2"))
     if env.get("PYTHONPATH"):
         paths.append(env["PYTHONPATH"])
     env["PYTHONPATH"] = os.pathsep.join(paths)
