@@ -1,4 +1,4 @@
-"""Two and three ranks answer as one does, under policies that drop and that fetch.
+"""Two and three ranks answer as one does, whatever the policy does with tokens.
 
 Ranks are processes that talk through gloo. Each chooses for its own KV heads and asks
 nobody, so with pages shared out evenly among heads the choice is that of one rank;
@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SEED = 7
 SETTINGS = {"budget": 96, "window": 16, "skip_layers": 0, "allocator": "uniform"}
-POLICIES = [configure("snapkv", SETTINGS), configure("quest", SETTINGS)]
+SETTINGS |= {"local_window": 32, "least_span": 4, "span_tokens": 8}
+POLICIES = [configure(name, SETTINGS) for name in ("snapkv", "quest", "sekv")]
 SIZES = {"heads": 12, "kv_heads": 6, "hidden": 192, "inner": 384}
 
 

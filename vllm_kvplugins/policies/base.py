@@ -201,6 +201,11 @@ class KVCachePolicy(BaseModel, ABC):
     asks_patched_prompt: ClassVar[bool] = False
 
     @property
+    def knows_query_heads(self) -> bool:
+        """Whether it has numbers of its own for each of the model's query heads."""
+        return False
+
+    @property
     def queries_needed(self) -> int:
         """Newest queries that ``score`` wants; 0 = none."""
         return 0

@@ -278,6 +278,10 @@ class SeKV(Resolver):
         ]
 
     @property
+    def knows_query_heads(self) -> bool:
+        return self.trained is not None
+
+    @property
     def remarks(self) -> list[str]:
         if self.router != MEAN_KEY:
             return []

@@ -20,7 +20,9 @@ _MOST_ROWS = 128
 class ModelLosses:
     """Remembers each step's hidden states, and asks the output layer about them.
 
-    vLLM computes logits only where it samples; this computes them for all others.
+    vLLM computes logits only where it samples; this computes them for all others. Ranks
+    of tensor parallelism ask together, as they run the same steps, and each gets the
+    logits of the whole vocabulary: all find the same surprisal.
 
     Args:
         model: vLLM's, with its output layer.
@@ -52,12 +54,12 @@ class ModelLosses:
 
 
 def problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
-    """What stands in the way of a policy that needs surprisal."""
-    parallel = vllm_config.parallel_config
-    if not policy.needs_surprisal or parallel.tensor_parallel_size == 1:
+    """What tensor parallelism stands in the way of."""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if not policy.knows_query_heads or ranks == 1:
         return []
     return [
-        f"{policy.name} asks the output layer for every token's surprisal, of which "
-        f"each of {parallel.tensor_parallel_size} ranks has a part only; use "
+        f"{policy.name} has numbers for each query head of the model, of which each of "
+        f"{ranks} ranks has a part only; leave `router` out, or use "
         "--tensor-parallel-size 1"
     ]
