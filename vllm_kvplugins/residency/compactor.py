@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from vllm_kvplugins.residency.choice import choose_slots
 from vllm_kvplugins.residency.compaction import CompactedPages, compact
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.page_table import PageTables
-from vllm_kvplugins.residency.probing import Asked
+from vllm_kvplugins.residency.probing import Asked, Prober
 from vllm_kvplugins.residency.requests import (
     Due,
     PageList,
@@ -53,6 +53,28 @@ class Compactor:
         if resident is None:
             return plain
         return plain.after(*self.tables.zone(resident.seat), resident.positions)
+
+    def probe(
+        self,
+        prober: Prober,
+        due_now: Sequence[Due],
+        requests: Mapping[str, Tracked],
+        prompts: Mapping[str, tuple[Sequence[int], Sequence[int]]],
+    ) -> None:
+        """Run the probes of all requests that are due, together.
+
+        Args:
+            requests: what is known of them; get what the policy observed.
+            prompts: per request the prompt and the patched prompt.
+        """
+        asks = []
+        for due in due_now:
+            name = due.row.request_id
+            prompt, patched = prompts.get(name, ((), ()))
+            asks.append(self.asked(due, requests[name], prompt, patched))
+        prober.run(asks)
+        for due, asked in zip(due_now, asks, strict=True):
+            requests[due.row.request_id].observed = asked.observed
 
     def asked(
         self, due: Due, tracked: Tracked, prompt: Sequence[int], patched: Sequence[int]

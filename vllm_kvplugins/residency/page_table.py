@@ -14,26 +14,11 @@ landing zone: no pages, tail from block 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from vllm_kvplugins.ops.device import on_device
-
-
-@dataclass(frozen=True, slots=True)
-class FlatTable:
-    """Page table of one step.
-
-    Attributes:
-        pages: int32 [scopes, rows * kv_heads, most_pages]. One scope: the ids
-            are relative to any layer's own pages and hold for all layers.
-            Else one scope per layer, ids count pages of the whole heap.
-        lengths: int32 [scopes, rows * kv_heads], tokens to attend to.
-    """
-
-    pages: torch.Tensor
-    lengths: torch.Tensor
+from vllm_kvplugins.residency.fixed_table import FixedTable, FlatTable
 
 
 class PageTables:
@@ -152,6 +137,7 @@ class PageTables:
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
         known_lens: Sequence[int] | None = None,
+        into: FixedTable | None = None,
     ) -> FlatTable:
         """Page lists and lengths of one step's rows.
 
@@ -161,6 +147,7 @@ class PageTables:
             block_table: int32 [rows, blocks], vLLM's; entries below a row's
                 tail block are stale and not read for seated rows.
             known_lens: the same as ``seq_lens``, on the host; None = not known there.
+            into: where to write them; None = new tensors, no wider than needed.
 
         Cost: O(scopes * rows * kv_heads * most pages) gathers; no host sync if lengths
             are known.
@@ -191,6 +178,8 @@ class PageTables:
             zone = self._zone_pages[seat, ..., :width].long()
             in_zone = place[:width] < counts[..., None]
             pages[..., :width] = torch.where(in_zone, zone, pages[..., :width])
+        if into is not None:
+            return into.fill(pages, lengths)
         # rows first per scope, the order in which the kernel's sequences stand
         pages = pages.permute(1, 0, 2, 3).reshape(self.scopes, rows * heads, most)
         lengths = lengths.permute(1, 0, 2).reshape(self.scopes, rows * heads)

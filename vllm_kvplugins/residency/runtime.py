@@ -28,11 +28,13 @@ from vllm_kvplugins.policies.base import (
     Trigger,
 )
 from vllm_kvplugins.residency.compactor import Compactor
+from vllm_kvplugins.residency.fixed_table import FixedTable, FlatTable
 from vllm_kvplugins.residency.heap import Heap
-from vllm_kvplugins.residency.page_table import FlatTable, PageTables
+from vllm_kvplugins.residency.page_table import PageTables
 from vllm_kvplugins.residency.plan import Compaction, ResidencyPlan
 from vllm_kvplugins.residency.plans import Plans
 from vllm_kvplugins.residency.probing import ProbeModel, Prober
+from vllm_kvplugins.residency.prompts import Prompts
 from vllm_kvplugins.residency.requests import (
     Due,
     PageList,
@@ -44,7 +46,8 @@ from vllm_kvplugins.residency.requests import (
 from vllm_kvplugins.residency.retrieval import Retrieval
 from vllm_kvplugins.residency.surprisal import TokenLosses
 from vllm_kvplugins.residency.views import Views
-from vllm_kvplugins.residency.windows import StepQueries, first_kept
+from vllm_kvplugins.residency.wants import NOTHING, Wants, Watch
+from vllm_kvplugins.residency.windows import StepQueries
 from vllm_kvplugins.residency.zooming import Zooming
 from vllm_kvplugins.rotary import Rotary
 
@@ -59,9 +62,7 @@ class PolicyRuntime:
     Args:
         policy: the policy, already validated.
         geometry: of this worker's cache.
-        sessions: requests may be continued: who observes a prompt observes the
-            answer too, and the newest queries are kept, since the next request will
-            not compute these tokens again.
+        sessions: requests may be continued, see :class:`Watch`.
     """
 
     def __init__(
@@ -77,24 +78,16 @@ class PolicyRuntime:
         self._seconds: list[float] = []
         self.tables: PageTables | None = None
         self._requests: dict[str, Tracked] = {}
-        # of live requests, with what they want to be asked, if the policy needs them
-        self._prompts: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
+        self._prompts = Prompts(policy)
         self._due: list[Due] = []
         self._kept = StepQueries(geometry.num_layers)  # this step's
+        self._unheard = 0  # layers of which this step wants something yet
         # this step's rows that the policy observes, with what they own
         self._seen: list[tuple[Row, PageList]] = []
         # what requests due own before a compaction that sends tokens to the host tier
         self._leaving: list[tuple[Due, PageList]] = []
-        # of live requests whose prompts have turns
-        self._turn_ends: dict[str, tuple[int, ...]] = {}
         self._plans = Plans(policy, geometry)
-        self._observes = policy.observes
-        # also requests that are never compacted: one that goes on may be
-        observes_all = sessions and policy.observes_steps
-        if observes_all:
-            self._observes |= Trigger.DECODE_STEP
-        self._keeps_newest = sessions and policy.queries_needed > 0
-        self._notes_all = observes_all or self._keeps_newest
+        self.watch = Watch(policy, sessions)
 
     # -- start-up ---------------------------------------------------------
 
@@ -138,6 +131,12 @@ class PolicyRuntime:
             self.policy, heap, views, self.tables, self.retrieval
         )
 
+    def detach(self) -> None:
+        """Let go of a cache that is gone: vLLM makes one to measure graphs with."""
+        assert not self._requests, "requests have tokens there"
+        self.heap = self.tables = self._compactor = None
+        self.prober = self.retrieval = self.zooming = None
+
     def plan(
         self,
         prompt_tokens: int,
@@ -148,8 +147,13 @@ class PolicyRuntime:
         return self._plans.get(Lengths(prompt_tokens, turn_ends, restored))
 
     def _plan_of(self, request_id: str, prompt_tokens: int) -> ResidencyPlan:
-        turn_ends = self._turn_ends.get(request_id, ())
+        turn_ends = self._prompts.turn_ends(request_id)
         return self.plan(prompt_tokens, turn_ends, self.tracked(request_id).restored)
+
+    def _wants(self, row: Row) -> Wants:
+        self._resident(row)  # a row that begins anew is forgotten
+        plan = self._plan_of(row.request_id, row.prompt_tokens)
+        return self.watch.of(row, plan)
 
     def learn(
         self,
@@ -164,15 +168,20 @@ class PolicyRuntime:
             turn_ends: what the request says about them.
             patched_prompt: token ids that it wants to be asked.
         """
-        if Trigger.PROBE in self.policy.observes or self.policy.needs_surprisal:
-            self._prompts[request_id] = prompt, patched_prompt
-        if self.policy.needs_turns:
-            self._turn_ends[request_id] = self.policy.turn_ends(prompt, turn_ends)
+        self._prompts.learn(request_id, prompt, turn_ends, patched_prompt)
 
     # -- one step -----------------------------------------------------------
 
+    def wants_of_layers(self, rows: Sequence[Row]) -> bool:
+        """Whether layers must hand something over in a step of these rows."""
+        return any(self._wants(row).of_layers for row in rows)
+
     def begin_step(
-        self, rows: Sequence[Row], seq_lens: torch.Tensor, block_table: torch.Tensor
+        self,
+        rows: Sequence[Row],
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        into: FixedTable | None = None,
     ) -> FlatTable:
         """Page tables for a step, and note what it means for the policy.
 
@@ -182,9 +191,12 @@ class PolicyRuntime:
             seq_lens: [rows], logical tokens including the step's; 0 for padding behind
                 the requests.
             block_table: int32 [rows, blocks], vLLM's.
+            into: where the page tables are written, see :class:`PageTables`.
         """
         assert self.tables is not None, "not attached"
-        self._due, self._seen, self._leaving = [], [], []
+        self._seen, self._leaving = [], []
+        if rows:  # else what waits for the next step goes on waiting
+            self._due = []
         self._kept = StepQueries(self.geometry.num_layers)
         if self.zooming is not None:
             self.zooming.begin_step(rows)
@@ -193,16 +205,19 @@ class PolicyRuntime:
             resident = self._resident(row)
             if resident is not None:
                 seats[index] = resident.seat
-            plan = self._plan_of(row.request_id, row.prompt_tokens)
-            if not plan.is_static or self._notes_all:
-                self._note(row, plan, block_table[index])
+            wants = self._wants(row)
+            if wants is not NOTHING:
+                self._note(row, wants, block_table[index])
         if self.retrieval is not None:
             self.retrieval.begin_step(rows)
             self._leaving = [
                 (due, self._owned(due.row, due.blocks)) for due in self._due
             ]
+        self._unheard = self.geometry.num_layers if self._kept or self._seen else 0
         known = [row.after_tokens for row in rows] + [0] * (len(seats) - len(rows))
-        return self.tables.build(seats, seq_lens, block_table, known if rows else None)
+        return self.tables.build(
+            seats, seq_lens, block_table, known if rows else None, into
+        )
 
     def _resident(self, row: Row) -> Resident | None:
         """The row's landing zone; forgotten if it is being computed anew."""
@@ -214,27 +229,17 @@ class PolicyRuntime:
             return None
         return tracked.resident
 
-    def _note(self, row: Row, plan: ResidencyPlan, blocks: torch.Tensor) -> None:
+    def _note(self, row: Row, wants: Wants, blocks: torch.Tensor) -> None:
         """Queries to keep, observations to make, a compaction to run."""
         if self.zooming is not None:
             self.zooming.watch(row)
-        cut = plan.next_cut(row.computed_tokens)
-        assert cut is None or row.after_tokens <= cut, "a step ran past a compaction"
-        wanted = self.policy.queries_needed
-        first = plan.window_start(cut, wanted) if cut is not None else None
-        since = first_kept(row.after_tokens, wanted) if self._keeps_newest else first
-        if since is not None and since < row.after_tokens:
+        if wants.since is not None:
             tracked = self._requests.setdefault(row.request_id, Tracked())
-            tracked.keep_queries(row, since, self._kept)
-        if row.after_tokens == cut:
-            compaction = plan.due(row.computed_tokens, row.after_tokens)
-            assert compaction is not None
-            assert first is not None
-            due = Due(row, compaction, first, blocks.long().clone())
-            self._due.append(due)
-        decoding = row.computed_tokens >= row.prompt_tokens
-        phase = Trigger.DECODE_STEP if decoding else Trigger.PREFILL_CHUNK
-        if phase in self._observes:
+            tracked.keep_queries(row, wants.since, self._kept)
+        if wants.due is not None:
+            blocks_now = blocks.long().clone()
+            self._due.append(Due(row, wants.due, wants.first_query, blocks_now))
+        if wants.observes:
             self._seen.append((row, self._owned(row, blocks.long())))
 
     def before_attention(self, layer: int, queries: torch.Tensor) -> None:
@@ -261,6 +266,7 @@ class PolicyRuntime:
             )
         if self.retrieval is not None and not self._leaving:
             self.retrieval.fetch_for_next_step(layer, queries)
+        self._unheard -= self._unheard > 0
         if len(self._kept):
             self._kept.put(layer, queries)
         for row, owned in self._seen:
@@ -276,9 +282,10 @@ class PolicyRuntime:
     def end_step(self) -> None:
         """Run the compactions that this step completed. Call it when all layers have
         attended, or as the next step begins (``compacts_late``)."""
+        assert not self._unheard, "a step went by that layers had to tell of"
         due_now, self._due, self._leaving = self._due, [], []
         if self.zooming is not None:
-            self.zooming.end_step(self._prompts)
+            self.zooming.end_step(self._prompts.tokens)
         if due_now:
             self._compact(due_now)
 
@@ -293,7 +300,9 @@ class PolicyRuntime:
         began = time.perf_counter()
         for due in due_now:
             self._requests.setdefault(due.row.request_id, Tracked())
-        self._probe(due_now)
+        if self.prober is not None:
+            prompts = self._prompts.tokens
+            self._compactor.probe(self.prober, due_now, self._requests, prompts)
         probing = (time.perf_counter() - began) / len(due_now)
         for due in due_now:
             began = time.perf_counter()
@@ -305,20 +314,6 @@ class PolicyRuntime:
             if self.records is not None:
                 self.records.append(Record.of(due, positions, self.geometry))
             self._seconds.append(probing + time.perf_counter() - began)
-
-    def _probe(self, due_now: Sequence[Due]) -> None:
-        if self.prober is None:
-            return
-        assert self._compactor is not None
-        asks = []
-        for due in due_now:
-            name = due.row.request_id
-            prompt, patched = self._prompts.get(name, ((), ()))
-            tracked = self._requests[name]
-            asks.append(self._compactor.asked(due, tracked, prompt, patched))
-        self.prober.run(asks)
-        for due, asked in zip(due_now, asks, strict=True):
-            self._requests[due.row.request_id].observed = asked.observed
 
     # -- sessions: called outside of steps, whose tensors they touch -------------
 
@@ -358,8 +353,7 @@ class PolicyRuntime:
         """Drop everything about finished or aborted requests."""
         for request_id in request_ids:
             self.forget([request_id])
-            self._prompts.pop(request_id, None)
-            self._turn_ends.pop(request_id, None)
+            self._prompts.forget(request_id)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop the state of requests that will be computed anew, if ever."""
@@ -376,7 +370,7 @@ class PolicyRuntime:
     @property
     def num_tracked(self) -> int:
         """Requests that this worker holds any state of."""
-        return len({*self._requests, *self._prompts, *self._turn_ends})
+        return len({*self._requests} | self._prompts.request_ids)
 
     def check_integrity(self) -> None:
         """Every compacted request has exactly one seat, and no seat is lost."""

@@ -1,0 +1,85 @@
+"""Page lists at addresses that stay, for CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTable:
+    """Page table of one step.
+
+    Attributes:
+        pages: int32 [scopes, rows * kv_heads, most_pages]. One scope: the ids
+            are relative to any layer's own pages and hold for all layers.
+            Else one scope per layer, ids count pages of the whole heap.
+        lengths: int32 [scopes, rows * kv_heads], tokens to attend to.
+    """
+
+    pages: torch.Tensor
+    lengths: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TableShape:
+    """Of a table that holds any decoding step.
+
+    Attributes:
+        scopes: as in :class:`FlatTable`.
+        rows: most requests of a step.
+        heads: KV heads per layer.
+        pages: most pages of any KV head of a request.
+    """
+
+    scopes: int
+    rows: int
+    heads: int
+    pages: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of pages and lengths."""
+        return 4 * self.scopes * self.rows * self.heads * (self.pages + 1)
+
+
+class FixedTable:
+    """A page table that steps are written into, one after the other.
+
+    A graph that was captured with so many rows reads them at the same place whenever
+    it is replayed. What a step does not use keeps what an earlier one wrote there:
+    nobody reads a list beyond its length, and rows without a request have length 0.
+    """
+
+    def __init__(self, shape: TableShape, device: torch.device) -> None:
+        self.shape = shape
+        sequences = shape.scopes, shape.rows * shape.heads
+        self._pages = torch.zeros(
+            *sequences, shape.pages, dtype=torch.int32, device=device
+        )
+        self._lengths = torch.zeros(*sequences, dtype=torch.int32, device=device)
+
+    def fill(self, pages: torch.Tensor, lengths: torch.Tensor) -> FlatTable:
+        """Write a step.
+
+        Args:
+            pages: [rows, scopes, heads, most], any integers.
+            lengths: [rows, scopes, heads].
+
+        Returns:
+            Views of this table, with room for its most pages.
+
+        Cost: two launches; no host sync.
+        """
+        rows, scopes, heads, most = pages.shape
+        assert (scopes, heads) == (self.shape.scopes, self.shape.heads)
+        assert rows <= self.shape.rows, f"{rows} rows, room for {self.shape.rows}"
+        assert most <= self.shape.pages, f"{most} pages, room for {self.shape.pages}"
+        used = FlatTable(
+            self._pages[:, : rows * heads], self._lengths[:, : rows * heads]
+        )
+        lists = used.pages.unflatten(1, (rows, heads))
+        lists[..., :most].copy_(pages.permute(1, 0, 2, 3))
+        used.lengths.unflatten(1, (rows, heads)).copy_(lengths.permute(1, 0, 2))
+        return used
