@@ -15,45 +15,11 @@ import torch
 pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
 
 import kernel_suite
+from fake_flash import flash_attn_varlen_func
 from kernel_suite import Case, make_case
 
 from vllm_kvplugins.vllm_adapter.attention import flash, flat
 from vllm_kvplugins.vllm_adapter.attention.flat import Scope
-
-
-def stand_in(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    max_seqlen_q: int,
-    seqused_k: torch.Tensor,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    causal: bool,
-    block_table: torch.Tensor,
-    fa_version: int,
-) -> None:
-    assert fa_version == 3
-    assert causal
-    for pages in (k, v):
-        assert pages.stride(-1) == 1
-        assert pages.dim() == 4
-        assert pages.stride(2) * pages.itemsize % 16 == 0, "TMA"
-    for counts in (cu_seqlens_q, seqused_k, block_table):
-        assert counts.dtype == torch.int32
-    assert max_seqlen_q == int(cu_seqlens_q.diff().max())
-    assert max_seqlen_k >= int(seqused_k.max())
-    for i, length in enumerate(seqused_k.tolist()):
-        asks = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
-        pages = block_table[i, : -(-length // k.shape[1])].long()
-        keys, values = (t[pages].flatten(0, 1)[:length, 0].float() for t in (k, v))
-        count = asks.stop - asks.start
-        later = torch.arange(length) > length - count + torch.arange(count)[:, None]
-        scores = q[asks].float().transpose(0, 1) @ keys.T * softmax_scale
-        weights = scores.masked_fill(later, -torch.inf).softmax(-1).nan_to_num(0)
-        out[asks] = (weights @ values).transpose(0, 1).to(out.dtype)
 
 
 def attend(case: Case, scopes: int = 1, layer: int = 0) -> torch.Tensor:
@@ -92,7 +58,10 @@ def attend(case: Case, scopes: int = 1, layer: int = 0) -> torch.Tensor:
 def on_cpu(monkeypatch):
     monkeypatch.setattr(kernel_suite, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(
-        flash.fa_utils, "flash_attn_varlen_func", stand_in, raising=False
+        flash.fa_utils,
+        "flash_attn_varlen_func",
+        flash_attn_varlen_func,
+        raising=False,
     )
 
 

@@ -43,3 +43,10 @@ def test_kernels():
 def test_a_pretended_gpu():
     assert run_suite("pretended_gpu_suite.py") >= 34
     assert run_suite("pretended_host_suite.py") >= 13
+
+
+@pytest.mark.slow
+def test_pretended_graphs():
+    pytest.importorskip("vllm")
+    pytest.importorskip("triton")
+    assert run_suite("graph_suite.py", TRITON_INTERPRET="1") >= 15

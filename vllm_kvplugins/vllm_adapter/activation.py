@@ -242,7 +242,9 @@ def vault() -> Vault | None:
 
 
 def set_attach(attach: Callable[[], None]) -> None:
-    """Remember how the runtime gets its heap."""
+    """Remember how the runtime gets its heap, and forget the one that it has: vLLM
+    builds a small cache to measure graphs with, throws it away, and begins again."""
+    runtime().detach()
     _process.attach = attach
 
 

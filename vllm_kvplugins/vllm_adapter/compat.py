@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +83,9 @@ def max_positions(vllm_config: VllmConfig) -> int:
     return max(int(trained), int(model.max_model_len))
 
 
+# Whether layers have to tell of a step.
+Unfit = Callable[[Sequence[Row]], bool]
+
 # -- model runners ---------------------------------------------------------------
 
 
@@ -106,6 +110,7 @@ class RunnerV1:
                 self._in_dummy_run = False
 
         runner._dummy_run = dummy_run
+        self._unfit: Unfit | None = None
 
     @property
     def model(self) -> torch.nn.Module:
@@ -120,6 +125,43 @@ class RunnerV1:
         request_ids = batch.req_ids[: metadata.num_reqs]
         return _rows(metadata, request_ids, batch.num_prompt_tokens)
 
+    def keep_out_of_graphs(self, unfit: Unfit) -> None:
+        """See that no graph with attention in it is replayed for unfit steps. vLLM
+        takes a prompt's last token alone for a decoding step."""
+        first, self._unfit = self._unfit is None, unfit
+        if not first:
+            return
+        from vllm.config import CUDAGraphMode
+
+        dispatcher = self._runner.cudagraph_dispatcher
+        dispatch = dispatcher.dispatch
+
+        @functools.wraps(dispatch)
+        def careful(*args: Any, uniform_decode: bool = False, **kwargs: Any) -> Any:
+            if uniform_decode and not self._in_dummy_run:
+                assert self._unfit is not None
+                if self._unfit(self._decoding()):
+                    others = kwargs.get("invalid_modes") or set()
+                    kwargs["invalid_modes"] = {CUDAGraphMode.FULL, *others}
+            return dispatch(*args, uniform_decode=uniform_decode, **kwargs)
+
+        dispatcher.dispatch = careful
+
+    def _decoding(self) -> list[Row]:
+        """Rows of a step with a token each, before there is metadata of it."""
+        batch = self._runner.input_batch
+        return [
+            Row(name, int(prompt), int(computed), 1, i)
+            for i, (name, prompt, computed) in enumerate(
+                zip(
+                    batch.req_ids,
+                    batch.num_prompt_tokens,
+                    batch.num_computed_tokens_cpu,
+                    strict=False,  # the arrays have room for more
+                )
+            )
+        ]
+
 
 class RunnerV2:
     """Rows of a step as model runner V2 keeps them."""
@@ -128,6 +170,7 @@ class RunnerV2:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
+        self._unfit: Unfit | None = None
 
     @property
     def model(self) -> torch.nn.Module:
@@ -148,6 +191,35 @@ class RunnerV2:
             return []  # warm-up
         request_ids = [states.index_to_req_id[int(i)] for i in indices]
         return _rows(metadata, request_ids, states.prompt_len.np[indices])
+
+    def keep_out_of_graphs(self, unfit: Unfit) -> None:
+        """See that no graph with attention in it is replayed for unfit steps. vLLM
+        takes a prompt's last token alone for a decoding step."""
+        first, self._unfit = self._unfit is None, unfit
+        if not first:
+            return
+        gather = self._runner.gather_batch_req_state
+
+        @functools.wraps(gather)
+        def careful(*args: Any, **kwargs: Any) -> Any:
+            batch, tokens_each = gather(*args, **kwargs)
+            if batch is not None and tokens_each is not None:
+                assert self._unfit is not None
+                if self._unfit(self._decoding(batch)):
+                    tokens_each = None  # as in a batch of prompts
+            return batch, tokens_each
+
+        self._runner.gather_batch_req_state = careful
+
+    def _decoding(self, batch: Any) -> list[Row]:
+        """Rows of a step with a token each, before there is metadata of it."""
+        states, indices = self._runner.req_states, batch.idx_mapping_np
+        prompts = states.prompt_len.np[indices]
+        computed = states.num_computed_tokens_np[indices]
+        return [
+            Row(name, int(prompts[i]), int(computed[i]), 1, i)
+            for i, name in enumerate(batch.req_ids)
+        ]
 
 
 def _rows(

@@ -155,8 +155,10 @@ _EVERYWHERE = {
     "vllm.tokenizers": "cached_tokenizer_from_config(model_config)",
     "vllm.model_executor.layers.attention:Attention": "impl kv_cache",
     # The worker, and what its model runner knows of a step's rows.
-    "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids num_prompt_tokens",
-    "vllm.v1.worker.gpu.states:RequestState": "index_to_req_id prompt_len",
+    "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids num_prompt_tokens "
+    "num_computed_tokens_cpu",
+    "vllm.v1.worker.gpu.states:RequestState": "index_to_req_id prompt_len "
+    "num_computed_tokens_np",
     "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor": "np",
     "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector": "_disabled",
     # The connector: the end of each step, and metrics.
@@ -221,8 +223,20 @@ _ON_GPUS = {
     "supports_head_size(head_size) supports_dtype(dtype)",
     f"{_BACKENDS}.flash_attn:FlashAttentionImpl": f"{_IMPL} vllm_flash_attn_version",
     f"{_BACKENDS}.fa_utils": "flash_attn_varlen_func(q k v out cu_seqlens_q "
-    "max_seqlen_q seqused_k max_seqlen_k softmax_scale causal block_table fa_version)",
-    "vllm.config:AttentionConfig": "backend",
+    "max_seqlen_q seqused_k max_seqlen_k softmax_scale causal block_table num_splits "
+    "fa_version)",
+    "vllm.config:AttentionConfig": "backend flash_attn_max_num_splits_for_cuda_graph",
+    # CUDA graphs: who may be in one, and which step is replayed.
+    "vllm.config:CompilationConfig": "cudagraph_mode max_cudagraph_capture_size",
+    "vllm.config:CUDAGraphMode": "FULL has_full_cudagraphs()",
+    "vllm.v1.attention.backend:AttentionCGSupport": "NEVER UNIFORM_SINGLE_TOKEN_DECODE",
+    "vllm.v1.attention.backend:AttentionMetadataBuilder": "get_cudagraph_support("
+    "vllm_config kv_cache_spec) build_for_cudagraph_capture(common_attn_metadata)",
+    "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher": "dispatch(num_tokens "
+    "uniform_decode invalid_modes)",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": "gather_batch_req_state("
+    "scheduler_output dummy_run)",
+    "vllm.v1.worker.gpu.model_runner:BatchReqState": "req_ids idx_mapping_np",
     "vllm.v1.worker.gpu_worker:Worker": "__init__(vllm_config) init_device() "
     "execute_model(scheduler_output)",
 }

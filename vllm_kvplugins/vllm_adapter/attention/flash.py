@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from vllm_kvplugins.ops.device import moved
+from vllm_kvplugins.residency.fixed_table import FlatTable
 from vllm_kvplugins.vllm_adapter.attention.flat import (
     PolicyImpl,
     Scope,
@@ -44,6 +45,8 @@ class FlashPolicyMetadata:
     order: torch.Tensor | None  # int64 [tokens * kv_heads]; None = as they lie
     most_queries: int
     scopes: list[Scope]
+    # most parts that sequences are cut into; 0 = the kernel decides
+    splits: int = 0
 
 
 class FlashPolicyBuilder(
@@ -51,19 +54,39 @@ class FlashPolicyBuilder(
 ):
     """Page lists for the kernel."""
 
-    def build(
-        self, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # FlashAttention 3 cuts as it likes into up to 128 parts, with memory for all
+        # of them in every graph; others do not let us say.
+        three = self.layers[0].impl.vllm_flash_attn_version == 3
+        config = self.vllm_config.attention_config
+        self._splits = config.flash_attn_max_num_splits_for_cuda_graph if three else 0
+        if self.table is not None:
+            sequences = self.table.shape.rows * self.table.shape.heads
+            self._one_each = moved(
+                torch.arange(sequences + 1, dtype=torch.int32), self.device
+            )
+
+    def metadata(
+        self, common: Any, table: FlatTable, one_each: bool
     ) -> FlashPolicyMetadata:
-        table = self.begin_step(common)
-        query_start = common.query_start_loc_cpu[: common.num_reqs + 1]
-        start, order = flat_queries(query_start, self.runtime.geometry.num_kv_heads)
         pairs = zip(table.pages, table.lengths, strict=True)
+        scopes = [Scope(pages, lengths) for pages, lengths in pairs]
+        tokens = common.num_actual_tokens
+        heads = self.runtime.geometry.num_kv_heads
+        if one_each:
+            # What is scheduled for which processor is left to the kernel, on the
+            # device, as vLLM leaves it for models with several windows.
+            start = self._one_each[: tokens * heads + 1]
+            return FlashPolicyMetadata(tokens, start, None, 1, scopes, self._splits)
+        query_start = common.query_start_loc_cpu[: common.num_reqs + 1]
+        start, order = flat_queries(query_start, heads)
         return FlashPolicyMetadata(
-            common.num_actual_tokens,
+            tokens,
             moved(start, self.device),
             None if order is None else moved(order, self.device),
             common.max_query_len,
-            [Scope(pages, lengths) for pages, lengths in pairs],
+            scopes,
         )
 
 
@@ -100,6 +123,7 @@ class FlashPolicyImpl(PolicyImpl, FlashAttentionImpl):
             softmax_scale=self.scale,
             causal=True,
             block_table=scope.pages,
+            num_splits=metadata.splits,
             fa_version=self.vllm_flash_attn_version,
         )
         if metadata.order is not None:

@@ -23,8 +23,8 @@ from vllm.model_executor.layers.attention import Attention
 
 from vllm_kvplugins.errors import refuse
 from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.residency.fixed_table import FixedTable, FlatTable
 from vllm_kvplugins.residency.heap import Heap
-from vllm_kvplugins.residency.page_table import FlatTable
 from vllm_kvplugins.residency.runtime import PolicyRuntime
 from vllm_kvplugins.vllm_adapter import activation
 from vllm_kvplugins.vllm_adapter.probing import ProbeMetadata, probe_model
@@ -86,14 +86,22 @@ class PolicyBuilder(ABC):
     def page_layout(self, block_size: int, head_dim: int) -> PageLayout:
         """How this backend's kernel packs a page."""
 
-    def begin_step(self, common: Any) -> FlatTable:
-        """Page lists and lengths of a step's sequences."""
+    def begin_step(
+        self, common: Any, into: FixedTable | None = None, dummy: bool = False
+    ) -> FlatTable:
+        """Page lists and lengths of a step's sequences.
+
+        Args:
+            into: where they are written; None = new tensors.
+            dummy: no request's step.
+        """
         activation.attach()
         num_rows = common.num_reqs
         return self.runtime.begin_step(
-            activation.runner().rows(common),
+            [] if dummy else activation.runner().rows(common),
             common.seq_lens[:num_rows],
             common.block_table_tensor[:num_rows],
+            into,
         )
 
     def _attach(self) -> None:

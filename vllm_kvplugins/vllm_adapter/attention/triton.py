@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_kvplugins.ops.triton.paged_attention import attend_paged
+from vllm_kvplugins.residency.fixed_table import FlatTable
 from vllm_kvplugins.vllm_adapter.attention.flat import PolicyImpl, Scope
 from vllm_kvplugins.vllm_adapter.attention.gpu import GPUPolicyBackend, GPUPolicyBuilder
 
@@ -37,7 +38,7 @@ class TritonPolicyMetadata:
     """One step. ``scopes`` has one entry, or one per layer."""
 
     num_actual_tokens: int
-    query_start: torch.Tensor  # int32 [rows + 1]
+    query_start: torch.Tensor | None  # int32 [rows + 1]; None = one token each
     most_queries: int
     scopes: list[Scope]
 
@@ -47,14 +48,13 @@ class TritonPolicyBuilder(
 ):
     """Page lists for the kernel."""
 
-    def build(
-        self, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any
+    def metadata(
+        self, common: Any, table: FlatTable, one_each: bool
     ) -> TritonPolicyMetadata:
-        table = self.begin_step(common)
         pairs = zip(table.pages, table.lengths, strict=True)
         return TritonPolicyMetadata(
             common.num_actual_tokens,
-            common.query_start_loc[: common.num_reqs + 1],
+            None if one_each else common.query_start_loc[: common.num_reqs + 1],
             common.max_query_len,
             [Scope(pages, lengths) for pages, lengths in pairs],
         )

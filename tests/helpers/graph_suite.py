@@ -1,0 +1,186 @@
+"""Decoding steps in CUDA graphs that are none, bit for bit as without.
+
+``tests/unit/test_suites.py`` runs it in a process of its own, in Triton's interpreter,
+which is chosen at import. Two engines live the same life: one replays graphs where
+vLLM would, with steps padded to the sizes that were captured; the other has none.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_flash import flash_attn_varlen_func
+from graphed_engine import (
+    BLOCK,
+    KV_HEADS,
+    LAYERS,
+    MODES,
+    SEED,
+    Engine,
+    vllm_config,
+)
+from policy_settings import configure
+from pretend_graph import Launched, launch
+from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.config.compilation import CompilationConfig
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.ops.triton import paged_attention
+from vllm_kvplugins.policies.base import Geometry, Retention
+from vllm_kvplugins.policies.registry import available_policies
+from vllm_kvplugins.residency.runtime import PolicyRuntime
+from vllm_kvplugins.vllm_adapter import activation
+from vllm_kvplugins.vllm_adapter.attention import flash, flat, graphs, triton
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """Kernels that graphs can hold."""
+    for name in ("attend", "merge"):
+        monkeypatch.setattr(
+            paged_attention, name, Launched(getattr(paged_attention, name))
+        )
+    monkeypatch.setattr(
+        flash.fa_utils,
+        "flash_attn_varlen_func",
+        launch(flash_attn_varlen_func),
+        raising=False,
+    )
+    monkeypatch.setattr(flat, "probe_model", lambda *_: None)
+    # parts, as a GPU cuts long sequences into
+    monkeypatch.setattr(paged_attention, "_splits", lambda *_: 2)
+
+
+SETTINGS = {"budget": 48, "window": 5, "sinks": 2, "recent": 1, "chunk_size": 4}
+FOLDING = {"decode_budget": 48, "fold_blocks": 1}
+UNEVEN = {"allocator": "head-adaptive"}
+LIVES = [
+    ("triton", "V1", "snapkv", UNEVEN),
+    ("triton", "V2", "streaming-llm", {}),
+    ("flash", "V1", "full", {}),
+    ("flash", "V2", "snapkv", {}),
+    ("flash", "V1", "snapkv", {**UNEVEN, **FOLDING}),
+    ("flash", "V2", "snapkv", {**UNEVEN, **FOLDING}),
+    ("flash", "V2", "knorm", {**UNEVEN, **FOLDING}),
+]
+
+
+@pytest.mark.parametrize(("kernel", "runner", "name", "more"), LIVES)
+def test_graphs_find_what_is_found_without(monkeypatch, kernel, runner, name, more):
+    """With steps of 1 to 4 requests, which come, are compacted and go."""
+    print("seed", SEED)
+    policy = parse_policy(configure(name, SETTINGS | more))
+    plain, graphed = (
+        Engine(monkeypatch, policy, kernel, mode, runner) for mode in MODES
+    )
+    with monkeypatch.context() as patch:
+        graphed.activate(patch)
+        graphed.capture()
+    steps = 0
+    while plain.scheduled():
+        found = []
+        for engine in (plain, graphed):
+            with monkeypatch.context() as patch:
+                engine.activate(patch)
+                found.append(engine.step())
+        assert torch.equal(*found), f"step {steps}"
+        steps += 1
+    assert not graphed.scheduled()
+    assert plain.replays == 0
+    assert graphed.replays > steps / 3
+    # a prompt's last token alone, queries before compactions of answers
+    wants = policy.queries_needed > 0
+    assert (graphed.refusals > 0) == wants
+
+
+def test_who_may_be_in_graphs(monkeypatch):
+    """What policies do between layers, not their names, says who may not."""
+    config, found = vllm_config(MODES[1]), {}
+    geometry = Geometry(BLOCK, LAYERS, KV_HEADS, 1024)
+    for name in available_policies():
+        policy = parse_policy(configure(name, SETTINGS))
+        for sessions in (False, True):
+            runtime = PolicyRuntime(policy, geometry, sessions)
+            process = activation._Process(runtime)
+            monkeypatch.setattr(activation, "_process", process)
+            said = triton.TritonPolicyBuilder.get_cudagraph_support(config, None)
+            found[name, sessions] = said == (
+                AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+            )
+        if policy.retention is not Retention.DROP or policy.observes_steps:
+            assert not found[name, True]
+        if policy.queries_needed:
+            assert not found[name, True], "sessions keep the newest queries"
+    alone = {name for (name, sessions), may in found.items() if may and not sessions}
+    assert {"full", "snapkv", "streaming-llm", "kvzip", "flowkv"} <= alone
+    assert not {"icecache", "sekv", "quest"} & alone
+    assert found["streaming-llm", True]
+
+
+@pytest.mark.parametrize("folds", [False, True])
+def test_who_observes_answers_stays_out(folds):
+    """It is what the policy is set to do that counts."""
+    policy = parse_policy(configure("h2o", SETTINGS | (FOLDING if folds else {})))
+    runtime = PolicyRuntime(policy, Geometry(BLOCK, LAYERS, KV_HEADS, 1024))
+    assert runtime.watch.lets_decode_alone != folds
+
+
+def test_tables_that_are_too_large_stay_out(monkeypatch, caplog):
+    policy = parse_policy(configure("snapkv", SETTINGS | UNEVEN))
+    runtime = PolicyRuntime(policy, Geometry(BLOCK, 32, 8, 1024))
+    monkeypatch.setattr(activation, "_process", activation._Process(runtime))
+    config = vllm_config(MODES[1])
+    assert graphs.problems(config, runtime) == []
+    config.model_config.max_model_len = 1 << 24
+    (problem,) = graphs.problems(config, runtime)
+    assert "4 requests with 1048576 pages for each of 8 KV heads, 32 times" in problem
+    said = triton.TritonPolicyBuilder.get_cudagraph_support(config, None)
+    assert said is AttentionCGSupport.NEVER
+    with caplog.at_level("INFO", logger="vllm.kv_policy"):
+        assert graphs.fixed_table(config, runtime, torch.device("cpu")) is None
+    assert "stays outside of CUDA graphs" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("support", "mode"),
+    [
+        (AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, "FULL_AND_PIECEWISE"),
+        (AttentionCGSupport.NEVER, "PIECEWISE"),
+    ],
+)
+def test_what_vllm_makes_of_it(support, mode):
+    config = CompilationConfig(
+        mode=CompilationMode.VLLM_COMPILE,
+        cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+    )
+    config.set_splitting_ops_for_v1(all2all_backend="naive", data_parallel_size=1)
+    found = config.resolve_cudagraph_mode_and_sizes(support, "CUSTOM")
+    assert found.name == mode
+
+
+def test_a_cache_made_to_measure_graphs_with_is_let_go(monkeypatch):
+    policy = parse_policy(configure("snapkv", SETTINGS))
+    engine = Engine(monkeypatch, policy, "flash", MODES[1], "V1")
+    with monkeypatch.context() as patch:
+        engine.activate(patch)
+        engine.capture()
+        first = engine.runtime.heap
+        assert first is not None
+        activation.set_attach(engine.builder._attach)
+        assert engine.runtime.heap is engine.runtime.tables is None
+        engine.capture()
+        assert engine.runtime.heap is not first
+
+
+def test_a_step_that_is_wanted_may_not_be_replayed(monkeypatch):
+    """Should vLLM replay it all the same, it is said and not passed over."""
+    policy = parse_policy(configure("snapkv", SETTINGS))
+    engine = Engine(monkeypatch, policy, "flash", MODES[1], "V1")
+    monkeypatch.setattr(engine.runtime, "wants_of_layers", lambda rows: False)
+    with monkeypatch.context() as patch:
+        engine.activate(patch)
+        engine.adapter._unfit = lambda rows: False
+        engine.capture()
+        with pytest.raises(AssertionError, match="layers had to tell"):
+            engine.live()

@@ -1,0 +1,101 @@
+"""A CUDA graph that is none: what ran while it was captured runs again when replayed.
+
+As with a real one, numbers of Python are those of the capture, tensors are the same
+memory, and nothing else happens: no Python of whoever was captured. What a capture
+refuses, reading numbers on the host, is refused. Kernels that are no torch operations
+are captured through :func:`launch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+_READ_BY_THE_HOST = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+    aten._unique2.default,
+    aten.repeat_interleave.Tensor,
+}
+_capturing: list[PretendedGraph] = []
+
+
+class PretendedGraph(TorchDispatchMode):
+    """Use as a context to capture, then :meth:`replay`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: list[Callable[[], None]] = []
+
+    def __enter__(self) -> PretendedGraph:
+        _capturing.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        _capturing.pop()
+        super().__exit__(*raised)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in _READ_BY_THE_HOST:
+            raise RuntimeError(f"{func} while a graph is captured")
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+
+        def again() -> None:
+            for old, new in zip(
+                tree_leaves(made), tree_leaves(func(*args, **kwargs)), strict=True
+            ):
+                # a view of what was there, or written in place: it is up to date
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+        self._steps.append(again)
+        return made
+
+    def replay(self) -> None:
+        """Do it again."""
+        assert self._steps, "nothing was captured"
+        for step in self._steps:
+            step()
+
+    def record(self, step: Callable[[], None]) -> None:
+        """One kernel."""
+        self._steps.append(step)
+
+
+def launch(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The same kernel; in a capture it is one operation, which writes to tensors that
+    it was given."""
+
+    def launched(*args: Any, **kwargs: Any) -> Any:
+        if not _capturing:
+            return kernel(*args, **kwargs)
+
+        def step() -> None:
+            with _disable_current_modes():
+                kernel(*args, **kwargs)
+
+        step()
+        _capturing[-1].record(step)
+        return None
+
+    return launched
+
+
+class Launched:
+    """A Triton kernel in whose place it stands."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return launch(self._kernel[grid])
