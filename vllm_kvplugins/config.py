@@ -25,10 +25,11 @@ class KernelSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kernel: Literal["auto", "flash", "triton"] = Field(
+    kernel: Literal["auto", "flash", "flashinfer", "triton"] = Field(
         default="auto",
         description="Attention kernel: on a GPU FlashAttention or this package's own "
-        "in Triton, auto: the first if it can; on a CPU vLLM's own, auto.",
+        "in Triton, auto: the first if it can, or FlashInfer; on a CPU vLLM's own, "
+        "auto.",
     )
 
 

@@ -7,16 +7,32 @@ from typing import Any
 from driver import Driver, make_llm
 from texts import random_tokens
 from tiny_model import VOCABULARY
+from torch._dynamo.utils import counters
 
 # Below the budget, above it, and above it with a partial last block.
 LENGTHS = {"short": 40, "long": 192, "odd": 211}
 MAX_TOKENS = 7
 
 
-def under_policies(model: str, policies: list[dict[str, Any]]) -> list[Any]:
-    """Tokens of all prompts at once under each policy, and what ran."""
+def eager_and_compiled(
+    model: str, policies: list[dict[str, Any]], compilation: dict[str, Any]
+) -> list[list[Any]]:
+    """Both in one process."""
+    compiled = {"enforce_eager": False, "compilation_config": compilation}
+    return [under_policies(model, policies, **how) for how in ({}, compiled)]
+
+
+def under_policies(
+    model: str, policies: list[dict[str, Any]], **settings: Any
+) -> list[Any]:
+    """Tokens of all prompts at once under each policy, and what ran.
+
+    Args:
+        settings: of the engines.
+    """
     found = []
     for policy in policies:
+        graphs = counters["stats"]["unique_graphs"]
         llm = make_llm(
             model,
             policy,
@@ -25,6 +41,7 @@ def under_policies(model: str, policies: list[dict[str, Any]]) -> list[Any]:
             skip_tokenizer_init=False,
             # engines of one process stay until it ends
             num_gpu_blocks_override=64,
+            **settings,
         )
         driver = Driver(llm)
         worker = driver.core.model_executor.driver_worker.worker
@@ -45,6 +62,7 @@ def under_policies(model: str, policies: list[dict[str, Any]]) -> list[Any]:
                 "tokens": driver.tokens,
                 "backend": backend,
                 "runner": type(worker.model_runner).__module__,
+                "graphs": counters["stats"]["unique_graphs"] - graphs,
                 "compactions": driver.manager.compactions,
                 "left": driver.total_blocks - driver.free_blocks,
             }

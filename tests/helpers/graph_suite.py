@@ -7,6 +7,7 @@ vLLM would, with steps padded to the sizes that were captured; the other has non
 
 from __future__ import annotations
 
+import fake_flashinfer
 import pytest
 import torch
 from fake_flash import flash_attn_varlen_func
@@ -48,6 +49,7 @@ def kernels(monkeypatch):
         raising=False,
     )
     monkeypatch.setattr(flat, "probe_model", lambda *_: None)
+    fake_flashinfer.install(monkeypatch)
     # parts, as a GPU cuts long sequences into
     monkeypatch.setattr(paged_attention, "_splits", lambda *_: 2)
 
@@ -57,12 +59,13 @@ FOLDING = {"decode_budget": 48, "fold_blocks": 1}
 UNEVEN = {"allocator": "head-adaptive"}
 LIVES = [
     ("triton", "V1", "snapkv", UNEVEN),
-    ("triton", "V2", "streaming-llm", {}),
+    ("flash", "V2", "streaming-llm", {}),
     ("flash", "V1", "full", {}),
     ("flash", "V2", "snapkv", {}),
     ("flash", "V1", "snapkv", {**UNEVEN, **FOLDING}),
     ("flash", "V2", "snapkv", {**UNEVEN, **FOLDING}),
     ("flash", "V2", "knorm", {**UNEVEN, **FOLDING}),
+    ("flashinfer", "V1", "snapkv", FOLDING),
 ]
 
 
@@ -126,6 +129,13 @@ def test_who_observes_answers_stays_out(folds):
     assert runtime.watch.lets_decode_alone != folds
 
 
+def test_flashinfer_does_not_plan_every_layer_for_every_size(monkeypatch):
+    for more, held in (({}, True), (UNEVEN, False)):
+        policy = parse_policy(configure("snapkv", SETTINGS | more))
+        engine = Engine(monkeypatch, policy, "flashinfer", MODES[1], "V2")
+        assert (engine.builder.table is not None) == held
+
+
 def test_tables_that_are_too_large_stay_out(monkeypatch, caplog):
     policy = parse_policy(configure("snapkv", SETTINGS | UNEVEN))
     runtime = PolicyRuntime(policy, Geometry(BLOCK, 32, 8, 1024))
@@ -138,7 +148,8 @@ def test_tables_that_are_too_large_stay_out(monkeypatch, caplog):
     said = triton.TritonPolicyBuilder.get_cudagraph_support(config, None)
     assert said is AttentionCGSupport.NEVER
     with caplog.at_level("INFO", logger="vllm.kv_policy"):
-        assert graphs.fixed_table(config, runtime, torch.device("cpu")) is None
+        here = torch.device("cpu")
+        assert graphs.fixed_table(config, runtime, here, [problem]) is None
     assert "stays outside of CUDA graphs" in caplog.text
 
 

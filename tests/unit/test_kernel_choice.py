@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_kvplugins.config import parse_kernel, parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.vllm_adapter import validation
-from vllm_kvplugins.vllm_adapter.attention import choice, flash, triton
+from vllm_kvplugins.vllm_adapter.attention import choice, flash, flashinfer, triton
 
 
 def platform(kind: str) -> SimpleNamespace:
@@ -34,6 +34,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(
         FlashAttentionBackend, "supports_head_size", lambda size: size <= 256
     )
+    monkeypatch.setattr("vllm.utils.flashinfer.has_flashinfer", lambda: True)
 
 
 def config(dtype: torch.dtype = torch.bfloat16, head_size: int = 64) -> Any:
@@ -79,6 +80,7 @@ def test_a_cpu_has_its_own(monkeypatch):
         ("auto", torch.bfloat16, 512, "triton"),
         ("triton", torch.bfloat16, 64, "triton"),
         ("flash", torch.float16, 128, "flash"),
+        ("flashinfer", torch.float16, 128, "flashinfer"),
     ],
 )
 def test_a_gpu_gets_flash_attention_if_it_can(wanted, dtype, head_size, kernel):
@@ -96,10 +98,22 @@ def test_what_cannot_be_had_on_a_gpu_is_said():
     found = choice.problems(config(torch.float32, 512), asked("flash"))
     assert len(found) == 2
     assert all("kernel 'flash'" in problem for problem in found)
+    found = choice.problems(config(torch.float32, 512), asked("flashinfer"))
+    assert len(found) == 2
+    assert all("kernel 'flashinfer'" in problem for problem in found)
     asking = config()
     asking.attention_config.backend = AttentionBackendEnum.FLASH_ATTN
     (problem,) = choice.problems(asking, asked())
     assert "--attention-backend FLASH_ATTN" in problem
+
+
+@pytest.mark.usefixtures("cuda")
+def test_flashinfer_must_be_installed_by_those_who_want_it(monkeypatch):
+    monkeypatch.setattr("vllm.utils.flashinfer.has_flashinfer", lambda: False)
+    (problem,) = choice.problems(config(), asked("flashinfer"))
+    assert "pip install flashinfer-python" in problem
+    assert "'triton'" in problem
+    assert choice.problems(config(), asked()) == []
 
 
 @pytest.mark.usefixtures("cuda")
@@ -111,6 +125,9 @@ def test_the_backend_takes_the_place_for_custom_ones():
         choice.register(asked("flash"))
         found = AttentionBackendEnum.CUSTOM.get_class()
         assert found is flash.FlashPolicyBackend
+        choice.register(asked("flashinfer"))
+        found = AttentionBackendEnum.CUSTOM.get_class()
+        assert found is flashinfer.FlashInferPolicyBackend
     finally:
         choice.unregister()
     with pytest.raises(ValueError, match="must be registered"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +17,14 @@ class FlatTable:
             are relative to any layer's own pages and hold for all layers.
             Else one scope per layer, ids count pages of the whole heap.
         lengths: int32 [scopes, rows * kv_heads], tokens to attend to.
+        seats: per row.
+        known_lens: per row, logical tokens; None = not known on the host.
     """
 
     pages: torch.Tensor
     lengths: torch.Tensor
+    seats: Sequence[int]
+    known_lens: Sequence[int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +65,19 @@ class FixedTable:
         )
         self._lengths = torch.zeros(*sequences, dtype=torch.int32, device=device)
 
-    def fill(self, pages: torch.Tensor, lengths: torch.Tensor) -> FlatTable:
+    def fill(
+        self,
+        pages: torch.Tensor,
+        lengths: torch.Tensor,
+        seats: Sequence[int],
+        known_lens: Sequence[int] | None,
+    ) -> FlatTable:
         """Write a step.
 
         Args:
             pages: [rows, scopes, heads, most], any integers.
             lengths: [rows, scopes, heads].
+            seats, known_lens: as in :class:`FlatTable`.
 
         Returns:
             Views of this table, with room for its most pages.
@@ -77,7 +89,10 @@ class FixedTable:
         assert rows <= self.shape.rows, f"{rows} rows, room for {self.shape.rows}"
         assert most <= self.shape.pages, f"{most} pages, room for {self.shape.pages}"
         used = FlatTable(
-            self._pages[:, : rows * heads], self._lengths[:, : rows * heads]
+            self._pages[:, : rows * heads],
+            self._lengths[:, : rows * heads],
+            seats,
+            known_lens,
         )
         lists = used.pages.unflatten(1, (rows, heads))
         lists[..., :most].copy_(pages.permute(1, 0, 2, 3))

@@ -52,8 +52,10 @@ class PageTables:
         layer_pages = num_blocks * num_kv_heads
         self._scope_base = torch.arange(self.scopes, device=device) * layer_pages
         self._free_seats: list[int] = []
-        # per seat, what the host knows of it: pages of the longest row, tail block
-        self._known: list[tuple[int, int]] = [(0, 0)]
+        # per seat, what the host knows of it: pages of the longest row, tail block,
+        # and int64 [scopes, kv_heads] pages of each
+        none = torch.zeros(self.scopes, num_kv_heads, dtype=torch.int64)
+        self._known: list[tuple[int, int, torch.Tensor]] = [(0, 0, none)]
         self._zone_pages = torch.zeros(
             1, self.scopes, num_kv_heads, 0, dtype=torch.int32, device=device
         )
@@ -86,7 +88,9 @@ class PageTables:
         self._zone_pages[seat, ..., :most] = pages[:used].reshape(shape).int()
         self._zone_counts[seat] = counts[:used].reshape(shape[:2])
         self._tail_block[seat] = tail_block
-        self._known[seat] = int(counts.max()), tail_block
+        on_host = counts.cpu()
+        known = on_host[:used].reshape(shape[:2])
+        self._known[seat] = int(on_host.max()), tail_block, known
         return seat
 
     def zone(self, seat: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +127,7 @@ class PageTables:
         self._zone_pages = _extend(self._zone_pages, 0, more)
         self._zone_counts = _extend(self._zone_counts, 0, more)
         self._tail_block = _extend(self._tail_block, 0, more)
-        self._known += [(0, 0)] * more
+        self._known += [self._known[0]] * more
 
     def _grow_pages(self, most: int) -> None:
         more = max(most, 2 * self._zone_pages.shape[-1]) - self._zone_pages.shape[-1]
@@ -179,17 +183,36 @@ class PageTables:
             in_zone = place[:width] < counts[..., None]
             pages[..., :width] = torch.where(in_zone, zone, pages[..., :width])
         if into is not None:
-            return into.fill(pages, lengths)
+            return into.fill(pages, lengths, seats, known_lens)
         # rows first per scope, the order in which the kernel's sequences stand
         pages = pages.permute(1, 0, 2, 3).reshape(self.scopes, rows * heads, most)
         lengths = lengths.permute(1, 0, 2).reshape(self.scopes, rows * heads)
-        return FlatTable(pages.int(), lengths.int())
+        return FlatTable(pages.int(), lengths.int(), seats, known_lens)
+
+    def lengths_on_host(self, table: FlatTable) -> torch.Tensor:
+        """The lengths of a table that was just built, for kernels planned by the host.
+
+        Returns:
+            int32 [scopes, rows * kv_heads], on the host.
+
+        Cost: waits for the device only if lengths are not known, as in dummy steps.
+        """
+        if table.known_lens is None:
+            return table.lengths.cpu()
+        known = [self._known[seat] for seat in table.seats]
+        counts = torch.stack([counts for _, _, counts in known], dim=1)
+        tails = [
+            tokens - tail_block * self.block_size
+            for tokens, (_, tail_block, _) in zip(table.known_lens, known, strict=True)
+        ]
+        lengths = counts * self.block_size + torch.tensor(tails)[None, :, None]
+        return lengths.flatten(1).int()
 
     def _most_pages(self, seats: Sequence[int], seq_lens: Sequence[int]) -> int:
         """Of any row: its longest zone, and the blocks from its tail on."""
         most = 0
         for seat, tokens in zip(seats, seq_lens, strict=True):
-            zone, tail_block = self._known[seat]
+            zone, tail_block, _ = self._known[seat]
             most = max(most, zone - tail_block - (-tokens // self.block_size))
         return most
 

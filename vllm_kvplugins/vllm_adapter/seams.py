@@ -225,6 +225,8 @@ _ON_GPUS = {
     f"{_BACKENDS}.fa_utils": "flash_attn_varlen_func(q k v out cu_seqlens_q "
     "max_seqlen_q seqused_k max_seqlen_k softmax_scale causal block_table num_splits "
     "fa_version)",
+    "vllm.utils.flashinfer": "has_flashinfer()",
+    "vllm.envs": "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE",
     "vllm.config:AttentionConfig": "backend flash_attn_max_num_splits_for_cuda_graph",
     # CUDA graphs: who may be in one, and which step is replayed.
     "vllm.config:CompilationConfig": "cudagraph_mode max_cudagraph_capture_size",

@@ -6,6 +6,8 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vllm_kvplugins.config import parse_kernel
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ _HERE = "vllm_kvplugins.vllm_adapter.attention"
 _BACKENDS = {
     "cpu": f"{_HERE}.cpu.PagedPolicyBackend",
     "flash": f"{_HERE}.flash.FlashPolicyBackend",
+    "flashinfer": f"{_HERE}.flashinfer.FlashInferPolicyBackend",
     "triton": f"{_HERE}.triton.TritonPolicyBackend",
 }
 
@@ -41,10 +44,10 @@ def problems(vllm_config: VllmConfig, request: dict[str, Any]) -> list[str]:
             f"--attention-backend {backend.name}: a policy brings its own; remove it, "
             'and choose with {"kernel": ...} in --kv-policy-config'
         )
-    if wanted == "flash":
+    if wanted in _KERNEL_PROBLEMS:
         found += [
-            f"kernel 'flash': {problem}; use 'triton', or leave it at 'auto'"
-            for problem in _flash_problems(vllm_config)
+            f"kernel {wanted!r}: {problem}; use 'triton', or leave it at 'auto'"
+            for problem in _KERNEL_PROBLEMS[wanted](vllm_config)
         ]
     return found
 
@@ -75,6 +78,29 @@ def _flash_problems(vllm_config: VllmConfig) -> list[str]:
     except (ImportError, OSError) as error:
         found.append(f"this vLLM comes without FlashAttention ({error})")
     return found
+
+
+def _flashinfer_problems(vllm_config: VllmConfig) -> list[str]:
+    """Why FlashInfer cannot attend in this model."""
+    from vllm.utils.flashinfer import has_flashinfer
+
+    model = vllm_config.model_config
+    head_size = model.get_head_size()
+    found = []
+    if not has_flashinfer():
+        found.append(
+            "FlashInfer is not installed, or has neither its compiled kernels nor nvcc "
+            "and ninja to build them (pip install flashinfer-python flashinfer-cubin)"
+        )
+    if model.dtype not in (torch.float16, torch.bfloat16):
+        found.append(f"FlashInfer does not compute in {model.dtype}")
+    if head_size not in _FLASHINFER_HEAD_SIZES:
+        found.append(f"FlashInfer does not have heads of {head_size} numbers")
+    return found
+
+
+_FLASHINFER_HEAD_SIZES = (64, 128, 256)
+_KERNEL_PROBLEMS = {"flash": _flash_problems, "flashinfer": _flashinfer_problems}
 
 
 def settled(request: dict[str, Any], vllm_config: VllmConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.residency.fixed_table import FlatTable
+from vllm_kvplugins.residency.runtime import PolicyRuntime
 from vllm_kvplugins.vllm_adapter import activation
 from vllm_kvplugins.vllm_adapter.attention import graphs
 from vllm_kvplugins.vllm_adapter.attention.flat import PolicyBackend, PolicyBuilder
@@ -49,13 +50,21 @@ class GPUPolicyBuilder(PolicyBuilder):
     def get_cudagraph_support(
         cls, vllm_config: Any, kv_cache_spec: Any
     ) -> AttentionCGSupport:
-        if graphs.problems(vllm_config, activation.runtime()):
+        if cls.graph_problems(vllm_config, activation.runtime()):
             return AttentionCGSupport.NEVER
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
+    @classmethod
+    def graph_problems(cls, vllm_config: Any, runtime: PolicyRuntime) -> list[str]:
+        """Why no graph may hold a decoding step."""
+        return graphs.problems(vllm_config, runtime)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.table = graphs.fixed_table(self.vllm_config, self.runtime, self.device)
+        why_not = self.graph_problems(self.vllm_config, self.runtime)
+        self.table = graphs.fixed_table(
+            self.vllm_config, self.runtime, self.device, why_not
+        )
         if self.table is not None:
             activation.runner().keep_out_of_graphs(self.runtime.wants_of_layers)
 

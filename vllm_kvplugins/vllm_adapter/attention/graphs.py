@@ -49,13 +49,15 @@ def problems(vllm_config: VllmConfig, runtime: PolicyRuntime) -> list[str]:
 
 
 def fixed_table(
-    vllm_config: VllmConfig, runtime: PolicyRuntime, device: torch.device
+    vllm_config: VllmConfig,
+    runtime: PolicyRuntime,
+    device: torch.device,
+    why_not: list[str],
 ) -> FixedTable | None:
     """The table that graphs read; None if there are no graphs with attention in them,
     which the log explains."""
     if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         return None
-    why_not = problems(vllm_config, runtime)
     if why_not:
         logger.info("KV policy: attention stays outside of CUDA graphs: %s", why_not[0])
         return None

@@ -1,0 +1,152 @@
+"""What FlashInfer is planned with over the page heap, and what becomes of its answer.
+
+A stand-in checks what the real wrappers want of their arguments, and attends in torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
+
+import fake_flashinfer
+import kernel_suite
+from kernel_suite import Case, make_case
+
+from vllm_kvplugins.residency.fixed_table import FlatTable
+from vllm_kvplugins.residency.page_runs import page_indices, page_runs
+from vllm_kvplugins.residency.page_table import PageTables
+from vllm_kvplugins.vllm_adapter.attention import flashinfer
+from vllm_kvplugins.vllm_adapter.attention.flashinfer import (
+    FlashInferPolicyBuilder,
+    FlashInferPolicyImpl,
+)
+
+SEED = 20261122
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(kernel_suite, "DEVICE", CPU)
+    fake_flashinfer.install(monkeypatch)
+
+
+def attend(case: Case, scopes: int = 1, layer: int = 0) -> torch.Tensor:
+    """Through builder and layer."""
+    heads, rows = len(case.lengths) // len(case.asking), len(case.asking)
+    size, (tokens, q_heads, head_dim) = case.layout.block_size, case.queries.shape
+    impl: Any = SimpleNamespace(
+        num_heads=q_heads,
+        num_kv_heads=heads,
+        num_queries_per_kv=q_heads // heads,
+        head_size=head_dim,
+        scale=case.scale,
+        layer_index=layer,
+        runtime=SimpleNamespace(heap=SimpleNamespace(pages=case.heap)),
+    )
+    impl.scope = functools.partial(FlashInferPolicyImpl.scope, impl)
+    cache = case.heap.view(len(case.heap), 1, size, 2 * head_dim)
+    tables = PageTables(scopes, heads, len(case.heap), size, scopes == 1, CPU)
+    builder = object.__new__(FlashInferPolicyBuilder)
+    vars(builder).update(
+        runtime=SimpleNamespace(tables=tables),
+        layers=[SimpleNamespace(impl=impl, kv_cache=cache)],
+        device=CPU,
+        vllm_config=SimpleNamespace(
+            model_config=SimpleNamespace(dtype=case.queries.dtype),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        ),
+        table=None,
+        _scale=case.scale,
+        _workspace=None,
+        _wrappers={},
+    )
+    made = FlatTable(
+        case.page_table.expand(scopes, -1, -1),
+        case.lengths.expand(scopes, -1),
+        [0] * rows,
+        None,
+    )
+    common = SimpleNamespace(
+        num_actual_tokens=tokens, num_reqs=rows, query_start_loc_cpu=case.query_start
+    )
+    metadata = builder.metadata(common, made, one_each=False)
+    assert len({id(scope.schedule) for scope in metadata.scopes}) == scopes
+    output = torch.full((tokens + 2, q_heads, head_dim), 7.0, dtype=case.queries.dtype)
+    padded = torch.cat([case.queries, case.queries[:1].expand(2, -1, -1)])
+    FlashInferPolicyImpl.attend(impl, padded, cache, metadata, output)
+    assert (output[tokens:] == 7).all(), "padding was written"
+    return output[:tokens]
+
+
+@pytest.mark.parametrize("scopes", [1, 2])
+@pytest.mark.parametrize("asking", [[1, 1], [1, 40], [7, 1]])
+def test_rows_of_all_kinds(asking, scopes):
+    case = make_case(torch.bfloat16, asking, [100, 45, 41, 64])
+    exact, _ = case.right(torch.float64)
+    plain, _ = case.right(torch.bfloat16)
+    found = attend(case, scopes, layer=scopes - 1).double()
+    allowed = 2 * (plain - exact).abs().max()
+    assert (found - exact).abs().max() <= allowed
+
+
+def test_decoding_steps_have_a_wrapper_of_their_own(monkeypatch):
+    used = []
+    for kind in ("Decode", "Prefill"):
+        wrapper = getattr(fake_flashinfer, f"Batch{kind}WithPagedKVCacheWrapper")
+        monkeypatch.setattr(
+            wrapper, "run", lambda *_, kind=kind, out: used.append(kind)
+        )
+    attend(make_case(torch.bfloat16, [1, 1], [33] * 4))
+    attend(make_case(torch.bfloat16, [1, 2], [33] * 4))
+    assert used == ["Decode", "Prefill"]
+
+
+def test_pages_of_all_sequences_behind_each_other():
+    print("seed", SEED)
+    random = torch.Generator().manual_seed(SEED)
+    for _ in range(20):
+        lengths = torch.randint(0, 70, (9,), generator=random).int()
+        lengths[torch.randint(0, 9, (2,), generator=random)] = 32
+        pages = torch.randint(0, 999, (9, 6), generator=random).int()
+        start, last = page_runs(lengths, 16)
+        listed = page_indices(pages, start, int(start[-1]))
+        wanted = [row[: -(-n // 16)] for row, n in zip(pages, lengths, strict=True)]
+        assert listed.dtype == start.dtype == last.dtype == torch.int32
+        assert torch.equal(listed, torch.cat(wanted))
+        sizes = start.diff()
+        assert torch.equal((sizes - 1).clamp(min=0) * 16 + last, lengths)
+
+
+def test_lengths_are_known_on_the_host():
+    """From what a compaction told, without asking the device."""
+    tables = PageTables(2, 3, 50, 16, False, CPU)
+    counts = torch.tensor([2, 0, 5, 1, 1, 4])
+    pages = torch.arange(6 * 5).view(6, 5)
+    seat = tables.seat(pages, counts, tail_block=7)
+    table = torch.zeros(3, 20, dtype=torch.int32)
+    lens = [7 * 16 + 3, 40, 0]
+    flat = tables.build([seat, 0, 0], torch.tensor(lens), table, lens)
+    assert torch.equal(tables.lengths_on_host(flat), flat.lengths)
+    unknown = tables.build([seat, 0, 0], torch.tensor(lens), table)
+    assert torch.equal(tables.lengths_on_host(unknown), flat.lengths)
+
+
+def test_layers_that_scale_differently_are_refused(monkeypatch):
+    """One plan serves them all."""
+    from vllm_kvplugins.errors import KVPolicyError
+    from vllm_kvplugins.vllm_adapter.attention.gpu import GPUPolicyBuilder
+
+    def begin(self, *args, **kwargs):
+        impls = [SimpleNamespace(scale=scale) for scale in (0.1, 0.2)]
+        self.layers = [SimpleNamespace(impl=impl) for impl in impls]
+
+    monkeypatch.setattr(GPUPolicyBuilder, "__init__", begin)
+    with pytest.raises(KVPolicyError, match="scale scores differently"):
+        flashinfer.FlashInferPolicyBuilder()
