@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from pretend_graph import launch
+from pretend_graph import capturing, launch
 
 INT32 = torch.int32
 
@@ -128,6 +128,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     def run(
         self, q: torch.Tensor, paged_kv_cache: Any, *, out: torch.Tensor
     ) -> torch.Tensor:
+        held = self.buffers is not None
+        assert held or not capturing(), "what is planned next would lie elsewhere"
         launch(self._run)(q, paged_kv_cache, out, torch.arange(len(q) + 1))
         return out
 

@@ -72,6 +72,11 @@ class PretendedGraph(TorchDispatchMode):
         self._steps.append(step)
 
 
+def capturing() -> bool:
+    """Whether a graph is being captured."""
+    return bool(_capturing)
+
+
 def launch(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The same kernel; in a capture it is one operation, which writes to tensors that
     it was given."""
