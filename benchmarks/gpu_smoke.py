@@ -8,6 +8,7 @@ and the others go on:
 build     compiles the extension, with CUDA kernels where nvcc is
 kernels   the suite of attention kernels, and the compiled ops, on the GPU
 policies  every policy answers a prompt; `full` as stock, in float32
+graphs    each attention kernel answers in CUDA graphs as without, in bfloat16
 decode    steps of a model with Llama-3.1-8B's shape and random weights, stock and under
           policies, at several prompt lengths
 gather    pages copied in bulk, on the GPU and from pinned host memory, against plain
@@ -50,11 +51,17 @@ LLAMA_8B: dict[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
-DECODERS: list[dict[str, Any] | None] = [
-    None,
-    {"name": "snapkv", "budget": 2048},
-    {"name": "snapkv", "budget": 2048, "kernel": "triton"},
+SNAPKV = {"name": "snapkv", "budget": 2048}
+PIECEWISE = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+# policy, and settings of the engine; the first two also where there is no GPU
+DECODERS: list[tuple[dict[str, Any] | None, dict[str, Any]]] = [
+    (None, {}),
+    (SNAPKV, {}),
+    (SNAPKV, PIECEWISE),
+    (SNAPKV | {"kernel": "flashinfer"}, {}),
+    (SNAPKV | {"kernel": "triton"}, {}),
 ]
+GRAPH_KERNELS = ("flash", "flashinfer", "triton")
 MIB = 1 << 20
 Row = dict[str, Any]
 
@@ -62,7 +69,9 @@ Row = dict[str, Any]
 def main(
     model: str,
     out: Path,
-    stages: Annotated[str, typer.Option()] = "build,kernels,policies,decode,gather",
+    stages: Annotated[str, typer.Option()] = (
+        "build,kernels,policies,graphs,decode,gather"
+    ),
     lengths: Annotated[str, typer.Option(help="prompt tokens")] = "8192,32768,131072",
     layers: Annotated[int, typer.Option(help="of the decoded model")] = 32,
     kv_bytes: int = 24 << 30,
@@ -75,6 +84,7 @@ def main(
         "build": lambda: build(out),
         "kernels": kernels,
         "policies": lambda: policies(model),
+        "graphs": lambda: graphs(model),
         "decode": lambda: decode(
             model, out, [int(n) for n in lengths.split(",")], layers, kv_bytes, device
         ),
@@ -193,6 +203,43 @@ def policies(model: str) -> list[Row]:
     return rows
 
 
+def graphs(model: str) -> list[Row]:
+    """Tokens in graphs that are those without, per kernel."""
+    prompt = synthetic_prompt(40000, 900, 0)
+    rows: list[Row] = []
+    for kernel in GRAPH_KERNELS:
+        policy = {"name": "snapkv", "budget": 256, "kernel": kernel}
+        row: Row = {"kernel": kernel}
+        answers: list[list[int]] = []
+        for eager in (True, False):
+            engine = {
+                "model": model,
+                "dtype": "bfloat16",
+                "enforce_eager": eager,
+                "max_model_len": 2048,
+                "max_num_seqs": 4,
+                "kv_cache_memory_bytes": 512 * MIB,
+            }
+            try:
+                each = EngineProcess(policy, **engine)
+            except RuntimeError as error:
+                row["problem"] = str(error)[-600:]
+                break
+            try:
+                told = each.ask("turn", prompt=prompt, turn_ends=[], max_tokens=48)
+                answers.append(told["answer"])
+            except RuntimeError as error:
+                row["problem"] = str(error)[-600:]
+                break
+            finally:
+                each.close()
+        if len(answers) == 2:
+            same = sum(a == b for a, b in zip(*answers, strict=True))
+            row["tokens_as_eager"] = f"{same} of {len(answers[0])}"
+        rows.append(row)
+    return rows
+
+
 def decode(
     tokenizer: str,
     out: Path,
@@ -217,12 +264,11 @@ def decode(
         "enable_prefix_caching": False,
     }
     rows: list[Row] = []
-    for policy in DECODERS:
-        if device != "cuda" and policy and "kernel" in policy:
-            continue  # what GPUs have to choose from
+    for policy, settings in DECODERS[: None if device == "cuda" else 2]:
         name = json.dumps(policy) if policy else "stock"
+        name += f" {json.dumps(settings)}" if settings else ""
         try:
-            each = EngineProcess(policy, **engine)
+            each = EngineProcess(policy, **engine, **settings)
         except RuntimeError as error:
             rows.append({"policy": name, "problem": str(error)[-600:]})
             continue
