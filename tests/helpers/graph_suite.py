@@ -129,6 +129,15 @@ def test_who_observes_answers_stays_out(folds):
     assert runtime.watch.lets_decode_alone != folds
 
 
+@pytest.mark.parametrize(("window", "may"), [(15, True), (16, False)])
+def test_who_wants_the_queries_of_every_step_stays_out(window, may):
+    """Blocks have 16 tokens, and each is compacted."""
+    settings = SETTINGS | FOLDING | {"budget": 64, "window": window}
+    policy = parse_policy(configure("snapkv", settings | {"decode_budget": 64}))
+    runtime = PolicyRuntime(policy, Geometry(BLOCK, LAYERS, KV_HEADS, 1024))
+    assert (graphs.problems(vllm_config(MODES[1]), runtime) == []) == may
+
+
 def test_flashinfer_does_not_plan_every_layer_for_every_size(monkeypatch):
     for more, held in (({}, True), (UNEVEN, False)):
         policy = parse_policy(configure("snapkv", SETTINGS | more))

@@ -236,6 +236,7 @@ _ON_GPUS = {
     "vllm_config kv_cache_spec) build_for_cudagraph_capture(common_attn_metadata)",
     "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher": "dispatch(num_tokens "
     "uniform_decode invalid_modes)",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "cudagraph_dispatcher",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": "gather_batch_req_state("
     "scheduler_output dummy_run)",
     "vllm.v1.worker.gpu.model_runner:BatchReqState": "req_ids idx_mapping_np",

@@ -37,6 +37,14 @@ def problems(vllm_config: VllmConfig, runtime: PolicyRuntime) -> list[str]:
     """Why no graph may hold a decoding step."""
     if not runtime.watch.lets_decode_alone:
         return [f"{runtime.policy.name} works between the layers of decoding steps"]
+    fold = runtime.plan(vllm_config.model_config.max_model_len).fold
+    every = fold.every_blocks * runtime.geometry.block_size if fold else 0
+    wanted = runtime.policy.queries_needed
+    if 0 < every <= wanted:
+        return [
+            f"{runtime.policy.name} compacts answers every {every} tokens, by the last "
+            f"{wanted} queries, so it wants those of every step"
+        ]
     shape = table_shape(vllm_config, runtime)
     if shape.num_bytes > MOST_TABLE_BYTES:
         return [
