@@ -50,3 +50,7 @@ def test_pretended_graphs():
     pytest.importorskip("vllm")
     pytest.importorskip("triton")
     assert run_suite("graph_suite.py", TRITON_INTERPRET="1") >= 15
+
+
+def test_page_tables_on_a_pretended_gpu():
+    assert run_suite("pretended_tables_suite.py") == 4

@@ -1,0 +1,64 @@
+"""Page tables of decoding steps on a GPU that is none: nobody waits for it.
+
+``tests/unit/test_suites.py`` runs it in a process of its own: torch does not forget
+that it once believed in a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pretend_cuda import CUDA, PretendedGPU, Pretending
+
+from vllm_kvplugins.residency.fixed_table import FixedTable, TableShape
+from vllm_kvplugins.residency.page_runs import page_indices, page_runs
+from vllm_kvplugins.residency.page_table import PageTables
+
+SEED = 20261122
+LAYERS, HEADS, BLOCK, BLOCKS, WIDTH = 3, 2, 4, 60, 20
+LENS = (51, 17, 0)  # of a compacted request, of another, of padding
+
+
+def here(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor if device.type == "cpu" else Pretending.of(tensor.clone())
+
+
+def step(device: torch.device, uniform: bool, fixed: bool) -> list[torch.Tensor]:
+    """A step's table, and its pages behind each other."""
+    print("seed", SEED)
+    random = torch.Generator().manual_seed(SEED)
+    tables = PageTables(LAYERS, HEADS, BLOCKS, BLOCK, uniform, device)
+    counts = torch.tensor([3] * 6 if uniform else [3, 1, 7, 0, 4, 3])
+    pages = torch.randint(0, 99, (LAYERS * HEADS, 7), generator=random)
+    seat = tables.seat(here(pages, device), here(counts, device), tail_block=9)
+    shape = TableShape(tables.scopes, 4, HEADS, WIDTH)
+    into = FixedTable(shape, device) if fixed else None
+    lens = here(torch.tensor(LENS).int(), device)
+    blocks = torch.randint(0, BLOCKS, (3, WIDTH), generator=random).int()
+    blocks = here(blocks, device)
+    gpu = PretendedGPU.active
+    before = len(gpu.waits) if gpu else 0
+    flat = tables.build([seat, 0, 0], lens, blocks, LENS, into)
+    known = tables.lengths_on_host(flat)
+    found = [flat.lengths, known]
+    for listed, lengths in zip(flat.pages, known, strict=True):
+        start, last = page_runs(lengths, BLOCK)
+        found += [
+            start,
+            last,
+            page_indices(listed, here(start, device), int(start[-1])),
+        ]
+    assert gpu is None or len(gpu.waits) == before, gpu.waits[before:]
+    plain = [t.numbers if isinstance(t, Pretending) else t for t in found]
+    assert torch.equal(*plain[:2]), "the host knows what is there"
+    return plain
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("uniform", [False, True])
+def test_decoding_steps_wait_for_nothing(uniform: bool, fixed: bool):
+    expected = step(torch.device("cpu"), uniform, fixed=False)
+    with PretendedGPU():
+        found = step(CUDA, uniform, fixed)
+    for right, other in zip(expected, found, strict=True):
+        assert torch.equal(right, other)
