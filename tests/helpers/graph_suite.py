@@ -89,6 +89,10 @@ def test_graphs_find_what_is_found_without(monkeypatch, kernel, runner, name, mo
                 found.append(engine.step())
         assert torch.equal(*found), f"step {steps}"
         steps += 1
+        if steps % 5 == 0:
+            with monkeypatch.context() as patch:
+                graphed.activate(patch)
+                graphed.idle()
     assert not graphed.scheduled()
     assert plain.replays == 0
     assert graphed.replays > steps / 3

@@ -289,15 +289,25 @@ class Engine:
     def capture(self) -> None:
         """As at vLLM's start: rows of one token that nobody asked for."""
         for size in SIZES:
-            start = torch.arange(size + 1).int()
-            ones, nulls = torch.ones(size).int(), torch.zeros(size, WIDTH).int()
-            common = self._common(start, ones, nulls, [], size)
-            self.caches[:, 0] = 1  # the null block, which nobody may find
-            made = self.builder.build_for_cudagraph_capture(common)
+            made = self.dummy(size)
             with PretendedGraph() as graph:
                 self.forward(made, size)
             self.graphs[size], self.captured[size] = graph, made
         assert self.runtime.num_tracked == 0
+
+    def dummy(self, size: int) -> Any:
+        """Metadata of rows that nobody asked for; numbered as requests are."""
+        start = torch.arange(size + 1).int()
+        ones, nulls = torch.ones(size).int(), torch.zeros(size, WIDTH).int()
+        common = self._common(start, ones, nulls, [], size)
+        common.req_idx = torch.arange(size).numpy()
+        self.caches[:, 0] = 1  # the null block, which nobody may find
+        return self.builder.build_for_cudagraph_capture(common)
+
+    def idle(self) -> None:
+        """A step that other data-parallel ranks need, not this one."""
+        self.dummy(max(SIZES))
+        self.graphs[max(SIZES)].replay()
 
     def forward(self, metadata: Any, tokens: int, attends: bool = True) -> None:
         """All layers; prompts are not attended to, which takes the interpreter long."""

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
 
 import torch
+from vllm.config import CUDAGraphMode
 
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.vllm_adapter import compat
@@ -279,6 +280,46 @@ def test_a_dummy_batch_is_not_mistaken_for_the_requests_of_the_runner():
     warm_up = metadata(np.array([0, 7]))
     assert compat.runner_adapter(runner_v2()).rows(warm_up) == []
     assert compat.runner_adapter(runner_v2()).rows(metadata()) == []
+
+
+def test_steps_that_layers_must_tell_of_are_not_replayed():
+    """Whichever way a runner chooses its graph; dummy steps are nobody's."""
+    asked: list[list[tuple[str, int]]] = []
+
+    def unfit(rows) -> bool:
+        asked.append([(row.request_id, row.after_tokens) for row in rows])
+        return len(asked) % 2 == 1
+
+    v1 = runner_v1()
+    v1.input_batch.num_computed_tokens_cpu = [5, 8, 9]
+    dispatched: list[dict] = []
+    v1.cudagraph_dispatcher = SimpleNamespace(
+        dispatch=lambda **given: dispatched.append(given)
+    )
+    adapter = compat.runner_adapter(v1)
+    adapter.keep_out_of_graphs(lambda rows: 1 / 0)
+    adapter.keep_out_of_graphs(unfit)  # vLLM builds twice when it measures graphs
+    dispatch = v1.cudagraph_dispatcher.dispatch
+    dispatch(num_tokens=4, uniform_decode=False)
+    v1._dummy_run(lambda: dispatch(num_tokens=2, uniform_decode=True))
+    assert asked == []
+    dispatch(num_tokens=2, uniform_decode=True, invalid_modes={CUDAGraphMode.NONE})
+    dispatch(num_tokens=2, uniform_decode=True)
+    assert asked == [[("b", 6), ("a", 9)]] * 2
+    refused = [sorted(map(str, d.get("invalid_modes", ()))) for d in dispatched]
+    assert refused == [[], [], ["FULL", "NONE"], []]
+
+    v2 = runner_v2()
+    v2.req_states.num_computed_tokens_np = np.array([8, 5, 0])
+    batch = SimpleNamespace(req_ids=["b", "a"], idx_mapping_np=np.array([1, 0]))
+    v2.gather_batch_req_state = lambda made, each: (made, each)
+    compat.runner_adapter(v2).keep_out_of_graphs(unfit)
+    gather, asked[:] = v2.gather_batch_req_state, []
+    assert gather(None, 1) == (None, 1)
+    assert gather(batch, None) == (batch, None)
+    assert asked == []
+    assert [gather(batch, 1)[1] for _ in range(2)] == [None, 1]
+    assert asked == [[("b", 6), ("a", 9)]] * 2
 
 
 def test_a_runner_without_what_we_read_is_refused():
