@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_kvplugins.errors import refuse
-from vllm_kvplugins.residency.device import moved
+from vllm_kvplugins.ops.device import moved
 from vllm_kvplugins.residency.fixed_table import FlatTable
 from vllm_kvplugins.residency.page_runs import page_indices, page_runs
 from vllm_kvplugins.vllm_adapter.attention.flat import (
