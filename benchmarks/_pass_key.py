@@ -46,13 +46,15 @@ def sentences(
     return [part for part in re.split(r"(?<=[.!?])(?=\s)", cut) if part]
 
 
-def plant(haystack: list[str], depth: int, depths: int) -> tuple[str, str]:
+def plant(
+    haystack: list[str], depth: int, depths: int, seed: int = 0
+) -> tuple[str, str]:
     """The prompt with a key in the middle of the ``depth``-th of ``depths`` parts.
 
     Returns:
-        Prompt and key. The key depends on the depth only.
+        Prompt and key. The key depends on the depth and the seed only.
     """
-    key = str(random.Random(depth).randrange(10_000, 100_000))
+    key = str(random.Random(depth + 1_000_000 * seed).randrange(10_000, 100_000))
     wanted = (2 * depth + 1) / (2 * depths) * sum(map(len, haystack))
     place = before = 0
     while before + len(haystack[place]) <= wanted:

@@ -1,0 +1,194 @@
+"""Answers of one engine, and what each request held while it was answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from _quality_metrics import score
+from _quality_samples import Sample, Setting
+
+
+@dataclass
+class Held:
+    """Device memory of one request, seen before each forward pass.
+
+    Attributes:
+        decode_bytes: at every decode step.
+        peak_bytes: at any step.
+    """
+
+    decode_bytes: list[int] = field(default_factory=list)
+    peak_bytes: int = 0
+
+
+class ResidencyWatch:
+    """Sees, behind every scheduling, what each running request holds.
+
+    Blocks are counted request by request, as vLLM's block tables have them: one that
+    two requests share counts for both. What a policy keeps beside vLLM's pool (means
+    and zoomed tokens of spans) counts too.
+
+    Args:
+        llm: an engine in this process.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        core = llm.llm_engine.engine_core.engine_core
+        self._scheduler = core.scheduler
+        (self._blocks,) = (
+            core.scheduler.kv_cache_manager.coordinator.single_type_managers
+        )
+        config = core.scheduler.kv_cache_config
+        self.block_bytes = sum(t.size for t in config.kv_cache_tensors) // (
+            config.num_blocks
+        )
+        worker = core.model_executor.driver_worker.worker
+        self._runtime = getattr(worker, "kv_policy_runtime", None)
+        self.held: dict[str, Held] = {}
+        schedule = core.scheduler.schedule
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            decided = schedule(*args, **kwargs)
+            for name, tokens in decided.num_scheduled_tokens.items():
+                self._note(name, tokens)
+            return decided
+
+        core.scheduler.schedule = watched
+
+    def _note(self, name: str, new_tokens: int) -> None:
+        request = self._scheduler.requests[name]
+        blocks = self._blocks.req_to_blocks.get(name, ())
+        now = sum(not block.is_null for block in blocks) * self.block_bytes
+        now += self._beside(name)
+        # vLLM appends letters of its own to the name that the outputs have
+        held = self.held.setdefault(name.rpartition("-")[0], Held())
+        held.peak_bytes = max(held.peak_bytes, now)
+        if request.num_output_tokens and new_tokens == 1:
+            held.decode_bytes.append(now)
+
+    def _beside(self, name: str) -> int:
+        """Bytes of a request's entries beside its pages, all layers together."""
+        zooming = getattr(self._runtime, "zooming", None)
+        if zooming is None or name not in zooming._requests:
+            return 0
+        _, entries = zooming._run(zooming._requests[name])
+        keys = zooming._arena._keys  # [layers, entries, head_dim]; values lie alike
+        return int(2 * entries * keys.shape[0] * keys[0, 0].nbytes)
+
+
+def open_engine(
+    setting: Setting, policy: Mapping[str, Any], max_model_len: int, batch: int
+) -> Any:
+    """An ``LLM`` in this process, with room for a batch and shared contexts."""
+    from vllm import LLM
+
+    import vllm_kvplugins
+    from vllm_kvplugins.model_config import read_model_config
+
+    options = dict(policy)
+    extra = vllm_kvplugins.engine_args(options.pop("name"), **options) if policy else {}
+    shape = read_model_config(setting.model, setting.dtype).cache_shape()
+    pool = shape.bytes_per_token(4) * (batch + 4) * (max_model_len + 64)
+    return LLM(
+        setting.model,
+        dtype=setting.dtype,
+        seed=setting.seed,
+        enforce_eager=True,
+        max_model_len=max_model_len,
+        block_size=setting.block_size,
+        max_num_batched_tokens=2048,
+        max_num_seqs=batch,
+        kv_cache_memory_bytes=max(pool, 1 << 26),
+        **extra,
+    )
+
+
+def answers(
+    setting: Setting,
+    policy: Mapping[str, Any],
+    samples: Sequence[Sample],
+    max_model_len: int,
+    batch: int,
+) -> Iterator[dict[str, Any]]:
+    """One row per sample, batch by batch, greedily decoded.
+
+    Cost: start-up of an engine and the answers.
+    """
+    llm = open_engine(setting, policy, max_model_len, batch)
+    watch = ResidencyWatch(llm)
+    for first in range(0, len(samples), batch):
+        part = samples[first : first + batch]
+        began = time.perf_counter()
+        outputs = ask(llm, part)
+        spent = (time.perf_counter() - began) / len(part)
+        for sample, output in zip(part, outputs, strict=True):
+            held = watch.held.pop(output.request_id, Held())
+            yield row_of(sample, output, held) | {"seconds": round(spent, 3)}
+
+
+def ask(llm: Any, samples: Sequence[Sample]) -> list[Any]:
+    """vLLM's outputs, in the order of the samples."""
+    from vllm import SamplingParams
+
+    found: dict[int, Any] = {}
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for index, sample in enumerate(samples):
+        kinds.setdefault((bool(sample.messages), bool(sample.opening)), []).append(
+            index
+        )
+    for (chat, opened), indices in kinds.items():
+        chosen = [samples[index] for index in indices]
+        sampling = [
+            SamplingParams(
+                temperature=0, max_tokens=sample.max_tokens, stop=list(sample.stop)
+            )
+            for sample in chosen
+        ]
+        if chat:
+            talks = [
+                [
+                    *map(dict, sample.messages),
+                    *([_said(sample.opening)] if opened else []),
+                ]
+                for sample in chosen
+            ]
+            outputs = llm.chat(
+                talks,
+                sampling,
+                use_tqdm=False,
+                add_generation_prompt=not opened,
+                continue_final_message=opened,
+            )
+        else:
+            prompts = [sample.prompt for sample in chosen]
+            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        found |= dict(zip(indices, outputs, strict=True))
+    return [found[index] for index in range(len(samples))]
+
+
+def _said(opening: str) -> dict[str, str]:
+    return {"role": "assistant", "content": opening}
+
+
+def row_of(sample: Sample, output: Any, held: Held) -> dict[str, Any]:
+    """What is kept of an answer."""
+    (said,) = output.outputs
+    steps = held.decode_bytes
+    return {
+        "task": sample.task,
+        "sample": sample.name,
+        "group": sample.group or sample.name,
+        "place": dict(sample.place),
+        "answer": said.text,
+        "truths": list(sample.truths),
+        "score": round(score(said.text, sample), 6),
+        "prompt_tokens": len(output.prompt_token_ids),
+        "answer_tokens": len(said.token_ids),
+        "cached_tokens": output.num_cached_tokens or 0,
+        "resident_bytes": round(median(steps)) if steps else None,
+        "peak_bytes": held.peak_bytes or None,
+    }

@@ -1,0 +1,107 @@
+"""Budgets that hold as many tokens on the device for every policy.
+
+``budget`` means another thing to each: what stays in all, what is fetched beside
+sinks, window and first layers. A policy's residency plan says what is held, so the
+largest budget is taken whose plan holds no more than a share of the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from _quality_rows import Job
+from _serving_rows import label_of
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.policies.base import Geometry, Lengths
+
+
+def held_tokens(policy: dict[str, Any], prompt_tokens: int, geometry: Geometry) -> int:
+    """Slots in pages per KV head, on average, when the prompt is in.
+
+    Raises:
+        KVPolicyError: the policy cannot have these settings.
+    """
+    plan = parse_policy(dict(policy)).plan(Lengths(prompt_tokens), geometry)
+    return plan.resident_blocks(prompt_tokens) * geometry.block_size
+
+
+def most_held(share: float, prompt_tokens: int, geometry: Geometry) -> int:
+    """Slots that a share of the prompt may take: whole pages, and the newest, partly
+    filled block, which no policy gives back."""
+    size = geometry.block_size
+    full = prompt_tokens // size * size
+    wanted = -(-max(round(share * prompt_tokens) - (prompt_tokens - full), 1) // size)
+    return (wanted + (full < prompt_tokens)) * size
+
+
+def fit(
+    policy: dict[str, Any], share: float, prompt_tokens: int, geometry: Geometry
+) -> dict[str, Any]:
+    """The policy with the largest budget that holds no more than a share.
+
+    Args:
+        policy: without a budget.
+        share: of the prompt, that may be resident.
+        prompt_tokens: of a typical prompt.
+
+    Returns:
+        The policy with a budget that is a share, so that it suits other prompts too.
+
+    Raises:
+        KVPolicyError: its smallest budget holds more, or its settings are wrong.
+    """
+    most = most_held(share, prompt_tokens, geometry)
+
+    def held(budget: float) -> int:
+        return held_tokens(policy | {"budget": budget}, prompt_tokens, geometry)
+
+    if held(share) <= most:
+        return policy | {"budget": share}
+    low, high = 1, round(share * prompt_tokens)  # tokens: low fits, high does not
+    least = held(low / prompt_tokens)
+    if least > most:
+        raise KVPolicyError(
+            f"holds {least} of {prompt_tokens} tokens however small its budget, more "
+            f"than {most}"
+        )
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = held(middle / prompt_tokens) <= most
+        low, high = (middle, high) if fits else (low, middle)
+    return policy | {"budget": round(low / prompt_tokens, 5)}
+
+
+def jobs_of(
+    policies: list[dict[str, Any]],
+    shares: list[float],
+    prompt_tokens: int,
+    geometry: Geometry,
+) -> Iterator[Job]:
+    """Stock first; every policy at every budget, once if it has one of its own.
+
+    Raises:
+        KVPolicyError: a policy's settings are wrong.
+    """
+    yield Job({}, None, "stock")
+    for policy in policies:
+        if not policy:
+            continue
+        parsed = parse_policy(dict(policy))
+        if "budget" in policy or not hasattr(parsed, "budget"):
+            yield Job(policy, None, label_of(policy))
+            continue
+        yield from (job_at(policy, share, prompt_tokens, geometry) for share in shares)
+
+
+def job_at(
+    policy: dict[str, Any], share: float, prompt_tokens: int, geometry: Geometry
+) -> Job:
+    """The job of one policy and share; with a problem if there can be none."""
+    label = label_of(policy)
+    try:
+        return Job(fit(policy, share, prompt_tokens, geometry), share, label)
+    except KVPolicyError as error:
+        return Job(policy, share, label, str(error))

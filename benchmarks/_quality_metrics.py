@@ -1,0 +1,190 @@
+"""How right an answer is, from 0 to 1, as the benchmarks define it; own code."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from locomo import f1 as locomo_f1
+from needle import says
+
+if TYPE_CHECKING:
+    from _quality_samples import Sample
+
+Metric = Callable[[str, "Sample"], float]
+_NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
+
+
+def contains(answer: str, sample: Sample) -> float:
+    """RULER's ``string_match_all``: the share of truths that stand in the answer."""
+    said = answer.lower()
+    found = [truth.lower() in said for truth in sample.truths]
+    return sum(found) / len(found)
+
+
+def number(answer: str, sample: Sample) -> float:
+    """Whether a number stands in the answer, and not inside a longer one."""
+    return float(any(says(answer, truth) for truth in sample.truths))
+
+
+# -- words ------------------------------------------------------------------------
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words without punctuation and articles, as SQuAD counts them."""
+    plain = "".join(c for c in text.lower() if c not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", plain).split()
+
+
+def word_f1(answer: str, truth: str) -> float:
+    """Harmonic mean of precision and recall over words."""
+    said, true = Counter(words(answer)), Counter(words(truth))
+    common = (said & true).total()
+    if not common:
+        return 0.0
+    precision, recall = common / said.total(), common / true.total()
+    return 2 * precision * recall / (precision + recall)
+
+
+def best(score: Callable[[str, str], float]) -> Metric:
+    """The best score over a sample's truths."""
+
+    def over_truths(answer: str, sample: Sample) -> float:
+        return max((score(answer, truth) for truth in sample.truths), default=0.0)
+
+    return over_truths
+
+
+# -- ROUGE-L ------------------------------------------------------------------------
+
+
+def common_words(first: Sequence[str], second: Sequence[str]) -> list[str]:
+    """A longest common subsequence. Cost: O(product of the lengths)."""
+    rows, columns = len(first), len(second)
+    table = [[0] * (columns + 1) for _ in range(rows + 1)]
+    for i, one in enumerate(first, 1):
+        for j, other in enumerate(second, 1):
+            longer = max(table[i - 1][j], table[i][j - 1])
+            table[i][j] = table[i - 1][j - 1] + 1 if one == other else longer
+    found, i, j = [], rows, columns
+    while i and j:
+        if first[i - 1] == second[j - 1]:
+            found.append(first[i - 1])
+            i, j = i - 1, j - 1
+        elif table[i - 1][j] > table[i][j - 1]:
+            i -= 1
+        else:
+            j -= 1
+    return found[::-1]
+
+
+def rouge_l(answer: str, truth: str) -> float:
+    """ROUGE-L of summaries as the package ``rouge`` 1.0 computes it, which LongBench
+    uses: sentences end at every full stop, words count once however often they come,
+    and the F-measure weighs precision by its ratio to recall.
+    """
+    said, true = _sentences(answer), _sentences(truth)
+    said_words = {word for sentence in said for word in sentence}
+    true_words = {word for sentence in true for word in sentence}
+    if not said_words or not true_words:
+        return 0.0
+    union: set[str] = set()
+    for wanted in true:
+        for sentence in said:
+            union.update(common_words(wanted, sentence))
+    recall, precision = len(union) / len(true_words), len(union) / len(said_words)
+    if not union:
+        return 0.0
+    beta_squared = (precision / recall) ** 2
+    weighted = (1 + beta_squared) * precision * recall
+    return weighted / (recall + beta_squared * precision)
+
+
+def _sentences(text: str) -> list[list[str]]:
+    return [part.split() for part in text.split(".") if part]
+
+
+# -- others of LongBench -------------------------------------------------------------
+
+
+def one_of_classes(answer: str, sample: Sample) -> float:
+    """One over the number of classes that the answer names, if the right one is there.
+    A class whose name is part of the right one's does not count."""
+    (truth, *_) = sample.truths
+    named = [name for name in sample.classes if name in answer]
+    named = [name for name in named if name == truth or name not in truth]
+    return 1 / len(named) if truth in named else 0.0
+
+
+def _share_equal(answer: str, wanted: str) -> float:
+    said = re.findall(r"\d+", answer)
+    return said.count(wanted) / len(said) if said else 0.0
+
+
+def counted(answer: str, truth: str) -> float:
+    """Of the numbers in the answer, the share that is the right one."""
+    return _share_equal(answer, truth)
+
+
+def paragraph(answer: str, truth: str) -> float:
+    """The same for the number in "Paragraph 7"."""
+    (wanted,) = re.findall(r"(?:Paragraph |段落)(\d+)", truth)[:1]
+    return _share_equal(answer, wanted)
+
+
+def similar_line(answer: str, truth: str) -> float:
+    """How alike the answer's first line of code and the true one are: twice their
+    longest common subsequence of characters over both lengths, in whole per cent."""
+    lines = answer.lstrip("\n").split("\n")
+    skipped = ("`", "#", "//")
+    line = next((one for one in lines if not any(s in one for s in skipped)), "")
+    both = len(line) + len(truth)
+    return round(200 * len(common_words(line, truth)) / both) / 100 if both else 0.0
+
+
+# -- GSM8K, PrefEval ---------------------------------------------------------------
+
+
+def final_number(text: str) -> str:
+    """What stands behind "####", or else the last number; without commas. "" = none."""
+    marked = re.search(rf"####\s*\$?({_NUMBER})", text)
+    found = [marked[1]] if marked else re.findall(_NUMBER, text)
+    if not found:
+        return ""
+    plain = found[-1].replace(",", "")
+    return plain.rstrip("0").rstrip(".") if "." in plain else plain
+
+
+def same_number(answer: str, sample: Sample) -> float:
+    """Whether the answer comes to the true number."""
+    (truth, *_) = sample.truths
+    return float(bool(said := final_number(answer)) and said == final_number(truth))
+
+
+def letter(answer: str, sample: Sample) -> float:
+    """Whether the first letter that stands alone is the right one."""
+    found = re.search(r"\b([A-Z])\b", answer)
+    return float(found is not None and found[1] in sample.truths)
+
+
+METRICS: dict[str, Metric] = {
+    "contains": contains,
+    "number": number,
+    "word_f1": best(word_f1),
+    "locomo_f1": best(locomo_f1),
+    "rouge_l": best(rouge_l),
+    "classes": one_of_classes,
+    "counted": best(counted),
+    "paragraph": best(paragraph),
+    "code": best(similar_line),
+    "same_number": same_number,
+    "letter": letter,
+}
+
+
+def score(answer: str, sample: Sample) -> float:
+    """A sample's own metric."""
+    return METRICS[sample.metric](answer, sample)

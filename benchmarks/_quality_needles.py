@@ -1,0 +1,158 @@
+"""Generated retrieval tasks: a pass key, one of many keys, a grid of needles."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from _pass_key import FILLER, plant, sentences
+from _quality_samples import Sample, Setting, TaskError, Tokens
+
+# RULER's niah_multikey tasks, as their published files read. Their keys are made of
+# an adjective and a noun as well, from a far longer list.
+MULTIKEY_TASK = (
+    "A special magic number is hidden within the following text. Make sure to "
+    "memorize it. I will quiz you about the number afterwards.\n"
+)
+MULTIKEY_NOTE = "One of the special magic numbers for {key} is: {value}. "
+MULTIKEY_QUESTION = (
+    "\nWhat is the special magic number for {key} mentioned in the provided text?"
+)
+MULTIKEY_OPENING = (
+    "The special magic number for {key} mentioned in the provided text is"
+)
+
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
+_ADJECTIVES = _names(
+    """
+    abrupt absorbing ancient bashful bitter boundless brave calm careful cheerful
+    clumsy curious dusty eager elegant faint fierce frosty gentle grumpy hollow
+    humble idle jolly lively lonely mellow modest nimble odd patient polite proud
+    quiet rapid rusty silent sleepy stormy sturdy sunny tender tidy vivid wild
+    wise
+    """
+)
+_NOUNS = _names(
+    """
+    acorn anchor apron badger basket beacon bonnet bridge bucket candle canyon
+    carpet cellar cherry cobbler compass copper cottage dagger falcon feather
+    fiddle garden goblet hammer harbor kettle lantern locket magnet meadow mitten
+    needle orchard paddle pebble pepper pigeon pillow rocket saddle tunnel turnip
+    violin walnut window
+    """
+)
+
+
+def haystack(setting: Setting, tokens: Tokens, count: int) -> list[str]:
+    """Sentences with ``count`` tokens together: filler, or the user's text.
+
+    Raises:
+        TaskError: the user's text is too short.
+    """
+    if not setting.haystack:
+        each = tokens.count(FILLER * 20) / 20
+        return [FILLER] * max(int(count / each), 1)
+    try:
+        return sentences(Path(setting.haystack), count, tokens.first)
+    except (OSError, ValueError) as error:
+        raise TaskError(f"--haystack: {error}") from error
+
+
+def passkey(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
+    """A pass key at ``limit`` depths of one context."""
+    lines = haystack(setting, tokens, setting.tokens)
+    for depth in range(setting.limit):
+        yield _planted(
+            "passkey", lines, depth, setting.limit, setting.tokens, setting.seed
+        )
+
+
+def needle(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
+    """A pass key at every depth of contexts of every length."""
+    for length in setting.lengths:
+        lines = haystack(setting, tokens, length)
+        for depth in range(setting.depths):
+            yield _planted("needle", lines, depth, setting.depths, length, setting.seed)
+
+
+def _planted(
+    task: str, lines: list[str], depth: int, depths: int, length: int, seed: int
+) -> Sample:
+    prompt, key = plant(lines, depth, depths, seed)
+    share = round((2 * depth + 1) / (2 * depths), 4)
+    return Sample(
+        task=task,
+        name=f"{length} tokens, depth {share}",
+        metric="number",
+        truths=(key,),
+        messages=({"role": "user", "content": prompt},),
+        max_tokens=16,
+        place={"depth": share, "tokens": length},
+    )
+
+
+def multikey(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
+    """Keys with numbers all over a context, and questions for some of them.
+
+    Every context has its own keys, numbers and places. Its questions share it, so
+    that they are no independent samples: they are a group.
+    """
+    if not 1 <= setting.questions <= setting.keys:
+        raise TaskError(
+            f"--questions {setting.questions} must be 1 to --keys {setting.keys}"
+        )
+    rng = random.Random(f"multikey {setting.seed}")
+    if setting.keys > len(_ADJECTIVES) * len(_NOUNS):
+        raise TaskError(f"--keys {setting.keys} is more than there are names for")
+    notes = MULTIKEY_NOTE.format(key="careful-anchor", value="1234567")
+    room = setting.tokens - tokens.count(notes) * setting.keys
+    if room < 1:
+        raise TaskError(
+            f"{setting.keys} keys do not fit {setting.tokens} tokens; raise --tokens"
+        )
+    lines = haystack(setting, tokens, room)
+    made = 0
+    while made < setting.limit:
+        group = f"context {made // setting.questions}"
+        text, found = _strewn(lines, setting.keys, rng)
+        for key, value, share in rng.sample(found, setting.questions):
+            if made == setting.limit:
+                return
+            asked = MULTIKEY_QUESTION.format(key=key)
+            yield Sample(
+                task="multikey",
+                name=f"{group}, {key}",
+                metric="contains",
+                truths=(value,),
+                messages=({"role": "user", "content": MULTIKEY_TASK + text + asked},),
+                opening=MULTIKEY_OPENING.format(key=key),
+                max_tokens=16,
+                group=group,
+                place={"depth": share, "tokens": setting.tokens, "keys": setting.keys},
+            )
+            made += 1
+
+
+def _strewn(
+    lines: list[str], keys: int, rng: random.Random
+) -> tuple[str, list[tuple[str, str, float]]]:
+    """A context with so many keys, and (key, number, depth) of each."""
+    names: dict[str, None] = {}
+    while len(names) < keys:
+        names[f"{rng.choice(_ADJECTIVES)}-{rng.choice(_NOUNS)}"] = None
+    places = sorted(rng.randrange(len(lines) + 1) for _ in names)
+    parts, found, before = [], [], 0
+    for name, place in zip(names, places, strict=True):
+        value = str(rng.randrange(1_000_000, 10_000_000))
+        parts += lines[before:place]
+        if parts and not parts[-1].endswith(" "):
+            parts.append(" ")
+        parts.append(MULTIKEY_NOTE.format(key=name, value=value))
+        before = place
+        found.append((name, value, round(place / len(lines), 4)))
+    return "".join([*parts, *lines[before:]]), found

@@ -1,0 +1,160 @@
+"""What a quality run asks: samples, and the settings that they follow from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+# Settings that are paths; a file is told by its contents, wherever it lies.
+PATHS = (
+    *("haystack", "ruler", "longbench", "longbench_config", "locomo", "gsm8k"),
+    *("prefeval", "documents"),
+)
+
+
+class TaskError(ValueError):
+    """A task cannot be made from what the user gave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One question to a model.
+
+    Attributes:
+        task: e.g. ``passkey``, ``longbench:multi_news``.
+        name: tells it from the others of its task.
+        metric: a name in ``_quality_metrics.METRICS``.
+        truths: answers that count as right.
+        prompt: text to go on with; "" if it is a chat.
+        messages: of a chat; the last one is the user's.
+        opening: words that the answer is made to begin with, in a chat.
+        max_tokens: of the answer.
+        stop: texts that end the answer.
+        group: samples that share a context; intervals draw these together.
+        classes: what ``truths`` are chosen from, where that is a list.
+        place: facts that a report sorts by, such as depth and length.
+    """
+
+    task: str
+    name: str
+    metric: str
+    truths: tuple[str, ...]
+    prompt: str = ""
+    messages: tuple[dict[str, str], ...] = ()
+    opening: str = ""
+    max_tokens: int = 32
+    stop: tuple[str, ...] = ()
+    group: str = ""
+    classes: tuple[str, ...] = ()
+    place: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """All that the model reads, without the chat template."""
+        parts = [message["content"] for message in self.messages]
+        return "\n".join([self.prompt, *parts, self.opening])
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What decides samples and answers, beside the policy.
+
+    Attributes:
+        tokens: of a generated context.
+        lengths, depths: of the needle grid.
+        limit: samples per task, at most.
+        keys, questions: in a context of ``multikey``; and how many of them are asked.
+        shots: worked examples in front of a question of GSM8K.
+        fillers: turns between a preference and the question about it.
+        haystack: text to plant keys in; "" is repeated filler.
+    """
+
+    model: str
+    dtype: str
+    seed: int
+    limit: int
+    tokens: int
+    lengths: tuple[int, ...]
+    depths: int
+    keys: int
+    questions: int
+    shots: int
+    fillers: int
+    max_prompt_tokens: int
+    block_size: int = 32
+    haystack: str = ""
+    ruler: str = ""
+    longbench: str = ""
+    longbench_config: str = ""
+    locomo: str = ""
+    gsm8k: str = ""
+    prefeval: str = ""
+    documents: str = ""
+
+    def header(self) -> dict[str, Any]:
+        """What two runs must share for their rows to be comparable."""
+        told: dict[str, Any] = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in PATHS:
+                value = fingerprint(Path(value)) if value else ""
+            elif one.name == "model":
+                value = Path(value).name
+            told[one.name] = list(value) if isinstance(value, tuple) else value
+        return told
+
+
+def fingerprint(path: Path) -> str:
+    """Name and contents of a file or folder, in a few letters.
+
+    Raises:
+        TaskError: there is none.
+    """
+    if not path.exists():
+        raise TaskError(f"{path} does not exist")
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode())
+        digest.update(file.read_bytes())
+    return f"{path.name} {digest.hexdigest()[:12]}"
+
+
+class Tokens:
+    """Lengths of texts, and parts of them, in a model's tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def of(cls, model: str) -> Tokens:
+        """Of a model's folder or id."""
+        from transformers import AutoTokenizer
+
+        return cls(AutoTokenizer.from_pretrained(model))
+
+    def count(self, text: str) -> int:
+        """Tokens of a text, without special ones."""
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def first(self, text: str, count: int) -> str:
+        """The beginning of a text that has so many tokens."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return str(self._tokenizer.decode(ids[:count]))
+
+    def without_middle(self, text: str, most: int) -> str:
+        """Beginning and end of a text of more than ``most`` tokens, as LongBench
+        cuts what does not fit a model."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) <= most:
+            return text
+        half = most // 2
+        parts = (ids[:half], ids[len(ids) - half :])
+        return "".join(
+            self._tokenizer.decode(part, skip_special_tokens=True) for part in parts
+        )

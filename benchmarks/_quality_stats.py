@@ -1,0 +1,120 @@
+"""Means with intervals, and what a quality report sorts rows into."""
+
+from __future__ import annotations
+
+import statistics
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from _dialogue import wilson
+from _quality_rows import Row
+
+DRAWS = 2000
+STOCK = "stock"
+
+
+def interval(
+    values: Sequence[float], groups: Sequence[str], name: str, seed: int = 0
+) -> tuple[float, float]:
+    """95 % interval of a mean from drawing groups of samples again (bootstrap).
+
+    Samples of one group share a context and are drawn together. Where all are right,
+    or all wrong, drawing again says nothing: Wilson's interval of so many groups.
+
+    Args:
+        values: one per sample.
+        groups: of each.
+        name: of what is measured; with the seed, it decides what is drawn.
+    """
+    sums: dict[str, list[float]] = {}
+    for value, group in zip(values, groups, strict=True):
+        total = sums.setdefault(group, [0.0, 0.0])
+        total[0] += value
+        total[1] += 1
+    parts = np.array(list(sums.values()))
+    if set(values) in ({0.0}, {1.0}):
+        return wilson(len(parts) if values[0] else 0, len(parts))
+    generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    drawn = parts[generator.integers(len(parts), size=(DRAWS, len(parts)))].sum(1)
+    low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [0.025, 0.975])
+    return float(low), float(high)
+
+
+def answered(rows: Sequence[Row]) -> list[Row]:
+    """Rows that hold an answer, not why there is none."""
+    return [row for row in rows if "score" in row]
+
+
+def by_method(rows: Sequence[Row]) -> dict[tuple[str, str, float | None], list[Row]]:
+    """Rows of each task, label and share; tasks and labels as they came."""
+    found: dict[tuple[str, str, float | None], list[Row]] = {}
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    labels = list(dict.fromkeys(row["label"] for row in rows))
+    for row in answered(rows):
+        found.setdefault((row["task"], row["label"], row["share"]), []).append(row)
+    order = sorted(
+        found, key=lambda k: (tasks.index(k[0]), labels.index(k[1]), k[2] or 0.0)
+    )
+    return {key: found[key] for key in order}
+
+
+def summarise(rows: Sequence[Row], seed: int = 0) -> list[dict[str, Any]]:
+    """One record per task, method and budget.
+
+    Returns:
+        Records of ``score`` with ``_low`` and ``_high``; ``vs_stock``, the mean
+        difference over samples that stock has answered too, with its interval;
+        ``resident_bytes`` at decode steps, and ``resident_share`` of stock's for the
+        same samples. What was not measured is None.
+    """
+    methods = by_method(rows)
+    records = []
+    for (task, label, share), mine in methods.items():
+        stock = {row["sample"]: row for row in methods.get((task, STOCK, None), [])}
+        groups = [row["group"] for row in mine]
+        scores = [row["score"] for row in mine]
+        name = f"{task} {label} {share}"
+        low, high = interval(scores, groups, name, seed)
+        record: dict[str, Any] = {"task": task, "method": label, "share": share}
+        record |= {"samples": len(mine), "groups": len(set(groups))}
+        record |= {"score": statistics.mean(scores)}
+        record |= {"score_low": low, "score_high": high}
+        record |= _against(mine, stock if label != STOCK else {}, name, seed)
+        record |= _sizes(mine, stock)
+        records.append(record)
+    return records
+
+
+def _against(
+    mine: Sequence[Row], stock: dict[str, Row], name: str, seed: int
+) -> dict[str, float | None]:
+    """Mean difference to stock on the same samples."""
+    both = [row for row in mine if row["sample"] in stock]
+    if not both:
+        return dict.fromkeys(("vs_stock", "vs_stock_low", "vs_stock_high"))
+    gaps = [row["score"] - stock[row["sample"]]["score"] for row in both]
+    mean = statistics.mean(gaps)
+    if len(set(gaps)) == 1:  # nothing to draw
+        return {"vs_stock": mean, "vs_stock_low": None, "vs_stock_high": None}
+    low, high = interval(gaps, [row["group"] for row in both], name + " gap", seed)
+    return {"vs_stock": mean, "vs_stock_low": low, "vs_stock_high": high}
+
+
+def _sizes(mine: Sequence[Row], stock: dict[str, Row]) -> dict[str, float | None]:
+    """Means of what was resident, and of prompts."""
+    known = [row for row in mine if row.get("resident_bytes")]
+    pairs = [
+        (row["resident_bytes"], stock[row["sample"]]["resident_bytes"])
+        for row in known
+        if stock.get(row["sample"], {}).get("resident_bytes")
+    ]
+    ratio = sum(a for a, _ in pairs) / sum(b for _, b in pairs) if pairs else None
+    return {
+        "resident_bytes": statistics.mean(row["resident_bytes"] for row in known)
+        if known
+        else None,
+        "resident_share": ratio,
+        "prompt_tokens": statistics.mean(row["prompt_tokens"] for row in mine),
+    }

@@ -1,0 +1,34 @@
+"""The tasks of ``quality.py`` by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from _quality_needles import multikey, needle, passkey
+from _quality_samples import Sample, Setting, TaskError, Tokens
+
+TASKS: dict[str, Callable[[Setting, Tokens], Iterable[Sample]]] = {
+    "passkey": passkey,
+    "multikey": multikey,
+    "needle": needle,
+}
+
+
+def samples_of(setting: Setting, tasks: Sequence[str]) -> list[Sample]:
+    """All samples of these tasks, the same ones whenever the setting is the same.
+
+    Raises:
+        TaskError: a task lacks its file, or the file is not what it should be.
+    """
+    if not tasks:
+        return []
+    tokens = Tokens.of(setting.model)
+    made = []
+    for task in tasks:
+        found = list(TASKS[task](setting, tokens))
+        if not found:
+            raise TaskError(f"{task} has no samples")
+        if len({(sample.task, sample.name) for sample in found}) < len(found):
+            raise TaskError(f"{task} has two samples of one name")
+        made += found
+    return made
