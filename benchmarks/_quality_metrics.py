@@ -25,6 +25,11 @@ def contains(answer: str, sample: Sample) -> float:
     return sum(found) / len(found)
 
 
+def contains_any(answer: str, sample: Sample) -> float:
+    """RULER's ``string_match_part``: whether any truth stands in the answer."""
+    return float(any(truth.lower() in answer.lower() for truth in sample.truths))
+
+
 def number(answer: str, sample: Sample) -> float:
     """Whether a number stands in the answer, and not inside a longer one."""
     return float(any(says(answer, truth) for truth in sample.truths))
@@ -82,29 +87,25 @@ def common_words(first: Sequence[str], second: Sequence[str]) -> list[str]:
 
 
 def rouge_l(answer: str, truth: str) -> float:
-    """ROUGE-L of summaries as the package ``rouge`` 1.0 computes it, which LongBench
-    uses: sentences end at every full stop, words count once however often they come,
-    and the F-measure weighs precision by its ratio to recall.
+    """ROUGE-L of summaries as the package ``rouge`` 1.0.1 computes it, which LongBench
+    uses: sentences end at every full stop, and a word counts once however often it
+    comes, in the union of common subsequences as in the texts.
     """
     said, true = _sentences(answer), _sentences(truth)
     said_words = {word for sentence in said for word in sentence}
     true_words = {word for sentence in true for word in sentence}
-    if not said_words or not true_words:
-        return 0.0
     union: set[str] = set()
     for wanted in true:
         for sentence in said:
             union.update(common_words(wanted, sentence))
-    recall, precision = len(union) / len(true_words), len(union) / len(said_words)
     if not union:
         return 0.0
-    beta_squared = (precision / recall) ** 2
-    weighted = (1 + beta_squared) * precision * recall
-    return weighted / (recall + beta_squared * precision)
+    return 2 * len(union) / (len(said_words) + len(true_words))
 
 
 def _sentences(text: str) -> list[list[str]]:
-    return [part.split() for part in text.split(".") if part]
+    """Words between full stops; a blank stretch is one empty word there."""
+    return [part.split() or [""] for part in text.split(".") if part]
 
 
 # -- others of LongBench -------------------------------------------------------------
@@ -145,7 +146,7 @@ def similar_line(answer: str, truth: str) -> float:
     return round(200 * len(common_words(line, truth)) / both) / 100 if both else 0.0
 
 
-# -- GSM8K, PrefEval ---------------------------------------------------------------
+# -- numbers, parts and letters ------------------------------------------------------
 
 
 def final_number(text: str) -> str:
@@ -164,6 +165,28 @@ def same_number(answer: str, sample: Sample) -> float:
     return float(bool(said := final_number(answer)) and said == final_number(truth))
 
 
+def numbers_in_order(answer: str, sample: Sample) -> float:
+    """Of several questions, the share whose numbered answer ends in the right number.
+
+    ``place`` has the number of the first one.
+    """
+    named = dict(re.findall(r"Answer_(\d+):?(.*?)(?=Answer_\d+|\Z)", answer, re.DOTALL))
+    right = 0
+    for index, truth in enumerate(sample.truths, sample.place["first"]):
+        said = re.findall(_NUMBER, named.get(str(index), "").split("Question_")[0])
+        right += bool(said) and final_number(said[-1]) == final_number(truth)
+    return right / len(sample.truths)
+
+
+def parts(answer: str, sample: Sample) -> float:
+    """Of so many numbered parts, the share whose headings are there; the first one's
+    is the prompt's end."""
+    (count,) = map(int, sample.truths)
+    pattern = rf"#\*#\s*{re.escape(sample.place['type'])}\s+(\d+)"
+    found = {1, *map(int, re.findall(pattern, answer))}
+    return len(found & set(range(1, count + 1))) / count
+
+
 def letter(answer: str, sample: Sample) -> float:
     """Whether the first letter that stands alone is the right one."""
     found = re.search(r"\b([A-Z])\b", answer)
@@ -172,6 +195,7 @@ def letter(answer: str, sample: Sample) -> float:
 
 METRICS: dict[str, Metric] = {
     "contains": contains,
+    "contains_any": contains_any,
     "number": number,
     "word_f1": best(word_f1),
     "locomo_f1": best(locomo_f1),
@@ -181,10 +205,14 @@ METRICS: dict[str, Metric] = {
     "paragraph": best(paragraph),
     "code": best(similar_line),
     "same_number": same_number,
+    "numbers_in_order": numbers_in_order,
+    "parts": parts,
     "letter": letter,
 }
 
 
 def score(answer: str, sample: Sample) -> float:
     """A sample's own metric."""
+    if sample.first_line:
+        answer = answer.lstrip("\n").split("\n")[0]
     return METRICS[sample.metric](answer, sample)

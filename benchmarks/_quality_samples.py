@@ -11,7 +11,7 @@ from typing import Any
 # Settings that are paths; a file is told by its contents, wherever it lies.
 PATHS = (
     *("haystack", "ruler", "longbench", "longbench_config", "locomo", "gsm8k"),
-    *("prefeval", "documents"),
+    *("longgenbench", "prefeval", "documents"),
 )
 
 
@@ -35,6 +35,7 @@ class Sample:
         stop: texts that end the answer.
         group: samples that share a context; intervals draw these together.
         classes: what ``truths`` are chosen from, where that is a list.
+        first_line: whether only the answer's first line counts.
         place: facts that a report sorts by, such as depth and length.
     """
 
@@ -49,6 +50,7 @@ class Sample:
     stop: tuple[str, ...] = ()
     group: str = ""
     classes: tuple[str, ...] = ()
+    first_line: bool = False
     place: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -67,6 +69,7 @@ class Setting:
         lengths, depths: of the needle grid.
         limit: samples per task, at most.
         keys, questions: in a context of ``multikey``; and how many of them are asked.
+        answer_tokens: of answers that are long by design, at most.
         shots: worked examples in front of a question of GSM8K.
         fillers: turns between a preference and the question about it.
         haystack: text to plant keys in; "" is repeated filler.
@@ -84,6 +87,7 @@ class Setting:
     shots: int
     fillers: int
     max_prompt_tokens: int
+    answer_tokens: int = 1024
     block_size: int = 32
     haystack: str = ""
     ruler: str = ""
@@ -91,6 +95,7 @@ class Setting:
     longbench_config: str = ""
     locomo: str = ""
     gsm8k: str = ""
+    longgenbench: str = ""
     prefeval: str = ""
     documents: str = ""
 

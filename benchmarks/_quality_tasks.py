@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from _quality_files import (
+    gsm8k,
+    locomo,
+    longgen_gsm8k,
+    longgenbench,
+    prefeval,
+    ruler,
+)
+from _quality_longbench import longbench
 from _quality_needles import multikey, needle, passkey
 from _quality_samples import Sample, Setting, TaskError, Tokens
 
@@ -11,6 +20,13 @@ TASKS: dict[str, Callable[[Setting, Tokens], Iterable[Sample]]] = {
     "passkey": passkey,
     "multikey": multikey,
     "needle": needle,
+    "ruler": ruler,
+    "longbench": longbench,
+    "locomo": locomo,
+    "gsm8k": gsm8k,
+    "longgen_gsm8k": longgen_gsm8k,
+    "longgenbench": longgenbench,
+    "prefeval": prefeval,
 }
 
 

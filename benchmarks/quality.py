@@ -209,6 +209,8 @@ def run(
     ] = "",
     locomo: Annotated[str, typer.Option(help="JSON of LoCoMo")] = "",
     gsm8k: Annotated[str, typer.Option(help="JSONL of GSM8K")] = "",
+    longgenbench: Annotated[str, typer.Option(help="JSON of LongGenBench")] = "",
+    answer_tokens: Annotated[int, typer.Option(help="of long answers, at most")] = 1024,
     prefeval: Annotated[str, typer.Option(help="JSON of PrefEval, or a folder")] = "",
     documents: Annotated[str, typer.Option(help="fidelity: texts")] = "",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = (
@@ -251,6 +253,8 @@ def run(
         longbench_config=longbench_config,
         locomo=locomo,
         gsm8k=gsm8k,
+        longgenbench=longgenbench,
+        answer_tokens=answer_tokens,
         prefeval=prefeval,
         documents=documents,
     )

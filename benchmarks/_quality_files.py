@@ -1,0 +1,265 @@
+"""Tasks from published files: RULER, GSM8K, LongGenBench, PrefEval and LoCoMo."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import locomo as locomo_files
+from _dialogue import filler
+from _quality_samples import Sample, Setting, TaskError, Tokens
+
+# Tokens of an answer, by the beginning of a RULER task's name.
+RULER_ANSWERS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
+# What LongGenBench's questions about GSM8K ask for.
+LONG_SYSTEM = (
+    "Answer all questions step by step, in order and in the format of the examples: "
+    "begin each answer with its name and end it with 'The answer is'. Do not repeat "
+    "the questions."
+)
+NOTED = "Thank you for telling me, I will keep that in mind."
+CHOOSE = "{question}\n{options}\nWhich of these suits me best? Say its letter only."
+REPEAT = "What did I tell you about myself at the beginning? Repeat it word by word."
+LETTERS = "ABCDEFGHIJ"
+
+
+def need(setting: Setting, name: str) -> Path:
+    """A file or folder that a task needs.
+
+    Raises:
+        TaskError: it was not given, or is not there.
+    """
+    value = getattr(setting, name)
+    option = "--" + name.replace("_", "-")
+    if not value:
+        raise TaskError(f"give {option}")
+    path = Path(value)
+    if not path.exists():
+        raise TaskError(f"{option}: {path} does not exist")
+    return path
+
+
+def json_rows(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Rows of a JSON or JSONL file.
+
+    Raises:
+        TaskError: it cannot be read, or a row lacks a field.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            rows = json.loads(text)
+        else:
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+    except (OSError, ValueError) as error:
+        raise TaskError(f"{path} cannot be read: {error}") from error
+    for number, row in enumerate(rows):
+        missing = [field for field in fields if field not in row]
+        if missing:
+            raise TaskError(f"{path}, row {number} lacks {', '.join(missing)}")
+    return list(rows)
+
+
+def ruler(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
+    """Rows of a RULER task, as its base template has them: a text to go on with."""
+    path = need(setting, "ruler")
+    task = path.stem
+    for row in json_rows(path, ("index", "input", "outputs"))[: setting.limit]:
+        count = tokens.count(row["input"])
+        if count > setting.max_prompt_tokens:
+            raise TaskError(
+                f"{path}, row {row['index']} has {count} tokens; raise "
+                f"--max-prompt-tokens {setting.max_prompt_tokens}"
+            )
+        yield Sample(
+            task=f"ruler:{task}",
+            name=str(row["index"]),
+            metric="contains_any" if task.startswith("qa") else "contains",
+            truths=tuple(row["outputs"]),
+            prompt=row["input"],
+            max_tokens=next(
+                (n for name, n in RULER_ANSWERS.items() if task.startswith(name)), 128
+            ),
+        )
+
+
+# -- GSM8K ----------------------------------------------------------------------------
+
+
+def _drawn(setting: Setting) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Worked examples, and the others, in a random order that the seed decides."""
+    path = need(setting, "gsm8k")
+    rows = json_rows(path, ("question", "answer"))
+    random.Random(f"gsm8k {setting.seed}").shuffle(rows)
+    if len(rows) <= setting.shots:
+        raise TaskError(
+            f"{path} has {len(rows)} rows, too few for {setting.shots} shots"
+        )
+    return rows[: setting.shots], rows[setting.shots :]
+
+
+def gsm8k(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
+    """A question behind many worked examples, the same ones for all."""
+    shots, asked = _drawn(setting)
+    shown = "".join(
+        f"Question: {row['question']}\nAnswer: {row['answer']}\n\n" for row in shots
+    )
+    for number, row in enumerate(asked[: setting.limit]):
+        yield Sample(
+            task="gsm8k",
+            name=str(number),
+            metric="same_number",
+            truths=(row["answer"],),
+            prompt=f"{shown}Question: {row['question']}\nAnswer:",
+            max_tokens=256,
+            stop=("Question:",),
+        )
+
+
+def longgen_gsm8k(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
+    """Several questions at once, to be answered one after the other (LongGenBench,
+    arXiv:2410.04199): the cache is what the model itself has written."""
+    shots, asked = _drawn(setting)
+    each = setting.questions
+    shown = "\n".join(
+        f"Question_{i}:\n{row['question']}\nAnswer_{i}:\n{_worked(row['answer'])}\n"
+        for i, row in enumerate(shots, 1)
+    )
+    for number in range(setting.limit):
+        rows = asked[number * each : (number + 1) * each]
+        if len(rows) < each:
+            return
+        first = len(shots) + 1
+        wanted = "".join(
+            f"Question_{i}:\n{row['question']}\n" for i, row in enumerate(rows, first)
+        )
+        text = f"Examples:\n{shown}\n\nFollowing questions:\n{wanted}"
+        yield Sample(
+            task="longgen_gsm8k",
+            name=str(number),
+            metric="numbers_in_order",
+            truths=tuple(row["answer"] for row in rows),
+            messages=(_said("system", LONG_SYSTEM), _said("user", text)),
+            max_tokens=min(192 * each, setting.answer_tokens),
+            place={"first": first, "questions": each},
+        )
+
+
+def _worked(answer: str) -> str:
+    steps, _, last = answer.rpartition("####")
+    return f"{steps.strip()} The answer is {last.strip()}."
+
+
+def longgenbench(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
+    """Instructions for a text of many numbered parts (LongGenBench,
+    arXiv:2409.02076); scored is the share of parts that are there, at most as many as
+    ``answer_tokens`` have room for. What is in them takes a judge."""
+    path = need(setting, "longgenbench")
+    rows = json_rows(path, ("prompt", "type", "number"))[: setting.limit]
+    for number, row in enumerate(rows):
+        yield Sample(
+            task="longgenbench",
+            name=str(number),
+            metric="parts",
+            truths=(str(row["number"]),),
+            prompt=row["prompt"],
+            max_tokens=setting.answer_tokens,
+            stop=("*** finished",),
+            place={"type": row["type"]},
+        )
+
+
+# -- conversations ------------------------------------------------------------------
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def prefeval(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
+    """A preference, turns about other things, and a question that needs it.
+
+    Rows with ``options`` (PrefEval's choice-based form) are answered with a letter;
+    others ask for the preference itself, as their own questions take a judge.
+    """
+    path = need(setting, "prefeval")
+    files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
+    rows = [
+        (f"{file.stem} {number}", row)
+        for file in files
+        for number, row in enumerate(json_rows(file, ("preference",)))
+    ]
+    if len(rows) < setting.limit:
+        raise TaskError(f"{path} has {len(rows)} preferences, not {setting.limit}")
+    rng = random.Random(f"prefeval {setting.seed}")
+    for name, row in rng.sample(rows, setting.limit):
+        messages = [_said("user", row["preference"]), _said("assistant", NOTED)]
+        for _ in range(setting.fillers):
+            user, assistant = filler(rng, 12)
+            messages += [_said("user", user), _said("assistant", assistant)]
+        yield _about_preference(name, row, messages, rng)
+
+
+def _about_preference(
+    name: str, row: dict[str, Any], messages: list[dict[str, str]], rng: random.Random
+) -> Sample:
+    if "options" not in row:
+        return Sample(
+            task="prefeval:repeat",
+            name=name,
+            metric="word_f1",
+            truths=(row["preference"],),
+            messages=(*messages, _said("user", REPEAT)),
+            max_tokens=64,
+        )
+    options = rng.sample(row["options"], len(row["options"]))
+    if row["aligned_op"] not in options:
+        raise TaskError(f"{name}: aligned_op is none of its options")
+    lines = [f"{a}. {o}" for a, o in zip(LETTERS, options, strict=False)]
+    asked = CHOOSE.format(question=row["implicit_query"], options="\n".join(lines))
+    return Sample(
+        task="prefeval:choice",
+        name=name,
+        metric="letter",
+        truths=(LETTERS[options.index(row["aligned_op"])],),
+        messages=(*messages, _said("user", asked)),
+        opening="Letter:",
+        max_tokens=8,
+    )
+
+
+def locomo(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
+    """Questions about the beginning of each dialogue that fits, in turns."""
+    path = need(setting, "locomo")
+    try:
+        dialogues = len(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise TaskError(f"{path} cannot be read: {error}") from error
+    left = setting.limit
+    for dialogue in range(dialogues):
+        most = -(-left // (dialogues - dialogue))
+        told = locomo_files.Setting(
+            setting.model,
+            str(path),
+            dialogue,
+            setting.max_prompt_tokens - 128,
+            most,
+            setting.dtype,
+        )
+        history, questions = locomo_files.excerpt(told, tokens.count)
+        for number, question in enumerate(questions):
+            asked = _said("user", locomo_files.ASK.format(question.text))
+            yield Sample(
+                task="locomo",
+                name=f"dialogue {dialogue}, question {number}",
+                metric="locomo_f1",
+                truths=(question.answer,),
+                messages=(*history, asked),
+                max_tokens=locomo_files.MAX_TOKENS,
+                group=f"dialogue {dialogue}",
+                place={"category": question.category},
+            )
+        left -= len(questions)
