@@ -81,7 +81,11 @@ class ResidencyWatch:
 
 
 def open_engine(
-    setting: Setting, policy: Mapping[str, Any], max_model_len: int, batch: int
+    setting: Setting,
+    policy: Mapping[str, Any],
+    max_model_len: int,
+    batch: int,
+    **more: Any,
 ) -> Any:
     """An ``LLM`` in this process, with room for a batch and shared contexts."""
     from vllm import LLM
@@ -104,6 +108,7 @@ def open_engine(
         max_num_seqs=batch,
         kv_cache_memory_bytes=max(pool, 1 << 26),
         **extra,
+        **more,
     )
 
 

@@ -23,6 +23,8 @@ LONG_SYSTEM = (
 NOTED = "Thank you for telling me, I will keep that in mind."
 CHOOSE = "{question}\n{options}\nWhich of these suits me best? Say its letter only."
 REPEAT = "What did I tell you about myself at the beginning? Repeat it word by word."
+# For a question and the words around a dialogue.
+LOCOMO_ROOM = 128
 LETTERS = "ABCDEFGHIJ"
 
 
@@ -96,7 +98,7 @@ def _drawn(setting: Setting) -> tuple[list[dict[str, str]], list[dict[str, str]]
     random.Random(f"gsm8k {setting.seed}").shuffle(rows)
     if len(rows) <= setting.shots:
         raise TaskError(
-            f"{path} has {len(rows)} rows, too few for {setting.shots} shots"
+            f"{path} has {len(rows)} rows, too few for --shots {setting.shots}"
         )
     return rows[: setting.shots], rows[setting.shots :]
 
@@ -192,10 +194,9 @@ def prefeval(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
         for file in files
         for number, row in enumerate(json_rows(file, ("preference",)))
     ]
-    if len(rows) < setting.limit:
-        raise TaskError(f"{path} has {len(rows)} preferences, not {setting.limit}")
-    rng = random.Random(f"prefeval {setting.seed}")
-    for name, row in rng.sample(rows, setting.limit):
+    random.Random(f"prefeval {setting.seed}").shuffle(rows)
+    for name, row in rows[: setting.limit]:
+        rng = random.Random(f"{setting.seed} {name}")
         messages = [_said("user", row["preference"]), _said("assistant", NOTED)]
         for _ in range(setting.fillers):
             user, assistant = filler(rng, 12)
@@ -232,34 +233,41 @@ def _about_preference(
 
 
 def locomo(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
-    """Questions about the beginning of each dialogue that fits, in turns."""
+    """Questions about the beginning of each dialogue, as much of it as fits."""
     path = need(setting, "locomo")
     try:
         dialogues = len(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise TaskError(f"{path} cannot be read: {error}") from error
-    left = setting.limit
-    for dialogue in range(dialogues):
-        most = -(-left // (dialogues - dialogue))
-        told = locomo_files.Setting(
-            setting.model,
-            str(path),
-            dialogue,
-            setting.max_prompt_tokens - 128,
-            most,
-            setting.dtype,
+    asked = [
+        sample
+        for dialogue in range(dialogues)
+        for sample in _of_dialogue(setting, path, dialogue, tokens)
+    ]
+    # the first question of each, the second of each …
+    yield from sorted(asked, key=lambda s: s.place["question"])[: setting.limit]
+
+
+def _of_dialogue(
+    setting: Setting, path: Path, dialogue: int, tokens: Tokens
+) -> Iterator[Sample]:
+    told = locomo_files.Setting(
+        setting.model,
+        str(path),
+        dialogue,
+        setting.max_prompt_tokens - LOCOMO_ROOM,
+        setting.limit,
+        setting.dtype,
+    )
+    history, questions = locomo_files.excerpt(told, tokens.count)
+    for number, question in enumerate(questions):
+        yield Sample(
+            task="locomo",
+            name=f"dialogue {dialogue}, question {number}",
+            metric="locomo_f1",
+            truths=(question.answer,),
+            messages=(*history, _said("user", locomo_files.ASK.format(question.text))),
+            max_tokens=locomo_files.MAX_TOKENS,
+            group=f"dialogue {dialogue}",
+            place={"category": question.category, "question": number},
         )
-        history, questions = locomo_files.excerpt(told, tokens.count)
-        for number, question in enumerate(questions):
-            asked = _said("user", locomo_files.ASK.format(question.text))
-            yield Sample(
-                task="locomo",
-                name=f"dialogue {dialogue}, question {number}",
-                metric="locomo_f1",
-                truths=(question.answer,),
-                messages=(*history, asked),
-                max_tokens=locomo_files.MAX_TOKENS,
-                group=f"dialogue {dialogue}",
-                place={"category": question.category},
-            )
-        left -= len(questions)

@@ -64,11 +64,11 @@ def haystack(setting: Setting, tokens: Tokens, count: int) -> list[str]:
 
 
 def passkey(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
-    """A pass key at ``limit`` depths of one context."""
+    """A pass key at every depth of one context."""
     lines = haystack(setting, tokens, setting.tokens)
-    for depth in range(setting.limit):
+    for depth in range(setting.depths):
         yield _planted(
-            "passkey", lines, depth, setting.limit, setting.tokens, setting.seed
+            "passkey", lines, depth, setting.depths, setting.tokens, setting.seed
         )
 
 

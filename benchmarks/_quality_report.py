@@ -1,55 +1,186 @@
-"""Tables and files of the rows of ``quality.py``."""
+"""Tables of what ``quality.py`` measured: methods side by side at equal bytes."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from _quality_rows import Row
-from _quality_stats import summarise
+from _quality_stats import STOCK, answered, summarise
 from rich.console import Console
 from rich.table import Table
 
 KIB = 1 << 10
+# Whole pages, and the block that is generated into: what a share may be exceeded by.
+ROUNDING_BLOCKS = 2
+# Of these less is better.
+DISTANCES = ("fidelity:error", "fidelity:kl")
+Record = dict[str, Any]
 
 
-def spread(record: dict[str, Any], name: str) -> str:
-    """A mean with its interval."""
+def spread(record: Record, name: str) -> str:
+    """A mean with its interval, if it has one."""
     low, high = record[f"{name}_low"], record[f"{name}_high"]
-    return f"{record[name]:.3f} ({low:.2f}..{high:.2f})"
+    shown = f"{record[name]:.3f}"
+    return shown if low is None else f"{shown} ({low:.2f}..{high:.2f})"
 
 
-def table_of(records: Sequence[dict[str, Any]]) -> Table:
-    """All records, a section per task."""
-    table = Table(
-        "task", "method", "asked", "samples", "score", "resident KiB", "share"
-    )
-    for record, following in zip(records, [*records[1:], None], strict=True):
+def at_equal_bytes(
+    records: Sequence[Record], level: float, block_bytes: int
+) -> dict[str, Record]:
+    """For each method the setting that holds most, yet no more than a share of stock.
+
+    Args:
+        records: of one task.
+        level: that share; settings that were asked for more do not count.
+        block_bytes: of one block of vLLM's pool; two may be exceeded by rounding.
+
+    Returns:
+        Records by method; methods that hold more at every setting are left out.
+    """
+    found: dict[str, Record] = {}
+    for record in records:
         held, share = record["resident_bytes"], record["resident_share"]
-        table.add_row(
-            record["task"],
-            record["method"],
-            "" if record["share"] is None else f"{record['share']:g}",
-            str(record["samples"]),
-            spread(record, "score"),
-            "-" if held is None else f"{held / KIB:.0f}",
-            "-" if share is None else f"{share:.3f}",
-            end_section=following is None or following["task"] != record["task"],
-        )
+        if held is None or not share or (record["share"] or 0.0) > level:
+            continue
+        if held > level * held / share + ROUNDING_BLOCKS * block_bytes:
+            continue
+        best = found.get(record["method"])
+        if best is None or held > best["resident_bytes"]:
+            found[record["method"]] = record
+    return found
+
+
+def side_by_side(records: Sequence[Record], block_bytes: int) -> list[list[str]]:
+    """Rows of a table of one task: a method each, a column per share of stock's bytes.
+
+    A cell has the score, its interval and the share that was measured. The first row
+    is the head. A method that holds more than the largest share, as stock does, has
+    its score in the last column.
+    """
+    levels = sorted({r["share"] for r in records if r["share"] is not None})
+    cells = [at_equal_bytes(records, level, block_bytes) for level in levels]
+    methods = list(dict.fromkeys(record["method"] for record in records))
+    table = [["method", *(f"{level:.0%}" for level in levels), "more", "samples"]]
+    for method in methods:
+        mine = [record for record in records if record["method"] == method]
+        shown = [_cell(cell.get(method)) for cell in cells]
+        chosen = [cell.get(method) for cell in cells]
+        rest = [r for r in mine if r["share"] is None and r not in chosen]
+        more = ", ".join(_cell(record) for record in rest)
+        samples = sorted({record["samples"] for record in mine})
+        table.append([method, *shown, more, "/".join(map(str, samples))])
     return table
+
+
+def _cell(record: Record | None) -> str:
+    if record is None:
+        return "–"
+    share = record["resident_share"]
+    held = "" if share is None else f" @ {share:.1%}"
+    return spread(record, "score") + held
+
+
+def by_task(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Records of each task, in the order in which they came."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(record["task"], []).append(record)
+    return found
+
+
+def refusals(rows: Sequence[Row]) -> list[str]:
+    """Why a policy has no answers at some budget, if it has none."""
+    have = {(row["label"], row["share"]) for row in answered(rows)}
+    told = {
+        (row["label"], row["share"]): row["refused"]
+        for row in rows
+        if "refused" in row and (row["label"], row["share"]) not in have
+    }
+    return [
+        f"{label} at {share:g}: {problem}" for (label, share), problem in told.items()
+    ]
+
+
+def title_of(task: str) -> str:
+    """A task's name, and which way it counts."""
+    return f"{task} (less is better)" if task in DISTANCES else task
+
+
+def caption(header: Row, rows: Sequence[Row]) -> list[str]:
+    """Settings, machine, commits and command."""
+    source = header["source"]
+    settings = {k: v for k, v in header["settings"].items() if v not in ("", None)}
+    commits = dict.fromkeys([row["commit"] for row in rows if "commit" in row])
+    return [
+        ", ".join(f"{name} {value}" for name, value in settings.items()),
+        f"{source['machine']}, torch {source['torch']}, commit "
+        f"{', '.join(commits) or source['commit']}: {source['command']}",
+    ]
+
+
+def markdown(header: Row, rows: Sequence[Row], records: Sequence[Record]) -> str:
+    """All tables, with what could not run and how it was measured."""
+    parts = []
+    for task, mine in by_task(records).items():
+        head, *body = side_by_side(mine, header["block_bytes"])
+        lines = [f"### {title_of(task)}", ""]
+        lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+        lines += ["| " + " | ".join(cells) + " |" for cells in body]
+        parts.append("\n".join(lines))
+    parts += [f"- {line}" for line in refusals(rows)]
+    settings, source = caption(header, rows)
+    parts += [settings, source]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_csv(records: Sequence[Record], path: Path) -> None:
+    """One line per record; an empty cell is what was not measured."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        if records:
+            writer = csv.DictWriter(file, records[0].keys())
+            writer.writeheader()
+            writer.writerows(records)
 
 
 def report(
     header: Row,
     rows: Sequence[Row],
     console: Console,
+    csv_file: Path | None = None,
+    markdown_file: Path | None = None,
+    plots: Path | None = None,
 ) -> None:
-    """Show all rows."""
-    console.print(table_of(summarise(rows, header["settings"]["seed"])))
-    source = header["source"]
-    console.print(
-        f"{source['machine']}, torch {source['torch']}, commit {source['commit']}: "
-        f"{source['command']}",
-        markup=False,
-        highlight=False,
-    )
+    """Show all rows, and write them where asked.
+
+    Args:
+        header: of the file that the rows are from.
+        plots: folder for pictures.
+    """
+    records = summarise(rows, header["settings"]["seed"])
+    for task, mine in by_task(records).items():
+        head, *body = side_by_side(mine, header["block_bytes"])
+        table = Table(title=title_of(task))
+        for name in head:
+            table.add_column(name, overflow="fold")
+        for cells in body:
+            table.add_row(*(cell.replace(" @ ", "\n@ ") for cell in cells))
+        console.print(table)
+    for line in [*refusals(rows), *caption(header, rows)]:
+        console.print(line, markup=False, highlight=False)
+    if csv_file:
+        write_csv(records, csv_file)
+    if markdown_file:
+        markdown_file.parent.mkdir(parents=True, exist_ok=True)
+        markdown_file.write_text(markdown(header, rows, records))
+    if plots:
+        from _quality_plots import draw
+
+        for path in draw(records, rows, plots):
+            console.print(f"drawn: {path}", markup=False, highlight=False)
+
+
+__all__ = ["STOCK", "at_equal_bytes", "markdown", "report", "side_by_side"]

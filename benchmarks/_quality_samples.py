@@ -66,8 +66,9 @@ class Setting:
 
     Attributes:
         tokens: of a generated context.
-        lengths, depths: of the needle grid.
-        limit: samples per task, at most.
+        lengths, depths: of the needle grid; the pass key has its depths, too.
+        limit: samples of every other task, at most. More of them begin with the same
+            ones, so that it is no setting that two runs must share.
         keys, questions: in a context of ``multikey``; and how many of them are asked.
         answer_tokens: of answers that are long by design, at most.
         shots: worked examples in front of a question of GSM8K.
@@ -103,6 +104,8 @@ class Setting:
         """What two runs must share for their rows to be comparable."""
         told: dict[str, Any] = {}
         for one in fields(self):
+            if one.name == "limit":
+                continue
             value = getattr(self, one.name)
             if one.name in PATHS:
                 value = fingerprint(Path(value)) if value else ""

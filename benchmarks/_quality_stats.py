@@ -111,6 +111,9 @@ def _sizes(mine: Sequence[Row], stock: dict[str, Row]) -> dict[str, float | None
         if stock.get(row["sample"], {}).get("resident_bytes")
     ]
     ratio = sum(a for a, _ in pairs) / sum(b for _, b in pairs) if pairs else None
+    told = [row["resident_share"] for row in mine if "resident_share" in row]
+    if told:  # by what was kept, where stock has no rows
+        ratio = statistics.mean(told)
     return {
         "resident_bytes": statistics.mean(row["resident_bytes"] for row in known)
         if known

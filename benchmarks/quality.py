@@ -7,7 +7,7 @@ interrupted goes on there.
 
     python benchmarks/quality.py run MODEL --tasks passkey,multikey \\
         --policies full,snapkv,sekv --budgets 0.05,0.1,0.2 --out quality.jsonl
-    python benchmarks/quality.py report quality.jsonl
+    python benchmarks/quality.py report quality.jsonl --plots plots
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median_high
 from typing import Annotated, Any
 
 import typer
 from _engine import child_rows, provenance
-from _quality_fit import jobs_of
+from _quality_fit import jobs_of, read_policies
 from _quality_report import report as show_report
 from _quality_rows import Job, Row, append, key_of, open_rows, read
 from _quality_samples import Sample, Setting, TaskError, Tokens
@@ -35,6 +36,7 @@ from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.model_config import read_model_config
 from vllm_kvplugins.policies.base import Geometry
 
+FIDELITY = "fidelity"
 # A chat template's own words, at most.
 TEMPLATE_TOKENS = 96
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -52,6 +54,7 @@ def run_child(request: str) -> None:
     from _quality_engine import answers
 
     told = json.loads(request)
+    read_policies([told["policy"]])
     setting = setting_from(told["setting"])
     wanted = {(task, name) for task, name in told["todo"]}
     samples = [
@@ -162,7 +165,7 @@ def read_numbers(text: str, option: str, kind: Callable[[str], Any]) -> list[Any
 def read_tasks(text: str) -> list[str]:
     """Names of tasks with commas between."""
     names = [part.strip() for part in text.split(",")]
-    known = [*TASKS]
+    known = [*TASKS, FIDELITY]
     if unknown := sorted(set(names) - set(known)):
         raise typer.BadParameter(f"--tasks: {unknown} is none of {known}")
     return list(dict.fromkeys(names))
@@ -178,7 +181,7 @@ def main(child: Annotated[str, typer.Option(hidden=True)] = "") -> None:
 @app.command()
 def run(
     model: Annotated[str, typer.Argument(help="a folder or a cached id")],
-    tasks: Annotated[str, typer.Option(help="of " + ", ".join(TASKS))] = (
+    tasks: Annotated[str, typer.Option(help="of " + ", ".join([*TASKS, FIDELITY]))] = (
         "passkey,multikey"
     ),
     policies: Annotated[
@@ -187,13 +190,17 @@ def run(
     budgets: Annotated[
         str, typer.Option(help="shares of the context that are resident")
     ] = "0.05,0.1,0.2",
-    limit: Annotated[int, typer.Option(help="samples per task, at most")] = 20,
+    limit: Annotated[
+        int, typer.Option(help="samples of the other tasks, at most")
+    ] = 20,
     seed: int = 0,
     tokens: Annotated[int, typer.Option(help="of a generated context")] = 2000,
     lengths: Annotated[
         str, typer.Option(help="needle: tokens of contexts, with commas")
     ] = "1000,2000,4000",
-    depths: Annotated[int, typer.Option(help="needle: per length")] = 10,
+    depths: Annotated[
+        int, typer.Option(help="passkey, needle: places of the key")
+    ] = 10,
     keys: Annotated[int, typer.Option(help="multikey: in a context")] = 16,
     questions: Annotated[int, typer.Option(help="multikey: per context")] = 4,
     shots: Annotated[int, typer.Option(help="gsm8k: worked examples")] = 16,
@@ -295,6 +302,7 @@ def measure(
     say: Callable[[str], None],
 ) -> list[str]:
     """Make samples and jobs, and run them. Returns what failed, and why."""
+    read_policies(policies)
     shape = read_model_config(setting.model, setting.dtype).cache_shape()
     token_bytes = shape.bytes_per_token(ELEMENT_BYTES[setting.dtype])
     geometry = Geometry(
@@ -305,8 +313,9 @@ def measure(
         "block_bytes": token_bytes * setting.block_size,
         "source": provenance(),
     }
+    asked = [task for task in tasks if task != FIDELITY]
     say("making samples")
-    samples = samples_of(setting, tasks)
+    samples = samples_of(setting, asked)
     counts = [setting.tokens]
     max_model_len = setting.tokens
     if samples:
@@ -314,17 +323,33 @@ def measure(
     jobs = list(jobs_of(policies, shares, median_high(counts), geometry))
     rows = open_rows(out, header, mix_commits)
     say(f"{len(samples)} samples, {len(jobs)} engines, see {out}")
-    return run_all(setting, tasks, jobs, samples, max_model_len, batch, out, rows, say)
+    failed = []
+    if asked:
+        failed = run_all(
+            setting, asked, jobs, samples, max_model_len, batch, out, rows, say
+        )
+    if FIDELITY in tasks:
+        from _quality_fidelity import measure_fidelity
+
+        failed += measure_fidelity(setting, jobs, token_bytes, out, rows, say)
+    return failed
 
 
 @app.command()
 def report(
     file: Annotated[Path, typer.Argument(help="what `run` wrote")],
+    csv: Annotated[Path | None, typer.Option(help="table as CSV")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="tables as Markdown")] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="folder for PNG and SVG; needs matplotlib")
+    ] = None,
 ) -> None:
-    """Put methods side by side, with the bytes that they held."""
+    """Put methods side by side at equal resident bytes."""
+    if plots and not find_spec("matplotlib"):  # told now rather than at the end
+        raise typer.BadParameter("--plots needs matplotlib: pip install matplotlib")
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
-        show_report(*read(file), console)
+        show_report(*read(file), console, csv, markdown, plots)
     except (TaskError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -1,0 +1,50 @@
+"""The quality benchmark's own engine, answering samples of made-up rows."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+
+def answer_samples(
+    model: str, policy: dict[str, Any], prompts: list[str]
+) -> dict[str, Any]:
+    """Answer raw prompts in pairs; then ask vLLM's gauges about one alone."""
+    import _quality_engine as engine
+    from _quality_samples import Sample, Setting
+    from vllm import SamplingParams
+
+    opened = []
+    open_engine = engine.open_engine
+
+    def kept(*arguments: Any) -> Any:
+        opened.append(open_engine(*arguments, disable_log_stats=False))
+        return opened[0]
+
+    engine.open_engine = kept
+    setting = Setting(model, "float32", 0, 4, 9, (9,), 1, 1, 1, 1, 1, 1000)
+    samples = [
+        Sample("t", str(i), "contains", ("x",), prompt=text, max_tokens=12)
+        for i, text in enumerate(prompts)
+    ]
+    rows = list(engine.answers(setting, policy, samples, 1024, 2))
+    (llm,) = opened
+    core = llm.llm_engine.engine_core.engine_core
+    ids = llm.get_tokenizer().encode(prompts[0])
+    alone = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    llm.llm_engine.add_request("alone", {"prompt_token_ids": ids}, alone)
+    gauges = []
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+        found = {
+            metric.name: metric.value
+            for metric in llm.get_metrics()
+            if metric.name
+            in ("vllm:kv_policy_resident_tokens", "vllm:kv_cache_usage_perc")
+        }
+        gauges.append(found)
+    blocks = core.scheduler.kv_cache_config.num_blocks
+    return {"rows": rows, "gauges": gauges, "blocks": blocks}
