@@ -241,6 +241,13 @@ def test_methods_stand_side_by_side_at_equal_bytes():
     assert snapkv[2].startswith("1.000")
     # a quarter is neither a tenth nor a fifth
     assert greedy[1:3] == ["–", "–"]
+    # what was asked for more is not taken for less, however little it holds
+    modest = [r | {"share": 0.2} for r in records if r["share"] == 0.1]
+    assert report_module.side_by_side(modest, 320)[0][1] == "20%"
+    both = report_module.side_by_side([*modest, *records], 320)
+    assert both[1][1].startswith("0.500")
+    other = [r | {"method": "modest"} for r in modest]
+    assert report_module.side_by_side([*other, *records], 320)[1][1] == "–"
     # two blocks of 2500 bytes are rounding
     assert report_module.side_by_side(records, 2500)[3][1].endswith("@ 25.0%")
 
