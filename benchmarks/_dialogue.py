@@ -206,7 +206,7 @@ def is_right(answer: str, fact: Fact) -> bool:
 # -- counts ----------------------------------------------------------------------
 
 
-def wilson(right: int, asked: int) -> tuple[float, float]:
+def wilson(right: float, asked: int) -> tuple[float, float]:
     """95 % interval of a rate from counts (Wilson's score interval)."""
     if not asked:
         return 0.0, 1.0

@@ -73,9 +73,16 @@ def over_bytes(task: str, records: Sequence[dict[str, Any]]) -> Any:
             key=lambda record: record["resident_bytes"],
         )
         heights = [point["score"] for point in points]
-        # of all right or all wrong, Wilson's interval has the mean at its end
-        below = [max(p["score"] - p["score_low"], 0.0) for p in points]
-        above = [max(p["score_high"] - p["score"], 0.0) for p in points]
+        ends = [(p["score_low"], p["score_high"]) for p in points]
+        # without an interval no bar; Wilson's may have the mean at its end
+        below = [
+            0.0 if low is None else max(height - low, 0.0)
+            for height, (low, _) in zip(heights, ends, strict=True)
+        ]
+        above = [
+            0.0 if high is None else max(high - height, 0.0)
+            for height, (_, high) in zip(heights, ends, strict=True)
+        ]
         axis.errorbar(
             [point["resident_bytes"] / MIB for point in points],
             heights,

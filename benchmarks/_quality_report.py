@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 KIB = 1 << 10
-# Whole pages, and the block that is generated into: what a share may be exceeded by.
+# Whole pages, and the block that is written to: what a share may be exceeded by.
 ROUNDING_BLOCKS = 2
 # Of these less is better.
 DISTANCES = ("fidelity:error", "fidelity:kl")
@@ -28,24 +28,30 @@ def spread(record: Record, name: str) -> str:
 
 
 def at_equal_bytes(
-    records: Sequence[Record], level: float, block_bytes: int
+    records: Sequence[Record], level: float, header: Row
 ) -> dict[str, Record]:
     """For each method the setting that holds most, yet no more than a share of stock.
+
+    Two blocks are rounding, and so is what is generated, half of which is there at the
+    median step of an answer: most policies keep it whole.
 
     Args:
         records: of one task.
         level: that share; settings that were asked for more do not count.
-        block_bytes: of one block of vLLM's pool; two may be exceeded by rounding.
+        header: of the file, with the size of a block.
 
     Returns:
         Records by method; methods that hold more at every setting are left out.
     """
     found: dict[str, Record] = {}
+    token_bytes = header["block_bytes"] / header["settings"]["block_size"]
     for record in records:
         held, share = record["resident_bytes"], record["resident_share"]
         if held is None or not share or (record["share"] or 0.0) > level:
             continue
-        if held > level * held / share + ROUNDING_BLOCKS * block_bytes:
+        more = ROUNDING_BLOCKS * header["block_bytes"]
+        more += (record["answer_tokens"] or 0.0) / 2 * token_bytes
+        if held > level * held / share + more:
             continue
         best = found.get(record["method"])
         if best is None or held > best["resident_bytes"]:
@@ -53,7 +59,7 @@ def at_equal_bytes(
     return found
 
 
-def side_by_side(records: Sequence[Record], block_bytes: int) -> list[list[str]]:
+def side_by_side(records: Sequence[Record], header: Row) -> list[list[str]]:
     """Rows of a table of one task: a method each, a column per share of stock's bytes.
 
     A cell has the score, its interval and the share that was measured. The first row
@@ -61,7 +67,7 @@ def side_by_side(records: Sequence[Record], block_bytes: int) -> list[list[str]]
     its score in the last column.
     """
     levels = sorted({r["share"] for r in records if r["share"] is not None})
-    cells = [at_equal_bytes(records, level, block_bytes) for level in levels]
+    cells = [at_equal_bytes(records, level, header) for level in levels]
     methods = list(dict.fromkeys(record["method"] for record in records))
     table = [["method", *(f"{level:.0%}" for level in levels), "more", "samples"]]
     for method in methods:
@@ -125,7 +131,7 @@ def markdown(header: Row, rows: Sequence[Row], records: Sequence[Record]) -> str
     """All tables, with what could not run and how it was measured."""
     parts = []
     for task, mine in by_task(records).items():
-        head, *body = side_by_side(mine, header["block_bytes"])
+        head, *body = side_by_side(mine, header)
         lines = [f"### {title_of(task)}", ""]
         lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
         lines += ["| " + " | ".join(cells) + " |" for cells in body]
@@ -162,7 +168,7 @@ def report(
     """
     records = summarise(rows, header["settings"]["seed"])
     for task, mine in by_task(records).items():
-        head, *body = side_by_side(mine, header["block_bytes"])
+        head, *body = side_by_side(mine, header)
         table = Table(title=title_of(task))
         for name in head:
             table.add_column(name, overflow="fold")

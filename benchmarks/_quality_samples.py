@@ -53,12 +53,6 @@ class Sample:
     first_line: bool = False
     place: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def text(self) -> str:
-        """All that the model reads, without the chat template."""
-        parts = [message["content"] for message in self.messages]
-        return "\n".join([self.prompt, *parts, self.opening])
-
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -149,6 +143,21 @@ class Tokens:
     def count(self, text: str) -> int:
         """Tokens of a text, without special ones."""
         return len(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def prompt(self, sample: Sample) -> int:
+        """Tokens that a model reads for a sample, with the chat template's own."""
+        if not sample.messages:
+            return len(self._tokenizer.encode(sample.prompt))
+        talk = [*sample.messages]
+        if sample.opening:
+            talk.append({"role": "assistant", "content": sample.opening})
+        ids = self._tokenizer.apply_chat_template(
+            talk,
+            add_generation_prompt=not sample.opening,
+            continue_final_message=bool(sample.opening),
+            return_dict=False,
+        )
+        return len(ids)
 
     def first(self, text: str, count: int) -> str:
         """The beginning of a text that has so many tokens."""

@@ -17,16 +17,20 @@ STOCK = "stock"
 
 def interval(
     values: Sequence[float], groups: Sequence[str], name: str, seed: int = 0
-) -> tuple[float, float]:
+) -> tuple[float, float] | None:
     """95 % interval of a mean from drawing groups of samples again (bootstrap).
 
-    Samples of one group share a context and are drawn together. Where all are right,
-    or all wrong, drawing again says nothing: Wilson's interval of so many groups.
+    Samples of one group share a context and are drawn together. Where all groups are
+    alike, drawing again says nothing: of right and wrong answers it is Wilson's
+    interval then, as if each group was one sample.
 
     Args:
         values: one per sample.
         groups: of each.
         name: of what is measured; with the seed, it decides what is drawn.
+
+    Returns:
+        None if all groups are alike and there is more than right and wrong.
     """
     sums: dict[str, list[float]] = {}
     for value, group in zip(values, groups, strict=True):
@@ -34,8 +38,11 @@ def interval(
         total[0] += value
         total[1] += 1
     parts = np.array(list(sums.values()))
-    if set(values) in ({0.0}, {1.0}):
-        return wilson(len(parts) if values[0] else 0, len(parts))
+    means = parts[:, 0] / parts[:, 1]
+    if np.ptp(means) < 1e-12:
+        if set(values) <= {0.0, 1.0}:
+            return wilson(float(means[0]) * len(parts), len(parts))
+        return None
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
     drawn = parts[generator.integers(len(parts), size=(DRAWS, len(parts)))].sum(1)
     low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [0.025, 0.975])
@@ -76,7 +83,7 @@ def summarise(rows: Sequence[Row], seed: int = 0) -> list[dict[str, Any]]:
         groups = [row["group"] for row in mine]
         scores = [row["score"] for row in mine]
         name = f"{task} {label} {share}"
-        low, high = interval(scores, groups, name, seed)
+        low, high = interval(scores, groups, name, seed) or (None, None)
         record: dict[str, Any] = {"task": task, "method": label, "share": share}
         record |= {"samples": len(mine), "groups": len(set(groups))}
         record |= {"score": statistics.mean(scores)}
@@ -96,14 +103,15 @@ def _against(
         return dict.fromkeys(("vs_stock", "vs_stock_low", "vs_stock_high"))
     gaps = [row["score"] - stock[row["sample"]]["score"] for row in both]
     mean = statistics.mean(gaps)
-    if len(set(gaps)) == 1:  # nothing to draw
-        return {"vs_stock": mean, "vs_stock_low": None, "vs_stock_high": None}
-    low, high = interval(gaps, [row["group"] for row in both], name + " gap", seed)
+    # equal differences are no right and wrong answers
+    drawn = len(set(gaps)) > 1
+    told = interval(gaps, [row["group"] for row in both], name + " gap", seed)
+    low, high = (told if drawn else None) or (None, None)
     return {"vs_stock": mean, "vs_stock_low": low, "vs_stock_high": high}
 
 
 def _sizes(mine: Sequence[Row], stock: dict[str, Row]) -> dict[str, float | None]:
-    """Means of what was resident, and of prompts."""
+    """Means of what was resident, of prompts and of answers."""
     known = [row for row in mine if row.get("resident_bytes")]
     pairs = [
         (row["resident_bytes"], stock[row["sample"]]["resident_bytes"])
@@ -120,4 +128,5 @@ def _sizes(mine: Sequence[Row], stock: dict[str, Row]) -> dict[str, float | None
         else None,
         "resident_share": ratio,
         "prompt_tokens": statistics.mean(row["prompt_tokens"] for row in mine),
+        "answer_tokens": statistics.mean(row.get("answer_tokens", 0) for row in mine),
     }

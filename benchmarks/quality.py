@@ -37,8 +37,6 @@ from vllm_kvplugins.model_config import read_model_config
 from vllm_kvplugins.policies.base import Geometry
 
 FIDELITY = "fidelity"
-# A chat template's own words, at most.
-TEMPLATE_TOKENS = 96
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -139,8 +137,8 @@ def run_all(
 
 
 def length_for(samples: Sequence[Sample], tokens: Tokens) -> tuple[list[int], int]:
-    """Prompt tokens of each sample, about, and a context that holds all."""
-    lengths = [tokens.count(sample.text) + TEMPLATE_TOKENS for sample in samples]
+    """Prompt tokens of each sample, and a context that holds all."""
+    lengths = [tokens.prompt(sample) for sample in samples]
     longest = max(
         count + sample.max_tokens
         for count, sample in zip(lengths, samples, strict=True)

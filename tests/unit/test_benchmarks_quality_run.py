@@ -19,7 +19,7 @@ import _quality_report as report_module
 import _quality_rows as rows_module
 import quality
 from _quality_rows import Job
-from _quality_samples import Sample, Setting, TaskError
+from _quality_samples import Sample, Setting, TaskError, Tokens
 from _quality_stats import interval, summarise
 from rich.console import Console
 from typer.testing import CliRunner
@@ -31,7 +31,7 @@ from vllm_kvplugins.policies.base import Geometry, Lengths
 SETTING = Setting("m", "float32", 0, 4, 600, (200,), 4, 5, 2, 2, 3, 300)
 GEOMETRY = Geometry(32, 24, 2, 1024)
 HEADER = {
-    "settings": {"seed": 0, "model": "m"},
+    "settings": {"seed": 0, "model": "m", "block_size": 32},
     "block_bytes": 320,
     "source": {"commit": "c1", "machine": "x", "torch": "2", "command": "python q"},
 }
@@ -115,7 +115,7 @@ def test_a_file_goes_on_and_refuses_other_settings(tmp_path):
     rows_module.append(out, row("snapkv", 0.1, "a", 1.0))  # again
     found = rows_module.open_rows(out, HEADER)
     assert [(r["sample"], r["score"]) for r in found] == [("a", 1.0), ("b", 1.0)]
-    other = HEADER | {"settings": {"seed": 1, "model": "m"}}
+    other = HEADER | {"settings": HEADER["settings"] | {"seed": 1}}
     with pytest.raises(TaskError, match="seed 0 there, 1 now"):
         rows_module.open_rows(out, other)
     later = HEADER | {"source": HEADER["source"] | {"commit": "c2"}}
@@ -171,6 +171,27 @@ def test_only_missing_answers_are_asked_for(tmp_path, monkeypatch):
         go()
 
 
+def test_the_context_holds_the_longest_chat_and_its_answer():
+    class Template:
+        def encode(self, text: str) -> list[str]:
+            return text.split()
+
+        def apply_chat_template(self, talk, **how):
+            assert how["continue_final_message"] is not how["add_generation_prompt"]
+            said = [word for turn in talk for word in turn["content"].split()]
+            return said + ["<turn>"] * (len(talk) + how["add_generation_prompt"])
+
+    user = {"role": "user", "content": "w " * 100}
+    samples = [
+        Sample("t", "chat", "letter", (), messages=(user, user), max_tokens=50),
+        Sample("t", "opened", "letter", (), messages=(user,), opening="I say"),
+        Sample("t", "plain", "letter", (), prompt="one two"),
+    ]
+    lengths, context = quality.length_for(samples, Tokens(Template()))
+    assert lengths == [200 + 3, 102 + 2, 2]
+    assert 0 <= context - (203 + 50) < 32
+
+
 # -- intervals ------------------------------------------------------------------
 
 
@@ -198,6 +219,10 @@ def test_all_right_is_no_certainty():
     low, high = interval([1.0] * 10, list("abcdefghij"), "a")
     assert (low, high) == (pytest.approx(0.722, abs=1e-3), pytest.approx(1.0))  # Wilson
     assert interval([0.0] * 4, list("aabb"), "a")[1] == pytest.approx(0.658, abs=1e-3)
+    # nor are groups that are alike: half right of two groups, as one of two samples
+    half = interval([0.0, 1.0, 1.0, 0.0], list("aabb"), "a")
+    assert half == (pytest.approx(0.095, abs=1e-3), pytest.approx(0.905, abs=1e-3))
+    assert interval([0.3, 0.3], list("ab"), "a") is None
 
 
 # -- report ---------------------------------------------------------------------
@@ -231,7 +256,7 @@ def test_records_have_the_difference_to_stock_and_the_bytes():
 
 def test_methods_stand_side_by_side_at_equal_bytes():
     records = summarise(rows_of_a_run())
-    table = report_module.side_by_side(records, 320)
+    table = report_module.side_by_side(records, HEADER)
     head, stock, snapkv, greedy = table
     assert head == ["method", "10%", "20%", "more", "samples"]
     assert stock[1:3] == ["–", "–"]
@@ -243,13 +268,19 @@ def test_methods_stand_side_by_side_at_equal_bytes():
     assert greedy[1:3] == ["–", "–"]
     # what was asked for more is not taken for less, however little it holds
     modest = [r | {"share": 0.2} for r in records if r["share"] == 0.1]
-    assert report_module.side_by_side(modest, 320)[0][1] == "20%"
-    both = report_module.side_by_side([*modest, *records], 320)
+    assert report_module.side_by_side(modest, HEADER)[0][1] == "20%"
+    both = report_module.side_by_side([*modest, *records], HEADER)
     assert both[1][1].startswith("0.500")
     other = [r | {"method": "modest"} for r in modest]
-    assert report_module.side_by_side([*other, *records], 320)[1][1] == "–"
+    assert report_module.side_by_side([*other, *records], HEADER)[1][1] == "–"
     # two blocks of 2500 bytes are rounding
-    assert report_module.side_by_side(records, 2500)[3][1].endswith("@ 25.0%")
+    coarse = HEADER | {"block_bytes": 2500}
+    assert report_module.side_by_side(records, coarse)[3][1].endswith("@ 25.0%")
+    # as is half of what is generated: 1000 tokens of 10 bytes
+    wordy = [record | {"answer_tokens": 1000.0} for record in records]
+    assert report_module.side_by_side(wordy, HEADER)[3][1].endswith("@ 25.0%")
+    wordy = [record | {"answer_tokens": 400.0} for record in records]
+    assert report_module.side_by_side(wordy, HEADER)[3][1] == "–"
 
 
 def test_tables_and_files_of_a_run(tmp_path):
