@@ -63,6 +63,7 @@ def draw(
 def over_bytes(task: str, records: Sequence[dict[str, Any]]) -> Any:
     """A line per method over what it held; bars are the intervals, stock is dashed."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     axis = figure.subplots()
@@ -89,6 +90,7 @@ def over_bytes(task: str, records: Sequence[dict[str, Any]]) -> Any:
             yerr=[below, above],
             marker=MARKERS[index % len(MARKERS)],
             markersize=5,
+            fillstyle="full" if index < len(MARKERS) else "none",
             linewidth=1.2,
             elinewidth=0.6,
             capsize=2,
@@ -100,6 +102,9 @@ def over_bytes(task: str, records: Sequence[dict[str, Any]]) -> Any:
             axis.axhline(record["score"], color="0.5", linestyle="--", label=STOCK)
     axis.set(title=task, xlabel="resident KV cache (MiB per request)", ylabel="score")
     axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.minorticks_off()
     axis.grid(alpha=0.3)
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False)
@@ -123,7 +128,9 @@ def needle_map(rows: Sequence[Row]) -> Any:
     image = None
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
-    for (label, share), axis in zip(panels, axes.flat, strict=False):
+    for index, ((label, share), axis) in enumerate(
+        zip(panels, axes.flat, strict=False)
+    ):
         grid = [
             [_mean(rows, label, share, depth, length) for length in lengths]
             for depth in depths
@@ -132,6 +139,8 @@ def needle_map(rows: Sequence[Row]) -> Any:
         shown = label if share is None else f"{label}\n{share:.0%}"
         axis.set_title(shown, fontsize=8)
         axis.set_xticks(range(len(lengths)), [f"{n:g}" for n in lengths], rotation=60)
+        lowest = index + wide >= len(panels)
+        axis.tick_params(labelbottom=lowest, labelsize=7)
         axis.set_yticks(range(len(depths)), [f"{100 * d:.0f}" for d in depths])
     figure.supxlabel("tokens of context", fontsize=9)
     figure.supylabel("depth of the needle (%)", fontsize=9)
