@@ -16,7 +16,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median_high
@@ -28,6 +28,7 @@ from _quality_fit import jobs_of, read_policies
 from _quality_report import report as show_report
 from _quality_rows import Job, Row, append, key_of, open_rows, read
 from _quality_samples import Sample, Setting, TaskError, Tokens
+from _quality_stats import answered
 from _quality_tasks import TASKS, samples_of
 from _serving_rows import split_policies
 from rich.console import Console
@@ -95,6 +96,8 @@ def run_all(
     """
     done = {key_of(row) for row in rows}
     source = provenance()
+    shared = {"setting": asdict(setting), "tasks": tasks}
+    shared |= {"max_model_len": max_model_len, "batch": batch}
     failed = []
     for job in jobs:
         told = {"policy": dict(job.policy), "share": job.share, "label": job.label}
@@ -111,16 +114,7 @@ def run_all(
         if not todo:
             continue
         say(f"{job.shown}: {len(todo)} answers to come")
-        request = json.dumps(
-            {
-                "setting": asdict(setting),
-                "tasks": tasks,
-                "policy": dict(job.policy),
-                "todo": todo,
-                "max_model_len": max_model_len,
-                "batch": batch,
-            }
-        )
+        request = json.dumps(shared | {"policy": dict(job.policy), "todo": todo})
         scores: dict[str, list[float]] = {}
         try:
             for row in child_rows(__file__, request, job.shown):
@@ -134,6 +128,20 @@ def run_all(
         for task, found in scores.items():
             say(f"  {task}: {sum(found) / len(found):.3f} of {len(found)}")
     return failed
+
+
+def as_before(jobs: Sequence[Job], rows: Sequence[Row]) -> list[Job]:
+    """Jobs with the budgets that earlier rows of the same policy and share had.
+
+    Budgets are fitted to the median prompt, which other tasks change.
+    """
+    had = {(row["label"], row["share"]): row["policy"] for row in answered(rows)}
+    return [
+        replace(job, policy=had[job.label, job.share], problem="")
+        if (job.label, job.share) in had
+        else job
+        for job in jobs
+    ]
 
 
 def length_for(samples: Sequence[Sample], tokens: Tokens) -> tuple[list[int], int]:
@@ -170,10 +178,14 @@ def read_tasks(text: str) -> list[str]:
 
 
 @app.callback(invoke_without_command=True)
-def main(child: Annotated[str, typer.Option(hidden=True)] = "") -> None:
+def main(
+    context: typer.Context, child: Annotated[str, typer.Option(hidden=True)] = ""
+) -> None:
     """Measure what policies' answers are worth, and report it."""
     if child:
         run_child(child)
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command()
@@ -320,6 +332,7 @@ def measure(
         counts, max_model_len = length_for(samples, Tokens.of(setting.model))
     jobs = list(jobs_of(policies, shares, median_high(counts), geometry))
     rows = open_rows(out, header, mix_commits)
+    jobs = as_before(jobs, rows)
     say(f"{len(samples)} samples, {len(jobs)} engines, see {out}")
     failed = []
     if asked:

@@ -96,6 +96,14 @@ def test_policies_of_other_packages_are_found(monkeypatch):
     assert loaded
 
 
+def test_a_run_that_goes_on_keeps_its_budgets():
+    before = row("quest", 0.2, "a", 1.0, policy={"name": "quest", "budget": 0.11})
+    jobs = [Job({"name": "quest", "budget": b}, b, "quest") for b in (0.2, 0.3)]
+    refused = {"label": "quest", "share": 0.3, "refused": "no", "policy": {}}
+    again = quality.as_before(jobs, [before, refused])
+    assert [job.policy["budget"] for job in again] == [0.11, 0.3]
+
+
 # -- rows -----------------------------------------------------------------------
 
 
