@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 pytest.importorskip("transformers")
@@ -18,6 +19,7 @@ import _quality_fit as fit_module
 import _quality_report as report_module
 import _quality_rows as rows_module
 import quality
+from _quality_engine import ResidencyWatch
 from _quality_rows import Job
 from _quality_samples import Sample, Setting, TaskError, Tokens
 from _quality_stats import interval, summarise
@@ -27,6 +29,8 @@ from typer.testing import CliRunner
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.policies.base import Geometry, Lengths
+from vllm_kvplugins.residency.entries import EntryArena
+from vllm_kvplugins.residency.zooming import Zooming
 
 SETTING = Setting("m", "float32", 0, 4, 600, (200,), 4, 5, 2, 2, 3, 300)
 GEOMETRY = Geometry(32, 24, 2, 1024)
@@ -198,6 +202,21 @@ def test_the_context_holds_the_longest_chat_and_its_answer():
     lengths, context = quality.length_for(samples, Tokens(Template()))
     assert lengths == [200 + 3, 102 + 2, 2]
     assert 0 <= context - (203 + 50) < 32
+
+
+def test_what_lies_beside_the_pool_counts():
+    arena = EntryArena(3, 8, torch.bfloat16)
+    arena.take(5)
+    zooming = types.SimpleNamespace(
+        _requests={"7-ab": "state"}, _run=lambda state: (0, 5), _arena=arena
+    )
+    assert hasattr(Zooming, "_run")  # which this stands for
+    watch = object.__new__(ResidencyWatch)
+    watch._runtime = types.SimpleNamespace(zooming=zooming)
+    assert watch._beside("7-ab") == 3 * 5 * 2 * 8 * 2  # layers, entries, K and V
+    assert watch._beside("8-cd") == 0
+    watch._runtime = None  # stock
+    assert watch._beside("7-ab") == 0
 
 
 # -- intervals ------------------------------------------------------------------
