@@ -99,6 +99,12 @@ def test_every_seam_is_there(overlay: Path):
     assert facts == {"vllm": VERSION, "problems": []}
 
 
+@pytest.mark.proves(
+    policy=runners.NAMES,
+    vllm=VERSION,
+    runner="runner",
+    asynchronous="asynchronous",
+)
 @pytest.mark.parametrize(
     ("runner", "asynchronous"), [("V1", False), ("V2", True)], ids=["V1", "V2-async"]
 )

@@ -52,6 +52,7 @@ def test_eviction_shows_in_the_tokens(tiny_model: str):
     )
 
 
+@pytest.mark.proves(policy=runners.NAMES, runner="runner", asynchronous="asynchronous")
 @pytest.mark.parametrize(("runner", "asynchronous"), RUNS)
 def test_same_tokens_and_blocks_everywhere(
     tiny_model: str, runner: str, asynchronous: bool
@@ -104,6 +105,7 @@ def test_dummy_batches_do_not_touch_requests(tiny_model: str):
     assert dummy["disturbed"] == dummy["plain"]
 
 
+@pytest.mark.proves(policy="flowkv", runner="runner", asynchronous=True)
 @pytest.mark.parametrize("runner", ["V1", "V2"])
 def test_sessions_go_on_while_steps_are_in_flight(tiny_model: str, runner: str):
     """Asynchronous scheduling knows of a request's end a step after it."""

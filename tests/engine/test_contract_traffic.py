@@ -79,6 +79,7 @@ def test_every_allocator_has_its_turn():
     assert set(ALLOCATORS) <= set(turns().values())
 
 
+@pytest.mark.proves(policy="name")
 @pytest.mark.parametrize(
     ("name", "allocator"), turns().items(), ids=map("-".join, turns().items())
 )

@@ -30,6 +30,7 @@ HISTORY, TURN = 900, 65  # tokens at first, and of a query with its answer
 BOUND = (192 + 128) // BLOCK + 1
 
 
+@pytest.mark.proves(policy="epicache", runner="runner", asynchronous="asynchronous")
 @pytest.mark.parametrize("runner", ["V1", "V2"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_a_restored_episode_answers_as_one_read_from_scratch(

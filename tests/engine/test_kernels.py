@@ -54,6 +54,7 @@ def run(model: str, kernel: str) -> dict[str, Any]:
     return dict(zip(names, results, strict=True))
 
 
+@pytest.mark.proves(policy="name", runner="V2")
 @pytest.mark.parametrize("name", available_policies())
 def test_same_tokens_with_triton(found: dict[str, Any], name: str):
     here, stock = found["triton"][name], found["auto"][name]

@@ -15,6 +15,7 @@ SMALL = {"skip_layers": 1, "sinks": 16, "window": 32}
 LENGTHS = [100, 700, 1500]
 
 
+@pytest.mark.proves(policy="name")
 @pytest.mark.parametrize("name", RETRIEVERS)
 def test_fetching_everything_is_stock(tiny_model, name):
     """A budget above the context: all is offloaded as it ages, and comes back."""

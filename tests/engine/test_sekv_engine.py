@@ -64,9 +64,9 @@ def test_surprisal_is_what_the_model_said(tiny_model):
         assert heard["heard"][n] == pytest.approx(said["said"][n], abs=1e-4)
 
 
-@pytest.mark.parametrize("case", [("V1", False), ("V2", True)], ids=str)
-def test_company_and_chunks_change_no_token(tiny_model, case):
-    runner, asynchronous = case
+@pytest.mark.proves(policy="sekv", runner="runner", asynchronous="asynchronous")
+@pytest.mark.parametrize(("runner", "asynchronous"), [("V1", False), ("V2", True)])
+def test_company_and_chunks_change_no_token(tiny_model, runner, asynchronous):
     if runner == "V2":
         pytest.importorskip("triton")
     run = run_scenario(

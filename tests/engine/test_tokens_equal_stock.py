@@ -44,6 +44,7 @@ def greedy(model: str, name: str, installed: bool = True) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.proves(policy="name")
 @pytest.mark.parametrize("name", POLICIES)
 def test_keeping_everything_is_stock(model_path, name):
     stock = greedy(model_path, "stock", installed=False)

@@ -32,7 +32,9 @@ class ChunkKV(SnapKV):
     name: ClassVar[str] = "chunkkv"
     summary: ClassVar[str] = "whole chunks that the last queries attend to"
 
-    chunk_length: int = Field(default=20, ge=1, description="Slots per chunk.")
+    chunk_length: int = Field(
+        default=20, ge=1, description="Tokens per chunk, from position 0 on."
+    )
 
     def score(self, view: LayerView) -> torch.Tensor:
         num_slots = view.keys.shape[1]

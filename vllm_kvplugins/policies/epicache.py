@@ -73,7 +73,10 @@ class EpiCache(Wrapper):
         + ".",
     )
     longest_patched_prompt: int = Field(
-        default=256, ge=8, description="Most tokens of a patched prompt."
+        default=256,
+        ge=8,
+        description="Most tokens of a patched prompt; so many positions of the model "
+        "stay free.",
     )
     episodes: int | Literal["auto"] = Field(
         default=4,
@@ -92,7 +95,8 @@ class EpiCache(Wrapper):
     recluster_growth: float = Field(
         default=0.5,
         gt=0,
-        description="Episodes are made anew when a conversation has grown by so much.",
+        description="Episodes are made anew when a conversation has grown by this "
+        "share.",
     )
     episode_seed: int = Field(default=0, ge=0, description="Seed of the clustering.")
     build: Build = Field(

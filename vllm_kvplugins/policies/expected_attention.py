@@ -48,7 +48,9 @@ class ExpectedAttention(Compressor):
     summary: ClassVar[str] = "tokens that future queries are expected to attend to"
     needs_rotary: ClassVar[bool] = True
 
-    future: int = Field(default=512, ge=1, description="Future positions averaged.")
+    future: int = Field(
+        default=512, ge=1, description="Positions to come, averaged over."
+    )
     sinks: int = Field(
         default=4,
         ge=0,

@@ -43,10 +43,16 @@ class FlowKV(Wrapper):
     instead: ClassVar[str] = "flowkv sets what each turn keeps; use ratio and floor"
 
     ratio: float = Field(
-        default=0.5, gt=0, lt=1, description="Share of all tokens kept, at turn ends."
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="Share of all tokens that is kept at the end of each turn.",
     )
     floor: int = Field(
-        default=32, ge=1, description="Tokens per KV head that every turn keeps."
+        default=32,
+        ge=1,
+        description="Tokens per KV head that every turn keeps, above the ratio if "
+        "need be.",
     )
     nested: bool = Field(
         default=False,
@@ -55,7 +61,8 @@ class FlowKV(Wrapper):
     turn_end_token: int | None = Field(
         default=None,
         ge=0,
-        description="Token that closes a message; null: the chat template's.",
+        description="Token that closes a message; null: the one that the chat template "
+        "puts behind messages.",
     )
 
     # -- turns ----------------------------------------------------------------

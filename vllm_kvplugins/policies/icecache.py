@@ -71,9 +71,14 @@ class IceCache(Retriever):
     # 47 % of bfloat16 keys and values at 64 dimensions, less at more.
     index_share: ClassVar[float] = 0.5
 
-    page_tokens: int = Field(default=16, ge=1, description="Tokens per page, at most.")
+    page_tokens: int = Field(
+        default=16, ge=1, description="Tokens per page of the tree, at most."
+    )
     promotion: float = Field(
-        default=1 / 32, gt=0, le=0.5, description="Share of keys promoted per level."
+        default=1 / 32,
+        gt=0,
+        le=0.5,
+        description="Share of keys promoted per level of the tree.",
     )
     fetch: Literal["tokens", "pages"] = Field(
         default="tokens",

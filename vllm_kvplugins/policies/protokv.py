@@ -58,9 +58,16 @@ class ProtoKV(Compressor):
     summary: ClassVar[str] = "window votes shared within clusters of similar keys"
 
     window: int = Field(default=32, ge=1, description="Newest queries that vote.")
-    chunk_size: int = Field(default=32, ge=1, description="Slots per chunk, at least.")
-    max_chunks: int = Field(default=256, ge=1, description="Largest k.")
-    hash_bits: int = Field(default=4, ge=1, le=12, description="r; 2**r buckets.")
+    chunk_size: int = Field(default=32, ge=1, description="Tokens per chunk, at least.")
+    max_chunks: int = Field(
+        default=256, ge=1, description="Most chunks; longer prompts get longer ones."
+    )
+    hash_bits: int = Field(
+        default=4,
+        ge=1,
+        le=12,
+        description="r: 2^r buckets, and 3 * 2^r irregular tokens.",
+    )
     gamma: float = Field(
         default=1.0,
         gt=0.0,

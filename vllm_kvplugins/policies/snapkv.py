@@ -27,7 +27,9 @@ class SnapKV(Compressor):
 
     window: int = Field(default=64, ge=1, description="Newest queries that vote.")
     kernel_size: int = Field(default=5, ge=1, description="Pooling width; odd.")
-    pooling: Literal["avg", "max"] = Field(default="avg", description="Mean or max.")
+    pooling: Literal["avg", "max"] = Field(
+        default="avg", description="avg: as in the authors' code; max: in the paper."
+    )
 
     @property
     def queries_needed(self) -> int:

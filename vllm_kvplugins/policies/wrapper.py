@@ -34,7 +34,10 @@ class Wrapper(KVCachePolicy):
     )
     instead: ClassVar[str]
 
-    base: str = Field(default="snapkv", description="The compressor.")
+    base: str = Field(
+        default="snapkv",
+        description="The compressor: a policy that drops tokens.",
+    )
     base_config: dict[str, Any] = Field(
         default_factory=dict, description="Its settings, without a budget."
     )

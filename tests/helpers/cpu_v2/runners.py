@@ -14,6 +14,7 @@ SNAPKV = {"name": "snapkv", "budget": 128, "window": 16}
 KVZIP = {"name": "kvzip", "budget": 128, "chunk": 200}
 # The last one runs tokens of its own through the model.
 POLICIES = [None, FULL, SNAPKV, KVZIP]
+NAMES = [policy["name"] for policy in POLICIES if policy is not None]
 
 
 def environment(

@@ -1,0 +1,132 @@
+"""Writes the parts of the documentation that follow from code and measurements.
+
+    python scripts/generate_docs.py            write them
+    python scripts/generate_docs.py --check    say which are stale; exit status 1 if any
+
+A page marks such a part with two comments, which stay:
+
+    <!-- generated: settings snapkv -->
+    <!-- end -->
+
+    settings NAME    the settings of a policy, of ``sessions`` or of ``kernel``: a
+                     table, from the pydantic models
+    figures POLICY   what measurements.md and its like say of a policy, as a list
+    imports          who imports whom in the package, from its source
+    matrix           what was run where: from the tests' ``proves`` marks
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import _docs_figures as figures
+import _docs_imports as imports
+import _docs_matrix as matrix
+from pydantic import BaseModel
+
+from vllm_kvplugins.cli.settings import Setting, settings_of
+from vllm_kvplugins.config import KernelSettings
+from vllm_kvplugins.policies.registry import get_policy_class
+from vllm_kvplugins.sessions.settings import SessionSettings
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PART = re.compile(r"(<!-- generated: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+OTHER_SETTINGS: dict[str, type[BaseModel]] = {
+    "sessions": SessionSettings,
+    "kernel": KernelSettings,
+}
+# Settings that have a page of their own, from docs/policies.
+EXPLAINED = {
+    "allocator": "../budgets.md",
+    "prefill_block": "../prefill-blocks.md",
+    "router": "#routers",
+}
+
+
+def settings_table(name: str) -> str:
+    """The settings of a policy, of ``sessions`` or ``kernel``."""
+    settings = settings_of(OTHER_SETTINGS.get(name) or get_policy_class(name))
+    if not settings:
+        return "It has no settings.\n"
+    rows = [
+        f"| {linked(setting, name)} | {cell(setting.type)} "
+        f"| `{json.dumps(setting.default)}` | {cell(setting.description)} |"
+        for setting in settings
+    ]
+    head = ["| setting | type | default | meaning |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows, ""])
+
+
+def linked(setting: Setting, name: str) -> str:
+    """A setting's name; with a link where there is more to say than fits a cell."""
+    if name not in OTHER_SETTINGS and setting.name in EXPLAINED:
+        return f"[`{setting.name}`]({EXPLAINED[setting.name]})"
+    return f"`{setting.name}`"
+
+
+def cell(text: str) -> str:
+    """Text as it stands in a table."""
+    return text.replace("|", "\\|")
+
+
+KINDS: dict[str, Callable[..., str]] = {
+    "settings": settings_table,
+    "figures": figures.list_of,
+    "imports": imports.table,
+    "matrix": matrix.tables,
+}
+
+
+def generated(page: str) -> str:
+    """A page with its generated parts as they must be now.
+
+    Raises:
+        ValueError: a mark names a kind that there is not, or has no end.
+    """
+
+    def replaced(found: re.Match[str]) -> str:
+        kind, *arguments = found[2].split()
+        if kind not in KINDS:
+            raise ValueError(f"{found[2]!r}: kinds are {', '.join(KINDS)}")
+        return f"{found[1]}\n{KINDS[kind](*arguments)}\n{found[4]}"
+
+    if page.count("<!-- generated: ") != len(PART.findall(page)):
+        raise ValueError("a generated part has no <!-- end -->")
+    return PART.sub(replaced, page)
+
+
+def stale_pages() -> dict[Path, str]:
+    """Pages that are not what they must be, and what that is."""
+    found = {}
+    for path in sorted(DOCS.rglob("*.md")):
+        page = path.read_text(encoding="utf-8")
+        try:
+            wanted = generated(page)
+        except ValueError as error:
+            raise ValueError(f"{path.relative_to(ROOT)}: {error}") from error
+        if wanted != page:
+            found[path] = wanted
+    return found
+
+
+def main() -> int:
+    """Write, or with ``--check`` say what would be written."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    stale = stale_pages()
+    for path, wanted in stale.items():
+        print(f"{'stale' if check else 'wrote'} {path.relative_to(ROOT)}")
+        if not check:
+            path.write_text(wanted, encoding="utf-8")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
