@@ -1,0 +1,53 @@
+"""Puts pages of the repository's root into the site, so that none is written twice.
+
+``README.md`` is the home page. Links are turned as seen from ``docs/``; those to files
+that are no page (scripts, the license) become plain text.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages."""
+    for source, page in PAGES.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=turned(text)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turn the links of other pages to those of the root."""
+    up = "../" * page.file.src_uri.count("/")
+    for source, name in PAGES.items():
+        markdown = markdown.replace(f"]({up}../{source})", f"]({up}{name})")
+    return markdown
+
+
+def turned(text: str) -> str:
+    """A page of the root as seen from ``docs/``."""
+
+    def link(found: re.Match[str]) -> str:
+        image, label, target, anchor = found.groups(default="")
+        if "://" in target:
+            return found[0]
+        if target in PAGES:
+            return f"{image}[{label}]({PAGES[target]}{anchor})"
+        if target.startswith("docs/"):
+            return f"{image}[{label}]({target.removeprefix('docs/')}{anchor})"
+        return label
+
+    return LINK.sub(link, text)

@@ -1,0 +1,54 @@
+"""The documentation builds as a site, without a network and without a warning."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs", reason="the extra dev has mkdocs-material")
+    folder = tmp_path_factory.mktemp("site")
+    command = ["mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_every_page_is_there(site: Path):
+    pages = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")]
+    assert len(pages) > 40
+    for page in pages:
+        assert (site / page.with_suffix(".html")).is_file(), page
+
+
+def test_the_home_page_is_the_readme(site: Path):
+    home = (site / "index.html").read_text(encoding="utf-8")
+    assert "scripts/serve.sh" in home
+    assert 'href="policies/snapkv.html"' in home
+    assert 'href="changelog.html"' in home
+
+
+def test_tables_made_by_the_generator_are_tables(site: Path):
+    page = (site / "policies" / "snapkv.html").read_text(encoding="utf-8")
+    assert "<td><code>kernel_size</code></td>" in page
+
+
+def test_reading_it_asks_nobody_for_fonts_or_styles(site: Path):
+    for path in site.rglob("*.html"):
+        page = path.read_text(encoding="utf-8")
+        for part in ('rel="stylesheet" href="http', 'script src="http', "gstatic"):
+            assert part not in page, f"{path.name}: {part}"
