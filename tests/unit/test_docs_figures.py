@@ -1,0 +1,147 @@
+"""Every table of figures in the documentation has its command beside it.
+
+A table in which at least a quarter of the cells, the first column left out, begin with
+a number is one of figures. Its section, or the text of a section around it, must show
+the command that makes them, and the command must exist. What is no measurement, such
+as defaults, says so in front of the table:
+
+    <!-- not measured: defaults -->
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from typer.main import get_command
+
+from vllm_kvplugins.cli import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
+NUMBER = re.compile(r"[*~<>≈]*[-+]?\d[\d,.]*")
+SHARE = 0.25
+EXCUSE = re.compile(r"<!-- not measured: \S.* -->\s*\Z")
+# python benchmarks/x.py …, python -m pytest …, kvplugins x …, bash scripts/x.sh …
+COMMAND = re.compile(
+    r"(?:python3? (?:-m )?|bash )((?:benchmarks|scripts|tests)/\S+?\.(?:py|sh)|pytest)"
+    r"|\b(pytest) tests/|(?:^|`|\$ )\s*kvplugins ([a-z][\w-]+)",
+    re.MULTILINE,
+)
+SUBCOMMANDS = set(getattr(get_command(app), "commands", {}))
+
+
+class Section(NamedTuple):
+    """A heading's own text, and what stands above it."""
+
+    title: str
+    level: int
+    text: str
+    above: tuple[str, ...]
+
+
+def sections(page: str) -> Iterator[Section]:
+    """Sections of a page; a line that begins with # inside of a fence is none."""
+    parts: list[tuple[str, int, list[str]]] = [("", 0, [])]
+    fence = ""
+    for line in page.splitlines():
+        found = re.match(r"\s*(```+|~~~+)", line)
+        if found and (not fence or found[1].startswith(fence)):
+            fence = "" if fence else found[1]
+        heading = None if fence else re.match(r"(#+) (.*)", line)
+        if heading:
+            parts.append((heading[2], len(heading[1]), []))
+        parts[-1][2].append(line)
+    open_ones: list[tuple[int, str]] = []
+    for title, level, lines in parts:
+        open_ones = [one for one in open_ones if one[0] < level]
+        text = "\n".join(lines)
+        yield Section(title, level, text, tuple(one for _, one in open_ones))
+        # a page's own beginning is about all of it, its headline is not
+        open_ones.append((level, text))
+
+
+def tables(text: str) -> Iterator[tuple[str, str]]:
+    """Tables, and what stands in front of each."""
+    for found in re.finditer(r"(?:^\|.*\n?)+", text, re.MULTILINE):
+        yield found[0], text[: found.start()]
+
+
+def has_figures(table: str) -> bool:
+    cells = []
+    for row in table.strip().splitlines()[2:]:
+        inner = row.strip().removeprefix("|").removesuffix("|")
+        cells += [cell.strip() for cell in re.split(r"(?<!\\)\|", inner)][1:]
+    numbers = [cell for cell in cells if NUMBER.match(cell)]
+    return bool(cells) and len(numbers) >= SHARE * len(cells)
+
+
+def commands(text: str) -> list[str]:
+    """What a text tells the reader to run."""
+    joined = text.replace("\\\n", " ")
+    return [next(filter(None, found)) for found in COMMAND.findall(joined)]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_table_of_figures_has_its_command(path: Path):
+    bare = []
+    for section in sections(path.read_text(encoding="utf-8")):
+        for table, before in tables(section.text):
+            if not has_figures(table) or EXCUSE.search(before):
+                continue
+            if not any(map(commands, (section.text, *section.above))):
+                bare.append(f"{section.title!r}: {table.splitlines()[0]}")
+    assert bare == [], "show the command, or say: <!-- not measured: why -->"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_what_the_reader_is_told_to_run_is_there(path: Path):
+    for command in commands(path.read_text(encoding="utf-8")):
+        if "/" in command:
+            assert (ROOT / command).is_file(), command
+        elif command != "pytest":
+            assert command in SUBCOMMANDS, f"kvplugins {command}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_options_of_benchmarks_are_known_to_them(path: Path):
+    """By name, in the script or in what the scripts share."""
+    shared = "".join(p.read_text() for p in sorted(ROOT.glob("benchmarks/_*.py")))
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    for script, rest in re.findall(r"python (benchmarks/\w+\.py)([^\n`]*)", text):
+        source = (ROOT / script).read_text(encoding="utf-8") + shared
+        for option in re.findall(r"(?<!\S)--[a-z][\w-]+", rest.partition(" # ")[0]):
+            argument = option.strip("-").replace("-", "_")  # of a typer command
+            known = option in source or re.search(rf"\b{argument}: ", source)
+            assert known, f"{script} {option}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_tables_are_whole(path: Path):
+    """A head, a line, and rows that are as wide: else it is shown as text."""
+    for table, _ in tables(path.read_text(encoding="utf-8")):
+        head, line, *rows = (row.replace("\\|", "") for row in table.splitlines())
+        assert re.fullmatch(r"[|: -]+", line), f"no line under the head: {head}"
+        assert rows, f"no rows under {head}"
+        widths = {row.strip().count("|") for row in (head, line, *rows)}
+        assert len(widths) == 1, f"rows of {widths} columns under {head}"
+
+
+def test_the_scan_sees_what_it_must():
+    page = "# A\n\n## B\n\n    python benchmarks/index.py X\n\n### C\n\n"
+    figures = "| a | b |\n|---|---|\n| x | 1.5 |\n| y | 2.5 |\n"
+    *_, last = sections(page + figures)
+    ((table, before),) = tables(last.text)
+    assert has_figures(table)
+    assert not EXCUSE.search(before)
+    assert commands(last.text) == []
+    assert any(map(commands, last.above))
+    assert not has_figures("| a | b |\n|---|---|\n| 1 | x |\n| 2 | y |\n")
+    assert EXCUSE.search("text\n<!-- not measured: defaults -->\n\n")
+    assert commands("run `kvplugins size M` or `python -m pytest tests/unit`") == [
+        "size",
+        "pytest",
+    ]
