@@ -146,7 +146,7 @@ def _explain(cls: type[BaseModel], item: Any) -> str:
         hint = f"did you mean {near[0]!r}? " if near else ""
         listed = ", ".join(known) or "none"
         return f"unknown setting {where!r}: {hint}(settings: {listed})"
-    message = item["msg"].removeprefix("Value error, ")
+    message: str = item["msg"].removeprefix("Value error, ")
     if not where:
         return message
     return f"{where}: {message} (got {item['input']!r})"

@@ -40,12 +40,14 @@ class Grids:
     @property
     def fetched_share(self) -> np.ndarray:
         """[steps], of the hot slots of all layers that retrieve."""
-        return np.nansum(self.pages, 0) / np.nansum(self.hot_pages, 0)
+        share: np.ndarray = np.nansum(self.pages, 0) / np.nansum(self.hot_pages, 0)
+        return share
 
     @property
     def mean_mass(self) -> np.ndarray:
         """[steps], mean over layers that retrieve."""
-        return np.nanmean(self.mass, 0)
+        mean: np.ndarray = np.nanmean(self.mass, 0)
+        return mean
 
 
 def grids_of(run: RecordedRun) -> Grids:

@@ -136,7 +136,8 @@ class CompiledIndex:
         return self._stats()[1]
 
     def _stats(self) -> list[int]:
-        return call_compiled("index_stats", self.handle).tolist()
+        found: list[int] = call_compiled("index_stats", self.handle).tolist()
+        return found
 
 
 def query_topk(

@@ -69,8 +69,8 @@ class Keys:
     def capacity(self) -> int:
         """Slots per head."""
         if self.data.dim() == 4:
-            return self.data.shape[2]
-        return self.table.shape[2] * self.data.shape[1]
+            return int(self.data.shape[2])
+        return int(self.table.shape[2] * self.data.shape[1])
 
     def gather(self) -> torch.Tensor:
         """All of them, copied: [requests, heads, capacity, head_dim]."""

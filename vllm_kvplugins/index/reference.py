@@ -36,7 +36,9 @@ def topk(queries: torch.Tensor, keys: torch.Tensor, k: int) -> TopKeys:
     )
 
 
-def pages(slots: torch.Tensor, places: torch.Tensor, page_size: int, limit: int):
+def pages(
+    slots: torch.Tensor, places: torch.Tensor, page_size: int, limit: int
+) -> Pages:
     """Pages of the best slots: by rank, and by query within a rank.
 
     Args:

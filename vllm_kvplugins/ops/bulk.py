@@ -148,7 +148,7 @@ def _page_bytes(name: str, pages: torch.Tensor) -> int:
         )
     if pages.dtype.itemsize not in _BITS:
         _fail(f"{name} must have elements of 1, 2, 4 or 8 bytes, got {pages.dtype}")
-    return elems * pages.dtype.itemsize
+    return int(elems * pages.dtype.itemsize)
 
 
 def _check_apart(target: torch.Tensor, source: torch.Tensor, page_bytes: int) -> None:

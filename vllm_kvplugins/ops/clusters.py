@@ -61,13 +61,14 @@ def assign_and_average(
         if keys.stride(2) != 1:
             keys = keys.contiguous()
         rest = None if valid is None else valid.contiguous()
-        return call_compiled(
+        found: tuple[torch.Tensor, torch.Tensor] = call_compiled(
             "assign_and_average",
             keys,
             prototypes.contiguous(),
             values.contiguous(),
             rest,
         )
+        return found
     if backend == "triton":
         from vllm_kvplugins.ops.triton import clusters
 

@@ -51,7 +51,10 @@ def gather_tokens(
         _check_tokens(op, heap, pages, slots, layout, ("pages", "slots"))
     if compiled:
         places = pages.contiguous(), slots.contiguous()
-        return call_compiled(op, heap, *places, *_layout_args(layout))
+        found: tuple[torch.Tensor, torch.Tensor] = call_compiled(
+            op, heap, *places, *_layout_args(layout)
+        )
+        return found
     return torch_ops.gather_tokens(heap, pages, slots, layout)
 
 

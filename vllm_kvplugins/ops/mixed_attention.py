@@ -105,7 +105,7 @@ def attend_mixed(
         entries: tuple[torch.Tensor | None, ...] = (None,) * 5
         if coarse is not None:
             entries = tuple(entry.contiguous() for entry in coarse.tensors)
-        return call_compiled(
+        found: tuple[torch.Tensor, torch.Tensor] = call_compiled(
             _OP,
             queries.contiguous(),
             heap,
@@ -117,6 +117,7 @@ def attend_mixed(
             scale,
             *entries,
         )
+        return found
     every = coarse or CoarseEntries.none(len(page_table), queries)
     _check(queries, heap, layout, page_table, lengths, scale, every)
     if triton_for(heap.device):

@@ -55,7 +55,7 @@ class LowRank:
     @property
     def nbytes(self) -> int:
         """Size of the records; the index tensors are not counted."""
-        return self.factors.numel() * self.factors.itemsize
+        return int(self.factors.numel() * self.factors.itemsize)
 
     def singular_values(self, matrix: int) -> torch.Tensor:
         """float32 [rank], a view: what is written there is used. Descending, unless

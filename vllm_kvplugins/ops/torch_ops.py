@@ -6,6 +6,8 @@ trust their arguments (``checks.py``).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from vllm_kvplugins.ops.layout import PageLayout, Plane
@@ -125,7 +127,9 @@ def _store(
         heap[pages[part, None], columns] = rows[part]
 
 
-def _indices(slots: torch.Tensor, plane: Plane, layout: PageLayout):
+def _indices(
+    slots: torch.Tensor, plane: Plane, layout: PageLayout
+) -> Iterator[tuple[slice, torch.Tensor]]:
     """Slices of tokens, each with its offsets [tokens, head_dim], int64."""
     table = plane.offsets.view(layout.block_size, layout.head_dim)
     step = max(1, _MAX_INDICES // layout.head_dim)

@@ -170,7 +170,8 @@ class SeKV(Resolver):
         if self.trained is None:
             return 1.0
         lengths = self.trained.threshold
-        return 1.0 + lengths.numel() * lengths.itemsize / geometry.kv_bytes_per_token
+        num_bytes = int(lengths.numel() * lengths.itemsize)
+        return 1.0 + num_bytes / geometry.kv_bytes_per_token
 
     @property
     def host_memory_bytes(self) -> int | None:

@@ -62,12 +62,12 @@ class Router:
     @property
     def routing_dim(self) -> int:
         """d', numbers per span and query head."""
-        return self.projection.shape[2]
+        return int(self.projection.shape[2])
 
     @property
     def max_rank(self) -> int:
         """R, components that the predictor knows."""
-        return self.rank_out.shape[1]
+        return int(self.rank_out.shape[1])
 
     @property
     def tau(self) -> torch.Tensor:

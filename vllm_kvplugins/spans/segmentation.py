@@ -42,7 +42,7 @@ class Segments:
 
     @property
     def num_spans(self) -> int:
-        return self.sizes.numel()
+        return int(self.sizes.numel())
 
 
 def segment(

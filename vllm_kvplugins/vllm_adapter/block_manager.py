@@ -115,7 +115,7 @@ class ResidencyBlockManager(FullAttentionManager):
         most = spec.policy.prompt_blocks(request.num_tokens, spec.geometry)
         most = self._pool_blocks if most is None else min(most, self._pool_blocks)
         stop = max(match.session.first_block + most, computed_tokens // size + 1)
-        return min(new_tokens, stop * size - computed_tokens)
+        return int(min(new_tokens, stop * size - computed_tokens))
 
     def can_start(self, request: Any, session: Session, tokens: int) -> bool:
         """Whether the pool can ever hold a request that starts from so many tokens
@@ -124,7 +124,8 @@ class ResidencyBlockManager(FullAttentionManager):
         peak = self.plan_from(request, session.compaction).peak_blocks(
             request.num_prompt_tokens, since=int(first > 0)
         )
-        return max(peak, tokens // self.block_size + 1 - first) <= self._pool_blocks
+        most: int = max(peak, tokens // self.block_size + 1 - first)
+        return most <= self._pool_blocks
 
     @property
     def _pool_blocks(self) -> int:
@@ -233,7 +234,8 @@ class ResidencyBlockManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
         self._freed_up_to.pop(request_id, None)
-        return super().pop_blocks_for_free(request_id)
+        blocks: list[Any] = super().pop_blocks_for_free(request_id)
+        return blocks
 
     def check_integrity(self) -> None:
         """No request state without blocks."""

@@ -144,7 +144,8 @@ def _beginning(
     except Exception as error:  # the request itself is sound: it was rendered
         _say(error)
         return None
-    return prompt.get("prompt_token_ids")
+    token_ids: list[int] | None = prompt.get("prompt_token_ids")
+    return token_ids
 
 
 async def _beginning_async(
@@ -164,7 +165,8 @@ async def _beginning_async(
     except Exception as error:  # the request itself is sound: it was rendered
         _say(error)
         return None
-    return prompt.get("prompt_token_ids")
+    token_ids: list[int] | None = prompt.get("prompt_token_ids")
+    return token_ids
 
 
 def _say(error: Exception) -> None:

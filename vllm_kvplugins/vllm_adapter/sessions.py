@@ -297,7 +297,7 @@ class SchedulerSessions:
         } | {f"session_{name}": count for name, count in new.items()}
 
     def _blocks_of(self, tokens: int) -> int:
-        return -(-tokens // self._manager.block_size)
+        return int(-(-tokens // self._manager.block_size))
 
 
 def _query_bytes(vllm_config: Any) -> int:
@@ -305,7 +305,7 @@ def _query_bytes(vllm_config: Any) -> int:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     heads = model.get_num_attention_heads(parallel) * parallel.tensor_parallel_size
     layers: int = model.get_num_layers(parallel)
-    return layers * heads * model.get_head_size() * model.dtype.itemsize
+    return int(layers * heads * model.get_head_size() * model.dtype.itemsize)
 
 
 def _has_plain_prompt(request: Any) -> bool:

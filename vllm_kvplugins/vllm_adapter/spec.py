@@ -40,14 +40,18 @@ class ResidencySpec(FullAttentionSpec):
     @classmethod
     def merge(cls, specs: list[Any]) -> ResidencySpec:
         assert all(spec == specs[0] for spec in specs), "layers disagree on their spec"
-        return copy.deepcopy(specs[0])
+        merged: ResidencySpec = copy.deepcopy(specs[0])
+        return merged
 
 
 def with_policy(
     spec: FullAttentionSpec, policy: KVCachePolicy, geometry: Geometry
 ) -> ResidencySpec:
     """The same layer under a policy."""
-    return replace_as(spec, ResidencySpec, policy=policy, geometry=geometry)
+    found: ResidencySpec = replace_as(
+        spec, ResidencySpec, policy=policy, geometry=geometry
+    )
+    return found
 
 
 # The registry fills itself with the built-ins only while it is empty; without

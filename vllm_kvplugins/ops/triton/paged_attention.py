@@ -153,13 +153,13 @@ _DTYPES = {
 def _tile_rows(group: int, most_queries: int) -> int:
     """Rows of a tile: 16 at least, for tensor cores, 64 where there are many tokens."""
     least = max(triton.next_power_of_2(group), 16)
-    return least if most_queries == 1 else max(least, 64)
+    return int(least if most_queries == 1 else max(least, 64))
 
 
 def _tile_slots(block_size: int, head_dim: int) -> int:
     """Slots of a tile: a page where that is neither small nor large."""
     wanted = 32 if head_dim > 128 else 64
-    return min(max(triton.next_power_of_2(block_size), 16), wanted)
+    return int(min(max(triton.next_power_of_2(block_size), 16), wanted))
 
 
 def _splits(device: torch.device, programs: int, room: int, tile: int) -> int:
@@ -167,7 +167,7 @@ def _splits(device: torch.device, programs: int, room: int, tile: int) -> int:
         return 1
     units = torch.cuda.get_device_properties(device).multi_processor_count
     # a part of less than four tiles costs more in the merge than it saves
-    return max(1, min(2 * units // programs, room // (4 * tile), _MOST_SPLITS))
+    return int(max(1, min(2 * units // programs, room // (4 * tile), _MOST_SPLITS)))
 
 
 def _plane(plane: Plane) -> tuple[int, int, int]:
