@@ -7,8 +7,9 @@ usage() {
 Usage: bash scripts/test.sh [pytest arguments]
 
 Sets up the same environment as serve.sh plus the test tools and the default
-model, then runs ruff and pytest, which also builds and runs the C++ tests. With
-pytest arguments only pytest runs, with these:
+model, then runs the checks of .pre-commit-config.yaml (ruff, mypy, clang-format,
+codespell) and pytest, which also builds and runs the C++ tests and the site of the
+documentation. With pytest arguments only pytest runs, with these:
 
   bash scripts/test.sh tests/unit -k snapkv
 
@@ -57,8 +58,12 @@ export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
 
 lint=0
 if (($# == 0)); then
-  say "• ruff"
-  "$PY" -m ruff check . || lint=1
+  if git rev-parse --git-dir >/dev/null 2>&1; then
+    say "• ruff, mypy, clang-format, codespell"
+    PRE_COMMIT_HOME="$KVP_STATE/pre-commit" "$PY" -m pre_commit run --all-files || lint=1
+  else
+    say "• not a git checkout: ruff, mypy, clang-format and codespell are left out"
+  fi
 fi
 
 say "• pytest"
@@ -67,10 +72,11 @@ cores="$(nproc 2>/dev/null || echo 1)"
 workers="${KVP_TEST_WORKERS:-$((cores < 4 ? cores : 4))}"
 # Whole files, whose tests share engines; each engine has one thread. In their own
 # order: the engines' files, which take longest, come first.
-"$PY" -m pytest --durations=10 --junitxml=build/test-results.xml \
+# coverage.sh sets KVP_COVERAGE.
+"$PY" ${KVP_COVERAGE:+-m coverage run} -m pytest --durations=10 --junitxml=build/test-results.xml \
   -n "$workers" --dist loadfile --no-loadscope-reorder "$@" || code=$?
 if ((code == 0 && lint)); then
-  say "error: pytest passed, but ruff failed"
+  say "error: pytest passed, but a check before it failed"
   code=1
 fi
 exit "$code"

@@ -55,7 +55,7 @@ def test_bash_can_parse_it(script: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["serve.sh", "test.sh"])
+@pytest.mark.parametrize("name", ["serve.sh", "test.sh", "coverage.sh"])
 def test_help(name: str) -> None:
     done = bash(str(ROOT / "scripts" / name), "--help")
     assert done.returncode == 0
