@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs", reason="the extra dev has mkdocs-material")
     folder = tmp_path_factory.mktemp("site")
-    command = ["mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    # not --quiet: --strict counts what is logged
+    command = ["mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=ROOT,
