@@ -26,13 +26,12 @@ void mark_absent(const float* values, const bool* valid, const AssignSizes& size
 
 // Assigns all heads, in one parallel region. Scratch is their packed prototypes.
 template <typename Element>
-void assign_heads(const Tensor& keys, const Tensor& prototypes,
-                  const AssignSizes& size, std::int64_t* clusters) {
+void assign_heads(const Tensor& keys, const Tensor& prototypes, const AssignSizes& size,
+                  std::int64_t* clusters) {
   const auto* first = static_cast<const Element*>(keys.const_data_ptr());
   const float* rows = prototypes.const_data_ptr<float>();
   const Simd simd = best_simd_for<Element>();
-  const std::int64_t panel_size =
-      packed_size(simd, size.prototypes, size.head_dim);
+  const std::int64_t panel_size = packed_size(simd, size.prototypes, size.head_dim);
   std::vector<float> panels(static_cast<std::size_t>(size.heads * panel_size));
   std::vector<std::int64_t> order(
       static_cast<std::size_t>(size.heads * size.prototypes));
@@ -40,9 +39,9 @@ void assign_heads(const Tensor& keys, const Tensor& prototypes,
   for (std::int64_t head = 0; head < size.heads; ++head) {
     float* panel = panels.data() + head * panel_size;
     std::int64_t* numbers = order.data() + head * size.prototypes;
-    const std::int64_t packed = pack_prototypes(
-        simd, rows + head * size.prototypes * size.head_dim,
-        size.prototypes, size.head_dim, panel, numbers);
+    const std::int64_t packed =
+        pack_prototypes(simd, rows + head * size.prototypes * size.head_dim,
+                        size.prototypes, size.head_dim, panel, numbers);
     work.push_back({first + head * keys.stride(0), size.slots, keys.stride(1),
                     size.head_dim, panel, numbers, packed});
   }
@@ -55,13 +54,14 @@ void assign_heads(const Tensor& keys, const Tensor& prototypes,
   }
 }
 
-std::tuple<Tensor, Tensor> assign_and_average_cpu(
-    const Tensor& keys, const Tensor& prototypes, const Tensor& values,
-    std::optional<Tensor> valid) {
+std::tuple<Tensor, Tensor> assign_and_average_cpu(const Tensor& keys,
+                                                  const Tensor& prototypes,
+                                                  const Tensor& values,
+                                                  std::optional<Tensor> valid) {
   const AssignSizes size = checked_assignment(keys, prototypes, values, valid);
   Tensor means = torch::stable::new_empty(values, {size.heads, size.slots});
-  Tensor clusters = torch::stable::new_empty(
-      values, {size.heads, size.slots}, ScalarType::Long);
+  Tensor clusters =
+      torch::stable::new_empty(values, {size.heads, size.slots}, ScalarType::Long);
   auto* found = clusters.mutable_data_ptr<std::int64_t>();
   switch (keys.scalar_type()) {
     case ScalarType::Float:
@@ -85,10 +85,9 @@ std::tuple<Tensor, Tensor> assign_and_average_cpu(
   std::vector<float> of_cluster(table);
   for (std::int64_t head = 0; head < size.heads; ++head) {
     const std::int64_t at = head * size.slots;
-    mark_absent(value + at, token ? token + at : nullptr, size, found + at,
-                mean + at);
-    cluster_mean(mean + at, found + at, size.slots, size.prototypes + 1,
-                 sums.data(), sizes.data(), of_cluster.data(), mean + at);
+    mark_absent(value + at, token ? token + at : nullptr, size, found + at, mean + at);
+    cluster_mean(mean + at, found + at, size.slots, size.prototypes + 1, sums.data(),
+                 sizes.data(), of_cluster.data(), mean + at);
   }
   return {means, clusters};
 }
@@ -132,22 +131,20 @@ void chunk_heads(const Tensor& keys, const Chunked& out) {
       bool* marks = irregular.get() + head * n;
       find_irregular(here, n, out.count, order.data() + head * n, marks,
                      out.slots + head * out.count);
-      sum_regular(chunks_of(head), marks,
-                  out.sums + head * out.chunks * keys.size(2));
+      sum_regular(chunks_of(head), marks, out.sums + head * out.chunks * keys.size(2));
     }
   }
   if (strange) fail("chunk_prototypes", "keys hold NaN or infinities");
 }
 
-std::tuple<Tensor, Tensor> chunk_prototypes_cpu(const Tensor& keys,
-                                                std::int64_t chunks,
+std::tuple<Tensor, Tensor> chunk_prototypes_cpu(const Tensor& keys, std::int64_t chunks,
                                                 std::int64_t count) {
   const char* op = "chunk_prototypes";
   Argument{op, "keys", keys}.require_dim(3);
   const std::int64_t heads = keys.size(0), head_dim = keys.size(2);
   if (chunks < 1 || chunks > keys.size(1)) {
-    fail(op, "num_chunks must be 1 to the number of slots, ", keys.size(1),
-         ", got ", chunks);
+    fail(op, "num_chunks must be 1 to the number of slots, ", keys.size(1), ", got ",
+         chunks);
   }
   const std::int64_t length = keys.size(1) / chunks;
   if (count < 0 || count > chunks * length) {
@@ -159,10 +156,9 @@ std::tuple<Tensor, Tensor> chunk_prototypes_cpu(const Tensor& keys,
   if (head_dim > 1 && keys.stride(2) != 1) {
     fail(op, "the elements of a key must lie side by side");
   }
-  Tensor sums = torch::stable::new_empty(keys, {heads, chunks, head_dim},
-                                         ScalarType::Float);
-  Tensor slots =
-      torch::stable::new_empty(keys, {heads, count}, ScalarType::Long);
+  Tensor sums =
+      torch::stable::new_empty(keys, {heads, chunks, head_dim}, ScalarType::Float);
+  Tensor slots = torch::stable::new_empty(keys, {heads, count}, ScalarType::Long);
   const Chunked out{chunks, length, count, sums.mutable_data_ptr<float>(),
                     slots.mutable_data_ptr<std::int64_t>()};
   switch (keys.scalar_type()) {

@@ -26,8 +26,8 @@ void assign_all(const Tensor& keys, const Tensor& prototypes, const Tensor& valu
       valid ? valid->const_data_ptr<bool>() : nullptr,
       clusters.mutable_data_ptr<std::int64_t>(),
       means.mutable_data_ptr<float>()};
-  Tensor scratch = torch::stable::new_empty(values, {cuda::assign_scratch(call)},
-                                            ScalarType::Long);
+  Tensor scratch =
+      torch::stable::new_empty(values, {cuda::assign_scratch(call)}, ScalarType::Long);
   cuda::assign_and_average(call, static_cast<cuda::Word*>(scratch.mutable_data_ptr()),
                            stream_of(keys));
 }
@@ -39,8 +39,8 @@ std::tuple<Tensor, Tensor> assign_and_average_cuda(const Tensor& keys,
   const AssignSizes size = checked_assignment(keys, prototypes, values, valid);
   const DeviceGuard guard(keys.get_device_index());
   Tensor means = torch::stable::new_empty(values, {size.heads, size.slots});
-  Tensor clusters = torch::stable::new_empty(values, {size.heads, size.slots},
-                                             ScalarType::Long);
+  Tensor clusters =
+      torch::stable::new_empty(values, {size.heads, size.slots}, ScalarType::Long);
   switch (keys.scalar_type()) {
     case ScalarType::Float:
       assign_all<float>(keys, prototypes, values, valid, size, clusters, means);

@@ -17,7 +17,7 @@ struct AssignSizes {
 };
 
 inline void require_shape(const char* name, const Tensor& tensor,
-                   const std::vector<std::int64_t>& shape) {
+                          const std::vector<std::int64_t>& shape) {
   bool same = tensor.dim() == static_cast<std::int64_t>(shape.size());
   for (std::size_t i = 0; same && i < shape.size(); ++i) {
     same = tensor.size(static_cast<std::int64_t>(i)) == shape[i];
@@ -27,18 +27,17 @@ inline void require_shape(const char* name, const Tensor& tensor,
   for (std::size_t i = 0; i < shape.size(); ++i) {
     wanted << (i ? ", " : "") << shape[i];
   }
-  fail(kAssign, name, " must have shape [", wanted.str(), "], got ",
-       shape_of(tensor));
+  fail(kAssign, name, " must have shape [", wanted.str(), "], got ", shape_of(tensor));
 }
 
 inline AssignSizes checked_assignment(const Tensor& keys, const Tensor& prototypes,
-              const Tensor& values, const std::optional<Tensor>& valid) {
+                                      const Tensor& values,
+                                      const std::optional<Tensor>& valid) {
   Argument{kAssign, "keys", keys}.require_dim(3);
   const Argument rows{kAssign, "prototypes", prototypes};
   rows.require_dim(3);
   const AssignSizes size{keys.size(0), keys.size(1), keys.size(2), prototypes.size(1)};
-  require_shape("prototypes", prototypes,
-                {size.heads, size.prototypes, size.head_dim});
+  require_shape("prototypes", prototypes, {size.heads, size.prototypes, size.head_dim});
   require_shape("values", values, {size.heads, size.slots});
   const auto require_device = [&](const char* name, const Tensor& tensor) {
     if (tensor.is_cpu() == keys.is_cpu() &&

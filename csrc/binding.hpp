@@ -59,8 +59,7 @@ struct Argument {
 
   void require_dim(std::int64_t dim) const {
     if (tensor.dim() != dim) {
-      fail(op, name, " must have ", dim, " dimension(s), got shape ",
-           shape_of(tensor));
+      fail(op, name, " must have ", dim, " dimension(s), got shape ", shape_of(tensor));
     }
   }
 
@@ -104,8 +103,7 @@ struct Argument {
   }
 
   // A contiguous [rows, cols] matrix of the heap's dtype.
-  void require_rows(const Tensor& heap, std::int64_t rows,
-                    std::int64_t cols) const {
+  void require_rows(const Tensor& heap, std::int64_t rows, std::int64_t cols) const {
     require_device_of(heap);
     require_dim(2);
     require_type(heap.scalar_type());
@@ -161,8 +159,7 @@ Element* write(const Tensor& tensor, Element*) {
   return static_cast<Element*>(tensor.mutable_data_ptr());
 }
 
-inline HeapView view_heap(const char* op, const Tensor& heap,
-                          std::int64_t block_size) {
+inline HeapView view_heap(const char* op, const Tensor& heap, std::int64_t block_size) {
   Argument{op, "heap", heap}.require_dim(2);
   const ScalarType type = heap.scalar_type();
   if (type != ScalarType::Float && type != ScalarType::Half &&
@@ -172,8 +169,7 @@ inline HeapView view_heap(const char* op, const Tensor& heap,
   }
   const std::int64_t page_elems = heap.size(1);
   // The stride of a dimension of size 1 carries no meaning.
-  const std::int64_t page_stride =
-      heap.size(0) > 1 ? heap.stride(0) : page_elems;
+  const std::int64_t page_stride = heap.size(0) > 1 ? heap.stride(0) : page_elems;
   if ((page_elems > 1 && heap.stride(1) != 1) || page_stride < page_elems) {
     fail(op, "heap must have contiguous pages that do not overlap, got strides [",
          heap.stride(0), ", ", heap.stride(1), "] for pages of ", page_elems,

@@ -46,30 +46,28 @@ inline PageSide view_pages(const char* op, const char* name, const Tensor& tenso
 
 // Refuses also sides whose pages lie between each other's: whether any byte is
 // shared is not worth finding out.
-inline void require_apart(const char* op, const Tensor& target,
-                          const PageSide& to, const Tensor& source,
-                          const PageSide& from) {
+inline void require_apart(const char* op, const Tensor& target, const PageSide& to,
+                          const Tensor& source, const PageSide& from) {
   const auto first = [](const Tensor& tensor) {
     return reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
   };
   const auto size = [](const PageSide& side) {
     return side.num_pages == 0 || side.page_bytes == 0
                ? std::uintptr_t{0}
-               : static_cast<std::uintptr_t>(
-                     (side.num_pages - 1) * side.stride_bytes + side.page_bytes);
+               : static_cast<std::uintptr_t>((side.num_pages - 1) * side.stride_bytes +
+                                             side.page_bytes);
   };
   if (size(to) == 0 || size(from) == 0) return;
   if (first(target) < first(source) + size(from) &&
       first(source) < first(target) + size(to)) {
-    fail(op, "target and source must not share memory, got pages ",
-         to.stride_bytes, " bytes apart from address ", first(target), " and ",
-         from.stride_bytes, " bytes apart from ", first(source));
+    fail(op, "target and source must not share memory, got pages ", to.stride_bytes,
+         " bytes apart from address ", first(target), " and ", from.stride_bytes,
+         " bytes apart from ", first(source));
   }
 }
 
 inline PageCopy view_copy(const char* op, const Tensor& target,
-                          const std::optional<Tensor>& target_ids,
-                          const Tensor& source,
+                          const std::optional<Tensor>& target_ids, const Tensor& source,
                           const std::optional<Tensor>& source_ids) {
   const auto require_device = [&](const char* name, const Tensor& tensor) {
     if (tensor.is_cpu() != target.is_cpu() ||
@@ -77,8 +75,7 @@ inline PageCopy view_copy(const char* op, const Tensor& target,
       fail(op, name, " must be on the device of target");
     }
   };
-  PageCopy copy{view_pages(op, "target", target),
-                view_pages(op, "source", source), 0};
+  PageCopy copy{view_pages(op, "target", target), view_pages(op, "source", source), 0};
   require_device("source", source);
   Argument{op, "source", source}.require_type(target.scalar_type());
   if (copy.source.page_bytes != copy.target.page_bytes) {
@@ -96,8 +93,7 @@ inline PageCopy view_copy(const char* op, const Tensor& target,
            : source_ids ? source_ids->size(0)
                         : copy.source.num_pages;
   if (target_ids && source_ids && source_ids->size(0) != copy.n) {
-    fail(op, "source_ids must have ", copy.n, " entries, got ",
-         source_ids->size(0));
+    fail(op, "source_ids must have ", copy.n, " entries, got ", source_ids->size(0));
   }
   const auto require_enough = [&](const char* name, const PageSide& side) {
     if (side.ids == nullptr && side.num_pages < copy.n) {

@@ -26,9 +26,8 @@ void require_distinct(const char* op, const PageSide& target, std::int64_t n) {
   if (target.ids == nullptr || n == 0) return;
   const PageSpan span = span_of(target.ids, n);
   std::unique_ptr<std::uint64_t, decltype(&std::free)> bitmap(
-      static_cast<std::uint64_t*>(
-          std::calloc(static_cast<std::size_t>(span.bitmap_words(1)),
-                      sizeof(std::uint64_t))),
+      static_cast<std::uint64_t*>(std::calloc(
+          static_cast<std::size_t>(span.bitmap_words(1)), sizeof(std::uint64_t))),
       &std::free);
   if (!bitmap) throw std::bad_alloc();
   const Status status = check_distinct_pages(target.ids, n, span, bitmap.get());

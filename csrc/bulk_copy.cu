@@ -9,8 +9,7 @@ namespace {
 
 void copy_pages_cuda(const Tensor& target, const std::optional<Tensor>& target_ids,
                      const Tensor& source, const std::optional<Tensor>& source_ids) {
-  const PageCopy copy =
-      view_copy("copy_pages", target, target_ids, source, source_ids);
+  const PageCopy copy = view_copy("copy_pages", target, target_ids, source, source_ids);
   const auto list = [](const PageSide& side) {
     return cuda::PageList{side.num_pages, side.stride_bytes, side.ids};
   };

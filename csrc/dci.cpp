@@ -19,8 +19,8 @@ namespace {
 
 std::int64_t index_create(std::int64_t kind, std::int64_t num_heads,
                           std::int64_t head_dim, std::int64_t page_size,
-                          double promotion, std::int64_t composite,
-                          std::int64_t simple, std::int64_t seed, bool by_mean) {
+                          double promotion, std::int64_t composite, std::int64_t simple,
+                          std::int64_t seed, bool by_mean) {
   const char* op = "index_create";
   const auto require = [op](const char* name, std::int64_t value, std::int64_t low,
                             std::int64_t high) {
@@ -37,8 +37,8 @@ std::int64_t index_create(std::int64_t kind, std::int64_t num_heads,
   if (!(promotion > 0.0 && promotion <= 0.5)) {
     fail(op, "promotion must be above 0 and at most 0.5, got ", promotion);
   }
-  const Settings settings{head_dim, page_size,  promotion,
-                          composite, simple, static_cast<std::uint64_t>(seed),
+  const Settings settings{head_dim,  page_size, promotion,
+                          composite, simple,    static_cast<std::uint64_t>(seed),
                           by_mean};
   if (kind == 0) {
     return Registry::get().add(
@@ -60,8 +60,8 @@ void index_append(std::int64_t handle, const Tensor& keys, const Tensor& table,
   const std::shared_ptr<AnyIndex> found = Registry::get().find(op, handle);
   const std::unique_lock<std::shared_mutex> lock(found->mutex);
   require_whole(op, *found);
-  const std::vector<KeyView> views = view_keys(
-      op, keys, table, 1, found->num_heads(), found->settings().head_dim);
+  const std::vector<KeyView> views =
+      view_keys(op, keys, table, 1, found->num_heads(), found->settings().head_dim);
   if (count < 0 || count > views.front().num_places) {
     fail(op, "count is ", count, ", but keys has ", views.front().num_places,
          " slots per head");
@@ -101,18 +101,19 @@ void answer(const Question& question, const Take& take, const Done& done) {
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor> index_topk(
-    const Tensor& handles, const Tensor& queries, const Tensor& keys,
-    const Tensor& table, bool by_page, std::int64_t k, std::int64_t max_visits,
-    double visit_ratio) {
-  const Question question = ask("index_topk", handles, queries, keys, table,
-                                by_page, k, max_visits, visit_ratio);
+std::tuple<Tensor, Tensor, Tensor> index_topk(const Tensor& handles,
+                                              const Tensor& queries, const Tensor& keys,
+                                              const Tensor& table, bool by_page,
+                                              std::int64_t k, std::int64_t max_visits,
+                                              double visit_ratio) {
+  const Question question = ask("index_topk", handles, queries, keys, table, by_page, k,
+                                max_visits, visit_ratio);
   const std::int64_t requests = queries.size(0);
   const std::vector<std::int64_t> shape{requests, question.heads, question.group, k};
   Tensor slots = torch::stable::new_empty(handles, shape);
   Tensor scores = torch::stable::new_empty(handles, shape, ScalarType::Float);
-  Tensor visits = torch::stable::new_empty(
-      handles, {requests, question.heads, question.group});
+  Tensor visits =
+      torch::stable::new_empty(handles, {requests, question.heads, question.group});
   std::int64_t* slot = slots.mutable_data_ptr<std::int64_t>();
   float* score = scores.mutable_data_ptr<float>();
   std::int64_t* visit = visits.mutable_data_ptr<std::int64_t>();
@@ -132,18 +133,18 @@ std::tuple<Tensor, Tensor, Tensor> index_topk(
   return {slots, scores, visits};
 }
 
-std::tuple<Tensor, Tensor> index_pages(
-    const Tensor& handles, const Tensor& queries, const Tensor& keys,
-    const Tensor& table, bool by_page, std::int64_t k, std::int64_t max_visits,
-    double visit_ratio, std::int64_t max_pages) {
+std::tuple<Tensor, Tensor> index_pages(const Tensor& handles, const Tensor& queries,
+                                       const Tensor& keys, const Tensor& table,
+                                       bool by_page, std::int64_t k,
+                                       std::int64_t max_visits, double visit_ratio,
+                                       std::int64_t max_pages) {
   const char* op = "index_pages";
   const Question question =
       ask(op, handles, queries, keys, table, by_page, k, max_visits, visit_ratio);
   if (max_pages < 1) fail(op, "max_pages must be positive, got ", max_pages);
-  Tensor pages = torch::stable::new_empty(
-      handles, {queries.size(0), question.heads, max_pages});
-  Tensor counts =
-      torch::stable::new_empty(handles, {queries.size(0), question.heads});
+  Tensor pages =
+      torch::stable::new_empty(handles, {queries.size(0), question.heads, max_pages});
+  Tensor counts = torch::stable::new_empty(handles, {queries.size(0), question.heads});
   std::int64_t* page = pages.mutable_data_ptr<std::int64_t>();
   std::int64_t* count = counts.mutable_data_ptr<std::int64_t>();
   std::vector<std::vector<std::vector<Scored>>> best(
@@ -157,8 +158,8 @@ std::tuple<Tensor, Tensor> index_pages(
       },
       [&](std::int64_t task, const AnyIndex& found, std::int64_t head) {
         std::int64_t* out = page + task * max_pages;
-        count[task] = found.pages(head, best[static_cast<std::size_t>(task)],
-                                  max_pages, out);
+        count[task] =
+            found.pages(head, best[static_cast<std::size_t>(task)], max_pages, out);
         std::fill(out + count[task], out + max_pages, std::int64_t{-1});
       });
   return {pages, counts};
@@ -184,8 +185,7 @@ Tensor index_places(std::int64_t handle, std::int64_t first) {
 
 // [num_keys, memory_bytes, pages of head 0, pages of head 1, ...]
 Tensor index_stats(std::int64_t handle) {
-  const std::shared_ptr<AnyIndex> found =
-      Registry::get().find("index_stats", handle);
+  const std::shared_ptr<AnyIndex> found = Registry::get().find("index_stats", handle);
   const std::shared_lock<std::shared_mutex> lock(found->mutex);
   Tensor stats = torch::stable::empty({2 + found->num_heads()}, ScalarType::Long);
   std::int64_t* out = stats.mutable_data_ptr<std::int64_t>();
@@ -197,15 +197,15 @@ Tensor index_stats(std::int64_t handle) {
   return stats;
 }
 
-std::string index_check(std::int64_t handle, const Tensor& keys,
-                        const Tensor& table, bool by_page) {
+std::string index_check(std::int64_t handle, const Tensor& keys, const Tensor& table,
+                        bool by_page) {
   const char* op = "index_check";
   const std::shared_ptr<AnyIndex> found = Registry::get().find(op, handle);
   const std::shared_lock<std::shared_mutex> lock(found->mutex);
   require_whole(op, *found);
-  return found->integrity(view_keys(op, keys, table, 1, found->num_heads(),
-                                    found->settings().head_dim),
-                          by_page);
+  return found->integrity(
+      view_keys(op, keys, table, 1, found->num_heads(), found->settings().head_dim),
+      by_page);
 }
 
 std::string index_kernels() { return index::select_kernels().name; }

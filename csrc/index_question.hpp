@@ -67,8 +67,8 @@ inline void read_queries(const char* op, const Tensor& queries, Question& questi
     if (type == ScalarType::Float) {
       out = static_cast<const float*>(queries.const_data_ptr())[i];
     } else if (type == ScalarType::BFloat16) {
-      out = index::widen(
-          static_cast<const std::uint16_t*>(queries.const_data_ptr())[i]);
+      out =
+          index::widen(static_cast<const std::uint16_t*>(queries.const_data_ptr())[i]);
     } else {
       fail(op, "queries must be float32 or bfloat16, got ",
            torch::headeronly::toString(type));
@@ -80,8 +80,8 @@ inline void read_queries(const char* op, const Tensor& queries, Question& questi
 }
 
 inline Question ask(const char* op, const Tensor& handles, const Tensor& queries,
-             const Tensor& keys, const Tensor& table, bool by_page, std::int64_t k,
-             std::int64_t max_visits, double visit_ratio) {
+                    const Tensor& keys, const Tensor& table, bool by_page,
+                    std::int64_t k, std::int64_t max_visits, double visit_ratio) {
   Question question{};
   lock_indexes(op, handles, question);
   read_queries(op, queries, question);

@@ -77,21 +77,20 @@ class OneIndex final : public AnyIndex {
     return forest_.integrity(heads, by_page);
   }
   std::int64_t query(std::int64_t head, const KeyView& keys, bool by_page,
-                     const float* query, const QueryOptions& options,
-                     Scratch& scratch, TopK& top) const override {
+                     const float* query, const QueryOptions& options, Scratch& scratch,
+                     TopK& top) const override {
     return forest_.tree(head).query(keys, by_page, query, options, scratch, top);
   }
-  void vote(std::int64_t head, const KeyView& keys, bool by_page,
-            const float* queries, std::int64_t group, float scale,
-            const QueryOptions& options, VoteScratch& scratch) const override {
-    index::vote(forest_.tree(head), keys, by_page, queries, group,
-                settings().head_dim, scale, options, scratch);
+  void vote(std::int64_t head, const KeyView& keys, bool by_page, const float* queries,
+            std::int64_t group, float scale, const QueryOptions& options,
+            VoteScratch& scratch) const override {
+    index::vote(forest_.tree(head), keys, by_page, queries, group, settings().head_dim,
+                scale, options, scratch);
   }
-  std::int64_t pages(std::int64_t head,
-                     const std::vector<std::vector<Scored>>& best,
+  std::int64_t pages(std::int64_t head, const std::vector<std::vector<Scored>>& best,
                      std::int64_t max_pages, std::int64_t* out) const override {
-    return index::pages_of(forest_.tree(head), settings().page_size, best,
-                           max_pages, out);
+    return index::pages_of(forest_.tree(head), settings().page_size, best, max_pages,
+                           out);
   }
 
  private:
@@ -145,8 +144,8 @@ inline void require_whole(const char* op, const AnyIndex& found) {
 // or from pages [num_pages, block_size, head_dim] and a table of page ids
 // [requests, heads, pages].
 inline std::vector<KeyView> view_keys(const char* op, const Tensor& keys,
-                               const Tensor& table, std::int64_t requests,
-                               std::int64_t heads, std::int64_t head_dim) {
+                                      const Tensor& table, std::int64_t requests,
+                                      std::int64_t heads, std::int64_t head_dim) {
   const Argument argument{op, "keys", keys};
   if (!keys.is_cpu()) fail(op, "keys must be on the CPU");
   const ScalarType type = keys.scalar_type();
@@ -177,8 +176,8 @@ inline std::vector<KeyView> view_keys(const char* op, const Tensor& keys,
     rows.require_type(ScalarType::Long);
     rows.require_contiguous();
     if (!table.is_cpu() || table.size(0) != requests || table.size(1) != heads) {
-      fail(op, "table must be [", requests, ", ", heads,
-           ", pages] on the CPU, got ", shape_of(table));
+      fail(op, "table must be [", requests, ", ", heads, ", pages] on the CPU, got ",
+           shape_of(table));
     }
     ids = table.const_data_ptr<std::int64_t>();
     per_row = table.size(2);
@@ -212,11 +211,10 @@ inline std::vector<KeyView> view_keys(const char* op, const Tensor& keys,
 
 // Places that an index reads in a query, of every head.
 inline void require_places(const char* op, const AnyIndex& found, const KeyView* views,
-                    bool by_page) {
+                           bool by_page) {
   for (std::int64_t head = 0; head < found.num_heads(); ++head) {
     const std::int64_t needed =
-        by_page ? found.num_pages(head) * found.settings().page_size
-                : found.num_keys();
+        by_page ? found.num_pages(head) * found.settings().page_size : found.num_keys();
     if (views[head].num_places < needed) {
       fail(op, "keys has ", views[head].num_places, " slots for head ", head,
            ", the index reads ", needed);

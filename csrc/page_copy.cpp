@@ -26,29 +26,27 @@ std::tuple<Tensor, Tensor> gather_tokens_cpu(
   Tensor keys = torch::stable::new_empty(heap, {from.n, view.head_dim});
   Tensor values = torch::stable::new_empty(heap, {from.n, view.head_dim});
   with_element(view, [&](auto* tag) {
-    gather_tokens(read(heap, tag), view.page_stride, from.pages, from.slots,
-                  from.n, layout, write(keys, tag), write(values, tag));
+    gather_tokens(read(heap, tag), view.page_stride, from.pages, from.slots, from.n,
+                  layout, write(keys, tag), write(values, tag));
   });
   return {keys, values};
 }
 
-void scatter_tokens_cpu(const Tensor& heap, const Tensor& pages,
-                        const Tensor& slots, const Tensor& keys,
-                        const Tensor& values, const Tensor& k_offsets,
-                        const Tensor& v_offsets, std::int64_t block_size,
-                        std::int64_t /*key_base*/, std::int64_t /*value_base*/,
-                        std::int64_t /*slot_stride*/) {
+void scatter_tokens_cpu(const Tensor& heap, const Tensor& pages, const Tensor& slots,
+                        const Tensor& keys, const Tensor& values,
+                        const Tensor& k_offsets, const Tensor& v_offsets,
+                        std::int64_t block_size, std::int64_t /*key_base*/,
+                        std::int64_t /*value_base*/, std::int64_t /*slot_stride*/) {
   const char* op = "scatter_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const PageLayout layout = checked_layout(op, heap, view, k_offsets, v_offsets);
-  const Tokens to =
-      checked_tokens(op, "pages", "slots", heap, view, pages, slots, -1);
+  const Tokens to = checked_tokens(op, "pages", "slots", heap, view, pages, slots, -1);
   Argument{op, "keys", keys}.require_rows(heap, to.n, view.head_dim);
   Argument{op, "values", values}.require_rows(heap, to.n, view.head_dim);
   check_writes(op, view, to, nullptr);
   with_element(view, [&](auto* tag) {
-    scatter_tokens(write(heap, tag), view.page_stride, to.pages, to.slots, to.n,
-                   layout, read(keys, tag), read(values, tag));
+    scatter_tokens(write(heap, tag), view.page_stride, to.pages, to.slots, to.n, layout,
+                   read(keys, tag), read(values, tag));
   });
 }
 
@@ -63,12 +61,12 @@ void move_tokens_cpu(const Tensor& heap, const Tensor& src_pages,
   const PageLayout layout = checked_layout(op, heap, view, k_offsets, v_offsets);
   const Tokens from = checked_tokens(op, "src_pages", "src_slots", heap, view,
                                      src_pages, src_slots, -1);
-  const Tokens to = checked_tokens(op, "dst_pages", "dst_slots", heap, view,
-                                   dst_pages, dst_slots, from.n);
+  const Tokens to = checked_tokens(op, "dst_pages", "dst_slots", heap, view, dst_pages,
+                                   dst_slots, from.n);
   check_writes(op, view, to, &from);
   with_element(view, [&](auto* tag) {
-    move_tokens(write(heap, tag), view.page_stride, from.pages, from.slots,
-                to.pages, to.slots, from.n, layout);
+    move_tokens(write(heap, tag), view.page_stride, from.pages, from.slots, to.pages,
+                to.slots, from.n, layout);
   });
 }
 
@@ -77,17 +75,15 @@ Tensor gather_pages_cpu(const Tensor& heap, const Tensor& page_table,
                         std::int64_t /*base*/, std::int64_t /*slot_stride*/) {
   const char* op = "gather_pages";
   const HeapView view = view_heap(op, heap, block_size);
-  const Plane plane =
-      make_plane(checked_offsets(op, "offsets", heap, view, offsets),
-                 view.block_size, view.head_dim);
+  const Plane plane = make_plane(checked_offsets(op, "offsets", heap, view, offsets),
+                                 view.block_size, view.head_dim);
   const std::int64_t* pages = Argument{op, "page_table", page_table}.table(heap);
-  require_ok(op, "page_table",
-             check_pages(pages, page_table.numel(), view.num_pages),
+  require_ok(op, "page_table", check_pages(pages, page_table.numel(), view.num_pages),
              view.num_pages);
   const std::int64_t rows = page_table.size(0);
   const std::int64_t per_row = page_table.size(1);
-  Tensor out = torch::stable::new_empty(
-      heap, {rows, per_row * view.block_size, view.head_dim});
+  Tensor out =
+      torch::stable::new_empty(heap, {rows, per_row * view.block_size, view.head_dim});
   with_element(view, [&](auto* tag) {
     gather_plane(read(heap, tag), view.page_stride, pages, rows, per_row, plane,
                  view.block_size, view.head_dim, write(out, tag));
@@ -101,8 +97,8 @@ Tensor gather_pages_cpu(const Tensor& heap, const Tensor& page_table,
 // "name=value" pairs separated by ';', for `kvplugins doctor`.
 std::string build_info() {
   // ops_version counts changes of the schemas; ops/extension.py has the same.
-  std::string info = "ops_version=11;build_type=" KVP_BUILD_TYPE
-                     ";torch_headers=" KVP_TORCH_VERSION;
+  std::string info =
+      "ops_version=11;build_type=" KVP_BUILD_TYPE ";torch_headers=" KVP_TORCH_VERSION;
 #ifdef KVP_WITH_CUDA
   info += ";cuda=1";
 #else

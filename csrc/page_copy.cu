@@ -29,10 +29,13 @@ DeviceLayout layout_of(const char* op, const Tensor& heap, const HeapView& view,
   require_rows_inside(op, "key_base", view, key_base, slot_stride);
   require_rows_inside(op, "value_base", view, value_base, slot_stride);
   return DeviceLayout{
-      view.block_size, view.head_dim,
+      view.block_size,
+      view.head_dim,
       Argument{op, "k_offsets", k_offsets}.offsets(heap, view.plane_elems),
       Argument{op, "v_offsets", v_offsets}.offsets(heap, view.plane_elems),
-      key_base, value_base, slot_stride};
+      key_base,
+      value_base,
+      slot_stride};
 }
 
 DeviceHeap heap_of(const HeapView& view) {
@@ -45,9 +48,8 @@ std::tuple<Tensor, Tensor> gather_tokens_cuda(
     std::int64_t key_base, std::int64_t value_base, std::int64_t slot_stride) {
   const char* op = "gather_tokens";
   const HeapView view = view_heap(op, heap, block_size);
-  const DeviceLayout layout =
-      layout_of(op, heap, view, k_offsets, v_offsets, key_base, value_base,
-                slot_stride);
+  const DeviceLayout layout = layout_of(op, heap, view, k_offsets, v_offsets, key_base,
+                                        value_base, slot_stride);
   const std::int64_t* page = Argument{op, "pages", pages}.indices(heap, -1);
   const std::int64_t n = pages.size(0);
   const std::int64_t* slot = Argument{op, "slots", slots}.indices(heap, n);
@@ -61,17 +63,15 @@ std::tuple<Tensor, Tensor> gather_tokens_cuda(
   return {keys, values};
 }
 
-void scatter_tokens_cuda(const Tensor& heap, const Tensor& pages,
-                         const Tensor& slots, const Tensor& keys,
-                         const Tensor& values, const Tensor& k_offsets,
-                         const Tensor& v_offsets, std::int64_t block_size,
-                         std::int64_t key_base, std::int64_t value_base,
-                         std::int64_t slot_stride) {
+void scatter_tokens_cuda(const Tensor& heap, const Tensor& pages, const Tensor& slots,
+                         const Tensor& keys, const Tensor& values,
+                         const Tensor& k_offsets, const Tensor& v_offsets,
+                         std::int64_t block_size, std::int64_t key_base,
+                         std::int64_t value_base, std::int64_t slot_stride) {
   const char* op = "scatter_tokens";
   const HeapView view = view_heap(op, heap, block_size);
-  const DeviceLayout layout =
-      layout_of(op, heap, view, k_offsets, v_offsets, key_base, value_base,
-                slot_stride);
+  const DeviceLayout layout = layout_of(op, heap, view, k_offsets, v_offsets, key_base,
+                                        value_base, slot_stride);
   const std::int64_t* page = Argument{op, "pages", pages}.indices(heap, -1);
   const std::int64_t n = pages.size(0);
   const std::int64_t* slot = Argument{op, "slots", slots}.indices(heap, n);
@@ -92,22 +92,18 @@ void move_tokens_cuda(const Tensor& heap, const Tensor& src_pages,
                       std::int64_t slot_stride) {
   const char* op = "move_tokens";
   const HeapView view = view_heap(op, heap, block_size);
-  const DeviceLayout layout =
-      layout_of(op, heap, view, k_offsets, v_offsets, key_base, value_base,
-                slot_stride);
+  const DeviceLayout layout = layout_of(op, heap, view, k_offsets, v_offsets, key_base,
+                                        value_base, slot_stride);
   const std::int64_t* from_page =
       Argument{op, "src_pages", src_pages}.indices(heap, -1);
   const std::int64_t n = src_pages.size(0);
-  const std::int64_t* from_slot =
-      Argument{op, "src_slots", src_slots}.indices(heap, n);
-  const std::int64_t* to_page =
-      Argument{op, "dst_pages", dst_pages}.indices(heap, n);
-  const std::int64_t* to_slot =
-      Argument{op, "dst_slots", dst_slots}.indices(heap, n);
+  const std::int64_t* from_slot = Argument{op, "src_slots", src_slots}.indices(heap, n);
+  const std::int64_t* to_page = Argument{op, "dst_pages", dst_pages}.indices(heap, n);
+  const std::int64_t* to_slot = Argument{op, "dst_slots", dst_slots}.indices(heap, n);
   const DeviceGuard guard(heap.get_device_index());
   launch(view, [&](auto* tag) {
-    cuda::move_tokens(write(heap, tag), heap_of(view), from_page, from_slot,
-                      to_page, to_slot, n, layout, stream_of(heap));
+    cuda::move_tokens(write(heap, tag), heap_of(view), from_page, from_slot, to_page,
+                      to_slot, n, layout, stream_of(heap));
   });
 }
 
@@ -119,16 +115,14 @@ Tensor gather_pages_cuda(const Tensor& heap, const Tensor& page_table,
   const std::int32_t* table =
       Argument{op, "offsets", offsets}.offsets(heap, view.plane_elems);
   require_rows_inside(op, "base", view, base, slot_stride);
-  const std::int64_t* pages =
-      Argument{op, "page_table", page_table}.table(heap);
+  const std::int64_t* pages = Argument{op, "page_table", page_table}.table(heap);
   const DeviceGuard guard(heap.get_device_index());
   Tensor out = torch::stable::new_empty(
-      heap, {page_table.size(0), page_table.size(1) * view.block_size,
-             view.head_dim});
+      heap, {page_table.size(0), page_table.size(1) * view.block_size, view.head_dim});
   launch(view, [&](auto* tag) {
-    cuda::gather_plane(read(heap, tag), heap_of(view), pages,
-                       page_table.numel(), view.block_size, view.head_dim, table,
-                       {base, slot_stride}, write(out, tag), stream_of(heap));
+    cuda::gather_plane(read(heap, tag), heap_of(view), pages, page_table.numel(),
+                       view.block_size, view.head_dim, table, {base, slot_stride},
+                       write(out, tag), stream_of(heap));
   });
   return out;
 }

@@ -21,26 +21,25 @@ Tensor page_votes_cuda(const Tensor& heap, const Tensor& page_table,
   Tensor votes = new_votes(heap, of);
   with_vote_element(heap, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;
-    const cuda::VoteCall<Element> call{
-        of.kv_heads,
-        of.group,
-        of.num_queries,
-        of.slots,
-        static_cast<float>(scale),
-        most,
-        read(queries, tag),
-        of.query_positions,
-        own_keys ? read(*own_keys, tag) : nullptr,
-        read(heap, tag),
-        {of.view.num_pages, of.view.page_stride},
-        of.view.block_size,
-        of.view.head_dim,
-        of.k_offsets,
-        {base, slot_stride},
-        of.page_table,
-        of.pages_per_head,
-        of.positions,
-        votes.mutable_data_ptr<float>()};
+    const cuda::VoteCall<Element> call{of.kv_heads,
+                                       of.group,
+                                       of.num_queries,
+                                       of.slots,
+                                       static_cast<float>(scale),
+                                       most,
+                                       read(queries, tag),
+                                       of.query_positions,
+                                       own_keys ? read(*own_keys, tag) : nullptr,
+                                       read(heap, tag),
+                                       {of.view.num_pages, of.view.page_stride},
+                                       of.view.block_size,
+                                       of.view.head_dim,
+                                       of.k_offsets,
+                                       {base, slot_stride},
+                                       of.page_table,
+                                       of.pages_per_head,
+                                       of.positions,
+                                       votes.mutable_data_ptr<float>()};
     Tensor scratch =
         torch::stable::new_empty(heap, {cuda::vote_scratch(call)}, ScalarType::Float);
     cuda::vote(call, scratch.mutable_data_ptr<float>(), stream_of(heap));

@@ -68,8 +68,8 @@ void set_pages(decode::Call& call, const Tensor& heap, const HeapView& view,
   call.page_table = page_table.const_data_ptr<std::int32_t>();
   call.lengths = lengths.const_data_ptr<std::int32_t>();
   const Status status =
-      check_page_lists(call.page_table, call.most_pages, call.lengths,
-                       call.sequences(), view.block_size, view.num_pages);
+      check_page_lists(call.page_table, call.most_pages, call.lengths, call.sequences(),
+                       view.block_size, view.num_pages);
   const bool too_long = status.fault == Fault::kLengthOutOfRange;
   require_ok(kOp, too_long ? "lengths" : "page_table", status,
              too_long ? call.most_pages * view.block_size : view.num_pages);
@@ -128,8 +128,8 @@ std::tuple<Tensor, Tensor> attend_mixed_cpu(
   call.query_type = element_type("queries", queries);
   Tensor out = torch::stable::new_empty(
       queries, {queries.size(0), queries.size(1), queries.size(2)});
-  Tensor lse = torch::stable::new_empty(
-      queries, {queries.size(0), queries.size(1)}, ScalarType::Float);
+  Tensor lse = torch::stable::new_empty(queries, {queries.size(0), queries.size(1)},
+                                        ScalarType::Float);
   call.out = out.mutable_data_ptr();
   call.lse = lse.mutable_data_ptr<float>();
   decode::attend_mixed(decode::select_kernels(), call);

@@ -12,13 +12,12 @@ namespace kvp::binding {
 namespace {
 
 // int64 [requests, heads, count]: see Votes::best.
-Tensor index_select(const Tensor& handles, const Tensor& queries,
-                    const Tensor& keys, const Tensor& table, bool by_page,
-                    std::int64_t max_visits, double visit_ratio, double scale,
-                    std::int64_t count) {
+Tensor index_select(const Tensor& handles, const Tensor& queries, const Tensor& keys,
+                    const Tensor& table, bool by_page, std::int64_t max_visits,
+                    double visit_ratio, double scale, std::int64_t count) {
   const char* op = "index_select";
-  const Question question = ask(op, handles, queries, keys, table, by_page, count,
-                                max_visits, visit_ratio);
+  const Question question =
+      ask(op, handles, queries, keys, table, by_page, count, max_visits, visit_ratio);
   if (!(scale >= 0.0 && scale <= 1e18)) {
     fail(op, "scale must be at least 0 and finite, got ", scale);
   }
@@ -46,8 +45,8 @@ void require_shape(const char* op, const char* name, const Tensor& tensor,
   const Argument argument{op, name, tensor};
   argument.require_type(ScalarType::Long);
   argument.require_contiguous();
-  bool same = tensor.is_cpu() &&
-              tensor.dim() == static_cast<std::int64_t>(shape.size());
+  bool same =
+      tensor.is_cpu() && tensor.dim() == static_cast<std::int64_t>(shape.size());
   for (std::size_t i = 0; same && i < shape.size(); ++i) {
     same = tensor.size(static_cast<std::int64_t>(i)) == shape[i];
   }
@@ -155,17 +154,16 @@ Tensor per_request(const HotQuestion& question, const Tensor& like,
 }
 
 // int64 [requests]: tokens copied.
-Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets,
-                const Tensor& v_offsets, std::int64_t block_size,
-                const Tensor& host, const Tensor& table, const Tensor& wanted,
-                const Tensor& seats, const Tensor& token, const Tensor& page,
-                const Tensor& slot, const Tensor& counts) {
+Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets, const Tensor& v_offsets,
+                std::int64_t block_size, const Tensor& host, const Tensor& table,
+                const Tensor& wanted, const Tensor& seats, const Tensor& token,
+                const Tensor& page, const Tensor& slot, const Tensor& counts) {
   const char* op = "fill_hot";
   const HeapView view = view_heap(op, heap, block_size);
-  const PageLayout layout = make_layout(
-      Argument{op, "k_offsets", k_offsets}.offsets(heap, view.plane_elems),
-      Argument{op, "v_offsets", v_offsets}.offsets(heap, view.plane_elems),
-      view.block_size, view.head_dim);
+  const PageLayout layout =
+      make_layout(Argument{op, "k_offsets", k_offsets}.offsets(heap, view.plane_elems),
+                  Argument{op, "v_offsets", v_offsets}.offsets(heap, view.plane_elems),
+                  view.block_size, view.head_dim);
   const HotQuestion question =
       ask_hot(op, host, table, wanted, seats, token, page, slot, counts);
   Argument{op, "host", host}.require_type(heap.scalar_type());
@@ -183,8 +181,7 @@ Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets,
         if (hot.page[i] < 0 || hot.page[i] >= view.num_pages || hot.slot[i] < 0 ||
             hot.slot[i] >= view.block_size) {
           fail(op, "hot slot ", i, " of request ", task / question.heads, " is slot ",
-               hot.slot[i], " of page ", hot.page[i],
-               ", which the heap does not have");
+               hot.slot[i], " of page ", hot.page[i], ", which the heap does not have");
         }
       }
       const HostTokens<std::remove_pointer_t<decltype(tag)>> tokens{
@@ -220,8 +217,7 @@ std::tuple<Tensor, Tensor> swap_hot(const Tensor& host, const Tensor& table,
     const HostTokens<std::uint16_t> tokens{nullptr, question.pages(task),
                                            question.page_tokens, 0};
     const auto note = [&](std::int64_t place, std::int64_t token_there) {
-      found[i].push_back(
-          {tokens.row(token_there), hot.page[place], hot.slot[place]});
+      found[i].push_back({tokens.row(token_there), hot.page[place], hot.slot[place]});
     };
     copied[i] = question.run(
         task, [&](const std::int64_t* wanted_here, std::int64_t n, auto& mark) {

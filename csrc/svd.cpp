@@ -44,8 +44,7 @@ Spans checked_spans(const char* op, const Tensor& rows, const Tensor& starts,
   return {start, length, count};
 }
 
-void require_sound(const char* op, const std::vector<svd::Fault>& faults,
-                   Index spans) {
+void require_sound(const char* op, const std::vector<svd::Fault>& faults, Index spans) {
   for (std::size_t i = 0; i < faults.size(); ++i) {
     const Index plane = static_cast<Index>(i) / spans;
     const Index span = static_cast<Index>(i) % spans;
@@ -58,8 +57,7 @@ void require_sound(const char* op, const std::vector<svd::Fault>& faults,
         fail(op, "span ", span, " of plane ", plane,
              " has a singular value beyond float32");
       case svd::Fault::kNoEigenvalue:
-        fail(op, "the iteration did not converge for span ", span, " of plane ",
-             plane);
+        fail(op, "the iteration did not converge for span ", span, " of plane ", plane);
     }
   }
 }
@@ -95,8 +93,8 @@ Tensor decompose_all(const char* op, const Tensor& rows, const Spans& spans,
                      const svd::Options& options, ScalarType type, Index* ranks,
                      Index* offsets) {
   const Index head_dim = rows.size(2), count = rows.size(0) * spans.count;
-  const std::vector<Index> roomy = roomy_offsets<Factor>(
-      spans, rows.size(0), head_dim, options.max_rank);
+  const std::vector<Index> roomy =
+      roomy_offsets<Factor>(spans, rows.size(0), head_dim, options.max_rank);
   Tensor room = torch::stable::new_empty(rows, {roomy.back()}, type);
   auto* base = static_cast<Factor*>(room.mutable_data_ptr());
   const auto* first = static_cast<const Element*>(rows.const_data_ptr());
@@ -119,24 +117,25 @@ Tensor decompose_all(const char* op, const Tensor& rows, const Spans& spans,
   offsets[0] = 0;
   for (Index i = 0; i < count; ++i) {
     const Index tokens = spans.lengths[i % spans.count];
-    offsets[i + 1] = offsets[i] +
-                     svd::Record<Factor>{tokens, head_dim, ranks[i]}.elements();
+    offsets[i + 1] =
+        offsets[i] + svd::Record<Factor>{tokens, head_dim, ranks[i]}.elements();
   }
   if (offsets[count] == roomy.back()) return room;
   Tensor factors = torch::stable::new_empty(rows, {offsets[count]}, type);
   auto* packed = static_cast<Factor*>(factors.mutable_data_ptr());
   for (Index i = 0; i < count; ++i) {
     std::memcpy(packed + offsets[i], base + roomy[static_cast<std::size_t>(i)],
-                static_cast<std::size_t>(offsets[i + 1] - offsets[i]) *
-                    sizeof(Factor));
+                static_cast<std::size_t>(offsets[i + 1] - offsets[i]) * sizeof(Factor));
   }
   return factors;
 }
 
 // (factors [elements], offsets int64 [matrices + 1], ranks int64 [matrices])
-std::tuple<Tensor, Tensor, Tensor> truncated_svd(
-    const Tensor& rows, const Tensor& starts, const Tensor& lengths,
-    std::int64_t max_rank, double energy, bool narrow) {
+std::tuple<Tensor, Tensor, Tensor> truncated_svd(const Tensor& rows,
+                                                 const Tensor& starts,
+                                                 const Tensor& lengths,
+                                                 std::int64_t max_rank, double energy,
+                                                 bool narrow) {
   const char* op = "truncated_svd";
   const Spans spans = checked_spans(op, rows, starts, lengths);
   if (max_rank < 1) fail(op, "max_rank must be positive, got ", max_rank);
@@ -154,8 +153,8 @@ std::tuple<Tensor, Tensor, Tensor> truncated_svd(
     using Element = std::remove_pointer_t<decltype(tag)>;
     factors = narrow ? decompose_all<Element, BFloat16>(
                            op, rows, spans, options, ScalarType::BFloat16, rank, offset)
-                     : decompose_all<Element, float>(
-                           op, rows, spans, options, ScalarType::Float, rank, offset);
+                     : decompose_all<Element, float>(op, rows, spans, options,
+                                                     ScalarType::Float, rank, offset);
   });
   return {factors, offsets, ranks};
 }
@@ -168,9 +167,9 @@ Tensor reconstruct(const Tensor& factors, const Tensor& offsets, const Tensor& r
       op, checked_factors(op, "factors", factors, offsets, ranks, tokens, head_dim),
       which);
   const std::vector<Index> first = chosen.row_offsets();
-  Tensor rows = torch::stable::new_empty(
-      factors, {first.back(), head_dim},
-      narrow ? ScalarType::BFloat16 : ScalarType::Float);
+  Tensor rows =
+      torch::stable::new_empty(factors, {first.back(), head_dim},
+                               narrow ? ScalarType::BFloat16 : ScalarType::Float);
   const svd::Kernels& kernels = svd::select_kernels();
   with_number(Argument{op, "factors", factors}, [&](auto* factor_tag) {
     using Factor = std::remove_pointer_t<decltype(factor_tag)>;
@@ -197,21 +196,22 @@ void fill_plane(const Chosen& chosen, const Tensor& heap, const HeapView& view,
   const svd::Kernels& kernels = svd::select_kernels();
   const std::vector<Index> first = chosen.row_offsets();
   auto* base = static_cast<Element*>(heap.mutable_data_ptr());
-  with_number(Argument{"reconstruct_tokens", "factors", chosen.all.tensor}, [&](auto* tag) {
-    using Factor = std::remove_pointer_t<decltype(tag)>;
-    for_all(
-        chosen.count,
-        [&](Index i) {
-          static thread_local svd::Workspace work;
-          const Index at = first[static_cast<std::size_t>(i)];
-          const svd::PageTarget<Element> target{base,       view.page_stride,
-                                                plane,      view.block_size,
-                                                to.pages + at, to.slots + at};
-          svd::reconstruct_pages(kernels, chosen.shape<Factor>(i),
-                                 chosen.record<Factor>(i), target, work);
-        },
-        chosen.work() >= kParallelWork);
-  });
+  with_number(
+      Argument{"reconstruct_tokens", "factors", chosen.all.tensor}, [&](auto* tag) {
+        using Factor = std::remove_pointer_t<decltype(tag)>;
+        for_all(
+            chosen.count,
+            [&](Index i) {
+              static thread_local svd::Workspace work;
+              const Index at = first[static_cast<std::size_t>(i)];
+              const svd::PageTarget<Element> target{base,          view.page_stride,
+                                                    plane,         view.block_size,
+                                                    to.pages + at, to.slots + at};
+              svd::reconstruct_pages(kernels, chosen.shape<Factor>(i),
+                                     chosen.record<Factor>(i), target, work);
+            },
+            chosen.work() >= kParallelWork);
+      });
 }
 
 void reconstruct_tokens(const Tensor& heap, const Tensor& pages, const Tensor& slots,

@@ -38,9 +38,9 @@ DeviceWork device_work(const char* op, const Chosen& chosen) {
       factors, {static_cast<std::int64_t>(bytes / sizeof(std::int64_t))},
       ScalarType::Long);
   // From pageable memory: `list` may go as soon as the call returns.
-  const cudaError_t error = cudaMemcpyAsync(memory.mutable_data_ptr(), list.data(),
-                                            bytes, cudaMemcpyHostToDevice,
-                                            stream_of(factors));
+  const cudaError_t error =
+      cudaMemcpyAsync(memory.mutable_data_ptr(), list.data(), bytes,
+                      cudaMemcpyHostToDevice, stream_of(factors));
   if (error != cudaSuccess) fail(op, "CUDA error: ", cudaGetErrorString(error));
   return {memory, n};
 }
@@ -67,9 +67,9 @@ Tensor reconstruct_cuda(const Tensor& factors, const Tensor& offsets,
                                       head_dim, &factors),
                       which);
   const DeviceGuard guard(factors.get_device_index());
-  Tensor rows = torch::stable::new_empty(
-      factors, {chosen.row_offsets().back(), head_dim},
-      narrow ? ScalarType::BFloat16 : ScalarType::Float);
+  Tensor rows =
+      torch::stable::new_empty(factors, {chosen.row_offsets().back(), head_dim},
+                               narrow ? ScalarType::BFloat16 : ScalarType::Float);
   with_number(Argument{op, "rows", rows}, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;
     make_rows(op, chosen, cuda::RowTarget<Element>{write(rows, tag), head_dim});
@@ -77,12 +77,13 @@ Tensor reconstruct_cuda(const Tensor& factors, const Tensor& offsets,
   return rows;
 }
 
-void reconstruct_tokens_cuda(
-    const Tensor& heap, const Tensor& pages, const Tensor& slots,
-    const Tensor& k_offsets, const Tensor& v_offsets, std::int64_t block_size,
-    const Tensor& key_factors, const Tensor& key_starts, const Tensor& key_ranks,
-    const Tensor& value_factors, const Tensor& value_starts, const Tensor& value_ranks,
-    const Tensor& tokens, const Tensor& which) {
+void reconstruct_tokens_cuda(const Tensor& heap, const Tensor& pages,
+                             const Tensor& slots, const Tensor& k_offsets,
+                             const Tensor& v_offsets, std::int64_t block_size,
+                             const Tensor& key_factors, const Tensor& key_starts,
+                             const Tensor& key_ranks, const Tensor& value_factors,
+                             const Tensor& value_starts, const Tensor& value_ranks,
+                             const Tensor& tokens, const Tensor& which) {
   const char* op = "reconstruct_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const Chosen keys(op,

@@ -25,11 +25,11 @@ inline void require_ok(const char* op, const char* name, const Status& status,
       fail(op, name, "[", i, "] is slot ", value, ", but pages have slots 0 to ",
            limit - 1);
     case Fault::kOffsetOutOfRange:
-      fail(op, name, "[", i, "] is offset ", value,
-           ", but pages have elements 0 to ", limit - 1);
+      fail(op, name, "[", i, "] is offset ", value, ", but pages have elements 0 to ",
+           limit - 1);
     case Fault::kDuplicateDestination:
-      fail(op, "destination ", i, " (page ", value / limit, ", slot ",
-           value % limit, ") repeats an earlier one; destinations must differ");
+      fail(op, "destination ", i, " (page ", value / limit, ", slot ", value % limit,
+           ") repeats an earlier one; destinations must differ");
     case Fault::kSourceIsDestination:
       fail(op, "source ", i, " (page ", value / limit, ", slot ", value % limit,
            ") is also a destination; move through a free page instead");
@@ -77,10 +77,8 @@ inline Tokens checked_tokens(const char* op, const char* pages_name,
   const std::int64_t* page = Argument{op, pages_name, pages}.indices(heap, size);
   const std::int64_t n = pages.size(0);
   const std::int64_t* slot = Argument{op, slots_name, slots}.indices(heap, n);
-  require_ok(op, pages_name, check_pages(page, n, view.num_pages),
-             view.num_pages);
-  require_ok(op, slots_name, check_slots(slot, n, view.block_size),
-             view.block_size);
+  require_ok(op, pages_name, check_pages(page, n, view.num_pages), view.num_pages);
+  require_ok(op, slots_name, check_slots(slot, n, view.block_size), view.block_size);
   return Tokens{page, slot, n};
 }
 
@@ -93,18 +91,18 @@ inline void check_writes(const char* op, const HeapView& view, const Tokens& to,
   const std::int64_t words = span.bitmap_words(view.block_size);
   if (words == 0) return;
   std::unique_ptr<std::uint64_t, decltype(&std::free)> bitmap(
-      static_cast<std::uint64_t*>(std::calloc(static_cast<std::size_t>(words),
-                                              sizeof(std::uint64_t))),
+      static_cast<std::uint64_t*>(
+          std::calloc(static_cast<std::size_t>(words), sizeof(std::uint64_t))),
       &std::free);
   if (!bitmap) throw std::bad_alloc();
-  require_ok(op, "destination",
-             check_distinct(to.pages, to.slots, to.n, view.block_size, span,
-                            bitmap.get()),
-             view.block_size);
+  require_ok(
+      op, "destination",
+      check_distinct(to.pages, to.slots, to.n, view.block_size, span, bitmap.get()),
+      view.block_size);
   if (from == nullptr) return;
   require_ok(op, "source",
-             check_disjoint(from->pages, from->slots, from->n, view.block_size,
-                            span, bitmap.get()),
+             check_disjoint(from->pages, from->slots, from->n, view.block_size, span,
+                            bitmap.get()),
              view.block_size);
 }
 

@@ -72,8 +72,8 @@ inline VoteArguments view_votes(const char* op, const Tensor& heap,
          " KV heads, got shape ", shape_of(queries));
   }
   made.group = queries.size(0) / made.kv_heads;
-  made.query_positions = Argument{op, "query_positions", query_positions}.indices(
-      heap, made.num_queries);
+  made.query_positions =
+      Argument{op, "query_positions", query_positions}.indices(heap, made.num_queries);
   if (own_keys) {
     require_numbers({op, "own_keys", *own_keys}, made.kv_heads);
     if (own_keys->size(1) != made.num_queries) {

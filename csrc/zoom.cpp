@@ -81,8 +81,7 @@ Regions checked_regions(const Tensor& regions, Index heads, const Entries& entri
   for (Index r = 0; r < made.requests; ++r) {
     const Index most = entries.capacity / heads;
     if (made.first(r) < 0 || made.spans(r) < 0 || made.room(r) < 0 ||
-        made.spans(r) > most || made.room(r) > most ||
-        made.stride(r) > most ||
+        made.spans(r) > most || made.room(r) > most || made.stride(r) > most ||
         made.first(r) > entries.capacity - heads * made.stride(r)) {
       fail(kOp, "regions[", r, "] is ", heads, " x (", made.spans(r), " + ",
            made.room(r), ") entries from ", made.first(r), ", but there are ",
@@ -133,8 +132,8 @@ std::vector<Row> checked_rows(const Entries& entries, const Regions& regions,
     const Index count = regions.spans(r), room = regions.room(r);
     for (Index h = 0; h < regions.heads; ++h) {
       const Index at = regions.first(r) + h * regions.stride(r);
-      rows.push_back({gate, size, log_size, count, room, entries.bias + at,
-                      entries.owner + at});
+      rows.push_back(
+          {gate, size, log_size, count, room, entries.bias + at, entries.owner + at});
       for (Index e = count; e < count + room; ++e) {
         const Index owner = rows.back().owner[e];
         if (owner < -1 || owner >= count) {
@@ -254,14 +253,13 @@ struct Question {
 
 Question ask(const Entries& entries, const Regions& places, const Tensor& gates,
              const Tensor& sizes, const Tensor& log_sizes) {
-  Question question{checked_rows(entries, places, gates, sizes, log_sizes), {},
-                    places.heads, false};
+  Question question{
+      checked_rows(entries, places, gates, sizes, log_sizes), {}, places.heads, false};
   question.choices.resize(question.rows.size());
   Index visited = 0;
   for (const Row& row : question.rows) visited += row.spans + row.room;
   question.parallel = visited >= zoom::kParallelEntries;
-  question.for_rows(
-      [](const Row& row, Choice& choice) { zoom::choose(row, choice); });
+  question.for_rows([](const Row& row, Choice& choice) { zoom::choose(row, choice); });
   for (std::size_t i = 0; i < question.choices.size(); ++i) {
     if (question.choices[i].fits) continue;
     const auto row = static_cast<Index>(i);

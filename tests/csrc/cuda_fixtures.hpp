@@ -14,13 +14,13 @@ namespace cuda_test {
 inline int failures = 0;
 inline const char* current_case = "";
 
-#define CHECK(condition)                                            \
-  do {                                                              \
-    if (!(condition)) {                                             \
-      std::printf("%s:%d: %s (case %s)\n", __FILE__, __LINE__,      \
-                  #condition, cuda_test::current_case);             \
-      ++cuda_test::failures;                                        \
-    }                                                               \
+#define CHECK(condition)                                                   \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::printf("%s:%d: %s (case %s)\n", __FILE__, __LINE__, #condition, \
+                  cuda_test::current_case);                                \
+      ++cuda_test::failures;                                               \
+    }                                                                      \
   } while (0)
 
 // To ThreadSanitizer every CUDA thread is a thread, which takes it a millisecond: tests

@@ -22,13 +22,13 @@ inline constexpr unsigned kSeed = 20261121;
 inline int failures = 0;
 inline const char* current_case = "";
 
-#define CHECK(condition)                                                \
-  do {                                                                  \
-    if (!(condition)) {                                                 \
-      std::printf("%s:%d: %s (case %s, seed %u)\n", __FILE__, __LINE__, \
-                  #condition, current_case, kSeed);                     \
-      ++failures;                                                       \
-    }                                                                   \
+#define CHECK(condition)                                                            \
+  do {                                                                              \
+    if (!(condition)) {                                                             \
+      std::printf("%s:%d: %s (case %s, seed %u)\n", __FILE__, __LINE__, #condition, \
+                  current_case, kSeed);                                             \
+      ++failures;                                                                   \
+    }                                                                               \
   } while (0)
 
 inline std::vector<const Kernels*> runnable() {

@@ -24,7 +24,7 @@ constexpr Order kOrders[] = {Order::kNatural, Order::kInterleaved,
                              Order::kTransposedKeys, Order::kShuffled};
 
 inline Tables make_tables(Order order, Index block_size, Index head_dim,
-                   std::mt19937& random) {
+                          std::mt19937& random) {
   const Index half = block_size * head_dim;
   Offsets all(static_cast<std::size_t>(2 * half));
   std::iota(all.begin(), all.end(), 0);
@@ -62,10 +62,12 @@ struct Fixture {
 
   Fixture(Order order, Index block_size_, Index head_dim_, Index n_,
           std::mt19937& random, Index gap = 3)
-      : block_size(block_size_), head_dim(head_dim_), n(n_),
+      : block_size(block_size_),
+        head_dim(head_dim_),
+        n(n_),
         tables(make_tables(order, block_size_, head_dim_, random)),
-        layout(kvp::make_layout(tables.keys.data(), tables.values.data(),
-                                block_size_, head_dim_)) {
+        layout(kvp::make_layout(tables.keys.data(), tables.values.data(), block_size_,
+                                head_dim_)) {
     stride = layout.page_elems() + gap;
     heap = random_elements<Element>(num_pages * stride, random);
     Indices places(static_cast<std::size_t>(num_pages * block_size));

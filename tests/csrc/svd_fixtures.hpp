@@ -29,14 +29,14 @@ int failures = 0;
 const char* current_case = "";
 Index tokens_now = 0, head_dim_now = 0, rank_now = 0;
 
-#define CHECK(condition)                                                         \
-  do {                                                                           \
-    if (!(condition)) {                                                          \
-      std::printf("%s:%d: %s (case %s [%d, %d] rank %d, seed %u)\n", __FILE__,   \
-                  __LINE__, #condition, current_case, int(tokens_now),           \
-                  int(head_dim_now), int(rank_now), kSeed);                      \
-      ++failures;                                                                \
-    }                                                                            \
+#define CHECK(condition)                                                       \
+  do {                                                                         \
+    if (!(condition)) {                                                        \
+      std::printf("%s:%d: %s (case %s [%d, %d] rank %d, seed %u)\n", __FILE__, \
+                  __LINE__, #condition, current_case, int(tokens_now),         \
+                  int(head_dim_now), int(rank_now), kSeed);                    \
+      ++failures;                                                              \
+    }                                                                          \
   } while (0)
 
 std::size_t u(Index i) { return static_cast<std::size_t>(i); }
@@ -52,9 +52,7 @@ struct Problem {
   Index tokens, head_dim, stride;
   std::vector<Element> elements;
 
-  Matrix<Element> matrix() const {
-    return {elements.data(), tokens, head_dim, stride};
-  }
+  Matrix<Element> matrix() const { return {elements.data(), tokens, head_dim, stride}; }
   double at(Index t, Index d) const {
     return double(kvp::to_float(elements[u(t * stride + d)]));
   }
@@ -82,10 +80,9 @@ Problem<Element> make_problem(Index tokens, Index head_dim, Spectrum kind,
         value = 0.0f;
         for (Index k = 0; k < 3; ++k) value += left[u(t * 3 + k)] * right[u(d * 3 + k)];
       }
-      made.elements[u(t * stride + d)] =
-          kind == Spectrum::kDuplicate && t % 2 == 1
-              ? made.elements[u((t - 1) * stride + d)]
-              : kvp::svd::narrow(value, tag);
+      made.elements[u(t * stride + d)] = kind == Spectrum::kDuplicate && t % 2 == 1
+                                             ? made.elements[u((t - 1) * stride + d)]
+                                             : kvp::svd::narrow(value, tag);
     }
   }
   return made;

@@ -18,13 +18,13 @@ constexpr unsigned kSeed = 20261121;
 int failures = 0;
 const char* current_case = "";
 
-#define CHECK(condition)                                              \
-  do {                                                                \
-    if (!(condition)) {                                               \
-      std::printf("%s:%d: %s (case %s, seed %u)\n", __FILE__, __LINE__, \
-                  #condition, current_case, kSeed);                   \
-      ++failures;                                                     \
-    }                                                                 \
+#define CHECK(condition)                                                            \
+  do {                                                                              \
+    if (!(condition)) {                                                             \
+      std::printf("%s:%d: %s (case %s, seed %u)\n", __FILE__, __LINE__, #condition, \
+                  current_case, kSeed);                                             \
+      ++failures;                                                                   \
+    }                                                                               \
   } while (0)
 
 struct Problem {
@@ -59,12 +59,12 @@ kvp::Simd simd = kvp::Simd::kBaseline;
 template <typename Element>
 std::vector<Index> assign(const Problem& problem, const Element* keys) {
   // Exactly as large as promised, so that a sanitizer sees one float more.
-  std::vector<float> panels(static_cast<std::size_t>(
-      kvp::packed_size(simd, problem.count, problem.dims)));
+  std::vector<float> panels(
+      static_cast<std::size_t>(kvp::packed_size(simd, problem.count, problem.dims)));
   std::vector<Index> order(static_cast<std::size_t>(problem.count));
   const Index packed =
-      kvp::pack_prototypes(simd, problem.prototypes.data(), problem.count,
-                           problem.dims, panels.data(), order.data());
+      kvp::pack_prototypes(simd, problem.prototypes.data(), problem.count, problem.dims,
+                           panels.data(), order.data());
   std::vector<Index> clusters(static_cast<std::size_t>(problem.slots), -1);
   const kvp::Assignment<Element> work{keys,         problem.slots, problem.stride,
                                       problem.dims, panels.data(), order.data(),
@@ -209,9 +209,8 @@ std::vector<float> mean(const std::vector<float>& values,
   std::vector<Index> sums(static_cast<std::size_t>(count)), sizes(sums);
   std::vector<float> of_cluster(static_cast<std::size_t>(count));
   std::vector<float> means(values.size());
-  kvp::cluster_mean(values.data(), clusters.data(),
-                    static_cast<Index>(values.size()), count, sums.data(),
-                    sizes.data(), of_cluster.data(), means.data());
+  kvp::cluster_mean(values.data(), clusters.data(), static_cast<Index>(values.size()),
+                    count, sums.data(), sizes.data(), of_cluster.data(), means.data());
   return means;
 }
 
@@ -254,8 +253,8 @@ void test_means(std::mt19937& random) {
 
 int main() {
   std::mt19937 random(kSeed);
-  for (kvp::Simd each : {kvp::Simd::kBaseline, kvp::Simd::kAvx2,
-                         kvp::Simd::kAvx512, kvp::Simd::kAvx512Bf16}) {
+  for (kvp::Simd each : {kvp::Simd::kBaseline, kvp::Simd::kAvx2, kvp::Simd::kAvx512,
+                         kvp::Simd::kAvx512Bf16}) {
     if (!kvp::supported(each)) continue;
     simd = each;
     std::printf("vectors of %d floats\n", int(kvp::lanes_of(simd)));

@@ -14,13 +14,13 @@ namespace {
 
 int failures = 0;
 
-#define CHECK(condition)                                            \
-  do {                                                              \
-    if (!(condition)) {                                             \
-      std::printf("%s:%d: %s (kernels %s)\n", __FILE__, __LINE__,   \
-                  #condition, current_kernels);                     \
-      ++failures;                                                   \
-    }                                                               \
+#define CHECK(condition)                                                      \
+  do {                                                                        \
+    if (!(condition)) {                                                       \
+      std::printf("%s:%d: %s (kernels %s)\n", __FILE__, __LINE__, #condition, \
+                  current_kernels);                                           \
+      ++failures;                                                             \
+    }                                                                         \
   } while (0)
 
 const char* current_kernels = "";
@@ -53,8 +53,8 @@ std::vector<const kvp::bulk::Kernels*> all_kernels() {
 // that a read past it is seen.
 void test_single_pages(const kvp::bulk::Kernels& kernels, std::mt19937& random) {
   constexpr Index kGuard = 128;
-  for (Index bytes : {1, 2, 31, 63, 64, 65, 255, 256, 257, 300, 319, 320, 511, 512,
-                      1000, 4095, 4096, 4097, 8192, 9001}) {
+  for (Index bytes : {1,   2,   31,  63,  64,   65,   255,  256,  257,  300,
+                      319, 320, 511, 512, 1000, 4095, 4096, 4097, 8192, 9001}) {
     for (Index shift : {0, 1, 8, 32, 63}) {
       const Bytes source = random_bytes(bytes, random);
       const Bytes next = random_bytes(bytes, random);
@@ -122,8 +122,7 @@ void test_distinct() {
   const auto check = [](const Indices& pages) {
     const auto n = static_cast<Index>(pages.size());
     const kvp::PageSpan span = kvp::span_of(pages.data(), n);
-    std::vector<std::uint64_t> bits(
-        static_cast<std::size_t>(span.bitmap_words(1)));
+    std::vector<std::uint64_t> bits(static_cast<std::size_t>(span.bitmap_words(1)));
     return kvp::check_distinct_pages(pages.data(), n, span, bits.data());
   };
   CHECK(check({}).ok());

@@ -74,9 +74,9 @@ int main() {
   std::printf("seed %u\n", seed);
   std::mt19937 random(seed);
   current_case = "lists";
-  const Sizes sizes[] = {{64, 64, 80, 0},  {8208, 8224, 8208, 0}, {64, 64, 80, 4},
-                         {64, 68, 80, 0},  {60, 64, 64, 0},       {64, 64, 80, 1},
-                         {64, 64, 65, 0},  {1, 1, 2, 0},          {999, 1000, 999, 3}};
+  const Sizes sizes[] = {{64, 64, 80, 0}, {8208, 8224, 8208, 0}, {64, 64, 80, 4},
+                         {64, 68, 80, 0}, {60, 64, 64, 0},       {64, 64, 80, 1},
+                         {64, 64, 65, 0}, {1, 1, 2, 0},          {999, 1000, 999, 3}};
   for (const Sizes& size : sizes) {
     for (const Index n : {0, 1, 7}) {
       if (!kFewThreads || (&size == sizes && n == 7)) test_lists(size, n, random);

@@ -117,7 +117,8 @@ void test_rows(const Factors<Factor>& factors) {
   const std::vector<MadeRows> list = factors.work();
   const auto n = static_cast<Index>(list.size());
   const auto make = [&] {
-    std::vector<Element> rows(static_cast<std::size_t>(factors.rows * factors.head_dim));
+    std::vector<Element> rows(
+        static_cast<std::size_t>(factors.rows * factors.head_dim));
     kvp::cuda::reconstruct(factors.elements.data(), list.data(), n, factors.head_dim,
                            kvp::cuda::RowTarget<Element>{rows.data(), factors.head_dim},
                            nullptr);
@@ -159,11 +160,15 @@ void test_slots(const Factors<Factor>& factors, Order order, std::mt19937& rando
     Indices to = pages, at = slots;
     to.back() += page_shift;
     at.back() += slot_shift;
-    kvp::cuda::reconstruct(
-        factors.elements.data(), list.data(), n, dims,
-        kvp::cuda::SlotTarget<Element>{written.data(), {kPages, stride}, kBlock, dims,
-                                       tables.values.data(), to.data(), at.data()},
-        nullptr);
+    kvp::cuda::reconstruct(factors.elements.data(), list.data(), n, dims,
+                           kvp::cuda::SlotTarget<Element>{written.data(),
+                                                          {kPages, stride},
+                                                          kBlock,
+                                                          dims,
+                                                          tables.values.data(),
+                                                          to.data(),
+                                                          at.data()},
+                           nullptr);
     return bytes_of(written);
   };
   check_all_turns(bytes_of(expected), [&] { return write(0, 0); });

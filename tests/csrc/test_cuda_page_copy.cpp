@@ -15,8 +15,9 @@ kvp::cuda::DeviceLayout device_layout(const Fixture<Element>& f, bool rows) {
   const kvp::Plane &keys = f.layout.keys, &values = f.layout.values;
   const bool named = rows && keys.kind == kvp::PlaneKind::kRows &&
                      values.kind == kvp::PlaneKind::kRows;
-  return {f.block_size, f.head_dim,  f.tables.keys.data(), f.tables.values.data(),
-          keys.base,    values.base, named ? keys.slot_stride : 0};
+  return {
+      f.block_size, f.head_dim,  f.tables.keys.data(),        f.tables.values.data(),
+      keys.base,    values.base, named ? keys.slot_stride : 0};
 }
 
 template <typename Element>
@@ -93,8 +94,8 @@ void test_planes(const Fixture<Element>& f, bool rows, Index shift) {
       const Shifted<Element> heap(f.heap, shift);
       const Shifted<Element> out(std::vector<Element>(n * half), shift);
       const bool named = rows && plane.kind == kvp::PlaneKind::kRows;
-      kvp::cuda::gather_plane(heap.data, device_heap(f), table.data(), n,
-                              f.block_size, f.head_dim, plane.offsets,
+      kvp::cuda::gather_plane(heap.data, device_heap(f), table.data(), n, f.block_size,
+                              f.head_dim, plane.offsets,
                               {plane.base, named ? plane.slot_stride : 0}, out.data,
                               nullptr);
       return out.back();

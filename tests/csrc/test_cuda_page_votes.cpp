@@ -97,7 +97,8 @@ int main() {
   current_case = "float16";
   test_votes<Float16>(shape, random);
   current_case = "several parts";
-  test_votes<BFloat16>({1, 2, 3, 2100, 16, 16, Order::kInterleaved, true, true}, random);
+  test_votes<BFloat16>({1, 2, 3, 2100, 16, 16, Order::kInterleaved, true, true},
+                       random);
   current_case = "more rows than a launch has threads";
   test_votes<float>({2, 8, 90, 40, 16, 8, Order::kNatural, true, false}, random, false);
   current_case = "traps";

@@ -160,8 +160,7 @@ void test_refusals(const Kernels& kernels, std::mt19937& random) {
     std::vector<float> spoiled = keys;
     spoiled[27 * dims + 3] = bad;
     const KeyView spoiled_view = dense(spoiled, dims);
-    const BadKey found =
-        tree.append({after(view, 20), after(spoiled_view, 20)}, 30);
+    const BadKey found = tree.append({after(view, 20), after(spoiled_view, 20)}, 30);
     CHECK(found.head == 1 && found.slot == 7);
     CHECK(tree.num_keys() == 20 && tree.memory_bytes() == bytes);
     CHECK(tree.integrity({view, view}, false) == "");

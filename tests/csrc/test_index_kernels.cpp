@@ -88,7 +88,10 @@ void test_arena() {
   for (std::int32_t i = 0; i < 100000; ++i) CHECK(grown[i] == i);
   const std::int64_t bytes = arena.bytes();
   CHECK(bytes >= 400000 && bytes < 1400000);
-  { Array<std::int32_t> reused(arena); reused.resize(60000); }
+  {
+    Array<std::int32_t> reused(arena);
+    reused.resize(60000);
+  }
   CHECK(arena.bytes() == bytes);  // a block that an array has outgrown
 }
 

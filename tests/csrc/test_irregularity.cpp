@@ -16,13 +16,13 @@ int failures = 0;
 
 void check(bool condition, const char* what, Index length, Index dims) {
   if (condition) return;
-  std::printf("%s (length %ld, dims %ld, seed %u)\n", what, long(length),
-              long(dims), kSeed);
+  std::printf("%s (length %ld, dims %ld, seed %u)\n", what, long(length), long(dims),
+              kSeed);
   ++failures;
 }
 
-std::vector<float> deltas(kvp::Simd simd, const std::vector<float>& keys,
-                          Index count, Index length, Index dims, Index stride) {
+std::vector<float> deltas(kvp::Simd simd, const std::vector<float>& keys, Index count,
+                          Index length, Index dims, Index stride) {
   // Not initialised by the function: what it leaves out stays -7.
   std::vector<float> delta(static_cast<std::size_t>(count * length), -7.0f);
   const kvp::Chunks<float> chunks{keys.data(), count, length, stride, dims};
@@ -137,8 +137,7 @@ int main() {
   std::mt19937 random(kSeed);
   test_find();
   test_sums();
-  for (kvp::Simd simd :
-       {kvp::Simd::kBaseline, kvp::Simd::kAvx2, kvp::Simd::kAvx512}) {
+  for (kvp::Simd simd : {kvp::Simd::kBaseline, kvp::Simd::kAvx2, kvp::Simd::kAvx512}) {
     if (!kvp::supported(simd)) continue;
     test_random(simd, random);
     test_nothing_to_tell_apart(simd);

@@ -85,8 +85,8 @@ void check_reconstruction(Index tokens, Index dim, double tolerance, bool in_ord
           kvp::svd::PageTarget<Element>{heap.data(), page_elems, plane, kBlock,
                                         pages.data(), slots.data()},
           work);
-      CHECK(std::memcmp(heap.data(), expected.data(),
-                        heap.size() * sizeof(Element)) == 0);
+      CHECK(std::memcmp(heap.data(), expected.data(), heap.size() * sizeof(Element)) ==
+            0);
     }
   }
 }

@@ -9,13 +9,13 @@ namespace {
 
 int failures = 0;
 
-#define CHECK(condition)                                            \
-  do {                                                              \
-    if (!(condition)) {                                             \
-      std::printf("%s:%d: %s (case %s)\n", __FILE__, __LINE__,      \
-                  #condition, current_case);                        \
-      ++failures;                                                   \
-    }                                                               \
+#define CHECK(condition)                                                   \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::printf("%s:%d: %s (case %s)\n", __FILE__, __LINE__, #condition, \
+                  current_case);                                           \
+      ++failures;                                                          \
+    }                                                                      \
   } while (0)
 
 const char* current_case = "";
@@ -53,8 +53,7 @@ void test_move(Fixture<Element> f) {
   for (Index i = 0; i < f.n; ++i) {
     for (Index d = 0; d < f.head_dim; ++d) {
       f.at(expected, f.tables.keys, f.n + i, d) = f.at(f.heap, f.tables.keys, i, d);
-      f.at(expected, f.tables.values, f.n + i, d) =
-          f.at(f.heap, f.tables.values, i, d);
+      f.at(expected, f.tables.values, f.n + i, d) = f.at(f.heap, f.tables.values, i, d);
     }
   }
   kvp::move_tokens(f.heap.data(), f.stride, f.pages.data(), f.slots.data(),
@@ -128,8 +127,8 @@ void test_checks() {
     const Index n = static_cast<Index>(to_page.size());
     const kvp::PageSpan span = kvp::span_of(to_page.data(), n);
     std::vector<std::uint64_t> bits(static_cast<std::size_t>(span.bitmap_words(4)));
-    const kvp::Status distinct = kvp::check_distinct(
-        to_page.data(), to_slot.data(), n, 4, span, bits.data());
+    const kvp::Status distinct =
+        kvp::check_distinct(to_page.data(), to_slot.data(), n, 4, span, bits.data());
     if (!distinct.ok()) return distinct;
     return kvp::check_disjoint(from_page.data(), from_slot.data(), n, 4, span,
                                bits.data());

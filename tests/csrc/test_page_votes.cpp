@@ -14,13 +14,13 @@ namespace votes = kvp::page_votes;
 int failures = 0;
 const char* current_case = "";
 
-#define CHECK(condition)                                            \
-  do {                                                              \
-    if (!(condition)) {                                             \
-      std::printf("%s:%d: %s (case %s)\n", __FILE__, __LINE__,      \
-                  #condition, current_case);                        \
-      ++failures;                                                   \
-    }                                                               \
+#define CHECK(condition)                                                   \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::printf("%s:%d: %s (case %s)\n", __FILE__, __LINE__, #condition, \
+                  current_case);                                           \
+      ++failures;                                                          \
+    }                                                                      \
   } while (0)
 
 std::vector<const votes::Kernels*> all_kernels() {

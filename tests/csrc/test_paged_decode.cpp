@@ -25,13 +25,13 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 int failures = 0;
 std::string current_case;
 
-#define CHECK(condition)                                                \
-  do {                                                                  \
-    if (!(condition)) {                                                 \
-      std::printf("%s:%d: %s (case %s, seed %u)\n", __FILE__, __LINE__, \
-                  #condition, current_case.c_str(), kSeed);             \
-      ++failures;                                                       \
-    }                                                                   \
+#define CHECK(condition)                                                            \
+  do {                                                                              \
+    if (!(condition)) {                                                             \
+      std::printf("%s:%d: %s (case %s, seed %u)\n", __FILE__, __LINE__, #condition, \
+                  current_case.c_str(), kSeed);                                     \
+      ++failures;                                                                   \
+    }                                                                               \
   } while (0)
 
 std::size_t u(Index index) { return static_cast<std::size_t>(index); }
@@ -55,7 +55,8 @@ float value_of(std::uint16_t x) { return kvp::index::widen(x); }
 template <typename Element>
 std::vector<Element> elements(const std::vector<float>& values) {
   std::vector<Element> out(values.size());
-  for (std::size_t i = 0; i < values.size(); ++i) kvp::decode::store(values[i], &out[i]);
+  for (std::size_t i = 0; i < values.size(); ++i)
+    kvp::decode::store(values[i], &out[i]);
   return out;
 }
 
@@ -89,8 +90,8 @@ struct Case {
     const Index dims = shape.dims, slots = shape.slots, plane = dims * slots;
     make_offsets(random);
     heap = elements<Element>(normal(num_pages * (2 * plane + gap), random));
-    const Index lengths_of[] = {0, 1, slots, 3 * slots + 1, most_pages * slots,
-                                most_pages * slots - slots / 2};
+    const Index lengths_of[] = {
+        0, 1, slots, 3 * slots + 1, most_pages * slots, most_pages * slots - slots / 2};
     for (Index s = 0; s < sequences; ++s) {
       lengths.push_back(static_cast<std::int32_t>(lengths_of[s % 6]));
       std::vector<std::int32_t> pages(u(num_pages));
@@ -155,8 +156,8 @@ struct Case {
     call.queries = queries.data(), call.query_type = type;
     call.heap = heap.data(), call.page_type = type;
     call.page_stride = 2 * shape.dims * shape.slots + gap;
-    call.layout = kvp::make_layout(k_offsets.data(), v_offsets.data(), shape.slots,
-                                   shape.dims);
+    call.layout =
+        kvp::make_layout(k_offsets.data(), v_offsets.data(), shape.slots, shape.dims);
     call.page_table = table.data(), call.most_pages = most_pages;
     call.lengths = lengths.data();
     call.coarse_keys = coarse_keys.data(), call.coarse_values = coarse_values.data();
@@ -195,8 +196,7 @@ struct Case {
     for (Index i = begin; i < begin + counts[u(sequence)]; ++i) {
       if (bias[u(i)] == kOff) continue;
       add([&](Index d) { return coarse_keys[u(i * dims + d)]; },
-          [&](Index d) { return coarse_values[u(i * dims + d)]; },
-          double(bias[u(i)]));
+          [&](Index d) { return coarse_values[u(i * dims + d)]; }, double(bias[u(i)]));
     }
     output.assign(u(dims), 0.0);
     if (scores.empty()) return double(kOff);
@@ -271,8 +271,8 @@ void test_nan(const Kernels& kernels, std::mt19937& random) {
     const Shape shape{1, 4, 3, 64, 32, order, 1.0f};
     Case<float> one(shape, random);
     const Index dims = shape.dims, last = 3 * shape.slots;  // of sequence 3
-    float* page = one.heap.data() + one.table[u(3 * one.most_pages + 3)] *
-                                        one.call().page_stride;
+    float* page =
+        one.heap.data() + one.table[u(3 * one.most_pages + 3)] * one.call().page_stride;
     one.lengths = {0, 0, 0, static_cast<std::int32_t>(last + 1)};
     for (Index i = dims; i < dims * shape.slots; ++i) {
       page[one.k_offsets[u(i)]] = page[one.v_offsets[u(i)]] = kNan;

@@ -80,7 +80,8 @@ void check_orthonormal(const Decomposed<Factor>& made, double tolerance) {
   for (Index i = 0; i < shape.rank; ++i) {
     for (Index j = 0; j <= i; ++j) {
       double left = 0, right = 0;
-      for (Index t = 0; t < shape.tokens; ++t) left += made.left(t, i) * made.left(t, j);
+      for (Index t = 0; t < shape.tokens; ++t)
+        left += made.left(t, i) * made.left(t, j);
       for (Index d = 0; d < shape.head_dim; ++d) {
         right += made.right(i, d) * made.right(j, d);
       }
@@ -125,7 +126,7 @@ void test_best(std::mt19937& random) {
   const Spectrum kinds[] = {Spectrum::kFlat, Spectrum::kDecaying, Spectrum::kLowRank,
                             Spectrum::kConstant, Spectrum::kDuplicate};
   const char* names[] = {"flat", "decaying", "low rank", "constant", "duplicate"};
-  const Index sizes[][2] = {{1, 1},   {1, 64},  {2, 3},   {7, 5},   {16, 64},
+  const Index sizes[][2] = {{1, 1},   {1, 64},  {2, 3},    {7, 5},   {16, 64},
                             {17, 24}, {40, 40}, {39, 100}, {97, 96}, {150, 43}};
   for (const auto& size : sizes) {
     for (int kind = 0; kind < 5; ++kind) {

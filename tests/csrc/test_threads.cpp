@@ -43,8 +43,7 @@ Answers ask(const DciTree& tree, const KeyView& keys,
   Answers answers;
   for (std::size_t at = 0; at < queries.size(); at += kDims) {
     for (const QueryOptions& options : {kAll, kLimited, kByBound}) {
-      answers.push_back(
-          search(tree, keys, false, queries.data() + at, kBest, options));
+      answers.push_back(search(tree, keys, false, queries.data() + at, kBest, options));
     }
   }
   return answers;

@@ -117,7 +117,7 @@ void test_hot_slots(std::mt19937& random) {
   std::shuffle(table.begin(), table.end(), random);
   std::vector<std::uint32_t> host(kTokens * 2 * kDim);
   const kvp::HostTokens<std::uint32_t> tokens{host.data(), table.data(), kHostPage,
-                                             kDim};
+                                              kDim};
   for (std::int64_t t = 0; t < kTokens; ++t) {
     for (std::int64_t d = 0; d < kDim; ++d) {
       host[u(tokens.key(t) - host.data() + d)] =

@@ -1,8 +1,8 @@
 // Tests of kvp/zoom.hpp: random steps against sorting, and what must hold after each.
 #include <numeric>
 
-#include "svd_fixtures.hpp"
 #include "kvp/zoom.hpp"
+#include "svd_fixtures.hpp"
 
 namespace {
 
@@ -31,8 +31,8 @@ struct Head {
 
   Index spans() const { return Index(sizes.size()); }
   Row row() {
-    return {gates.data(), sizes.data(), log_sizes.data(), spans(), room,
-            bias.data(),  owner.data()};
+    return {gates.data(), sizes.data(), log_sizes.data(), spans(),
+            room,         bias.data(),  owner.data()};
   }
   bool zoomed(Index s) const { return bias[u(s)] == kOff; }
 };

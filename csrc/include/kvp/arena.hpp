@@ -109,7 +109,9 @@ class Array {
   Array(const Array&) = delete;
   Array& operator=(const Array&) = delete;
   Array(Array&& other) noexcept
-      : arena_(other.arena_), data_(other.data_), size_(other.size_),
+      : arena_(other.arena_),
+        data_(other.data_),
+        size_(other.size_),
         capacity_(other.capacity_) {
     other.data_ = nullptr;
     other.size_ = other.capacity_ = 0;

@@ -34,9 +34,9 @@ struct AssignCall {
   const Element* keys;  // [heads, slots, head_dim], elements of a key side by side
   std::int64_t head_stride, slot_stride;
   std::int64_t heads, slots, head_dim, prototypes;
-  const float* rows;    // [heads, prototypes, head_dim]
+  const float* rows;  // [heads, prototypes, head_dim]
   const float* values;  // [heads, slots]
-  const bool* valid;    // [heads, slots]; null: all
+  const bool* valid;  // [heads, slots]; null: all
   std::int64_t* clusters;
   float* means;
 
@@ -63,8 +63,8 @@ template <typename Element>
 __global__ void find_peaks(AssignCall<Element> call, Word* peaks) {
   const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
   const std::int64_t total = call.heads * call.slots;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-       i < total; i += step) {
+  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
+       i += step) {
     if (call.valid != nullptr && !call.valid[i]) continue;
     // Of floats that are not negative the bits have the order.
     const Word size = __float_as_uint(fabsf(call.values[i]));
@@ -92,8 +92,8 @@ __device__ inline void multiply_tile(const AssignCall<Element>& call, std::int64
                                      std::int64_t first_slot, std::int64_t first,
                                      float (&sums)[kKeysPerWarp][2],
                                      bool (&exists)[2]) {
-  KVP_SHARED(float, keys, kAssignKeys * kAssignStride);
-  KVP_SHARED(float, rows, kAssignPrototypes * kAssignStride);
+  KVP_SHARED(float, keys, kAssignKeys* kAssignStride);
+  KVP_SHARED(float, rows, kAssignPrototypes* kAssignStride);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   for (std::int64_t dim = 0; dim < call.head_dim; dim += kAssignDims) {
@@ -102,14 +102,15 @@ __device__ inline void multiply_tile(const AssignCall<Element>& call, std::int64
       const std::int64_t slot = first_slot + t;
       const bool there = slot < call.slots && d < call.head_dim;
       keys[t * kAssignStride + lane] =
-          there ? element_to_float(call.keys[head * call.head_stride +
-                                             slot * call.slot_stride + d])
+          there ? element_to_float(
+                      call.keys[head * call.head_stride + slot * call.slot_stride + d])
                 : 0.0f;
     }
     for (int p = warp; p < kAssignPrototypes; p += kAssignWarps) {
       const bool there = first + p < call.prototypes && d < call.head_dim;
       const std::int64_t row = head * call.prototypes + first + p;
-      rows[p * kAssignStride + lane] = there ? call.rows[row * call.head_dim + d] : 0.0f;
+      rows[p * kAssignStride + lane] =
+          there ? call.rows[row * call.head_dim + d] : 0.0f;
     }
     __syncthreads();
     for (int i = 0; i < kAssignDims; ++i) {
@@ -185,8 +186,8 @@ __global__ void look_up(AssignCall<Element> call, const Word* peaks, const Word*
                         const Word* sizes) {
   const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
   const std::int64_t total = call.heads * call.slots;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-       i < total; i += step) {
+  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
+       i += step) {
     const std::int64_t head = i / call.slots;
     const std::int64_t entry = head * call.table() + call.clusters[i];
     const double unit = ldexp(1.0, unit_exponent(peaks[head], call.slots));

@@ -43,8 +43,7 @@ constexpr std::int64_t rows_of(Simd simd, std::int64_t head_dim) {
 inline std::int64_t packed_size(Simd simd, std::int64_t num_prototypes,
                                 std::int64_t head_dim) {
   const std::int64_t lanes = lanes_of(simd);
-  return (num_prototypes + lanes - 1) / lanes * lanes *
-         (rows_of(simd, head_dim) + 1);
+  return (num_prototypes + lanes - 1) / lanes * lanes * (rows_of(simd, head_dim) + 1);
 }
 
 // Elements of row r of a panel: one, or a pair in one word.
@@ -63,9 +62,8 @@ inline float packed_element(Simd simd, const float* row, std::int64_t r,
 //
 // Returns how many exist.
 inline std::int64_t pack_prototypes(Simd simd, const float* prototypes,
-                                    std::int64_t num_prototypes,
-                                    std::int64_t head_dim, float* panels,
-                                    std::int64_t* order) {
+                                    std::int64_t num_prototypes, std::int64_t head_dim,
+                                    float* panels, std::int64_t* order) {
   const std::int64_t lanes = lanes_of(simd), rows = rows_of(simd, head_dim);
   std::int64_t count = 0;
   for (std::int64_t p = 0; p < num_prototypes; ++p) {
@@ -103,8 +101,8 @@ struct Assignment {
 // Assigns the keys [first, first + kKeys), as far as they exist. Must be inlined
 // into a function that is compiled for vectors of kLanes floats.
 template <int kLanes, int kKeys, typename Element>
-KVP_ALWAYS_INLINE void assign_group(const Assignment<Element>& work,
-                                    std::int64_t first, std::int64_t* clusters) {
+KVP_ALWAYS_INLINE void assign_group(const Assignment<Element>& work, std::int64_t first,
+                                    std::int64_t* clusters) {
   typedef float Floats __attribute__((vector_size(kLanes * 4)));
   typedef std::int32_t Ints __attribute__((vector_size(kLanes * 4)));
   const std::int64_t left = work.num_slots - first;
@@ -184,18 +182,14 @@ void assign_group_baseline(const Assignment<Element>& work, std::int64_t first,
 #if defined(__x86_64__) && defined(__GNUC__)
 template <typename Element>
 __attribute__((target("avx2,fma"))) void assign_group_avx2(
-    const Assignment<Element>& work, std::int64_t first,
-    std::int64_t* clusters) {
-  assign_group<lanes_of(Simd::kAvx2), keys_of(Simd::kAvx2)>(work, first,
-                                                            clusters);
+    const Assignment<Element>& work, std::int64_t first, std::int64_t* clusters) {
+  assign_group<lanes_of(Simd::kAvx2), keys_of(Simd::kAvx2)>(work, first, clusters);
 }
 
 template <typename Element>
 __attribute__((target("avx512f"))) void assign_group_avx512(
-    const Assignment<Element>& work, std::int64_t first,
-    std::int64_t* clusters) {
-  assign_group<lanes_of(Simd::kAvx512), keys_of(Simd::kAvx512)>(work, first,
-                                                                clusters);
+    const Assignment<Element>& work, std::int64_t first, std::int64_t* clusters) {
+  assign_group<lanes_of(Simd::kAvx512), keys_of(Simd::kAvx512)>(work, first, clusters);
 }
 
 // GCC takes its own undefined vectors inside of intrinsics for ours (its bug 105593).
@@ -216,8 +210,7 @@ struct Bf16Group {
 // Compares a group with kPanels panels, the first of which has this number.
 template <int kPanels>
 KVP_BF16 KVP_ALWAYS_INLINE void compare_bf16(Bf16Group& group, const float* panel,
-                                             std::int64_t rows,
-                                             std::int64_t number) {
+                                             std::int64_t rows, std::int64_t number) {
   constexpr int kKeys = Bf16Group::kKeys;
   const std::int64_t size = (rows + 1) * lanes_of(Simd::kAvx512Bf16);
   __m512 sums[kPanels][kKeys];
@@ -261,8 +254,7 @@ KVP_BF16 KVP_ALWAYS_INLINE void compare_bf16(Bf16Group& group, const float* pane
 // As assign_group, of bfloat16 pairs. Subnormal elements count as zeros, and of a
 // pair the upper product is added first: so says the instruction.
 KVP_BF16 inline void assign_group_bf16(const Assignment<BFloat16>& work,
-                                       std::int64_t first,
-                                       std::int64_t* clusters) {
+                                       std::int64_t first, std::int64_t* clusters) {
   constexpr int kKeys = Bf16Group::kKeys, kPanels = 3;
   constexpr std::int64_t kLanes = lanes_of(Simd::kAvx512Bf16);
   const std::int64_t left = work.num_slots - first;
@@ -337,8 +329,8 @@ void assign_to_prototypes(Simd simd, const Assignment<Element>& work,
 // of num_clusters entries each; means may be values.
 inline void cluster_mean(const float* values, const std::int64_t* clusters,
                          std::int64_t num_values, std::int64_t num_clusters,
-                         std::int64_t* sums, std::int64_t* sizes,
-                         float* of_cluster, float* means) {
+                         std::int64_t* sums, std::int64_t* sizes, float* of_cluster,
+                         float* means) {
   float peak = 0.0f;
   for (std::int64_t t = 0; t < num_values; ++t) {
     const float size = std::fabs(values[t]);

@@ -53,8 +53,7 @@ class BruteForce {
   }
 
   std::string integrity(const KeyView& keys, bool /*by_page*/) const {
-    return keys.num_places < num_keys_ ? "the view has fewer keys than the index"
-                                       : "";
+    return keys.num_places < num_keys_ ? "the view has fewer keys than the index" : "";
   }
 
  private:

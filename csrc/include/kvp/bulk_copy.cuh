@@ -60,8 +60,8 @@ void launch_copy(void* target, PageList to, const void* source, PageList from,
 // See bulk::copy_pages; in units of 16 bytes where all addresses allow, else of 4,
 // else single bytes.
 inline void copy_pages(void* target, const PageList& to, const void* source,
-                       const PageList& from, std::int64_t n,
-                       std::int64_t page_bytes, cudaStream_t stream) {
+                       const PageList& from, std::int64_t n, std::int64_t page_bytes,
+                       cudaStream_t stream) {
   if (n * page_bytes == 0) return;
   if (in_units<Chunk>(target, to, page_bytes) &&
       in_units<Chunk>(source, from, page_bytes)) {

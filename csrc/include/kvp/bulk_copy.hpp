@@ -73,15 +73,12 @@ struct Ahead {
   // For the source's page i of n: of pages below kAheadBytes several lie between.
   static Ahead of(const Sources& source, std::int64_t i, std::int64_t n,
                   std::int64_t page_bytes) {
-    const std::int64_t pages =
-        std::max<std::int64_t>(1, kAheadBytes / page_bytes);
-    return {source.at(std::min(i + pages, n - 1)),
-            std::min(page_bytes, kAheadBytes)};
+    const std::int64_t pages = std::max<std::int64_t>(1, kAheadBytes / page_bytes);
+    return {source.at(std::min(i + pages, n - 1)), std::min(page_bytes, kAheadBytes)};
   }
 
   // Fetches to L2, from where the copy takes it: L1 is too small to look ahead.
-  void fetch(const std::uint8_t* from, std::int64_t done,
-             std::int64_t bytes) const {
+  void fetch(const std::uint8_t* from, std::int64_t done, std::int64_t bytes) const {
     const std::int64_t there = done + lead;
     const std::uint8_t* line = there < bytes ? from + there : next + (there - bytes);
     for (std::int64_t i = 0; i < kBlockBytes; i += 64) {
@@ -112,8 +109,8 @@ inline void fence() { _mm_sfence(); }
   TARGET inline void copy_page(std::uint8_t* to, const std::uint8_t* from,       \
                                std::int64_t bytes, const Ahead& ahead) {         \
     constexpr std::int64_t kWidth = sizeof(VECTOR);                              \
-    const auto past = static_cast<std::int64_t>(                                 \
-        reinterpret_cast<std::uintptr_t>(to) % 64);                              \
+    const auto past =                                                            \
+        static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % 64);    \
     std::int64_t done = kStream ? std::min((64 - past) % 64, bytes) : 0;         \
     std::memcpy(to, from, static_cast<std::size_t>(done));                       \
     for (; done + kBlockBytes <= bytes; done += kBlockBytes) {                   \
@@ -137,12 +134,11 @@ inline void fence() { _mm_sfence(); }
   inline constexpr Kernels table{#NAME, copy_page<false>, copy_page<true>};      \
   }
 
-KVP_COPY_PAGE(baseline, , __m128i, _mm_loadu_si128, _mm_storeu_si128,
-              _mm_stream_si128)
-KVP_COPY_PAGE(avx2, __attribute__((target("avx2"))), __m256i,
-              _mm256_loadu_si256, _mm256_storeu_si256, _mm256_stream_si256)
-KVP_COPY_PAGE(avx512, __attribute__((target("avx512f"))), __m512i,
-              _mm512_loadu_si512, _mm512_storeu_si512, _mm512_stream_si512)
+KVP_COPY_PAGE(baseline, , __m128i, _mm_loadu_si128, _mm_storeu_si128, _mm_stream_si128)
+KVP_COPY_PAGE(avx2, __attribute__((target("avx2"))), __m256i, _mm256_loadu_si256,
+              _mm256_storeu_si256, _mm256_stream_si256)
+KVP_COPY_PAGE(avx512, __attribute__((target("avx512f"))), __m512i, _mm512_loadu_si512,
+              _mm512_storeu_si512, _mm512_stream_si512)
 
 #undef KVP_COPY_PAGE
 
@@ -152,8 +148,8 @@ inline void fence() {}
 
 namespace baseline {
 
-inline void copy_page(std::uint8_t* to, const std::uint8_t* from,
-                      std::int64_t bytes, const Ahead& ahead) {
+inline void copy_page(std::uint8_t* to, const std::uint8_t* from, std::int64_t bytes,
+                      const Ahead& ahead) {
   for (std::int64_t done = 0; done < bytes; done += kBlockBytes) {
     ahead.fetch(from, done, bytes);
   }
@@ -187,8 +183,8 @@ inline const Kernels& select_kernels() {
 // must be distinct and share no byte with the source; the source's may repeat.
 //
 // Cost: 2 * n * page_bytes of traffic; below kStreamBytes 3, most of it in caches.
-inline void copy_pages(const Targets& target, const Sources& source,
-                       std::int64_t n, std::int64_t page_bytes,
+inline void copy_pages(const Targets& target, const Sources& source, std::int64_t n,
+                       std::int64_t page_bytes,
                        const Kernels& kernels = select_kernels()) {
   const std::int64_t total = n * page_bytes;
   if (total == 0) return;

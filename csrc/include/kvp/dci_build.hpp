@@ -9,8 +9,8 @@
 
 namespace kvp::index {
 
-inline DciTree::DciTree(Arena& arena, const Settings& settings,
-                        const Kernels& kernels, std::int64_t head)
+inline DciTree::DciTree(Arena& arena, const Settings& settings, const Kernels& kernels,
+                        std::int64_t head)
     : arena_(&arena),
       settings_(settings),
       kernels_(&kernels),
@@ -45,8 +45,8 @@ inline void DciTree::make_directions() {
     }
     float* out = directions_.data() + p * row_stride_;
     for (std::int64_t d = 0; d < dims; ++d) {
-      out[d] = static_cast<float>(drawn[static_cast<std::size_t>(d)] /
-                                  std::sqrt(norm2));
+      out[d] =
+          static_cast<float>(drawn[static_cast<std::size_t>(d)] / std::sqrt(norm2));
     }
     last_[p] = out[settings_.head_dim];
   }
@@ -109,8 +109,7 @@ inline bool DciTree::append(const KeyView& keys, std::int64_t n,
 }
 
 // Enters the promoted among new keys into their levels, without parents.
-inline void DciTree::promote(const KeyView& keys, std::int64_t first,
-                             std::int64_t n) {
+inline void DciTree::promote(const KeyView& keys, std::int64_t first, std::int64_t n) {
   std::vector<float> row(static_cast<std::size_t>(row_stride_));
   for (std::int64_t i = 0; i < n; ++i) {
     const std::int64_t top = level_of(first + i);
@@ -146,8 +145,7 @@ inline void DciTree::attach_level(std::size_t level, std::int64_t first) {
   Level& below = levels_[level];
   Level& nodes = levels_[level + 1];
   const std::int32_t* keys = below.key.data();
-  const std::int64_t start =
-      std::lower_bound(keys, keys + below.size(), first) - keys;
+  const std::int64_t start = std::lower_bound(keys, keys + below.size(), first) - keys;
   if (start == below.size()) return;
   std::vector<float> panels, bias;
   make_panels(nodes, panels, bias);
@@ -191,8 +189,7 @@ inline void DciTree::add_to_means(const float* rows, const std::int32_t* nodes,
   }
 }
 
-inline DciTree::Points DciTree::make_points(std::int64_t first,
-                                            std::int64_t n) const {
+inline DciTree::Points DciTree::make_points(std::int64_t first, std::int64_t n) const {
   const auto size = static_cast<std::size_t>(n);
   const auto projections = static_cast<std::size_t>(settings_.projections());
   return {first, n, std::vector<float>(size), std::vector<float>(projections * size),
@@ -202,8 +199,7 @@ inline DciTree::Points DciTree::make_points(std::int64_t first,
 // Fills in points [at, at + n), whose rows with lifts are given.
 inline void DciTree::add_block(const float* rows, std::int64_t at, std::int64_t n,
                                const std::vector<float>& panels,
-                               const std::vector<float>& bias,
-                               Points& points) const {
+                               const std::vector<float>& bias, Points& points) const {
   kernels_->nearest(rows, row_stride_, n, settings_.head_dim + 1, panels.data(),
                     bias.data(), static_cast<std::int64_t>(bias.size()),
                     points.parent.data() + at);
@@ -222,8 +218,7 @@ inline void DciTree::make_panels(const Level& nodes, std::vector<float>& panels,
                                  std::vector<float>& bias) const {
   const std::int64_t dims = settings_.head_dim + 1;
   const std::int64_t lanes = round_up(nodes.size(), 2 * kPanel);
-  bias.assign(static_cast<std::size_t>(lanes),
-              -std::numeric_limits<float>::infinity());
+  bias.assign(static_cast<std::size_t>(lanes), -std::numeric_limits<float>::infinity());
   panels.assign(static_cast<std::size_t>(lanes * dims), 0.0f);
   for (std::int64_t i = 0; i < nodes.size(); ++i) {
     bias[static_cast<std::size_t>(i)] = 0.0f;
@@ -234,8 +229,7 @@ inline void DciTree::make_panels(const Level& nodes, std::vector<float>& panels,
 
 // Puts points into chunks of their parents, in the order of their numbers, but
 // where a node gets more than a chunk's worth at once, so that chunks are compact.
-inline void DciTree::hang(Level& nodes, const Points& points,
-                          std::int32_t* places) {
+inline void DciTree::hang(Level& nodes, const Points& points, std::int32_t* places) {
   std::vector<std::int32_t> end(static_cast<std::size_t>(nodes.size()) + 1);
   for (std::int32_t parent : points.parent) ++end[static_cast<std::size_t>(parent) + 1];
   for (std::size_t node = 1; node < end.size(); ++node) end[node] += end[node - 1];

@@ -22,8 +22,8 @@ struct TreeChecker {
   std::vector<float> norms2 = {};
 
   // Records the first fault; false if the condition does not hold.
-  __attribute__((format(printf, 3, 4))) bool require(bool condition,
-                                                     const char* format, ...) {
+  __attribute__((format(printf, 3, 4))) bool require(bool condition, const char* format,
+                                                     ...) {
     if (condition || !fault.empty()) return condition;
     char text[256];
     va_list arguments;
@@ -41,10 +41,9 @@ struct TreeChecker {
   std::string run() {
     const std::int64_t places =
         by_page ? tree.num_pages() * tree.settings_.page_size : tree.num_keys();
-    if (!require(keys.num_places >= places,
-                 "the view has %lld places, the index needs %lld",
-                 static_cast<long long>(keys.num_places),
-                 static_cast<long long>(places))) {
+    if (!require(
+            keys.num_places >= places, "the view has %lld places, the index needs %lld",
+            static_cast<long long>(keys.num_places), static_cast<long long>(places))) {
       return fault;
     }
     // Structure first: the others index by what it has checked.
@@ -64,8 +63,7 @@ struct TreeChecker {
     for (std::int64_t page = 0; page < pages.size(); ++page) {
       const std::int32_t count = pages.count[page];
       if (!require(count >= 1 && count <= size, "page %lld holds %d keys of %lld",
-                   static_cast<long long>(page), count,
-                   static_cast<long long>(size))) {
+                   static_cast<long long>(page), count, static_cast<long long>(size))) {
         return false;
       }
       total += count;
@@ -73,8 +71,8 @@ struct TreeChecker {
         const std::int32_t slot = pages.child[page * size + i];
         if (!require(slot >= 0 && slot < num_keys(), "page %lld lists slot %d",
                      static_cast<long long>(page), slot) ||
-            !require(!seen[static_cast<std::size_t>(slot)],
-                     "slot %d is in two places", slot) ||
+            !require(!seen[static_cast<std::size_t>(slot)], "slot %d is in two places",
+                     slot) ||
             !require(tree.place_[slot] == page * size + i,
                      "slot %d is in place %lld, not %d", slot,
                      static_cast<long long>(page * size + i), tree.place_[slot])) {
@@ -133,9 +131,9 @@ struct TreeChecker {
         const std::int32_t slot = level.key[i];
         const float norm2 = norms2[static_cast<std::size_t>(slot)];
         const float* row = tree.row(level, i);
-        if (!require(std::equal(row, row + dims(), key(slot)) &&
-                         level.norm2[i] == norm2,
-                     "the copy of slot %d differs from the key", slot) ||
+        if (!require(
+                std::equal(row, row + dims(), key(slot)) && level.norm2[i] == norm2,
+                "the copy of slot %d differs from the key", slot) ||
             !require(row[dims()] == tree.lift(norm2), "lift of slot %d is stale",
                      slot)) {
           return false;
@@ -164,8 +162,7 @@ struct TreeChecker {
           }
           for (std::int64_t i = 0; below != nullptr && i < chunks.count[c]; ++i) {
             const std::int32_t child = chunks.child[c * chunks.capacity + i];
-            if (!require(child >= 0 && child < expected &&
-                             below->parent[child] == node,
+            if (!require(child >= 0 && child < expected && below->parent[child] == node,
                          "point %d of level %zu hangs below a stranger", child,
                          at + 1)) {
               return false;
@@ -284,8 +281,7 @@ struct TreeChecker {
       for (std::int64_t c = 0; c < chunks.size(); ++c) {
         for (std::int64_t i = 0; i < chunks.count[c]; ++i) {
           const std::int32_t child = chunks.child[c * chunks.capacity + i];
-          const std::int32_t slot =
-              at > 0 ? tree.levels_[at - 1].key[child] : child;
+          const std::int32_t slot = at > 0 ? tree.levels_[at - 1].key[child] : child;
           if (!check_projection(chunks, c, i, slot)) return false;
         }
       }
@@ -298,8 +294,7 @@ struct TreeChecker {
     const float norm2 = norms2[static_cast<std::size_t>(slot)];
     const std::int64_t at = c * chunks.padded + i;
     const double scale = std::sqrt(static_cast<double>(tree.c2_));
-    if (!require(chunks.norm2[at] == norm2 &&
-                     chunks.lift[at] == tree.lift(norm2),
+    if (!require(chunks.norm2[at] == norm2 && chunks.lift[at] == tree.lift(norm2),
                  "norm or lift of slot %d in its chunk is stale", slot)) {
       return false;
     }

@@ -42,12 +42,10 @@ struct DciTree::Search {
 };
 
 inline std::int64_t DciTree::query(const KeyView& keys, bool by_page,
-                                   const float* query,
-                                   const QueryOptions& options, Scratch& scratch,
-                                   TopK& top) const {
+                                   const float* query, const QueryOptions& options,
+                                   Scratch& scratch, TopK& top) const {
   if (num_keys() == 0) return 0;
-  const std::int64_t budget =
-      options.max_visits > 0 ? options.max_visits : num_keys();
+  const std::int64_t budget = options.max_visits > 0 ? options.max_visits : num_keys();
   const double ratio = options.max_visits > 0 ? options.visit_ratio : 1.0;
   Search search{keys, by_page, query, budget, ratio, scratch, top};
   if (ratio < 1.0) {
@@ -57,8 +55,8 @@ inline std::int64_t DciTree::query(const KeyView& keys, bool by_page,
         search.query_norm > 0.0 ? std::sqrt(c2_) / search.query_norm : 0.0;
     const std::int64_t projections = settings_.projections();
     float* targets = at_least(scratch.targets, projections);
-    kernels_->score(query, settings_.head_dim, directions_.data(), nullptr,
-                    row_stride_, projections, targets);
+    kernels_->score(query, settings_.head_dim, directions_.data(), nullptr, row_stride_,
+                    projections, targets);
     for (std::int64_t p = 0; p < projections; ++p) {
       targets[p] = static_cast<float>(targets[p] * scale);
     }
@@ -136,25 +134,24 @@ inline float DciTree::bound_children(Search& search, const Level& nodes,
   float* bounds = at_least(search.scratch.bounds, 2 * room);
   float* packed = bounds + room;
   for (std::int32_t c = nodes.first[node]; c >= 0; c = chunks.next[c]) {
-    kernels_->lower_bounds(
-        chunks.raw.data() + c * chunks.projections * chunks.padded, chunks.padded,
-        chunks.lift.data() + c * chunks.padded, last_.data(),
-        search.scratch.targets.data(), settings_.composite, settings_.simple,
-        chunks.count[c], bounds);
+    kernels_->lower_bounds(chunks.raw.data() + c * chunks.projections * chunks.padded,
+                           chunks.padded, chunks.lift.data() + c * chunks.padded,
+                           last_.data(), search.scratch.targets.data(),
+                           settings_.composite, settings_.simple, chunks.count[c],
+                           bounds);
     packed = std::copy(bounds, bounds + chunks.count[c], packed);
     bounds += chunks.padded;
   }
   packed -= n;
-  const auto visit = static_cast<std::int64_t>(
-      std::ceil(search.visit_ratio * static_cast<double>(n)));
+  const auto visit =
+      static_cast<std::int64_t>(std::ceil(search.visit_ratio * static_cast<double>(n)));
   const std::int64_t nth = std::clamp<std::int64_t>(visit, 1, n) - 1;
   std::nth_element(packed, packed + nth, packed + n);
   if (!leaves || !search.top.full() || search.query_norm == 0.0) return packed[nth];
   // No key further away than the k-th best can enter: distances of transformed
   // vectors, times c, with a margin for rounding.
   const double c = std::sqrt(static_cast<double>(c2_));
-  const double far2 =
-      2.0 * c * c - 2.0 * c * search.top.floor() / search.query_norm;
+  const double far2 = 2.0 * c * c - 2.0 * c * search.top.floor() / search.query_norm;
   const double far = std::sqrt(std::max(far2, 0.0)) + 1e-3 * c;
   return std::min(packed[nth], static_cast<float>(far));
 }
@@ -209,8 +206,7 @@ inline void DciTree::flush(Search& search) const {
   if (search.waiting == 0) return;
   score_keys(*kernels_, search.keys, search.query, scratch.offsets.data(),
              search.waiting, scratch.rows.data(), scratch.scores.data());
-  search.top.push_all(scratch.scores.data(), scratch.slots.data(), 0,
-                      search.waiting);
+  search.top.push_all(scratch.scores.data(), scratch.slots.data(), 0, search.waiting);
   scratch.visits += search.waiting;
   search.waiting = 0;
 }

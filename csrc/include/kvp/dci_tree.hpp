@@ -56,8 +56,13 @@ struct Chunks {
       : capacity(capacity_),
         padded(round_up(capacity_, kPanel)),
         projections(projections_),
-        count(arena), next(arena), owner(arena), child(arena), norm2(arena),
-        lift(arena), raw(arena) {}
+        count(arena),
+        next(arena),
+        owner(arena),
+        child(arena),
+        norm2(arena),
+        lift(arena),
+        raw(arena) {}
 
   std::int64_t size() const { return count.size(); }
 
@@ -75,8 +80,15 @@ struct Chunks {
 // The promoted keys of one level and the nodes they stand for.
 struct Level {
   Level(Arena& arena, std::int64_t chunk_capacity, std::int64_t projections)
-      : key(arena), rows(arena), norm2(arena), parent(arena), first(arena),
-        last(arena), num_children(arena), mean(arena), members(arena),
+      : key(arena),
+        rows(arena),
+        norm2(arena),
+        parent(arena),
+        first(arena),
+        last(arena),
+        num_children(arena),
+        mean(arena),
+        members(arena),
         chunks(arena, chunk_capacity, projections) {}
 
   std::int64_t size() const { return key.size(); }
@@ -124,8 +136,7 @@ class DciTree {
 
   // Pushes keys into top and returns how many were looked at. See dci_query.hpp.
   std::int64_t query(const KeyView& keys, bool by_page, const float* query,
-                     const QueryOptions& options, Scratch& scratch,
-                     TopK& top) const;
+                     const QueryOptions& options, Scratch& scratch, TopK& top) const;
 
   // Empty if everything holds, else the first thing that does not.
   // Cost: that of building, in double precision.

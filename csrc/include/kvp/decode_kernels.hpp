@@ -34,24 +34,21 @@ struct Scratch {
 // Attends to count tokens: those of the listed pages in order, the last of which may
 // be part full. What lies behind the last token is read, but changes nothing.
 template <int W, typename Element>
-KVP_INLINE void attend_pages_body(const Pages<Element>& pages,
-                                  const std::int32_t* list, std::int64_t count,
-                                  const Heads& heads, Scratch<Element>& scratch) {
+KVP_INLINE void attend_pages_body(const Pages<Element>& pages, const std::int32_t* list,
+                                  std::int64_t count, const Heads& heads,
+                                  Scratch<Element>& scratch) {
   const PageLayout& layout = pages.layout;
   const std::int64_t slots = layout.block_size, dims = heads.dims;
-  const bool columns =
-      layout.keys.kind == PlaneKind::kTransposed && slots % W == 0;
+  const bool columns = layout.keys.kind == PlaneKind::kTransposed && slots % W == 0;
   const bool key_rows = layout.keys.is_matrix(dims);
   const bool value_rows = layout.values.is_matrix(dims);
   const std::int64_t per_tile = slots < kTileSlots ? kTileSlots / slots : 1;
   const std::int64_t stride = index::round_up(per_tile * slots, kWidest);
   float* scores = index::at_least(scratch.scores, heads.group * stride);
-  Element* keys = columns || key_rows
-                      ? nullptr
-                      : index::at_least(scratch.keys, slots * dims);
-  Element* values = value_rows
-                        ? nullptr
-                        : index::at_least(scratch.values, per_tile * slots * dims);
+  Element* keys =
+      columns || key_rows ? nullptr : index::at_least(scratch.keys, slots * dims);
+  Element* values =
+      value_rows ? nullptr : index::at_least(scratch.values, per_tile * slots * dims);
   const std::int64_t num_pages = (count + slots - 1) / slots;
   const auto page_at = [&](std::int64_t i) {  // the last page if there is none
     const std::int64_t number = list[i < num_pages ? i : num_pages - 1];
@@ -79,8 +76,8 @@ KVP_INLINE void attend_pages_body(const Pages<Element>& pages,
         page_values = values + i * slots * dims;
         unpack_plane(page, layout.values, slots, dims, values + i * slots * dims);
       }
-      scratch.runs.push_back({page_values, here,
-                              page_at(next + per_tile) + layout.values.base});
+      scratch.runs.push_back(
+          {page_values, here, page_at(next + per_tile) + layout.values.base});
       n += here;
       done += here;
     }
@@ -125,16 +122,15 @@ struct Kernels {
   const char* name;
   void (*pages_f32)(const Pages<float>&, const std::int32_t*, std::int64_t,
                     const Heads&, Scratch<float>&);
-  void (*pages_bf16)(const Pages<std::uint16_t>&, const std::int32_t*,
-                     std::int64_t, const Heads&, Scratch<std::uint16_t>&);
-  void (*rows_f32)(const float*, const float*, const float*, std::int64_t,
-                   const Heads&, Scratch<float>&);
+  void (*pages_bf16)(const Pages<std::uint16_t>&, const std::int32_t*, std::int64_t,
+                     const Heads&, Scratch<std::uint16_t>&);
+  void (*rows_f32)(const float*, const float*, const float*, std::int64_t, const Heads&,
+                   Scratch<float>&);
   void (*rows_bf16)(const std::uint16_t*, const std::uint16_t*, const float*,
                     std::int64_t, const Heads&, Scratch<std::uint16_t>&);
 
-  void attend(const Pages<float>& pages, const std::int32_t* list,
-              std::int64_t count, const Heads& heads,
-              Scratch<float>& scratch) const {
+  void attend(const Pages<float>& pages, const std::int32_t* list, std::int64_t count,
+              const Heads& heads, Scratch<float>& scratch) const {
     pages_f32(pages, list, count, heads, scratch);
   }
   void attend(const Pages<std::uint16_t>& pages, const std::int32_t* list,
@@ -143,52 +139,47 @@ struct Kernels {
     pages_bf16(pages, list, count, heads, scratch);
   }
   void attend(const float* keys, const float* values, const float* bias,
-              std::int64_t count, const Heads& heads,
-              Scratch<float>& scratch) const {
+              std::int64_t count, const Heads& heads, Scratch<float>& scratch) const {
     rows_f32(keys, values, bias, count, heads, scratch);
   }
-  void attend(const std::uint16_t* keys, const std::uint16_t* values,
-              const float* bias, std::int64_t count, const Heads& heads,
+  void attend(const std::uint16_t* keys, const std::uint16_t* values, const float* bias,
+              std::int64_t count, const Heads& heads,
               Scratch<std::uint16_t>& scratch) const {
     rows_bf16(keys, values, bias, count, heads, scratch);
   }
 };
 
 // The four kernels for one width, compiled for TARGET.
-#define KVP_DECODE_KERNELS(NAME, WIDTH, TARGET)                                   \
-  namespace NAME {                                                                \
-  TARGET inline void pages_f32(const Pages<float>& pages,                         \
-                               const std::int32_t* list, std::int64_t count,      \
-                               const Heads& heads, Scratch<float>& scratch) {     \
-    attend_pages_body<WIDTH>(pages, list, count, heads, scratch);                 \
-  }                                                                               \
-  TARGET inline void pages_bf16(const Pages<std::uint16_t>& pages,                \
-                                const std::int32_t* list, std::int64_t count,     \
-                                const Heads& heads,                               \
-                                Scratch<std::uint16_t>& scratch) {                \
-    attend_pages_body<WIDTH>(pages, list, count, heads, scratch);                 \
-  }                                                                               \
-  TARGET inline void rows_f32(const float* keys, const float* values,             \
-                              const float* bias, std::int64_t count,              \
-                              const Heads& heads, Scratch<float>& scratch) {      \
-    attend_rows_body<WIDTH>(keys, values, bias, count, heads, scratch);           \
-  }                                                                               \
-  TARGET inline void rows_bf16(const std::uint16_t* keys,                         \
-                               const std::uint16_t* values, const float* bias,    \
-                               std::int64_t count, const Heads& heads,            \
-                               Scratch<std::uint16_t>& scratch) {                 \
-    attend_rows_body<WIDTH>(keys, values, bias, count, heads, scratch);           \
-  }                                                                               \
-  inline constexpr Kernels table{#NAME, pages_f32, pages_bf16, rows_f32,          \
-                                 rows_bf16};                                      \
+#define KVP_DECODE_KERNELS(NAME, WIDTH, TARGET)                                        \
+  namespace NAME {                                                                     \
+  TARGET inline void pages_f32(const Pages<float>& pages, const std::int32_t* list,    \
+                               std::int64_t count, const Heads& heads,                 \
+                               Scratch<float>& scratch) {                              \
+    attend_pages_body<WIDTH>(pages, list, count, heads, scratch);                      \
+  }                                                                                    \
+  TARGET inline void pages_bf16(const Pages<std::uint16_t>& pages,                     \
+                                const std::int32_t* list, std::int64_t count,          \
+                                const Heads& heads, Scratch<std::uint16_t>& scratch) { \
+    attend_pages_body<WIDTH>(pages, list, count, heads, scratch);                      \
+  }                                                                                    \
+  TARGET inline void rows_f32(const float* keys, const float* values,                  \
+                              const float* bias, std::int64_t count,                   \
+                              const Heads& heads, Scratch<float>& scratch) {           \
+    attend_rows_body<WIDTH>(keys, values, bias, count, heads, scratch);                \
+  }                                                                                    \
+  TARGET inline void rows_bf16(const std::uint16_t* keys, const std::uint16_t* values, \
+                               const float* bias, std::int64_t count,                  \
+                               const Heads& heads, Scratch<std::uint16_t>& scratch) {  \
+    attend_rows_body<WIDTH>(keys, values, bias, count, heads, scratch);                \
+  }                                                                                    \
+  inline constexpr Kernels table{#NAME, pages_f32, pages_bf16, rows_f32, rows_bf16};   \
   }
 
 KVP_DECODE_KERNELS(baseline, 4, )
 #if defined(__x86_64__)
 KVP_DECODE_KERNELS(avx2, 8, __attribute__((target("avx2,fma"))))
 KVP_DECODE_KERNELS(
-    avx512, 16,
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))))
+    avx512, 16, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))))
 #endif
 
 #undef KVP_DECODE_KERNELS

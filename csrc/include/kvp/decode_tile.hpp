@@ -184,18 +184,15 @@ KVP_INLINE void score_columns(const float* queries, std::int64_t dims,
 
 // Scores of H heads with the first count of a page's slots, and some behind them.
 template <int W, int H, typename Element>
-KVP_INLINE void score_page(const float* queries, std::int64_t dims,
-                           const Element* keys, const Element* ahead,
-                           std::int64_t slots, std::int64_t count, float* out,
-                           std::int64_t stride) {
+KVP_INLINE void score_page(const float* queries, std::int64_t dims, const Element* keys,
+                           const Element* ahead, std::int64_t slots, std::int64_t count,
+                           float* out, std::int64_t stride) {
   std::int64_t s = 0;
   for (; s < count && s + 2 * W <= slots; s += 2 * W) {
-    score_columns<W, H, 2>(queries, dims, keys + s, ahead + s, slots, out + s,
-                           stride);
+    score_columns<W, H, 2>(queries, dims, keys + s, ahead + s, slots, out + s, stride);
   }
   for (; s < count; s += W) {
-    score_columns<W, H, 1>(queries, dims, keys + s, ahead + s, slots, out + s,
-                           stride);
+    score_columns<W, H, 1>(queries, dims, keys + s, ahead + s, slots, out + s, stride);
   }
 }
 
@@ -212,20 +209,16 @@ KVP_INLINE void score_page_of_columns(const Heads& heads, const Element* keys,
     float* scores = out + h * stride;
     const std::int64_t left = heads.group - h;
     if (left >= 4 && kHeadsAtOnce<W> == 4) {
-      score_page<W, 4>(queries, dims, keys, ahead, slots, count, scores,
-                       stride);
+      score_page<W, 4>(queries, dims, keys, ahead, slots, count, scores, stride);
       h += 4;
     } else if (left >= 3 && kHeadsAtOnce<W> == 4) {
-      score_page<W, 3>(queries, dims, keys, ahead, slots, count, scores,
-                       stride);
+      score_page<W, 3>(queries, dims, keys, ahead, slots, count, scores, stride);
       h += 3;
     } else if (left >= 2) {
-      score_page<W, 2>(queries, dims, keys, ahead, slots, count, scores,
-                       stride);
+      score_page<W, 2>(queries, dims, keys, ahead, slots, count, scores, stride);
       h += 2;
     } else {
-      score_page<W, 1>(queries, dims, keys, ahead, slots, count, scores,
-                       stride);
+      score_page<W, 1>(queries, dims, keys, ahead, slots, count, scores, stride);
       h += 1;
     }
   }
@@ -233,11 +226,11 @@ KVP_INLINE void score_page_of_columns(const Heads& heads, const Element* keys,
 
 // The same for keys that are rows, count of them.
 template <int W, typename Element>
-KVP_INLINE void score_rows(const Heads& heads, const Element* keys,
-                           std::int64_t count, float* out, std::int64_t stride) {
+KVP_INLINE void score_rows(const Heads& heads, const Element* keys, std::int64_t count,
+                           float* out, std::int64_t stride) {
   for (std::int64_t h = 0; h < heads.group; ++h) {
-    index::score_rows_body<W>(heads.queries + h * heads.dims, heads.dims, keys,
-                              nullptr, heads.dims, count, out + h * stride);
+    index::score_rows_body<W>(heads.queries + h * heads.dims, heads.dims, keys, nullptr,
+                              heads.dims, count, out + h * stride);
   }
 }
 
@@ -275,8 +268,7 @@ KVP_INLINE float soften(float* scores, std::int64_t n, float& peak, float& sum) 
 
 // n elements, padded with zeros to a vector.
 template <int W, typename Element>
-KVP_INLINE void load_some(const Element* from, std::int64_t n,
-                          typename Vec<W>::F& to) {
+KVP_INLINE void load_some(const Element* from, std::int64_t n, typename Vec<W>::F& to) {
   Element padded[W] = {};
   std::memcpy(padded, from, static_cast<std::size_t>(n) * sizeof(Element));
   load<W>(padded, to);
@@ -321,8 +313,8 @@ KVP_INLINE void add_columns(const Run<Element>* runs, std::int64_t num_runs,
 // The same for the dimensions behind the last whole vector, of one head.
 template <int W, typename Element>
 KVP_INLINE void add_rest(const Run<Element>* runs, std::int64_t num_runs,
-                         std::int64_t column, std::int64_t dims,
-                         const float* weights, float factor, float* totals) {
+                         std::int64_t column, std::int64_t dims, const float* weights,
+                         float factor, float* totals) {
   typename Vec<W>::F sum, value;
   const std::int64_t rest = dims - column;
   load_some<W>(totals + column, rest, sum);
@@ -339,9 +331,8 @@ KVP_INLINE void add_rest(const Run<Element>* runs, std::int64_t num_runs,
 
 template <int W, int H, typename Element>
 KVP_INLINE void add_values(const Run<Element>* runs, std::int64_t num_runs,
-                           std::int64_t dims, const float* weights,
-                           std::int64_t stride, const float* factors,
-                           float* totals) {
+                           std::int64_t dims, const float* weights, std::int64_t stride,
+                           const float* factors, float* totals) {
   std::int64_t column = 0;
   while (column + W <= dims) {
     const std::int64_t left = (dims - column) / W;
@@ -378,8 +369,8 @@ KVP_INLINE void add_tile(const std::vector<Run<Element>>& runs, float* scores,
     float factors[4];
     float* weights = scores + h * stride;
     for (std::int64_t i = 0; i < step; ++i) {
-      factors[i] = soften<W>(weights + i * stride, n, heads.peaks[h + i],
-                             heads.sums[h + i]);
+      factors[i] =
+          soften<W>(weights + i * stride, n, heads.peaks[h + i], heads.sums[h + i]);
     }
     float* totals = heads.totals + h * dims;
     if (step == 4) {

@@ -119,21 +119,23 @@ KVP_ALWAYS_INLINE void chunk_deltas(const Chunks<Element>& all, std::int64_t c,
 }
 
 template <typename Element>
-void chunk_deltas_baseline(const Chunks<Element>& all, std::int64_t c,
-                           float* delta, float* sum) {
+void chunk_deltas_baseline(const Chunks<Element>& all, std::int64_t c, float* delta,
+                           float* sum) {
   chunk_deltas<4>(all, c, delta, sum);
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)
 template <typename Element>
-__attribute__((target("avx2,fma"))) void chunk_deltas_avx2(
-    const Chunks<Element>& all, std::int64_t c, float* delta, float* sum) {
+__attribute__((target("avx2,fma"))) void chunk_deltas_avx2(const Chunks<Element>& all,
+                                                           std::int64_t c, float* delta,
+                                                           float* sum) {
   chunk_deltas<8>(all, c, delta, sum);
 }
 
 template <typename Element>
-__attribute__((target("avx512f"))) void chunk_deltas_avx512(
-    const Chunks<Element>& all, std::int64_t c, float* delta, float* sum) {
+__attribute__((target("avx512f"))) void chunk_deltas_avx512(const Chunks<Element>& all,
+                                                            std::int64_t c,
+                                                            float* delta, float* sum) {
   chunk_deltas<16>(all, c, delta, sum);
 }
 #endif
@@ -142,8 +144,7 @@ __attribute__((target("avx512f"))) void chunk_deltas_avx512(
 // head. Inside a parallel region its threads share the chunks, and do not wait for
 // each other at the end; outside the caller does all.
 template <typename Element>
-void irregularity(Simd simd, const Chunks<Element>& all, float* delta,
-                  float* sums) {
+void irregularity(Simd simd, const Chunks<Element>& all, float* delta, float* sums) {
   auto* deltas = chunk_deltas_baseline<Element>;
 #if defined(__x86_64__) && defined(__GNUC__)
   if (simd == Simd::kAvx2) deltas = chunk_deltas_avx2<Element>;
@@ -157,9 +158,8 @@ void irregularity(Simd simd, const Chunks<Element>& all, float* delta,
 
 // Marks the `count` largest of n deltas and lists them in ascending order; ties to
 // the lower. No delta may be NaN. order is scratch of n entries.
-inline void find_irregular(const float* delta, std::int64_t n,
-                           std::int64_t count, std::int64_t* order,
-                           bool* irregular, std::int64_t* slots) {
+inline void find_irregular(const float* delta, std::int64_t n, std::int64_t count,
+                           std::int64_t* order, bool* irregular, std::int64_t* slots) {
   std::iota(order, order + n, std::int64_t{0});
   const auto before = [delta](std::int64_t a, std::int64_t b) {
     return delta[a] > delta[b] || (delta[a] == delta[b] && a < b);
@@ -174,8 +174,7 @@ inline void find_irregular(const float* delta, std::int64_t n,
 // Takes the irregular keys out of the sums that irregularity() wrote: chunks that
 // have any are added up anew.
 template <typename Element>
-void sum_regular(const Chunks<Element>& all, const bool* irregular,
-                 float* sums) {
+void sum_regular(const Chunks<Element>& all, const bool* irregular, float* sums) {
   const std::int64_t size = all.head_dim;
   for (std::int64_t c = 0; c < all.count; ++c) {
     const bool* here = irregular + c * all.length;

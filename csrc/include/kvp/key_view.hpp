@@ -32,11 +32,10 @@ struct KeyView {
 
   // Places and sizes of pages fit 32 bits, whose division is several times faster.
   std::int64_t offset(std::int64_t place) const {
-    const std::int64_t page = static_cast<std::uint32_t>(place) /
-                              static_cast<std::uint32_t>(slots_per_page);
+    const std::int64_t page =
+        static_cast<std::uint32_t>(place) / static_cast<std::uint32_t>(slots_per_page);
     const std::int64_t slot = place - page * slots_per_page;
-    return (table != nullptr ? table[page] : page) * page_stride +
-           slot * slot_stride;
+    return (table != nullptr ? table[page] : page) * page_stride + slot * slot_stride;
   }
 };
 
@@ -61,9 +60,9 @@ inline void read_key(const KeyView& view, std::int64_t offset, float* row) {
 // out[i] = query . key at offsets[i]. Scratch is [n, head_dim] floats and is used
 // only where keys are not rows in memory: those are copied first, which keeps one
 // order of additions for every layout.
-inline void score_keys(const Kernels& kernels, const KeyView& view,
-                       const float* query, const std::int64_t* offsets,
-                       std::int64_t n, float* scratch, float* out) {
+inline void score_keys(const Kernels& kernels, const KeyView& view, const float* query,
+                       const std::int64_t* offsets, std::int64_t n, float* scratch,
+                       float* out) {
   if (view.dim_stride == 1) {
     with_elements(view, [&](const auto* base) {
       kernels.score(query, view.head_dim, base, offsets, 0, n, out);
@@ -133,8 +132,7 @@ inline bool measure_keys(const KeyView& view, std::int64_t n, float* peak,
     const std::int64_t count = n - first < kBlock ? n - first : kBlock;
     read_keys(view, first, count, view.head_dim, rows.data());
     for (std::int64_t i = 0; i < count; ++i) {
-      const float norm2 =
-          squared_norm(rows.data() + i * view.head_dim, view.head_dim);
+      const float norm2 = squared_norm(rows.data() + i * view.head_dim, view.head_dim);
       if (!usable_norm(norm2)) {
         *bad = first + i;
         return false;
@@ -147,9 +145,8 @@ inline bool measure_keys(const KeyView& view, std::int64_t n, float* peak,
 
 // out[i] = query . key at place first + i, for a run of places; the exact scan's
 // reading. Scratch is [n, head_dim] floats, used as in score_keys.
-inline void score_run(const Kernels& kernels, const KeyView& view,
-                      const float* query, std::int64_t first, std::int64_t n,
-                      float* scratch, float* out) {
+inline void score_run(const Kernels& kernels, const KeyView& view, const float* query,
+                      std::int64_t first, std::int64_t n, float* scratch, float* out) {
   if (view.dim_stride != 1) {
     read_keys(view, first, n, view.head_dim, scratch);
     kernels.score(query, view.head_dim, scratch, nullptr, view.head_dim, n, out);
@@ -161,8 +158,8 @@ inline void score_run(const Kernels& kernels, const KeyView& view,
     const std::int64_t left = n - done, room = view.slots_per_page - slot;
     const std::int64_t run = left < room ? left : room;
     with_elements(view, [&](const auto* base) {
-      kernels.score(query, view.head_dim, base + view.offset(first + done),
-                    nullptr, view.slot_stride, run, out + done);
+      kernels.score(query, view.head_dim, base + view.offset(first + done), nullptr,
+                    view.slot_stride, run, out + done);
     });
     done += run;
   }

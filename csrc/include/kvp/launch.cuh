@@ -46,8 +46,8 @@ inline int blocks_for(std::int64_t work) {
 
 // Queues kernel(args...). Failure to launch is left to be found as CUDA's last error.
 template <typename... Params, typename... Args>
-void launch(void (*kernel)(Params...), int blocks, int threads,
-            cudaStream_t stream, const Args&... args) {
+void launch(void (*kernel)(Params...), int blocks, int threads, cudaStream_t stream,
+            const Args&... args) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));

@@ -36,9 +36,9 @@ void list_rows(const svd::Record<Factor>& shape, std::int64_t begin,
                std::int64_t first_row, std::vector<MadeRows>& list) {
   for (std::int64_t t = 0; t < shape.tokens; t += kMadeTokens) {
     const std::int64_t left = shape.tokens - t;
-    list.push_back({begin, begin + shape.left() + t * shape.rank,
-                    begin + shape.right(), shape.rank,
-                    left < kMadeTokens ? left : kMadeTokens, first_row + t});
+    list.push_back({begin, begin + shape.left() + t * shape.rank, begin + shape.right(),
+                    shape.rank, left < kMadeTokens ? left : kMadeTokens,
+                    first_row + t});
   }
 }
 
@@ -81,8 +81,8 @@ template <typename Factor, typename Target>
 __global__ void make_rows(const Factor* factors, const MadeRows* list, std::int64_t n,
                           std::int64_t head_dim, Target target) {
   // A row longer than a tile, so that lanes write different banks.
-  KVP_SHARED(float, left, kMadeTokens * (kComponents + 1));
-  KVP_SHARED(float, right, kComponents * kMadeDims);
+  KVP_SHARED(float, left, kMadeTokens*(kComponents + 1));
+  KVP_SHARED(float, right, kComponents* kMadeDims);
   constexpr int kPerFloat = static_cast<int>(sizeof(float) / sizeof(Factor));
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -104,9 +104,8 @@ __global__ void make_rows(const Factor* factors, const MadeRows* list, std::int6
         const std::int64_t d = first_dim + i % kMadeDims;
         float value = 0.0f;
         if (component < rows.rank && d < head_dim) {
-          value =
-              element_to_float(factors[rows.right + component * head_dim + d]) *
-              float_at(factors + rows.sigma + component * kPerFloat);
+          value = element_to_float(factors[rows.right + component * head_dim + d]) *
+                  float_at(factors + rows.sigma + component * kPerFloat);
         }
         right[i] = value;
       }

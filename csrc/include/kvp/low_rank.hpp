@@ -32,8 +32,7 @@ void keep_components(const Record<Factor>& shape, const Factor* record,
     sigma *= gates[k];
     std::memcpy(out + to * Record<Factor>::kPerFloat, &sigma, sizeof sigma);
     for (Index t = 0; t < shape.tokens; ++t) {
-      out[made.left() + t * made.rank + to] =
-          record[shape.left() + t * shape.rank + k];
+      out[made.left() + t * made.rank + to] = record[shape.left() + t * shape.rank + k];
     }
     std::memcpy(out + made.right() + to * shape.head_dim,
                 record + shape.right() + k * shape.head_dim,
@@ -83,8 +82,8 @@ struct Opened {
     left_row = by_token ? row_step<float>(tokens) + kLine<float> : rank;
     right_row = row_step<float>(shape.head_dim);
     const Index left_size = by_token ? rank * left_row : padded<float>(tokens * rank);
-    const Index made_size = (shape.head_dim + 2 * kLine<float>) *
-                            (kTokensAtOnce + 2 * kLine<float>);
+    const Index made_size =
+        (shape.head_dim + 2 * kLine<float>)*(kTokensAtOnce + 2 * kLine<float>);
     float* at = Workspace::at_least(
         work.floats, left_size + rank * right_row + made_size + tokens * rank);
     float* scaled = at + left_size;
@@ -120,10 +119,9 @@ void make_rows(const Kernels& kernels, const Record<Factor>& shape,
   for (Index first = 0; first < shape.tokens; first += kTokensAtOnce) {
     const Index left = shape.tokens - first;
     const Index count = left < kTokensAtOnce ? left : kTokensAtOnce;
-    kernels.multiply(Product<float>{open.left + first * open.left_row, open.left_row,
-                                    1, open.right, open.right_row, count, shape.rank,
-                                    padded<float>(shape.head_dim), open.made,
-                                    open.right_row});
+    kernels.multiply(Product<float>{
+        open.left + first * open.left_row, open.left_row, 1, open.right, open.right_row,
+        count, shape.rank, padded<float>(shape.head_dim), open.made, open.right_row});
     for (Index t = 0; t < count; ++t) {
       kernels.narrow(open.made + t * open.right_row, shape.head_dim, row);
       store(first + t, row);
@@ -179,8 +177,8 @@ void reconstruct_pages(const Kernels& kernels, const Record<Factor>& shape,
     kernels.multiply(Product<float>{open.right, 1, open.right_row, open.left + first,
                                     open.left_row, shape.head_dim, shape.rank,
                                     padded<float>(count), open.made, kMadeRow});
-    Element* column = to.heap + to.pages[first] * to.page_stride + to.plane.base +
-                      to.slots[first];
+    Element* column =
+        to.heap + to.pages[first] * to.page_stride + to.plane.base + to.slots[first];
     for (Index d = 0; d < shape.head_dim; ++d) {
       kernels.narrow(open.made + d * kMadeRow, count, column + d * to.block_size);
     }

@@ -31,8 +31,7 @@ struct Status {
 
 // First entry of values[n] outside [0, limit), reported as `fault`.
 template <typename Int>
-Status check_range(const Int* values, std::int64_t n, std::int64_t limit,
-                   Fault fault) {
+Status check_range(const Int* values, std::int64_t n, std::int64_t limit, Fault fault) {
   // One flag for the whole array keeps the loop free of branches (it
   // vectorizes); the position is looked for only when there is a fault.
   bool bad = false;
@@ -90,8 +89,7 @@ inline Status check_distinct(const std::int64_t* dst_pages,
                              std::int64_t block_size, PageSpan span,
                              std::uint64_t* bitmap) {
   for (std::int64_t i = 0; i < n; ++i) {
-    const std::int64_t bit =
-        (dst_pages[i] - span.first) * block_size + dst_slots[i];
+    const std::int64_t bit = (dst_pages[i] - span.first) * block_size + dst_slots[i];
     std::uint64_t& word = bitmap[bit >> 6];
     const std::uint64_t mask = std::uint64_t{1} << (bit & 63);
     if (word & mask) {
@@ -123,11 +121,9 @@ inline Status check_disjoint(const std::int64_t* src_pages,
                              const std::uint64_t* bitmap) {
   for (std::int64_t i = 0; i < n; ++i) {
     if (src_pages[i] < span.first || src_pages[i] > span.last) continue;
-    const std::int64_t bit =
-        (src_pages[i] - span.first) * block_size + src_slots[i];
+    const std::int64_t bit = (src_pages[i] - span.first) * block_size + src_slots[i];
     if ((bitmap[bit >> 6] >> (bit & 63)) & 1) {
-      return {Fault::kSourceIsDestination, i,
-              src_pages[i] * block_size + src_slots[i]};
+      return {Fault::kSourceIsDestination, i, src_pages[i] * block_size + src_slots[i]};
     }
   }
   return {};

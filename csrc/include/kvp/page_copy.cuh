@@ -65,9 +65,8 @@ void to_chunks(DeviceHeap& heap, DeviceLayout& layout) {
 
 // Position of token `token`'s page in units of `Unit` elements of the heap.
 __device__ inline std::int64_t page_start(const std::int64_t* pages,
-                                          const std::int64_t* slots,
-                                          std::int64_t token, DeviceHeap heap,
-                                          std::int64_t block_size) {
+                                          const std::int64_t* slots, std::int64_t token,
+                                          DeviceHeap heap, std::int64_t block_size) {
   require_below(pages[token], heap.num_pages);
   require_below(slots[token], block_size);
   return pages[token] * heap.page_stride;
@@ -78,14 +77,13 @@ enum class Direction { kGather, kScatter };
 // Rows <-> pages through the offset tables; a thread per (token, dimension).
 template <typename Element, Direction kDirection>
 __global__ void copy_elements(Element* heap_data, DeviceHeap heap,
-                              const std::int64_t* pages,
-                              const std::int64_t* slots, std::int64_t n,
-                              DeviceLayout layout, Element* keys,
+                              const std::int64_t* pages, const std::int64_t* slots,
+                              std::int64_t n, DeviceLayout layout, Element* keys,
                               Element* values) {
   const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
   const std::int64_t total = n * layout.head_dim;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-       i < total; i += step) {
+  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
+       i += step) {
     const std::int64_t token = i / layout.head_dim;
     Element* page =
         heap_data + page_start(pages, slots, token, heap, layout.block_size);
@@ -105,17 +103,16 @@ __global__ void copy_elements(Element* heap_data, DeviceHeap heap,
 // are in chunks (to_chunks).
 template <Direction kDirection>
 __global__ void copy_chunks(Chunk* heap_data, DeviceHeap heap,
-                            const std::int64_t* pages,
-                            const std::int64_t* slots, std::int64_t n,
-                            DeviceLayout layout, Chunk* keys, Chunk* values) {
+                            const std::int64_t* pages, const std::int64_t* slots,
+                            std::int64_t n, DeviceLayout layout, Chunk* keys,
+                            Chunk* values) {
   const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
   const std::int64_t total = n * layout.head_dim;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-       i < total; i += step) {
+  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
+       i += step) {
     const std::int64_t token = i / layout.head_dim;
-    Chunk* row =
-        heap_data + page_start(pages, slots, token, heap, layout.block_size) +
-        slots[token] * layout.slot_stride + (i - token * layout.head_dim);
+    Chunk* row = heap_data + page_start(pages, slots, token, heap, layout.block_size) +
+                 slots[token] * layout.slot_stride + (i - token * layout.head_dim);
     Chunk* key = row + layout.key_base;
     Chunk* value = row + layout.value_base;
     if constexpr (kDirection == Direction::kGather) {
@@ -137,14 +134,14 @@ __global__ void move_elements(Element* heap_data, DeviceHeap heap,
                               DeviceLayout layout) {
   const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
   const std::int64_t total = n * layout.head_dim;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-       i < total; i += step) {
+  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
+       i += step) {
     const std::int64_t token = i / layout.head_dim;
     const std::int64_t dim = i - token * layout.head_dim;
-    const Element* from = heap_data + page_start(src_pages, src_slots, token,
-                                                 heap, layout.block_size);
-    Element* to = heap_data + page_start(dst_pages, dst_slots, token, heap,
-                                         layout.block_size);
+    const Element* from =
+        heap_data + page_start(src_pages, src_slots, token, heap, layout.block_size);
+    Element* to =
+        heap_data + page_start(dst_pages, dst_slots, token, heap, layout.block_size);
     const std::int64_t source = src_slots[token] * layout.head_dim + dim;
     const std::int64_t target = dst_slots[token] * layout.head_dim + dim;
     to[layout.k_offsets[target]] = from[layout.k_offsets[source]];
@@ -152,24 +149,24 @@ __global__ void move_elements(Element* heap_data, DeviceHeap heap,
   }
 }
 
-static __global__ void move_chunks(
-    Chunk* heap_data, DeviceHeap heap, const std::int64_t* src_pages,
-    const std::int64_t* src_slots, const std::int64_t* dst_pages,
-    const std::int64_t* dst_slots, std::int64_t n, DeviceLayout layout) {
+static __global__ void move_chunks(Chunk* heap_data, DeviceHeap heap,
+                                   const std::int64_t* src_pages,
+                                   const std::int64_t* src_slots,
+                                   const std::int64_t* dst_pages,
+                                   const std::int64_t* dst_slots, std::int64_t n,
+                                   DeviceLayout layout) {
   const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
   const std::int64_t total = n * layout.head_dim;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-       i < total; i += step) {
+  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
+       i += step) {
     const std::int64_t token = i / layout.head_dim;
     const std::int64_t chunk = i - token * layout.head_dim;
-    const Chunk* from = heap_data +
-                        page_start(src_pages, src_slots, token, heap,
-                                   layout.block_size) +
-                        src_slots[token] * layout.slot_stride + chunk;
-    Chunk* to =
-        heap_data +
-        page_start(dst_pages, dst_slots, token, heap, layout.block_size) +
-        dst_slots[token] * layout.slot_stride + chunk;
+    const Chunk* from =
+        heap_data + page_start(src_pages, src_slots, token, heap, layout.block_size) +
+        src_slots[token] * layout.slot_stride + chunk;
+    Chunk* to = heap_data +
+                page_start(dst_pages, dst_slots, token, heap, layout.block_size) +
+                dst_slots[token] * layout.slot_stride + chunk;
     to[layout.key_base] = from[layout.key_base];
     to[layout.value_base] = from[layout.value_base];
   }
@@ -179,12 +176,12 @@ static __global__ void move_chunks(
 template <typename Element>
 __global__ void unpack_elements(const Element* heap_data, DeviceHeap heap,
                                 const std::int64_t* page_table, std::int64_t n,
-                                std::int64_t plane_elems,
-                                const std::int32_t* offsets, Element* out) {
+                                std::int64_t plane_elems, const std::int32_t* offsets,
+                                Element* out) {
   const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
   const std::int64_t total = n * plane_elems;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-       i < total; i += step) {
+  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
+       i += step) {
     const std::int64_t entry = i / plane_elems;
     const std::int64_t inside = i - entry * plane_elems;
     require_below(page_table[entry], heap.num_pages);
@@ -195,14 +192,13 @@ __global__ void unpack_elements(const Element* heap_data, DeviceHeap heap,
 
 // The same for planes of rows; sizes in chunks.
 static __global__ void unpack_chunks(const Chunk* heap_data, DeviceHeap heap,
-                                     const std::int64_t* page_table,
-                                     std::int64_t n, std::int64_t plane_elems,
-                                     std::int64_t row_elems, DeviceRows rows,
-                                     Chunk* out) {
+                                     const std::int64_t* page_table, std::int64_t n,
+                                     std::int64_t plane_elems, std::int64_t row_elems,
+                                     DeviceRows rows, Chunk* out) {
   const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
   const std::int64_t total = n * plane_elems;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-       i < total; i += step) {
+  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
+       i += step) {
     const std::int64_t entry = i / plane_elems;
     const std::int64_t inside = i - entry * plane_elems;
     const std::int64_t slot = inside / row_elems;
@@ -217,52 +213,48 @@ void copy_tokens(Element* heap_data, DeviceHeap heap, const std::int64_t* pages,
                  const std::int64_t* slots, std::int64_t n, DeviceLayout layout,
                  Element* keys, Element* values, cudaStream_t stream) {
   if (n * layout.head_dim == 0) return;
-  if (rows_in_chunks(heap_data, heap, layout) && at_chunk(keys) &&
-      at_chunk(values)) {
+  if (rows_in_chunks(heap_data, heap, layout) && at_chunk(keys) && at_chunk(values)) {
     to_chunks<Element>(heap, layout);
-    launch(copy_chunks<kDirection>, blocks_for(n * layout.head_dim), kThreads,
-           stream, reinterpret_cast<Chunk*>(heap_data), heap, pages, slots, n,
-           layout, reinterpret_cast<Chunk*>(keys),
-           reinterpret_cast<Chunk*>(values));
+    launch(copy_chunks<kDirection>, blocks_for(n * layout.head_dim), kThreads, stream,
+           reinterpret_cast<Chunk*>(heap_data), heap, pages, slots, n, layout,
+           reinterpret_cast<Chunk*>(keys), reinterpret_cast<Chunk*>(values));
     return;
   }
-  launch(copy_elements<Element, kDirection>, blocks_for(n * layout.head_dim),
-         kThreads, stream, heap_data, heap, pages, slots, n, layout, keys, values);
+  launch(copy_elements<Element, kDirection>, blocks_for(n * layout.head_dim), kThreads,
+         stream, heap_data, heap, pages, slots, n, layout, keys, values);
 }
 
 template <typename Element>
-void gather_tokens(const Element* heap_data, DeviceHeap heap,
-                   const std::int64_t* pages, const std::int64_t* slots,
-                   std::int64_t n, DeviceLayout layout, Element* keys_out,
-                   Element* values_out, cudaStream_t stream) {
+void gather_tokens(const Element* heap_data, DeviceHeap heap, const std::int64_t* pages,
+                   const std::int64_t* slots, std::int64_t n, DeviceLayout layout,
+                   Element* keys_out, Element* values_out, cudaStream_t stream) {
   // The gather direction only reads the heap.
-  copy_tokens<Element, Direction::kGather>(const_cast<Element*>(heap_data), heap,
-                                           pages, slots, n, layout, keys_out,
-                                           values_out, stream);
+  copy_tokens<Element, Direction::kGather>(const_cast<Element*>(heap_data), heap, pages,
+                                           slots, n, layout, keys_out, values_out,
+                                           stream);
 }
 
 template <typename Element>
-void scatter_tokens(Element* heap_data, DeviceHeap heap,
-                    const std::int64_t* pages, const std::int64_t* slots,
-                    std::int64_t n, DeviceLayout layout, const Element* keys,
-                    const Element* values, cudaStream_t stream) {
+void scatter_tokens(Element* heap_data, DeviceHeap heap, const std::int64_t* pages,
+                    const std::int64_t* slots, std::int64_t n, DeviceLayout layout,
+                    const Element* keys, const Element* values, cudaStream_t stream) {
   // The scatter direction only reads the rows.
-  copy_tokens<Element, Direction::kScatter>(
-      heap_data, heap, pages, slots, n, layout, const_cast<Element*>(keys),
-      const_cast<Element*>(values), stream);
+  copy_tokens<Element, Direction::kScatter>(heap_data, heap, pages, slots, n, layout,
+                                            const_cast<Element*>(keys),
+                                            const_cast<Element*>(values), stream);
 }
 
 template <typename Element>
-void move_tokens(Element* heap_data, DeviceHeap heap,
-                 const std::int64_t* src_pages, const std::int64_t* src_slots,
-                 const std::int64_t* dst_pages, const std::int64_t* dst_slots,
-                 std::int64_t n, DeviceLayout layout, cudaStream_t stream) {
+void move_tokens(Element* heap_data, DeviceHeap heap, const std::int64_t* src_pages,
+                 const std::int64_t* src_slots, const std::int64_t* dst_pages,
+                 const std::int64_t* dst_slots, std::int64_t n, DeviceLayout layout,
+                 cudaStream_t stream) {
   if (n * layout.head_dim == 0) return;
   if (rows_in_chunks(heap_data, heap, layout)) {
     to_chunks<Element>(heap, layout);
     launch(move_chunks, blocks_for(n * layout.head_dim), kThreads, stream,
-           reinterpret_cast<Chunk*>(heap_data), heap, src_pages, src_slots,
-           dst_pages, dst_slots, n, layout);
+           reinterpret_cast<Chunk*>(heap_data), heap, src_pages, src_slots, dst_pages,
+           dst_slots, n, layout);
     return;
   }
   launch(move_elements<Element>, blocks_for(n * layout.head_dim), kThreads, stream,
@@ -279,12 +271,10 @@ void gather_plane(const Element* heap_data, DeviceHeap heap,
   const std::int64_t plane_elems = block_size * head_dim;
   if (n * plane_elems == 0) return;
   // Rows without gaps are one long row.
-  const std::int64_t row_elems =
-      rows.slot_stride == head_dim ? plane_elems : head_dim;
+  const std::int64_t row_elems = rows.slot_stride == head_dim ? plane_elems : head_dim;
   if (rows.slot_stride == head_dim) rows.slot_stride = plane_elems;
   if (rows.slot_stride > 0 && at_chunk(heap_data) && at_chunk(out) &&
-      in_chunks<Element>(heap.page_stride, row_elems, rows.base,
-                         rows.slot_stride)) {
+      in_chunks<Element>(heap.page_stride, row_elems, rows.base, rows.slot_stride)) {
     heap.page_stride = chunks_of<Element>(heap.page_stride);
     rows = {chunks_of<Element>(rows.base), chunks_of<Element>(rows.slot_stride)};
     const std::int64_t chunks = chunks_of<Element>(plane_elems);

@@ -19,8 +19,7 @@ constexpr std::int64_t kParallelBytes = 256 * 1024;
 // row[d] = plane element (slot, d).
 template <typename Element>
 inline void load_row(const Element* page, const Plane& plane, std::int64_t slot,
-                     std::int64_t block_size, std::int64_t head_dim,
-                     Element* row) {
+                     std::int64_t block_size, std::int64_t head_dim, Element* row) {
   if (plane.kind == PlaneKind::kRows) {
     std::memcpy(row, page + plane.base + slot * plane.slot_stride,
                 static_cast<std::size_t>(head_dim) * sizeof(Element));
@@ -53,8 +52,8 @@ inline void store_row(Element* page, const Plane& plane, std::int64_t slot,
 // Plane element (to_slot, d) of `to` = plane element (from_slot, d) of `from`.
 template <typename Element>
 inline void move_row(const Element* from, std::int64_t from_slot, Element* to,
-                     std::int64_t to_slot, const Plane& plane,
-                     std::int64_t block_size, std::int64_t head_dim) {
+                     std::int64_t to_slot, const Plane& plane, std::int64_t block_size,
+                     std::int64_t head_dim) {
   if (plane.kind == PlaneKind::kRows) {
     std::memcpy(to + plane.base + to_slot * plane.slot_stride,
                 from + plane.base + from_slot * plane.slot_stride,
@@ -81,9 +80,8 @@ inline void move_row(const Element* from, std::int64_t from_slot, Element* to,
 // Cost: 4 * n * head_dim elements of traffic.
 template <typename Element>
 void gather_tokens(const Element* heap, std::int64_t page_stride,
-                   const std::int64_t* pages, const std::int64_t* slots,
-                   std::int64_t n, const PageLayout& layout, Element* keys_out,
-                   Element* values_out) {
+                   const std::int64_t* pages, const std::int64_t* slots, std::int64_t n,
+                   const PageLayout& layout, Element* keys_out, Element* values_out) {
   const std::int64_t head_dim = layout.head_dim;
   const std::int64_t block_size = layout.block_size;
   [[maybe_unused]] const bool parallel =
@@ -101,9 +99,8 @@ void gather_tokens(const Element* heap, std::int64_t page_stride,
 // Writes the keys and values of n tokens; the inverse of gather_tokens. The
 // (page, slot) pairs must be distinct.
 template <typename Element>
-void scatter_tokens(Element* heap, std::int64_t page_stride,
-                    const std::int64_t* pages, const std::int64_t* slots,
-                    std::int64_t n, const PageLayout& layout,
+void scatter_tokens(Element* heap, std::int64_t page_stride, const std::int64_t* pages,
+                    const std::int64_t* slots, std::int64_t n, const PageLayout& layout,
                     const Element* keys, const Element* values) {
   const std::int64_t head_dim = layout.head_dim;
   const std::int64_t block_size = layout.block_size;
@@ -112,8 +109,7 @@ void scatter_tokens(Element* heap, std::int64_t page_stride,
 #pragma omp parallel for schedule(static) if (parallel)
   for (std::int64_t i = 0; i < n; ++i) {
     Element* page = heap + pages[i] * page_stride;
-    store_row(page, layout.keys, slots[i], block_size, head_dim,
-              keys + i * head_dim);
+    store_row(page, layout.keys, slots[i], block_size, head_dim, keys + i * head_dim);
     store_row(page, layout.values, slots[i], block_size, head_dim,
               values + i * head_dim);
   }
@@ -123,10 +119,10 @@ void scatter_tokens(Element* heap, std::int64_t page_stride,
 // dst_slots[i]). The destinations must be distinct and none may be a source:
 // then no iteration reads what another writes, and the order does not matter.
 template <typename Element>
-void move_tokens(Element* heap, std::int64_t page_stride,
-                 const std::int64_t* src_pages, const std::int64_t* src_slots,
-                 const std::int64_t* dst_pages, const std::int64_t* dst_slots,
-                 std::int64_t n, const PageLayout& layout) {
+void move_tokens(Element* heap, std::int64_t page_stride, const std::int64_t* src_pages,
+                 const std::int64_t* src_slots, const std::int64_t* dst_pages,
+                 const std::int64_t* dst_slots, std::int64_t n,
+                 const PageLayout& layout) {
   const std::int64_t head_dim = layout.head_dim;
   const std::int64_t block_size = layout.block_size;
   [[maybe_unused]] const bool parallel =
@@ -135,10 +131,8 @@ void move_tokens(Element* heap, std::int64_t page_stride,
   for (std::int64_t i = 0; i < n; ++i) {
     const Element* from = heap + src_pages[i] * page_stride;
     Element* to = heap + dst_pages[i] * page_stride;
-    move_row(from, src_slots[i], to, dst_slots[i], layout.keys, block_size,
-             head_dim);
-    move_row(from, src_slots[i], to, dst_slots[i], layout.values, block_size,
-             head_dim);
+    move_row(from, src_slots[i], to, dst_slots[i], layout.keys, block_size, head_dim);
+    move_row(from, src_slots[i], to, dst_slots[i], layout.values, block_size, head_dim);
   }
 }
 
@@ -149,8 +143,7 @@ inline void unpack_plane(const Element* page, const Plane& plane,
                          Element* rows) {
   const std::int64_t n = block_size * head_dim;
   if (plane.is_matrix(head_dim)) {
-    std::memcpy(rows, page + plane.base,
-                static_cast<std::size_t>(n) * sizeof(Element));
+    std::memcpy(rows, page + plane.base, static_cast<std::size_t>(n) * sizeof(Element));
   } else if (plane.kind == PlaneKind::kRows) {
     for (std::int64_t s = 0; s < block_size; ++s) {
       load_row(page, plane, s, block_size, head_dim, rows + s * head_dim);
@@ -173,24 +166,22 @@ template <typename Element>
 void gather_plane(const Element* heap, std::int64_t page_stride,
                   const std::int64_t* page_table, std::int64_t rows,
                   std::int64_t pages_per_row, const Plane& plane,
-                  std::int64_t block_size, std::int64_t head_dim,
-                  Element* out) {
+                  std::int64_t block_size, std::int64_t head_dim, Element* out) {
   const std::int64_t n = rows * pages_per_row;
   const std::int64_t plane_elems = block_size * head_dim;
   [[maybe_unused]] const bool parallel =
       n * plane_elems * std::int64_t{sizeof(Element)} >= kParallelBytes;
 #pragma omp parallel for schedule(static) if (parallel)
   for (std::int64_t i = 0; i < n; ++i) {
-    unpack_plane(heap + page_table[i] * page_stride, plane, block_size,
-                 head_dim, out + i * plane_elems);
+    unpack_plane(heap + page_table[i] * page_stride, plane, block_size, head_dim,
+                 out + i * plane_elems);
   }
 }
 
 template <typename Element>
 void gather_keys(const Element* heap, std::int64_t page_stride,
                  const std::int64_t* page_table, std::int64_t rows,
-                 std::int64_t pages_per_row, const PageLayout& layout,
-                 Element* out) {
+                 std::int64_t pages_per_row, const PageLayout& layout, Element* out) {
   gather_plane(heap, page_stride, page_table, rows, pages_per_row, layout.keys,
                layout.block_size, layout.head_dim, out);
 }
@@ -198,10 +189,9 @@ void gather_keys(const Element* heap, std::int64_t page_stride,
 template <typename Element>
 void gather_values(const Element* heap, std::int64_t page_stride,
                    const std::int64_t* page_table, std::int64_t rows,
-                   std::int64_t pages_per_row, const PageLayout& layout,
-                   Element* out) {
-  gather_plane(heap, page_stride, page_table, rows, pages_per_row,
-               layout.values, layout.block_size, layout.head_dim, out);
+                   std::int64_t pages_per_row, const PageLayout& layout, Element* out) {
+  gather_plane(heap, page_stride, page_table, rows, pages_per_row, layout.values,
+               layout.block_size, layout.head_dim, out);
 }
 
 }  // namespace kvp

@@ -66,8 +66,7 @@ inline Plane make_plane(const std::int32_t* offsets, std::int64_t block_size,
   Plane plane{offsets, PlaneKind::kPermuted, 0, 0};
   if (block_size <= 0 || head_dim <= 0) return plane;
   plane.base = offsets[0];
-  const std::int64_t step =
-      block_size > 1 ? offsets[head_dim] - plane.base : head_dim;
+  const std::int64_t step = block_size > 1 ? offsets[head_dim] - plane.base : head_dim;
   if (is_affine(offsets, block_size, head_dim, step, 1)) {
     plane.kind = PlaneKind::kRows;
     plane.slot_stride = step;
@@ -78,10 +77,9 @@ inline Plane make_plane(const std::int32_t* offsets, std::int64_t block_size,
 }
 
 inline PageLayout make_layout(const std::int32_t* k_offsets,
-                              const std::int32_t* v_offsets,
-                              std::int64_t block_size, std::int64_t head_dim) {
-  return PageLayout{block_size, head_dim,
-                    make_plane(k_offsets, block_size, head_dim),
+                              const std::int32_t* v_offsets, std::int64_t block_size,
+                              std::int64_t head_dim) {
+  return PageLayout{block_size, head_dim, make_plane(k_offsets, block_size, head_dim),
                     make_plane(v_offsets, block_size, head_dim)};
 }
 

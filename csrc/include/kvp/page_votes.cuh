@@ -52,9 +52,7 @@ struct VoteCall {
   __host__ __device__ std::int64_t keys() const {
     return slots + (own_keys != nullptr ? num_queries : 0);
   }
-  __host__ __device__ std::int64_t rows_per_head() const {
-    return group * num_queries;
-  }
+  __host__ __device__ std::int64_t rows_per_head() const { return group * num_queries; }
   __host__ __device__ std::int64_t parts() const {
     return (keys() + kPartKeys - 1) / kPartKeys;
   }
@@ -103,8 +101,8 @@ __device__ inline void score_tile(const VoteCall<Element>& call, std::int64_t he
                                   std::int64_t first_row, std::int64_t end_row,
                                   std::int64_t first_key, std::int64_t end_key,
                                   float (&scores)[kRowsPerWarp][2]) {
-  KVP_SHARED(float, rows, kTileRows * kTileStride);
-  KVP_SHARED(float, keys, kTileKeys * kTileStride);
+  KVP_SHARED(float, rows, kTileRows* kTileStride);
+  KVP_SHARED(float, keys, kTileKeys* kTileStride);
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32, warp = thread / 32;
   for (int r = 0; r < kRowsPerWarp; ++r) scores[r][0] = scores[r][1] = 0.0f;
@@ -116,8 +114,8 @@ __device__ inline void score_tile(const VoteCall<Element>& call, std::int64_t he
       const bool there = inside && row < end_row;
       rows[r * kTileStride + lane] =
           there ? element_to_float(
-                      call.queries[(head * call.rows_per_head() + row) *
-                                       call.head_dim + d])
+                      call.queries[(head * call.rows_per_head() + row) * call.head_dim +
+                                   d])
                 : 0.0f;
     }
     for (int k = warp; k < kTileKeys; k += kWarps) {
@@ -193,7 +191,8 @@ __global__ void part_softmax(VoteCall<Element> call, float* parts) {
       }
       const std::int64_t row = first_row + warp * kRowsPerWarp + r;
       if (threadIdx.x % 32 != 0 || row >= call.rows_per_head()) continue;
-      float* to = parts + ((head * call.rows_per_head() + row) * call.parts() + part) * 2;
+      float* to =
+          parts + ((head * call.rows_per_head() + row) * call.parts() + part) * 2;
       to[0] = peaks[r];
       to[1] = sums[r];
     }
@@ -218,7 +217,7 @@ static __global__ void merge_parts(const float* parts, std::int64_t num_rows,
 // out[query head][slot] = the sum of the weights of the head's queries, or the largest.
 template <typename Element>
 __global__ void add_votes(VoteCall<Element> call, const float* lse) {
-  KVP_SHARED(float, votes, kWarps * kTileKeys);
+  KVP_SHARED(float, votes, kWarps* kTileKeys);
   const std::int64_t tiles = (call.slots + kTileKeys - 1) / kTileKeys;
   const std::int64_t total = call.kv_heads * call.group * tiles;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -240,9 +239,7 @@ __global__ void add_votes(VoteCall<Element> call, const float* lse) {
         for (int k = 0; k < 2; ++k) {
           if (scores[r][k] == kNoScore) continue;
           const float weight = expf(scores[r][k] - from);
-          mine[k] = !call.most      ? mine[k] + weight
-                    : weight > mine[k] ? weight
-                                       : mine[k];
+          mine[k] = !call.most ? mine[k] + weight : weight > mine[k] ? weight : mine[k];
         }
       }
     }

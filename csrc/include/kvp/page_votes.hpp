@@ -222,9 +222,8 @@ struct Kernels {
 KVP_VOTE_KERNELS(baseline, 4, )
 #if defined(__x86_64__)
 KVP_VOTE_KERNELS(avx2, 8, __attribute__((target("avx2,fma"))))
-KVP_VOTE_KERNELS(
-    avx512, 16,
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))))
+KVP_VOTE_KERNELS(avx512, 16,
+                 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))))
 #endif
 
 #undef KVP_VOTE_KERNELS
@@ -360,8 +359,7 @@ void vote_head(const Kernels& kernels, const Call<Element>& call, std::int64_t h
 template <typename Element>
 void vote(const Kernels& kernels, const Call<Element>& call) {
   const std::int64_t heads = call.kv_heads * call.group;
-  const std::int64_t work =
-      2 * heads * call.num_queries * call.slots * call.head_dim();
+  const std::int64_t work = 2 * heads * call.num_queries * call.slots * call.head_dim();
   for_all(
       heads,
       [&](std::int64_t head) {

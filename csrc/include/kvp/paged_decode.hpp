@@ -130,8 +130,12 @@ struct Partials {
 
   Heads part(std::int64_t number, const float* queries) {
     const std::int64_t at = number * group;
-    return {group,          head_dim,         queries,
-            peaks.data() + at, sums.data() + at, totals.data() + at * head_dim};
+    return {group,
+            head_dim,
+            queries,
+            peaks.data() + at,
+            sums.data() + at,
+            totals.data() + at * head_dim};
   }
 };
 
@@ -167,9 +171,10 @@ inline void attend_part(const Kernels& kernels, const Call& call, const Part& pa
   with_type(call.page_type, call.heap, [&](const auto* heap) {
     const std::int32_t* list = call.page_table + part.sequence * call.most_pages +
                                part.first / call.layout.block_size;
-    kernels.attend(Pages<std::remove_cv_t<std::remove_pointer_t<decltype(heap)>>>{
-                       heap, call.page_stride, call.layout},
-                   list, part.count, heads, scratch.of(heap));
+    kernels.attend(
+        Pages<std::remove_cv_t<std::remove_pointer_t<decltype(heap)>>>{
+            heap, call.page_stride, call.layout},
+        list, part.count, heads, scratch.of(heap));
   });
 }
 
@@ -190,7 +195,8 @@ inline float merge_head(const Partials& partials, std::int64_t begin, std::int64
     return static_cast<std::size_t>(part * partials.group + head);
   };
   float peak = kNone, sum = 0.0f;
-  for (std::int64_t p = begin; p < end; ++p) peak = std::max(peak, partials.peaks[at(p)]);
+  for (std::int64_t p = begin; p < end; ++p)
+    peak = std::max(peak, partials.peaks[at(p)]);
   for (std::int64_t p = begin; p < end; ++p) {
     if (partials.sums[at(p)] == 0.0f) continue;  // all of its entries are off
     const float share = std::exp(partials.peaks[at(p)] - peak);
@@ -207,9 +213,8 @@ inline float merge_head(const Partials& partials, std::int64_t begin, std::int64
 }
 
 // Writes the outputs of one sequence.
-inline void merge_sequence(const Call& call, const Parts& parts,
-                           std::int64_t sequence, const Partials& partials,
-                           std::vector<float>& totals) {
+inline void merge_sequence(const Call& call, const Parts& parts, std::int64_t sequence,
+                           const Partials& partials, std::vector<float>& totals) {
   const std::int64_t dims = call.head_dim();
   const auto s = static_cast<std::size_t>(sequence);
   for (std::int64_t h = 0; h < call.group; ++h) {
@@ -237,14 +242,13 @@ inline void attend_mixed(const Kernels& kernels, const Call& call) {
   Partials partials(num_parts, call.group, call.head_dim());
   std::int64_t tokens = 0;
   for (const Part& part : parts.list) tokens += part.count;
-  const bool parallel =
-      2 * tokens * call.group * call.head_dim() >= kParallelAttention;
+  const bool parallel = 2 * tokens * call.group * call.head_dim() >= kParallelAttention;
   for_all(
       num_parts,
       [&](std::int64_t number) {
         static thread_local ThreadScratch scratch;
-        attend_part(kernels, call, parts.list[static_cast<std::size_t>(number)],
-                    number, partials, scratch);
+        attend_part(kernels, call, parts.list[static_cast<std::size_t>(number)], number,
+                    partials, scratch);
       },
       parallel);
   const auto partial_bytes =

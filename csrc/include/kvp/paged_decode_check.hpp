@@ -10,10 +10,9 @@ namespace kvp {
 
 // Whether lengths[n] fit their page lists, and the pages that they cover exist.
 // kLengthOutOfRange: index of the length; kPageOutOfRange: index in page_table.
-inline Status check_page_lists(const std::int32_t* page_table,
-                               std::int64_t most_pages, const std::int32_t* lengths,
-                               std::int64_t n, std::int64_t block_size,
-                               std::int64_t num_pages) {
+inline Status check_page_lists(const std::int32_t* page_table, std::int64_t most_pages,
+                               const std::int32_t* lengths, std::int64_t n,
+                               std::int64_t block_size, std::int64_t num_pages) {
   const Status status =
       check_range(lengths, n, most_pages * block_size + 1, Fault::kLengthOutOfRange);
   if (!status.ok()) return status;

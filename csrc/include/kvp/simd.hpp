@@ -47,8 +47,8 @@ template <int W>
 KVP_INLINE void load(const std::uint16_t* from, typename Vec<W>::F& to) {
   typename Vec<W>::H half;
   std::memcpy(&half, from, sizeof half);
-  const typename Vec<W>::U word =
-      __builtin_convertvector(half, typename Vec<W>::U) << 16;
+  const typename Vec<W>::U word = __builtin_convertvector(half, typename Vec<W>::U)
+                                  << 16;
   std::memcpy(&to, &word, sizeof to);
 }
 
@@ -61,9 +61,8 @@ KVP_INLINE Vec<4>::F fold(const Vec<8>::F& v) {
 }
 
 KVP_INLINE Vec<4>::F fold(const Vec<16>::F& v) {
-  const Vec<8>::F half =
-      __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-      __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  const Vec<8>::F half = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                         __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
   return fold(half);
 }
 
@@ -131,8 +130,7 @@ KVP_INLINE void score_four(const float* query, std::int64_t dims,
 // null. Rows of a list are fetched ahead: they lie anywhere.
 template <int W, typename Element>
 KVP_INLINE void score_rows_body(const float* query, std::int64_t dims,
-                                const Element* base,
-                                const std::int64_t* offsets,
+                                const Element* base, const std::int64_t* offsets,
                                 std::int64_t stride, std::int64_t n, float* out) {
   constexpr std::int64_t kAhead = 3 * kRowsAtOnce;
   constexpr std::int64_t kLine = 64 / sizeof(Element);
@@ -163,9 +161,8 @@ KVP_INLINE void score_rows_body(const float* query, std::int64_t dims,
 //
 // Four rows and two vectors of nodes share every load.
 template <int W>
-KVP_INLINE void nearest_body(const float* rows, std::int64_t row_stride,
-                             std::int64_t n, std::int64_t dims,
-                             const float* panels, const float* bias,
+KVP_INLINE void nearest_body(const float* rows, std::int64_t row_stride, std::int64_t n,
+                             std::int64_t dims, const float* panels, const float* bias,
                              std::int64_t num_lanes, std::int32_t* nearest) {
   using F = typename Vec<W>::F;
   using I = typename Vec<W>::I;
@@ -227,8 +224,7 @@ template <int W>
 KVP_INLINE void lower_bounds_body(const float* raw, std::int64_t stride,
                                   const float* lift, const float* last,
                                   const float* targets, std::int64_t composite,
-                                  std::int64_t simple, std::int64_t n,
-                                  float* bounds) {
+                                  std::int64_t simple, std::int64_t n, float* bounds) {
   using F = typename Vec<W>::F;
   for (std::int64_t i = 0; i < n; i += W) {
     F lifts, value, least = F{} + std::numeric_limits<float>::infinity();
@@ -254,11 +250,10 @@ struct Kernels {
                     std::int64_t, std::int64_t, float*);
   void (*score_bf16)(const float*, std::int64_t, const std::uint16_t*,
                      const std::int64_t*, std::int64_t, std::int64_t, float*);
-  void (*nearest)(const float*, std::int64_t, std::int64_t, std::int64_t,
-                  const float*, const float*, std::int64_t, std::int32_t*);
+  void (*nearest)(const float*, std::int64_t, std::int64_t, std::int64_t, const float*,
+                  const float*, std::int64_t, std::int32_t*);
   void (*lower_bounds)(const float*, std::int64_t, const float*, const float*,
-                       const float*, std::int64_t, std::int64_t, std::int64_t,
-                       float*);
+                       const float*, std::int64_t, std::int64_t, std::int64_t, float*);
 
   void score(const float* query, std::int64_t dims, const float* base,
              const std::int64_t* offsets, std::int64_t stride, std::int64_t n,
@@ -273,35 +268,34 @@ struct Kernels {
 };
 
 // The four kernels for one width, compiled for TARGET.
-#define KVP_KERNELS(NAME, WIDTH, TARGET)                                         \
-  namespace NAME {                                                               \
-  TARGET inline void score_f32(const float* q, std::int64_t dims,                \
-                               const float* base, const std::int64_t* offsets,   \
-                               std::int64_t stride, std::int64_t n, float* out) { \
-    score_rows_body<WIDTH>(q, dims, base, offsets, stride, n, out);              \
-  }                                                                              \
-  TARGET inline void score_bf16(const float* q, std::int64_t dims,               \
-                                const std::uint16_t* base,                       \
-                                const std::int64_t* offsets, std::int64_t stride, \
-                                std::int64_t n, float* out) {                    \
-    score_rows_body<WIDTH>(q, dims, base, offsets, stride, n, out);              \
-  }                                                                              \
-  TARGET inline void nearest(const float* rows, std::int64_t stride,             \
-                             std::int64_t n, std::int64_t dims,                  \
-                             const float* panels, const float* bias,             \
-                             std::int64_t lanes, std::int32_t* out) {            \
-    nearest_body<WIDTH>(rows, stride, n, dims, panels, bias, lanes, out);        \
-  }                                                                              \
-  TARGET inline void lower_bounds(const float* raw, std::int64_t stride,         \
-                                  const float* lift, const float* last,          \
-                                  const float* targets, std::int64_t composite,  \
-                                  std::int64_t simple, std::int64_t n,           \
-                                  float* bounds) {                               \
-    lower_bounds_body<WIDTH>(raw, stride, lift, last, targets, composite,        \
-                             simple, n, bounds);                                 \
-  }                                                                              \
-  inline constexpr Kernels table{#NAME, score_f32, score_bf16, nearest,          \
-                                 lower_bounds};                                  \
+#define KVP_KERNELS(NAME, WIDTH, TARGET)                                               \
+  namespace NAME {                                                                     \
+  TARGET inline void score_f32(const float* q, std::int64_t dims, const float* base,   \
+                               const std::int64_t* offsets, std::int64_t stride,       \
+                               std::int64_t n, float* out) {                           \
+    score_rows_body<WIDTH>(q, dims, base, offsets, stride, n, out);                    \
+  }                                                                                    \
+  TARGET inline void score_bf16(const float* q, std::int64_t dims,                     \
+                                const std::uint16_t* base,                             \
+                                const std::int64_t* offsets, std::int64_t stride,      \
+                                std::int64_t n, float* out) {                          \
+    score_rows_body<WIDTH>(q, dims, base, offsets, stride, n, out);                    \
+  }                                                                                    \
+  TARGET inline void nearest(const float* rows, std::int64_t stride, std::int64_t n,   \
+                             std::int64_t dims, const float* panels,                   \
+                             const float* bias, std::int64_t lanes,                    \
+                             std::int32_t* out) {                                      \
+    nearest_body<WIDTH>(rows, stride, n, dims, panels, bias, lanes, out);              \
+  }                                                                                    \
+  TARGET inline void lower_bounds(const float* raw, std::int64_t stride,               \
+                                  const float* lift, const float* last,                \
+                                  const float* targets, std::int64_t composite,        \
+                                  std::int64_t simple, std::int64_t n,                 \
+                                  float* bounds) {                                     \
+    lower_bounds_body<WIDTH>(raw, stride, lift, last, targets, composite, simple, n,   \
+                             bounds);                                                  \
+  }                                                                                    \
+  inline constexpr Kernels table{#NAME, score_f32, score_bf16, nearest, lower_bounds}; \
   }
 
 KVP_KERNELS(baseline, 4, )

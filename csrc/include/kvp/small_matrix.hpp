@@ -107,13 +107,13 @@ struct Symmetric {
   double* values;   // [size, step], all of it; overwritten
   Index size, step;
   double* basis;    // [size, step]; row i receives an eigenvector of the tridiagonal
-  double* diagonal; // [step]: then the eigenvalues, in the order of the rows of basis
-  double* beside;   // [step]
-  double* factor;   // [step], of the Householder reflections
+  double* diagonal;  // [step]: then the eigenvalues, in the order of the rows of basis
+  double* beside;  // [step]
+  double* factor;  // [step], of the Householder reflections
   double* reflector;  // [step]
-  double* update;     // [step]
-  double* cosine;     // [step]
-  double* sine;       // [step]
+  double* update;  // [step]
+  double* cosine;  // [step]
+  double* sine;  // [step]
 };
 
 // Brings values to tridiagonal form: Householder reflections from the left column on,
@@ -142,9 +142,9 @@ KVP_ALWAYS_INLINE void reduce_body(const Symmetric& m) {
     double* v = m.reflector;
     double* w = m.update;
     for (Index j = from; j < cols; ++j) v[j] = j > k && j < m.size ? row[j] : 0.0;
-    multiply_body<double, kBytes>({v + k + 1, 0, 1,
-                                   m.values + (k + 1) * m.step + from, m.step, 1,
-                                   m.size - k - 1, cols - from, w + from, 0});
+    multiply_body<double, kBytes>({v + k + 1, 0, 1, m.values + (k + 1) * m.step + from,
+                                   m.step, 1, m.size - k - 1, cols - from, w + from,
+                                   0});
     double along = 0.0;
     for (Index j = k + 1; j < m.size; ++j) along += w[j] * v[j];
     const double shift = 0.5 * factor * along;
@@ -326,30 +326,30 @@ struct Kernels {
   }
 };
 
-#define KVP_SMALL_KERNELS(NAME, SIMD, TARGET)                                      \
-  namespace NAME {                                                                 \
-  constexpr int kBytes = static_cast<int>(lanes_of(SIMD)) * 4;                     \
-  TARGET inline void multiply_double(const Product<double>& x) {                   \
-    multiply_body<double, kBytes>(x);                                              \
-  }                                                                                \
-  TARGET inline void multiply_float(const Product<float>& x) {                     \
-    multiply_body<float, kBytes>(x);                                               \
-  }                                                                                \
-  TARGET inline bool decompose(const Symmetric& m) {                               \
-    return decompose_body<kBytes>(m);                                              \
-  }                                                                                \
-  TARGET inline void restore(const Symmetric& m, double* vectors, Index step,      \
-                             Index cols, double* sums) {                           \
-    restore_body<kBytes>(m, vectors, step, cols, sums);                            \
-  }                                                                                \
-  TARGET inline void widen(const BFloat16* in, Index n, float scale, float* out) { \
-    widen_body<kBytes>(in, n, scale, out);                                         \
-  }                                                                                \
-  TARGET inline void narrow(const float* in, Index n, BFloat16* out) {             \
-    narrow_body<kBytes>(in, n, out);                                               \
-  }                                                                                \
-  inline constexpr Kernels table{SIMD,    multiply_double, multiply_float,         \
-                                 decompose, restore,       widen, narrow};         \
+#define KVP_SMALL_KERNELS(NAME, SIMD, TARGET)                                         \
+  namespace NAME {                                                                    \
+  constexpr int kBytes = static_cast<int>(lanes_of(SIMD)) * 4;                        \
+  TARGET inline void multiply_double(const Product<double>& x) {                      \
+    multiply_body<double, kBytes>(x);                                                 \
+  }                                                                                   \
+  TARGET inline void multiply_float(const Product<float>& x) {                        \
+    multiply_body<float, kBytes>(x);                                                  \
+  }                                                                                   \
+  TARGET inline bool decompose(const Symmetric& m) {                                  \
+    return decompose_body<kBytes>(m);                                                 \
+  }                                                                                   \
+  TARGET inline void restore(const Symmetric& m, double* vectors, Index step,         \
+                             Index cols, double* sums) {                              \
+    restore_body<kBytes>(m, vectors, step, cols, sums);                               \
+  }                                                                                   \
+  TARGET inline void widen(const BFloat16* in, Index n, float scale, float* out) {    \
+    widen_body<kBytes>(in, n, scale, out);                                            \
+  }                                                                                   \
+  TARGET inline void narrow(const float* in, Index n, BFloat16* out) {                \
+    narrow_body<kBytes>(in, n, out);                                                  \
+  }                                                                                   \
+  inline constexpr Kernels table{SIMD,    multiply_double, multiply_float, decompose, \
+                                 restore, widen,           narrow};                   \
   }
 
 KVP_SMALL_KERNELS(baseline, Simd::kBaseline, )

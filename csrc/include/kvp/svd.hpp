@@ -42,8 +42,8 @@ struct Matrix {
 
 enum class Fault {
   kNone,
-  kNotFinite,     // an element is NaN or infinite
-  kTooLarge,      // the largest singular value is beyond float32
+  kNotFinite,  // an element is NaN or infinite
+  kTooLarge,  // the largest singular value is beyond float32
   kNoEigenvalue,  // the iteration did not converge
 };
 
@@ -79,8 +79,9 @@ struct Cut {
 };
 
 inline Symmetric cut_symmetric(Cut& cut, double* values, Index size, Index step) {
-  Symmetric made{values, size, step, cut.take(size * step), nullptr, nullptr,
-                 nullptr, nullptr, nullptr, nullptr, nullptr};
+  Symmetric made{values,  size,    step,    cut.take(size * step),
+                 nullptr, nullptr, nullptr, nullptr,
+                 nullptr, nullptr, nullptr};
   for (double** line : {&made.diagonal, &made.beside, &made.factor, &made.reflector,
                         &made.update, &made.cosine, &made.sine}) {
     *line = cut.take(step);
@@ -153,7 +154,7 @@ inline void orthonormalize(double* rows, Index n, Index columns, Index step) {
 
 // Largest eigenvalues first, and their eigenvectors.
 struct Eigen {
-  double* values;   // [count]
+  double* values;  // [count]
   double* vectors;  // [size, step] with a column per eigenvalue
   Index count, step;
 };
@@ -190,7 +191,7 @@ inline bool largest_eigenvectors(const Kernels& kernels, const Symmetric& matrix
 inline bool projected_eigenvectors(const Kernels& kernels, const double* gram,
                                    Index size, Index step, Index count, Index width,
                                    Cut& cut, Eigen& out) {
-  double* rows = cut.take(width * step);   // the subspace, a row per dimension
+  double* rows = cut.take(width * step);  // the subspace, a row per dimension
   double* image = cut.take(width * step);
   for (Index i = 0; i < width; ++i) {
     for (Index j = 0; j < step; ++j) {
@@ -198,8 +199,8 @@ inline bool projected_eigenvectors(const Kernels& kernels, const double* gram,
           j < size ? random_number(static_cast<std::uint64_t>(i * size + j)) : 0.0;
     }
   }
-  const Product<double> product{image, step, 1, gram, step, width, size,
-                                padded<double>(size), rows, step};
+  const Product<double> product{
+      image, step, 1, gram, step, width, size, padded<double>(size), rows, step};
   for (int round = 0; round < 2; ++round) {
     if (round > 0) std::copy(rows, rows + width * step, image);
     std::fill(rows, rows + width * step, 0.0);
@@ -219,7 +220,8 @@ inline bool projected_eigenvectors(const Kernels& kernels, const double* gram,
   kernels.multiply(Product<double>{image, step, 1, turned, narrow_step, width, size,
                                    padded<double>(width), small, narrow_step});
   for (Index i = 0; i < width; ++i) {  // symmetric but for rounding
-    for (Index j = 0; j < i; ++j) small[i * narrow_step + j] = small[j * narrow_step + i];
+    for (Index j = 0; j < i; ++j)
+      small[i * narrow_step + j] = small[j * narrow_step + i];
   }
   Eigen inner{};
   const Symmetric projected = cut_symmetric(cut, small, width, narrow_step);
@@ -261,8 +263,7 @@ constexpr Index kRowsAtOnce = 64;
 // at most m / 2.
 template <typename Element, typename Factor>
 Index decompose(const Kernels& kernels, const Matrix<Element>& matrix,
-                const Options& options, Factor* record, Workspace& work,
-                Fault& fault) {
+                const Options& options, Factor* record, Workspace& work, Fault& fault) {
   fault = Fault::kNone;
   const bool turned = matrix.tokens <= matrix.head_dim;
   const Index size = turned ? matrix.tokens : matrix.head_dim;
@@ -285,9 +286,8 @@ Index decompose(const Kernels& kernels, const Matrix<Element>& matrix,
       body(first, part);
     }
   };
-  each_part([&](Index, Index part) {
-    add_gram(kernels, rows, step, part, size, gram);
-  });
+  each_part(
+      [&](Index, Index part) { add_gram(kernels, rows, step, part, size, gram); });
   double total = 0.0;
   for (Index i = 0; i < size; ++i) {
     total += gram[i * step + i];
@@ -299,10 +299,10 @@ Index decompose(const Kernels& kernels, const Matrix<Element>& matrix,
   }
   Eigen eigen{};
   const bool found =
-      project ? projected_eigenvectors(kernels, gram, size, step, count, width, cut,
-                                       eigen)
-              : largest_eigenvectors(kernels, cut_symmetric(cut, gram, size, step),
-                                     count, cut, eigen);
+      project
+          ? projected_eigenvectors(kernels, gram, size, step, count, width, cut, eigen)
+          : largest_eigenvectors(kernels, cut_symmetric(cut, gram, size, step), count,
+                                 cut, eigen);
   if (!found || !std::isfinite(eigen.values[0])) {
     fault = Fault::kNoEigenvalue;
     return 0;
@@ -313,8 +313,8 @@ Index decompose(const Kernels& kernels, const Matrix<Element>& matrix,
   }
   const Record<Factor> shape{
       matrix.tokens, matrix.head_dim,
-      kept_rank(eigen.values, count, total,
-                zero_share(matrix.tokens, matrix.head_dim), options.energy)};
+      kept_rank(eigen.values, count, total, zero_share(matrix.tokens, matrix.head_dim),
+                options.energy)};
   double inverse[kMaxHeadDim];
   for (Index k = 0; k < shape.rank; ++k) {
     const double sigma = std::sqrt(eigen.values[k]);

@@ -38,8 +38,8 @@ class TopK {
   }
 
   // Scores of slots[0..n), or of slots first, first + 1, ... if slots is null.
-  void push_all(const float* scores, const std::int32_t* slots,
-                std::int32_t first, std::int64_t n) {
+  void push_all(const float* scores, const std::int32_t* slots, std::int32_t first,
+                std::int64_t n) {
     for (std::int64_t i = 0; i < n; ++i) {
       if (full_ && scores[i] < worst_.score) continue;
       push({scores[i],

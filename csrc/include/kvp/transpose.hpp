@@ -13,10 +13,10 @@ namespace kvp {
 
 // out[c * rows + r] = in[r * cols + c] for a rectangle, element by element.
 template <typename Element>
-inline void transpose_scalar(const Element* in, std::int64_t rows,
-                             std::int64_t cols, std::int64_t row_begin,
-                             std::int64_t row_end, std::int64_t col_begin,
-                             std::int64_t col_end, Element* out) {
+inline void transpose_scalar(const Element* in, std::int64_t rows, std::int64_t cols,
+                             std::int64_t row_begin, std::int64_t row_end,
+                             std::int64_t col_begin, std::int64_t col_end,
+                             Element* out) {
   for (std::int64_t c = col_begin; c < col_end; ++c) {
     for (std::int64_t r = row_begin; r < row_end; ++r) {
       out[c * rows + r] = in[r * cols + c];
@@ -73,8 +73,8 @@ struct TileTraits<std::uint32_t> {
 // to the bottom of the column number; after log2(width) rounds the two have
 // changed places.
 template <typename Element>
-inline void transpose_tile(const Element* in, std::int64_t in_stride,
-                           Element* out, std::int64_t out_stride) {
+inline void transpose_tile(const Element* in, std::int64_t in_stride, Element* out,
+                           std::int64_t out_stride) {
   using Traits = TileTraits<Element>;
   using Vector = typename Traits::Vector;
   constexpr int kWidth = Traits::kWidth;

@@ -72,7 +72,8 @@ class Votes {
     if (n == 0) return;
     softmax_in_place(scores, n, scale);
     const bool first = touched_.empty();
-    for (std::int64_t i = 0; i < n; ++i) worth_[static_cast<std::size_t>(i)] += scores[i];
+    for (std::int64_t i = 0; i < n; ++i)
+      worth_[static_cast<std::size_t>(i)] += scores[i];
     if (!first) return;
     touched_.resize(static_cast<std::size_t>(n));
     for (std::int64_t i = 0; i < n; ++i) {
@@ -99,12 +100,12 @@ class Votes {
       candidates_.push_back(std::uint64_t{bits} << 32 |
                             (0xffffffffu - static_cast<std::uint32_t>(slot)));
     }
-    const auto found = std::min<std::int64_t>(
-        count, static_cast<std::int64_t>(candidates_.size()));
+    const auto found =
+        std::min<std::int64_t>(count, static_cast<std::int64_t>(candidates_.size()));
     std::sort(candidates_.begin(), candidates_.end(), std::greater<>());
     for (std::int64_t i = 0; i < found; ++i) {
-      slots[i] = 0xffffffffu - static_cast<std::uint32_t>(
-                                   candidates_[static_cast<std::size_t>(i)]);
+      slots[i] = 0xffffffffu -
+                 static_cast<std::uint32_t>(candidates_[static_cast<std::size_t>(i)]);
     }
     std::fill(slots + found, slots + count, std::int64_t{-1});
     return found;
@@ -155,8 +156,7 @@ inline void vote(const DciTree& tree, const KeyView& keys, bool by_page,
 // The same over all keys. Each block of keys is read once for the whole group.
 inline void vote(const BruteForce& scan, const KeyView& keys, bool /*by_page*/,
                  const float* queries, std::int64_t group, std::int64_t head_dim,
-                 float scale, const QueryOptions& /*options*/,
-                 VoteScratch& scratch) {
+                 float scale, const QueryOptions& /*options*/, VoteScratch& scratch) {
   const std::int64_t n = scan.num_keys();
   scratch.votes.begin(n);
   float* scores = at_least(scratch.scores, group * n);

@@ -153,8 +153,7 @@ class Block {
 
   // Shows a value to the lanes of a mask and waits for them; `ordered` also orders
   // their memory accesses, as __syncwarp does and shuffles do not.
-  KVP_UNSEEN void wait_for_warp(unsigned mask, unsigned long long value,
-                                bool ordered) {
+  KVP_UNSEEN void wait_for_warp(unsigned mask, unsigned long long value, bool ordered) {
     Fiber* self = running_;
     const unsigned round = self->warp_round++ % 2;
     char* passed = &warp_meetings_[self->number / kWarp].passed[round];
