@@ -36,7 +36,7 @@ class Moves:
     target_slot: torch.Tensor
 
     def __len__(self) -> int:
-        return self.source_page.numel()
+        return int(self.source_page.numel())
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class EntryArena:
     @property
     def capacity(self) -> int:
         """Entries per layer, taken or not."""
-        return self._bias.shape[1]
+        return int(self._bias.shape[1])
 
     @property
     def free(self) -> int:

@@ -43,7 +43,7 @@ class Heap:
     @property
     def bytes_per_token(self) -> int:
         """Of keys and values, over all layers and this worker's KV heads."""
-        return 2 * self.rows * self.layout.head_dim * self.pages.itemsize
+        return int(2 * self.rows * self.layout.head_dim * self.pages.itemsize)
 
     def page_ids(self, blocks: torch.Tensor) -> torch.Tensor:
         """int64 [rows, blocks]: the pages of these blocks."""

@@ -32,7 +32,7 @@ class HostTier:
 
     @property
     def page_tokens(self) -> int:
-        return self.pages.shape[2]
+        return int(self.pages.shape[2])
 
     @property
     def keys(self) -> torch.Tensor:
@@ -47,7 +47,7 @@ class HostTier:
     @property
     def used_bytes(self) -> int:
         """Bytes of the pages that requests own."""
-        return (len(self.pages) - self.num_free) * self.page_bytes
+        return int((len(self.pages) - self.num_free) * self.page_bytes)
 
     def take(self, count: int) -> torch.Tensor:
         """int64 [count]: ids of pages that are the caller's from now on.
@@ -108,4 +108,4 @@ def default_limit_bytes() -> int:
     """Half of the memory that is free now."""
     import psutil
 
-    return psutil.virtual_memory().available // 2
+    return int(psutil.virtual_memory().available // 2)

@@ -117,7 +117,7 @@ class PageTables:
 
     @property
     def seats_taken(self) -> int:
-        return self._tail_block.numel() - 1 - len(self._free_seats)
+        return int(self._tail_block.numel() - 1 - len(self._free_seats))
 
     def _grow_seats(self) -> None:
         old = self._tail_block.numel()

@@ -53,7 +53,7 @@ class SavedCache:
     def num_bytes(self) -> int:
         """Memory of its pages and queries."""
         queries = self.queries.nbytes if self.queries is not None else 0
-        return self.zone.nbytes + self.tail.nbytes + queries
+        return int(self.zone.nbytes + self.tail.nbytes + queries)
 
     def on(self, device: torch.device) -> SavedCache:
         """The same there; itself if it is there.

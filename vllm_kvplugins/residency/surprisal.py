@@ -40,7 +40,7 @@ class _Piece:
 
     @property
     def nbytes(self) -> int:
-        return self.states.numel() * self.states.itemsize
+        return int(self.states.numel() * self.states.itemsize)
 
 
 class Surprisals:
