@@ -5,9 +5,7 @@ A stand-in checks what the real wrappers want of their arguments, and attends in
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,16 +14,12 @@ pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
 
 import fake_flashinfer
 import kernel_suite
-from kernel_suite import Case, make_case
+from backend_kernels import through_flashinfer
+from kernel_suite import make_case
 
-from vllm_kvplugins.residency.fixed_table import FlatTable
 from vllm_kvplugins.residency.page_runs import page_indices, page_runs
 from vllm_kvplugins.residency.page_table import PageTables
 from vllm_kvplugins.vllm_adapter.attention import flashinfer
-from vllm_kvplugins.vllm_adapter.attention.flashinfer import (
-    FlashInferPolicyBuilder,
-    FlashInferPolicyImpl,
-)
 
 SEED = 20261122
 CPU = torch.device("cpu")
@@ -37,61 +31,13 @@ def on_cpu(monkeypatch):
     fake_flashinfer.install(monkeypatch)
 
 
-def attend(case: Case, scopes: int = 1, layer: int = 0) -> torch.Tensor:
-    """Through builder and layer."""
-    heads, rows = len(case.lengths) // len(case.asking), len(case.asking)
-    size, (tokens, q_heads, head_dim) = case.layout.block_size, case.queries.shape
-    impl: Any = SimpleNamespace(
-        num_heads=q_heads,
-        num_kv_heads=heads,
-        num_queries_per_kv=q_heads // heads,
-        head_size=head_dim,
-        scale=case.scale,
-        layer_index=layer,
-        runtime=SimpleNamespace(heap=SimpleNamespace(pages=case.heap)),
-    )
-    impl.scope = functools.partial(FlashInferPolicyImpl.scope, impl)
-    cache = case.heap.view(len(case.heap), 1, size, 2 * head_dim)
-    tables = PageTables(scopes, heads, len(case.heap), size, scopes == 1, CPU)
-    builder = object.__new__(FlashInferPolicyBuilder)
-    vars(builder).update(
-        runtime=SimpleNamespace(tables=tables),
-        layers=[SimpleNamespace(impl=impl, kv_cache=cache)],
-        device=CPU,
-        vllm_config=SimpleNamespace(
-            model_config=SimpleNamespace(dtype=case.queries.dtype),
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
-        ),
-        table=None,
-        _scale=case.scale,
-        _workspace=None,
-        _wrappers={},
-    )
-    made = FlatTable(
-        case.page_table.expand(scopes, -1, -1),
-        case.lengths.expand(scopes, -1),
-        [0] * rows,
-        None,
-    )
-    common = SimpleNamespace(
-        num_actual_tokens=tokens, num_reqs=rows, query_start_loc_cpu=case.query_start
-    )
-    metadata = builder.metadata(common, made, one_each=False)
-    assert len({id(scope.schedule) for scope in metadata.scopes}) == scopes
-    output = torch.full((tokens + 2, q_heads, head_dim), 7.0, dtype=case.queries.dtype)
-    padded = torch.cat([case.queries, case.queries[:1].expand(2, -1, -1)])
-    FlashInferPolicyImpl.attend(impl, padded, cache, metadata, output)
-    assert (output[tokens:] == 7).all(), "padding was written"
-    return output[:tokens]
-
-
 @pytest.mark.parametrize("scopes", [1, 2])
 @pytest.mark.parametrize("asking", [[1, 1], [1, 40], [7, 1]])
 def test_rows_of_all_kinds(asking, scopes):
     case = make_case(torch.bfloat16, asking, [100, 45, 41, 64])
     exact, _ = case.right(torch.float64)
     plain, _ = case.right(torch.bfloat16)
-    found = attend(case, scopes, layer=scopes - 1).double()
+    found = through_flashinfer(case, scopes, layer=scopes - 1).double()
     allowed = 2 * (plain - exact).abs().max()
     assert (found - exact).abs().max() <= allowed
 
@@ -103,8 +49,8 @@ def test_decoding_steps_have_a_wrapper_of_their_own(monkeypatch):
         monkeypatch.setattr(
             wrapper, "run", lambda *_, kind=kind, out: used.append(kind)
         )
-    attend(make_case(torch.bfloat16, [1, 1], [33] * 4))
-    attend(make_case(torch.bfloat16, [1, 2], [33] * 4))
+    through_flashinfer(make_case(torch.bfloat16, [1, 1], [33] * 4))
+    through_flashinfer(make_case(torch.bfloat16, [1, 2], [33] * 4))
     assert used == ["Decode", "Prefill"]
 
 
