@@ -6,7 +6,6 @@ compared with the keys that were written before the compaction.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.ops import gather_keys, gather_values
 from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.policies.base import Geometry
+from vllm_kvplugins.policies.base import Geometry, LayerView
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.page_table import FlatTable
 from vllm_kvplugins.residency.requests import Row
@@ -133,7 +132,7 @@ class Bench:
         scores = torch.stack(
             [
                 policy.score(
-                    SimpleNamespace(
+                    LayerView(
                         layer=layer,
                         keys=self.original(self.keys, name, layer)[:, :prompt],
                         positions=torch.arange(prompt).expand(KV_HEADS, -1),
