@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
 
+from vllm.config import ParallelConfig
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -140,3 +141,15 @@ def test_other_platforms_are_refused(monkeypatch):
 
     (problem,) = validation.argument_problems(EngineArgs(model="."))
     assert "platform 'rocm'" in problem
+
+
+def test_steps_in_parts_are_refused():
+    """What a step's rows are is read from the whole batch."""
+    for config, refused in (
+        (ParallelConfig(), False),
+        (ParallelConfig(enable_dbo=True), True),
+        (ParallelConfig(ubatch_size=2), True),
+    ):
+        found = validation._parallel_problems(config)
+        assert bool(found) == refused
+        assert all("--enable-dbo" in problem for problem in found)

@@ -180,11 +180,17 @@ def _parallel_problems(parallel: Any) -> list[str]:
         "decode_context_parallel_size": "--decode-context-parallel-size",
         "prefill_context_parallel_size": "--prefill-context-parallel-size",
     }
-    return [
+    found = [
         f"{flag} {value}: not supported; leave it at 1"
         for name, flag in limits.items()
         if (value := getattr(parallel, name, 1)) > 1
     ]
+    if getattr(parallel, "use_ubatching", False):
+        found.append(
+            "--enable-dbo and --ubatch-size run a step in parts, whose requests a "
+            "policy would take for each other's; remove them"
+        )
+    return found
 
 
 def layer_problems(name: str, impl: Any) -> list[str]:
