@@ -16,9 +16,12 @@ from pretend_cuda import CUDA, PretendedGPU, Pretending
 from pretended_life import (
     ANSWER,
     BLOCK,
+    GROUP,
     HEAD_DIM,
+    KV_HEADS,
     LAYERS,
     PROMPTS,
+    SEED,
     SETTINGS,
     Life,
     numbers,
@@ -26,7 +29,9 @@ from pretended_life import (
     policies,
     without_inference_mode,
 )
+from routers import write_random_router
 
+from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.ops import torch_ops
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.ops.mixed_attention import CoarseEntries
@@ -82,6 +87,16 @@ def test_retrieval_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]
         assert all(len(waits) <= layers for waits in late), late
 
 
+MODEL = ModelFingerprint(
+    architecture=None,
+    num_layers=LAYERS,
+    num_heads=KV_HEADS * GROUP,
+    num_kv_heads=KV_HEADS,
+    head_dim=HEAD_DIM,
+    hidden_size=None,
+    vocab_size=None,
+    rope=None,
+)
 SEKV: dict[str, Any] = {"name": "sekv", "budget": 24, "sinks": 2, "least_span": 3}
 SEKV |= {"span_tokens": 4, "rank": HEAD_DIM, "sensitivity": 0.5}
 
@@ -106,9 +121,17 @@ def attended_elsewhere(
     return Pretending.of(found[0]), Pretending.of(found[1])
 
 
-@pytest.mark.parametrize("zoom_share", [0.4, 0.0])
-def test_zooming_on_a_gpu_is_that_on_a_cpu(monkeypatch, zoom_share: float):
+@pytest.mark.parametrize("zoom", ["mean-key", "trained", "none"])
+def test_zooming_on_a_gpu_is_that_on_a_cpu(monkeypatch, tmp_path, zoom: str):
     """The host waits for the gates of a layer, and nothing else."""
+    settings: dict[str, Any] = {"zoom_share": 0.0 if zoom == "none" else 0.4}
+    if zoom == "trained":
+        path = tmp_path / "router.safetensors"
+        random = torch.Generator().manual_seed(SEED)
+        # thresholds low enough for some spans, high enough for not all
+        tau = torch.full((LAYERS, KV_HEADS * GROUP), -0.5)
+        write_random_router(path, MODEL, random, threshold=tau)
+        settings["router"] = str(path)
     monkeypatch.setattr(zooming, "attend_mixed", attended_elsewhere)
     monkeypatch.setattr(Zooming, "_decompose", Zooming._decompose.__wrapped__)
     monkeypatch.setattr(EntryArena, "_allocate", EntryArena._allocate.__wrapped__)
@@ -116,7 +139,7 @@ def test_zooming_on_a_gpu_is_that_on_a_cpu(monkeypatch, zoom_share: float):
     for device in (torch.device("cpu"), CUDA):
         tables = []
         with on(device) as gpu:
-            life = Life(SEKV | {"zoom_share": zoom_share}, device)
+            life = Life(SEKV | settings, device)
             while life.computed["short"] < PROMPTS["short"] + ANSWER:
                 before = len(gpu.waits) if gpu else 0
                 rows = life.rows()
@@ -135,9 +158,9 @@ def test_zooming_on_a_gpu_is_that_on_a_cpu(monkeypatch, zoom_share: float):
     for here, there in zip(found["cpu"], found["cuda"], strict=True):
         torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
     assert traffic["cpu"] == traffic["cuda"]
-    assert (traffic["cpu"].fetched > 20) == (zoom_share > 0)
+    assert (traffic["cpu"].fetched > 20) == (zoom != "none")
     # the first step waits for the factors as well
-    waits_each = LAYERS if zoom_share else 0
+    waits_each = 0 if zoom == "none" else LAYERS
     assert all(len(waits) == waits_each for waits in late[1:]), late
 
 

@@ -153,7 +153,9 @@ class Elsewhere(Requests):
 
     def zoom(self, gates: torch.Tensor) -> tuple[int, int]:
         places = self.regions.places
-        found = fetch_spans(self.entries, self.regions, places, gates, self.factors)
+        found = fetch_spans(
+            self.entries, self.regions, places, places, gates, self.factors
+        )
         assert self.entries.attended_bias.equal(self.entries.bias)
         return found
 
@@ -164,6 +166,18 @@ def test_spans_made_elsewhere_are_those_made_here(backend, dtype):
     made = [requests.step(requests.draw()) for _ in range(12)]
     assert min(made) > 20, "hardly anything changes"
     assert requests.step(torch.full((HEADS * 50,), -torch.inf)) == 0
+
+
+def test_a_request_without_factors_is_no_matter_to_others(backend):
+    requests = Elsewhere([4, 7], [9, 20])
+    none = torch.empty(0, dtype=torch.int64)
+    nothing = LowRank(torch.empty(0), torch.zeros(1).long(), none, none, 1)
+    gates = requests.draw()
+    gates[: HEADS * 4] = -torch.inf
+    own, requests.factors[0] = requests.factors[0], nothing
+    assert requests.zoom(gates)[0] > 0
+    requests.factors[0] = own
+    assert requests.step(gates) == 0, "made again"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -15,6 +15,7 @@ def fetch_spans(
     entries: ZoomEntries,
     regions: ZoomRegions,
     places: torch.Tensor,
+    places_there: torch.Tensor,
     gates: torch.Tensor,
     factors: Sequence[LowRank],
 ) -> tuple[int, int]:
@@ -26,7 +27,8 @@ def fetch_spans(
     Args:
         entries: with ``bias_there``.
         regions: of the requests.
-        places: ``regions.places``, on the device of the entries.
+        places, places_there: ``regions.places``, on the CPU and on the device of the
+            entries; the same for all layers of a step.
         gates: float32, on the CPU; as of ``zoom_spans``.
         factors: per request, on the CPU.
 
@@ -53,8 +55,8 @@ def fetch_spans(
         entries.keys.index_copy_(0, at, keys)
         entries.values.index_copy_(0, at, values)
     assert entries.bias_there is not None, "entries of the CPU"
-    bias = moved(entries.bias[regions.places], device)
-    entries.bias_there.index_copy_(0, places, bias)
+    bias = moved(entries.bias[places], device)
+    entries.bias_there.index_copy_(0, places_there, bias)
     return slots.numel(), shown
 
 
@@ -81,7 +83,8 @@ def pack(
     dtype = records[0].dtype
     memory = staging(int(lengths.sum()), dtype=dtype, device=device)
     torch.cat(records, out=memory)
-    head_dim = factors[0].head_dim
+    # not of the first request: one that has no factors has no dimensions, either
+    head_dim = factors[int(fresh[0, 0])].head_dim
     return LowRank(
         memory, lengths.cumsum(0), torch.stack(ranks), torch.stack(tokens), head_dim
     )

@@ -86,7 +86,8 @@ class Turn:
         later: int32 [rows], new tokens behind these.
         regions: of the rows' entries; on the host.
         starts, counts: int64 [rows * num_kv_heads], the same.
-        places: int64, all entries of the rows; None where the host has them.
+        places: int64, all entries of the rows, on the host and where they are; None
+            where that is the host.
         pages, lengths: of the rows, and ``paged_of``, what they were taken from.
     """
 
@@ -98,7 +99,7 @@ class Turn:
     regions: ZoomRegions
     starts: torch.Tensor
     counts: torch.Tensor
-    places: torch.Tensor | None = None
+    places: tuple[torch.Tensor, torch.Tensor] | None = None
     paged_of: torch.Tensor | None = None
     pages: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
@@ -117,6 +118,9 @@ class Turn:
             [[state.first, state.segments.num_spans, state.room] for state in states]
         )
         regions = ZoomRegions(table, heads, sizes, sizes.float().log())
+        places = None
+        if device.type != "cpu":
+            places = regions.places, moved(regions.places, device)
         later = [row.new_tokens - 1 - number for _, row, _ in rows]
         return Turn(
             states,
@@ -127,7 +131,7 @@ class Turn:
             regions,
             moved(regions.starts, device),
             moved(regions.counts, device),
-            None if device.type == "cpu" else moved(regions.places, device),
+            places,
         )
 
     def paged(

@@ -257,7 +257,7 @@ class Zooming:
             made_tokens, shown = zoom_spans(entries, turn.regions, every, factors)
         else:
             made_tokens, shown = fetch_spans(
-                entries, turn.regions, turn.places, every, factors
+                entries, turn.regions, *turn.places, every, factors
             )
         self._traffic.fetched += made_tokens
         self._traffic.selected += shown
