@@ -9,7 +9,7 @@ from typing import Any
 
 from _quality_rows import Row
 from _quality_stats import STOCK, answered
-from _serving_plots import MARKERS, style
+from _serving_plots import MARKERS, prepare, save, style
 
 MIB = 1 << 20
 NEEDLE = "needle"
@@ -31,15 +31,7 @@ def draw(
     Raises:
         RuntimeError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise RuntimeError(
-            "--plots needs matplotlib, which is not installed: pip install matplotlib"
-        ) from error
-    mpl.use("Agg")  # there may be no display
-    mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "kvp", "font.size": 9}
-    folder.mkdir(parents=True, exist_ok=True)
+    prepare()
     figures = {}
     for task in dict.fromkeys(record["task"] for record in records):
         mine = [record for record in records if record["task"] == task]
@@ -49,15 +41,7 @@ def draw(
     needles = [row for row in answered(rows) if row["task"] == NEEDLE]
     if needles:
         figures["needle-map"] = needle_map(needles)
-    written = []
-    for name, figure in figures.items():
-        for suffix in ("png", "svg"):
-            path = folder / f"{name}.{suffix}"
-            # without a date the file changes only with the figures
-            extra = {"metadata": {"Date": None}} if suffix == "svg" else {"dpi": 150}
-            figure.savefig(path, **extra)
-            written.append(path)
-    return written
+    return save(figures, folder)
 
 
 def over_bytes(task: str, records: Sequence[dict[str, Any]]) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from _quality_rows import Row
 from _quality_stats import STOCK, answered, summarise
+from _serving_report import write_csv
 from rich.console import Console
 from rich.table import Table
 
@@ -140,16 +140,6 @@ def markdown(header: Row, rows: Sequence[Row], records: Sequence[Record]) -> str
     settings, source = caption(header, rows)
     parts += [settings, source]
     return "\n\n".join(parts) + "\n"
-
-
-def write_csv(records: Sequence[Record], path: Path) -> None:
-    """One line per record; an empty cell is what was not measured."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        if records:
-            writer = csv.DictWriter(file, records[0].keys())
-            writer.writeheader()
-            writer.writerows(records)
 
 
 def report(

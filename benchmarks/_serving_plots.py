@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,17 @@ def draw(
     Raises:
         RuntimeError: matplotlib is not installed.
     """
+    prepare()
+    figures = {f"{name}-latency": latency(records), f"{name}-memory": memory(rows)}
+    return save(figures, folder)
+
+
+def prepare() -> None:
+    """Set matplotlib up for figures that need no display and repeat exactly.
+
+    Raises:
+        RuntimeError: it is not installed.
+    """
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -55,12 +66,15 @@ def draw(
         ) from error
     mpl.use("Agg")  # there may be no display
     mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "kvp", "font.size": 9}
+
+
+def save(figures: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write figures as PNG and SVG, named by their keys; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    figures = {"latency": latency(records), "memory": memory(rows)}
-    for what, figure in figures.items():
+    for name, figure in figures.items():
         for suffix in ("png", "svg"):
-            path = folder / f"{name}-{what}.{suffix}"
+            path = folder / f"{name}.{suffix}"
             # without a date the file changes only with the figures
             extra = {"metadata": {"Date": None}} if suffix == "svg" else {"dpi": 150}
             figure.savefig(path, **extra)
