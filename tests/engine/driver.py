@@ -23,8 +23,9 @@ def make_llm(model: str, policy: dict[str, Any] | None = None, **settings: Any) 
         "disable_log_stats": True,
     }
     if policy is not None:
-        kernel = {"kernel": os.environ.get("KVP_TEST_KERNEL", "auto")}
-        arguments["additional_config"] = {"kv_policy": kernel | policy}
+        if kernel := os.environ.get("KVP_TEST_KERNEL"):
+            policy = {"kernel": kernel} | policy
+        arguments["additional_config"] = {"kv_policy": policy}
     return LLM(model, **(arguments | settings))
 
 
