@@ -19,6 +19,7 @@ TASK = (
     "and memorize it. I will quiz you about the important information there.\n\n"
 )
 QUESTION = "\n\nWhat is the pass key? Answer with the 5-digit number only."
+ANSWER = "\n\nThe pass key is"  # how an answer begins that comes late
 NEEDLE = "The pass key is {key}. Remember it. {key} is the key. "
 
 

@@ -64,7 +64,8 @@ class Setting:
     tokens: int
     depths: int
     dtype: str
-    talk: int = 0  # tokens that are generated before the question
+    talk: int = 0  # tokens that are generated before the answer
+    asked: str = "last"  # the question: before the talk (first) or behind it
 
     def prompts(self) -> list[tuple[str, str]]:
         """(prompt, key) per depth; the prompt has the question unless it comes after
@@ -81,7 +82,7 @@ class Setting:
 
             lines = sentences(Path(self.haystack), self.tokens, first_tokens)
         made = [plant(lines, depth, self.depths) for depth in range(self.depths)]
-        if self.talk:
+        if self.talk and self.asked == "last":
             made = [(prompt.removesuffix(QUESTION), key) for prompt, key in made]
         return made
 
@@ -125,6 +126,7 @@ def ask_engine(setting: Setting, job: Job, todo: list[int]) -> Iterator[dict[str
 
 def run_engine(setting: Setting, job: Job, todo: list[int]) -> None:
     """Child: answer the prompts at these depths, one line of JSON each."""
+    from _pass_key import ANSWER
     from _talk import Prescribed, conversation, render
     from vllm import LLM, SamplingParams
 
@@ -148,15 +150,17 @@ def run_engine(setting: Setting, job: Job, todo: list[int]) -> None:
         prompts, sampling, skipped = [], [], []
         for depth in depths:
             said: list[int] = []
-            if setting.talk:
+            ids = render(tokenizer, [{"role": "user", "content": made[depth][0]}])
+            if setting.talk and setting.asked == "first":
+                said = filler_ids[: setting.talk]
+                said = said + tokenizer.encode(ANSWER, add_special_tokens=False)
+            elif setting.talk:
                 ids, said = conversation(
                     tokenizer,
                     made[depth][0],
                     QUESTION.strip(),
                     filler_ids[: setting.talk],
                 )
-            else:
-                ids = render(tokenizer, [{"role": "user", "content": made[depth][0]}])
             prompts.append({"prompt_token_ids": ids})
             skipped.append(len(said))
             sampling.append(
@@ -205,7 +209,8 @@ def vars_of(setting: Setting) -> dict[str, Any]:
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """What makes a row one and the same measurement."""
     names = ("backend", "model", "haystack", "tokens", "depths", "dtype", "config")
-    return (*(row[name] for name in (*names, "depth")), row.get("talk", 0))
+    told = (row.get("talk", 0), row.get("asked", "last"))
+    return (*(row[name] for name in (*names, "depth")), *told)
 
 
 def read_rows(out: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -306,8 +311,11 @@ def main(
     dtype: Annotated[str, typer.Option(help="of the engine")] = "bfloat16",
     backend: Annotated[str, typer.Option(help="engine or mask")] = "engine",
     talk: Annotated[
-        int, typer.Option(help="tokens generated before the question; engine only")
+        int, typer.Option(help="tokens generated before the answer; engine only")
     ] = 0,
+    asked: Annotated[
+        str, typer.Option(help="the question: before the talk (first), or last")
+    ] = "last",
     out: Path = Path("needle.jsonl"),
     child: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
@@ -323,7 +331,9 @@ def main(
         dtype = "float32"
         if talk:
             raise typer.BadParameter("a talk needs the engine: --backend engine")
-    setting = Setting(model, str(haystack or ""), tokens, depths, dtype, talk)
+    if asked not in ("first", "last"):
+        raise typer.BadParameter(f"--asked is first or last, not {asked}")
+    setting = Setting(model, str(haystack or ""), tokens, depths, dtype, talk, asked)
     measure(setting, make_jobs(policies or [], budget or [128, 256, 512]), backend, out)
 
 

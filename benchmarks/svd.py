@@ -13,9 +13,9 @@ them, are cut into spans. Three tables for each way to cut:
 
 All that is timed takes turns within each round, one layer after the other, in a random
 order; 64 MiB of other memory are written before each call. The machine may be shared:
-read processor time. Rates (GB/s read and written, GFLOP/s) are of the fastest call, as
-those that they are held against: a copy of 64 MiB, a large product. Spans are chunks of
---chunk tokens, or those of --spans: a JSON object of lists of boundaries,
+read processor time, of which rates (GB/s read and written, GFLOP/s) are medians, as are
+those that they are held against: a copy of 16 MiB, a product of 512 x 512. Spans are
+chunks of --chunk tokens, or those of --spans: a JSON object of lists of boundaries,
 {"entropy": [0, 31, 90, ...]}.
 """
 
@@ -24,9 +24,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,71 +33,15 @@ import typer
 from _documents import read_documents
 from _engine import provenance
 from _masked_model import MaskedModel
+from _svd_zoom import Limits, Spans, Times, Zoom
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_kvplugins import ops
-from vllm_kvplugins.ops.layout import PageLayout
 
 RANKS = (8, 16, 32, 64)
-BLOCK_SIZE = 32
 _OTHER_DATA = torch.zeros(64 << 18)  # 64 MiB
-
-
-@dataclass(slots=True)
-class Spans:
-    """One way to cut the document."""
-
-    name: str
-    starts: torch.Tensor
-    lengths: torch.Tensor
-
-    @classmethod
-    def between(cls, name: str, bounds: list[int], tokens: int) -> Spans:
-        """Boundaries beyond the tokens that are read are left out."""
-        edges = torch.tensor([b for b in bounds if b <= tokens])
-        if len(edges) < 2 or (edges.diff() <= 0).any() or edges[0] < 0:
-            raise typer.BadParameter(
-                f"{name} must rise from 0 on and have two boundaries within the "
-                f"{tokens} tokens, got {bounds[:8]}"
-            )
-        return cls(name, edges[:-1], edges.diff())
-
-    @property
-    def tokens(self) -> int:
-        return int(self.lengths.sum())
-
-    def groups(self) -> list[torch.Tensor]:
-        """int64 [spans, length]: tokens of the spans of each length."""
-        return [
-            self.starts[self.lengths == length, None] + torch.arange(length)
-            for length in self.lengths.unique().tolist()
-        ]
-
-
-@dataclass(slots=True)
-class Times:
-    """Milliseconds by name: wall clock and processor."""
-
-    wall: dict[str, list[float]] = field(default_factory=dict)
-    cpu: dict[str, list[float]] = field(default_factory=dict)
-
-    def run(self, name: str, call: Callable[[], object]) -> None:
-        wall, cpu = time.perf_counter(), time.process_time()
-        call()
-        used, took = time.process_time() - cpu, time.perf_counter() - wall
-        self.wall.setdefault(name, []).append(1e3 * took)
-        self.cpu.setdefault(name, []).append(1e3 * used)
-
-    def median(self, name: str, per: float = 1.0) -> dict[str, float]:
-        cpu, wall = sorted(self.cpu[name]), self.wall[name]
-        return {
-            "cpu_ms": statistics.median(cpu) / per,
-            "cpu_ms_p10": cpu[len(cpu) // 10] / per,
-            "cpu_ms_p90": cpu[-1 - len(cpu) // 10] / per,
-            "wall_ms": statistics.median(wall) / per,
-        }
 
 
 # -- what is kept ---------------------------------------------------------------------
@@ -175,86 +117,6 @@ def encoders(
     }
 
 
-# -- reconstruct ----------------------------------------------------------------------
-
-
-class Zoom:
-    """All spans of a layer, and the pages that receive them."""
-
-    def __init__(self, layer: torch.Tensor, spans: Spans, rank: int) -> None:
-        heads = len(layer) // 2
-        cut = spans.starts, spans.lengths, rank
-        self.keys = ops.truncated_svd(layer[:heads], *cut)
-        self.values = ops.truncated_svd(layer[heads:], *cut)
-        self.which = torch.arange(heads * len(spans.starts))
-        self.layout = PageLayout.transposed_keys(BLOCK_SIZE, layer.shape[2])
-        total = heads * spans.tokens
-        num_pages = -(-total // BLOCK_SIZE)
-        self.heap = torch.zeros(num_pages, self.layout.page_elems, dtype=layer.dtype)
-        places = torch.arange(total)
-        self.places = places // BLOCK_SIZE, places % BLOCK_SIZE
-        inside = torch.cat([group.flatten() for group in spans.groups()])
-        self.plain = [part[:, inside].flatten(0, 1) for part in layer.split(heads)]
-        self.batches = [
-            [self._batch(part, length) for length in spans.lengths.unique().tolist()]
-            for part in (self.keys, self.values)
-        ]
-        read = self.keys.nbytes + self.values.nbytes
-        written = 2 * total * layer.shape[2] * layer.itemsize
-        self.bytes_moved = read + written
-        self.operations = sum(
-            2 * int((part.tokens * part.ranks).sum()) * layer.shape[2]
-            for part in (self.keys, self.values)
-        )
-
-    @staticmethod
-    def _batch(part: ops.LowRank, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """U diag(sigma) and V^T of matrices of a length, padded to the largest rank."""
-        matrices = (part.tokens == length).nonzero()[:, 0].tolist()
-        rank = max(int(part.ranks[m]) for m in matrices)
-        left = torch.zeros(len(matrices), length, rank)
-        right = torch.zeros(len(matrices), rank, part.head_dim)
-        for i, m in enumerate(matrices):
-            own = int(part.ranks[m])
-            left[i, :, :own] = part.left(m) * part.singular_values(m)
-            right[i, :own] = part.right(m).t()
-        return left.to(part.factors.dtype), right.to(part.factors.dtype)
-
-    def ways(self) -> dict[str, Callable[[], object]]:
-        return {"compiled": self._compiled, "torch": self._torch, "plain": self._plain}
-
-    def _compiled(self) -> None:
-        ops.reconstruct_tokens(
-            self.heap, *self.places, self.keys, self.values, self.which, self.layout
-        )
-
-    def _torch(self) -> None:
-        rows = [
-            torch.cat([(left @ right).flatten(0, 1) for left, right in part])
-            for part in self.batches
-        ]
-        ops.scatter_tokens(self.heap, *self.places, rows[0], rows[1], self.layout)
-
-    def _plain(self) -> None:
-        keys, values = self.plain
-        ops.scatter_tokens(self.heap, *self.places, keys, values, self.layout)
-
-
-def limits() -> dict[str, float]:
-    """What this machine reaches with the threads set: GB/s of a copy, GFLOP/s."""
-    source = torch.zeros(64 << 20, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    square = torch.randn(768, 768)
-    times = Times()
-    for _ in range(9):
-        times.run("copy", lambda: target.copy_(source))
-        times.run("product", lambda: square @ square)
-    return {
-        "copy_gb_s": 2 * source.numel() / min(times.wall["copy"]) / 1e6,
-        "product_gflop_s": 2 * 768**3 / min(times.wall["product"]) / 1e6,
-    }
-
-
 # -- all of it ------------------------------------------------------------------------
 
 
@@ -264,9 +126,14 @@ def time_all(
     rank: int,
     rounds: int,
     prefill: Callable[[], object],
-) -> tuple[Times, dict[str, Zoom]]:
-    """Everything once per layer and round, in turns; the first round warms up."""
+) -> tuple[Times, dict[str, Zoom], dict[str, float]]:
+    """Everything once per layer and round, in turns; the first round warms up.
+
+    Returns:
+        Times, what a cut's first layer asks for, and what the machine reaches.
+    """
     times = Times()
+    limits = Limits()
     zooms = {
         spans.name: [Zoom(layer, spans, rank) for layer in layers] for spans in cuts
     }
@@ -276,7 +143,7 @@ def time_all(
             times = Times()
         times.run("prefill", prefill)
         for i, layer in enumerate(layers):
-            calls = {}
+            calls = limits.ways()
             for cut in cuts:
                 for name, call in encoders(layer, cut, rank).items():
                     calls[f"{cut.name}: encode: {name}"] = call
@@ -285,7 +152,8 @@ def time_all(
             for name in shuffle(list(calls), len(calls)):
                 _OTHER_DATA.add_(1)  # what other layers do between two calls
                 times.run(name, calls[name])
-    return times, {name: of_layers[0] for name, of_layers in zooms.items()}
+    first = {name: of_layers[0] for name, of_layers in zooms.items()}
+    return times, first, limits.rates(times)
 
 
 def encode_rows(
@@ -302,20 +170,23 @@ def encode_rows(
 
 
 def reconstruct_rows(
-    times: Times, cuts: list[Spans], zooms: dict[str, Zoom]
+    times: Times, cuts: list[Spans], zooms: dict[str, Zoom], limits: dict[str, float]
 ) -> list[dict[str, Any]]:
+    """Rates are of median calls, also as shares of the machine's own."""
     rows = []
     for spans in cuts:
         zoom = zooms[spans.name]
         for name in zoom.ways():
             label = f"{spans.name}: reconstruct: {name}"
             cost = times.median(label, spans.tokens / 1e3)
-            seconds = min(times.wall[label]) / 1e3
+            seconds = statistics.median(times.cpu[label]) / 1e3
             row: dict[str, Any] = {"spans": spans.name, "way": name, **cost}
             if name != "plain":
                 row["gflop_s"] = zoom.operations / seconds / 1e9
             if name == "compiled":
                 row["gb_s"] = zoom.bytes_moved / seconds / 1e9
+                row["of_product"] = row["gflop_s"] / limits["product_gflop_s"]
+                row["of_copy"] = row["gb_s"] / limits["copy_gb_s"]
             rows.append(row)
     return rows
 
@@ -371,12 +242,12 @@ def main(
     step = max(1, len(layers) // timed_layers)
     for count in threads or [1, 2]:
         torch.set_num_threads(count)
-        times, zooms = time_all(layers[::step], cuts, rank, rounds, prefill)
+        times, zooms, limits = time_all(layers[::step], cuts, rank, rounds, prefill)
         timed = {
             "encode": encode_rows(times, cuts, len(layers), tokens),
-            "reconstruct": reconstruct_rows(times, cuts, zooms),
+            "reconstruct": reconstruct_rows(times, cuts, zooms, limits),
             "prefill": times.median("prefill", tokens / 1e3),
-            "limits": limits(),
+            "limits": limits,
         }
         found[f"threads {count}"] = timed
         show(console, f"encode, {count} thread(s), per 1000 tokens", timed["encode"])
