@@ -90,6 +90,21 @@ def test_without_a_limit_the_tree_equals_the_scan(random, n):
         assert found.slots[0, 0].tolist()[: len(expected)] == expected
 
 
+def test_few_visits_find_a_key_among_equal_ones(random):
+    """Equal keys hang below one promoted point; the others have none to offer."""
+    for trial in range(40):
+        tree = DCIIndex(HEADS, 8, 4, promotion=0.25, seed=trial)
+        keys = torch.zeros(HEADS, 0, 8)
+        for scale in (0, 1, 0, 1e-6, 1e6, 0, 1e-6):
+            new = scale * torch.randint(-2, 3, (HEADS, 9, 8), generator=random).float()
+            tree.insert(Keys.dense(new))
+            keys = torch.cat([keys, new], 1)
+        queries = torch.randint(-2, 3, (HEADS, 1, 8), generator=random).float()
+        for visits in range(1, 5):
+            found = tree.query_topk(queries, Keys.dense(keys), 1, max_visits=visits)
+            assert (found.slots >= 0).all(), (trial, visits)
+
+
 def test_keys_are_read_where_they_lie(random):
     """Transposed pages of several requests in one pool, by a table."""
     block, n = 16, 100

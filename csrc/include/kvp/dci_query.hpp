@@ -4,7 +4,8 @@
 // product with the query, open the best until `max_visits` children are reached,
 // and go on with those. At level 1 the children are keys, and the k best are kept.
 // Levels that have no more than max_visits points are scanned whole instead of
-// reached from above, which loses nothing.
+// reached from above, which loses nothing. Points below which nothing hangs (equal
+// keys all hang below one of them) are passed over, so that few visits find a key, too.
 //
 // Of an opened node only a share `visit_ratio` of the children is looked at: those
 // that prioritized DCI would visit first. Its composite indices keep cursors and
@@ -20,7 +21,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "kvp/dci_tree.hpp"
 
@@ -36,7 +36,7 @@ struct DciTree::Search {
   TopK& top;
   double query_norm = 0.0;
   std::vector<Scored> ranked = {};  // nodes of level 2, a heap: best first
-  std::int64_t waiting = 0;         // keys in scratch.offsets and .slots
+  std::int64_t waiting = 0;  // keys in scratch.offsets and .slots
 
   static constexpr std::int64_t kFlush = 256;
 };
@@ -62,6 +62,10 @@ inline std::int64_t DciTree::query(const KeyView& keys, bool by_page,
     }
   }
   find_nodes(search);
+  const std::int64_t visits = scan_nodes(search);
+  if (visits > 0) return visits;
+  // All points that were reached have only such below them as have no keys.
+  rank_level(search, levels_.front());
   return scan_nodes(search);
 }
 
@@ -71,12 +75,18 @@ inline void DciTree::find_nodes(Search& search) const {
   while (level + 1 < levels_.size() && levels_[level].size() > search.budget) {
     ++level;
   }
-  const Level& start = levels_[level];
-  std::vector<std::int32_t>& points = search.scratch.nodes;
-  points.resize(static_cast<std::size_t>(start.size()));
-  std::iota(points.begin(), points.end(), 0);
-  rank(search, start);
+  rank_level(search, levels_[level]);
   while (level > 0) descend(search, level--);
+}
+
+// Ranks all points of a level below which something hangs.
+inline void DciTree::rank_level(Search& search, const Level& level) const {
+  std::vector<std::int32_t>& points = search.scratch.nodes;
+  points.clear();
+  for (std::int32_t node = 0; node < level.size(); ++node) {
+    if (level.num_children[node] > 0) points.push_back(node);
+  }
+  rank(search, level);
 }
 
 // Scores the points listed in scratch.nodes and makes a heap of them.
@@ -116,7 +126,7 @@ inline void DciTree::descend(Search& search, std::size_t level) const {
   const auto budget = static_cast<std::size_t>(search.budget);
   std::int32_t node;
   while (search.scratch.nodes.size() < budget && take_best(search.ranked, &node)) {
-    list_children(search, levels_[level], node, false);
+    list_children(search, levels_[level], node, &levels_[level - 1]);
   }
   rank(search, levels_[level - 1]);
 }
@@ -156,10 +166,11 @@ inline float DciTree::bound_children(Search& search, const Level& nodes,
   return std::min(packed[nth], static_cast<float>(far));
 }
 
-// Appends the children of a node that are to be looked at: to scratch.nodes, or,
-// for leaves, to the keys that wait to be scored.
+// Appends the children of a node that are to be looked at: points of the level below
+// to scratch.nodes, or, where there is none, keys to those that wait to be scored.
 inline void DciTree::list_children(Search& search, const Level& nodes,
-                                   std::int32_t node, bool leaves) const {
+                                   std::int32_t node, const Level* below) const {
+  const bool leaves = below == nullptr;
   const Chunks& chunks = nodes.chunks;
   Scratch& scratch = search.scratch;
   const bool choose = search.visit_ratio < 1.0 && settings_.projections() > 0 &&
@@ -171,7 +182,7 @@ inline void DciTree::list_children(Search& search, const Level& nodes,
     for (std::int64_t i = 0; i < chunks.count[c]; ++i) {
       if (choose && bounds[i] > cut) continue;
       if (!leaves) {
-        scratch.nodes.push_back(child[i]);
+        if (below->num_children[child[i]] > 0) scratch.nodes.push_back(child[i]);
         continue;
       }
       scratch.slots[static_cast<std::size_t>(search.waiting)] = child[i];
@@ -194,7 +205,7 @@ inline std::int64_t DciTree::scan_nodes(Search& search) const {
   std::int32_t node;
   while (scratch.visits + search.waiting < search.budget &&
          take_best(search.ranked, &node)) {
-    list_children(search, levels_.front(), node, true);
+    list_children(search, levels_.front(), node, nullptr);
   }
   flush(search);
   return scratch.visits;

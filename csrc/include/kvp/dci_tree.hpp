@@ -180,11 +180,12 @@ class DciTree {
   struct Search;
   void find_nodes(Search& search) const;
   void descend(Search& search, std::size_t level) const;
+  void rank_level(Search& search, const Level& level) const;
   void rank(Search& search, const Level& level) const;
   float bound_children(Search& search, const Level& nodes, std::int32_t node,
                        bool leaves) const;
   void list_children(Search& search, const Level& nodes, std::int32_t node,
-                     bool leaves) const;
+                     const Level* below) const;
   std::int64_t scan_nodes(Search& search) const;
   void flush(Search& search) const;
 

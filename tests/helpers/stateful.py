@@ -1,0 +1,44 @@
+"""Runs hypothesis' state machines for a number of operations."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+STEPS = 200  # of one sequence, as many as hypothesis likes
+OPERATIONS = int(os.environ.get("KVP_TEST_OPERATIONS", "100000"))
+
+
+def run_machine(machine: type[RuleBasedStateMachine]) -> None:
+    """Run sequences of rules until there were enough.
+
+    Args:
+        machine: counts its own ``operations`` (a class attribute) in an invariant.
+
+    Raises:
+        AssertionError: a rule or invariant failed; hypothesis prints the shortest
+            sequence that fails. Or there were too few operations.
+    """
+    machine.operations = 0
+    started, sequences = time.monotonic(), 0
+    while machine.operations < OPERATIONS:
+        before = machine.operations
+        most = max(1, (OPERATIONS - before) // STEPS)
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=most,
+                stateful_step_count=STEPS,
+                deadline=None,
+                database=None,
+                print_blob=True,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+        sequences += most
+        assert machine.operations > before, "the machine counts no operations"
+    took = time.monotonic() - started
+    print(f"{machine.operations} operations, {sequences} sequences, {took:.0f} s")
