@@ -88,7 +88,8 @@ class Tree(RuleBasedStateMachine):
         for head in range(HEADS):
             slots = found.slots[head, 0]
             slots = slots[slots >= 0]
-            assert 0 < len(slots) <= min(k, self.count) and slots.max() < self.count
+            assert 0 < len(slots) <= min(k, self.count)
+            assert slots.max() < self.count
             assert slots.unique().numel() == slots.numel()
             scores = exact[head, 0, slots]
             torch.testing.assert_close(found.scores[head, 0, : len(slots)], scores)
