@@ -1,0 +1,204 @@
+"""The session store through any sequence of operations, with workers that do as they
+are told, late, and sometimes fail.
+
+``KVP_TEST_OPERATIONS`` says how many (100,000 by default; try 1,000,000).
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from stateful import run_machine
+
+from vllm_kvplugins.sessions.keeper import Keeper
+from vllm_kvplugins.sessions.orders import Orders, Report, Session
+
+MEMORY_BYTES, DISK_BYTES, MAX_AGE_S = 10, 25, 200.0
+seeds = st.integers(0, 2**31)
+anyone = st.integers(0, 9)
+
+
+class Worker:
+    """What one rank has in memory and in files."""
+
+    def __init__(self, moves: bool, writes: bool) -> None:
+        self.moves, self.writes = moves, writes
+        self.memory: set[str] = set()
+        self.files: set[str] = set()
+        self.under_way: list[Report] = []
+
+    def carry_out(self, orders: Orders, fails: random.Random) -> None:
+        """In the order that ``Orders`` promises."""
+
+        def problem(why: str) -> str | None:
+            return why if fails.random() < 0.1 else None
+
+        for save in orders.saves:
+            name = save.session.session_id
+            failed = problem("no memory")
+            self.under_way.append(Report("saved", name, failed))
+            if failed is None:
+                self.memory.add(name)
+                if self.writes:
+                    self.under_way.append(Report("written", name, problem("full")))
+        for load in orders.loads:
+            assert load.session_id in self.memory, "loaded what is not in memory"
+            if self.moves:
+                self.memory.discard(load.session_id)
+        self.memory -= set(orders.drop)
+        for name in orders.drop:
+            self.under_way = [
+                r for r in self.under_way if (r.event, r.session_id) != ("staged", name)
+            ]
+        self.files -= set(orders.unlink)
+        for name in orders.unlink:
+            self.under_way = [
+                r
+                for r in self.under_way
+                if (r.event, r.session_id) != ("written", name)
+            ]
+        for name in orders.stage:
+            missing = None if name in self.files else "no such file"
+            self.under_way.append(
+                Report("staged", name, missing or problem("it is torn"))
+            )
+
+    def report(self, late: random.Random) -> list[Report]:
+        """Some of what has been done by now."""
+        out = [r for r in self.under_way if late.random() < 0.5]
+        self.under_way = [r for r in self.under_way if r not in out]
+        for report in out:
+            if report.problem is None and report.event == "written":
+                self.files.add(report.session_id)
+            if report.problem is None and report.event == "staged":
+                self.memory.add(report.session_id)
+        return out
+
+
+class Store(RuleBasedStateMachine):
+    """Conversations that go on and branch off, of two owners."""
+
+    operations = 0
+
+    @initialize(ranks=st.integers(1, 2), kind=st.sampled_from(("writes", "moves", "")))
+    def start(self, ranks: int, kind: str) -> None:
+        self.now, self.number = 0.0, 0
+        self.workers = [Worker(kind == "moves", kind == "writes") for _ in range(ranks)]
+        self.keeper = Keeper(
+            MEMORY_BYTES,
+            ranks,
+            writes=kind == "writes",
+            disk_bytes=DISK_BYTES,
+            max_age_s=MAX_AGE_S,
+            moves=kind == "moves",
+            clock=lambda: self.now,
+        )
+        self.histories = [np.array([1, 2, 3, 4], np.int32)]
+        self.waiting: dict[str, tuple[str, np.ndarray]] = {}
+
+    @precondition(lambda self: len(self.waiting) < 5)
+    @rule(which=anyone, seed=seeds, owner=st.sampled_from("ab"), back=st.integers(0, 3))
+    def arrive(self, which: int, seed: int, owner: str, back: int) -> None:
+        """A prompt goes on behind an earlier one, or a little before its end."""
+        known = self.histories[which % len(self.histories)]
+        new = np.random.default_rng(seed).integers(0, 5, 4, np.int32)
+        prompt = np.concatenate([known[: max(1, len(known) - back)], new])
+        self.number += 1
+        self.waiting[f"r{self.number}"] = owner, prompt
+
+    @precondition(lambda self: self.waiting)
+    @rule(which=anyone, size=st.integers(1, MEMORY_BYTES + 1))
+    def serve(self, which: int, size: int) -> None:
+        """A request starts, if its session is there, and ends at once."""
+        name = list(self.waiting)[which % len(self.waiting)]
+        if not self.starts(name):
+            return
+        owner, prompt = self.waiting.pop(name)
+        self.histories = [*self.histories[-8:], prompt[:60]]
+        done = Session(f"s-{name}", owner, prompt, None, size, len(prompt))
+        self.keeper.save(done, name, ())
+
+    def starts(self, name: str) -> bool:
+        owner, prompt = self.waiting[name]
+        match = self.keeper.match(owner, prompt, lambda session, shared: shared)
+        if match is None:
+            self.keeper.missed()
+            self.keeper.give_up(name)
+            return True
+        assert match.session.owner == owner
+        assert (match.session.tokens[: match.tokens] == prompt[: match.tokens]).all()
+        if not match.ready:
+            self.keeper.fetch(match, name)
+            return False
+        self.keeper.load(match, name, len(prompt), ())
+        return True
+
+    @precondition(lambda self: self.waiting)
+    @rule(which=anyone)
+    def abort(self, which: int) -> None:
+        name = list(self.waiting)[which % len(self.waiting)]
+        self.keeper.give_up(name)
+        del self.waiting[name]
+
+    @rule(seed=seeds)
+    def step(self, seed: int) -> None:
+        orders, chance = self.keeper.take_orders(), random.Random(seed)
+        for worker in self.workers:
+            worker.carry_out(orders, chance)
+        self.keeper.hear(r for worker in self.workers for r in worker.report(chance))
+
+    @rule(seconds=st.sampled_from((0.5, 5.0, 150.0)))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def expire(self) -> None:
+        self.keeper.expire()
+
+    @rule()
+    def drop_oldest(self) -> None:
+        before = self.keeper.held_bytes
+        assert self.keeper.drop_oldest() == (self.keeper.held_bytes < before)
+
+    @rule(which=st.integers(0, 9))
+    def forget_all(self, which: int) -> None:
+        """As with new weights; rarely, for there is nothing to see afterwards."""
+        if which == 0:
+            self.keeper.clear()
+
+    @invariant()
+    def whole(self) -> None:
+        type(self).operations += 1
+        if hasattr(self, "keeper"):
+            self.keeper.check_integrity()
+
+    def teardown(self) -> None:
+        """Everybody starts in the end, and both sides agree on what is where."""
+        if not hasattr(self, "keeper"):
+            return
+        for seed in range(60):
+            for name in list(self.waiting):
+                if self.starts(name):
+                    del self.waiting[name]
+            self.step(seed)
+        assert not self.waiting, "a request waits for ever"
+        assert not any(worker.under_way for worker in self.workers)
+        kept = self.keeper._kept.items()
+        for worker in self.workers:
+            assert {n for n, k in kept if k.memory == "done"} == worker.memory
+            assert {n for n, k in kept if k.disk == "done"} == worker.files
+
+
+def test_any_operations_leave_the_store_whole(caplog):
+    caplog.set_level(logging.ERROR, "vllm.kv_policy")  # of sessions that are too large
+    run_machine(Store)
