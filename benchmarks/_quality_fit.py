@@ -15,7 +15,6 @@ from _serving_rows import label_of
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.policies import available_policies
 from vllm_kvplugins.policies.base import Geometry, Lengths
 
 
@@ -25,13 +24,9 @@ def read_policies(policies: list[dict[str, Any]]) -> None:
     Raises:
         KVPolicyError: a policy is unknown, or its settings are wrong.
     """
-    named = [policy for policy in policies if policy]
-    if {policy["name"] for policy in named} - set(available_policies()):
-        from vllm.plugins import load_general_plugins  # where packages register theirs
-
-        load_general_plugins()
-    for policy in named:
-        parse_policy(dict(policy))
+    for policy in policies:
+        if policy:
+            parse_policy(dict(policy))
 
 
 def held_tokens(policy: dict[str, Any], prompt_tokens: int, geometry: Geometry) -> int:

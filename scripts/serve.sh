@@ -216,11 +216,6 @@ main() {
   kvp_find_python
   check_port
   kvp_find_device
-  # Told before several GB are downloaded; vLLM would refuse it much later.
-  if [[ "$KVP_DEVICE" == cuda && "$POLICY" != none ]]; then
-    die "this version's policies run on the CPU only, and this machine has a GPU.
-Start with KVP_DEVICE=cpu, or with --policy none for stock vLLM on the GPU."
-  fi
   kvp_setup run
   check_policy
   DEFAULT_MODEL=""

@@ -40,7 +40,7 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 trap 'exit 129' HUP
 
-# Policies run on the CPU only in this version, and so do their tests.
+# Also beside a GPU: most tests are of CPU kernels, or ask for a GPU by themselves.
 export KVP_DEVICE="${KVP_DEVICE:-cpu}"
 kvp_setup dev
 kvp_default_model

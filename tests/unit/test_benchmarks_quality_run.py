@@ -89,17 +89,6 @@ def test_jobs_are_stock_and_every_policy_at_every_budget():
         list(fit_module.jobs_of([{"name": "snapkv", "no": 1}], [0.1], 2000, GEOMETRY))
 
 
-def test_policies_of_other_packages_are_found(monkeypatch):
-    loaded = []
-    plugins = types.SimpleNamespace(load_general_plugins=lambda: loaded.append(True))
-    monkeypatch.setitem(sys.modules, "vllm.plugins", plugins)
-    fit_module.read_policies([{}, {"name": "snapkv"}])
-    assert not loaded
-    with pytest.raises(KVPolicyError, match="loud-values"):
-        fit_module.read_policies([{"name": "loud-values"}])
-    assert loaded
-
-
 def test_a_run_that_goes_on_keeps_its_budgets():
     before = row("quest", 0.2, "a", 1.0, policy={"name": "quest", "budget": 0.11})
     jobs = [Job({"name": "quest", "budget": b}, b, "quest") for b in (0.2, 0.3)]

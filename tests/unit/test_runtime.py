@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.ops import gather_keys, gather_values
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.policies.base import Geometry, LayerView
+from vllm_kvplugins.policies.streaming_llm import StreamingLLM
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.page_table import FlatTable
 from vllm_kvplugins.residency.requests import Row
@@ -321,6 +323,25 @@ def test_missing_queries_are_our_bug_and_show():
     prompt = 6 * BLOCK
     with pytest.raises(AssertionError, match="queries 88 to 96 are missing"):
         bench.step(("a", prompt, prompt - 3, 3))
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        lambda view: view.positions[:, 5:].float(),
+        lambda view: view.positions[:1].float(),
+        lambda view: view.positions[0].float(),
+        lambda view: view.positions.t().float(),
+        lambda view: view.positions,
+    ],
+    ids=("too few", "one head", "no heads", "turned", "whole numbers"),
+)
+def test_scores_that_are_not_one_per_slot_are_refused(monkeypatch, scores):
+    """Broadcast or cut they would fit, on other tokens."""
+    bench = Bench(STREAMING)
+    monkeypatch.setattr(StreamingLLM, "score", lambda policy, view: scores(view))
+    with pytest.raises(KVPolicyError, match=r"streaming-llm.score returned .* layer 0"):
+        bench.step(("a", 6 * BLOCK, 0, 6 * BLOCK))
 
 
 FOLDING = [

@@ -133,19 +133,6 @@ def test_an_unknown_device_is_refused() -> None:
     assert "KVP_DEVICE is 'tpu'; use cpu or cuda" in done.stderr
 
 
-def test_a_policy_on_a_gpu_is_refused_before_anything_is_installed(
-    tmp_path: Path,
-) -> None:
-    venv = tmp_path / "venv"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    done = serve("--port", port, KVP_DEVICE="cuda", KVP_VENV=str(venv))
-    assert done.returncode == 1
-    assert "KVP_DEVICE=cpu" in done.stderr
-    assert not venv.exists()
-
-
 def test_a_folder_that_is_no_environment_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     done = setup(

@@ -161,6 +161,20 @@ def entry_point() -> Check:
     return Check(name, Status.OK, f"{ours[0].name} = {_ENTRY_POINT}")
 
 
+def other_policies() -> Check:
+    """Policies of other packages, and whether they can be loaded."""
+    from vllm_kvplugins.policies.registry import outside_policies, problem_of
+
+    name, found = "other policies", outside_policies()
+    problems = [said for policy in found if (said := problem_of(policy))]
+    if problems:
+        return Check(
+            name, Status.WARN, "; ".join(problems), "mend or uninstall that package"
+        )
+    listed = ", ".join(f"{policy} ({path})" for policy, path in found.items())
+    return Check(name, Status.OK, listed or "none of other packages")
+
+
 def vllm_distribution() -> Check:
     """``vllm serve`` asks for the version of a distribution named vllm."""
     name = "vllm serve"

@@ -25,6 +25,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     checks.vllm,
     checks.platform,
     checks.entry_point,
+    checks.other_policies,
     checks.vllm_distribution,
     checks.compiled_ops,
     checks.memory,

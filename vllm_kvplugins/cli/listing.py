@@ -28,6 +28,10 @@ def list_policies(
     console.print("[bold]Policies[/]  (--kv-policy NAME --kv-policy-config JSON)\n")
     for entry in found["policies"]:
         _print_entry(console, entry)
+    for entry in found["broken"]:
+        console.print(
+            f"[bold red]{escape(entry['name'])}[/]  {escape(entry['problem'])}\n"
+        )
     console.print("[bold]Sessions[/]  (beside the settings of any policy)\n")
     _print_entry(console, found["sessions"])
     console.print("[bold]Kernel[/]  (beside the settings of any policy)\n")
@@ -43,15 +47,27 @@ def catalogue() -> dict[str, Any]:
     Returns:
         ``policies`` and ``allocators``, each a list of, and ``sessions`` and
         ``kernel``, one of ``name``, ``summary`` and ``settings`` (``name``, ``type``,
-        ``default``, ``required``, ``description``).
+        ``default``, ``required``, ``description``). ``broken``: policies of other
+        packages that cannot be loaded, ``name`` and ``problem``.
     """
     from vllm_kvplugins.budgets import ALLOCATORS
     from vllm_kvplugins.cli.settings import first_line, settings_of
     from vllm_kvplugins.config import KernelSettings
-    from vllm_kvplugins.policies.registry import available_policies, get_policy_class
+    from vllm_kvplugins.policies.registry import (
+        available_policies,
+        get_policy_class,
+        problem_of,
+    )
     from vllm_kvplugins.sessions.settings import SessionSettings
 
-    policies = {name: get_policy_class(name) for name in available_policies()}
+    problems = {name: problem_of(name) for name in available_policies()}
+    policies = {
+        name: get_policy_class(name) for name, said in problems.items() if not said
+    }
+    # those of other packages; the rest can be used
+    broken = [
+        {"name": name, "problem": said} for name, said in problems.items() if said
+    ]
     return {
         "policies": [
             {
@@ -61,6 +77,7 @@ def catalogue() -> dict[str, Any]:
             }
             for name, cls in policies.items()
         ],
+        "broken": broken,
         "sessions": {
             "name": "sessions",
             "summary": "what a request computed, kept for the one that continues it",

@@ -120,6 +120,11 @@ class Compressor(KVCachePolicy):
     def problems(self) -> list[str]:
         floor = self.minimum_budget_tokens
         found = []
+        if type(self).score is KVCachePolicy.score:
+            found.append(
+                f"{self.name} has no score(view), by which it would choose tokens; "
+                "write it (docs/adding-a-policy.md)"
+            )
         for setting in ("budget", "decode_budget"):
             budget = getattr(self, setting)
             if budget and budget.tokens is not None and budget.tokens < floor:

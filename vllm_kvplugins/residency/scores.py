@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.policies.base import KVCachePolicy, LayerView
 from vllm_kvplugins.residency.requests import Due, PageList, Tracked
 from vllm_kvplugins.residency.views import Views
 
@@ -26,6 +27,9 @@ def slot_scores(
 
     Returns:
         float32 [layers, kv_heads, slots]; -inf where a row owns no page.
+
+    Raises:
+        KVPolicyError: scores are not one number per slot.
     """
     heap, row = views.heap, due.row
     size = heap.layout.block_size
@@ -51,6 +55,7 @@ def slot_scores(
         mine = queries[layer].transpose(0, 1).contiguous()
         view = views.view(layer, owned, row.after_tokens, mine, observed, budget, order)
         score = policy.score(view)
+        _check(policy, layer, score, view)
         if order is not None:
             score = score.scatter(1, order, score)
         width = min(score.shape[1], slots)
@@ -58,3 +63,17 @@ def slot_scores(
     place = torch.arange(slots, device=scores.device)
     beyond = place >= (competing * size).view(*shape[:2], 1)
     return scores.masked_fill_(beyond, -torch.inf)
+
+
+def _check(
+    policy: KVCachePolicy, layer: int, score: torch.Tensor, view: LayerView
+) -> None:
+    """Fewer scores than slots would fit somehow, to the wrong tokens."""
+    wanted = tuple(view.positions.shape)
+    got = tuple(score.shape) if isinstance(score, torch.Tensor) else type(score)
+    if got != wanted or not score.is_floating_point():
+        kind = f" of {score.dtype}" if isinstance(score, torch.Tensor) else ""
+        raise KVPolicyError(
+            f"{policy.name}.score returned {got}{kind} for layer {layer}; it must be "
+            f"a tensor of floats, [KV heads, slots] = {wanted}"
+        )

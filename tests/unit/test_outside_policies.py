@@ -1,0 +1,124 @@
+"""Policies of other packages: that of docs/adding-a-policy.md, as it stands there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib
+
+from vllm_kvplugins.policies.registry import ENTRY_POINTS
+
+PAGE = Path(__file__).parents[2] / "docs" / "adding-a-policy.md"
+
+
+def block(language: str, named: str) -> str:
+    """The page's listing that begins with the name of a file."""
+    for found in re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.S):
+        if found.startswith(f"# my_policy/{named}"):
+            return str(found)
+    raise AssertionError(f"{PAGE} has no listing of {named}")
+
+
+def install(folder: Path, module: str, entries: dict[str, str]) -> None:
+    """What pip would leave of a package: its module, and its metadata."""
+    (folder / "my_policy.py").write_text(module)
+    about = folder / "my_policy-0.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: my-policy\nVersion: 0.1\n"
+    )
+    lines = [f"{name} = {value}" for name, value in entries.items()]
+    (about / "entry_points.txt").write_text(
+        "\n".join([f"[{ENTRY_POINTS}]", *lines, ""])
+    )
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(folder), str(PAGE.parents[1])])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def documented(tmp_path) -> tuple[Path, dict[str, str]]:
+    project = tomllib.loads(block("toml", "pyproject.toml"))
+    entries = project["project"]["entry-points"][ENTRY_POINTS]
+    install(tmp_path, block("python", "my_policy.py"), entries)
+    return tmp_path, entries
+
+
+def test_the_documented_package_is_listed_with_its_settings(documented):
+    folder, entries = documented
+    done = run(folder, "-m", "vllm_kvplugins.cli", "list", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    listed = {entry["name"]: entry for entry in found["policies"]}
+    (name,) = entries
+    assert "recent" in {setting["name"] for setting in listed[name]["settings"]}
+    assert found["broken"] == []
+
+
+def test_vllm_takes_its_name_and_settings(documented):
+    folder, entries = documented
+    (name,) = entries
+    code = (
+        "from vllm_kvplugins.config import parse_policy;"
+        f"policy = parse_policy({{'name': '{name}', 'budget': 64, 'recent': 3}});"
+        "assert policy.minimum_budget_tokens == 4 and not policy.problems()"
+    )
+    done = run(folder, "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+BROKEN = {
+    "does not exist": ("toy", "my_policy:Missing", "", "AttributeError"),
+    "fails": ("toy", "my_policy:Toy", "raise OSError('no disk')", "OSError: no disk"),
+    "no policy": ("toy", "my_policy:Toy", "class Toy: name = 'toy'", "derives from"),
+    "another name": (
+        "toy",
+        "my_policy:Toy",
+        "from vllm_kvplugins.policies.snapkv import SnapKV as Toy",
+        "calls itself 'snapkv'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_one_that_cannot_be_loaded_is_named_and_stops_nobody(tmp_path, case):
+    name, path, module, said = BROKEN[case]
+    install(tmp_path, module, {name: path})
+    done = run(tmp_path, "-m", "vllm_kvplugins.cli", "list", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    (broken,) = found["broken"]
+    assert broken["name"] == name
+    assert said in broken["problem"]
+    assert "snapkv" in {entry["name"] for entry in found["policies"]}
+    shown = run(tmp_path, "-m", "vllm_kvplugins.cli", "list")
+    assert "cannot be loaded" in shown.stdout or said.split("'")[0] in shown.stdout
+    asked = "from vllm_kvplugins.cli.checks import other_policies as c; print(c())"
+    assert said in run(tmp_path, "-c", asked).stdout
+
+
+def test_a_name_of_ours_stays_ours(tmp_path):
+    install(tmp_path, "raise OSError", {"snapkv": "my_policy:Toy"})
+    code = (
+        "from vllm_kvplugins.policies import get_policy_class as g; print(g('snapkv'))"
+    )
+    assert "vllm_kvplugins.policies.snapkv.SnapKV" in run(tmp_path, "-c", code).stdout
+
+
+def test_an_unknown_name_says_where_others_belong(tmp_path):
+    code = "from vllm_kvplugins.policies import get_policy_class as g; g('mine')"
+    assert ENTRY_POINTS in run(tmp_path, "-c", code).stderr
