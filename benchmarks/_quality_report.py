@@ -116,14 +116,14 @@ def title_of(task: str) -> str:
 
 
 def caption(header: Row, rows: Sequence[Row]) -> list[str]:
-    """Settings, machine, commits and command."""
+    """Settings, machine, commits and commands."""
     source = header["source"]
     settings = {k: v for k, v in header["settings"].items() if v not in ("", None)}
     commits = dict.fromkeys([row["commit"] for row in rows if "commit" in row])
     return [
         ", ".join(f"{name} {value}" for name, value in settings.items()),
         f"{source['machine']}, torch {source['torch']}, commit "
-        f"{', '.join(commits) or source['commit']}: {source['command']}",
+        f"{', '.join(commits) or source['commit']}: {'; '.join(header['commands'])}",
     ]
 
 

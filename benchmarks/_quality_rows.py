@@ -60,6 +60,9 @@ def _lines(path: Path) -> Iterator[Row]:
 def read(path: Path) -> tuple[Row, list[Row]]:
     """Header and rows of a file; of two rows for one measurement the later.
 
+    Returns:
+        The header, with the ``commands`` of all runs that wrote to the file, and rows.
+
     Raises:
         TaskError: it is not a file of this benchmark.
     """
@@ -67,7 +70,10 @@ def read(path: Path) -> tuple[Row, list[Row]]:
     if not lines or "header" not in lines[0]:
         raise TaskError(f"{path} does not begin with a header of quality.py")
     rows = {key_of(row): row for row in lines if "label" in row}
-    return lines[0]["header"], list(rows.values())
+    header = lines[0]["header"]
+    commands = [header["source"]["command"], *(x["also"] for x in lines if "also" in x)]
+    header["commands"] = list(dict.fromkeys(commands))
+    return header, list(rows.values())
 
 
 def open_rows(path: Path, header: Row, mix_commits: bool = False) -> list[Row]:
@@ -105,6 +111,8 @@ def open_rows(path: Path, header: Row, mix_commits: bool = False) -> list[Row]:
             f"{path} has rows of commit {was}, this is {now}. Give another --out, or "
             "--mix-commits"
         )
+    if header["source"]["command"] not in before["commands"]:
+        append(path, {"also": header["source"]["command"]})
     return rows
 
 

@@ -29,6 +29,14 @@ if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
   exit 0
 fi
 
+# Told before anything is set up; pytest's own message is lost among its workers.
+for argument in "$@"; do
+  file="${argument%%::*}"
+  if [[ "$file" == tests/* && ! -e "$KVP_ROOT/$file" ]]; then
+    die "there is no $file"
+  fi
+done
+
 on_exit() {
   local code=$?
   trap '' INT TERM HUP

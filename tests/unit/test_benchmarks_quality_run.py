@@ -128,6 +128,17 @@ def test_a_file_goes_on_and_refuses_other_settings(tmp_path):
         rows_module.read(bad)
 
 
+def test_the_report_names_every_command_that_wrote_to_the_file(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    rows_module.open_rows(out, HEADER)
+    source = {**HEADER["source"], "command": "another"}
+    for _ in range(2):
+        rows_module.open_rows(out, {**HEADER, "source": source})
+    header, _ = rows_module.read(out)
+    assert header["commands"] == [HEADER["source"]["command"], "another"]
+    assert "; another" in report_module.caption(header, [])[1]
+
+
 def test_only_missing_answers_are_asked_for(tmp_path, monkeypatch):
     samples = [Sample("t", name, "letter", ("A",)) for name in "abc"]
     jobs = [Job({}, None, "stock"), Job({"name": "x"}, 0.1, "x")]
