@@ -1,0 +1,170 @@
+"""Any operations of a scheduler on vLLM's KV cache manager under a policy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, ClassVar
+
+import stateful
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from scheduled_blocks import BLOCKS, Schedule
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.request import RequestStatus
+
+from vllm_kvplugins.config import parse_policy
+
+SNAPKV: dict[str, Any] = {"name": "snapkv", "window": 3}
+POLICIES: dict[str, dict[str, Any]] = {
+    "snapkv": SNAPKV | {"budget": 10},
+    "share": SNAPKV | {"budget": 0.4, "allocator": "cross-layer"},
+    "sinks": {
+        "name": "streaming-llm",
+        "budget": 9,
+        "sinks": 2,
+        "allocator": "pyramid",
+        "decode_budget": 17,
+        "fold_blocks": 1,
+    },
+    "folding": SNAPKV | {"budget": 10, "decode_budget": 10, "fold_blocks": 2},
+    "blockwise": SNAPKV | {"budget": 14, "prefill_block": 12},
+    "both": SNAPKV
+    | {"budget": 6, "prefill_block": 9, "decode_budget": 8, "fold_blocks": 3},
+    "observing": {"name": "h2o", "budget": 12, "prefill_block": 16},
+    "turns": {"name": "flowkv", "ratio": 0.4, "floor": 5, "base": "knorm"},
+    "offloading": {
+        "name": "quest",
+        "budget": 8,
+        "sinks": 2,
+        "window": 5,
+        "skip_layers": 1,
+    },
+    "full": {"name": "full"},
+}
+anyone = st.integers(0, 9)
+chunks = st.sampled_from((1, 3, 8, 24, 64))
+
+
+class Blocks(RuleBasedStateMachine):
+    """Requests with common beginnings in a pool that is too small for all of them."""
+
+    operations = 0
+    counts: ClassVar[Counter[str]] = Counter()
+
+    @initialize(
+        policy=st.sampled_from(sorted(POLICIES)),
+        asynchronous=st.booleans(),
+        reserve=st.sampled_from((True, True, False)),
+    )
+    def start(self, policy: str, asynchronous: bool, reserve: bool) -> None:
+        built = parse_policy(POLICIES[policy])
+        self.they = Schedule(built, asynchronous, reserve, self.counts)
+        self.number, self.sound = 0, False
+
+    @precondition(lambda self: len(self.they.everybody) < 8)
+    @rule(
+        head=st.integers(0, 2),
+        shared=st.sampled_from((0, 9, 24, 40, 70)),
+        own=st.integers(1, 30),
+        answer=st.sampled_from((1, 5, 30, 60)),
+        turn=st.integers(1, 100),
+    )
+    def arrive(self, head: int, shared: int, own: int, answer: int, turn: int) -> None:
+        """A third of the prompts can be the same from the first to the last token."""
+        self.sound = False
+        self.number += 1
+        tail = [self.number if own % 3 else 9] * own
+        prompt = [1000 * (head + 1) + place for place in range(shared)] + tail
+        ends = sorted({min(turn, len(prompt)), max(len(prompt) - turn // 8, 1)})
+        self.they.add(f"r{self.number}", prompt, answer, ends)
+
+    @precondition(lambda self: self.they.waiting)
+    @rule(chunk=chunks)
+    def admit(self, chunk: int) -> None:
+        self.sound = False
+        self.they.admit(chunk)
+
+    @precondition(lambda self: self.they.running)
+    @rule(which=anyone, chunk=chunks)
+    def advance(self, which: int, chunk: int) -> None:
+        """A chunk of the prompt, or a token of the answer."""
+        self.sound = False
+        running = self.they.running
+        self.they.go_on(running[which % len(running)], chunk)
+
+    @precondition(lambda self: any(life.flying for life in self.they.everybody))
+    @rule(which=anyone)
+    def hear(self, which: int) -> None:
+        """The oldest output that a request has in flight."""
+        self.sound = False
+        flying = [life for life in self.they.everybody if life.flying]
+        self.they.process(flying[which % len(flying)])
+
+    @precondition(lambda self: self.they.waiting or self.they.running)
+    @rule(which=anyone)
+    def abort(self, which: int) -> None:
+        """Seldom enough that most come to an end."""
+        self.sound = False
+        alive = [*self.they.running, *self.they.waiting]
+        if which < min(len(alive), 4):
+            self.counts["aborted"] += 1
+            self.they.end(alive[which], RequestStatus.FINISHED_ABORTED)
+
+    @precondition(lambda self: self.they.wrote)
+    @rule(which=anyone)
+    def reset(self, which: int) -> None:
+        """Sometimes with everybody preempted, whose output in flight is dropped."""
+        self.sound = False
+        while self.they.running and which == 0:
+            self.they.preempt(drop=True)
+        if not self.they.running:
+            self.counts["reset"] += 1
+            self.they.reset()
+
+    @invariant()
+    def whole(self) -> None:
+        type(self).operations += 1
+        if hasattr(self, "they"):
+            self.they.check()
+            self.sound = True
+
+    def teardown(self) -> None:
+        """Everybody comes to an end, and nothing is left."""
+        if not getattr(self, "sound", False):
+            return  # it has failed
+        they, turns = self.they, 0
+        while they.everybody:
+            turns += 1
+            assert turns < 3000, "some wait or run for ever"
+            for life in they.everybody:
+                if life.flying:
+                    they.process(life)
+            for life in list(they.running):
+                if life in they.running:
+                    they.go_on(life, 64)
+            if they.waiting:
+                they.admit(64)
+            life = None  # nor is it kept alive here
+            self.whole()
+        assert they.pool.get_num_free_blocks() == BLOCKS - 1
+        manager = they.manager
+        left = (manager.req_to_blocks, manager.num_cached_block, manager._freed_up_to)
+        assert not any(left), f"left behind: {left}"
+        alive = (manager._requests, manager._lengths, manager._starts, manager._noted)
+        assert not any(map(len, alive)), "ended requests are kept alive"
+        self.counts["compactions"] += manager.compactions
+
+
+def any_operations() -> dict[str, int]:
+    """As many as ``KVP_TEST_OPERATIONS``; returns what happened."""
+    init_none_hash(sha256)
+    Blocks.counts.clear()
+    stateful.run_machine(Blocks)
+    return {**Blocks.counts, "operations": Blocks.operations}
