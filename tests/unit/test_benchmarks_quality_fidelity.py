@@ -22,7 +22,8 @@ from texts import random_tokens
 from tiny_model import KV_HEADS, LAYERS, VOCABULARY, write_tiny_model
 
 SEED = 5
-HEADER = {"settings": {"seed": 0}, "block_bytes": 1, "source": {"commit": "c"}}
+SOURCE = {"commit": "c", "command": "python benchmarks/quality.py run"}
+HEADER = {"settings": {"seed": 0}, "block_bytes": 1, "source": SOURCE}
 TOKENS = 160
 
 

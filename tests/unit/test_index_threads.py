@@ -52,7 +52,7 @@ def hold_the_lock():
 def slow_calls() -> dict:
     random = torch.Generator().manual_seed(3)
     keys = Keys.dense(torch.randn(1, 30000, 64, generator=random))
-    queries = torch.randn(1, 60, 64, generator=random)
+    queries = torch.randn(1, 180, 64, generator=random)
     tree = DCIIndex(1, 64)
     tree.build(keys)
     scan = BruteForceIndex(1, 64)

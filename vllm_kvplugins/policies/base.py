@@ -296,6 +296,11 @@ class KVCachePolicy(BaseModel, ABC):
         None: the policy sets no bound, it may hold all of them."""
         return None
 
+    @property
+    def has_score(self) -> bool:
+        """Whether a class derived from this one says what slots are worth."""
+        return type(self).score.__module__ != __name__
+
     def score(self, view: LayerView) -> torch.Tensor:
         """Worth of each slot of one layer; larger means keep.
 

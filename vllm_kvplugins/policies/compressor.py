@@ -120,7 +120,7 @@ class Compressor(KVCachePolicy):
     def problems(self) -> list[str]:
         floor = self.minimum_budget_tokens
         found = []
-        if type(self).score is KVCachePolicy.score:
+        if not self.has_score:
             found.append(
                 f"{self.name} has no score(view), by which it would choose tokens; "
                 "write it (docs/adding-a-policy.md)"
