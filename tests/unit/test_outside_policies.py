@@ -111,6 +111,21 @@ def test_one_that_cannot_be_loaded_is_named_and_stops_nobody(tmp_path, case):
     assert said in run(tmp_path, "-c", asked).stdout
 
 
+def test_one_without_a_score_is_told_before_it_runs(tmp_path):
+    module = (
+        "from typing import ClassVar\n"
+        "from vllm_kvplugins.policies import Compressor\n"
+        "class Toy(Compressor):\n"
+        "    name: ClassVar[str] = 'toy'\n"
+        "    summary: ClassVar[str] = 'nothing'\n"
+    )
+    install(tmp_path, module, {"toy": "my_policy:Toy"})
+    code = "from vllm_kvplugins.config import parse_policy; parse_policy('toy')"
+    done = run(tmp_path, "-c", code)
+    assert done.returncode
+    assert "toy has no score(view)" in done.stderr
+
+
 def test_a_name_of_ours_stays_ours(tmp_path):
     install(tmp_path, "raise OSError", {"snapkv": "my_policy:Toy"})
     code = (

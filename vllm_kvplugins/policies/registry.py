@@ -75,7 +75,7 @@ def register_policy(name: str, path: str) -> None:
     Args:
         name: what the user writes after ``--kv-policy``.
         path: ``"package.module:Class"``; imported in every vLLM process, so it
-            must be importable there.
+            must be importable and registered there too.
 
     Raises:
         KVPolicyError: the name is taken by another class, or the path is not
@@ -127,7 +127,7 @@ def problem_of(name: str) -> str | None:
 
 
 def _checked(name: str, path: str, cls: object) -> type[KVCachePolicy]:
-    # by what it has: nobody else's code is asked for its class
+    # the contract is what it has, not which class it is
     if not (isinstance(cls, type) and hasattr(cls, "plan") and hasattr(cls, "name")):
         raise KVPolicyError(
             f"policy {name!r}: {path!r} is no class that derives from KVCachePolicy"
