@@ -196,3 +196,16 @@ def test_the_history_ends_before_the_last_question():
     assert history_of(conversation("u")) == []
     assert history_of(conversation("s")) == []
     assert parse_policy("epicache").wants_history
+
+
+def test_segments_that_no_query_waits_for_are_learned_later(encoded):
+    made = made_for(episodes=3)
+    first = rendered(made, chat(48, "what of apples"), False)
+    assert "kv_policy_episode_lesson" not in first, "all were needed to cluster"
+    encoded.clear()
+    grown = rendered(made, chat(56, "what of trains"), False)
+    assert len(encoded) == 1, "the query alone"
+    grown["kv_policy_episode_lesson"]()
+    assert len(encoded) == 3
+    again = rendered(made, chat(56, "what of trains"), False)
+    assert "kv_policy_episode_lesson" not in again

@@ -153,3 +153,44 @@ def test_only_so_many_wait():
         await engine.settle()
 
     asyncio.run(scene())
+
+
+def test_lessons_wait_for_an_idle_engine_and_come_before_builds():
+    async def scene() -> None:
+        engine = Engine()
+        engine.busy = True
+        learned: list[int] = []
+        engine.builder.offer([build(1)], lambda: learned.append(len(engine.begun)))
+        await engine.settle()
+        assert not learned
+        engine.busy = False
+        engine.go_on.set()
+        await engine.settle()
+        assert learned == [0]
+        assert engine.done == [build(1)]
+        engine.builder.offer([], lambda: learned.append(2))  # without a build, too
+        await engine.settle()
+        assert learned == [0, 2]
+
+    asyncio.run(scene())
+
+
+def test_a_lesson_that_fails_is_said_and_stops_nobody(monkeypatch):
+    from vllm_kvplugins.errors import KVPolicyError
+    from vllm_kvplugins.vllm_adapter import episode_builds
+
+    said: list[Any] = []
+    monkeypatch.setattr(episode_builds.logger, "warning", lambda *a: said.append(a))
+
+    def fail() -> None:
+        raise KVPolicyError("no encoder")
+
+    async def scene() -> Engine:
+        engine = Engine()
+        engine.go_on.set()
+        engine.builder.offer([build(1)], fail)
+        await engine.settle()
+        return engine
+
+    assert asyncio.run(scene()).done == [build(1)]
+    assert "no encoder" in str(said)

@@ -39,9 +39,11 @@ class Route:
         episode: number of the episode in this clustering.
         guide: its patched prompt; what a cache of this episode is known by.
         similarity: cosine of the query to the episode's centroid.
-        guides: of all episodes, the one with most segments first.
+        guides: of all episodes, the one with most known segments first.
         switched: another guide than the conversation's last one; None at first.
         clustered: the history was clustered for this route.
+        unknown_segments: so many full segments have no vector yet; ``learn`` embeds
+            them.
         encode_ms: in the encoder, with waiting for other threads and, the first time,
             with loading it.
         match_ms: everything else: look-up, clustering, matching.
@@ -53,6 +55,7 @@ class Route:
     guides: tuple[str, ...]
     switched: bool | None
     clustered: bool
+    unknown_segments: int
     encode_ms: float
     match_ms: float
 
@@ -75,16 +78,18 @@ class EpisodeBook:
     EpiCache, section 3.1, stages 1 and 3. Differs from the paper, which clusters one
     history once and offline: new segments join the nearest episode, whose centroid and
     guide stay, until the history has grown by ``recluster_growth`` and is clustered
-    anew. A segment is embedded once it is full; the last utterances, which fill none,
-    belong to no episode. A history shorter than one segment is one segment.
+    anew. Where a query goes does not depend on who has joined, so a route does not wait
+    for new segments: they are embedded, once they are full, by ``learn``, or when the
+    history is clustered anew. The last utterances, which fill no segment, belong to no
+    episode. A history shorter than one segment is one segment.
 
     A clustering is filed under the owner and the utterances that it was made from, and
     a history uses the one of its longest beginning. So a branch, where an earlier
     message was edited, takes what is older than the edit and leaves its sibling alone,
-    and the same history and query give the same route whatever came between, as long as
-    nothing was clustered anew or forgotten. After a restart a history is clustered at
-    its current length: other guides than those before, if they were made when it was
-    shorter.
+    and the same history and query go to the same episode whatever came between, as
+    long as nothing was clustered anew or forgotten. After a restart a history is
+    clustered at its current length: other guides than those before, if they were made
+    when it was shorter.
 
     Any number of threads may call it; they wait for each other in the encoder only,
     and there for one batch.
@@ -137,24 +142,27 @@ class EpisodeBook:
         Raises:
             KVPolicyError: a library is missing, or the encoder fails.
 
-        Cost: the query and new segments are embedded, all of them the first time; a
-        digest of the history.
+        Cost: the query is embedded, and all segments without a vector where the history
+        is clustered; a digest of the history.
         """
         if not history:
             return None
         started = perf_counter()
         history = list(history)
-        spans = full_segments(history, self._settings.segment_utterances)
-        chain = _chain(owner, history)
-        base, last_guide = self._known(chain, spans)
-        known = 0 if base is None else len(base.clustering.labels)
-        texts = [dialogue_text(history[s.start : s.stop]) for s in spans[known:]]
+        spans, chain, base, last_guide = self._look_up(owner, history)
+        texts = _new_texts(base, history, spans)
         looked_up = perf_counter()
-        new, asked = self._embed(owner, texts, query)
+        if base is None:
+            vectors, (asked,) = self._embed(owner, texts, [query])
+        else:
+            keys, found = self._recall(owner, texts)
+            vectors = [found[key] for key in keys if key in found]
+            (asked,) = self._encode([query])
         encoded = perf_counter()
         if clustered := base is None:
-            base, new = self._cluster(chain, history, spans, new), new[:0]
-        episode, similarity, guides = _match(base, new, asked)
+            base = self._cluster(chain, history, spans, np.stack(vectors))
+            texts, vectors = [], []
+        episode, similarity, guides = _match(base, vectors, asked)
         guide = base.guides[episode]
         with self._lock:
             self._routed.put(chain[-1], guide)
@@ -165,14 +173,27 @@ class EpisodeBook:
             guides,
             switched=None if last_guide is None else guide != last_guide,
             clustered=clustered,
+            unknown_segments=len(texts) - len(vectors),
             encode_ms=(encoded - looked_up) * 1e3,
             match_ms=(looked_up - started + perf_counter() - encoded) * 1e3,
         )
 
-    def _known(
-        self, chain: list[bytes], spans: list[range]
-    ) -> tuple[_Conversation | None, str | None]:
-        """The clustering to go on with, if there is one, and the last guide."""
+    def learn(self, owner: str, history: Sequence[Utterance]) -> None:
+        """Embed what the last route left: full segments that have no vector yet.
+
+        Raises:
+            KVPolicyError: a library is missing, or the encoder fails.
+        """
+        history = list(history)
+        spans, _, base, _ = self._look_up(owner, history)
+        self._embed(owner, _new_texts(base, history, spans), [])
+
+    def _look_up(
+        self, owner: str, history: list[Utterance]
+    ) -> tuple[list[range], list[bytes], _Conversation | None, str | None]:
+        """Segments, digests, the clustering to go on with, if any, the last guide."""
+        spans = full_segments(history, self._settings.segment_utterances)
+        chain = _chain(owner, history)
         with self._lock:
             last = next(filter(None, map(self._routed.get, reversed(chain))), None)
             for count in range(len(spans), 0, -1):
@@ -180,8 +201,8 @@ class EpisodeBook:
                 if base is not None:
                     new = len(spans) - count
                     grown = new and new >= self._settings.recluster_growth * count
-                    return (None if grown else base), last
-        return None, last
+                    return spans, chain, (None if grown else base), last
+        return spans, chain, None, last
 
     def _cluster(
         self,
@@ -206,23 +227,26 @@ class EpisodeBook:
             faster = self._conversations.get(key)
             return faster or self._conversations.put(key, _Conversation(found, guides))
 
-    def _embed(
-        self, owner: str, texts: list[str], query: str
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Vectors of segments, of which some may be known, and of a query."""
+    def _recall(
+        self, owner: str, texts: list[str]
+    ) -> tuple[list[bytes], dict[bytes, np.ndarray]]:
+        """What segments are known by, and the vectors of those that have one."""
         keys = [_chain(owner, [Utterance("", text)])[0] for text in texts]
-        found: dict[bytes, np.ndarray] = {}
         with self._lock:
-            for key in keys:
-                if (vector := self._vectors.get(key)) is not None:
-                    found[key] = vector
+            held = {key: self._vectors.get(key) for key in keys}
+        return keys, {k: v for k, v in held.items() if v is not None}
+
+    def _embed(
+        self, owner: str, texts: list[str], queries: list[str]
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """Vectors of segments, of which some may be known, and of queries."""
+        keys, found = self._recall(owner, texts)
         missing = {k: t for k, t in zip(keys, texts, strict=True) if k not in found}
-        *vectors, asked = self._encode([*missing.values(), query])
+        vectors = self._encode([*missing.values(), *queries])
         with self._lock:
-            for key, vector in zip(missing, vectors, strict=True):
+            for key, vector in zip(missing, vectors, strict=False):  # then queries
                 found[key] = self._vectors.put(key, vector.copy())
-        new = np.reshape([found[key] for key in keys], (len(keys), len(asked)))
-        return new, asked[None]
+        return [found[key] for key in keys], vectors[len(missing) :]
 
     def _encode(self, texts: list[str]) -> np.ndarray:
         """Batch by batch, so that a long history does not hold up short ones."""
@@ -236,7 +260,7 @@ class EpisodeBook:
                 parts.append(embed(self._loaded(), texts[at : at + _BATCH]))
             finally:
                 self._encoding.release()
-        return np.concatenate(parts)
+        return np.concatenate(parts) if parts else np.empty((0, 0), np.float32)
 
     def _loaded(self) -> Encoder:
         if self._encoder is None:
@@ -266,23 +290,31 @@ class _Recent(Generic[V]):
         return value
 
 
+def _new_texts(
+    base: _Conversation | None, history: list[Utterance], spans: list[range]
+) -> list[str]:
+    """Texts of the segments that are not in a clustering."""
+    known = 0 if base is None else len(base.clustering.labels)
+    return [dialogue_text(history[s.start : s.stop]) for s in spans[known:]]
+
+
 def _match(
-    base: _Conversation, new: np.ndarray, asked: np.ndarray
+    base: _Conversation, new: list[np.ndarray], asked: np.ndarray
 ) -> tuple[int, float, tuple[str, ...]]:
     """Episode of a query, its cosine, and all guides, most segments first.
 
     Args:
-        new: float32 [n, d], segments since the clustering.
-        asked: float32 [1, d].
+        new: float32 [d] each, segments since the clustering.
+        asked: float32 [d].
     """
     centroids = base.clustering.centroids
     labels = base.clustering.labels
-    if len(new):
-        joined = similarities(new, centroids).argmax(1)
+    if new:
+        joined = similarities(np.stack(new), centroids).argmax(1)
         labels = np.concatenate([labels, joined])
     members = np.bincount(labels, minlength=len(centroids))
     order = np.argsort(-members, kind="stable")
-    (cosines,) = similarities(asked, centroids)
+    (cosines,) = similarities(asked[None], centroids)
     episode = int(cosines.argmax())
     return episode, float(cosines[episode]), tuple(base.guides[e] for e in order)
 

@@ -11,6 +11,7 @@ Runs in the front end, in its threads; the engine sees token counts and ids only
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
@@ -33,6 +34,8 @@ logger = init_logger("vllm.kv_policy")
 
 # Beside the tokens in a rendered prompt: what requests to the other episodes are told.
 OTHERS = "kv_policy_other_episodes"
+# And what may wait until nobody asks: a call that embeds the newest segments.
+LESSON = "kv_policy_episode_lesson"
 
 
 @dataclass(slots=True)
@@ -109,8 +112,9 @@ def parameters(
     if not history:
         return {}
     desk = _desk(renderer, settings)
+    owner = prompt.get("cache_salt") or ""
     try:
-        route = desk.book.route(prompt.get("cache_salt") or "", history, query)
+        route = desk.book.route(owner, history, query)
     except KVPolicyError as error:
         raise VLLMValidationError(str(error), parameter="messages") from error
     assert route is not None, "there is a history"
@@ -127,6 +131,8 @@ def parameters(
     told = {g: found | {PATCHED_PROMPT: desk.tokens(g, most)} for g in route.guides}
     mine = told.pop(route.guide)
     prompt[OTHERS] = list(told.values())
+    if route.unknown_segments:
+        prompt[LESSON] = functools.partial(desk.book.learn, owner, history)
     return mine
 
 

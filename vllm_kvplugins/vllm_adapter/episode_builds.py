@@ -1,8 +1,10 @@
-"""Caches of episodes that no query has gone to yet, built by a server that idles.
+"""What a server does for conversations while it idles.
 
-A build is a request of one token with the history as its prompt: when it ends, its
-cache is kept as a session, which is what the first query to that episode continues.
-One that is interrupted keeps what it has read, too.
+It builds caches of episodes that no query has gone to yet. A build is a request of one
+token with the history as its prompt: when it ends, its cache is kept as a session,
+which is what the first query to that episode continues. One that is interrupted keeps
+what it has read, too. Before that, segments of conversations that have grown are
+embedded, which no query waits for.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import asyncio
 import functools
 import inspect
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +23,10 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from vllm_kvplugins.episodes.settings import EpisodeSettings
+from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.vllm_adapter.activation import policy_of
-from vllm_kvplugins.vllm_adapter.chat_episodes import OTHERS
+from vllm_kvplugins.vllm_adapter.chat_episodes import LESSON, OTHERS
 from vllm_kvplugins.vllm_adapter.turns import PATCHED_PROMPT, TURN_ENDS
 
 logger = init_logger("vllm.kv_policy")
@@ -65,6 +69,7 @@ class Builder:
         self._start, self._busy, self._eager = start, busy, eager
         # by owner and patched prompt; a longer history takes an older one's place
         self._waiting: OrderedDict[Any, EpisodeBuild] = OrderedDict()
+        self._lessons: deque[Callable[[], None]] = deque(maxlen=_MOST_WAITING)
         self._worker: asyncio.Task[None] | None = None
         self._running: asyncio.Future[None] | None = None
 
@@ -78,13 +83,24 @@ class Builder:
         """Whether one is under way."""
         return self._running is not None
 
-    def offer(self, builds: Iterable[EpisodeBuild]) -> None:
-        """Ask for builds; the oldest are given up when too many wait."""
+    def offer(
+        self,
+        builds: Iterable[EpisodeBuild],
+        lesson: Callable[[], None] | None = None,
+    ) -> None:
+        """Ask for builds and a lesson; the oldest are given up when too many wait.
+
+        Args:
+            lesson: called in another thread; it may raise KVPolicyError.
+        """
         for build in builds:
             self._wait(build)
         while len(self._waiting) > _MOST_WAITING:
             self._waiting.popitem(last=False)
-        if self._waiting and (self._worker is None or self._worker.done()):
+        if lesson is not None:
+            self._lessons.append(lesson)
+        wanted = self._waiting or self._lessons
+        if wanted and (self._worker is None or self._worker.done()):
             self._worker = asyncio.ensure_future(self._work())
 
     def interrupt(self) -> None:
@@ -98,9 +114,12 @@ class Builder:
         self._waiting.move_to_end(key)
 
     async def _work(self) -> None:
-        while self._waiting:
+        while self._waiting or self._lessons:
             while not self._eager and self._busy():
                 await asyncio.sleep(_LOOK_S)
+            if self._lessons:
+                await self._learn(self._lessons.popleft())
+                continue
             key, build = self._waiting.popitem()
             self._running = asyncio.ensure_future(self._start(build))
             try:
@@ -113,6 +132,12 @@ class Builder:
             elif (error := self._running.exception()) is not None:
                 logger.warning("a cache of an episode was not built: %s", error)
             self._running = None
+
+    async def _learn(self, lesson: Callable[[], None]) -> None:
+        try:
+            await asyncio.to_thread(lesson)
+        except KVPolicyError as error:
+            logger.warning("segments of a conversation were not embedded: %s", error)
 
 
 _builders: WeakKeyDictionary[Any, Builder] = WeakKeyDictionary()
@@ -137,17 +162,16 @@ def install() -> None:
         started = await original(self, *args, **kwargs)
         # not before: until then the engine is idle, and the build would begin again
         builder.interrupt()
-        builder.offer(_others(asked["prompt"]))
+        builder.offer(*_wanted(self, asked["prompt"]))
         return started
 
     AsyncLLM.add_request = add_request
 
 
 def _builder(engine: Any) -> Builder | None:
-    """The engine's; None if its policy builds nothing ahead."""
-    policy = policy_of(engine.vllm_config)
-    settings = policy.episode_settings if policy is not None else None
-    if settings is None or settings.build == "never":
+    """The engine's; None if its policy has no episodes."""
+    settings = _settings(engine)
+    if settings is None:
         return None
     if engine not in _builders:
         _builders[engine] = Builder(
@@ -158,9 +182,25 @@ def _builder(engine: Any) -> Builder | None:
     return _builders[engine]
 
 
-def _others(prompt: Any) -> list[EpisodeBuild]:
+def _settings(engine: Any) -> EpisodeSettings | None:
+    policy = policy_of(engine.vllm_config)
+    return None if policy is None else policy.episode_settings
+
+
+def _wanted(
+    engine: Any, prompt: Any
+) -> tuple[list[EpisodeBuild], Callable[[], None] | None]:
+    """What a request leaves to do."""
+    settings = _settings(engine)
+    if settings is None or not isinstance(prompt, dict):
+        return [], None
+    builds = [] if settings.build == "never" else _others(prompt)
+    return builds, prompt.get(LESSON)
+
+
+def _others(prompt: dict[str, Any]) -> list[EpisodeBuild]:
     """Builds for the episodes that a request did not go to."""
-    others = prompt.get(OTHERS) if isinstance(prompt, dict) else None
+    others = prompt.get(OTHERS)
     return [
         EpisodeBuild(
             tuple(prompt["prompt_token_ids"][: told[TURN_ENDS][-1]]),
