@@ -2,6 +2,7 @@
 
 EpiCache, figure 7b: the first half of each LoCoMo dialogue is clustered, then what is
 said later comes piece by piece as a query, with everything before it as its history.
+Behind each, segments that became full are learned, as a server does while it idles.
 The clustering stays, unless ``--recluster-growth`` is given.
 
     python benchmarks/episode_switches.py locomo.json --plot-out switches.svg
@@ -47,6 +48,7 @@ class Run:
         encode_ms, match_ms: per query after the first.
         cpu_ms: of all threads of this process, for both; what else runs on the
             machine hardly changes it.
+        learn_ms: the same behind each query, for the segments that it did not wait for.
     """
 
     dialogue: int
@@ -58,6 +60,7 @@ class Run:
     encode_ms: list[float]
     match_ms: list[float]
     cpu_ms: list[float]
+    learn_ms: list[float]
 
     @property
     def switches(self) -> list[int]:
@@ -85,8 +88,9 @@ def routes(
     settings: EpisodeSettings,
     encoder: Encoder,
     query_utterances: int,
-) -> Iterator[tuple[Route, float]]:
-    """The routes of a dialogue's second half, and milliseconds of CPU time of each."""
+) -> Iterator[tuple[Route, float, float]]:
+    """The routes of a dialogue's second half, and milliseconds of CPU time of each, and
+    of learning behind it."""
     book = EpisodeBook(settings, lambda _: encoder)
     half = len(history) // 2
     for at in range(half, len(history) - query_utterances + 1, query_utterances):
@@ -94,7 +98,9 @@ def routes(
         started = process_time()
         route = book.route("benchmark", history[:at], query)
         assert route is not None
-        yield route, (process_time() - started) * 1e3
+        routed = process_time()
+        book.learn("benchmark", history[:at])
+        yield route, (routed - started) * 1e3, (process_time() - routed) * 1e3
 
 
 def run_dialogue(
@@ -106,7 +112,7 @@ def run_dialogue(
 ) -> Run:
     """Route a dialogue."""
     timed = list(routes(history, settings, encoder, query_utterances))
-    found = [route for route, _ in timed]
+    found = [route for route, _, _ in timed]
     numbers: dict[str, int] = {}
     half = len(history) // 2
     first = found[0]
@@ -119,7 +125,8 @@ def run_dialogue(
         [numbers.setdefault(route.guide, len(numbers)) for route in found],
         [route.encode_ms for route in found[1:]],
         [route.match_ms for route in found[1:]],
-        [cpu_ms for _, cpu_ms in timed[1:]],
+        [cpu_ms for _, cpu_ms, _ in timed[1:]],
+        [learn_ms for _, _, learn_ms in timed[1:]],
     )
 
 
@@ -127,7 +134,7 @@ def table(runs: Sequence[Run]) -> Table:
     """A row per dialogue, and one for all."""
     shown = Table(
         *("dialogue", "utter.", "segm.", "first, s", "queries", "switches"),
-        *("share", "shuffled", "encode, ms", "match, ms", "CPU, ms"),
+        *("share", "shuffled", "encode, ms", "match, ms", "CPU, ms", "learn, ms"),
     )
     for run in runs:
         shown.add_row(
@@ -142,6 +149,7 @@ def table(runs: Sequence[Run]) -> Table:
             _times(run.encode_ms),
             _times(run.match_ms),
             _times(run.cpu_ms),
+            _times(run.learn_ms),
         )
     could = sum(len(run.guides) - 1 for run in runs)
     switches = sum(run.switches[-1] for run in runs)
@@ -155,6 +163,7 @@ def table(runs: Sequence[Run]) -> Table:
         _times([ms for run in runs for ms in run.encode_ms]),
         _times([ms for run in runs for ms in run.match_ms]),
         _times([ms for run in runs for ms in run.cpu_ms]),
+        _times([ms for run in runs for ms in run.learn_ms]),
     )
     return shown
 

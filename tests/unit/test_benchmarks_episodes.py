@@ -18,7 +18,7 @@ from vllm_kvplugins.episodes.settings import EpisodeSettings
 
 def run_of(*guides):
     times = [1.0] * (len(guides) - 1)
-    return benchmark.Run(0, 8, 2, 2, 10.0, list(guides), times, times, times)
+    return benchmark.Run(0, 8, 2, 2, 10.0, list(guides), times, times, times, times)
 
 
 def test_switches_are_counted_against_the_query_before():
@@ -44,6 +44,7 @@ def test_a_dialogue_s_second_half_is_routed_with_all_before_it():
     assert run.guides == [0, 0, 1, 1]
     assert run.switches == [0, 0, 1, 1]
     assert len(run.encode_ms) == len(run.match_ms) == len(run.cpu_ms) == 3
+    assert len(run.learn_ms) == 3
     # four segments and a query, then what was the query as a segment, and the next
     assert len(encoder.seen) == 5 + 3 * 2
 
