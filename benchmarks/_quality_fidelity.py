@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from _documents import read_documents
 from _engine import provenance
-from _masked_model import MaskedModel
+from _masked_model import Branches, MaskedModel
 from _quality_rows import Job, Row, append, key_of
 from _quality_samples import Setting, TaskError
 from _selection import Probing, Selector
@@ -27,14 +27,15 @@ FIGURES = {"error_alone": "error", "kl": "kl", "top1": "top1"}
 COVERAGE = "coverage"
 
 
-def coverage(reference: Reference, kept: torch.Tensor) -> float:
+def coverage(full: Branches, kept: torch.Tensor) -> float:
     """Share of the attention to the prompt that falls on what is kept, under full
     KV's own queries; mean over layers, query heads and next tokens.
 
     Args:
+        full: a continuation that saw all of the prompt.
         kept: bool [layers, kv_heads, prompt tokens].
     """
-    full, prompt, found = reference.full, reference.prompt, []
+    prompt, found = full.prompt, []
     for layer, queries in full.queries.items():
         keys = prompt.keys[layer]
         asked = queries[0].unflatten(0, (len(keys), -1))  # by KV head
@@ -129,6 +130,6 @@ def of_document(
         kept = selector.kept(parse_policy(dict(job.policy)))
         (row,) = reference.compare(kept[None])
         figures = {ours: row[theirs] for theirs, ours in FIGURES.items()}
-        figures |= {COVERAGE: coverage(reference, kept)}
+        figures |= {COVERAGE: coverage(reference.full, kept)}
         found.append((job, figures | {"kept_tokens": row["kept_tokens"]}))
     return found

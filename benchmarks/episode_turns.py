@@ -54,10 +54,13 @@ class Setting:
 
 def run_engine(setting: Setting) -> None:
     """Child: read, ask, and print a line of JSON per turn."""
+    from transformers import AutoConfig
     from vllm import LLM, SamplingParams
 
     from vllm_kvplugins import episodic
 
+    model = AutoConfig.from_pretrained(setting.dialogue.model)
+    length = setting.dialogue.history_tokens + SPARE_TOKENS
     policy = {"name": "epicache", "budget": setting.budget}
     policy |= {"prefill_block": setting.block, "session_memory": "3GiB"}
     asked = {"additional_config": {"kv_policy": policy}} if setting.budget else {}
@@ -65,7 +68,7 @@ def run_engine(setting: Setting) -> None:
         setting.dialogue.model,
         dtype=setting.dialogue.dtype,
         enforce_eager=True,
-        max_model_len=setting.dialogue.history_tokens + SPARE_TOKENS,
+        max_model_len=min(length, model.max_position_embeddings),
         block_size=BLOCK_SIZE,
         max_num_batched_tokens=2048,
         num_gpu_blocks_override=setting.pool_tokens // BLOCK_SIZE + 1,

@@ -37,10 +37,10 @@ def test_coverage_is_the_attention_that_falls_on_what_is_kept(model):
     ids = random_tokens(SEED, TOKENS + 4, VOCABULARY)
     reference = Reference(MaskedModel(model), ids, TOKENS)
     kept = torch.ones(LAYERS, KV_HEADS, TOKENS, dtype=torch.bool)
-    assert fidelity_module.coverage(reference, kept) == pytest.approx(1.0)
+    assert fidelity_module.coverage(reference.full, kept) == pytest.approx(1.0)
     parts = [kept.clone() for _ in range(2)]
     parts[0][..., 50:], parts[1][..., :50] = False, False
-    shares = [fidelity_module.coverage(reference, part) for part in parts]
+    shares = [fidelity_module.coverage(reference.full, part) for part in parts]
     assert sum(shares) == pytest.approx(1.0)
     # one KV head of one layer, written out: four tokens that two query heads ask for
     kept[1, 1, :50] = False
@@ -50,7 +50,7 @@ def test_coverage_is_the_attention_that_falls_on_what_is_kept(model):
         logits = query @ reference.prompt.keys[1][1].T * reference.prompt.scales[1]
         found += float(logits.softmax(-1)[:, :50].sum(-1).mean())
     lost = found / 2 / (LAYERS * KV_HEADS)
-    assert fidelity_module.coverage(reference, kept) == pytest.approx(1 - lost)
+    assert fidelity_module.coverage(reference.full, kept) == pytest.approx(1 - lost)
 
 
 def test_rows_of_every_figure_are_written_once(model, tmp_path, monkeypatch):

@@ -1,0 +1,54 @@
+"""Attention to a dialogue that is left, of a cache made by hand and a tiny model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import locomo_mass as benchmark
+from _masked_model import MaskedModel
+from texts import random_tokens
+from tiny_model import KV_HEADS, LAYERS, VOCABULARY, write_tiny_model
+
+SEED = 3
+
+
+def test_what_came_behind_the_last_compaction_is_there():
+    mask = benchmark.mask_of([[[0, 3, 4], [1, 4]]], 7)
+    assert mask.int().tolist() == [[[1, 0, 0, 1, 1, 1, 1], [0, 1, 0, 0, 1, 1, 1]]]
+    # the history ends before the last compaction did
+    assert benchmark.mask_of([[[0, 5], [2]]], 4).int().tolist() == [
+        [[1, 0, 0, 0], [0, 0, 1, 0]]
+    ]
+
+
+def test_a_cache_that_was_brought_back_is_the_one_that_was_read():
+    rows = [
+        {"question": 0, "cache": 0, "kept": [[[0, 2]]]},
+        {"question": 1, "cache": 1, "kept": [[[1, 2]]]},
+        {"question": 2, "cache": 0},
+    ]
+    found = dict(benchmark.kept_masks(iter(rows), 3))
+    assert found[2].equal(found[0])
+    assert not found[1].equal(found[0])
+
+
+def test_shares_of_two_halves_make_one(tmp_path):
+    print("seed", SEED)
+    model = MaskedModel(write_tiny_model(tmp_path / "m", SEED))
+    ids = random_tokens(SEED, 70, VOCABULARY)
+    asked = benchmark.Asked(model)
+    whole = torch.ones(LAYERS, KV_HEADS, 60, dtype=torch.bool)
+    assert asked.share(0, ids, 60, whole) == pytest.approx(1.0)
+    first = whole.clone()
+    first[..., 30:] = False
+    halves = [asked.share(0, ids, 60, part) for part in (first, ~first)]
+    assert sum(halves) == pytest.approx(1.0)
+    # another question has queries of its own
+    other = ids[:60] + random_tokens(SEED + 1, 10, VOCABULARY)
+    assert asked.share(1, other, 60, first) != pytest.approx(halves[0], abs=1e-9)
