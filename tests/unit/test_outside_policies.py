@@ -81,6 +81,13 @@ def test_vllm_takes_its_name_and_settings(documented):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_documented_policy_keeps_the_contract(documented):
+    folder, entries = documented
+    (name,) = entries
+    done = run(folder, "-m", "vllm_kvplugins.cli", "check-policy", "--policy", name)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 BROKEN = {
     "does not exist": ("toy", "my_policy:Missing", "", "AttributeError"),
     "fails": ("toy", "my_policy:Toy", "raise OSError('no disk')", "OSError: no disk"),

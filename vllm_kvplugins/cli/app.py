@@ -6,6 +6,7 @@ import typer
 
 from vllm_kvplugins.cli import (
     calibrate,
+    check_policy,
     doctor,
     explain,
     listing,
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 
 app.command("calibrate")(calibrate.calibrate)
+app.command("check-policy")(check_policy.check_policy)
 app.command("list")(listing.list_policies)
 app.command("doctor")(doctor.doctor)
 app.command("explain")(explain.explain)

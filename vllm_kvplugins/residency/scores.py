@@ -55,7 +55,7 @@ def slot_scores(
         mine = queries[layer].transpose(0, 1).contiguous()
         view = views.view(layer, owned, row.after_tokens, mine, observed, budget, order)
         score = policy.score(view)
-        _check(policy, layer, score, view)
+        check_scores(policy, layer, score, view)
         if order is not None:
             score = score.scatter(1, order, score)
         width = min(score.shape[1], slots)
@@ -65,10 +65,14 @@ def slot_scores(
     return scores.masked_fill_(beyond, -torch.inf)
 
 
-def _check(
+def check_scores(
     policy: KVCachePolicy, layer: int, score: torch.Tensor, view: LayerView
 ) -> None:
-    """Fewer scores than slots would fit somehow, to the wrong tokens."""
+    """Refuse what is no float per slot; fewer would fit somehow, to the wrong tokens.
+
+    Raises:
+        KVPolicyError: it is something else.
+    """
     wanted = tuple(view.positions.shape)
     got = tuple(score.shape) if isinstance(score, torch.Tensor) else type(score)
     if got != wanted or not score.is_floating_point():
