@@ -216,12 +216,12 @@ class Keeper:
         if session.num_bytes > self.memory_bytes and not self._said_too_large:
             self._said_too_large = True
             logger.warning(
-                "a session of %d tokens takes %d MiB, more than all of session_memory "
-                "(%d MiB): it is not kept, nor are others as large, and their next "
+                "a session of %d tokens takes %d KiB, more than all of session_memory "
+                "(%d KiB): it is not kept, nor are others as large, and their next "
                 "requests compute everything anew; raise session_memory",
                 len(session.tokens),
-                -(-session.num_bytes >> 20),
-                self.memory_bytes >> 20,
+                -(-session.num_bytes >> 10),
+                self.memory_bytes >> 10,
             )
 
     def found(self, session: Session, last_used: float) -> None:

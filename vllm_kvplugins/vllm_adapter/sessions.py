@@ -151,8 +151,8 @@ class SchedulerSessions:
             on_gone=host.let_go,
         )
         logger.info(
-            "sessions: up to %d MiB, unused for %s, files in %s",
-            settings.session_memory >> 20,
+            "sessions: up to %d KiB, unused for %s, files in %s",
+            settings.session_memory >> 10,
             f"{settings.session_max_age_s} s" if settings.session_max_age_s else "ever",
             files.folder if files else "none",
         )
