@@ -111,7 +111,8 @@ def finish(driver: Driver) -> None:
             future.exception()
         settle(driver)
         keeper(driver).check_integrity()
-        assert vault.held_bytes == keeper(driver).held_bytes
+        (told,) = driver.llm.collective_rpc("kv_policy_held_sessions")
+        assert told == [vault.num_held, keeper(driver).held_bytes]
 
 
 def odds(model: str, policy: dict[str, Any]) -> dict[str, Any]:

@@ -60,11 +60,11 @@ class Requests:
     """A source of well-formed requests, some of which share prefixes."""
 
     def __init__(self, rng: random.Random) -> None:
-        self._heads = [_words(rng, 500) for _ in range(3)]
+        self._heads = [random_words(rng, 500) for _ in range(3)]
 
     def _prompt(self, rng: random.Random) -> list[int]:
         head = rng.choice(self._heads)[: rng.choice((0, 40, 130, 200, 333))]
-        return head + _words(rng, rng.randint(1, 120))
+        return head + random_words(rng, rng.randint(1, 120))
 
     def one(self, rng: random.Random, short: bool = False) -> Wanted:
         prompt = self._prompt(rng)
@@ -124,8 +124,13 @@ class Client:
         except TimeoutError:
             raise AssertionError(f"no end after {HANG_S} s: {_brief(wanted)}") from None
 
-    async def hang_up(self, wanted: Wanted, after_s: float, chunks: int) -> None:
-        """Close the connection early: after so long, or so many chunks."""
+    async def hang_up(self, wanted: Wanted, after_s: float, chunks: int) -> list[int]:
+        """Close the connection early: after so long, or so many chunks.
+
+        Returns:
+            Token ids that were heard until then, of a stream with one choice.
+        """
+        heard: list[int] = []
 
         async def listen() -> None:
             async with self._session.post(
@@ -133,12 +138,17 @@ class Client:
             ) as answer:
                 assert answer.status == 200, f"{answer.status} to {_brief(wanted)}"
                 for _ in range(chunks):
-                    if not await answer.content.readline():
+                    line = await answer.content.readline()
+                    if not line:
                         return
+                    if line.startswith(b"data: {"):
+                        for choice in json.loads(line[6:]).get("choices", ()):
+                            heard.extend(choice.get("token_ids") or ())
                 answer.close()
 
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(listen(), after_s)
+        return heard
 
     async def status(self, case: Case) -> int:
         """What a nonsensical request is answered."""
@@ -179,7 +189,8 @@ class Client:
             return json.loads(text) if text else None
 
 
-def _words(rng: random.Random, count: int) -> list[int]:
+def random_words(rng: random.Random, count: int) -> list[int]:
+    """Token ids of plain words."""
     return [rng.randrange(FIRST_WORD, VOCABULARY) for _ in range(count)]
 
 

@@ -12,6 +12,8 @@ NAME = "soak"  # served as
 FIRST_WORD = 10  # ids below are left to special tokens and the template
 # Roles are words of their own, so that a template cannot fail on a known one.
 _ROLES = {"system": 3, "user": 4, "assistant": 5, "tool": 6}
+_SPECIAL = {"<unk>": 0, "<s>": 1, "</s>": 2}
+_NAMED = {token: name for name, token in (_SPECIAL | _ROLES).items()}
 _TEMPLATE = (
     "{% for message in messages %}{{ message.role }} {{ message.content }} "
     "{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
@@ -20,7 +22,12 @@ _TEMPLATE = (
 
 def word(token: int) -> str:
     """The text of a token."""
-    return f"w{token}"
+    return _NAMED.get(token, f"w{token}")
+
+
+def text_of(token_ids: list[int]) -> str:
+    """A text of exactly these tokens."""
+    return " ".join(map(word, token_ids))
 
 
 def write_soak_model(folder: Path) -> Path:
@@ -28,8 +35,7 @@ def write_soak_model(folder: Path) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     write_tiny_model(folder, SEED)
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | _ROLES
-    words |= {word(token): token for token in range(len(words), VOCABULARY)}
+    words = {word(token): token for token in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -160,6 +160,36 @@ _SHARED_SPECIAL: dict[str, dict[str, Any]] = {
     "xargs kv_transfer_params number": {"vllm_xargs": {"kv_transfer_params": -7}},
     "xargs kv_transfer_params list": {"vllm_xargs": {"kv_transfer_params": [1]}},
 }
+# What a request says about its conversation, wrong. Stock vLLM reads none of it.
+_BAD_TURNS: dict[str, Any] = {
+    "text": "x",
+    "a number": 3,
+    "descending": [2, 1],
+    "twice": [1, 1],
+    "zero": [0],
+    "negative": [-1],
+    "fraction": [0.5],
+    "of texts": ["1"],
+    "beyond the prompt": [10**6],
+    "in 63 bits": [2**62],
+}
+_BAD_PATCHES: dict[str, Any] = {
+    "text": "x",
+    "a number": 7,
+    "negative": [-1],
+    "beyond the vocabulary": [10**6],
+    "in 63 bits": [2**62],
+    "of texts": ["1"],
+    "too long": [11] * 500,
+}
+_SAID: dict[str, dict[str, Any]] = {
+    f"turn_ends {name}": {"turn_ends": value} for name, value in _BAD_TURNS.items()
+} | {
+    f"patched_prompt {name}": {"turn_ends": [1], "patched_prompt": value}
+    for name, value in (_BAD_PATCHES | {"alone": [11]}).items()
+}
+_SAID["patched_prompt alone"].pop("turn_ends")
+_SHARED_SPECIAL |= {name: {"vllm_xargs": said} for name, said in _SAID.items()}
 _RAW: dict[str, bytes] = {
     "no body": b"",
     "not JSON": b"{nonsense",
@@ -173,6 +203,17 @@ _RAW: dict[str, bytes] = {
     "an empty object": b"{}",
     "two megabytes": b'{"model": "' + b"x" * (2 << 20) + b'"}',
 }
+
+
+def refused_by_policy(needs_turns: bool) -> set[str]:
+    """Names of cases that stock vLLM takes, and a policy refuses.
+
+    Args:
+        needs_turns: whether it reads turn_ends. A patched prompt is refused by all:
+            by most because they take none.
+    """
+    names = [name for name in _SAID if needs_turns or name.startswith("patched")]
+    return {f"{_kind(path)} {name}" for path in _BASE for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,5 +249,8 @@ def all_cases() -> list[Case]:
 
 
 def _case(path: str, name: str, body: bytes, **more: str) -> Case:
-    kind = "chat" if path == CHAT else "completions"
-    return Case(f"{kind} {name}", path, body, **more)
+    return Case(f"{_kind(path)} {name}", path, body, **more)
+
+
+def _kind(path: str) -> str:
+    return "chat" if path == CHAT else "completions"

@@ -37,6 +37,11 @@ _ARGUMENTS = {
     "--seed": 0,
 }
 
+# What lines of a log say that should not be there.
+_ENGINES = re.compile(r"\((EngineCore|Worker)\w* ")
+_BROKEN = (" ERROR ", " CRITICAL ", "Traceback")
+_LOST = ("never retrieved", "never awaited", "Exception in ", "Exception ignored")
+
 
 class Server:
     """Context manager around one server.
@@ -141,6 +146,17 @@ class Server:
         assert self._process is not None
         code = self._process.poll()
         assert code is None, f"the server ended with {code}:\n{self.tail()}"
+
+    def check_log(self) -> None:
+        """Refused requests are errors of the front end; nothing else should be any."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        found = [
+            line
+            for line in lines
+            if any(said in line for said in _LOST)
+            or (_ENGINES.match(line) and any(said in line for said in _BROKEN))
+        ]
+        assert not found, f"{len(found)} errors in the log: {found[:5]}"
 
     def tail(self, most: int = 4000) -> str:
         """The end of the log."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import Counter
@@ -13,6 +14,8 @@ import aiohttp
 from soak_client import HANG_S, Client, Requests, Wanted, lead
 from soak_nonsense import KNOWN_5XX, Case
 from soak_server import Server, parse_metrics
+from soak_sessions import Store
+from soak_talks import Talks, replay
 
 _ROUND_S = 8
 _CALM_S = 60  # until a server that nobody asks must be at rest
@@ -29,6 +32,8 @@ _POLICY_AT_REST = (
     "vllm:kv_policy_host_reserved_bytes",
     "vllm:kv_policy_held_requests",
 )
+_OWN = "own "  # begins the salt of a request that shares nothing
+_TALKS = 6  # conversations that are compared, each of several requests
 
 
 class Traffic:
@@ -39,6 +44,10 @@ class Traffic:
         samples: answers compared with the same requests alone.
         preempted_differ: whether a policy says that preempted requests go on
             with other tokens; those are then not compared.
+        store: checks of the server's sessions; None if it keeps none.
+        restored_differ: whether a policy says that what goes on from a session has
+            other tokens than what was computed anew. Then only requests with a salt
+            of their own are compared, and no conversations.
 
     Attributes:
         statuses: per nonsensical request, what this server answered.
@@ -53,6 +62,8 @@ class Traffic:
         expected: dict[str, int] | None = None,
         samples: int = 40,
         preempted_differ: bool = False,
+        store: Store | None = None,
+        restored_differ: bool = False,
     ) -> None:
         self.server = server
         self.rng = random.Random(seed)
@@ -64,6 +75,10 @@ class Traffic:
         self._expected = expected
         self._samples = samples
         self._preempted_differ = preempted_differ
+        self._store = store
+        self._restored_differ = restored_differ
+        self._talks = Talks(self.rng, self.counts)
+        self._owners = 0  # salts that were given to requests of their own
         self._answered: list[Wanted] = []
         # (when, how many so far), to tell who cannot have been preempted
         self._preemptions: list[tuple[float, float]] = []
@@ -88,7 +103,13 @@ class Traffic:
                 else:
                     self.rss_bytes.append(rss_bytes)
             await self._compare()
+            await self._compare_talks()
             await self._rest()
+            if self._store is not None:
+                await self._store.check_continued(self._client, self.rng)
+                await self._rest()
+                await self._store.check_cleared(self._client)
+                await self._rest()
 
     def check_memory(self) -> None:
         """It may grow while the server warms up, and hardly any more after that."""
@@ -121,6 +142,8 @@ class Traffic:
             await _together(jobs)
         finally:
             watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch  # raises what it found
         await self._note_preemptions()
         self.counts["rounds"] += 1
 
@@ -128,7 +151,12 @@ class Traffic:
         client = self._client
         while time.monotonic() < ends_s:
             self.server.check_alive()
+            if rng.random() < self._talkative:
+                await self._talks.turn(client, rng)
+                continue
             wanted = self._requests.one(rng, short=rng.random() < 0.5)
+            if self._restored_differ and rng.random() < 0.8:
+                wanted.body["cache_salt"] = self._new_owner()
             dice = rng.random()
             if dice < 0.5:
                 await client.ask(wanted)
@@ -152,6 +180,16 @@ class Traffic:
                 self.counts["resets"] += 1
             await asyncio.sleep(rng.expovariate(10))
 
+    @property
+    def _talkative(self) -> float:
+        """Share of what clients do that is a turn of a conversation."""
+        return 0.3 if self._store is None else 0.6
+
+    def _new_owner(self) -> str:
+        """A salt that nobody has used."""
+        self._owners += 1
+        return f"{_OWN}{self._owners}"
+
     def _burst(self) -> list[Coroutine[Any, Any, None]]:
         """Many at once: nonsense, and clients who go at once."""
         rng = self.rng
@@ -170,6 +208,8 @@ class Traffic:
     async def _note_preemptions(self) -> None:
         asked_s = time.monotonic()
         metrics = await self._metrics()
+        if self._store is not None:
+            self._store.check(metrics)
         self._preemptions.append((asked_s, metrics["vllm:num_preemptions_total"]))
 
     # -- nonsense ----------------------------------------------------------------
@@ -217,6 +257,8 @@ class Traffic:
             assert time.monotonic() < deadline_s, f"held by nobody: {held}"
             await asyncio.sleep(0.2)
         await self._client.text("/health")
+        if self._store is not None:
+            await self._store.check_kept(self._client)
 
     async def _held(self) -> dict[str, float]:
         """What the server says that it holds."""
@@ -224,15 +266,23 @@ class Traffic:
         names = _AT_REST if self.server.policy is None else _AT_REST + _POLICY_AT_REST
         held = {name: metrics[name] for name in names if metrics[name]}
         self.counts["preemptions"] = int(metrics["vllm:num_preemptions_total"])
-        if self.server.policy is not None:
-            for name in ("compressions", "fetched_tokens"):
-                count = metrics[f"vllm:kv_policy_{name}_total"]
-                self.counts[name.replace("_", " ")] = int(count)
-            # Raises in the server when seats or host pages are lost.
-            body = {"method": "kv_policy_check_integrity"}
-            (known,) = (await self._client.control("/collective_rpc", body))["results"]
-            if known != "0":
-                held["requests that the worker knows"] = float(known)
+        if self.server.policy is None:
+            return held
+        for name in ("compressions", "fetched_tokens"):
+            count = metrics[f"vllm:kv_policy_{name}_total"]
+            self.counts[name.replace("_", " ")] = int(count)
+        failed = metrics["vllm:kv_policy_failed_indices_total"]
+        assert not failed, f"{failed:.0f} indices or factors failed, see the log"
+        if self._store is not None:
+            self.counts |= self._store.check(metrics)
+            # what sessions have on the host is theirs until they go
+            if metrics["vllm:kv_policy_sessions"]:
+                held.pop("vllm:kv_policy_host_reserved_bytes", None)
+        # Raises in the server when seats or host pages are lost.
+        body = {"method": "kv_policy_check_integrity"}
+        (known,) = (await self._client.control("/collective_rpc", body))["results"]
+        if known != "0":
+            held["requests that the worker knows"] = float(known)
         return held
 
     # -- tokens ------------------------------------------------------------------------
@@ -248,24 +298,56 @@ class Traffic:
         greedy = [wanted for wanted in self._answered if wanted.greedy]
         if self._preempted_differ:
             greedy = [wanted for wanted in greedy if self._undisturbed(wanted)]
+        if self._restored_differ:
+            greedy = [
+                wanted
+                for wanted in greedy
+                if wanted.body.get("cache_salt", "").startswith(_OWN)
+            ]
         for wanted in self.rng.sample(greedy, min(self._samples, len(greedy))):
-            alone = Wanted(wanted.path, wanted.body, wanted.choices)
-            reset = await self._client.control("/reset_prefix_cache")
-            assert reset["success"], "the prefix cache cannot be emptied"
+            if self._store is None:
+                reset = await self._client.control("/reset_prefix_cache")
+                assert reset["success"], "the prefix cache cannot be emptied"
+                alone = Wanted(wanted.path, wanted.body, wanted.choices)
+            else:  # sessions are found under any prefix cache
+                body = wanted.body | {"cache_salt": self._new_owner()}
+                alone = Wanted(wanted.path, body, wanted.choices)
             await self._client.ask(alone)
+            await self._same(wanted, alone)
             self.counts["compared"] += 1
-            for choice, (got, want) in enumerate(
-                zip(wanted.tokens, alone.tokens, strict=True)
-            ):
-                if got == want:
-                    continue
-                at = next(i for i in range(len(got)) if got[i] != want[i])
-                led = await lead(self._client, wanted, choice, at)
-                assert led < _CLOSE, (
-                    f"token {at} is {got[at]}, alone {want[at]} with a lead of "
-                    f"{led:.4f}: {wanted.body}"
-                )
-                self.counts["near ties"] += 1
+
+    async def _compare_talks(self) -> None:
+        """Conversations against the same ones alone, from their first request on.
+
+        Whatever was evicted, restored, read from a file or computed anew in between:
+        under policies that work turn by turn a history is cut at the same places each
+        time (docs/policies/flowkv.md, epicache.md), and without sessions each request
+        stands for itself. Where a compressor that works on whole prompts goes on from
+        a session, it has seen less than one that reads everything again, so that what
+        others drove out would decide.
+        """
+        if self._restored_differ:
+            return
+        for talk in self._talks.sample(self.rng, _TALKS):
+            for wanted, alone in await replay(self._client, talk, self._new_owner()):
+                if not self._preempted_differ or self._undisturbed(wanted):
+                    await self._same(wanted, alone)
+                    self.counts["turns compared"] += 1
+
+    async def _same(self, wanted: Wanted, alone: Wanted) -> None:
+        """Equal tokens, but where the two best ones are as good as equal."""
+        for choice, (got, want) in enumerate(
+            zip(wanted.tokens, alone.tokens, strict=True)
+        ):
+            if got == want:
+                continue
+            at = next(i for i in range(len(got)) if got[i] != want[i])
+            led = await lead(self._client, alone, choice, at)
+            assert led < _CLOSE, (
+                f"token {at} is {got[at]}, alone {want[at]} with a lead of "
+                f"{led:.4f}: {wanted.body}"
+            )
+            self.counts["near ties"] += 1
 
 
 async def _together(jobs: list[Coroutine[Any, Any, None]]) -> None:

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 from soak_model import NAME
-from soak_nonsense import all_cases
+from soak_nonsense import all_cases, refused_by_policy
 from soak_server import Server
+from soak_sessions import Store
 from soak_traffic import Traffic
 
 _RETRIEVAL = {"budget": 64, "sinks": 16, "window": 32, "skip_layers": 1}
@@ -35,8 +36,53 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     # Host memory for a few requests only, so that others are held.
     "icecache": {"name": "icecache", **_RETRIEVAL, "host_memory": "1MiB"},
     "quest": {"name": "quest", **_RETRIEVAL},
+    "protokv": {
+        "name": "protokv",
+        "budget": 96,
+        "window": 16,
+        "chunk_size": 8,
+        "hash_bits": 2,
+    },
+    # A zoom into some spans of a prompt, and host memory for a few requests.
+    "sekv": {
+        "name": "sekv",
+        "budget": 96,
+        "span_tokens": 8,
+        "least_span": 4,
+        "rank": 8,
+        "host_memory": "8MiB",
+    },
+    # Sessions: memory for a few conversations, none for the longest request.
+    "flowkv": {
+        "name": "flowkv",
+        "ratio": 0.3,
+        "floor": 16,
+        "base_config": {"window": 16},
+        "session_memory": "768KiB",
+        "session_dir": "sessions",
+        "session_disk": "4MiB",
+    },
+    "epicache": {
+        "name": "epicache",
+        "budget": 96,
+        "prefill_block": 64,
+        "longest_patched_prompt": 64,
+        "episodes": 2,
+        "segment_utterances": 2,
+        "patched_utterances": 2,
+        "session_memory": "768KiB",
+    },
+    "icecache-sessions": {
+        "name": "icecache",
+        **_RETRIEVAL,
+        "host_memory": "2MiB",
+        "session_memory": "768KiB",
+    },
 }
-_RETRIEVERS = ("icecache", "quest")
+# What their pages say: a preempted request goes on with other tokens.
+_PREEMPTED_DIFFER = ("icecache", "quest", "icecache-sessions", "sekv")
+_ZOOMS = ("icecache", "quest", "icecache-sessions", "sekv")
+_TURN_BY_TURN = ("flowkv", "epicache")
 # Without these a run has not tested what it is there for.
 EVENTS = (
     "answered",
@@ -45,6 +91,15 @@ EVENTS = (
     "nonsense",
     "preemptions",
     "compared",
+    "turns",
+    "branches",
+    "left in a turn",
+)
+SESSION_EVENTS = (
+    "session hits",
+    "session misses",
+    "session evictions",
+    "session refused",
 )
 
 
@@ -72,28 +127,51 @@ def test_server_survives(
     short_folder,
     stock_answers,
 ):
+    policy = POLICIES[name]
+    expected = dict(stock_answers)
+    if expected and policy is not None:
+        refused = refused_by_policy(needs_turns=name in _TURN_BY_TURN)
+        expected |= dict.fromkeys(refused, 400)
+    sessions = policy is not None and "session_memory" in policy
     traffic_s = pytestconfig.getoption("soak_minutes") * 60 / len(POLICIES)
     folder = short_folder / name
     folder.mkdir()
-    with Server(soak_model, NAME, POLICIES[name], folder) as server:
+    with Server(soak_model, NAME, policy, folder) as server:
         traffic = Traffic(
             server,
             seed=soak_seed,
             cases=all_cases(),
-            expected=stock_answers or None,
-            preempted_differ=name in _RETRIEVERS,
+            expected=expected or None,
+            preempted_differ=name in _PREEMPTED_DIFFER,
+            store=Store(policy) if sessions else None,
+            restored_differ=sessions and name not in _TURN_BY_TURN,
         )
         try:
             asyncio.run(traffic.run(traffic_s))
             traffic.check_memory()
+            server.check_log()
         except BaseException:
             time.sleep(1)  # an engine that dies has more to say
-            print("log:", server.keep_log(f"soak-{name}.log"))
             raise
         finally:
+            print("log:", server.keep_log(f"soak-{name}.log"))
             soak_summary.append(f"{name}: {traffic.summary()}")
     if name == "stock":
         stock_answers |= traffic.statuses
-    events = EVENTS if POLICIES[name] is None else (*EVENTS, "compressions")
-    missing = [event for event in events if not traffic.counts[event]]
+    missing = [event for event in _events(name) if not traffic.counts[event]]
     assert not missing, f"too short, it had no {missing}: {traffic.summary()}"
+
+
+def _events(name: str) -> list[str]:
+    """What a server's share of the run must have had."""
+    policy, events = POLICIES[name], [*EVENTS]
+    if policy is None:
+        return [*events, "turns compared"]
+    events.append("compressions")
+    if name in _ZOOMS:
+        events.append("fetched tokens")
+    if "session_memory" in policy:
+        events += SESSION_EVENTS
+    if name not in _PREEMPTED_DIFFER:
+        events.append("turns compared")
+    return events

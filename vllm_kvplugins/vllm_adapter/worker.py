@@ -87,3 +87,12 @@ class PolicyWorker:
         """
         self.kv_policy_runtime.check_integrity()
         return self.kv_policy_runtime.num_tracked
+
+    def kv_policy_held_sessions(self) -> list[int]:
+        """What this worker keeps for requests to come.
+
+        Returns:
+            Number of sessions in memory, and bytes of their pages and queries.
+        """
+        vault = activation.vault()
+        return [vault.num_held, vault.held_bytes] if vault is not None else [0, 0]

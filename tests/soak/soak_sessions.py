@@ -1,0 +1,134 @@
+"""What must hold of the sessions that a server keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import Any
+
+from soak_client import Client, Wanted, random_words
+from soak_model import NAME
+from soak_nonsense import COMPLETIONS
+from soak_server import parse_metrics
+
+from vllm_kvplugins.budgets import parse_bytes
+
+_SETTLED_S = 30
+_COUNTERS = ("hits", "misses", "evictions", "refused")
+# From here on what is sent must not lie in any prefix cache.
+_PROMPT, _ANSWER, _MORE, _IDLE_S = 200, 8, 20, 1
+
+
+class Store:
+    """The session store of one server, as the metrics and its worker tell of it.
+
+    Args:
+        policy: its settings, with limits.
+    """
+
+    def __init__(self, policy: dict[str, Any]) -> None:
+        memory, disk = policy.get("session_memory"), policy.get("session_disk")
+        assert memory, "a soak of sessions needs a session_memory that is too small"
+        self._memory_bytes = int(parse_bytes(memory))
+        self._disk_bytes = int(parse_bytes(disk)) if disk else None
+        # what a retriever has on the host is counted as what it may come to be
+        self._offloads = "host_memory" in policy
+
+    def check(self, metrics: dict[str, float]) -> dict[str, int]:
+        """At any time: within its limits, and nothing was lost to an error.
+
+        Returns:
+            What has happened so far.
+        """
+        held = metrics["vllm:kv_policy_session_bytes"]
+        assert 0 <= held <= self._memory_bytes, (
+            f"sessions hold {held:.0f} bytes, session_memory is {self._memory_bytes}"
+        )
+        written = metrics["vllm:kv_policy_session_disk_bytes"]
+        most = self._disk_bytes or 0
+        assert 0 <= written <= most, (
+            f"session files have {written:.0f} bytes, session_disk is {most}"
+        )
+        failures = metrics["vllm:kv_policy_session_failures_total"]
+        assert not failures, f"{failures:.0f} sessions lost to errors, see the log"
+        return {
+            f"session {name}": int(metrics[f"vllm:kv_policy_session_{name}_total"])
+            for name in _COUNTERS
+        }
+
+    async def check_kept(self, client: Client) -> None:
+        """At rest: the worker has what the scheduler counts.
+
+        Orders and reports travel with steps, and a server at rest makes none, so one
+        that is behind gets a request too short to leave a session.
+        """
+        deadline_s = time.monotonic() + _SETTLED_S
+        while (problem := await self._difference(client)) is not None:
+            assert time.monotonic() < deadline_s, problem
+            await client.ask(_completion([11], 1, "nobody"))
+            await asyncio.sleep(0.2)
+
+    async def _difference(self, client: Client) -> str | None:
+        """Between what is counted and what the worker has."""
+        metrics = await _metrics(client)
+        self.check(metrics)
+        body = {"method": "kv_policy_held_sessions"}
+        (has,) = (await client.control("/collective_rpc", body))["results"]
+        sessions = int(metrics["vllm:kv_policy_sessions"])
+        held = int(metrics["vllm:kv_policy_session_bytes"])
+        # of those in files the metrics do not say which are in memory, too
+        same = has[0] <= sessions if self._disk_bytes else has[0] == sessions
+        same &= has[1] <= held if self._offloads else has[1] == held
+        told = f"{sessions} sessions in all, {held} bytes in memory"
+        return None if same else f"counted {told}, but the worker has {has}"
+
+    async def check_continued(self, client: Client, rng: random.Random) -> None:
+        """What nobody asks for for a while is there when somebody does."""
+        prompt, owner = random_words(rng, _PROMPT), f"idle {rng.random()}"
+        first = _completion(prompt, _ANSWER, owner)
+        await client.ask(first)
+        before = await _metrics(client)
+        await asyncio.sleep(_IDLE_S)
+        prompt = prompt + first.tokens[0] + random_words(rng, _MORE)
+        await client.ask(_completion(prompt, 1, owner))
+        await self.check_kept(client)
+        after = await _metrics(client)
+        for name, least in (("hits", 1), ("restored_tokens", _PROMPT)):
+            key = f"vllm:kv_policy_session_{name}_total"
+            grown = after[key] - before[key]
+            assert grown >= least, f"{grown:.0f} session {name} of a session just left"
+
+    async def check_cleared(self, client: Client) -> None:
+        """When all are dropped, nothing of them is left anywhere."""
+        # a server that builds episodes may hold blocks for a moment
+        deadline_s = time.monotonic() + _SETTLED_S
+        path = "/reset_prefix_cache?reset_external=true"
+        while not (await client.control(path))["success"]:
+            assert time.monotonic() < deadline_s, "the sessions cannot be dropped"
+            await asyncio.sleep(0.2)
+        names = ("sessions", "session_bytes", "session_disk_bytes")
+        await client.ask(_completion([11], 1, "nobody"))
+        await self.check_kept(client)
+        metrics = await _metrics(client)
+        found = {name: metrics[f"vllm:kv_policy_{name}"] for name in names}
+        found["reserved"] = metrics["vllm:kv_policy_host_reserved_bytes"]
+        assert not any(found.values()), f"left when all sessions were dropped: {found}"
+
+
+async def _metrics(client: Client) -> dict[str, float]:
+    return parse_metrics(await client.text("/metrics"))
+
+
+def _completion(prompt: list[int], most: int, owner: str) -> Wanted:
+    body = {
+        "model": NAME,
+        "prompt": prompt,
+        "max_tokens": most,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": False,
+        "cache_salt": owner,
+    }
+    return Wanted(COMPLETIONS, body)
