@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 from soak_client import Client, Wanted, random_words
@@ -25,9 +26,13 @@ class Store:
 
     Args:
         policy: its settings, with limits.
+        folder: in which the server runs.
     """
 
-    def __init__(self, policy: dict[str, Any]) -> None:
+    def __init__(self, policy: dict[str, Any], folder: Path) -> None:
+        self._folder = (
+            folder / policy["session_dir"] if "session_dir" in policy else None
+        )
         memory, disk = policy.get("session_memory"), policy.get("session_disk")
         assert memory, "a soak of sessions needs a session_memory that is too small"
         self._memory_bytes = int(parse_bytes(memory))
@@ -84,20 +89,25 @@ class Store:
         return None if same else f"counted {told}, but the worker has {has}"
 
     async def check_continued(self, client: Client, rng: random.Random) -> None:
-        """What nobody asks for for a while is there when somebody does."""
+        """What nobody asks for for a while is there when its owner does, and when
+        nobody else does. Call at rest."""
         prompt, owner = random_words(rng, _PROMPT), f"idle {rng.random()}"
         first = _completion(prompt, _ANSWER, owner)
         await client.ask(first)
-        before = await _metrics(client)
         await asyncio.sleep(_IDLE_S)
         prompt = prompt + first.tokens[0] + random_words(rng, _MORE)
-        await client.ask(_completion(prompt, 1, owner))
+        theirs = await self._restored(client, _completion(prompt, 1, "mallory"))
+        assert not theirs, f"{theirs} tokens of somebody else's session were restored"
+        again = await self._restored(client, _completion(prompt, 1, owner))
+        assert again >= _PROMPT, f"{again} tokens restored of {_PROMPT} that were there"
+
+    async def _restored(self, client: Client, wanted: Wanted) -> int:
+        """Tokens that sessions saved while a request was answered."""
+        key = "vllm:kv_policy_session_restored_tokens_total"
+        before = (await _metrics(client))[key]
+        await client.ask(wanted)
         await self.check_kept(client)
-        after = await _metrics(client)
-        for name, least in (("hits", 1), ("restored_tokens", _PROMPT)):
-            key = f"vllm:kv_policy_session_{name}_total"
-            grown = after[key] - before[key]
-            assert grown >= least, f"{grown:.0f} session {name} of a session just left"
+        return int((await _metrics(client))[key] - before)
 
     async def check_cleared(self, client: Client) -> None:
         """When all are dropped, nothing of them is left anywhere."""
@@ -114,6 +124,14 @@ class Store:
         found = {name: metrics[f"vllm:kv_policy_{name}"] for name in names}
         found["reserved"] = metrics["vllm:kv_policy_host_reserved_bytes"]
         assert not any(found.values()), f"left when all sessions were dropped: {found}"
+        while files := self._files():
+            assert time.monotonic() < deadline_s, f"files of no session: {files[:5]}"
+            await asyncio.sleep(0.2)
+
+    def _files(self) -> list[Path]:
+        if self._folder is None:
+            return []
+        return [path for path in self._folder.rglob("*") if path.is_file()]
 
 
 async def _metrics(client: Client) -> dict[str, float]:

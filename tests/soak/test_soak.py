@@ -143,7 +143,7 @@ def test_server_survives(
             cases=all_cases(),
             expected=expected or None,
             preempted_differ=name in _PREEMPTED_DIFFER,
-            store=Store(policy) if sessions else None,
+            store=Store(policy, folder) if sessions else None,
             restored_differ=sessions and name not in _TURN_BY_TURN,
         )
         try:
