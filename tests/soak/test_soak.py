@@ -79,7 +79,8 @@ POLICIES: dict[str, dict[str, Any] | None] = {
         "session_memory": "768KiB",
     },
 }
-# What their pages say: a preempted request goes on with other tokens.
+# A preempted request may go on with other tokens: where text is retrieved their pages
+# say so; sekv's page promises nothing.
 _PREEMPTED_DIFFER = ("icecache", "quest", "icecache-sessions", "sekv")
 _ZOOMS = ("icecache", "quest", "icecache-sessions", "sekv")
 _TURN_BY_TURN = ("flowkv", "epicache")

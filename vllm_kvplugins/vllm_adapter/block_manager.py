@@ -14,6 +14,7 @@ from vllm_kvplugins.residency.plan import Compaction, ResidencyPlan
 from vllm_kvplugins.residency.plans import Plans
 from vllm_kvplugins.sessions.keeper import Match
 from vllm_kvplugins.sessions.orders import Session
+from vllm_kvplugins.vllm_adapter.seldom import Seldom
 from vllm_kvplugins.vllm_adapter.turns import asked_turn_ends
 
 # vLLM configures only the loggers below its own name.
@@ -49,6 +50,7 @@ class ResidencyBlockManager(FullAttentionManager):
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._lengths: WeakKeyDictionary[Any, Lengths] = WeakKeyDictionary()
         self._noted: WeakSet[Any] = WeakSet()
+        self._notes = Seldom()
         # sessions that waiting and running requests start from; they go with them
         self._starts: WeakKeyDictionary[Any, Match] = WeakKeyDictionary()
         policy, geometry = kv_cache_spec.policy, kv_cache_spec.geometry
@@ -74,7 +76,8 @@ class ResidencyBlockManager(FullAttentionManager):
             if request not in self._noted:
                 self._noted.add(request)
                 for note in self._plans.get(lengths).notes:
-                    logger.warning("request %s: %s", request.request_id, note)
+                    if worded := self._notes.worded(note):
+                        logger.warning("request %s: %s", request.request_id, worded)
         return self._plans.get(lengths)
 
     def plan_from(self, request: Any, compaction: Compaction | None) -> ResidencyPlan:
