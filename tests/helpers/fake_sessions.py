@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from fake_engine import FakeEngine, Request
 
 from vllm_kvplugins.residency.plan import BlockSpan, Compaction
@@ -19,10 +20,25 @@ class SessionEngine(FakeEngine):
         super().__init__(*args, **kwargs)
         # request -> position from which on the worker has seen its queries
         self.known_from: dict[str, int] = {}
+        # what blocks held when they were given back, by their ids
+        self.left: dict[int, torch.Tensor] = {}
 
     @property
     def transfer(self) -> Transfer:
         return Transfer(self.runtime)
+
+    def _release(self, request: Request, indices: set[int]) -> None:
+        for index in indices:
+            block = request.table[index]
+            self.left[block] = self.pages[:, block].clone()
+        super()._release(request, indices)
+
+    def _parked(self, blocks: tuple[int, ...]) -> list[int]:
+        """Free blocks, as if nobody had touched them since they were given back."""
+        for block in blocks:
+            self.free.remove(block)
+            self.pages[:, block] = self.left[block]
+        return list(blocks)
 
     def save(self, name: str, cut: int = 0) -> SavedCache:
         """Copy what a request has, as its end would.
@@ -54,11 +70,13 @@ class SessionEngine(FakeEngine):
         answer: int,
         turn_ends: tuple[int, ...] = (),
         most: int | None = None,
+        in_place: bool = False,
     ) -> Request:
         """A request of the same name that goes on where ``old`` was saved.
 
         Args:
             most: tokens that it can have in common with ``old``.
+            in_place: its blocks are parked.
         """
         request = Request(
             old.name,
@@ -92,9 +110,13 @@ class SessionEngine(FakeEngine):
         self.known_from[old.name] = min(saved.first_query, tokens)
         first = saved.compaction.zone.start if saved.compaction else 0
         request.held = set(range(first, -(-tokens // self.block)))
-        fresh = [self.free.pop() for _ in request.held]
+        if in_place:
+            assert saved.place is not None
+            fresh = self._parked(saved.place.blocks[: len(request.held)])
+        else:
+            fresh = [self.free.pop() for _ in request.held]
         request.table = [0] * first + fresh
-        self.transfer.restore(old.name, prompt, saved, tokens, fresh)
+        self.transfer.restore(old.name, prompt, saved, tokens, fresh, in_place)
         due = self.plan(old.name).due(at, tokens)
         records, self.runtime.records = self.runtime.records or [], []
         assert len(records) == (due is not None), "compacted off the plan"

@@ -263,6 +263,32 @@ def test_the_same_conversation_is_kept_once():
     keeper.check_integrity()
 
 
+def test_who_looks_after_other_copies_hears_when_a_session_leaves_memory():
+    """To its file or for ever; the last copy is the one in memory."""
+    left: list[str] = []
+    keeper = Keeper(3, writes=True, on_leave=left.append)
+    for name, first in (("s", 1), ("t", 2)):
+        keeper.save(session(name, tokens(first, 2, 3), size=2), name, ())
+        reports = [Report("saved", name), Report("written", name)]
+        keeper.hear(reports)
+        assert left == ([] if name == "s" else ["s"])
+    assert keeper.num_sessions == 2, "one is in its file"
+    keeper.clear()
+    assert set(left) == {"s", "t"}
+
+
+def test_what_is_taken_in_place_is_counted_and_said():
+    keeper = Keeper(10)
+    keeper.save(session("s", tokens(1, 2, 3)), "s", ())
+    keeper.hear([Report("saved", "s")])
+    for request, in_place in (("r", True), ("q", False)):
+        match = keeper.match("o", tokens(1, 2, 3, 4), lambda session, shared: shared)
+        assert match is not None
+        keeper.load(match, request, 4, (7,), in_place)
+    assert [load.in_place for load in keeper.take_orders().loads] == [True, False]
+    assert (keeper.counts.hits, keeper.counts.parked_hits) == (2, 1)
+
+
 def test_a_session_too_large_for_memory_is_not_kept_and_drives_nobody_out(
     caplog, monkeypatch
 ):

@@ -47,9 +47,10 @@ def _as_in_an_engine():
         yield
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["loaded", "parked"])
 @pytest.mark.parametrize("name", RETRIEVERS)
 @pytest.mark.parametrize("more", [{}, {"prefetch": "step"}, {"budget": 0.2}])
-def test_a_conversation_keeps_its_index(name, more):
+def test_a_conversation_keeps_its_index(name, more, in_place):
     """The fake engine compares every step with what the oracle would attend to."""
     fake = engine(name, **more)
     source, saved, tables = Request.make("r", 140, 0), None, []
@@ -59,7 +60,7 @@ def test_a_conversation_keeps_its_index(name, more):
             request.keys, request.values = source.keys, source.values
             request.queries, request.visible = source.queries, source.visible
         else:
-            request = fake.resume(request, saved, prompt, 15)
+            request = fake.resume(request, saved, prompt, 15, in_place=in_place)
             assert request.computed == PROMPTS[turn - 1] + 14, "nothing is recomputed"
         state = fake.runtime.retrieval._requests.get("r")
         tables.append(state and state.pages[SKIP][:, :2].clone())

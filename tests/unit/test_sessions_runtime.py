@@ -13,6 +13,7 @@ from test_flowkv import COMPRESSORS, SMALL, contents, flow
 
 from vllm_kvplugins.policies import available_policies, get_policy_class
 from vllm_kvplugins.policies.base import Retention
+from vllm_kvplugins.residency import saved as saved_caches
 from vllm_kvplugins.residency.saved import SavedCache, misfit
 from vllm_kvplugins.sessions.files import Identity, SessionDir
 from vllm_kvplugins.sessions.orders import Session
@@ -58,7 +59,9 @@ def run(engine: SessionEngine, request: Request, chunk: int) -> None:
         engine.step({request.name: chunk})
 
 
-def talk(engine: SessionEngine, chunk: int, by_turns: bool) -> Request:
+def talk(
+    engine: SessionEngine, chunk: int, by_turns: bool, in_place: bool = False
+) -> Request:
     """Three requests, each with the history of those before."""
     saved, request = None, None
     for turn, prompt in enumerate(PROMPTS):
@@ -68,7 +71,9 @@ def talk(engine: SessionEngine, chunk: int, by_turns: bool) -> Request:
             request = says(engine.add("r", prompt, answer, ends))
         else:
             assert request is not None
-            request = engine.resume(request, saved, prompt, answer, ends)
+            request = engine.resume(
+                request, saved, prompt, answer, ends, in_place=in_place
+            )
             assert request.computed == saved.tokens, "computed something again"
         run(engine, request, chunk)
         saved = engine.save("r")
@@ -99,6 +104,60 @@ def test_several_requests_keep_what_one_would(base, chunk):
     for engine in (parts, one):
         engine.remove("r")
         engine.check_idle()
+
+
+def copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on nothing may be written from the host to the pool."""
+
+    def refused(*arguments: object) -> None:
+        raise AssertionError("pages that are there are copied")
+
+    monkeypatch.setattr(saved_caches, "_scatter", refused)
+
+
+@pytest.mark.parametrize("base", COMPRESSORS)
+def test_who_finds_its_blocks_goes_on_in_them(base, monkeypatch):
+    """Bit for bit as if the request before it had gone on, and nothing is copied."""
+    copies_nothing(monkeypatch)
+    policy = flow(base, ratio=0.4)
+    parts = SessionEngine(policy, BLOCK, 80, sessions=True)
+    request = talk(parts, 7, by_turns=True, in_place=True)
+    one, expected = alone(policy, 7)
+    assert request.kept == expected.kept
+    assert contents(parts, request) == contents(one, expected)
+    parts.remove("r")
+    parts.check_idle()
+
+
+def test_who_branches_off_goes_on_in_the_first_of_the_blocks(monkeypatch):
+    copies_nothing(monkeypatch)
+    runs = []
+    for in_place in (True, False):
+        if not in_place:
+            monkeypatch.undo()
+        engine = SessionEngine(small("snapkv"), BLOCK, 80, sessions=True)
+        request = says(engine.add("r", 40, 20))
+        run(engine, request, 9)
+        saved = engine.save("r")
+        engine.remove("r")
+        request = engine.resume(request, saved, 70, 10, most=49, in_place=in_place)
+        assert request.computed == 49
+        run(engine, request, 9)
+        runs.append((request.kept, contents(engine, request)))
+        engine.remove("r")
+        engine.check_idle()
+    assert runs[0] == runs[1]
+
+
+def test_only_the_blocks_that_it_was_saved_from_hold_a_session():
+    engine = SessionEngine(small("snapkv"), BLOCK, 80, sessions=True)
+    run(engine, says(engine.add("r", 40, 12)), 9)
+    saved, blocks = engine.save("r"), [3, 2, 1]
+    with pytest.raises(AssertionError, match="saved from other blocks"):
+        engine.transfer.restore("s", 60, saved, saved.tokens, blocks, in_place=True)
+    saved.place = None
+    with pytest.raises(AssertionError, match="read from a file"):
+        engine.transfer.restore("s", 60, saved, saved.tokens, blocks, in_place=True)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -147,11 +206,12 @@ def test_queries_are_there_whatever_happens_in_between(seed):
     assert contents(engine, request) == contents(one, expected)
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["loaded", "parked"])
 @pytest.mark.parametrize("name", DROPPING)
-def test_any_policy_goes_on_from_what_it_kept(name):
+def test_any_policy_goes_on_from_what_it_kept(name, in_place):
     """The fake engine checks every step against a dense copy of the request."""
     engine = SessionEngine(small(name), BLOCK, 80, sessions=True)
-    request = talk(engine, 9, by_turns=False)
+    request = talk(engine, 9, by_turns=False, in_place=in_place)
     if get_policy_class(name).compresses:
         assert len(request.kept) == len(PROMPTS)
         assert len(request.held) < 20

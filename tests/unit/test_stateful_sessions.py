@@ -101,8 +101,11 @@ class Store(RuleBasedStateMachine):
             disk_bytes=DISK_BYTES,
             max_age_s=MAX_AGE_S,
             moves=kind == "moves",
+            on_leave=lambda name: self.parked.discard(name),
             clock=lambda: self.now,
         )
+        # sessions that are on the device, too, for the one who comes first
+        self.parked: set[str] = set()
         self.histories = [np.array([1, 2, 3, 4], np.int32)]
         self.waiting: dict[str, tuple[str, np.ndarray]] = {}
 
@@ -126,7 +129,8 @@ class Store(RuleBasedStateMachine):
         owner, prompt = self.waiting.pop(name)
         self.histories = [*self.histories[-8:], prompt[:60]]
         done = Session(f"s-{name}", owner, prompt, None, size, len(prompt))
-        self.keeper.save(done, name, ())
+        if self.keeper.save(done, name, ()):
+            self.parked.add(done.session_id)
 
     def starts(self, name: str) -> bool:
         owner, prompt = self.waiting[name]
@@ -140,7 +144,9 @@ class Store(RuleBasedStateMachine):
         if not match.ready:
             self.keeper.fetch(match, name)
             return False
-        self.keeper.load(match, name, len(prompt), ())
+        of = match.session.session_id
+        self.keeper.load(match, name, len(prompt), (), of in self.parked)
+        self.parked.discard(of)
         return True
 
     @precondition(lambda self: self.waiting)
@@ -181,6 +187,11 @@ class Store(RuleBasedStateMachine):
         type(self).operations += 1
         if hasattr(self, "keeper"):
             self.keeper.check_integrity()
+            kept = self.keeper._kept
+            nowhere = [
+                n for n in self.parked if n not in kept or kept[n].memory == "no"
+            ]
+            assert not nowhere, f"parked, and not in memory: {nowhere}"
 
     def teardown(self) -> None:
         """Everybody starts in the end, and both sides agree on what is where."""

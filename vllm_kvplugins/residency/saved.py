@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,6 +19,19 @@ from vllm_kvplugins.residency.offloaded import Offloaded
 from vllm_kvplugins.residency.page_table import PageTables
 from vllm_kvplugins.residency.plan import Compaction
 from vllm_kvplugins.residency.requests import Resident
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the pool a cache was saved from.
+
+    Attributes:
+        blocks: physical ids, from its first resident block on.
+        zone: int64 [sum of counts], page ids of its landing zone, row by row.
+    """
+
+    blocks: tuple[int, ...]
+    zone: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -36,6 +50,7 @@ class SavedCache:
             the policy needs none.
         observed: per layer, what the policy's ``observe`` last returned, packed.
         offloaded: what it has on the host, which moves with it; None = nothing.
+        place: None = it was read from a file.
     """
 
     tokens: int
@@ -48,6 +63,7 @@ class SavedCache:
     queries: torch.Tensor | None = None
     observed: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     offloaded: Offloaded | None = None
+    place: Place | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -66,8 +82,10 @@ class SavedCache:
             layer: {name: tensor.to(device) for name, tensor in packed.items()}
             for layer, packed in self.observed.items()
         }
+        place = self.place and replace(self.place, zone=self.place.zone.to(device))
         return replace(
             self,
+            place=place,
             counts=self.counts.to(device),
             positions=self.positions.to(device),
             zone=self.zone.to(device),
@@ -75,6 +93,10 @@ class SavedCache:
             queries=None if self.queries is None else self.queries.to(device),
             observed=observed,
         )
+
+    def without_pages(self) -> SavedCache:
+        """The same for those who have its pages."""
+        return replace(self, zone=self.zone[:0], tail=self.tail[:0])
 
     @property
     def first_query(self) -> int:
@@ -122,6 +144,7 @@ def take_out(
         zone=_gathered(heap, zone_ids),
         tail=tail,
         layout=heap.layout.digest,
+        place=Place(tuple(blocks.tolist()), zone_ids),
     )
 
 
@@ -167,14 +190,43 @@ def put_back(
         return None
     pool = heap.page_ids(blocks[:in_zone]).reshape(-1)
     assert pool.numel() == int(saved.counts.sum()), "pages must balance"
-    place = torch.arange(int(saved.counts.max()), device=pool.device)
-    pages = pool.new_zeros(rows, place.numel())
-    pages[place < saved.counts[:, None]] = pool
     _scatter(heap, pool, saved.zone)
-    tail_block = saved.compaction.zone.stop
+    return _seated(tables, saved, saved.compaction, pool)
+
+
+def take_over(
+    tables: PageTables, saved: SavedCache, blocks: Sequence[int]
+) -> Resident | None:
+    """Go on in the blocks that a saved cache was copied from.
+
+    Args:
+        blocks: physical ids, from the first resident block on; nobody has written to
+            them since.
+
+    Returns:
+        The request's landing zone, seated; None if it has none.
+
+    Cost: no page is read or written.
+    """
+    place = saved.place
+    assert place is not None, "read from a file, which lies nowhere in the pool"
+    assert tuple(blocks) == place.blocks[: len(blocks)], "saved from other blocks"
+    if saved.compaction is None:
+        return None
+    return _seated(tables, saved, saved.compaction, place.zone)
+
+
+def _seated(
+    tables: PageTables, saved: SavedCache, compaction: Compaction, zone: torch.Tensor
+) -> Resident:
+    """A landing zone in these pages, int64 [sum of counts], row by row."""
+    place = torch.arange(int(saved.counts.max()), device=zone.device)
+    pages = zone.new_zeros(saved.counts.numel(), place.numel())
+    pages[place < saved.counts[:, None]] = zone
+    tail_block = compaction.zone.stop
     return Resident(
         tables.seat(pages, saved.counts, tail_block),
-        saved.compaction.at_tokens,
+        compaction.at_tokens,
         tail_block,
         saved.positions.clone(),
     )

@@ -10,7 +10,13 @@ from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.plan import Compaction
 from vllm_kvplugins.residency.requests import Tracked
 from vllm_kvplugins.residency.runtime import PolicyRuntime
-from vllm_kvplugins.residency.saved import SavedCache, misfit, put_back, take_out
+from vllm_kvplugins.residency.saved import (
+    SavedCache,
+    misfit,
+    put_back,
+    take_out,
+    take_over,
+)
 from vllm_kvplugins.residency.windows import Window
 
 
@@ -104,6 +110,7 @@ class Transfer:
         saved: SavedCache,
         tokens: int,
         blocks: Sequence[int],
+        in_place: bool = False,
     ) -> None:
         """Let a request go on from a saved cache; call before its first step, and
         after ``learn``.
@@ -111,12 +118,18 @@ class Transfer:
         Args:
             tokens: how many of the saved ones.
             blocks: physical ids, from its first resident block on.
+            in_place: they are those that it was saved from, as they were.
         """
         runtime, ids = self._runtime, self._ids(blocks)
         assert runtime.tables is not None, "not attached"
         runtime.forget([request_id])
-        saved = saved.on(self._heap.pages.device)
-        resident = put_back(self._heap, runtime.tables, saved, tokens, ids)
+        device = self._heap.pages.device
+        if in_place:
+            saved = saved.without_pages().on(device)
+            resident = take_over(runtime.tables, saved, blocks)
+        else:
+            saved = saved.on(device)
+            resident = put_back(self._heap, runtime.tables, saved, tokens, ids)
         if saved.offloaded is not None:
             assert runtime.retrieval is not None
             assert resident is not None, "nothing is offloaded before a compaction"

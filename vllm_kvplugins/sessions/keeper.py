@@ -60,6 +60,7 @@ class Counts:
     """What has happened since the start."""
 
     hits: int = 0
+    parked_hits: int = 0
     misses: int = 0
     restored_tokens: int = 0
     recomputed_tokens: int = 0
@@ -80,6 +81,7 @@ class Keeper:
         max_age_s: seconds after which an unused session goes; None = never.
         moves: a session goes to the request that continues it, instead of a copy.
         on_gone: called with the id of every session that is no longer here.
+        on_leave: the same, also of those that only leave memory.
         clock: seconds since the epoch, comparable to the times of files.
     """
 
@@ -93,6 +95,7 @@ class Keeper:
         max_age_s: float | None = None,
         moves: bool = False,
         on_gone: Callable[[str], None] = lambda session_id: None,
+        on_leave: Callable[[str], None] = lambda session_id: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.memory_bytes = memory_bytes
@@ -102,7 +105,7 @@ class Keeper:
         self._disk_bytes = disk_bytes
         self._max_age_s = max_age_s
         self._moves = moves
-        self._on_gone = on_gone
+        self._on_gone, self._on_leave = on_gone, on_leave
         self._clock = clock
         self._index = SessionIndex(least_tokens)
         self._kept: dict[str, _Kept] = {}  # least recently used first
@@ -153,20 +156,25 @@ class Keeper:
             self._orders.stage.append(session_id)
 
     def load(
-        self, match: Match, request_id: str, prompt_tokens: int, blocks: Iterable[int]
+        self,
+        match: Match,
+        request_id: str,
+        prompt_tokens: int,
+        blocks: Iterable[int],
+        in_place: bool = False,
     ) -> None:
         """A request starts from a session.
 
         Args:
-            blocks: physical ids, from the session's first resident block on.
+            blocks, in_place: see ``Load``.
         """
         session_id = match.session.session_id
         self.give_up(request_id)
         assert self._kept[session_id].memory == "done", "not in memory"
-        self._orders.loads.append(
-            Load(session_id, request_id, prompt_tokens, match.tokens, tuple(blocks))
-        )
+        args = (session_id, request_id, prompt_tokens, match.tokens, tuple(blocks))
+        self._orders.loads.append(Load(*args, in_place))
         self.counts.hits += 1
+        self.counts.parked_hits += in_place
         self.counts.restored_tokens += match.tokens
         self.counts.recomputed_tokens += match.shared - match.tokens
         if self._moves:
@@ -349,6 +357,8 @@ class Keeper:
         if memory is not None:
             self.held_bytes += size * ((memory != "no") - (kept.memory != "no"))
             kept.memory = memory
+            if memory == "no":
+                self._on_leave(session_id)
         if disk is not None:
             self.written_bytes += size * ((disk == "done") - (kept.disk == "done"))
             kept.disk = disk

@@ -66,6 +66,8 @@ class Load:
     Attributes:
         prompt_tokens: of the request.
         blocks: physical ids, from the session's first resident block on.
+        in_place: they are those that the session was saved from, and nobody has
+            written to them since.
     """
 
     session_id: str
@@ -73,6 +75,7 @@ class Load:
     prompt_tokens: int
     tokens: int
     blocks: tuple[int, ...]
+    in_place: bool = False
 
 
 @dataclass(slots=True)

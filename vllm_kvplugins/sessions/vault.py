@@ -36,8 +36,9 @@ class Caches(Protocol):
         saved: SavedCache,
         tokens: int,
         blocks: tuple[int, ...],
+        in_place: bool,
     ) -> None:
-        """Let a request go on from a saved cache."""
+        """Let a request go on from a saved cache, or from what it was saved from."""
 
     def discard(self, saved: SavedCache) -> None:
         """Free what a saved cache has besides its pages."""
@@ -148,7 +149,12 @@ class Vault:
         else:
             saved = self._held[load.session_id]
         self._caches.restore(
-            load.request_id, load.prompt_tokens, saved, load.tokens, load.blocks
+            load.request_id,
+            load.prompt_tokens,
+            saved,
+            load.tokens,
+            load.blocks,
+            load.in_place,
         )
 
     def _stage(self, session_id: str) -> None:
