@@ -212,8 +212,8 @@ def test_sessions_are_on_for_policies_that_work_by_turns():
     assert parse_sessions({"session_memory": "1GiB"}).on_for(works_by_turns=False)
     assert not parse_sessions({"sessions": False}).on_for(works_by_turns=True)
     assert parse_sessions({"sessions": True}).on_for(works_by_turns=False)
-    # said, but nothing is set by it
-    unset = {"session_memory": None, "session_max_age_s": None}
+    # said, but nothing is set by it, or nothing that asks for them
+    unset = {"session_memory": None, "session_max_age_s": None, "session_park": False}
     assert not parse_sessions(unset).on_for(works_by_turns=False)
 
 

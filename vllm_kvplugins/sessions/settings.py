@@ -31,6 +31,11 @@ class SessionSettings(BaseModel):
         gt=0,
         description="Sessions unused for so long are dropped; null: never.",
     )
+    session_park: bool = Field(
+        default=True,
+        description="Leave what a request computed on the device, too, until somebody "
+        "needs the room.",
+    )
     session_dir: Path | None = Field(
         default=None,
         description="Directory for sessions that outlive memory and restarts; null: "
@@ -44,8 +49,9 @@ class SessionSettings(BaseModel):
 
     @property
     def _given(self) -> list[str]:
-        """Other settings than ``sessions`` that the user has set."""
-        return sorted(self.model_dump(exclude={"sessions"}, exclude_none=True))
+        """Settings that only sessions can be about, and that the user has set."""
+        others = {"sessions", "session_park"}
+        return sorted(self.model_dump(exclude=others, exclude_none=True))
 
     @model_validator(mode="after")
     def _consistent(self) -> SessionSettings:

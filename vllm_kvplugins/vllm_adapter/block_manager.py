@@ -14,6 +14,7 @@ from vllm_kvplugins.residency.plan import Compaction, ResidencyPlan
 from vllm_kvplugins.residency.plans import Plans
 from vllm_kvplugins.sessions.keeper import Match
 from vllm_kvplugins.sessions.orders import Session
+from vllm_kvplugins.vllm_adapter.parking import Parked
 from vllm_kvplugins.vllm_adapter.seldom import Seldom
 from vllm_kvplugins.vllm_adapter.turns import asked_turn_ends
 
@@ -37,6 +38,7 @@ class ResidencyBlockManager(FullAttentionManager):
         freed_blocks: blocks given back by plans since the start.
         compactions: compactions whose blocks were freed since the start.
         observes_prompt: whether the policy looks at every query of the prompt.
+        parked: free blocks that still hold sessions.
     """
 
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
@@ -53,6 +55,9 @@ class ResidencyBlockManager(FullAttentionManager):
         self._notes = Seldom()
         # sessions that waiting and running requests start from; they go with them
         self._starts: WeakKeyDictionary[Any, Match] = WeakKeyDictionary()
+        self.parked = Parked(self.block_pool)
+        # requests that were given the blocks that their session was saved from
+        self._in_place: set[str] = set()
         policy, geometry = kv_cache_spec.policy, kv_cache_spec.geometry
         self.observes_prompt = (
             Trigger.PREFILL_CHUNK in policy.observes or policy.needs_surprisal
@@ -145,12 +150,29 @@ class ResidencyBlockManager(FullAttentionManager):
     def allocate_external_computed_blocks(
         self, request_id: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Blocks for what a session restores, and holes for what it has dropped."""
-        first = self._first_block(request_id)
-        self.req_to_blocks[request_id].extend([self._null_block] * first)
-        if first:
-            self._freed_up_to[request_id] = 1
+        """Blocks for what a session restores, its own if they are parked, and holes
+        for what it has dropped."""
+        match = self._starts.get(self._requests.get(request_id))
+        if match is not None:
+            first = match.session.first_block
+            self.req_to_blocks[request_id].extend([self._null_block] * first)
+            if first:
+                self._freed_up_to[request_id] = 1
+            count = -(-match.tokens // self.block_size) - first
+            parked = self.parked.take(match.session.session_id, count)
+            if parked:
+                self.req_to_blocks[request_id].extend(parked)
+                self._in_place.add(request_id)
         super().allocate_external_computed_blocks(request_id, *args, **kwargs)
+
+    def takes_over(self, request_id: str) -> bool:
+        """Whether a request that was just given blocks got those that its session
+        was saved from."""
+        return request_id in self._in_place
+
+    def new_step_starts(self) -> None:
+        self.parked.settle()
+        super().new_step_starts()
 
     # -- blocks ---------------------------------------------------------------
 
@@ -237,10 +259,12 @@ class ResidencyBlockManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
         self._freed_up_to.pop(request_id, None)
+        self._in_place.discard(request_id)
         blocks: list[Any] = super().pop_blocks_for_free(request_id)
         return blocks
 
     def check_integrity(self) -> None:
-        """No request state without blocks."""
-        stray = set(self._freed_up_to) - set(self.req_to_blocks)
+        """No request state without blocks, and none that are parked besides."""
+        stray = {*self._freed_up_to, *self._in_place} - set(self.req_to_blocks)
         assert not stray, f"state of requests without blocks: {sorted(stray)}"
+        self.parked.check_integrity()

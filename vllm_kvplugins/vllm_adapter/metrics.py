@@ -16,6 +16,7 @@
 | ``vllm:kv_policy_session_bytes`` | gauge | host memory of sessions |
 | ``vllm:kv_policy_session_disk_bytes`` | gauge | bytes of session files |
 | ``vllm:kv_policy_session_hits_total`` | counter | requests that continued a session |
+| ``vllm:kv_policy_session_parked_hits_total`` | counter | of these, not copied |
 | ``vllm:kv_policy_session_misses_total`` | counter | requests that found none |
 | ``vllm:kv_policy_session_restored_tokens_total`` | counter | saved by sessions |
 | ``vllm:kv_policy_session_recomputed_tokens_total`` | counter | not saved |
@@ -42,6 +43,7 @@ _SUMS = (
     "fetched_tokens",
     "failed_indices",
     "session_hits",
+    "session_parked_hits",
     "session_misses",
     "session_restored_tokens",
     "session_recomputed_tokens",
@@ -128,6 +130,9 @@ class PolicyPromMetrics(KVConnectorPromMetrics):
         self._gauge("session_bytes", "Host memory of sessions.")
         self._gauge("session_disk_bytes", "Bytes of session files.")
         self._counter("session_hits", "Requests that continued a session.")
+        self._counter(
+            "session_parked_hits", "Of these, found on the device: nothing was copied."
+        )
         self._counter("session_misses", "Requests that found no session.")
         self._counter(
             "session_restored_tokens", "Prompt tokens restored from sessions."

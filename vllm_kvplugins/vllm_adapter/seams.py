@@ -131,10 +131,11 @@ _EVERYWHERE = {
     "get_num_blocks_to_allocate(request_id num_tokens apply_admission_cap) "
     "pop_blocks_for_free(request_id) _remove_blocks_in_range(request_id "
     "first_block last_block) "
-    "allocate_external_computed_blocks(request_id) _null_block block_size "
-    "kv_cache_spec num_cached_block req_to_blocks",
-    f"{_CORE}.block_pool:BlockPool": "get_num_free_blocks() num_gpu_blocks",
-    f"{_CORE}.kv_cache_utils:KVCacheBlock": "is_null",
+    "allocate_external_computed_blocks(request_id) new_step_starts() _null_block "
+    "block_pool block_size kv_cache_spec num_cached_block req_to_blocks",
+    f"{_CORE}.block_pool:BlockPool": "get_num_free_blocks() num_gpu_blocks "
+    "touch(blocks) unpin_blocks(blocks on_reuse) free_blocks(ordered_blocks)",
+    f"{_CORE}.kv_cache_utils:KVCacheBlock": "is_null block_hash block_id ref_cnt",
     "vllm.v1.kv_cache_interface:FullAttentionSpec": "merge(specs) "
     "max_memory_usage_bytes(vllm_config) page_size_bytes",
     "vllm.v1.kv_cache_interface": "replace_as()",

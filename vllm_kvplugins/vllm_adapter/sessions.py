@@ -149,7 +149,9 @@ class SchedulerSessions:
             # what lies on the host is not copied
             moves=self._policy.retention is Retention.OFFLOAD,
             on_gone=host.let_go,
+            on_leave=manager.parked.drop,
         )
+        self._parks = settings.session_park
         logger.info(
             "sessions: up to %d KiB, unused for %s, files in %s",
             settings.session_memory >> 10,
@@ -239,7 +241,8 @@ class SchedulerSessions:
         first, last = match.session.first_block, self._blocks_of(match.tokens)
         ids = [block.block_id for block in blocks[first:last]]
         name, prompt_tokens = request.request_id, request.num_prompt_tokens
-        self.keeper.load(match, name, prompt_tokens, ids)
+        in_place = self._manager.takes_over(name)
+        self.keeper.load(match, name, prompt_tokens, ids, in_place)
 
     # -- a request ends ---------------------------------------------------------
 
@@ -282,8 +285,12 @@ class SchedulerSessions:
             first_query=first_query,
         )
         ids = (block.block_id for block in blocks)
-        if self.keeper.save(session, request.request_id, ids) and host_bytes:
+        if not self.keeper.save(session, request.request_id, ids):
+            return
+        if host_bytes:
             self._host.hold(session.session_id, host_bytes)
+        if self._parks:
+            self._manager.parked.add(session.session_id, blocks)
 
     def take_numbers(self) -> dict[str, int]:
         """For the metrics: what there is, and what happened since the last call."""

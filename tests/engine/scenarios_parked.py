@@ -1,0 +1,253 @@
+"""Conversations whose blocks are still on the device when the next turn comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from driver import Driver, make_llm, runtime
+from scenarios_sessions import counts, finish, keeper, settle
+from texts import random_tokens
+from tiny_model import VOCABULARY
+
+Policy = dict[str, Any]
+FIRST, QUESTION, ANSWER = 400, 60, 20  # tokens
+
+
+class Parking(Driver):
+    """Counts the pages that sessions bring into the pool.
+
+    Attributes:
+        copied: pages since the start.
+    """
+
+    def __init__(self, model: str, policy: Policy, **settings: Any) -> None:
+        from vllm_kvplugins.residency import saved
+
+        arguments = {"num_gpu_blocks_override": 400, "skip_tokenizer_init": False}
+        arguments |= {"max_model_len": 4096} | settings
+        super().__init__(make_llm(model, policy, **arguments))
+        self.copied, copy = 0, getattr(saved.copy_pages, "stock", saved.copy_pages)
+
+        def counted(into: Any, ids: Any, *source: Any) -> None:
+            self.copied += ids.numel() if into is runtime().heap.pages else 0
+            copy(into, ids, *source)
+
+        counted.stock = copy
+        saved.copy_pages = counted
+
+    @property
+    def parked(self) -> int:
+        """Blocks that hold sessions and are free."""
+        return int(self.manager.parked.num_blocks)
+
+    def idle(self) -> None:
+        """What has ended is saved and parked, and nothing is lost by that."""
+        settle(self)
+        self.check_blocks()
+        self.check_policy_state()
+        keeper(self).check_integrity()
+
+    def ask(
+        self,
+        name: str,
+        prompt: list[int],
+        ends: list[int],
+        salt: str = "alice",
+        guide: list[int] | None = None,
+        most: int = ANSWER,
+    ) -> dict[str, Any]:
+        """An answer, and what it took to begin."""
+        before, pages = counts(self), self.copied
+        self.add(name, prompt, most, False, ends, salt, guide)
+        self.run()
+        self.idle()
+        now = counts(self)
+        return {
+            "answer": self.tokens[name],
+            "restored": now["restored_tokens"] - before["restored_tokens"],
+            "in_place": now["parked_hits"] - before["parked_hits"],
+            "copied": self.copied - pages,
+        }
+
+    def end(self) -> dict[str, Any]:
+        """Nobody has anything any more."""
+        finish(self)
+        assert self.free_blocks == self.total_blocks
+        return {
+            "tracked": self.check_policy_state(),
+            "preemptions": self.preemptions,
+            "counts": counts(self),
+        }
+
+
+class Talk:
+    """One conversation of one owner."""
+
+    def __init__(
+        self, driver: Parking, owner: str, seed: int, guide: list[int] | None = None
+    ) -> None:
+        self.driver, self.owner, self.seed, self.guide = driver, owner, seed, guide
+        self.prompt = random_tokens(seed, FIRST, VOCABULARY)
+        # EpiCache has read a history before the first question, FlowKV nothing
+        self.ends = [FIRST - 50] if guide is not None else []
+        self.turns = 0
+
+    def name(self) -> str:
+        return f"{self.owner}-{self.turns}"
+
+    def turn(self, guide: list[int] | None = None) -> dict[str, Any]:
+        """The next question, answered."""
+        guide = self.guide if guide is None else guide
+        ends = self.ends if guide is None else self.ends[-1:]
+        found = self.driver.ask(self.name(), self.prompt, ends, self.owner, guide)
+        self.hear(found["answer"])
+        return found
+
+    def hear(self, answer: list[int]) -> None:
+        """The answer becomes history, and a question follows."""
+        self.turns += 1
+        self.prompt = self.prompt + answer
+        self.ends = [*self.ends, len(self.prompt)]
+        seed = 1000 * self.seed + self.turns
+        self.prompt = self.prompt + random_tokens(seed, QUESTION, VOCABULARY)
+
+    def anew(self) -> list[int]:
+        """What is answered where nobody has asked before."""
+        ends = self.ends if self.guide is None else self.ends[-1:]
+        name = f"{self.name()}-anew"
+        found = self.driver.ask(name, self.prompt, ends, name, self.guide)
+        assert not found["restored"]
+        answer: list[int] = found["answer"]
+        return answer
+
+
+def turns(
+    model: str, policy: Policy, guides: list[Any], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """A conversation alone, a turn for each guide."""
+    driver = Parking(model, policy, **settings)
+    talk = Talk(driver, "alice", 3, guides[0])
+    found = [talk.turn(guide) for guide in guides]
+    return {"turns": found, "parked": driver.parked} | driver.end()
+
+
+def others(model: str, policy: Policy) -> dict[str, Any]:
+    """Others want the room of two who have ended: some of it, then all."""
+    settings = {"num_gpu_blocks_override": 60, "max_model_len": 59 * 32}
+    driver = Parking(model, policy, async_scheduling=False, **settings)
+    talks = [Talk(driver, owner, seed) for seed, owner in enumerate(("old", "new"), 1)]
+    for _ in range(3):
+        for talk in talks:
+            talk.turn()
+    parked = driver.manager.parked
+    found: dict[str, Any] = {"parked": _sessions(driver)}
+    free = driver.total_blocks - driver.parked
+
+    def want(name: str, blocks: int) -> None:
+        """A request that holds so many at once, and is itself not kept."""
+        prompt = random_tokens(90 + blocks, 32 * blocks - 5, VOCABULARY)
+        held: list[int] = []
+        driver.add(name, prompt, 2, salt=name)
+        while driver.busy:
+            driver.step()
+            held.append(len(driver.held_blocks()))
+        assert max(held) == blocks
+        keeper(driver).check_integrity()
+        (left,) = (s for s in keeper(driver)._index if len(s.tokens) == len(prompt) + 1)
+        keeper(driver)._remove(left.session_id)
+        driver.idle()
+
+    want("some", free + 1)
+    found["after some"] = _sessions(driver)
+    want("all", driver.total_blocks)
+    found["after all"] = _sessions(driver)
+    assert parked.num_blocks == 0
+    found["later"] = [{"anew": talk.anew()} | talk.turn() for talk in talks]
+    return found | driver.end()
+
+
+def _sessions(driver: Parking) -> list[int]:
+    """Tokens of the sessions that are parked, oldest first."""
+    index = keeper(driver)._index
+    return [len(index.get(session).tokens) for session in driver.manager.parked._lying]
+
+
+def odds(model: str, policy: Policy) -> dict[str, Any]:
+    """What goes differently, each beside what is answered where nobody asked before."""
+    driver = Parking(model, policy)
+    found: dict[str, Any] = {}
+
+    def talk(owner: str) -> Talk:
+        begun = Talk(driver, owner, len(found) + 5)
+        begun.turn()
+        begun.turn()
+        return begun
+
+    def again(of: Talk, name: str) -> None:
+        expected = of.anew()
+        found[name] = of.turn() | {"anew": expected}
+
+    # it has the blocks, writes to the last of them, and is cut short
+    of = talk("aborts")
+    driver.add("gone", of.prompt, 300, turn_ends=of.ends, salt=of.owner)
+    driver.step_until(lambda: len(driver.tokens["gone"]) >= 3)
+    driver.abort(["gone"])
+    driver.idle()
+    # it has left a session of its own, which begins in the same way
+    again(of, "aborted")
+    # it has the blocks, and loses them
+    of = talk("loses")
+    expected, before = of.anew(), counts(driver)["parked_hits"]
+    driver.add("loses", of.prompt, ANSWER, turn_ends=of.ends, salt=of.owner)
+    driver.step_until(lambda: len(driver.tokens["loses"]) >= 3)
+    assert counts(driver)["parked_hits"] == before + 1
+    driver.scheduler.reset_prefix_cache(reset_running_requests=True)
+    driver.run()
+    driver.idle()
+    took = counts(driver)["parked_hits"] - before
+    found["preempted"] = {"answer": driver.tokens["loses"], "anew": expected}
+    found["preempted"] |= {"in_place": took, "times": driver.preemptions}
+    # two go on from one session at once, and one more when they have ended
+    of = talk("twins")
+    expected, before, pages = of.anew(), counts(driver), driver.copied
+    for twin in ("one", "two"):
+        driver.add(twin, of.prompt, ANSWER, turn_ends=of.ends, salt=of.owner)
+    driver.run()
+    driver.idle()
+    now = counts(driver)
+    found["twins"] = {
+        "answers": [driver.tokens["one"], driver.tokens["two"]],
+        "anew": expected,
+        "hits": now["hits"] - before["hits"],
+        "in_place": now["parked_hits"] - before["parked_hits"],
+        "copied": driver.copied - pages,
+    }
+    # the last question is another one: only what was before it is taken
+    of = talk("edits")
+    asked = of.prompt
+    of.turn()
+    of.prompt = [*asked[:-20], *random_tokens(77, 20, VOCABULARY)]
+    of.ends, of.turns = of.ends[:-1], 30
+    again(of, "branched")
+    # somebody else says the same
+    of = talk("says")
+    of.owner = "mallory"
+    found["mallory"] = of.turn()
+    # the session is dropped, or all of them are
+    of = talk("old")
+    was = driver.parked
+    while keeper(driver).drop_oldest():
+        pass
+    found["dropped"] = {"was": was, "parked": driver.parked}
+    again(of, "evicted")
+    of = talk("reset")
+    assert driver.parked
+    assert driver.scheduler.reset_prefix_cache()
+    found["reset"] = {"parked": driver.parked}
+    again(of, "after reset")
+    of = talk("all")
+    assert driver.parked
+    assert driver.scheduler.reset_prefix_cache(reset_connector=True)
+    found["cleared"] = {"parked": driver.parked}
+    again(of, "after clearing")
+    return found | driver.end()

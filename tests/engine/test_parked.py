@@ -1,0 +1,134 @@
+"""Blocks that stay on the device after a turn: taken back, or given up, without a
+trace in any token."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from harness import run_scenario
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers" / "cpu_v2"))
+
+import runners
+
+pytestmark = pytest.mark.engine
+
+FLOW = {"name": "flowkv", "ratio": 0.3}
+EPI = {"name": "epicache", "budget": 192, "prefill_block": 128}
+GUIDES = [[5, 9, 11, 300, 7], [400, 17, 23]]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_who_goes_on_where_a_session_ended_copies_nothing(tiny_model, asynchronous):
+    runs = [
+        run_scenario(
+            "scenarios_parked:turns",
+            {
+                "model": tiny_model,
+                "policy": FLOW | {"session_park": parks},
+                "guides": [None] * 5,
+                "settings": {},
+            },
+            runners.environment("V1", asynchronous),
+        )
+        for parks in (True, False)
+    ]
+    check(*runs)
+    # what was never compressed is left to the prefix cache, and comes from the host
+    assert [turn["in_place"] for turn in runs[0]["turns"]] == [0, 0, 1, 1, 1]
+
+
+def test_an_episode_that_stays_is_not_loaded(tiny_model):
+    """Nor is one that comes back while nobody needed its room."""
+    route = [0, 0, 1, 0, 1, 1]
+    runs = [
+        run_scenario(
+            "scenarios_parked:turns",
+            {
+                "model": tiny_model,
+                "policy": EPI | {"session_park": parks},
+                "guides": [GUIDES[episode] for episode in route],
+                "settings": {},
+            },
+        )
+        for parks in (True, False)
+    ]
+    check(*runs)
+    assert [turn["in_place"] for turn in runs[0]["turns"]] == [0, 1, 0, 1, 1, 1]
+
+
+def check(parked, loaded):
+    """The same, turn by turn, but for what is copied."""
+    for here, there in zip(parked["turns"], loaded["turns"], strict=True):
+        assert here["answer"] == there["answer"]
+        assert here["restored"] == there["restored"]
+        assert there["in_place"] == 0
+        assert (there["copied"] > 0) == (there["restored"] > 0)
+        assert here["copied"] == (0 if here["in_place"] else there["copied"])
+    assert loaded["parked"] == 0 < parked["parked"]
+    for run in (parked, loaded):
+        assert run["tracked"] == 0
+
+
+def test_others_are_given_the_room_of_who_ended_first(tiny_model):
+    found = run_scenario(
+        "scenarios_parked:others", {"model": tiny_model, "policy": FLOW}
+    )
+    assert len(found["parked"]) == 2
+    assert found["after some"] == found["parked"][1:]
+    assert found["after all"] == []
+    assert found["preemptions"] == 0
+    for talk in found["later"]:
+        assert talk["answer"] == talk["anew"]
+        assert talk["copied"] > 0
+        assert talk["in_place"] == 0
+    assert found["tracked"] == 0
+
+
+@pytest.fixture(scope="module")
+def odds(tiny_model):
+    arguments = {"model": tiny_model, "policy": FLOW}
+    return run_scenario("scenarios_parked:odds", arguments)
+
+
+@pytest.mark.parametrize(
+    ("what", "in_place"),
+    [
+        ("aborted", 1),
+        ("branched", 1),
+        ("evicted", 0),
+        ("after reset", 0),
+        ("after clearing", 0),
+    ],
+)
+def test_whatever_happened_the_answer_is_the_same(odds, what, in_place):
+    assert odds[what]["answer"] == odds[what]["anew"]
+    assert odds[what]["in_place"] == in_place
+    assert (odds[what]["copied"] == 0) == (in_place or not odds[what]["restored"])
+
+
+def test_who_loses_the_blocks_gets_the_session_from_the_host(odds):
+    found = odds["preempted"]
+    assert found["times"] == 1
+    assert found["answer"] == found["anew"]
+    assert found["in_place"] == 1
+
+
+def test_one_of_two_takes_the_blocks(odds):
+    found = odds["twins"]
+    assert found["answers"] == [found["anew"]] * 2
+    assert (found["hits"], found["in_place"]) == (2, 1)
+    assert found["copied"] > 0
+
+
+def test_nobody_gets_the_blocks_of_others(odds):
+    assert odds["mallory"]["restored"] == 0
+    assert odds["mallory"]["in_place"] == 0
+
+
+def test_blocks_of_sessions_that_are_gone_hold_nothing(odds):
+    assert odds["dropped"]["was"] > odds["dropped"]["parked"] == 0
+    assert odds["reset"]["parked"] == odds["cleared"]["parked"] == 0
+    assert odds["tracked"] == 0
