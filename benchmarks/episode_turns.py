@@ -43,6 +43,7 @@ class Setting:
     block: int
     answer_tokens: int
     read: str
+    park: bool
 
     @property
     def pool_tokens(self) -> int:
@@ -63,6 +64,7 @@ def run_engine(setting: Setting) -> None:
     length = setting.dialogue.history_tokens + SPARE_TOKENS
     policy = {"name": "epicache", "budget": setting.budget}
     policy |= {"prefill_block": setting.block, "session_memory": "3GiB"}
+    policy |= {"session_park": setting.park}
     asked = {"additional_config": {"kv_policy": policy}} if setting.budget else {}
     llm = LLM(
         setting.dialogue.model,
@@ -222,6 +224,7 @@ def main(
     read: Annotated[
         str, typer.Option(help=f"{EVERY}: for all episodes; {ASKED}: for one")
     ] = EVERY,
+    park: Annotated[bool, typer.Option(help="leave blocks on the device")] = True,
     dtype: str = "bfloat16",
     child: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
@@ -251,7 +254,7 @@ def main(
         for most in budget or [1024]:
             about = Dialogue(model, path, dialogue, tokens, turns, dtype)
             fields = {"budget": most, "block": block, "answer_tokens": answer_tokens}
-            fields |= {"read": read}
+            fields |= {"read": read, "park": park}
             request = json.dumps([asdict(about), fields])
             rows = list(child_rows(__file__, request, f"{tokens} tokens, M {most}"))
             for line in lines_of(tokens, most, rows):
