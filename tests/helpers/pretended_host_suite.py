@@ -180,8 +180,11 @@ def gpu() -> Iterator[PretendedGPU]:
         yield pretended
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["loaded", "parked"])
 @pytest.mark.parametrize("policy", [configure("snapkv", SETTINGS), RETRIEVERS[0]])
-def test_sessions_leave_the_gpu_and_come_back(monkeypatch, gpu: PretendedGPU, policy):
+def test_sessions_leave_the_gpu_and_come_back(
+    monkeypatch, gpu: PretendedGPU, policy, in_place
+):
     without_inference_mode(monkeypatch, (Retrieval, "forget"), (Retrieval, "detach"))
     monkeypatch.setenv("KVP_OPS", "torch")
     life = Life(policy, CUDA)
@@ -198,13 +201,18 @@ def test_sessions_leave_the_gpu_and_come_back(monkeypatch, gpu: PretendedGPU, po
     own = table[first:stop].tolist()
     saved = save(transfer, name, compaction, tokens, own, tokens)
     kept = zone_contents(life, name).clone()
-    for tensor in (saved.zone, saved.tail, saved.counts, saved.positions):
+    assert saved.place is not None
+    here = (saved.zone, saved.tail, saved.counts, saved.positions, saved.place.zone)
+    for tensor in here:
         assert not isinstance(tensor, Pretending), "still on the GPU"
     life.runtime.forget([name])
     others = table[stop : 2 * stop - first].tolist()
     life.prompts[name] = tokens + 5
-    restore(transfer, name, life.prompts[name], saved, tokens, others)
+    blocks = own if in_place else others
+    restore(transfer, name, life.prompts[name], saved, tokens, blocks, in_place)
     life.runtime.check_integrity()
     assert torch.equal(zone_contents(life, name), kept)
-    life.tables[name] = torch.cat([table[:first], table[stop:], table[: stop - first]])
+    if not in_place:
+        parts = [table[:first], table[stop:], table[: stop - first]]
+        life.tables[name] = torch.cat(parts)
     life.step(life.rows())
