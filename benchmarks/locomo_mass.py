@@ -12,6 +12,7 @@ question's tokens, all with full KV's own queries: only what was dropped counts.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +42,8 @@ from rich.table import Table
 
 def run_engine(setting: Setting, work: Job) -> None:
     """Child: ask all questions; a line of JSON per question, and one per cache."""
+    # records come as they are only from an engine in this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import SamplingParams
 
     llm = open_model(setting, work.options["policy"])

@@ -16,6 +16,7 @@ and the share of the evidence's tokens that the cache still has, over layers and
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -107,6 +108,8 @@ def evidence_kept(
 
 def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> None:
     """Child: every question with every patched prompt, one line of JSON each."""
+    # records come as they are only from an engine in this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import SamplingParams
 
     from vllm_kvplugins.config import parse_policy

@@ -13,6 +13,7 @@ are the same for every t, so that only what is dropped can make it fall.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,8 @@ def run_engine(
     model: str, engine: dict[str, Any], policy: dict[str, Any], seeds: int
 ) -> None:
     """Child: each dialogue's prompt, its turns' ends, and what of turn 1 was kept."""
+    # records come as they are only from an engine in this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
     from vllm_kvplugins.policies.base import Lengths
