@@ -31,6 +31,7 @@ from rich.table import Table
 
 BLOCK_SIZE = 32
 SPARE_TOKENS = 1024
+PROBE_TOKENS = 256  # positions that patched prompts need behind a sequence
 EVERY, ASKED = "every", "asked"
 
 
@@ -70,7 +71,7 @@ def run_engine(setting: Setting) -> None:
         setting.dialogue.model,
         dtype=setting.dialogue.dtype,
         enforce_eager=True,
-        max_model_len=min(length, model.max_position_embeddings),
+        max_model_len=min(length, model.max_position_embeddings - PROBE_TOKENS),
         block_size=BLOCK_SIZE,
         max_num_batched_tokens=2048,
         num_gpu_blocks_override=setting.pool_tokens // BLOCK_SIZE + 1,
