@@ -19,14 +19,14 @@ def build(number: int, length: int = 10, salt: str | None = None) -> Any:
 class Engine:
     """Runs builds for as long as it is told."""
 
-    def __init__(self, eager: bool = False) -> None:
+    def __init__(self, eager: bool = False, ahead: bool = True) -> None:
         from vllm_kvplugins.vllm_adapter.episode_builds import Builder
 
         self.busy = False
         self.begun: list[Any] = []
         self.done: list[Any] = []
         self.go_on = asyncio.Event()
-        self.builder = Builder(self.run, lambda: self.busy, eager)
+        self.builder = Builder(self.run, lambda: self.busy, eager, ahead)
 
     async def run(self, asked: Any) -> None:
         self.begun.append(asked)
@@ -194,3 +194,17 @@ def test_a_lesson_that_fails_is_said_and_stops_nobody(monkeypatch):
 
     assert asyncio.run(scene()).done == [build(1)]
     assert "no encoder" in str(said)
+
+
+def test_who_builds_nothing_ahead_learns_all_the_same():
+    async def scene() -> None:
+        engine = Engine(ahead=False)
+        engine.go_on.set()
+        learned: list[int] = []
+        engine.builder.offer([build(1)], lambda: learned.append(1))
+        await engine.settle()
+        assert learned == [1]
+        assert not engine.begun
+        assert engine.builder.num_waiting == 0
+
+    asyncio.run(scene())

@@ -23,7 +23,6 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_kvplugins.episodes.settings import EpisodeSettings
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.vllm_adapter.activation import policy_of
 from vllm_kvplugins.vllm_adapter.chat_episodes import LESSON, OTHERS
@@ -58,6 +57,7 @@ class Builder:
         start: runs a build to its end.
         busy: whether requests of clients are under way.
         eager: do not wait until none is.
+        ahead: whether there are builds at all; without, lessons only.
     """
 
     def __init__(
@@ -65,8 +65,10 @@ class Builder:
         start: Callable[[EpisodeBuild], Awaitable[None]],
         busy: Callable[[], bool],
         eager: bool,
+        ahead: bool = True,
     ) -> None:
         self._start, self._busy, self._eager = start, busy, eager
+        self._ahead = ahead
         # by owner and patched prompt; a longer history takes an older one's place
         self._waiting: OrderedDict[Any, EpisodeBuild] = OrderedDict()
         self._lessons: deque[Callable[[], None]] = deque(maxlen=_MOST_WAITING)
@@ -93,7 +95,7 @@ class Builder:
         Args:
             lesson: called in another thread; it may raise KVPolicyError.
         """
-        for build in builds:
+        for build in builds if self._ahead else ():
             self._wait(build)
         while len(self._waiting) > _MOST_WAITING:
             self._waiting.popitem(last=False)
@@ -162,7 +164,9 @@ def install() -> None:
         started = await original(self, *args, **kwargs)
         # not before: until then the engine is idle, and the build would begin again
         builder.interrupt()
-        builder.offer(*_wanted(self, asked["prompt"]))
+        prompt = asked["prompt"]
+        if isinstance(prompt, dict):
+            builder.offer(_others(prompt), prompt.get(LESSON))
         return started
 
     AsyncLLM.add_request = add_request
@@ -170,44 +174,29 @@ def install() -> None:
 
 def _builder(engine: Any) -> Builder | None:
     """The engine's; None if its policy has no episodes."""
-    settings = _settings(engine)
+    policy = policy_of(engine.vllm_config)
+    settings = policy.episode_settings if policy is not None else None
     if settings is None:
         return None
     if engine not in _builders:
         _builders[engine] = Builder(
             functools.partial(_run, engine),
             engine.output_processor.has_unfinished_requests,
-            settings.build == "eager",
+            eager=settings.build == "eager",
+            ahead=settings.build != "never",
         )
     return _builders[engine]
 
 
-def _settings(engine: Any) -> EpisodeSettings | None:
-    policy = policy_of(engine.vllm_config)
-    return None if policy is None else policy.episode_settings
-
-
-def _wanted(
-    engine: Any, prompt: Any
-) -> tuple[list[EpisodeBuild], Callable[[], None] | None]:
-    """What a request leaves to do."""
-    settings = _settings(engine)
-    if settings is None or not isinstance(prompt, dict):
-        return [], None
-    builds = [] if settings.build == "never" else _others(prompt)
-    return builds, prompt.get(LESSON)
-
-
 def _others(prompt: dict[str, Any]) -> list[EpisodeBuild]:
     """Builds for the episodes that a request did not go to."""
-    others = prompt.get(OTHERS)
     return [
         EpisodeBuild(
             tuple(prompt["prompt_token_ids"][: told[TURN_ENDS][-1]]),
             tuple(told[PATCHED_PROMPT]),
             prompt.get("cache_salt"),
         )
-        for told in others or ()
+        for told in prompt.get(OTHERS, ())
     ]
 
 
