@@ -228,7 +228,7 @@ def main(
         run_dialogue(number, history, settings, loaded, query_utterances)
         for number, history in enumerate(locomo_dialogues(path))
     ]
-    console, source = Console(), provenance()
+    console, source = Console(width=160), provenance()
     console.print(table(runs))
     console.print_json(data=source)
     if plot_out is not None:

@@ -234,6 +234,12 @@ def rendered(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     return ids
 
 
+def keep(out: Path, setting: Setting, row: dict[str, Any]) -> None:
+    """Add a row to a file, with what all of its run share."""
+    with out.open("a") as file:
+        file.write(json.dumps(asdict(setting) | row) + "\n")
+
+
 def answers(setting: Setting, work: Job) -> Iterator[dict[str, Any]]:
     """Rows of one engine in a child process, as they come."""
     request = json.dumps([asdict(setting), work.config])
@@ -297,9 +303,8 @@ def main(
         rows[name] = []
         for row in answers(setting, job(name, budget, block, json.loads(config))):
             rows[name].append(row)
-            facts = asdict(setting) | {"method": name, "budget": budget, "block": block}
-            with out.open("a") as file:
-                file.write(json.dumps(facts | row | source) + "\n")
+            facts = {"method": name, "budget": budget, "block": block}
+            keep(out, setting, facts | row | source)
         console.print(f"{name:16} {spread([r['nats'] for r in rows[name]])}")
     console.print(table_of(rows))
     console.print_json(data=source)

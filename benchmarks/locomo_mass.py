@@ -30,6 +30,7 @@ from locomo import (
     Setting,
     excerpt,
     job,
+    keep,
     open_model,
     rendered,
     spread,
@@ -222,9 +223,8 @@ def main(
             row = {"question": question, "attention_kept": share}
             row["kept"] = float(kept.double().mean())
             rows[name].append(row)
-            facts = asdict(setting) | {"method": name, "budget": budget, "block": block}
-            with out.open("a") as file:
-                file.write(json.dumps(facts | row | source) + "\n")
+            facts = {"method": name, "budget": budget, "block": block}
+            keep(out, setting, facts | row | source)
         console.print(name, spread([r["attention_kept"] for r in rows[name]]))
     console.print(table_of(rows))
     console.print_json(data=source)

@@ -33,6 +33,7 @@ from locomo import (
     answers,
     excerpt,
     job,
+    keep,
     nats,
     open_model,
     prescribed,
@@ -239,11 +240,9 @@ def main(
     full = {row["question"]: row["nats"] for row in stock}
     for row in rows_of(setting, policy, kinds):
         rows.append(row)
-        facts = asdict(setting) | {"budget": budget, "block": block}
-        facts["episodes"] = episodes
+        facts = {"budget": budget, "block": block, "episodes": episodes}
         facts["full_nats"] = full[row["question"]]
-        with out.open("a") as file:
-            file.write(json.dumps(facts | row | source) + "\n")
+        keep(out, setting, facts | row | source)
     console = Console(width=160)
     console.print(table_of(rows, full))
     console.print_json(data=source)

@@ -79,10 +79,9 @@ POLICIES: dict[str, dict[str, Any] | None] = {
         "session_memory": "768KiB",
     },
 }
-# A preempted request may go on with other tokens: where text is retrieved their pages
-# say so; sekv's page promises nothing.
-_PREEMPTED_DIFFER = ("icecache", "quest", "icecache-sessions", "sekv")
-_ZOOMS = ("icecache", "quest", "icecache-sessions", "sekv")
+# They fetch text from the host. A preempted request may go on with other tokens: of
+# those that retrieve the pages say so; sekv's page promises nothing.
+_FETCHING = ("icecache", "quest", "icecache-sessions", "sekv")
 _TURN_BY_TURN = ("flowkv", "epicache")
 # Without these a run has not tested what it is there for.
 EVENTS = (
@@ -143,7 +142,7 @@ def test_server_survives(
             seed=soak_seed,
             cases=all_cases(),
             expected=expected or None,
-            preempted_differ=name in _PREEMPTED_DIFFER,
+            preempted_differ=name in _FETCHING,
             store=Store(policy, folder) if sessions else None,
             restored_differ=sessions and name not in _TURN_BY_TURN,
         )
@@ -169,10 +168,10 @@ def _events(name: str) -> list[str]:
     if policy is None:
         return [*events, "turns compared"]
     events.append("compressions")
-    if name in _ZOOMS:
+    if name in _FETCHING:
         events.append("fetched tokens")
     if "session_memory" in policy:
         events += SESSION_EVENTS
-    if name not in _PREEMPTED_DIFFER:
+    if name not in _FETCHING:
         events.append("turns compared")
     return events
