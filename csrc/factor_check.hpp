@@ -44,6 +44,8 @@ struct Factors {
   const Index* tokens;
   Index matrices;
   Index head_dim;
+  Index size;   // elements of the tensor, which is asked once:
+  bool narrow;  // bfloat16, else float32; there may be thousands of records
 
   template <typename Factor>
   svd::Record<Factor> shape(Index at) const {
@@ -56,17 +58,15 @@ struct Factors {
   template <typename Factor>
   bool is_sound(Index at) const {
     const Index begin = offsets[at], end = offsets[at + 1];
-    return begin >= 0 && end >= begin && end <= tensor.size(0) && tokens[at] >= 0 &&
+    return begin >= 0 && end >= begin && end <= size && tokens[at] >= 0 &&
            tokens[at] <= kMostTokens && ranks[at] >= 0 &&
            ranks[at] <= std::min(tokens[at], head_dim) &&
            shape<Factor>(at).elements() == end - begin;
   }
   void require_record(const char* op, Index at) const {
-    with_number(Argument{op, name, tensor}, [&](auto* tag) {
-      if (is_sound<std::remove_pointer_t<decltype(tag)>>(at)) return;
-      fail(op, name, ": matrix ", at, " is not a record of rank ", ranks[at], " and ",
-           tokens[at], " tokens");
-    });
+    if (narrow ? is_sound<BFloat16>(at) : is_sound<float>(at)) return;
+    fail(op, name, ": matrix ", at, " is not a record of rank ", ranks[at], " and ",
+         tokens[at], " tokens");
   }
 };
 
@@ -93,7 +93,9 @@ inline Factors checked_factors(const char* op, const char* name, const Tensor& f
           rank,
           numbers(op, "tokens", tokens, matrices),
           matrices,
-          head_dim};
+          head_dim,
+          factors.size(0),
+          factors.scalar_type() == ScalarType::BFloat16};
 }
 
 // Some matrices of packed factors, whose records have been checked.

@@ -147,12 +147,24 @@ void test_conversion() {
   current_case = "conversion";
   const std::uint32_t special[] = {0x7fffffffu, 0xffffffffu, 0x7f800001u, 0x7f800000u,
                                    0x7f7fffffu, 0x3f808000u, 0x3f818000u, 0x80000001u};
+  const Index count = 37, lanes = kernels->lanes();
   std::vector<float> values;
-  for (int i = 0; i < 37; ++i) values.push_back(kvp::from_bits(special[i % 8]));
-  std::vector<BFloat16> narrow(values.size());
-  kernels->narrow(values.data(), Index(values.size()), narrow.data());
-  std::vector<float> wide(values.size());
-  kernels->widen(narrow.data(), Index(values.size()), 2.0f, wide.data());
+  for (Index i = 0; i < count; ++i) values.push_back(kvp::from_bits(special[i % 8]));
+  std::vector<kvp::svd::Strip> strips;
+  for (Index i = 0; i < count; i += lanes) {
+    strips.push_back({i, i, std::min(lanes, count - i)});
+  }
+  std::vector<float> padded = values;
+  padded.resize(u(count + lanes));
+  std::vector<BFloat16> narrow(u(count));
+  const float one = 1.0f;
+  const Index to = 0;
+  kernels->multiply(kvp::svd::StripProduct<BFloat16>{
+      &one, 1, 1, padded.data(), count, 1, 1, &to, strips.data(), Index(strips.size()),
+      narrow.data()});
+  std::vector<float> wide(u(count));
+  const float two = 2.0f;
+  kernels->widen(narrow.data(), 1, count, &two, wide.data());
   for (std::size_t i = 0; i < values.size(); ++i) {
     CHECK(narrow[i].bits == kvp::round_to_bfloat16(values[i]));
     const float twice = 2.0f * kvp::to_float(narrow[i]);

@@ -22,46 +22,46 @@ inline BFloat16 narrow(float value, BFloat16*) {
   return {static_cast<std::uint16_t>(round_to_bfloat16(value))};
 }
 
-// out[i] = in[i] * scale.
+// out[r][i] = in[r][i] * scales[r], or in[r][i] without scales; rows of `cols` numbers
+// without gaps.
 template <int kBytes>
-KVP_ALWAYS_INLINE void widen_body(const BFloat16* in, std::int64_t n, float scale,
-                                  float* out) {
+KVP_ALWAYS_INLINE void widen_body(const BFloat16* in, std::int64_t rows,
+                                  std::int64_t cols, const float* scales, float* out) {
   using Floats = typename Lanes<float, kBytes>::Type;
   using Words = typename Lanes<std::uint32_t, kBytes>::Type;
   using Halves = typename Lanes<std::uint16_t, kBytes / 2>::Type;
   constexpr std::int64_t kLanes = Lanes<float, kBytes>::kCount;
-  std::int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    Halves half;
-    std::memcpy(&half, in + i, sizeof half);
-    const Words word = __builtin_convertvector(half, Words) << 16;
-    Floats value;
-    std::memcpy(&value, &word, sizeof value);
-    value *= scale;
-    std::memcpy(out + i, &value, sizeof value);
+  for (std::int64_t r = 0; r < rows; ++r, in += cols, out += cols) {
+    const float scale = scales == nullptr ? 1.0f : scales[r];
+    std::int64_t i = 0;
+    for (; i + kLanes <= cols; i += kLanes) {
+      Halves half;
+      std::memcpy(&half, in + i, sizeof half);
+      const Words word = __builtin_convertvector(half, Words) << 16;
+      Floats value;
+      std::memcpy(&value, &word, sizeof value);
+      value *= scale;
+      std::memcpy(out + i, &value, sizeof value);
+    }
+    for (; i < cols; ++i) out[i] = to_float(in[i]) * scale;
   }
-  for (; i < n; ++i) out[i] = to_float(in[i]) * scale;
 }
 
-// out[i] = the nearest bfloat16, as round_to_bfloat16().
+// The nearest bfloat16 of each, as round_to_bfloat16(); or all as they are.
 template <int kBytes>
-KVP_ALWAYS_INLINE void narrow_body(const float* in, std::int64_t n, BFloat16* out) {
-  using Floats = typename Lanes<float, kBytes>::Type;
-  using Words = typename Lanes<std::uint32_t, kBytes>::Type;
-  using Halves = typename Lanes<std::uint16_t, kBytes / 2>::Type;
-  constexpr std::int64_t kLanes = Lanes<float, kBytes>::kCount;
-  std::int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    Floats value;
-    Words bits;
-    std::memcpy(&value, in + i, sizeof value);
-    std::memcpy(&bits, in + i, sizeof bits);
-    const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const Words kept = value == value ? rounded : (bits >> 16 | 0x40u);
-    const Halves half = __builtin_convertvector(kept, Halves);
-    std::memcpy(out + i, &half, sizeof half);
-  }
-  for (; i < n; ++i) out[i] = narrow(in[i], out);
+KVP_ALWAYS_INLINE void narrow_lanes(
+    const typename Lanes<float, kBytes>::Type& value,
+    typename Lanes<std::uint16_t, kBytes / 2>::Type& half) {
+  typename Lanes<std::uint32_t, kBytes>::Type bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const auto rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const auto kept = value == value ? rounded : (bits >> 16 | 0x40u);
+  half = __builtin_convertvector(kept, typename Lanes<std::uint16_t, kBytes / 2>::Type);
+}
+template <int kBytes>
+KVP_ALWAYS_INLINE void narrow_lanes(const typename Lanes<float, kBytes>::Type& value,
+                                    typename Lanes<float, kBytes>::Type& same) {
+  same = value;
 }
 
 }  // namespace kvp::svd

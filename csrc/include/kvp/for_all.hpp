@@ -8,12 +8,17 @@
 namespace kvp {
 
 // Runs body(i) for i in [0, n), on several threads if `parallel`. An exception of any
-// of them is rethrown afterwards: it must not leave a parallel region.
+// of them is rethrown afterwards: it must not leave a parallel region. What is not
+// parallel does not ask OpenMP for each i, which shows where bodies take a microsecond.
 template <typename Body>
-void for_all(std::int64_t n, const Body& body, [[maybe_unused]] bool parallel = true) {
+void for_all(std::int64_t n, const Body& body, bool parallel = true) {
+  if (!parallel || n < 2) {
+    for (std::int64_t i = 0; i < n; ++i) body(i);
+    return;
+  }
   std::exception_ptr thrown;
   std::atomic<bool> caught{false};
-#pragma omp parallel for schedule(dynamic, 1) if (parallel && n > 1)
+#pragma omp parallel for schedule(dynamic, 1)
   for (std::int64_t i = 0; i < n; ++i) {
     try {
       body(i);

@@ -4,6 +4,7 @@
 // Plain pointers and sizes; arguments are trusted.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -45,6 +46,8 @@ void keep_components(const Record<Factor>& shape, const Factor* record,
 struct Workspace {
   std::vector<double> doubles;
   std::vector<float> floats;
+  std::vector<Index> places;
+  std::vector<Strip> strips;
 
   template <typename T>
   static T* at_least(std::vector<T>& buffer, Index size) {
@@ -55,9 +58,6 @@ struct Workspace {
   }
 };
 
-// Tokens whose rows are made together.
-constexpr Index kTokensAtOnce = 64;
-
 // out[c * rows + r] = in[r * cols + c].
 inline void turn(const float* in, Index rows, Index cols, float* out) {
   transpose(in, rows, cols, out);
@@ -67,76 +67,62 @@ inline void turn(const BFloat16* in, Index rows, Index cols, BFloat16* out) {
             reinterpret_cast<std::uint16_t*>(out));
 }
 
-// Reads a record as float32: U, transposed if `by_token`, and diag(sigma) V^T. What
-// pads rows is whatever was there: it ends up in columns that nobody reads.
+// Reads a record as float32: U, transposed if `by_token`, and diag(sigma) V^T. Behind
+// either is a line of whatever was there, for columns that nobody reads.
 template <typename Factor>
 struct Opened {
-  const float* left;    // [tokens, rank], or [rank, left_row] with columns of tokens
-  const float* right;   // [rank, right_row]
-  Index left_row, right_row;
-  float* made;          // room for kTokensAtOnce tokens, either way round
+  const float* left;   // [tokens, rank] or [rank, tokens]
+  const float* right;  // [rank, head_dim]
 
   Opened(const Kernels& kernels, const Record<Factor>& shape, const Factor* record,
          bool by_token, Workspace& work) {
     const Index rank = shape.rank, tokens = shape.tokens;
-    left_row = by_token ? row_step<float>(tokens) + kLine<float> : rank;
-    right_row = row_step<float>(shape.head_dim);
-    const Index left_size = by_token ? rank * left_row : padded<float>(tokens * rank);
-    const Index made_size =
-        (shape.head_dim + 2 * kLine<float>)*(kTokensAtOnce + 2 * kLine<float>);
-    float* at = Workspace::at_least(
-        work.floats, left_size + rank * right_row + made_size + tokens * rank);
+    const Index left_size = tokens * rank + kLine<float>;
+    const Index right_size = rank * shape.head_dim + kLine<float>;
+    float* at =
+        Workspace::at_least(work.floats, left_size + right_size + rank + tokens * rank);
     float* scaled = at + left_size;
+    float* sigma = scaled + right_size;
     left = at;
     right = scaled;
-    made = scaled + rank * right_row;
     const Factor* u = record + shape.left();
     if (by_token) {
-      auto* turned = reinterpret_cast<Factor*>(made + made_size);
+      auto* turned = reinterpret_cast<Factor*>(sigma + rank);
       turn(u, tokens, rank, turned);
-      for (Index k = 0; k < rank; ++k) {
-        kernels.widen(turned + k * tokens, tokens, 1.0f, at + k * left_row);
-      }
-    } else {
-      kernels.widen(u, tokens * rank, 1.0f, at);
+      u = turned;
     }
-    const Factor* v = record + shape.right();
-    for (Index k = 0; k < rank; ++k) {
-      float sigma;
-      std::memcpy(&sigma, record + k * Record<Factor>::kPerFloat, sizeof sigma);
-      kernels.widen(v + k * shape.head_dim, shape.head_dim, sigma,
-                    scaled + k * right_row);
-    }
+    kernels.widen(u, 1, tokens * rank, nullptr, at);
+    if (rank > 0)
+      std::memcpy(sigma, record, static_cast<std::size_t>(rank) * sizeof(float));
+    kernels.widen(record + shape.right(), rank, shape.head_dim, sigma, scaled);
   }
 };
 
-// Calls store(token, row) with every row of U diag(sigma) V^T, of type Element.
-template <typename Element, typename Factor, typename Store>
+// Writes row t of U diag(sigma) V^T to to + place(t), for all tokens.
+//
+// Cost: 2 * tokens * rank * head_dim floating-point operations (equation 22).
+template <typename Element, typename Factor, typename Place>
 void make_rows(const Kernels& kernels, const Record<Factor>& shape,
-               const Factor* record, Workspace& work, const Store& store) {
+               const Factor* record, Element* to, const Place& place, Workspace& work) {
   const Opened<Factor> open(kernels, shape, record, false, work);
-  Element row[kMaxHeadDim];
-  for (Index first = 0; first < shape.tokens; first += kTokensAtOnce) {
-    const Index left = shape.tokens - first;
-    const Index count = left < kTokensAtOnce ? left : kTokensAtOnce;
-    kernels.multiply(Product<float>{
-        open.left + first * open.left_row, open.left_row, 1, open.right, open.right_row,
-        count, shape.rank, padded<float>(shape.head_dim), open.made, open.right_row});
-    for (Index t = 0; t < count; ++t) {
-      kernels.narrow(open.made + t * open.right_row, shape.head_dim, row);
-      store(first + t, row);
-    }
+  work.places.clear();
+  work.strips.clear();
+  for (Index t = 0; t < shape.tokens; ++t) work.places.push_back(place(t));
+  for (Index d = 0; d < shape.head_dim; d += kernels.lanes()) {
+    work.strips.push_back({d, d, std::min(kernels.lanes(), shape.head_dim - d)});
   }
+  kernels.multiply(StripProduct<Element>{open.left, shape.rank, 1, open.right,
+                                         shape.head_dim, shape.tokens, shape.rank,
+                                         work.places.data(), work.strips.data(),
+                                         static_cast<Index>(work.strips.size()), to});
 }
 
 // rows[t] = row t of U diag(sigma) V^T, for all tokens; [tokens, head_dim].
 template <typename Element, typename Factor>
 void reconstruct_rows(const Kernels& kernels, const Record<Factor>& shape,
                       const Factor* record, Element* rows, Workspace& work) {
-  const auto bytes = static_cast<std::size_t>(shape.head_dim) * sizeof(Element);
-  make_rows<Element>(kernels, shape, record, work, [&](Index t, const Element* row) {
-    std::memcpy(rows + t * shape.head_dim, row, bytes);
-  });
+  make_rows(
+      kernels, shape, record, rows, [&](Index t) { return t * shape.head_dim; }, work);
 }
 
 // Pages that receive rows, and the half of them that does.
@@ -148,41 +134,62 @@ struct PageTarget {
   Index block_size;
   const Index* pages;  // [tokens]
   const Index* slots;  // [tokens]
+
+  Index page(Index token) const { return pages[token] * page_stride; }
+  // Of rows and columns: where those of a token begin.
+  Index place(Index token) const {
+    const Index step = plane.kind == PlaneKind::kRows ? plane.slot_stride : 1;
+    return page(token) + plane.base + slots[token] * step;
+  }
 };
 
-// The same into slots of pages. Where a page holds a column per token, tokens in slots
-// side by side are made as columns: nothing is transposed.
-//
-// Cost: 2 * tokens * rank * head_dim floating-point operations (equation 22).
+// Pages that hold a column per token: tokens in slots side by side are made as columns,
+// nothing is transposed. Strips end where a vector of the page does: the fewer parts
+// there are to store, the better, even if a strip is computed in vain now and then.
+template <typename Element, typename Factor>
+void make_columns(const Kernels& kernels, const Record<Factor>& shape,
+                  const Factor* record, const PageTarget<Element>& to,
+                  Workspace& work) {
+  const Opened<Factor> open(kernels, shape, record, true, work);
+  work.places.clear();
+  work.strips.clear();
+  for (Index d = 0; d < shape.head_dim; ++d) work.places.push_back(d * to.block_size);
+  for (Index first = 0; first < shape.tokens;) {
+    const Index lane = to.slots[first] % kernels.lanes();
+    const Index most = std::min(kernels.lanes() - lane, shape.tokens - first);
+    Index count = 1;
+    while (count < most && to.pages[first + count] == to.pages[first] &&
+           to.slots[first + count] == to.slots[first] + count) {
+      ++count;
+    }
+    work.strips.push_back({first, to.place(first), count});
+    first += count;
+  }
+  kernels.multiply(StripProduct<Element>{
+      open.right, 1, shape.head_dim, open.left, shape.tokens, shape.head_dim,
+      shape.rank, work.places.data(), work.strips.data(),
+      static_cast<Index>(work.strips.size()), to.heap});
+}
+
+// The rows into slots of pages.
 template <typename Element, typename Factor>
 void reconstruct_pages(const Kernels& kernels, const Record<Factor>& shape,
                        const Factor* record, const PageTarget<Element>& to,
                        Workspace& work) {
-  if (to.plane.kind != PlaneKind::kTransposed) {
-    make_rows<Element>(kernels, shape, record, work, [&](Index t, const Element* row) {
-      store_row(to.heap + to.pages[t] * to.page_stride, to.plane, to.slots[t],
-                to.block_size, shape.head_dim, row);
-    });
+  if (to.plane.kind == PlaneKind::kTransposed) {
+    make_columns(kernels, shape, record, to, work);
     return;
   }
-  const Opened<Factor> open(kernels, shape, record, true, work);
-  constexpr Index kMadeRow = kTokensAtOnce + kLine<float>;
-  for (Index first = 0; first < shape.tokens;) {
-    Index count = 1;
-    while (count < kTokensAtOnce && first + count < shape.tokens &&
-           to.pages[first + count] == to.pages[first] &&
-           to.slots[first + count] == to.slots[first] + count) {
-      ++count;
-    }
-    kernels.multiply(Product<float>{open.right, 1, open.right_row, open.left + first,
-                                    open.left_row, shape.head_dim, shape.rank,
-                                    padded<float>(count), open.made, kMadeRow});
-    Element* column =
-        to.heap + to.pages[first] * to.page_stride + to.plane.base + to.slots[first];
-    for (Index d = 0; d < shape.head_dim; ++d) {
-      kernels.narrow(open.made + d * kMadeRow, count, column + d * to.block_size);
-    }
-    first += count;
+  if (to.plane.kind == PlaneKind::kRows) {
+    make_rows(
+        kernels, shape, record, to.heap, [&](Index t) { return to.place(t); }, work);
+    return;
+  }
+  std::vector<Element> rows(static_cast<std::size_t>(shape.tokens * shape.head_dim));
+  reconstruct_rows(kernels, shape, record, rows.data(), work);
+  for (Index t = 0; t < shape.tokens; ++t) {
+    store_row(to.heap + to.page(t), to.plane, to.slots[t], to.block_size,
+              shape.head_dim, rows.data() + t * shape.head_dim);
   }
 }
 

@@ -14,6 +14,7 @@
 
 #include "kvp/convert_rows.hpp"
 #include "kvp/factor_record.hpp"
+#include "kvp/strip_product.hpp"
 #include "kvp/vectors.hpp"
 
 namespace kvp::svd {
@@ -302,61 +303,65 @@ KVP_ALWAYS_INLINE void restore_body(const Symmetric& m, double* vectors, Index s
 struct Kernels {
   Simd simd;
   void (*multiply_double)(const Product<double>&);
-  void (*multiply_float)(const Product<float>&);
   bool (*decompose)(const Symmetric&);
   void (*restore)(const Symmetric&, double*, Index, Index, double*);
-  void (*widen_half)(const BFloat16*, Index, float, float*);
-  void (*narrow_half)(const float*, Index, BFloat16*);
+  void (*strips_float)(const StripProduct<float>&);
+  void (*strips_half)(const StripProduct<BFloat16>&);
+  void (*widen_half)(const BFloat16*, Index, Index, const float*, float*);
+
+  // Most columns of a strip.
+  Index lanes() const { return lanes_of(simd); }
 
   void multiply(const Product<double>& x) const { multiply_double(x); }
-  void multiply(const Product<float>& x) const { multiply_float(x); }
+  void multiply(const StripProduct<float>& x) const { strips_float(x); }
+  void multiply(const StripProduct<BFloat16>& x) const { strips_half(x); }
 
-  // out[i] = in[i] * scale, and out[i] = in[i] in fewer digits.
-  void widen(const BFloat16* in, Index n, float scale, float* out) const {
-    widen_half(in, n, scale, out);
+  // out[r][i] = in[r][i] * scales[r]; without scales, in[r][i].
+  void widen(const BFloat16* in, Index rows, Index cols, const float* scales,
+             float* out) const {
+    widen_half(in, rows, cols, scales, out);
   }
-  void widen(const float* in, Index n, float scale, float* out) const {
-    for (Index i = 0; i < n; ++i) out[i] = in[i] * scale;
-  }
-  void narrow(const float* in, Index n, BFloat16* out) const {
-    narrow_half(in, n, out);
-  }
-  void narrow(const float* in, Index n, float* out) const {
-    std::memcpy(out, in, static_cast<std::size_t>(n) * sizeof(float));
+  void widen(const float* in, Index rows, Index cols, const float* scales,
+             float* out) const {
+    for (Index i = 0; i < rows * cols; ++i) {
+      out[i] = scales == nullptr ? in[i] : in[i] * scales[i / cols];
+    }
   }
 };
 
-#define KVP_SMALL_KERNELS(NAME, SIMD, TARGET)                                         \
-  namespace NAME {                                                                    \
-  constexpr int kBytes = static_cast<int>(lanes_of(SIMD)) * 4;                        \
-  TARGET inline void multiply_double(const Product<double>& x) {                      \
-    multiply_body<double, kBytes>(x);                                                 \
-  }                                                                                   \
-  TARGET inline void multiply_float(const Product<float>& x) {                        \
-    multiply_body<float, kBytes>(x);                                                  \
-  }                                                                                   \
-  TARGET inline bool decompose(const Symmetric& m) {                                  \
-    return decompose_body<kBytes>(m);                                                 \
-  }                                                                                   \
-  TARGET inline void restore(const Symmetric& m, double* vectors, Index step,         \
-                             Index cols, double* sums) {                              \
-    restore_body<kBytes>(m, vectors, step, cols, sums);                               \
-  }                                                                                   \
-  TARGET inline void widen(const BFloat16* in, Index n, float scale, float* out) {    \
-    widen_body<kBytes>(in, n, scale, out);                                            \
-  }                                                                                   \
-  TARGET inline void narrow(const float* in, Index n, BFloat16* out) {                \
-    narrow_body<kBytes>(in, n, out);                                                  \
-  }                                                                                   \
-  inline constexpr Kernels table{SIMD,    multiply_double, multiply_float, decompose, \
-                                 restore, widen,           narrow};                   \
+#define KVP_SMALL_KERNELS(NAME, SIMD, TARGET)                                       \
+  namespace NAME {                                                                  \
+  constexpr int kBytes = static_cast<int>(lanes_of(SIMD)) * 4;                      \
+  TARGET inline void multiply_double(const Product<double>& x) {                    \
+    multiply_body<double, kBytes>(x);                                               \
+  }                                                                                 \
+  TARGET inline bool decompose(const Symmetric& m) {                                \
+    return decompose_body<kBytes>(m);                                               \
+  }                                                                                 \
+  TARGET inline void restore(const Symmetric& m, double* vectors, Index step,       \
+                             Index cols, double* sums) {                            \
+    restore_body<kBytes>(m, vectors, step, cols, sums);                             \
+  }                                                                                 \
+  TARGET inline void strips_float(const StripProduct<float>& x) {                   \
+    strip_body<kBytes>(x);                                                          \
+  }                                                                                 \
+  TARGET inline void strips_half(const StripProduct<BFloat16>& x) {                 \
+    strip_body<kBytes>(x);                                                          \
+  }                                                                                 \
+  TARGET inline void widen(const BFloat16* in, Index rows, Index cols,              \
+                           const float* scales, float* out) {                       \
+    widen_body<kBytes>(in, rows, cols, scales, out);                                \
+  }                                                                                 \
+  inline constexpr Kernels table{SIMD,         multiply_double, decompose, restore, \
+                                 strips_float, strips_half,     widen};             \
   }
 
 KVP_SMALL_KERNELS(baseline, Simd::kBaseline, )
 #if defined(__x86_64__) && defined(__GNUC__)
 KVP_SMALL_KERNELS(avx2, Simd::kAvx2, __attribute__((target("avx2,fma"))))
-KVP_SMALL_KERNELS(avx512, Simd::kAvx512,
-                  __attribute__((target("avx512f,avx512dq,avx512vl,avx2,fma"))))
+KVP_SMALL_KERNELS(
+    avx512, Simd::kAvx512,
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))))
 #endif
 
 #undef KVP_SMALL_KERNELS
@@ -365,7 +370,8 @@ inline bool can_run(const Kernels& kernels) {
 #if defined(__x86_64__) && defined(__GNUC__)
   if (kernels.simd == Simd::kAvx512) {
     return supported(Simd::kAvx512) && supported(Simd::kAvx2) &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl");
   }
 #endif
   return supported(kernels.simd);

@@ -119,11 +119,9 @@ template <typename Element, typename Factor>
 void make_entries(const svd::Kernels& kernels, const svd::Record<Factor>& shape,
                   const Factor* record, const Index* slots, Element* entries,
                   svd::Workspace& work) {
-  const auto bytes = static_cast<std::size_t>(shape.head_dim) * sizeof(Element);
-  svd::make_rows<Element>(
-      kernels, shape, record, work, [&](Index t, const Element* made) {
-        std::memcpy(entries + slots[t] * shape.head_dim, made, bytes);
-      });
+  svd::make_rows(
+      kernels, shape, record, entries,
+      [&](Index t) { return slots[t] * shape.head_dim; }, work);
 }
 
 }  // namespace kvp::zoom

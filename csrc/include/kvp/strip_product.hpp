@@ -1,0 +1,148 @@
+// A product whose result goes straight to where it belongs, in the type that is wanted
+// there: what low_rank.hpp writes pages with.
+//
+// A strip is a few columns that are stored side by side, no more than a vector has, so
+// that a result leaves the registers once. Bodies are inlined into functions that are
+// compiled for a CPU (small_matrix.hpp).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "kvp/convert_rows.hpp"
+#include "kvp/vectors.hpp"
+
+namespace kvp::svd {
+
+// Columns from .. from + count of a product, count at most what a vector has.
+struct Strip {
+  std::int64_t from;
+  std::int64_t to;  // see StripProduct
+  std::int64_t count;
+};
+
+// out[row_to[i] + strip.to + j] = sum over k of
+//     a[i * a_row + k * a_step] * b[k * b_row + strip.from + j]   for j < strip.count
+//
+// b is read up to a vector behind each `from`. No two results may go to one place.
+template <typename Element>
+struct StripProduct {
+  const float* a;
+  std::int64_t a_row, a_step;
+  const float* b;
+  std::int64_t b_row;
+  std::int64_t rows, depth;
+  const std::int64_t* row_to;  // [rows]
+  const Strip* strips;         // [num_strips]
+  std::int64_t num_strips;
+  Element* out;
+};
+
+// Stores a strip of kRows rows. Of what is shorter than a vector, parts go whose sizes
+// are powers of two: the compiler knows them, and the CPU guesses once per part and not
+// once per row.
+template <int kBytes, int kRows, typename Element>
+KVP_ALWAYS_INLINE void store_strip(
+    const typename Lanes<float, kBytes>::Type (&sums)[kRows],
+    const std::int64_t* row_to, std::int64_t count, Element* to) {
+  constexpr std::int64_t kLanes = Lanes<float, kBytes>::kCount;
+  using Bits = std::conditional_t<std::is_same_v<Element, float>, float, std::uint16_t>;
+  using Narrow = typename Lanes<Bits, kLanes* static_cast<int>(sizeof(Bits))>::Type;
+  Narrow rows[kRows];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) narrow_lanes<kBytes>(sums[r], rows[r]);
+  if (count == kLanes) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      std::memcpy(to + row_to[r], &rows[r], sizeof(Narrow));
+    }
+    return;
+  }
+  std::int64_t from = 0;
+#pragma GCC unroll 4
+  for (std::int64_t part = kLanes / 2; part > 0; part /= 2) {
+    if (!(count & part)) continue;
+    for (int r = 0; r < kRows; ++r) {
+      std::memcpy(to + row_to[r] + from, reinterpret_cast<const Bits*>(&rows[r]) + from,
+                  static_cast<std::size_t>(part) * sizeof(Bits));
+    }
+    from += part;
+  }
+}
+
+// kRows rows of kStrips strips. kRowStep: a_row, where the compiler may know it, else 0.
+template <int kBytes, int kRows, int kStrips, int kRowStep, typename Element>
+KVP_ALWAYS_INLINE void strip_tile(const StripProduct<Element>& x, std::int64_t i,
+                                  const Strip* strips) {
+  using V = typename Lanes<float, kBytes>::Type;
+  V sums[kStrips][kRows];
+  for (int r = 0; r < kRows; ++r) {
+    for (int s = 0; s < kStrips; ++s) sums[s][r] = V{};
+  }
+  const std::int64_t a_row = kRowStep == 0 ? x.a_row : kRowStep;
+  const float* a = x.a + i * a_row;
+  const float* b = x.b;
+  for (std::int64_t k = 0; k < x.depth; ++k, a += x.a_step, b += x.b_row) {
+    V row[kStrips];
+#pragma GCC unroll 4
+    for (int s = 0; s < kStrips; ++s) std::memcpy(&row[s], b + strips[s].from, kBytes);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int s = 0; s < kStrips; ++s) sums[s][r] += row[s] * a[r * a_row];
+    }
+  }
+#pragma GCC unroll 4
+  for (int s = 0; s < kStrips; ++s) {
+    store_strip<kBytes, kRows>(sums[s], x.row_to + i, strips[s].count,
+                               x.out + strips[s].to);
+  }
+}
+
+// kStrips strips of all rows, kRows at once. What is left is made together with rows
+// that were made before, and come out the same: one row after the other would wait for
+// every sum.
+template <int kBytes, int kRows, int kStrips, int kRowStep, typename Element>
+KVP_ALWAYS_INLINE void strip_column(const StripProduct<Element>& x,
+                                    const Strip* strips) {
+  if (x.rows < kRows) {
+    for (std::int64_t i = 0; i < x.rows; ++i) {
+      strip_tile<kBytes, 1, kStrips, kRowStep>(x, i, strips);
+    }
+    return;
+  }
+  for (std::int64_t i = 0; i < x.rows; i += kRows) {
+    strip_tile<kBytes, kRows, kStrips, kRowStep>(x, std::min(i, x.rows - kRows),
+                                                 strips);
+  }
+}
+
+// All strips behind the first ones, at most kStrips at once, a power of two. What
+// belongs to a strip is stored from its beginning to its end: a run in memory, where
+// rows lie side by side.
+template <int kBytes, int kRows, int kStrips, int kRowStep, typename Element>
+KVP_ALWAYS_INLINE void strip_columns(const StripProduct<Element>& x,
+                                     std::int64_t first = 0) {
+  for (; first + kStrips <= x.num_strips; first += kStrips) {
+    strip_column<kBytes, kRows, kStrips, kRowStep>(x, x.strips + first);
+  }
+  if constexpr (kStrips > 1) {
+    strip_columns<kBytes, kRows, kStrips / 2, kRowStep>(x, first);
+  }
+}
+
+// Tiles as large as the registers hold. Rows of `a` that lie side by side cost no
+// registers for their places, so that there can be more of them and fewer strips.
+template <int kBytes, typename Element>
+KVP_ALWAYS_INLINE void strip_body(const StripProduct<Element>& x) {
+  constexpr int kWide = kBytes == 64 ? 2 : 1;
+  if (x.a_row == 1) {
+    strip_columns<kBytes, 4 * kWide, 2, 1>(x);
+  } else {
+    strip_columns<kBytes, 4, 2 * kWide, 0>(x);
+  }
+}
+
+}  // namespace kvp::svd
