@@ -51,7 +51,7 @@ def run_engine(
     from vllm import LLM, SamplingParams
 
     from vllm_kvplugins.policies.base import Lengths
-    from vllm_kvplugins.vllm_adapter.activation import geometry_of, policy_of
+    from vllm_kvplugins.vllm_adapter.engine_config import geometry_of, policy_of
 
     llm = LLM(
         model,

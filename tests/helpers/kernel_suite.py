@@ -15,8 +15,8 @@ import torch
 from layouts import make_layout
 
 from vllm_kvplugins import ops
+from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.ops.mixed_attention import CoarseEntries
 
 SEED = 20261122
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -33,8 +33,8 @@ from routers import write_random_router
 
 from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.ops import torch_ops
+from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.ops.mixed_attention import CoarseEntries
 from vllm_kvplugins.policies.base import Retention
 from vllm_kvplugins.residency import zooming
 from vllm_kvplugins.residency.entries import EntryArena

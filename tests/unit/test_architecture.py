@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,23 @@ def test_policies_and_episodes_know_neither_engine_nor_device(path):
         and node.value.id == "torch"
     ]
     assert uses == [], "torch.cuda in it"
+
+
+def test_no_files_import_each_other():
+    """Not even inside functions or for types; packages' faces are left out."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in FILES
+        if path.stem != "__init__"
+    }
+    graph = {
+        name: {module for _, module in imported(parsed(path), path)} & modules.keys()
+        for name, path in modules.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as circle:
+        pytest.fail(" -> ".join(circle.args[1]))
 
 
 def import_with_blocked(blocked: tuple[str, ...], modules: list[str]) -> None:

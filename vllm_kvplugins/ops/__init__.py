@@ -5,6 +5,7 @@
 """
 
 from vllm_kvplugins.ops.bulk import copy_pages
+from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.components import keep_components
 from vllm_kvplugins.ops.dispatch import (
     backend_in_use,
@@ -17,11 +18,7 @@ from vllm_kvplugins.ops.dispatch import (
 )
 from vllm_kvplugins.ops.hot_set import fill_hot
 from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.ops.mixed_attention import (
-    CoarseEntries,
-    attend_mixed,
-    merge_by_lse,
-)
+from vllm_kvplugins.ops.mixed_attention import attend_mixed, merge_by_lse
 from vllm_kvplugins.ops.page_votes import page_votes
 from vllm_kvplugins.ops.svd import (
     LowRank,

@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_kvplugins.ops import dispatch as ops
+from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.device import Arrival, moved
-from vllm_kvplugins.ops.mixed_attention import CoarseEntries, attend_mixed
+from vllm_kvplugins.ops.mixed_attention import attend_mixed
 from vllm_kvplugins.ops.svd import LowRank
 from vllm_kvplugins.ops.zoom import zoom_spans
 from vllm_kvplugins.ops.zoom_transfer import fetch_spans

@@ -27,7 +27,7 @@ from vllm_kvplugins.episodes.settings import EpisodeSettings
 from vllm_kvplugins.episodes.utterances import NotText, dialogue_text, utterances_of
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.policies.base import KVCachePolicy, Lengths
-from vllm_kvplugins.vllm_adapter.activation import geometry_of
+from vllm_kvplugins.vllm_adapter.engine_config import geometry_of
 from vllm_kvplugins.vllm_adapter.turns import PATCHED_PROMPT, TURN_ENDS
 
 logger = init_logger("vllm.kv_policy")

@@ -17,7 +17,7 @@ from vllm.renderers.base import BaseRenderer
 
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter import chat_episodes
-from vllm_kvplugins.vllm_adapter.activation import policy_of
+from vllm_kvplugins.vllm_adapter.engine_config import policy_of
 from vllm_kvplugins.vllm_adapter.turns import (
     TURN_ENDS,
     asked_turn_ends,

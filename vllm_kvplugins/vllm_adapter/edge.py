@@ -11,7 +11,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_kvplugins.policies.base import KVCachePolicy, Lengths, Retention
 from vllm_kvplugins.vllm_adapter import chat_turns
-from vllm_kvplugins.vllm_adapter.activation import geometry_of, policy_of
+from vllm_kvplugins.vllm_adapter.engine_config import geometry_of, policy_of
 from vllm_kvplugins.vllm_adapter.host_memory import too_long
 from vllm_kvplugins.vllm_adapter.pool import blocks_per_engine, too_large
 from vllm_kvplugins.vllm_adapter.turns import (

@@ -24,8 +24,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.vllm_adapter.activation import policy_of
 from vllm_kvplugins.vllm_adapter.chat_episodes import LESSON, OTHERS
+from vllm_kvplugins.vllm_adapter.engine_config import policy_of
 from vllm_kvplugins.vllm_adapter.turns import PATCHED_PROMPT, TURN_ENDS
 
 logger = init_logger("vllm.kv_policy")

@@ -90,7 +90,7 @@ def engine(
         import vllm
         from vllm.engine.arg_utils import EngineArgs
 
-        from vllm_kvplugins.vllm_adapter import activation, flags
+        from vllm_kvplugins.vllm_adapter import engine_config, flags
 
         flags.install()
         progress("reading the model's configuration")
@@ -100,7 +100,7 @@ def engine(
         ids = list(tokenizer.encode(prompt))
         context = config.model_config.max_model_len
         _check_length(len(ids), max_tokens, context, model, max_model_len)
-        geometry = activation.geometry_of(config)
+        geometry = engine_config.geometry_of(config)
         options |= _room_for(len(ids) + max_tokens, context, geometry)
         head_dim = config.model_config.get_head_size()
 

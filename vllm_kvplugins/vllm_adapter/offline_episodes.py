@@ -9,8 +9,8 @@ from vllm import SamplingParams
 from vllm.renderers import ChatParams
 
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.vllm_adapter.activation import policy_of
 from vllm_kvplugins.vllm_adapter.chat_turns import requests_of_episodes
+from vllm_kvplugins.vllm_adapter.engine_config import policy_of
 from vllm_kvplugins.vllm_adapter.turns import TURN_ENDS
 
 # A user's message, without which there is no history; no cache depends on it.

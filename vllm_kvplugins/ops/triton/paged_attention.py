@@ -7,17 +7,15 @@ The kernels are in ``paged_attention_kernels``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.layout import PageLayout, Plane
 from vllm_kvplugins.ops.triton.paged_attention_kernels import attend, merge
-
-if TYPE_CHECKING:
-    from vllm_kvplugins.ops.mixed_attention import CoarseEntries
 
 _MOST_SPLITS = 16
 
