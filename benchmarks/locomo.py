@@ -4,6 +4,9 @@ Every policy reads the same history in blocks and keeps as many tokens of it; th
 asked the same questions. ``epicache`` keeps a cache per episode and routes questions;
 the others keep one. ``stock`` keeps everything.
 
+Controls are stock, too, told something else: ``nothing``, only the question;
+``another``, the next dialogue, as long; ``evidence``, only the lines with the answer.
+
 Two figures per question: the F1 of the answer's words (LoCoMo's measure, without its
 stemmer), and how unlikely the model finds the true answer, in nats per token, which
 says something for models too small to answer.
@@ -17,8 +20,8 @@ import json
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +45,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "keydiff": {"base": "keydiff"},
     "streaming-llm": {"base": "streaming-llm", "base_config": {"sinks": 128}},
 }
+# what stock is told instead of the history
+NOTHING, ANOTHER, EVIDENCE = "nothing", "another", "evidence"
+CONTROLS = (NOTHING, ANOTHER, EVIDENCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,7 @@ class Job(EngineJob):
 
 def job(method: str, budget: int, block: int, more: dict[str, Any]) -> Job:
     """An engine's settings."""
-    if method == "stock":
+    if method == "stock" or method in CONTROLS:
         return Job(json.dumps({"label": method}))
     policy = {"name": "epicache", "budget": budget, "prefill_block": block}
     policy |= {"session_memory": "3GiB", **METHODS[method]}
@@ -125,8 +131,6 @@ def excerpt(
                 known[name] = line
         if used > setting.history_tokens:
             break
-    opening = {"role": "user", "content": "\n".join(lines)}
-    history = [opening, {"role": "assistant", "content": READ}]
     questions = [
         Question(
             item["question"],
@@ -139,7 +143,13 @@ def excerpt(
         and item["evidence"]
         and set(item["evidence"]) <= known.keys()
     ]
-    return history, questions[: setting.questions]
+    return told(lines), questions[: setting.questions]
+
+
+def told(lines: Iterable[str]) -> list[dict[str, str]]:
+    """The chat in which a dialogue was read."""
+    opening = {"role": "user", "content": "\n".join(lines)}
+    return [opening, {"role": "assistant", "content": READ}]
 
 
 def words(text: str) -> list[str]:
@@ -186,18 +196,29 @@ def run_engine(setting: Setting, work: Job) -> None:
 
     llm = open_model(setting, work.options.get("policy"))
     tokenizer = llm.get_tokenizer()
-    history, questions = excerpt(setting, lambda text: len(tokenizer.encode(text)))
+
+    def count_tokens(text: str) -> int:
+        return len(tokenizer.encode(text))
+
+    history, questions = excerpt(setting, count_tokens)
+    if work.label == ANOTHER:
+        other = replace(setting, dialogue=setting.dialogue + 1)
+        history = excerpt(other, count_tokens)[0]
+    elif work.label == NOTHING:
+        history = []
     for number, question in enumerate(questions):
+        if work.label == EVIDENCE:
+            history = told(question.evidence)
         asked = {"role": "user", "content": ASK.format(question.text)}
-        told = {}
+        extra = {}
         if "policy" in work.options and work.label != "epicache":
             # one cache for all questions
-            told = {"turn_ends": [len(rendered(tokenizer, history))]}
+            extra = {"turn_ends": [len(rendered(tokenizer, history))]}
         truth = tokenizer.encode(question.answer, add_special_tokens=False)
         free = SamplingParams(
-            temperature=0, max_tokens=MAX_TOKENS, extra_args=told or None
+            temperature=0, max_tokens=MAX_TOKENS, extra_args=extra or None
         )
-        forced = SamplingParams(**prescribed(truth, told))
+        forced = SamplingParams(**prescribed(truth, extra))
         outputs = [
             llm.chat([[*history, asked]], [sampling], use_tqdm=False)[0]
             for sampling in (free, forced)
@@ -212,14 +233,14 @@ def run_engine(setting: Setting, work: Job) -> None:
         print("RESULT " + json.dumps(row), flush=True)
 
 
-def prescribed(truth: list[int], told: dict[str, Any]) -> dict[str, Any]:
+def prescribed(truth: list[int], extra: dict[str, Any]) -> dict[str, Any]:
     """Sampling of a request that says the true answer, and what the model had of it."""
     return {
         "temperature": 0,
         "max_tokens": len(truth),
         "ignore_eos": True,
         "logprobs": 0,  # of the token itself
-        "extra_args": {"prescribed": truth} | told,
+        "extra_args": {"prescribed": truth} | extra,
     }
 
 
@@ -282,7 +303,10 @@ def main(
     budget: int = 1024,
     block: Annotated[int, typer.Option(help="tokens between compressions")] = 512,
     method: Annotated[
-        list[str] | None, typer.Option(help="default: " + ", ".join(METHODS))
+        list[str] | None,
+        typer.Option(
+            help=f"default: {', '.join(METHODS)}; controls: {', '.join(CONTROLS)}"
+        ),
     ] = None,
     config: Annotated[str, typer.Option(help="of epicache, as JSON")] = "{}",
     dtype: str = "bfloat16",
