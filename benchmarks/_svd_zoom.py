@@ -84,6 +84,8 @@ class Zoom:
         total = heads * spans.tokens
         num_pages = -(-total // BLOCK_SIZE)
         self.heap = torch.zeros(num_pages, self.layout.page_elems, dtype=layer.dtype)
+        self.row_layout = PageLayout.natural(BLOCK_SIZE, layer.shape[2])
+        self.row_heap = torch.zeros_like(self.heap)
         places = torch.arange(total)
         self.places = places // BLOCK_SIZE, places % BLOCK_SIZE
         inside = torch.cat([group.flatten() for group in spans.groups()])
@@ -114,12 +116,22 @@ class Zoom:
         return left.to(part.factors.dtype), right.to(part.factors.dtype)
 
     def ways(self) -> dict[str, Callable[[], object]]:
-        return {"compiled": self._compiled, "torch": self._torch, "plain": self._plain}
+        return {
+            "compiled": self._compiled,
+            "compiled, rows": self._compiled_rows,
+            "torch": self._torch,
+            "plain": self._plain,
+        }
 
     def _compiled(self) -> None:
         ops.reconstruct_tokens(
             self.heap, *self.places, self.keys, self.values, self.which, self.layout
         )
+
+    def _compiled_rows(self) -> None:
+        """Into pages that hold keys as rows, too: so do the entries of a zoom."""
+        factors = self.keys, self.values, self.which
+        ops.reconstruct_tokens(self.row_heap, *self.places, *factors, self.row_layout)
 
     def _torch(self) -> None:
         rows = [
