@@ -42,7 +42,7 @@ endif()
 add_library(kvp_C MODULE
   csrc/page_copy.cpp csrc/bulk_copy.cpp csrc/assign.cpp csrc/dci.cpp
   csrc/retrieve.cpp csrc/svd.cpp csrc/components.cpp csrc/zoom.cpp
-  csrc/paged_decode.cpp csrc/page_votes.cpp)
+  csrc/paged_decode.cpp csrc/page_votes.cpp csrc/host_memory.cpp)
 set_target_properties(kvp_C PROPERTIES
   PREFIX "" OUTPUT_NAME "_C.abi" SUFFIX ".so"
   LIBRARY_OUTPUT_DIRECTORY "${KVP_OUTPUT_DIR}"
@@ -69,7 +69,7 @@ if(with_cuda)
   set(CMAKE_CUDA_STANDARD 20)
   find_package(CUDAToolkit REQUIRED)
   target_sources(kvp_C PRIVATE csrc/page_copy.cu csrc/bulk_copy.cu
-    csrc/page_votes.cu csrc/svd.cu csrc/assign.cu)
+    csrc/page_votes.cu csrc/svd.cu csrc/assign.cu csrc/host_memory.cu)
   set_target_properties(kvp_C PROPERTIES
     CUDA_VISIBILITY_PRESET hidden CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON)
   target_compile_definitions(kvp_C PRIVATE USE_CUDA KVP_WITH_CUDA)

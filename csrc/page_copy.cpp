@@ -7,7 +7,9 @@
 
 #include <string>
 #include <tuple>
+#include <type_traits>
 
+#include "host_rows.hpp"
 #include "token_check.hpp"
 
 namespace kvp::binding {
@@ -47,6 +49,41 @@ void scatter_tokens_cpu(const Tensor& heap, const Tensor& pages, const Tensor& s
   with_element(view, [&](auto* tag) {
     scatter_tokens(write(heap, tag), view.page_stride, to.pages, to.slots, to.n, layout,
                    read(keys, tag), read(values, tag));
+  });
+}
+
+const std::int64_t* checked_rows(const char* op, const char* name, const Tensor& heap,
+                                 const Tensor& ids, std::int64_t n,
+                                 std::int64_t num_rows) {
+  const std::int64_t* row = Argument{op, name, ids}.indices(heap, n);
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (row[i] >= 0 && row[i] < num_rows) continue;
+    fail(op, name, "[", i, "] is row ", row[i], ", but there are rows 0 to ",
+         num_rows - 1);
+  }
+  return row;
+}
+
+void fetch_tokens_cpu(const Tensor& heap, const Tensor& pages, const Tensor& slots,
+                      const Tensor& rows, const Tensor& key_rows,
+                      const Tensor& value_rows, const Tensor& k_offsets,
+                      const Tensor& v_offsets, std::int64_t block_size,
+                      std::int64_t /*key_base*/, std::int64_t /*value_base*/,
+                      std::int64_t /*slot_stride*/) {
+  const char* op = "fetch_tokens";
+  const HeapView view = view_heap(op, heap, block_size);
+  const PageLayout layout = checked_layout(op, heap, view, k_offsets, v_offsets);
+  const Tokens to = checked_tokens(op, "pages", "slots", heap, view, pages, slots, -1);
+  require_host_rows(op, view, heap, rows);
+  const std::int64_t count = rows.size(0);
+  const std::int64_t* key = checked_rows(op, "key_rows", heap, key_rows, to.n, count);
+  const std::int64_t* value =
+      checked_rows(op, "value_rows", heap, value_rows, to.n, count);
+  check_writes(op, view, to, nullptr);
+  with_element(view, [&](auto* tag) {
+    using Element = std::remove_pointer_t<decltype(tag)>;
+    fetch_tokens(write(heap, tag), view.page_stride, to.pages, to.slots, to.n, layout,
+                 TokenRows<Element>{read(rows, tag), count, key, value});
   });
 }
 
@@ -98,7 +135,7 @@ Tensor gather_pages_cpu(const Tensor& heap, const Tensor& page_table,
 std::string build_info() {
   // ops_version counts changes of the schemas; ops/extension.py has the same.
   std::string info =
-      "ops_version=11;build_type=" KVP_BUILD_TYPE ";torch_headers=" KVP_TORCH_VERSION;
+      "ops_version=12;build_type=" KVP_BUILD_TYPE ";torch_headers=" KVP_TORCH_VERSION;
 #ifdef KVP_WITH_CUDA
   info += ";cuda=1";
 #else
@@ -128,6 +165,10 @@ STABLE_TORCH_LIBRARY(kvp, m) {
       "Tensor values, Tensor k_offsets, Tensor v_offsets, int block_size, "
       "int key_base=0, int value_base=0, int slot_stride=0) -> ()");
   m.def(
+      "fetch_tokens(Tensor(a!) heap, Tensor pages, Tensor slots, Tensor rows, "
+      "Tensor key_rows, Tensor value_rows, Tensor k_offsets, Tensor v_offsets, "
+      "int block_size, int key_base=0, int value_base=0, int slot_stride=0) -> ()");
+  m.def(
       "move_tokens(Tensor(a!) heap, Tensor src_pages, Tensor src_slots, "
       "Tensor dst_pages, Tensor dst_slots, Tensor k_offsets, Tensor v_offsets, "
       "int block_size, int key_base=0, int value_base=0, int slot_stride=0) -> ()");
@@ -140,6 +181,7 @@ STABLE_TORCH_LIBRARY(kvp, m) {
 STABLE_TORCH_LIBRARY_IMPL(kvp, CPU, m) {
   m.impl("gather_tokens", TORCH_BOX(&kvp::binding::gather_tokens_cpu));
   m.impl("scatter_tokens", TORCH_BOX(&kvp::binding::scatter_tokens_cpu));
+  m.impl("fetch_tokens", TORCH_BOX(&kvp::binding::fetch_tokens_cpu));
   m.impl("move_tokens", TORCH_BOX(&kvp::binding::move_tokens_cpu));
   m.impl("gather_pages", TORCH_BOX(&kvp::binding::gather_pages_cpu));
 }

@@ -6,8 +6,10 @@
 #include "kvp/page_copy.cuh"
 
 #include <tuple>
+#include <type_traits>
 
 #include "cuda_binding.hpp"
+#include "host_rows.hpp"
 
 namespace kvp::binding {
 namespace {
@@ -84,6 +86,31 @@ void scatter_tokens_cuda(const Tensor& heap, const Tensor& pages, const Tensor& 
   });
 }
 
+void fetch_tokens_cuda(const Tensor& heap, const Tensor& pages, const Tensor& slots,
+                       const Tensor& rows, const Tensor& key_rows,
+                       const Tensor& value_rows, const Tensor& k_offsets,
+                       const Tensor& v_offsets, std::int64_t block_size,
+                       std::int64_t key_base, std::int64_t value_base,
+                       std::int64_t slot_stride) {
+  const char* op = "fetch_tokens";
+  const HeapView view = view_heap(op, heap, block_size);
+  const DeviceLayout layout = layout_of(op, heap, view, k_offsets, v_offsets, key_base,
+                                        value_base, slot_stride);
+  const std::int64_t* page = Argument{op, "pages", pages}.indices(heap, -1);
+  const std::int64_t n = pages.size(0);
+  const std::int64_t* slot = Argument{op, "slots", slots}.indices(heap, n);
+  require_host_rows(op, view, heap, rows);
+  const std::int64_t* key = Argument{op, "key_rows", key_rows}.indices(heap, n);
+  const std::int64_t* value = Argument{op, "value_rows", value_rows}.indices(heap, n);
+  const DeviceGuard guard(heap.get_device_index());
+  launch(view, [&](auto* tag) {
+    using Element = std::remove_pointer_t<decltype(tag)>;
+    cuda::fetch_tokens(write(heap, tag), heap_of(view), page, slot, n, layout,
+                       TokenRows<Element>{read(rows, tag), rows.size(0), key, value},
+                       stream_of(heap));
+  });
+}
+
 void move_tokens_cuda(const Tensor& heap, const Tensor& src_pages,
                       const Tensor& src_slots, const Tensor& dst_pages,
                       const Tensor& dst_slots, const Tensor& k_offsets,
@@ -133,6 +160,7 @@ Tensor gather_pages_cuda(const Tensor& heap, const Tensor& page_table,
 STABLE_TORCH_LIBRARY_IMPL(kvp, CUDA, m) {
   m.impl("gather_tokens", TORCH_BOX(&kvp::binding::gather_tokens_cuda));
   m.impl("scatter_tokens", TORCH_BOX(&kvp::binding::scatter_tokens_cuda));
+  m.impl("fetch_tokens", TORCH_BOX(&kvp::binding::fetch_tokens_cuda));
   m.impl("move_tokens", TORCH_BOX(&kvp::binding::move_tokens_cuda));
   m.impl("gather_pages", TORCH_BOX(&kvp::binding::gather_pages_cuda));
 }

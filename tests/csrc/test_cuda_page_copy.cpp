@@ -81,6 +81,57 @@ void test_tokens(const Fixture<Element>& f, bool rows, Index shift,
   });
 }
 
+constexpr Index kRows = 50;
+
+// Rows of the host, `shift` elements behind a 16-byte border, and which are wanted.
+template <typename Element>
+struct Host {
+  std::vector<Element> room;
+  Element* data;
+  Indices keys, values;
+
+  Host(Index n, Index head_dim, Index shift, std::mt19937& random)
+      : room(random_elements<Element>(kRows * head_dim + 32, random)) {
+    data = room.data();
+    while (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) ++data;
+    data += shift;
+    for (Index i = 0; i < n; ++i) {
+      keys.push_back(static_cast<Index>(random() % kRows));
+      values.push_back(static_cast<Index>(random() % kRows));
+    }
+  }
+  kvp::TokenRows<Element> rows() const {
+    return {data, kRows, keys.data(), values.data()};
+  }
+};
+
+template <typename Element>
+void test_fetch(Fixture<Element>& f, Index shift, std::mt19937& random) {
+  const Host<Element> host(f.n, f.head_dim, shift, random);
+  std::vector<Element> expected = f.heap;
+  for (Index i = 0; i < f.n; ++i) {
+    for (Index d = 0; d < f.head_dim; ++d) {
+      f.at(expected, f.tables.keys, i, d) = host.data[host.keys[i] * f.head_dim + d];
+      f.at(expected, f.tables.values, i, d) =
+          host.data[host.values[i] * f.head_dim + d];
+    }
+  }
+  std::vector<Element> ours = f.heap;
+  kvp::fetch_tokens(ours.data(), f.stride, f.pages.data(), f.slots.data(), f.n,
+                    f.layout, host.rows());
+  CHECK(ours == expected);
+  for (const bool named : {false, true}) {
+    check_all_turns(expected, [&] {
+      // a vector's memory is at a 16-byte border
+      std::vector<Element> heap = f.heap;
+      kvp::cuda::fetch_tokens(heap.data(), {f.num_pages, f.stride}, f.pages.data(),
+                              f.slots.data(), f.n, device_layout(f, named), host.rows(),
+                              nullptr);
+      return heap;
+    });
+  }
+}
+
 template <typename Element>
 void test_planes(const Fixture<Element>& f, bool rows, Index shift) {
   const Indices table = {3, 3, 0, 6, 5, 1};  // a page occurs twice
@@ -113,7 +164,8 @@ void test_copies(std::mt19937& random) {
         for (const Index shift : {Index{0}, Index{1}}) {
           for (const Index n : {Index{0}, Index{1}, shape[0] * 3}) {
             if (kFewThreads && (shape[0] != 4 || n < 2 || gap + shift != 16)) continue;
-            const Fixture<Element> f(order, shape[0], shape[1], n, random, gap);
+            Fixture<Element> f(order, shape[0], shape[1], n, random, gap);
+            test_fetch(f, shift, random);
             for (const bool rows : {false, true}) {
               test_tokens(f, rows, shift, random);
               test_planes(f, rows, shift);
@@ -185,6 +237,46 @@ void test_traps(std::mt19937& random) {
   }
 }
 
+// Work for more blocks than a launch may have, on both paths.
+void test_many_fetched(std::mt19937& random) {
+  const Index limit = kvp::cuda::kMaxBlocks * kvp::cuda::kThreads;
+  Fixture<std::uint16_t> f(Order::kInterleaved, 16, 8, 0, random, 16);
+  f.num_pages = 2 * limit / 16;
+  f.heap = random_elements<std::uint16_t>(f.num_pages * f.stride, random);
+  f.n = limit + 5;  // tokens of one 16-byte chunk
+  for (Index i = 0; i < f.n; ++i) {
+    f.pages.push_back(i / 16);
+    f.slots.push_back(i % 16);
+  }
+  test_fetch(f, 0, random);
+}
+
+// Every index out of range, below and above.
+void test_fetch_traps(std::mt19937& random) {
+  using Element = std::uint32_t;
+  for (const bool named : {false, true}) {
+    const Fixture<Element> f(Order::kNatural, 4, 8, 3, random, 0);
+    const Host<Element> host(f.n, f.head_dim, 0, random);
+    const Indices lists[] = {f.pages, f.slots, host.keys, host.values};
+    const Index limits[] = {f.num_pages, f.block_size, kRows, kRows};
+    const auto fetch = [&](const Indices(&ids)[4]) {
+      std::vector<Element> heap = f.heap;
+      kvp::cuda::fetch_tokens(
+          heap.data(), {f.num_pages, f.stride}, ids[0].data(), ids[1].data(), f.n,
+          device_layout(f, named), {host.data, kRows, ids[2].data(), ids[3].data()},
+          nullptr);
+    };
+    CHECK(!traps([&] { fetch(lists); }));
+    for (int which = 0; which < 4; ++which) {
+      for (const Index wrong : {Index{-1}, limits[which]}) {
+        Indices ids[4] = {lists[0], lists[1], lists[2], lists[3]};
+        ids[which][1] = wrong;
+        CHECK(traps([&] { fetch(ids); }));
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -197,7 +289,9 @@ int main() {
   if (!kFewThreads) test_copies<std::uint16_t>(random);
   current_case = "many blocks";
   if (!kFewThreads) test_many_blocks(random);
+  if (!kFewThreads) test_many_fetched(random);
   current_case = "traps";
   if (!kFewThreads) test_traps(random);
+  if (!kFewThreads) test_fetch_traps(random);
   return report();
 }

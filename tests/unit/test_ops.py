@@ -305,7 +305,7 @@ class TestPageLayout:
         """They cannot look into tables on a device, see csrc/page_copy.cu."""
 
         def named(layout: PageLayout) -> tuple[int, ...]:
-            return dispatch._layout_args(layout)[3:]
+            return dispatch.layout_args(layout)[3:]
 
         natural = PageLayout.natural(4, 2)
         assert named(natural) == (0, 8, 2)

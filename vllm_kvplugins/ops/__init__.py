@@ -16,6 +16,7 @@ from vllm_kvplugins.ops.dispatch import (
     move_tokens,
     scatter_tokens,
 )
+from vllm_kvplugins.ops.host_fetch import fetch_tokens
 from vllm_kvplugins.ops.hot_set import fill_hot
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.ops.mixed_attention import attend_mixed, merge_by_lse
@@ -38,6 +39,7 @@ __all__ = [
     "backend_in_use",
     "copy_pages",
     "extension_info",
+    "fetch_tokens",
     "fill_hot",
     "gather_keys",
     "gather_tokens",

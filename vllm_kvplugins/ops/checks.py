@@ -72,7 +72,8 @@ def check_range(
     wrong = ((flat < 0) | (flat >= limit)).nonzero()
     if len(wrong):
         i = int(wrong[0])
-        owner = "the heap has" if what == "page" else "pages have"
+        owners = {"page": "the heap has", "row": "there are"}
+        owner = owners.get(what, "pages have")
         _fail(
             op,
             f"{name}[{i}] is {what} {int(flat[i])}, but {owner} {what}s 0 to "

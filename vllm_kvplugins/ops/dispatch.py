@@ -52,7 +52,7 @@ def gather_tokens(
     if compiled:
         places = pages.contiguous(), slots.contiguous()
         found: tuple[torch.Tensor, torch.Tensor] = call_compiled(
-            op, heap, *places, *_layout_args(layout)
+            op, heap, *places, *layout_args(layout)
         )
         return found
     return torch_ops.gather_tokens(heap, pages, slots, layout)
@@ -92,7 +92,7 @@ def scatter_tokens(
             checks.check_distinct(op, pages, slots, layout.block_size)
     if compiled:
         tensors = [t.contiguous() for t in (pages, slots, keys, values)]
-        call_compiled(op, heap, *tensors, *_layout_args(layout))
+        call_compiled(op, heap, *tensors, *layout_args(layout))
         return
     torch_ops.scatter_tokens(heap, pages, slots, keys, values, layout)
 
@@ -136,7 +136,7 @@ def move_tokens(
             checks.check_disjoint(op, *sources, *targets, layout.block_size)
     if compiled:
         places = [places.contiguous() for places in (*sources, *targets)]
-        call_compiled(op, heap, *places, *_layout_args(layout))
+        call_compiled(op, heap, *places, *layout_args(layout))
         return
     torch_ops.move_tokens(heap, *sources, *targets, layout)
 
@@ -231,7 +231,8 @@ def call_compiled(op: str, *arguments: Any) -> Any:
         raise
 
 
-def _layout_args(layout: PageLayout) -> tuple[Any, ...]:
+def layout_args(layout: PageLayout) -> tuple[Any, ...]:
+    """A layout as compiled ops take it."""
     arguments = layout.k_offsets, layout.v_offsets, layout.block_size
     keys, values = layout.keys, layout.values
     if not keys.row_stride or keys.row_stride != values.row_stride:

@@ -15,7 +15,7 @@ EXTENSION_PATH = Path(__file__).parent.parent / "_C.abi.so"
 
 # Counts changes of the op schemas; csrc/page_copy.cpp has the same number. A
 # library left over from another version is refused instead of misused.
-OPS_VERSION = "11"
+OPS_VERSION = "12"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@
 
 #include "kvp/device_pages.cuh"
 #include "kvp/launch.cuh"
+#include "kvp/token_rows.hpp"
 
 namespace kvp::cuda {
 
@@ -122,6 +123,67 @@ __global__ void copy_chunks(Chunk* heap_data, DeviceHeap heap,
       *key = keys[i];
       *value = values[i];
     }
+  }
+}
+
+// Rows of one token that are fetched: out of the host's memory, which must be pinned,
+// mapped, and at the same address, and must not change until the kernel is over.
+template <typename Unit>
+struct FetchedRow {
+  const Unit* key;
+  const Unit* value;
+};
+
+template <typename Unit>
+__device__ FetchedRow<Unit> row_of(const TokenRows<Unit>& from, std::int64_t token,
+                                   std::int64_t row_units) {
+  const std::int64_t key = from.keys[token], value = from.values[token];
+  require_below(key, from.num_rows);
+  require_below(value, from.num_rows);
+  return {from.data + key * row_units, from.data + value * row_units};
+}
+
+// Rows of the host to their slots through the offset tables; a thread per (token,
+// dimension).
+template <typename Element>
+__global__ void fetch_elements(Element* heap_data, DeviceHeap heap,
+                               const std::int64_t* pages, const std::int64_t* slots,
+                               std::int64_t n, DeviceLayout layout,
+                               TokenRows<Element> from) {
+  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
+  const std::int64_t total = n * layout.head_dim;
+  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
+       i += step) {
+    const std::int64_t token = i / layout.head_dim;
+    const std::int64_t dim = i - token * layout.head_dim;
+    const FetchedRow<Element> row = row_of(from, token, layout.head_dim);
+    Element* page =
+        heap_data + page_start(pages, slots, token, heap, layout.block_size);
+    const std::int64_t entry = slots[token] * layout.head_dim + dim;
+    // Both are on their way before either is waited for.
+    const Element key = row.key[dim], value = row.value[dim];
+    page[layout.k_offsets[entry]] = key;
+    page[layout.v_offsets[entry]] = value;
+  }
+}
+
+// The same where slots are rows too; a thread per 16 bytes. All sizes are in chunks.
+static __global__ void fetch_chunks(Chunk* heap_data, DeviceHeap heap,
+                                    const std::int64_t* pages,
+                                    const std::int64_t* slots, std::int64_t n,
+                                    DeviceLayout layout, TokenRows<Chunk> from) {
+  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
+  const std::int64_t total = n * layout.head_dim;
+  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
+       i += step) {
+    const std::int64_t token = i / layout.head_dim;
+    const std::int64_t chunk = i - token * layout.head_dim;
+    const FetchedRow<Chunk> row = row_of(from, token, layout.head_dim);
+    Chunk* to = heap_data + page_start(pages, slots, token, heap, layout.block_size) +
+                slots[token] * layout.slot_stride + chunk;
+    const Chunk key = row.key[chunk], value = row.value[chunk];
+    to[layout.key_base] = key;
+    to[layout.value_base] = value;
   }
 }
 
@@ -242,6 +304,24 @@ void scatter_tokens(Element* heap_data, DeviceHeap heap, const std::int64_t* pag
   copy_tokens<Element, Direction::kScatter>(heap_data, heap, pages, slots, n, layout,
                                             const_cast<Element*>(keys),
                                             const_cast<Element*>(values), stream);
+}
+
+// See kvp::fetch_tokens.
+template <typename Element>
+void fetch_tokens(Element* heap_data, DeviceHeap heap, const std::int64_t* pages,
+                  const std::int64_t* slots, std::int64_t n, DeviceLayout layout,
+                  const TokenRows<Element>& from, cudaStream_t stream) {
+  if (n * layout.head_dim == 0) return;
+  if (rows_in_chunks(heap_data, heap, layout) && at_chunk(from.data)) {
+    to_chunks<Element>(heap, layout);
+    const TokenRows<Chunk> chunks{reinterpret_cast<const Chunk*>(from.data),
+                                  from.num_rows, from.keys, from.values};
+    launch(fetch_chunks, blocks_for(n * layout.head_dim), kThreads, stream,
+           reinterpret_cast<Chunk*>(heap_data), heap, pages, slots, n, layout, chunks);
+    return;
+  }
+  launch(fetch_elements<Element>, blocks_for(n * layout.head_dim), kThreads, stream,
+         heap_data, heap, pages, slots, n, layout, from);
 }
 
 template <typename Element>

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "kvp/page_layout.hpp"
+#include "kvp/token_rows.hpp"
 #include "kvp/transpose.hpp"
 
 namespace kvp {
@@ -112,6 +113,25 @@ void scatter_tokens(Element* heap, std::int64_t page_stride, const std::int64_t*
     store_row(page, layout.keys, slots[i], block_size, head_dim, keys + i * head_dim);
     store_row(page, layout.values, slots[i], block_size, head_dim,
               values + i * head_dim);
+  }
+}
+
+// scatter_tokens of rows that lie anywhere.
+template <typename Element>
+void fetch_tokens(Element* heap, std::int64_t page_stride, const std::int64_t* pages,
+                  const std::int64_t* slots, std::int64_t n, const PageLayout& layout,
+                  const TokenRows<Element>& from) {
+  const std::int64_t head_dim = layout.head_dim;
+  const std::int64_t block_size = layout.block_size;
+  [[maybe_unused]] const bool parallel =
+      2 * n * head_dim * std::int64_t{sizeof(Element)} >= kParallelBytes;
+#pragma omp parallel for schedule(static) if (parallel)
+  for (std::int64_t i = 0; i < n; ++i) {
+    Element* page = heap + pages[i] * page_stride;
+    store_row(page, layout.keys, slots[i], block_size, head_dim,
+              from.data + from.keys[i] * head_dim);
+    store_row(page, layout.values, slots[i], block_size, head_dim,
+              from.data + from.values[i] * head_dim);
   }
 }
 

@@ -1,0 +1,67 @@
+// Memory of the host that a GPU reads by itself: pinned, mapped, at the same address.
+#include "cuda_binding.hpp"
+
+namespace kvp::binding {
+namespace {
+
+// While it lives, this thread may do what a graph that another thread captures would
+// else forbid to all.
+class CaptureElsewhere {
+ public:
+  CaptureElsewhere() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~CaptureElsewhere() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  CaptureElsewhere(const CaptureElsewhere&) = delete;
+  CaptureElsewhere& operator=(const CaptureElsewhere&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+void require(const char* op, cudaError_t status) {
+  if (status == cudaSuccess) return;
+  // Else the next launch of anybody's would report it.
+  (void)cudaGetLastError();
+  fail(op, cudaGetErrorName(status), ", ", cudaGetErrorString(status));
+}
+
+void require_memory(const char* op, const Tensor& memory) {
+  const Argument argument{op, "memory", memory};
+  argument.require_dim(1);
+  argument.require_contiguous();
+  if (!memory.is_cpu()) fail(op, "memory must be on the CPU");
+}
+
+// Kernels are given addresses of the host's, so those must be the device's too.
+void pin_host(const Tensor& memory, std::int64_t device) {
+  const char* op = "pin_host";
+  require_memory(op, memory);
+  const DeviceGuard guard(static_cast<std::int32_t>(device));
+  const CaptureElsewhere elsewhere;
+  void* const here = memory.mutable_data_ptr();
+  const auto bytes =
+      static_cast<std::size_t>(memory.numel()) * static_cast<std::size_t>(
+                                                     memory.element_size());
+  require(op, cudaHostRegister(here, bytes,
+                               cudaHostRegisterPortable | cudaHostRegisterMapped));
+  void* there = nullptr;
+  const cudaError_t status = cudaHostGetDevicePointer(&there, here, 0);
+  if (status == cudaSuccess && there == here) return;
+  (void)cudaHostUnregister(here);
+  require(op, status);
+  fail(op, "the device knows memory of the host by another address");
+}
+
+void unpin_host(const Tensor& memory) {
+  const char* op = "unpin_host";
+  require_memory(op, memory);
+  const CaptureElsewhere elsewhere;
+  require(op, cudaHostUnregister(memory.mutable_data_ptr()));
+}
+
+}  // namespace
+}  // namespace kvp::binding
+
+STABLE_TORCH_LIBRARY_IMPL(kvp, CPU, m) {
+  m.impl("pin_host", TORCH_BOX(&kvp::binding::pin_host));
+  m.impl("unpin_host", TORCH_BOX(&kvp::binding::unpin_host));
+}

@@ -1,0 +1,98 @@
+"""Host memory that a GPU reads by itself, and tokens that it takes from there."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_kvplugins.ops import checks, torch_ops
+from vllm_kvplugins.ops.dispatch import call_compiled, layout_args
+from vllm_kvplugins.ops.extension import compiled_for
+from vllm_kvplugins.ops.layout import PageLayout
+
+_OP = "fetch_tokens"
+
+
+def direct_problem(device: torch.device) -> str | None:
+    """Why a device cannot read the host's memory, if so."""
+    if device.type != "cuda":
+        return f"a {device.type} is no GPU that reads the host's memory"
+    compiled, reason = compiled_for(device)
+    return None if compiled else reason
+
+
+def pin(memory: torch.Tensor, device: torch.device) -> None:
+    """Keep memory of the host in place, and let GPUs read it at its address.
+
+    Args:
+        memory: one dimension, contiguous, on the CPU; whole pages of the operating
+            system, of which none is pinned already.
+        device: whose context is told; all others know it too.
+
+    Raises:
+        ValueError: the driver or the operating system refuse; the message says why.
+
+    Cost: what was never touched gets its physical memory now. Other threads go on.
+    """
+    call_compiled("pin_host", memory, device.index or 0)
+
+
+def unpin(memory: torch.Tensor) -> None:
+    """Undo :func:`pin`; no GPU may be reading it any more.
+
+    Raises:
+        ValueError: it is not pinned.
+    """
+    call_compiled("unpin_host", memory)
+
+
+def fetch_tokens(
+    heap: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    key_rows: torch.Tensor,
+    value_rows: torch.Tensor,
+    layout: PageLayout,
+) -> None:
+    """Write keys and values of single tokens into the heap, in place, out of rows that
+    lie anywhere in the host's memory.
+
+    On CUDA the GPU reads them itself, when the stream comes to it: until then the rows
+    must stay as they are, and pinned (:func:`pin`).
+
+    Args:
+        heap: float32, float16 or bfloat16 [num_pages, page_elems].
+        pages, slots: int64 [n], where each token goes; pairs must differ.
+        rows: [num_rows, head_dim] of the heap's dtype, on the CPU.
+        key_rows, value_rows: int64 [n], rows of keys and of values; on the heap's
+            device, as ``pages`` and ``slots`` are.
+        layout: order of elements in a page, on the heap's device.
+
+    Raises:
+        ValueError: something does not fit; the heap is then unchanged. On CUDA an index
+            out of range stops the kernel instead.
+        RuntimeError: the heap is on a device that cannot.
+
+    Cost: O(n * head_dim); one kernel launch on CUDA.
+    """
+    if compiled_for(heap.device)[0]:
+        ids = [each.contiguous() for each in (pages, slots, key_rows, value_rows)]
+        places, sources = ids[:2], ids[2:]
+        call_compiled(_OP, heap, *places, rows, *sources, *layout_args(layout))
+        return
+    if heap.device.type != "cpu":
+        raise RuntimeError(f"kvp.{_OP}: {direct_problem(heap.device)}")
+    checks.check_heap(_OP, heap, layout)
+    checks.check_rows(_OP, "rows", rows, heap, (len(rows), layout.head_dim))
+    for name, each, what, limit in (
+        ("pages", pages, "page", len(heap)),
+        ("slots", slots, "slot", layout.block_size),
+        ("key_rows", key_rows, "row", len(rows)),
+        ("value_rows", value_rows, "row", len(rows)),
+    ):
+        checks.check_indices(_OP, name, each, heap)
+        checks.check_size(_OP, name, each, len(pages))
+        checks.check_range(_OP, name, each, what, limit)
+    checks.check_distinct(_OP, pages, slots, layout.block_size)
+    found = rows[key_rows], rows[value_rows]
+    torch_ops.scatter_tokens(heap, pages, slots, *found, layout)
