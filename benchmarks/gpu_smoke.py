@@ -13,16 +13,18 @@ decode    steps of a model with Llama-3.1-8B's shape and random weights, stock a
           policies, at several prompt lengths
 gather    pages copied in bulk, on the GPU and from pinned host memory, against plain
           copies of as many bytes
+fetch     tokens out of the host tier into hot slots, as `host_fetch` staged and direct
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +35,7 @@ from rich.console import Console
 
 from vllm_kvplugins import ops
 from vllm_kvplugins.policies.registry import available_policies, get_policy_class
+from vllm_kvplugins.residency.host_tier import HostTier
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -62,6 +65,7 @@ DECODERS: list[tuple[dict[str, Any] | None, dict[str, Any]]] = [
     (SNAPKV | {"kernel": "triton"}, {}),
 ]
 GRAPH_KERNELS = ("flash", "flashinfer", "triton")
+FETCHED = (32, 256, 2048)  # tokens per KV head
 MIB = 1 << 20
 Row = dict[str, Any]
 
@@ -70,7 +74,7 @@ def main(
     model: str,
     out: Path,
     stages: Annotated[str, typer.Option()] = (
-        "build,kernels,policies,graphs,decode,gather"
+        "build,kernels,policies,graphs,decode,gather,fetch"
     ),
     lengths: Annotated[str, typer.Option(help="prompt tokens")] = "8192,32768,131072",
     layers: Annotated[int, typer.Option(help="of the decoded model")] = 32,
@@ -89,6 +93,7 @@ def main(
             model, out, [int(n) for n in lengths.split(",")], layers, kv_bytes, device
         ),
         "gather": lambda: gather(torch.device(device)),
+        "fetch": lambda: fetch(torch.device(device)),
     }
     unknown = set(stages.split(",")) - set(work)
     if unknown:
@@ -313,6 +318,17 @@ def gather(device: torch.device, total: int = 256 * MIB) -> list[Row]:
     if device.type == "cuda":
         staged = arena[: len(ids)].pin_memory()
         copies["plain copy from pinned memory"] = lambda: plain.copy_(staged)
+    times = timed(copies, device)
+    return [
+        {"copy": name, "gib_per_s": round(total / statistics.median(took) / 2**30, 1)}
+        for name, took in times.items()
+    ]
+
+
+def timed(
+    copies: Mapping[str, Callable[[], Any]], device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds of ten runs of each, in turns."""
     times: dict[str, list[float]] = {name: [] for name in copies}
     for turn in range(12):
         for name, copy in copies.items():
@@ -324,10 +340,55 @@ def gather(device: torch.device, total: int = 256 * MIB) -> list[Row]:
                 torch.cuda.synchronize()
             if turn >= 2:  # the first ones warm up
                 times[name].append(time.perf_counter() - began)
-    return [
-        {"copy": name, "gib_per_s": round(total / statistics.median(took) / 2**30, 1)}
-        for name, took in times.items()
-    ]
+    return times
+
+
+def fetch(device: torch.device, sizes: Sequence[int] = FETCHED) -> list[Row]:
+    """One layer of one request with 8 KV heads: nothing that is wanted is hot yet.
+
+    Args:
+        sizes: tokens per KV head, multiples of 16.
+    """
+    rows: list[Row] = []
+    for tokens in sizes:
+        ways: dict[str, Callable[[], Any]] = {}
+        ways["staged"] = fetcher(device, "staged", tokens)
+        try:
+            ways["direct"] = fetcher(device, "direct", tokens)
+        except RuntimeError as error:
+            rows.append({"host_fetch": "direct", "problem": str(error)[-600:]})
+        for how, took in timed(ways, device).items():
+            seconds, total = statistics.median(took), tokens * 8 * 2 * 128 * 2
+            row: Row = {"host_fetch": how, "tokens_per_head": tokens}
+            row |= {"ms": round(1000 * seconds, 3), "kib": total >> 10}
+            rows.append(row | {"gib_per_s": round(total / seconds / 2**30, 2)})
+    return rows
+
+
+def fetcher(device: torch.device, how: str, tokens: int) -> Callable[[], torch.Tensor]:
+    """Makes other tokens hot each time; returns how many were copied."""
+    heads, dim, size = 8, 128, 16
+    held = 4 * tokens // size  # pages of the host per head
+    page_bytes = 2 * size * dim * 2
+    reader = device if how == "direct" else None
+    tier = HostTier(heads * held * page_bytes, size, dim, torch.bfloat16, reader)
+    table = tier.take(heads * held)[torch.randperm(heads * held)].view(1, heads, held)
+    tier.pages.fill_(1)
+    layout = ops.PageLayout.interleaved(size, dim).to(device)
+    shape = heads * tokens // size, layout.page_elems
+    heap = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    spots = torch.arange(heads * tokens).view(1, heads, tokens)
+    order = torch.rand(1, heads, 4 * tokens).argsort(-1).split(tokens, -1)
+    hot, *others = (part.contiguous() for part in order)
+    turns = itertools.cycle([*others, hot.clone()])
+    zones = hot, spots // size, spots % size, torch.tensor([tokens])
+    seat = torch.tensor([0])
+
+    def run() -> torch.Tensor:
+        place = heap, layout, tier.pages, table
+        return ops.fill_hot(*place, next(turns), seat, *zones, tier.reads)
+
+    return run
 
 
 def markdown(report: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 import torch
+from pretend_host import HOST_SEAMS, PretendedHost
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -119,27 +120,37 @@ def _load_guard() -> None:
 
 
 class Event:
-    """Behind all that was sent to the host before it."""
+    """Behind all that was sent to the host, and read there by its stream, before it."""
 
     def record(self, stream: Any = None) -> None:
         assert PretendedGPU.active is not None
         self.sent = list(PretendedGPU.active.sent)
+        self.reads = (stream or current_stream()).reads.copy()
 
     def synchronize(self) -> None:
         """The host waits."""
         assert PretendedGPU.active is not None
         PretendedGPU.active.waits.append(_where("synchronize"))
         PretendedGPU.active.arrive(self.sent)
+        PretendedGPU.active.host.over(self.reads)
+
+    def query(self) -> bool:
+        """Nothing that reads the host's memory is over before somebody waits for it."""
+        assert PretendedGPU.active is not None
+        return not PretendedGPU.active.host.under_way(self.reads)
 
     def wait(self, stream: Any = None) -> None:
-        """A stream waits; there is only one."""
+        """A stream goes on behind it."""
+        (stream or current_stream()).reads |= self.reads
 
 
 class Stream:
-    """Runs everything at once, as the only one does."""
+    """Runs everything at once, but for the reading of the host's memory, which may be
+    late."""
 
     def __init__(self, device: Any = None) -> None:
         assert PretendedGPU.active is not None, "a stream where there is no GPU"
+        self.reads: set[int] = set()  # numbers of those that it was handed
 
     def wait_event(self, event: Event) -> None:
         event.wait(self)
@@ -150,9 +161,19 @@ class Stream:
         return event
 
 
+_here = threading.local()
+
+
+def current_stream(device: Any = None) -> Stream:
+    assert PretendedGPU.active is not None
+    return getattr(_here, "stream", None) or PretendedGPU.active.stream
+
+
 @contextmanager
 def _stream(stream: Stream) -> Iterator[None]:
+    _here.stream = stream
     yield
+    _here.stream = None
 
 
 class PretendedGPU(TorchDispatchMode):
@@ -161,6 +182,7 @@ class PretendedGPU(TorchDispatchMode):
     Attributes:
         waits: where the host would have waited, innermost call of the package first.
         sent: copies to the host that nobody has waited for: where to, and what.
+        host: memory of the host that it reads by itself.
     """
 
     active: PretendedGPU | None = None
@@ -172,6 +194,7 @@ class PretendedGPU(TorchDispatchMode):
         self.sent: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._patches: list[Any] = []
         self._lock = threading.Lock()
+        self.host = PretendedHost()
 
     def send(self, target: torch.Tensor, numbers: torch.Tensor) -> None:
         """An asynchronous copy to the host."""
@@ -203,11 +226,15 @@ class PretendedGPU(TorchDispatchMode):
 
         self._patch(ThreadPoolExecutor, "submit", submit_here)
         self._patch(torch.cuda, "_lazy_init", lambda: None)
-        for name, made in (("Event", Event), ("Stream", Stream), ("stream", _stream)):
-            self._patch(torch.cuda, name, made)
+        made = {"Event": Event, "Stream": Stream, "stream": _stream}
+        for name, value in (made | {"current_stream": current_stream}).items():
+            self._patch(torch.cuda, name, value)
+        for owner, name in HOST_SEAMS:
+            self._patch(owner, name, getattr(self.host, name))
         # torch.tensor makes a tensor on the CPU then, and moves it
         torch._C._set_only_lift_cpu_tensors(True)
-        PretendedGPU.active = self
+        PretendedGPU.active, self.stream = self, None
+        self.stream = Stream()
         return super().__enter__()
 
     def __exit__(self, *raised):

@@ -67,3 +67,15 @@ def test_copies_are_measured():
     rows = gpu_smoke.gather(torch.device("cpu"), total=1 << 20)
     assert len(rows) == 2
     assert all(row["gib_per_s"] > 0 for row in rows)
+
+
+def test_fetches_are_measured():
+    """A CPU has one way; a pretended GPU has both (pretended_direct_suite.py)."""
+    direct, staged = gpu_smoke.fetch(torch.device("cpu"), sizes=[16])
+    assert staged["tokens_per_head"] == 16
+    assert staged["kib"] == 64
+    assert staged["gib_per_s"] >= 0
+    assert direct["host_fetch"] == "direct"
+    assert "cannot be read directly" in direct["problem"]
+    run = gpu_smoke.fetcher(torch.device("cpu"), "staged", 32)
+    assert [int(run()) for _ in range(9)] == [8 * 32] * 9

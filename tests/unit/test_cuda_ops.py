@@ -18,8 +18,10 @@ import torch
 from layouts import make_layout
 
 from vllm_kvplugins import ops, scoring
-from vllm_kvplugins.ops import clusters
+from vllm_kvplugins.ops import clusters, host_fetch
 from vllm_kvplugins.ops.extension import load_extension
+from vllm_kvplugins.residency import pinned
+from vllm_kvplugins.residency.host_tier import HostTier
 
 LAYOUTS = ["natural", "interleaved", "transposed", "permuted"]
 NUM_PAGES = 9
@@ -86,6 +88,57 @@ def test_page_copies(device, dtype, block_size, head_dim, kind):
     check_same_bits(ops.scatter_tokens, (heap.clone(), *target, *rows, layout), device)
     moving = (heap.clone(), *source, *target, layout)
     check_same_bits(ops.move_tokens, moving, device)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize(("block_size", "head_dim"), [(16, 128), (5, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fetching_out_of_pinned_memory(device, dtype, block_size, head_dim, kind):
+    """The kernel reads it at the host's addresses."""
+    print("seed 9")
+    generator = torch.Generator().manual_seed(9)
+    layout = make_layout(kind, block_size, head_dim, 9)
+    n, num_rows = 3 * block_size, 500
+    heap = random_bits(generator, NUM_PAGES, layout.page_elems, dtype=dtype)
+    places = torch.randperm(NUM_PAGES * block_size, generator=generator)[:n]
+    places = places // block_size, places % block_size
+    wanted = torch.randint(num_rows, (2, n), generator=generator)
+    arena = pinned.PinnedArena(num_rows * head_dim * dtype.itemsize, device)
+    arena.cover(len(arena.memory))
+    rows = arena.memory.view(dtype).view(num_rows, head_dim)
+    rows.copy_(random_bits(generator, num_rows, head_dim, dtype=dtype))
+    expected, found = heap.clone(), heap.to(device)
+    ops.fetch_tokens(expected, *places, rows, *wanted, layout)
+    ids = moved((*places, *wanted), device)
+    ops.fetch_tokens(found, *ids[:2], rows, *ids[2:], layout.to(device))
+    arena.reads.note()
+    arena.close()
+    assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
+    with pytest.raises(ValueError, match="unpin_host"):
+        host_fetch.unpin(arena.memory)
+
+
+def test_pages_are_given_again_when_they_are_read(device):
+    """A request after another in a tier that holds one, many times."""
+    tier = HostTier(2 * 16 * 128 * 2 * 8, 16, 128, torch.bfloat16, device)
+    layout = ops.PageLayout.interleaved(16, 128).to(device)
+    heap = torch.zeros(8, layout.page_elems, dtype=torch.bfloat16, device=device)
+    spots = torch.arange(128).view(1, 1, 128)
+    for turn in range(200):
+        pages = tier.take(8)
+        told = torch.full((1, 128, 128), float(turn), dtype=torch.bfloat16)
+        tier.write(pages[None], 0, told, -told)
+        table = pages.flip(0).repeat(2).view(1, 1, 16)  # tokens 128 on are these again
+        zones = spots + 128, spots // 16, spots % 16, torch.tensor([128])
+        seat = torch.tensor([0])
+        reads = tier.reads
+        assert reads is not None
+        ops.fill_hot(heap, layout, tier.pages, table, spots, seat, *zones, reads)
+        tier.give(pages)
+        if turn % 10 == 9:
+            own = heap.view(8, 16, 2, 128)
+            assert bool((own[:, :, 0] == turn).all() and (own[:, :, 1] == -turn).all())
+    tier.close()
 
 
 @pytest.mark.parametrize("page_elems", [2048, 12, 7])

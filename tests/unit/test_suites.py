@@ -43,6 +43,7 @@ def test_kernels():
 def test_a_pretended_gpu():
     assert run_suite("pretended_gpu_suite.py") >= 34
     assert run_suite("pretended_host_suite.py") >= 13
+    assert run_suite("pretended_direct_suite.py") >= 16
 
 
 @pytest.mark.slow

@@ -80,3 +80,31 @@ class SideStream:
     def event(self) -> torch.cuda.Event | None:
         """When all that has been handed over is done."""
         return None if self._stream is None else self._stream.record_event()
+
+
+class Reads:
+    """Work of a GPU that reads memory of the host, where the host must not write until
+    it is over.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # of work on one stream the last is over last
+        self._last: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+
+    def note(self) -> None:
+        """The current stream has just been handed such work."""
+        stream = torch.cuda.current_stream(self._device)
+        self._last[stream] = stream.record_event()
+
+    def so_far(self) -> list[torch.cuda.Event]:
+        """Events, behind all of which everything noted so far is over."""
+        return [event for event in list(self._last.values()) if not event.query()]
+
+    def wait(self) -> None:
+        """Wait until nothing reads any more."""
+        for event in self.so_far():
+            event.synchronize()

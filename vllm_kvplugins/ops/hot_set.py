@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from vllm_kvplugins.ops.bulk import copy_pages
-from vllm_kvplugins.ops.device import moved, staging
+from vllm_kvplugins.ops.device import Reads, moved, staging
 from vllm_kvplugins.ops.dispatch import call_compiled, scatter_tokens
 from vllm_kvplugins.ops.extension import compiled_for
+from vllm_kvplugins.ops.host_fetch import fetch_tokens
 from vllm_kvplugins.ops.layout import PageLayout
 
 
@@ -22,6 +23,7 @@ def fill_hot(
     page: torch.Tensor,
     slot: torch.Tensor,
     counts: torch.Tensor,
+    reads: Reads | None = None,
 ) -> torch.Tensor:
     """Put wanted tokens in the place of hot ones that are not wanted.
 
@@ -31,7 +33,8 @@ def fill_hot(
 
     To a heap on a GPU tokens go in bulk (IceCache, section 4.3): gathered into one
     buffer of pinned memory, copied at once, and scattered to their slots there. The
-    host does not wait for that.
+    host does not wait for that. With ``reads`` only their numbers go there, and the GPU
+    takes them out of ``host`` itself.
 
     Args:
         heap: [num_pages, page_elems], written; on any device, its layout as well.
@@ -45,6 +48,8 @@ def fill_hot(
         token: int64 [seats, heads, width], host tokens that are hot; updated.
         page, slot: int64 [seats, heads, width], where they are in the heap.
         counts: int64 [seats], how many of ``width`` slots there are.
+        reads: of ``host``, which is pinned then, at least the pages of ``table``; what
+            is read must not change until that is over.
 
     Returns:
         int64 [requests], tokens copied, over all heads.
@@ -76,6 +81,12 @@ def fill_hot(
     moves, copied = swap_hot(host, table, wanted, seats, token, page, slot, counts)
     count, dim = moves.shape[1], host.shape[3]
     if count == 0:
+        return copied
+    if reads is not None:
+        keys, values, to_page, to_slot = moved(moves, heap.device)
+        rows = host.view(-1, dim)
+        fetch_tokens(heap, to_page, to_slot, rows, keys, values, layout)
+        reads.note()
         return copied
     staged = staging(2 * count, dim, dtype=host.dtype, device=heap.device)
     copy_pages(staged, None, host.view(-1, dim), moves[:2].flatten())

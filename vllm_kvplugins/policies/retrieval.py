@@ -198,7 +198,11 @@ class Retriever(KVCachePolicy):
         description="Select while the model computes, with the queries of the step "
         "before (step), or of the layer before, which finds little (layer).",
     )
-
+    host_fetch: Literal["staged", "direct"] = Field(
+        default="staged",
+        description="How tokens come to a GPU: gathered by the host and copied "
+        "(staged), or read by the GPU out of pinned host memory (direct).",
+    )
     host_memory: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
         default=None,
         ge=1,

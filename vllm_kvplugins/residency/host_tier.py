@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import TYPE_CHECKING
+
 import torch
+
+from vllm_kvplugins.ops.device import Reads
+from vllm_kvplugins.residency.pinned import PinnedArena
+
+if TYPE_CHECKING:
+    from vllm_kvplugins.policies.retrieval import Retriever
+    from vllm_kvplugins.residency.heap import Heap
 
 
 class HostTier:
@@ -12,21 +22,42 @@ class HostTier:
     is reserved at once and touched as it fills, so that it costs what is used; freed
     pages are used again first.
 
+    Where a GPU reads pages itself, it does so some time after it was told to. What is
+    returned meanwhile rests until that is over: nobody gets it, so nobody writes there.
+
     Args:
         limit_bytes: most memory of all pages together.
         page_tokens: tokens per page.
         head_dim: elements per key and per value.
         dtype: the cache's.
+        reader: a GPU that reads pages itself; they are pinned before anybody gets them.
+
+    Raises:
+        RuntimeError: the reader cannot, or nothing can be pinned.
     """
 
     def __init__(
-        self, limit_bytes: int, page_tokens: int, head_dim: int, dtype: torch.dtype
+        self,
+        limit_bytes: int,
+        page_tokens: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        reader: torch.device | None = None,
     ) -> None:
         self.page_bytes = 2 * page_tokens * head_dim * dtype.itemsize
         count = limit_bytes // self.page_bytes
         # [num_pages, 2 (keys, values), page_tokens, head_dim]
-        self.pages = torch.empty(count, 2, page_tokens, head_dim, dtype=dtype)
+        shape = count, 2, page_tokens, head_dim
+        self._arena: PinnedArena | None = None
+        if reader is None:
+            self.pages = torch.empty(shape, dtype=dtype)
+        else:
+            self._arena = PinnedArena(count * self.page_bytes, reader)
+            self.pages = self._arena.memory.view(dtype).view(shape)
         self._fresh = 0
+        # behind which work of the GPU they are returned
+        self._resting: deque[tuple[list[torch.cuda.Event], torch.Tensor]] = deque()
+        self._num_resting = 0
         self._returned: list[torch.Tensor] = []
         self._num_returned = 0
 
@@ -42,7 +73,15 @@ class HostTier:
     @property
     def num_free(self) -> int:
         """Pages that nobody owns."""
-        return len(self.pages) - self._fresh + self._num_returned
+        returned = self._num_returned + self._num_resting
+        return len(self.pages) - self._fresh + returned
+
+    @property
+    def reads(self) -> Reads | None:
+        """What the GPU reads of the pages itself; None: it must not, they go through a
+        staging buffer."""
+        arena = self._arena
+        return arena.reads if arena is not None and arena.complete else None
 
     @property
     def used_bytes(self) -> int:
@@ -54,11 +93,15 @@ class HostTier:
 
         Raises:
             RuntimeError: there are not so many; nothing was taken.
+
+        Cost: waits for a GPU only if all that is left is what it still reads, and for
+            pinning if that is not done.
         """
         if count > self.num_free:
             raise RuntimeError(
                 f"the host tier has {self.num_free} free pages, {count} are wanted"
             )
+        self._wake(count)
         parts, missing = [], count
         while missing and self._returned:
             last = self._returned.pop()
@@ -68,15 +111,45 @@ class HostTier:
             parts.append(last)
             missing -= len(last)
         self._num_returned -= count - missing
+        if self._arena is not None:
+            self._arena.cover((self._fresh + missing) * self.page_bytes)
         parts.append(torch.arange(self._fresh, self._fresh + missing))
         self._fresh += missing
         return torch.cat(parts)
 
+    def _wake(self, count: int) -> None:
+        """Let go of what the GPU has read; wait for it if too little else is free."""
+        while self._resting:
+            events, pages = self._resting[0]
+            late = [event for event in events if not event.query()]
+            if late and len(self.pages) - self._fresh + self._num_returned >= count:
+                return
+            for event in late:
+                event.synchronize()
+            self._resting.popleft()
+            self._num_resting -= len(pages)
+            self._put_back(pages)
+
     def give(self, pages: torch.Tensor) -> None:
-        """Return pages; nobody reads them any more."""
-        if len(pages):
-            self._returned.append(pages)
-            self._num_returned += len(pages)
+        """Return pages; nobody reads them any more, but for the GPU what it was told to
+        read until now."""
+        if not len(pages):
+            return
+        events = self._arena.reads.so_far() if self._arena is not None else []
+        if events:
+            self._resting.append((events, pages))
+            self._num_resting += len(pages)
+        else:
+            self._put_back(pages)
+
+    def _put_back(self, pages: torch.Tensor) -> None:
+        self._returned.append(pages)
+        self._num_returned += len(pages)
+
+    def close(self) -> None:
+        """Nobody will fetch from it; waits for the GPU, if that reads it."""
+        if self._arena is not None:
+            self._arena.close()
 
     def write(
         self, table: torch.Tensor, first: int, keys: torch.Tensor, values: torch.Tensor
@@ -99,9 +172,26 @@ class HostTier:
         Args:
             owned: pages of all who have any.
         """
-        ids = torch.cat([*owned, *self._returned, torch.empty(0, dtype=torch.int64)])
+        free = [*self._returned, *(pages for _, pages in self._resting)]
+        ids = torch.cat([*owned, *free, torch.empty(0, dtype=torch.int64)])
         assert ids.unique().numel() == ids.numel(), "a host page has two owners"
         assert ids.numel() == self._fresh, "a host page is lost"
+
+
+def tier_for(policy: Retriever, heap: Heap, share: float) -> HostTier:
+    """The host tier of a worker, as its policy is set.
+
+    Args:
+        share: this worker's part of the policy's host memory.
+    """
+    limit = policy.host_memory_bytes or default_limit_bytes()
+    return HostTier(
+        int(limit * share),
+        policy.host_page_tokens,
+        heap.layout.head_dim,
+        heap.pages.dtype,
+        heap.pages.device if policy.host_fetch == "direct" else None,
+    )
 
 
 def default_limit_bytes() -> int:

@@ -10,8 +10,8 @@ Only contents change: page tables and lengths stay as the compaction left them. 
 requests of a step are served in one call per layer.
 
 Choosing is the host's work, whatever the cache's device: queries of a GPU come to the
-host, and what they ask for goes back in one copy. Tables of who has which hot slot are
-on the host.
+host, and what they ask for goes back in one copy, or the GPU takes it from there
+(``host_fetch``). Tables of who has which hot slot are on the host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_kvplugins.ops.device import Arrival, SideStream, moved
 from vllm_kvplugins.ops.hot_set import fill_hot
 from vllm_kvplugins.policies.retrieval import Retriever
 from vllm_kvplugins.residency.heap import Heap
-from vllm_kvplugins.residency.host_tier import HostTier, default_limit_bytes
+from vllm_kvplugins.residency.host_tier import tier_for
 from vllm_kvplugins.residency.hot_zones import HotZones
 from vllm_kvplugins.residency.indexing import Indexer
 from vllm_kvplugins.residency.leaving import Departures
@@ -68,13 +68,7 @@ class Retrieval:
         self._policy = policy
         self._heap = heap
         self._scales = scales
-        limit = policy.host_memory_bytes or default_limit_bytes()
-        self.tier = HostTier(
-            int(limit * share),
-            policy.host_page_tokens,
-            heap.layout.head_dim,
-            heap.pages.dtype,
-        )
+        self.tier = tier_for(policy, heap, share)
         self._zones = {
             layer: HotZones.empty(heap.num_kv_heads)
             for layer in range(policy.skip_layers, heap.num_layers)
@@ -308,6 +302,7 @@ class Retrieval:
             zones.page,
             zones.slot,
             zones.counts,
+            self.tier.reads,
         )
 
     def _note(
@@ -378,6 +373,11 @@ class Retrieval:
         self._detached.remove(state)
         for pages in state.pages.values():
             self.tier.give(pages.flatten())
+
+    def close(self) -> None:
+        """Let go of the host memory; nobody has any of it."""
+        self._join()
+        self.tier.close()
 
     def hot_tokens(self, request_id: str, layer: int) -> torch.Tensor:
         """int64 [num_kv_heads, count]: numbers of the host tokens that are hot."""

@@ -134,6 +134,8 @@ class PolicyRuntime:
     def detach(self) -> None:
         """Let go of a cache that is gone: vLLM makes one to measure graphs with."""
         assert not self._requests, "requests have tokens there"
+        if self.retrieval is not None:
+            self.retrieval.close()
         self.heap = self.tables = self._compactor = None
         self.prober = self.retrieval = self.zooming = None
 

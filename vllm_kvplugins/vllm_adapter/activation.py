@@ -113,6 +113,7 @@ def finish_config(
             *probing.problems(vllm_config, policy),
             *surprisal.problems(vllm_config, policy),
             *validation.episode_problems(policy),
+            *host_memory.fetch_problems(policy),
         ],
     )
     if policy.episode_settings is not None:

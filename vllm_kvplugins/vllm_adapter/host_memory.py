@@ -1,11 +1,19 @@
-"""Admission to the host tier: requests wait until what they may offload fits."""
+"""The host tier: may a GPU read it, and who may come in; requests wait until what they
+may offload fits."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
+from vllm_kvplugins.ops.host_fetch import direct_problem
 from vllm_kvplugins.policies.base import Geometry, KVCachePolicy, Retention
 from vllm_kvplugins.residency.host_tier import default_limit_bytes
+from vllm_kvplugins.residency.pinned import CHUNK_BYTES, PinnedArena
+
+if TYPE_CHECKING:
+    from vllm_kvplugins.policies.retrieval import Retriever
 
 _MIB = 1 << 20
 
@@ -15,6 +23,50 @@ def limited(request: dict[str, Any], policy: KVCachePolicy) -> dict[str, Any]:
     if policy.retention is Retention.DROP or policy.host_memory_bytes:
         return request
     return request | {"host_memory": default_limit_bytes()}
+
+
+def _is_read_directly(policy: KVCachePolicy) -> bool:
+    if policy.retention is not Retention.OFFLOAD:
+        return False
+    return cast("Retriever", policy).host_fetch == "direct"
+
+
+def fetch_problems(policy: KVCachePolicy) -> list[str]:
+    """Why tokens cannot come from the host as the policy asks for; for the front end,
+    which knows no device."""
+    from vllm.platforms import current_platform
+
+    if not _is_read_directly(policy):
+        return []
+    if current_platform.is_cpu():
+        return [
+            "host_fetch 'direct' is for GPUs, which read the host's memory themselves; "
+            "on a CPU leave host_fetch at 'staged'"
+        ]
+    problem = direct_problem(torch.device("cuda"))
+    if problem is None:
+        return []
+    return [
+        f"host_fetch 'direct' needs this package's CUDA kernels ({problem}); build "
+        "them (KVP_CUDA=ON KVP_BUILD=require pip install --no-build-isolation -e .), "
+        "or leave host_fetch at 'staged'"
+    ]
+
+
+def pinning_problems(policy: KVCachePolicy, device: torch.device) -> list[str]:
+    """Why this process cannot have memory that its GPU reads, if the policy asks for
+    it. Tries, with one chunk: what allows and forbids it is not the same everywhere."""
+    if not _is_read_directly(policy):
+        return []
+    try:
+        PinnedArena(CHUNK_BYTES, device).close()
+    except RuntimeError as error:
+        return [
+            f"host_fetch 'direct' needs host memory that a GPU reads, and {error}; "
+            "free some, allow this process to lock it (ulimit -l), or leave host_fetch "
+            "at 'staged'"
+        ]
+    return []
 
 
 class HostReservations:

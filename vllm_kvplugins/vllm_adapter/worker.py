@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from vllm_kvplugins.errors import refuse
 from vllm_kvplugins.residency.recorded_run import Fetch
 from vllm_kvplugins.residency.requests import Record
 from vllm_kvplugins.residency.retrieval_log import RetrievalLog
-from vllm_kvplugins.vllm_adapter import activation, compat
+from vllm_kvplugins.vllm_adapter import activation, compat, host_memory
 from vllm_kvplugins.vllm_adapter.turns import asked_patched_prompt, asked_turn_ends
 
 
@@ -28,6 +29,11 @@ class PolicyWorker:
 
     def init_device(self) -> None:
         super().init_device()  # type: ignore[misc]
+        policy = self.kv_policy_runtime.policy
+        refuse(
+            f"KV policy {policy.name!r} cannot run on this machine",
+            host_memory.pinning_problems(policy, self.model_runner.device),
+        )
         activation.set_runner(compat.runner_adapter(self.model_runner))
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

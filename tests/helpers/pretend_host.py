@@ -1,0 +1,134 @@
+"""Memory of the host, as a GPU that is none reads it by itself.
+
+It may do so late: what it was told to read must be the same when somebody has waited
+for that as it was when it was told. It refuses what is not pinned, and memory that is
+pinned twice, or not any more.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_kvplugins.ops import host_fetch, hot_set, torch_ops
+from vllm_kvplugins.ops.layout import PageLayout
+
+# What stands in for the driver and for our kernel: where it is looked up, and its name.
+HOST_SEAMS = [
+    (host_fetch, "pin"),
+    (host_fetch, "unpin"),
+    (host_fetch, "direct_problem"),
+    (hot_set, "fetch_tokens"),
+]
+
+
+class Read(NamedTuple):
+    """Rows that are read, and what was in them when the GPU was told to."""
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    contents: torch.Tensor
+
+
+class PretendedHost:
+    """What is pinned, and read.
+
+    Attributes:
+        pinned: addresses of the host, with lengths, in the order of pinning.
+        room: bytes that may be pinned; more fails as a driver does.
+        freed: bytes that were unpinned.
+        quick: while it is not set, pinning takes time.
+        fetches: how often it was told to read.
+    """
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+        self.room = 1 << 40
+        self.freed = self.fetches = 0
+        self.quick = threading.Event()
+        self.quick.set()
+        self._reads: dict[int, Read] = {}
+        self._lock = threading.Lock()
+
+    def direct_problem(self, device: torch.device) -> str | None:
+        return None if device.type == "cuda" else f"{device} is no GPU"
+
+    def pin(self, memory: torch.Tensor, device: torch.device) -> None:
+        assert device.type == "cuda"
+        assert self.quick.wait(30)
+        first, size = memory.data_ptr(), memory.nbytes
+        assert first % mmap.PAGESIZE == size % mmap.PAGESIZE == 0
+        for at, length in self.pinned.items():
+            assert first + size <= at or at + length <= first, "pinned twice"
+        if sum(self.pinned.values()) + size > self.room:
+            raise ValueError("kvp.pin_host: cudaErrorMemoryAllocation, out of memory")
+        self.pinned[first] = size
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        assert not self._reads, "the GPU reads it"
+        assert self.pinned.pop(memory.data_ptr()) == memory.nbytes
+        self.freed += memory.nbytes
+
+    def fetch_tokens(
+        self,
+        heap: Any,
+        pages: Any,
+        slots: Any,
+        rows: torch.Tensor,
+        key_rows: Any,
+        value_rows: Any,
+        layout: PageLayout,
+    ) -> None:
+        assert type(rows) is torch.Tensor, "rows are the host's"
+        ids = torch.cat([key_rows.numbers, value_rows.numbers])
+        contents = rows[ids]
+        self._require_pinned(rows, ids)
+        keys, values = contents.split(len(key_rows))
+        places = pages.numbers, slots.numbers
+        # what else uses the heap comes later, in the order of the stream
+        own = PageLayout(layout.block_size, layout.head_dim, *tables(layout))
+        torch_ops.scatter_tokens(heap.numbers, *places, keys, values, own)
+        stream = torch.cuda.current_stream(heap.device)
+        with self._lock:
+            self.fetches += 1
+            self._reads[self.fetches] = Read(rows, ids, contents)
+            stream.reads &= set(self._reads)
+            stream.reads.add(self.fetches)
+
+    def _require_pinned(self, rows: torch.Tensor, ids: torch.Tensor) -> None:
+        size = rows.shape[1] * rows.itemsize
+        first = rows.data_ptr() + ids * size
+        inside = torch.zeros_like(ids)
+        for at, length in self.pinned.items():
+            stop = (first + size).clamp(max=at + length)
+            inside += (stop - first.clamp(min=at)).clamp(min=0)
+        assert bool((inside == size).all()), "what the GPU reads is not pinned"
+
+    def under_way(self, reads: set[int]) -> bool:
+        return not reads.isdisjoint(self._reads)
+
+    def over(self, reads: set[int]) -> None:
+        """Somebody has waited for these."""
+        with self._lock:
+            for number in reads & set(self._reads):
+                read = self._reads.pop(number)
+                now = read.rows[read.ids]
+                # bit for bit: what nobody has written may be NaN
+                assert now.view(torch.uint8).equal(read.contents.view(torch.uint8)), (
+                    "the host has written where the GPU was still reading"
+                )
+
+    def finish(self) -> None:
+        """All that was ever read is over."""
+        self.over(set(self._reads))
+
+
+def tables(layout: PageLayout) -> list[torch.Tensor]:
+    """Of a layout of the GPU, or not."""
+    return [
+        getattr(table, "numbers", table)
+        for table in (layout.k_offsets, layout.v_offsets)
+    ]

@@ -1,0 +1,276 @@
+"""Tokens that a GPU which is none reads out of the host's memory by itself.
+
+``tests/unit/test_suites.py`` runs it in a process of its own: torch does not forget
+that it once believed in a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from policy_settings import configure
+from pretend_cuda import CUDA, PretendedGPU
+from pretended_life import ANSWER, PROMPTS, Life, numbers, on, without_inference_mode
+
+from vllm_kvplugins.ops.device import Arrival
+from vllm_kvplugins.ops.hot_set import fill_hot
+from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.residency import leaving, pinned
+from vllm_kvplugins.residency.host_tier import HostTier
+from vllm_kvplugins.residency.offloaded import Traffic
+from vllm_kvplugins.residency.retrieval import Retrieval
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import gpu_smoke
+
+SETTINGS = {"budget": 12, "sinks": 2, "window": 8, "skip_layers": 1}
+SETTINGS |= {"host_memory": 1 << 20, "page_tokens": 4}
+CHUNK = 1 << 12  # bytes
+POLICIES = [
+    configure(name, SETTINGS | {"prefetch": prefetch})
+    for name in ("exact-topk", "icecache")
+    for prefetch in ("off", "step", "layer")
+]
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch) -> None:
+    monkeypatch.setattr(pinned, "CHUNK_BYTES", CHUNK)
+    methods = ("_fetch_ahead", "forget", "detach")
+    without_inference_mode(monkeypatch, *((Retrieval, name) for name in methods))
+
+
+@pytest.fixture
+def gpu() -> Iterator[PretendedGPU]:
+    with PretendedGPU() as pretended:
+        yield pretended
+        gc.collect()
+        assert not pretended.host.pinned
+
+
+def lived(life: Life) -> tuple[list[torch.Tensor], Traffic]:
+    """Two requests' tables and what the cache holds in the end; what was fetched."""
+    tables = []
+    while life.computed["short"] < PROMPTS["short"] + 3 * ANSWER:
+        tables += life.step(life.rows())
+    retrieval = life.runtime.retrieval
+    assert retrieval is not None
+    retrieval._join()
+    traffic = retrieval.take_traffic()
+    found = [numbers(t).clone() for t in (*tables, life.heap.pages)]
+    return found, traffic
+
+
+@pytest.mark.parametrize(
+    "policy", POLICIES, ids=lambda p: f"{p['name']}-{p['prefetch']}"
+)
+def test_direct_is_staged(policy: dict[str, Any]):
+    """Bit for bit, and nobody waits more often."""
+    found, traffic, waits = {}, {}, {}
+    for how in ("staged", "direct"):
+        with on(CUDA) as gpu:
+            life = Life(policy | {"host_fetch": how}, CUDA)
+            found[how], traffic[how] = lived(life)
+            waits[how] = len(gpu.waits)
+            assert (gpu.host.fetches > 20) == (how == "direct")
+            assert bool(gpu.host.pinned) == (how == "direct")
+            life.runtime.forget(list(PROMPTS))
+            life.runtime.check_integrity()
+            gpu.host.finish()
+            life.runtime.detach()
+            assert not gpu.host.pinned
+    same(found["staged"], found["direct"])
+    assert traffic["staged"] == traffic["direct"]
+    assert traffic["staged"].fetched > 0
+    assert waits["staged"] == waits["direct"]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    for here, there in zip(one, other, strict=True):
+        torch.testing.assert_close(here, there, rtol=0, atol=0, equal_nan=True)
+
+
+class ByItself(Arrival):
+    """Tokens that come to the host by a stream of their own: that they have come says
+    nothing of what the GPU was told to read before."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        with torch.cuda.stream(torch.cuda.Stream(CUDA)):
+            super().__init__(tensor)
+
+
+@pytest.mark.parametrize("prefetch", ["off", "step"])
+def test_nobody_writes_where_the_gpu_still_reads(
+    gpu: PretendedGPU, monkeypatch, prefetch: str
+):
+    """Requests that go and come again in a tier that holds them once."""
+    monkeypatch.setattr(leaving, "Arrival", ByItself)
+    policy = POLICIES[0] | {"prefetch": prefetch}
+    life = Life(policy, CUDA)
+    lived(life)
+    assert life.runtime.retrieval is not None
+    needed = life.runtime.retrieval.tier.used_bytes
+    life = Life(policy | {"host_fetch": "direct", "host_memory": needed}, CUDA)
+    for _ in range(2):
+        lived(life)
+        assert life.runtime.retrieval is not None
+        assert life.runtime.retrieval.tier.num_free == 0
+        life.runtime.forget(list(PROMPTS))
+        life.computed = dict.fromkeys(PROMPTS, 0)
+    gpu.host.finish()
+
+
+TOKENS, HEADS, DIM = 4, 1, 16  # of a page: 512 bytes
+
+
+class Scene:
+    """A tier of some pages, and a heap on the GPU that has room for one's tokens."""
+
+    def __init__(self, num_pages: int) -> None:
+        bytes_each = 2 * TOKENS * DIM * 4
+        self.tier = HostTier(num_pages * bytes_each, TOKENS, DIM, torch.float32, CUDA)
+        layout = PageLayout.interleaved(TOKENS, DIM)
+        self.heap = torch.zeros(1, layout.page_elems, device=CUDA)
+        self.layout = layout.to(CUDA)
+
+    def fetch(self, pages: torch.Tensor) -> None:
+        """The tokens of a page."""
+        at = torch.arange(TOKENS).view(1, HEADS, TOKENS)
+        fill_hot(
+            self.heap,
+            self.layout,
+            self.tier.pages,
+            pages[-1:].repeat(2).view(1, HEADS, 2),
+            at,
+            torch.tensor([0]),
+            at + TOKENS,
+            torch.zeros_like(at),
+            at.clone(),
+            torch.tensor([TOKENS]),
+            self.tier.reads,
+        )
+
+
+def test_pages_rest_until_they_are_read(gpu: PretendedGPU):
+    """Others are given first; if there are none, somebody waits."""
+    scene = Scene(num_pages=5)
+    tier = scene.tier
+    mine = tier.take(2)
+    tier.write(mine[None], 0, torch.ones(1, 8, DIM), -torch.ones(1, 8, DIM))
+    gpu.waits.clear()
+    scene.fetch(mine)
+    assert numbers(scene.heap).abs().eq(1).all()
+    tier.give(mine)
+    assert tier.num_free == 5
+    tier.check_integrity([])
+    others = tier.take(3)
+    assert not set(others.tolist()) & set(mine.tolist())
+    assert not gpu.waits, "there was enough"
+    again = tier.take(1)
+    assert len(gpu.waits) == 1, "there was nothing else"
+    assert int(again) in mine.tolist()
+    tier.write(again[None], 0, torch.zeros(1, 4, DIM), torch.zeros(1, 4, DIM))
+    gpu.host.finish()
+
+
+def test_the_gpu_is_caught_reading_what_was_overwritten(gpu: PretendedGPU):
+    scene = Scene(num_pages=2)
+    mine = scene.tier.take(1)
+    scene.tier.write(mine[None], 0, torch.ones(1, 4, DIM), torch.ones(1, 4, DIM))
+    scene.fetch(mine)
+    scene.tier.write(mine[None], 3, torch.zeros(1, 1, DIM), torch.zeros(1, 1, DIM))
+    with pytest.raises(AssertionError, match="still reading"):
+        gpu.host.finish()
+    plain = torch.zeros(2, DIM)
+    with pytest.raises(AssertionError, match="not pinned"):
+        gpu.host._require_pinned(plain, torch.tensor([1]))
+
+
+def test_memory_is_pinned_as_it_fills_and_once(gpu: PretendedGPU):
+    """A chunk ahead, on another thread; all is unpinned in the end."""
+    scene = Scene(num_pages=4 * CHUNK // 512 + 3)
+    tier, each = scene.tier, CHUNK // 512
+    arena = tier._arena
+    assert arena is not None
+
+    def chunks() -> int:
+        if arena._coming is not None:
+            arena._coming.result(30)
+        assert list(gpu.host.pinned) == [c.data_ptr() for c in arena._pinned]
+        return len(gpu.host.pinned)
+
+    assert chunks() == 2
+    first = tier.take(each)
+    assert chunks() == 2
+    gpu.host.quick.clear()
+    tier.take(1)  # of the second; the third is on its way
+    assert len(gpu.host.pinned) == 2
+    assert arena._coming is not None
+    assert not arena._coming.done()
+    gpu.host.quick.set()
+    tier.take(2 * each)  # more than is pinned
+    assert chunks() == 5
+    tier.give(first)
+    tier.take(2 * each + 2)
+    assert tier.num_free == 0
+    assert sum(gpu.host.pinned.values()) >= tier.pages.nbytes
+    assert gpu.host.freed == 0
+    scene.fetch(first)
+    tier.close()
+    assert tier.reads is None
+    assert not gpu.host.pinned
+    freed = gpu.host.freed
+    tier.close()
+    assert gpu.host.freed == freed >= tier.pages.nbytes
+
+
+def test_memory_that_nobody_holds_is_unpinned(gpu: PretendedGPU):
+    scene = Scene(num_pages=3)
+    scene.fetch(scene.tier.take(1))
+    assert gpu.host.pinned
+    del scene
+    gc.collect()
+    assert not gpu.host.pinned
+    assert gpu.waits, "behind what was read"
+
+
+def test_what_cannot_be_pinned_is_staged(gpu: PretendedGPU, caplog):
+    """Said once; answers are the same."""
+    life = Life(POLICIES[0] | {"host_fetch": "direct"}, CUDA)
+    while gpu.host.fetches < 5:
+        life.step(life.rows())
+    gpu.host.room = 0
+    found, traffic = lived(life)
+    assert life.runtime.retrieval is not None
+    assert life.runtime.retrieval.tier.reads is None
+    (said,) = [r.message for r in caplog.records if "pinned" in r.message]
+    assert "cudaErrorMemoryAllocation" in said
+    fetches, pinned_then = gpu.host.fetches, len(gpu.host.pinned)
+    assert pinned_then > 2
+    plain = lived(Life(POLICIES[0], CUDA))
+    same(found[-1:], plain[0][-1:])
+    assert traffic == plain[1]
+    assert (gpu.host.fetches, len(gpu.host.pinned)) == (fetches, pinned_then)
+    gpu.host.finish()
+
+
+def test_nothing_at_all_can_be_pinned(gpu: PretendedGPU):
+    gpu.host.room = CHUNK - 1
+    with pytest.raises(RuntimeError, match=r"cannot be pinned: .*out of memory"):
+        Scene(num_pages=100)
+    assert not gpu.host.pinned
+
+
+@pytest.mark.parametrize("how", ["staged", "direct"])
+def test_the_smoke_test_for_gpus_measures_it(gpu: PretendedGPU, how: str):
+    run = gpu_smoke.fetcher(CUDA, how, 32)
+    assert [int(run()) for _ in range(6)] == [8 * 32] * 6
+    assert gpu.host.fetches == (6 if how == "direct" else 0)
+    gpu.host.finish()

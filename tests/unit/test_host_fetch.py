@@ -1,0 +1,163 @@
+"""Tokens out of rows of the host's memory, and who may read them directly."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from layouts import make_layout
+from test_ops import (
+    DTYPES,
+    LAYOUTS,
+    NUM_PAGES,
+    assert_same_bits,
+    make_heap,
+    make_places,
+)
+
+from vllm_kvplugins import ops
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.ops import dispatch, host_fetch
+from vllm_kvplugins.residency import pinned
+from vllm_kvplugins.residency.host_tier import HostTier
+
+BACKENDS = ["torch"] if dispatch.load_extension().reason else ["compiled", "torch"]
+BLOCK, DIM, ROWS, N = 16, 24, 40, 30
+
+
+def arguments(kind: str, dtype: torch.dtype) -> list[Any]:
+    """Of a call; rows may be wanted twice."""
+    print("seed 11")
+    random = torch.Generator().manual_seed(11)
+    layout = make_layout(kind, BLOCK, DIM, 11)
+    rows = make_heap(make_layout("natural", 1, DIM, 11), dtype, seed=12)
+    rows = rows.reshape(-1, DIM).repeat(3, 1)[:ROWS].contiguous()
+    wanted = torch.randint(ROWS, (2, N), generator=random)
+    heap = make_heap(layout, dtype, seed=13, gap=5)
+    return [heap, *make_places(layout, N, 14), rows, *wanted, layout]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_come_to_their_slots(monkeypatch, backend, kind, dtype):
+    monkeypatch.setenv("KVP_OPS", backend)
+    heap, pages, slots, rows, keys, values, layout = arguments(kind, dtype)
+    expected = heap.clone()
+    for i in range(N):
+        at = slots[i] * DIM + torch.arange(DIM)
+        expected[pages[i], layout.k_offsets[at].long()] = rows[keys[i]]
+        expected[pages[i], layout.v_offsets[at].long()] = rows[values[i]]
+    ops.fetch_tokens(heap, pages, slots, rows, keys, values, layout)
+    assert_same_bits(heap, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("which", "value", "said"),
+    [
+        (1, NUM_PAGES, r"pages\[3\] is page 9, but the heap has pages 0 to 8"),
+        (2, -1, r"slots\[3\] is slot -1, but pages have slots 0 to 15"),
+        (4, ROWS, r"key_rows\[3\] is row 40, but there are rows 0 to 39"),
+        (5, -2, r"value_rows\[3\] is row -2, but there are rows 0 to 39"),
+    ],
+)
+def test_what_does_not_exist_is_refused(monkeypatch, backend, which, value, said):
+    monkeypatch.setenv("KVP_OPS", backend)
+    given = arguments("natural", torch.float32)
+    before = given[0].clone()
+    given[which][3] = value
+    with pytest.raises(ValueError, match=said):
+        ops.fetch_tokens(*given)
+    assert_same_bits(given[0], before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_does_not_fit_is_refused(monkeypatch, backend):
+    monkeypatch.setenv("KVP_OPS", backend)
+    given = arguments("natural", torch.float32)
+    for which, wrong in (
+        (3, given[3].bfloat16()),
+        (3, given[3][:, 1:].contiguous()),
+        (4, given[4][1:]),
+        (5, given[5].int()),
+        (1, torch.zeros_like(given[1])),  # then pairs repeat
+    ):
+        changed = list(given)
+        changed[which] = wrong
+        with pytest.raises(ValueError, match=r"kvp\.fetch_tokens"):
+            ops.fetch_tokens(*changed)
+
+
+# -- who may --------------------------------------------------------------------------
+
+
+def test_a_cpu_reads_nothing_directly():
+    cpu = torch.device("cpu")
+    assert "no GPU" in (host_fetch.direct_problem(cpu) or "")
+    with pytest.raises(RuntimeError, match=r"cannot be read directly: .*no GPU"):
+        HostTier(1 << 20, 16, 8, torch.float32, cpu)
+
+
+def test_a_gpu_needs_our_kernels(monkeypatch):
+    monkeypatch.setenv("KVP_OPS", "torch")
+    there = torch.device("cuda", 0)
+    assert host_fetch.direct_problem(there) == "KVP_OPS=torch"
+    with pytest.raises(RuntimeError, match="cannot be read directly: KVP_OPS=torch"):
+        pinned.PinnedArena(1 << 20, there)
+
+
+DIRECT = {"name": "exact-topk", "host_fetch": "direct"}
+
+
+def test_settings():
+    assert parse_policy("exact-topk").host_fetch == "staged"
+    assert parse_policy(DIRECT).host_fetch == "direct"
+    with pytest.raises(KVPolicyError, match="host_fetch"):
+        parse_policy(DIRECT | {"host_fetch": "pinned"})
+
+
+def test_refusals_at_start_up(monkeypatch):
+    pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
+    from vllm_kvplugins.vllm_adapter import host_memory
+
+    direct = parse_policy(DIRECT)
+    others = [parse_policy(name) for name in ("exact-topk", "snapkv", "sekv")]
+    for kind in ("cpu", "cuda"):
+        platform = SimpleNamespace(is_cpu=lambda kind=kind: kind == "cpu")
+        monkeypatch.setattr("vllm.platforms.current_platform", platform)
+        for policy in others:
+            assert host_memory.fetch_problems(policy) == []
+        (said,) = host_memory.fetch_problems(direct)
+        assert "leave host_fetch at 'staged'" in said
+        assert ("on a CPU" in said) == (kind == "cpu")
+        assert ("CUDA kernels (" in said) == (kind == "cuda")
+    monkeypatch.setattr(host_memory, "direct_problem", lambda device: None)
+    assert host_memory.fetch_problems(direct) == []
+
+
+def test_a_process_that_may_not_pin_is_refused(monkeypatch):
+    pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
+    from vllm_kvplugins.vllm_adapter import host_memory
+
+    held: dict[int, int] = {}
+
+    def pin(memory: torch.Tensor, device: torch.device) -> None:
+        if not allowed:
+            raise ValueError("kvp.pin_host: cudaErrorMemoryAllocation, out of memory")
+        held[memory.data_ptr()] = memory.nbytes
+
+    monkeypatch.setattr(host_fetch, "direct_problem", lambda device: None)
+    monkeypatch.setattr(host_fetch, "pin", pin)
+    monkeypatch.setattr(host_fetch, "unpin", lambda memory: held.pop(memory.data_ptr()))
+    there, allowed = torch.device("cuda", 0), False
+    (said,) = host_memory.pinning_problems(parse_policy(DIRECT), there)
+    assert "out of memory" in said
+    assert "ulimit -l" in said
+    assert host_memory.pinning_problems(parse_policy("exact-topk"), there) == []
+    allowed = True
+    assert host_memory.pinning_problems(parse_policy(DIRECT), there) == []
+    assert not held, "it was a try"
