@@ -121,6 +121,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {"dtype": "float16"},
         ["float16", "--dtype bfloat16"],
     ),
+    "direct fetches on a CPU": (
+        {"name": "quest", "host_fetch": "direct"},
+        {"model": "deep"},
+        ["on a CPU", "leave host_fetch at 'staged'"],
+    ),
     "odd block size": (SNAPKV, {"block_size": 16}, ["16", "--block-size 32"]),
     "two arguments": (
         SNAPKV,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from vllm_kvplugins.ops import checks, torch_ops
@@ -75,15 +77,35 @@ def fetch_tokens(
 
     Cost: O(n * head_dim); one kernel launch on CUDA.
     """
-    if compiled_for(heap.device)[0]:
+    compiled = compiled_for(heap.device)[0]
+    if not compiled and heap.device.type != "cpu":
+        raise RuntimeError(f"kvp.{_OP}: {direct_problem(heap.device)}")
+    forced = heap.device.type != "cpu" and os.environ.get("KVP_OPS_CHECK") == "1"
+    if not compiled or forced:
+        _check(heap, pages, slots, rows, key_rows, value_rows, layout)
+    if compiled:
         ids = [each.contiguous() for each in (pages, slots, key_rows, value_rows)]
         places, sources = ids[:2], ids[2:]
         call_compiled(_OP, heap, *places, rows, *sources, *layout_args(layout))
         return
-    if heap.device.type != "cpu":
-        raise RuntimeError(f"kvp.{_OP}: {direct_problem(heap.device)}")
+    found = rows[key_rows], rows[value_rows]
+    torch_ops.scatter_tokens(heap, pages, slots, *found, layout)
+
+
+def _check(
+    heap: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    key_rows: torch.Tensor,
+    value_rows: torch.Tensor,
+    layout: PageLayout,
+) -> None:
+    """Raise ValueError if anything does not fit; on CUDA that waits for the stream."""
     checks.check_heap(_OP, heap, layout)
-    checks.check_rows(_OP, "rows", rows, heap, (len(rows), layout.head_dim))
+    # whatever the heap is on, rows are on the host
+    alike = torch.empty(0, dtype=heap.dtype)
+    checks.check_rows(_OP, "rows", rows, alike, (len(rows), layout.head_dim))
     for name, each, what, limit in (
         ("pages", pages, "page", len(heap)),
         ("slots", slots, "slot", layout.block_size),
@@ -94,5 +116,3 @@ def fetch_tokens(
         checks.check_size(_OP, name, each, len(pages))
         checks.check_range(_OP, name, each, what, limit)
     checks.check_distinct(_OP, pages, slots, layout.block_size)
-    found = rows[key_rows], rows[value_rows]
-    torch_ops.scatter_tokens(heap, pages, slots, *found, layout)

@@ -70,6 +70,7 @@ class PinnedArena:
         problem = self._cover(-(-num_bytes // CHUNK_BYTES)) if self.complete else None
         if problem is None:
             return
+        # What is pinned stays so: another thread may be ordering a read of it.
         self.complete = False
         logger.warning(
             "KV policy: %d MiB of host memory are pinned and no more can be (%s); from "
