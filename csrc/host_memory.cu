@@ -38,9 +38,8 @@ void pin_host(const Tensor& memory, std::int64_t device) {
   const DeviceGuard guard(static_cast<std::int32_t>(device));
   const CaptureElsewhere elsewhere;
   void* const here = memory.mutable_data_ptr();
-  const auto bytes =
-      static_cast<std::size_t>(memory.numel()) * static_cast<std::size_t>(
-                                                     memory.element_size());
+  const auto bytes = static_cast<std::size_t>(memory.numel()) *
+                     static_cast<std::size_t>(memory.element_size());
   require(op, cudaHostRegister(here, bytes,
                                cudaHostRegisterPortable | cudaHostRegisterMapped));
   void* there = nullptr;
