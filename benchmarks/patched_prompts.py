@@ -10,6 +10,9 @@ segment of the episode that the question is routed to; InfiniPot's instruction.
 Two figures per question: nats per token of the true answer, as ``locomo.py`` has them,
 and the share of the evidence's tokens that the cache still has, over layers and heads.
 
+``--config`` changes settings of EpiCache, as in its figure A1; several of them are run
+one after another and compared with the first, question by question.
+
     python benchmarks/patched_prompts.py MODEL locomo.json --budget 1024
 """
 
@@ -171,28 +174,69 @@ def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> No
 
 
 def table_of(rows: list[dict[str, Any]], full: dict[int, float]) -> Table:
-    """Means over questions; differences question by question."""
+    """Means over questions; differences question by question.
+
+    Args:
+        rows: of one configuration after another.
+        full: nats of stock vLLM by question.
+    """
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["config"], row["kind"]), []).append(row)
+    first = rows[0]["config"]
+    several = any(config != first for config, _ in groups)
     table = Table("patched prompt", "questions", "tokens", "nats", "above full KV")
     table.add_column("above the exact question")
     table.add_column("evidence kept")
-    exact = {r["question"]: r["nats"] for r in rows if r["kind"] == EXACT}
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        found = [row for row in rows if row["kind"] == kind]
-        table.add_row(
-            kind,
+    if several:
+        table.add_column("nats above the first")
+        table.add_column("evidence more than the first")
+    for (config, kind), found in groups.items():
+        exact, same = groups.get((config, EXACT), []), groups.get((first, kind), [])
+        cells = [
+            f"{kind} {config}" if several else kind,
             str(len(found)),
             str(round(sum(row["patched_tokens"] for row in found) / len(found))),
             spread([row["nats"] for row in found]),
             spread([row["nats"] - full[row["question"]] for row in found]),
-            _above(found, exact) if kind != EXACT else "",
+            above(found, exact, "nats") if kind != EXACT else "",
             spread([row["evidence_kept"] for row in found]),
-        )
+        ]
+        if several and config != first:
+            cells += [above(found, same, name) for name in ("nats", "evidence_kept")]
+        table.add_row(*cells)
     return table
 
 
-def _above(found: list[dict[str, Any]], other: dict[int, float]) -> str:
-    both = [r["nats"] - other[r["question"]] for r in found if r["question"] in other]
+def above(found: list[dict[str, Any]], other: list[dict[str, Any]], figure: str) -> str:
+    """By how much a figure is more than elsewhere, of the questions that both have."""
+    there = {row["question"]: row[figure] for row in other}
+    both = [
+        row[figure] - there[row["question"]]
+        for row in found
+        if row["question"] in there
+    ]
     return spread(both) if both else ""
+
+
+def policy_of(budget: int, block: int, episodes: int, config: str) -> dict[str, Any]:
+    """EpiCache's settings.
+
+    Args:
+        config: a JSON object; what it names goes before the rest.
+
+    Raises:
+        typer.BadParameter: it is no JSON object.
+    """
+    try:
+        more = json.loads(config)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"--config {config}: no JSON, {error}") from error
+    if not isinstance(more, dict):
+        raise typer.BadParameter(f"--config {config}: give an object, as {{}}")
+    policy = {"name": "epicache", "budget": budget, "prefill_block": block}
+    policy |= {"session_memory": "2GiB", "longest_patched_prompt": LONGEST}
+    return policy | {"episodes": episodes} | more
 
 
 def rows_of(
@@ -215,6 +259,10 @@ def main(
     kind: Annotated[
         list[str] | None, typer.Option(help="default: " + ", ".join(KINDS))
     ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(help="of epicache, as JSON; several are compared with the first"),
+    ] = None,
     dtype: str = "bfloat16",
     out: Path = Path("patched_prompts.jsonl"),
     child: Annotated[str, typer.Option(hidden=True)] = "",
@@ -232,18 +280,20 @@ def main(
             f"--kind {', '.join(unknown)}: give {', '.join(KINDS)}"
         )
     setting = Setting(model, path, dialogue, history_tokens, questions, dtype)
-    policy = {"name": "epicache", "budget": budget, "prefill_block": block}
-    policy |= {"session_memory": "2GiB", "longest_patched_prompt": LONGEST}
-    policy |= {"episodes": episodes}
+    policies = {
+        text: policy_of(budget, block, episodes, text) for text in config or ["{}"]
+    }
     source, rows = provenance(), []
     stock = answers(setting, job("stock", budget, block, {}))
     full = {row["question"]: row["nats"] for row in stock}
-    for row in rows_of(setting, policy, kinds):
-        rows.append(row)
-        facts = {"budget": budget, "block": block, "episodes": episodes}
-        facts["full_nats"] = full[row["question"]]
-        keep(out, setting, facts | row | source)
-    console = Console(width=160)
+    for text, policy in policies.items():
+        for found in rows_of(setting, policy, kinds):
+            row = found | {"config": text, "full_nats": full[found["question"]]}
+            rows.append(row)
+            facts = {"budget": policy["budget"], "block": policy["prefill_block"]}
+            facts["episodes"] = policy["episodes"]
+            keep(out, setting, facts | row | source)
+    console = Console(width=200)
     console.print(table_of(rows, full))
     console.print_json(data=source)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import locomo
@@ -72,3 +73,66 @@ def test_a_dialogue_that_is_too_short_is_followed_by_the_next(tmp_path):
     history, questions = locomo.excerpt(setting, lambda text: len(text.split()))
     assert history[0]["content"] == "A: 1 (May)\nA: 2\nZ: 0 (May)"
     assert questions == [locomo.Question("?", "7", 1, ("A: 1 (May)",))]
+
+
+def test_a_configuration_goes_before_the_other_options():
+    policy = benchmark.policy_of(1024, 512, 4, "{}")
+    assert (policy["budget"], policy["prefill_block"], policy["episodes"]) == (
+        1024,
+        512,
+        4,
+    )
+    allocator = {"name": "sensitivity", "alpha": 2}
+    more = {"segment_utterances": 2, "prefill_block": 256, "allocator": allocator}
+    changed = benchmark.policy_of(1024, 512, 4, json.dumps(more))
+    assert changed == policy | more
+    for bad, why in (("{", "no JSON"), ("[1]", "give an object")):
+        with pytest.raises(typer.BadParameter, match=why) as raised:
+            benchmark.policy_of(1024, 512, 4, bad)
+        assert bad in str(raised.value)
+
+
+def row_of(config, question, nats, kept, kind=benchmark.EPISODE):
+    return {
+        "config": config,
+        "question": question,
+        "kind": kind,
+        "patched_tokens": 10 * (question + 1),
+        "nats": nats,
+        "evidence_kept": kept,
+    }
+
+
+def cells_of(table):
+    columns = [list(column.cells) for column in table.columns]
+    return [dict(zip(HEADS, line, strict=False)) for line in zip(*columns, strict=True)]
+
+
+ALONE = ("kind", "questions", "tokens", "nats", "full", "exact", "kept")
+HEADS = (*ALONE, "nats_first", "kept_first")
+
+
+def test_configurations_are_compared_with_the_first_question_by_question():
+    full = {0: 1.0, 1: 3.0}
+    rows = [row_of("{}", 0, 2.0, 0.5), row_of("{}", 1, 4.0, 0.25)]
+    rows += [row_of("E8", 1, 3.5, 0.5), row_of("E8", 0, 1.5, 0.75)]
+    first, other = cells_of(benchmark.table_of(rows, full))
+    assert first["kind"] == "episode {}"
+    assert other["kind"] == "episode E8"
+    assert first["full"] == "1.000 (1.000..1.000)"
+    assert other["full"] == "0.500 (0.500..0.500)"
+    assert (first["nats_first"], first["kept_first"]) == ("", "")
+    assert other["nats_first"] == "-0.500 (-0.500..-0.500)"
+    assert other["kept_first"] == "0.250 (0.250..0.250)"
+
+
+def test_one_configuration_is_compared_with_the_exact_question_alone():
+    rows = [row_of("{}", 0, 2.0, 0.5), row_of("{}", 0, 1.25, 0.5, benchmark.EXACT)]
+    episode, exact = cells_of(benchmark.table_of(rows, {0: 1.0}))
+    assert episode["kind"] == "episode"
+    assert episode["exact"] == "0.750 (0.750..0.750)"
+    assert exact["exact"] == ""
+    assert "nats_first" not in episode
+    # another configuration's exact question is none of this one
+    rows[1]["config"] = "E8"
+    assert cells_of(benchmark.table_of(rows, {0: 1.0}))[0]["exact"] == ""
