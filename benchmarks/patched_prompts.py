@@ -8,7 +8,8 @@ similar to it, the tenth in the middle, the least similar tenth, a random tenth;
 segment of the episode that the question is routed to; InfiniPot's instruction.
 
 Two figures per question: nats per token of the true answer, as ``locomo.py`` has them,
-and the share of the evidence's tokens that the cache still has, over layers and heads.
+and the share of the evidence's tokens that the cache still has, over layers and heads;
+and beside it the share that chance would keep, which blocks and layer budgets change.
 
 ``--config`` changes settings of EpiCache, as in its figure A1; several of them are run
 one after another and compared with the first, question by question.
@@ -81,30 +82,58 @@ def patched_texts(
     return {EXACT: question} | found | {INSTRUCTION: ""}
 
 
-def evidence_kept(
-    kept: list[list[list[int]]],
-    offsets: list[tuple[int, int]],
-    text: str,
-    asked: Question,
-) -> float:
-    """Share of the evidence's tokens that are there, over layers and KV heads.
+Kept = list[list[list[int]]]  # positions, [layers][kv_heads][kept]
+
+
+def evidence_at(
+    offsets: list[tuple[int, int]], text: str, asked: Question
+) -> list[int]:
+    """Positions of the tokens that hold the answer.
 
     Args:
-        kept: positions after the last compaction, [layers][kv_heads][kept].
         offsets: characters of ``text`` of every token.
     """
     spans = [
         (text.index(line), text.index(line) + len(line)) for line in asked.evidence
     ]
-    wanted = {
+    return [
         position
         for position, (start, stop) in enumerate(offsets)
         if any(start < last and stop > first for first, last in spans)
-    }
-    heads = [set(head) for layer in kept for head in layer]
-    cut = 1 + max(map(max, heads))  # what comes later was never compressed
-    here = [len(wanted & head) + sum(p >= cut for p in wanted) for head in heads]
+    ]
+
+
+def end_of(kept: Kept) -> int:
+    """Where it was cut; the newest tokens in front of that always stay."""
+    return 1 + max(max(head) for layer in kept for head in layer)
+
+
+def evidence_kept(kept: Kept, wanted: list[int]) -> float:
+    """Share of positions that are there, over layers and KV heads.
+
+    Args:
+        kept: after the last compaction; what comes later was never compressed.
+    """
+    heads, cut = [set(head) for layer in kept for head in layer], end_of(kept)
+    here = [sum(p in head or p >= cut for p in wanted) for head in heads]
     return sum(here) / len(heads) / len(wanted)
+
+
+def kept_by_chance(compactions: list[Kept], wanted: list[int]) -> float:
+    """What :func:`evidence_kept` would be if every compaction had kept as many tokens
+    of each layer and KV head as it did, but any.
+
+    Args:
+        compactions: all of a cache, from the first.
+    """
+    sizes = [[len(head) for layer in kept for head in layer] for kept in compactions]
+    share = np.ones((len(wanted), len(sizes[0])))
+    held, before = np.zeros(len(sizes[0])), 0
+    for kept, stay in zip(compactions, sizes, strict=True):
+        cut = end_of(kept)
+        share[np.array(wanted) < cut] *= stay / (held + cut - before)
+        held, before = np.array(stay), cut
+    return float(share.mean())
 
 
 # -- an engine ------------------------------------------------------------------------
@@ -133,7 +162,8 @@ def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> No
     end = len(rendered(tokenizer, history))
     llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=1))
     llm.collective_rpc("kv_policy_record", args=(True,))
-    kept: dict[tuple[int, ...], Any] = {}  # a cache is read once per patched prompt
+    # a cache is read once per patched prompt
+    caches: dict[tuple[int, ...], list[Kept]] = {}
     for number, question in enumerate(questions):
         (asked,) = embed(encoder, [question.text])
         texts = patched_texts(lines, question.text, vectors @ asked, number)
@@ -145,6 +175,7 @@ def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> No
             messages, tokenize=False, add_generation_prompt=True
         )
         read = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
+        wanted = evidence_at(read["offset_mapping"], prompt, question)
         truth = tokenizer.encode(question.answer, add_special_tokens=False)
         for kind in kinds:
             patched = tokenizer.encode(texts[kind], add_special_tokens=False)[:LONGEST]
@@ -156,16 +187,15 @@ def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> No
             )
             (records,) = llm.collective_rpc("kv_policy_take_records")
             if records:
-                kept[tuple(patched)] = records[-1].kept_positions
-            cache = kept[tuple(patched)]
+                caches[tuple(patched)] = [record.kept_positions for record in records]
+            compactions = caches[tuple(patched)]
             row = {
                 "question": number,
                 "kind": kind,
                 "patched_tokens": len(patched),
                 "nats": nats(output.outputs[0]),
-                "evidence_kept": evidence_kept(
-                    cache, read["offset_mapping"], prompt, question
-                ),
+                "evidence_kept": evidence_kept(compactions[-1], wanted),
+                "kept_by_chance": kept_by_chance(compactions, wanted),
             }
             print("RESULT " + json.dumps(row), flush=True)
 
@@ -188,6 +218,7 @@ def table_of(rows: list[dict[str, Any]], full: dict[int, float]) -> Table:
     table = Table("patched prompt", "questions", "tokens", "nats", "above full KV")
     table.add_column("above the exact question")
     table.add_column("evidence kept")
+    table.add_column("by chance")
     if several:
         table.add_column("nats above the first")
         table.add_column("evidence more than the first")
@@ -201,6 +232,7 @@ def table_of(rows: list[dict[str, Any]], full: dict[int, float]) -> Table:
             spread([row["nats"] - full[row["question"]] for row in found]),
             above(found, exact, "nats") if kind != EXACT else "",
             spread([row["evidence_kept"] for row in found]),
+            f"{sum(row['kept_by_chance'] for row in found) / len(found):.3f}",
         ]
         if several and config != first:
             cells += [above(found, same, name) for name in ("nats", "evidence_kept")]

@@ -50,8 +50,45 @@ def test_of_the_evidence_counts_what_is_kept_and_what_was_never_compressed():
     asked = locomo.Question("?", "!", 1, ("bb cc", "ee ff"))
     # tokens 1, 2, 4 and 5 are evidence; compacted at 4
     kept = [[[0, 1, 3], [0, 3]], [[1, 2, 3], [2, 3]]]
-    share = benchmark.evidence_kept(kept, offsets, text, asked)
+    wanted = benchmark.evidence_at(offsets, text, asked)
+    assert wanted == [1, 2, 4, 5]
+    share = benchmark.evidence_kept(kept, wanted)
     assert share == pytest.approx((3 + 2 + 4 + 3) / 4 / 4)
+
+
+def test_chance_keeps_less_of_what_was_compressed_more_often():
+    # 8 tokens read, then 4 more; two heads that keep 4 and 2, later 6 and 1
+    first = [[[0, 1, 2, 7], [6, 7]]]
+    second = [[[0, 1, 8, 9, 10, 11], [11]]]
+    once = [4 / 8, 2 / 8]
+    twice = [4 / 8 * 6 / 8, 2 / 8 * 1 / 6]
+    later = [6 / 8, 1 / 6]
+    assert benchmark.kept_by_chance([first], [3]) == pytest.approx(sum(once) / 2)
+    both = [first, second]
+    assert benchmark.kept_by_chance(both, [3]) == pytest.approx(sum(twice) / 2)
+    assert benchmark.kept_by_chance(both, [8]) == pytest.approx(sum(later) / 2)
+    assert benchmark.kept_by_chance(both, [12]) == 1  # never compressed
+    mixed = (sum(twice) + sum(later) + 2) / 6
+    assert benchmark.kept_by_chance(both, [3, 8, 12]) == pytest.approx(mixed)
+
+
+def test_chance_is_what_random_compactions_keep_on_average():
+    seed = 3
+    random, trials, kept_shares = np.random.default_rng(seed), 400, []
+    wanted, sizes = [5, 40, 70], [(50, 20), (60, 25), (55, 30)]
+    for _ in range(trials):
+        held, compactions = [[], []], []
+        for number, stay in enumerate(sizes):
+            start, cut = (0, 64) if not number else (32 + 32 * number, 64 + 32 * number)
+            held = [[*head, *range(start, cut)] for head in held]
+            held = [
+                sorted(random.permutation(head[:-1])[: n - 1].tolist()) + head[-1:]
+                for head, n in zip(held, stay, strict=True)
+            ]
+            compactions.append([held])
+        kept_shares.append(benchmark.evidence_kept(compactions[-1], wanted))
+    expected = benchmark.kept_by_chance(compactions, wanted)
+    assert np.mean(kept_shares) == pytest.approx(expected, abs=0.04), f"seed {seed}"
 
 
 def test_a_dialogue_that_is_too_short_is_followed_by_the_next(tmp_path):
@@ -100,6 +137,7 @@ def row_of(config, question, nats, kept, kind=benchmark.EPISODE):
         "patched_tokens": 10 * (question + 1),
         "nats": nats,
         "evidence_kept": kept,
+        "kept_by_chance": kept / 2,
     }
 
 
@@ -108,7 +146,7 @@ def cells_of(table):
     return [dict(zip(HEADS, line, strict=False)) for line in zip(*columns, strict=True)]
 
 
-ALONE = ("kind", "questions", "tokens", "nats", "full", "exact", "kept")
+ALONE = ("kind", "questions", "tokens", "nats", "full", "exact", "kept", "chance")
 HEADS = (*ALONE, "nats_first", "kept_first")
 
 
@@ -119,6 +157,7 @@ def test_configurations_are_compared_with_the_first_question_by_question():
     first, other = cells_of(benchmark.table_of(rows, full))
     assert first["kind"] == "episode {}"
     assert other["kind"] == "episode E8"
+    assert (first["kept"], first["chance"]) == ("0.375 (0.250..0.500)", "0.188")
     assert first["full"] == "1.000 (1.000..1.000)"
     assert other["full"] == "0.500 (0.500..0.500)"
     assert (first["nats_first"], first["kept_first"]) == ("", "")
