@@ -103,6 +103,11 @@ def evidence_at(
     ]
 
 
+def evidence_in(patched: str, asked: Question) -> float:
+    """Share of the lines that hold the answer that a patched prompt has itself."""
+    return sum(line in patched for line in asked.evidence) / len(asked.evidence)
+
+
 def end_of(kept: Kept) -> int:
     """Where it was cut; the newest tokens in front of that always stay."""
     return 1 + max(max(head) for layer in kept for head in layer)
@@ -194,6 +199,7 @@ def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> No
                 "kind": kind,
                 "patched_tokens": len(patched),
                 "nats": nats(output.outputs[0]),
+                "evidence_in": evidence_in(tokenizer.decode(patched), question),
                 "evidence_kept": evidence_kept(compactions[-1], wanted),
                 "kept_by_chance": kept_by_chance(compactions, wanted),
             }
@@ -217,6 +223,7 @@ def table_of(rows: list[dict[str, Any]], full: dict[int, float]) -> Table:
     several = any(config != first for config, _ in groups)
     table = Table("patched prompt", "questions", "tokens", "nats", "above full KV")
     table.add_column("above the exact question")
+    table.add_column("evidence in it")
     table.add_column("evidence kept")
     table.add_column("by chance")
     if several:
@@ -231,13 +238,18 @@ def table_of(rows: list[dict[str, Any]], full: dict[int, float]) -> Table:
             spread([row["nats"] for row in found]),
             spread([row["nats"] - full[row["question"]] for row in found]),
             above(found, exact, "nats") if kind != EXACT else "",
+            mean_of(found, "evidence_in"),
             spread([row["evidence_kept"] for row in found]),
-            f"{sum(row['kept_by_chance'] for row in found) / len(found):.3f}",
+            mean_of(found, "kept_by_chance"),
         ]
         if several and config != first:
             cells += [above(found, same, name) for name in ("nats", "evidence_kept")]
         table.add_row(*cells)
     return table
+
+
+def mean_of(found: list[dict[str, Any]], figure: str) -> str:
+    return f"{sum(row[figure] for row in found) / len(found):.3f}"
 
 
 def above(found: list[dict[str, Any]], other: list[dict[str, Any]], figure: str) -> str:

@@ -56,6 +56,13 @@ def test_of_the_evidence_counts_what_is_kept_and_what_was_never_compressed():
     assert share == pytest.approx((3 + 2 + 4 + 3) / 4 / 4)
 
 
+def test_lines_of_the_evidence_may_stand_in_the_patched_prompt():
+    asked = locomo.Question("?", "!", 1, ("Ann: Hi.", "Bob: 7"))
+    assert benchmark.evidence_in("Bob: 7\nAnn: Hi.", asked) == 1
+    assert benchmark.evidence_in("Ann: Hi.\nBob: 8", asked) == 0.5
+    assert benchmark.evidence_in("", asked) == 0
+
+
 def test_chance_keeps_less_of_what_was_compressed_more_often():
     # 8 tokens read, then 4 more; two heads that keep 4 and 2, later 6 and 1
     first = [[[0, 1, 2, 7], [6, 7]]]
@@ -136,6 +143,7 @@ def row_of(config, question, nats, kept, kind=benchmark.EPISODE):
         "kind": kind,
         "patched_tokens": 10 * (question + 1),
         "nats": nats,
+        "evidence_in": kept / 4,
         "evidence_kept": kept,
         "kept_by_chance": kept / 2,
     }
@@ -146,7 +154,7 @@ def cells_of(table):
     return [dict(zip(HEADS, line, strict=False)) for line in zip(*columns, strict=True)]
 
 
-ALONE = ("kind", "questions", "tokens", "nats", "full", "exact", "kept", "chance")
+ALONE = ("kind", "questions", "tokens", "nats", "full", "exact", "in", "kept", "chance")
 HEADS = (*ALONE, "nats_first", "kept_first")
 
 
@@ -157,7 +165,8 @@ def test_configurations_are_compared_with_the_first_question_by_question():
     first, other = cells_of(benchmark.table_of(rows, full))
     assert first["kind"] == "episode {}"
     assert other["kind"] == "episode E8"
-    assert (first["kept"], first["chance"]) == ("0.375 (0.250..0.500)", "0.188")
+    assert first["kept"] == "0.375 (0.250..0.500)"
+    assert (first["in"], first["chance"]) == ("0.094", "0.188")
     assert first["full"] == "1.000 (1.000..1.000)"
     assert other["full"] == "0.500 (0.500..0.500)"
     assert (first["nats_first"], first["kept_first"]) == ("", "")
