@@ -19,6 +19,7 @@ interrupted goes on there.
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -120,6 +121,8 @@ def answered(path: Path, tokenizer: Any, setting: Setting) -> list[Sample]:
 
 def run_engine(setting: Setting, config: str, logits_path: str) -> None:
     """Child: logits in front of every next token, and a line of JSON per document."""
+    # what a logits processor saw can be read only from an engine in this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from _talk import Recorded
     from vllm import LLM, SamplingParams
 
