@@ -123,3 +123,14 @@ def test_logits_are_those_in_front_of_each_prescribed_token():
     assert say(told, logits[3]).argmax() == 0
     assert [seen[0].item() for seen in Recorded.seen] == [2.0, 3.0]
     assert recorded.new_req_logits_processor(vllm.SamplingParams()) is None
+
+
+def test_who_reads_what_an_engine_saw_runs_it_in_its_own_process():
+    """Records and logits are in the engine's process; by default that is another."""
+    readers = []
+    for script in sorted(Path(bench.__file__).parent.glob("[!_]*.py")):
+        text = script.read_text(encoding="utf-8")
+        if "take_records" in text or "import Recorded" in text:
+            readers.append(script.name)
+            assert 'environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"' in text, script
+    assert "sensitivity_kl.py" in readers
