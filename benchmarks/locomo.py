@@ -152,6 +152,24 @@ def told(lines: Iterable[str]) -> list[dict[str, str]]:
     return [opening, {"role": "assistant", "content": READ}]
 
 
+def evidence_at(
+    offsets: list[tuple[int, int]], text: str, asked: Question
+) -> list[int]:
+    """Positions of the tokens that hold the answer.
+
+    Args:
+        offsets: characters of ``text`` of every token.
+    """
+    spans = [
+        (text.index(line), text.index(line) + len(line)) for line in asked.evidence
+    ]
+    return [
+        position
+        for position, (start, stop) in enumerate(offsets)
+        if any(start < last and stop > first for first, last in spans)
+    ]
+
+
 def words(text: str) -> list[str]:
     """Lower-case words without punctuation and articles."""
     plain = text.lower().translate(str.maketrans("", "", string.punctuation))

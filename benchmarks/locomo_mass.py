@@ -5,6 +5,7 @@ Every policy reads the same history in blocks and keeps as many tokens of it, as
 KV reads history and question: of the attention that the question's tokens pay to the
 history, how much falls on tokens that were kept? Mean over layers, query heads and the
 question's tokens, all with full KV's own queries: only what was dropped counts.
+Beside it, the share of the tokens that hold the answer which were kept.
 
     python benchmarks/locomo_mass.py MODEL locomo.json --budget 1024
 """
@@ -28,6 +29,7 @@ from locomo import (
     METHODS,
     Job,
     Setting,
+    evidence_at,
     excerpt,
     job,
     keep,
@@ -61,9 +63,11 @@ def run_engine(setting: Setting, work: Job) -> None:
         if guides:
             told["patched_prompt"] = list(guide)
         messages = [*history, {"role": "user", "content": ASK.format(question.text)}]
-        prompt = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
         )
+        read = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        prompt = read["input_ids"]
         llm.generate(
             {"prompt_token_ids": prompt},
             SamplingParams(max_tokens=1, extra_args=told),
@@ -72,6 +76,7 @@ def run_engine(setting: Setting, work: Job) -> None:
         (records,) = llm.collective_rpc("kv_policy_take_records")
         cache = known.setdefault(guide, len(known))
         row = {"question": number, "cache": cache, "prompt": prompt, "end": end}
+        row["evidence"] = evidence_at(read["offset_mapping"], text, question)
         if records:  # read now, and not brought back
             row["kept"] = records[-1].kept_positions
         print("RESULT " + json.dumps(row), flush=True)
@@ -165,6 +170,7 @@ def table_of(rows: dict[str, list[dict[str, Any]]]) -> Table:
     """Means over questions, and differences to epicache question by question."""
     table = Table("method", "questions", "of the history kept", "of the attention kept")
     table.add_column("less than epicache")
+    table.add_column("of the evidence kept")
     ours = {r["question"]: r["attention_kept"] for r in rows.get("epicache", [])}
     for label, found in rows.items():
         less = [
@@ -178,6 +184,7 @@ def table_of(rows: dict[str, list[dict[str, Any]]]) -> Table:
             f"{sum(r['kept'] for r in found) / len(found):.3f}",
             spread([r["attention_kept"] for r in found]),
             spread(less) if less and label != "epicache" else "",
+            spread([r["evidence_kept"] for r in found]),
         )
     return table
 
@@ -216,12 +223,14 @@ def main(
         request = json.dumps([asdict(setting), work.config])
         told = list(child_rows(__file__, request, name))
         prompts = {row["question"]: row["prompt"] for row in told}
+        evidence = {row["question"]: row["evidence"] for row in told}
         end = told[0]["end"]
         rows[name] = []
         for question, kept in kept_masks(iter(told), end):
             share = asked_of.share(question, prompts[question], end, kept)
             row = {"question": question, "attention_kept": share}
             row["kept"] = float(kept.double().mean())
+            row["evidence_kept"] = float(kept[..., evidence[question]].double().mean())
             rows[name].append(row)
             facts = {"method": name, "budget": budget, "block": block}
             keep(out, setting, facts | row | source)

@@ -35,6 +35,7 @@ from locomo import (
     Question,
     Setting,
     answers,
+    evidence_at,
     excerpt,
     job,
     keep,
@@ -83,24 +84,6 @@ def patched_texts(
 
 
 Kept = list[list[list[int]]]  # positions, [layers][kv_heads][kept]
-
-
-def evidence_at(
-    offsets: list[tuple[int, int]], text: str, asked: Question
-) -> list[int]:
-    """Positions of the tokens that hold the answer.
-
-    Args:
-        offsets: characters of ``text`` of every token.
-    """
-    spans = [
-        (text.index(line), text.index(line) + len(line)) for line in asked.evidence
-    ]
-    return [
-        position
-        for position, (start, stop) in enumerate(offsets)
-        if any(start < last and stop > first for first, last in spans)
-    ]
 
 
 def evidence_in(patched: str, asked: Question) -> float:
