@@ -79,9 +79,17 @@ def _fill(block_ids: list[int], number: float) -> None:
 
 
 def traffic(
-    model: str, policies: dict[str, dict[str, Any]], seed: int, rounds: int, blocks: int
+    model: str,
+    policies: dict[str, dict[str, Any]],
+    seed: int,
+    rounds: int,
+    blocks: int,
+    samples: int,
 ) -> dict[str, dict[str, Any]]:
     """``rounds`` rounds of arrivals, aborts and preemptions per policy.
+
+    Args:
+        samples: requests that are compared with a run of their own.
 
     Returns:
         Per policy what happened, or ``error`` if a check raised.
@@ -90,7 +98,7 @@ def traffic(
     for name, policy in policies.items():
         began = time.monotonic()
         try:
-            found[name] = _traffic(model, policy, seed, rounds, blocks)
+            found[name] = _traffic(model, policy, seed, rounds, blocks, samples)
         except Exception as error:
             found[name] = {"error": f"{type(error).__name__}: {error}"}
         found[name]["seconds"] = time.monotonic() - began
@@ -99,7 +107,12 @@ def traffic(
 
 
 def _traffic(
-    model: str, policy: dict[str, Any], seed: int, rounds: int, blocks: int
+    model: str,
+    policy: dict[str, Any],
+    seed: int,
+    rounds: int,
+    blocks: int,
+    samples: int,
 ) -> dict[str, Any]:
     llm = make_llm(
         model,
@@ -112,7 +125,7 @@ def _traffic(
         skip_tokenizer_init=False,  # for policies that encode text
     )
     driver = PoisoningDriver(llm)
-    fuzzer = Fuzzer(driver, seed)
+    fuzzer = Fuzzer(driver, seed, samples)
     for _ in range(rounds):
         fuzzer.round()
     fuzzer.drain()

@@ -31,8 +31,9 @@ class Fuzzer:
         counts: what happened, so that the test can see that it did happen.
     """
 
-    def __init__(self, driver: Driver, seed: int) -> None:
+    def __init__(self, driver: Driver, seed: int, samples: int = _SAMPLES) -> None:
         self.driver = driver
+        self.samples = samples
         self.rng = random.Random(seed)
         self.prefixes = [random_tokens(seed + i, 500, VOCABULARY) for i in range(3)]
         self.sent: dict[str, Sent] = {}
@@ -129,7 +130,7 @@ class Fuzzer:
         """Tokens of some requests against a run alone without cached prefixes."""
         driver = self.driver
         names = [name for name in self.sent if driver.tokens[name]]
-        for name in self.rng.sample(names, min(_SAMPLES, len(names))):
+        for name in self.rng.sample(names, min(self.samples, len(names))):
             sent, got = self.sent[name], driver.tokens[name]
             driver.llm.reset_prefix_cache()
             alone = f"{name}-alone"

@@ -65,7 +65,7 @@ def test_a_pool_that_is_as_small_as_the_bound(tiny_model, asynchronous):
         "scenarios_epicache:conversation",
         {"model": tiny_model, "policy": POLICY, "guides": GUIDES, "route": ROUTE}
         | {"settings": {"num_gpu_blocks_override": blocks}},
-        runners.environment("V1", asynchronous),
+        runners.environment(runners.CHOSEN, asynchronous),
     )
     assert run["answers"] == run["anew"]
     # a cut is due when it starts from what turn 2 left: a block beside it, no more

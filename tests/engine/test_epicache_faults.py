@@ -37,7 +37,7 @@ def test_readers_that_leave_leave_nothing_behind(tiny_model, asynchronous):
             "guides": GUIDES,
             "leaves_at": LEAVES_AT,
         },
-        runners.environment("V1", asynchronous),
+        runners.environment(runners.CHOSEN, asynchronous),
     )
     assert len(found) == 2 * len(LEAVES_AT)
     for each in found:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness import run_scenario
+from harness import INTERPRETED, run_scenario
 
 pytestmark = pytest.mark.engine
 
 SEED = 20261121
-ROUNDS = 500
+ROUNDS = 100 if INTERPRETED else 500
 BLOCKS = 26
 SNAPKV: dict[str, Any] = {"name": "snapkv", "budget": 96, "window": 16}
 
@@ -43,11 +43,13 @@ def test_random_traffic_leaks_nothing_and_changes_no_token(tiny_model, policy):
     counts = run_scenario("scenarios_fuzz:fuzz", arguments, timeout=550)
     print(counts)
     for event in ("requests", "aborts", "hits", "preemptions", "compared"):
-        assert counts[event] > 20, f"hardly any {event} in {ROUNDS} rounds: {counts}"
+        assert counts[event] > ROUNDS / 25, (
+            f"hardly any {event} in {ROUNDS} rounds: {counts}"
+        )
     assert counts["differed"] == 0, counts
     assert counts["close"] <= counts["compared"] / 20, "too many near ties to tell"
     if policy["name"] == "full":
         assert counts["compactions"] == 0
     else:
-        assert counts["compactions"] > 100, counts
-        assert counts["preempted_compacted"] > 10, counts
+        assert counts["compactions"] > ROUNDS / 5, counts
+        assert counts["preempted_compacted"] > ROUNDS / 50, counts

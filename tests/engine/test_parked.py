@@ -31,7 +31,7 @@ def test_who_goes_on_where_a_session_ended_copies_nothing(tiny_model, asynchrono
                 "guides": [None] * 5,
                 "settings": {},
             },
-            runners.environment("V1", asynchronous),
+            runners.environment(runners.CHOSEN, asynchronous),
         )
         for parks in (True, False)
     ]

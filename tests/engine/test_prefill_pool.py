@@ -39,7 +39,7 @@ def found(model: str, asynchronous: bool) -> dict[str, Any]:
             "refused": (6144, longest + 1),
             "large": None if asynchronous else 700,
         },
-        runners.environment("V1", asynchronous),
+        runners.environment(runners.CHOSEN, asynchronous),
     )
     kind = "KVPolicyAsyncScheduler" if asynchronous else "KVPolicyScheduler"
     assert result["scheduler"] == kind

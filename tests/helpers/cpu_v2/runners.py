@@ -9,6 +9,8 @@ from typing import Any
 from harness import engine_environment, run_scenario
 
 _HERE = Path(__file__).parent
+# Of tests that do not choose a runner themselves.
+CHOSEN = os.environ.get("KVP_TEST_RUNNER", "V1")
 FULL = {"name": "full"}
 SNAPKV = {"name": "snapkv", "budget": 128, "window": 16}
 KVZIP = {"name": "kvzip", "budget": 128, "chunk": 200}
@@ -29,10 +31,13 @@ def environment(
     paths = [str(_HERE), engine_environment()["PYTHONPATH"]]
     if vllm_folder is not None:
         paths.insert(0, str(vllm_folder))
+    interpreted = runner == "V2"
     return {
         "PYTHONPATH": os.pathsep.join(paths),
-        "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "V2" else "0",
-        "TRITON_INTERPRET": "1" if runner == "V2" else None,
+        # nothing else runs our Triton kernel
+        "KVP_TEST_KERNEL": os.environ.get("KVP_TEST_KERNEL") if interpreted else None,
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if interpreted else "0",
+        "TRITON_INTERPRET": "1" if interpreted else None,
         "KVP_TEST_ASYNC": "1" if asynchronous else None,
     }
 

@@ -11,6 +11,8 @@ also reaches the worker processes that vLLM starts. For tests only.
 Environment:
     KVP_TEST_ASYNC=1: vLLM's CPU platform switches asynchronous scheduling off;
         switch it on again, so that both schedulers are tested.
+    KVP_TEST_KERNEL=triton: whole integration tests run on our Triton kernel; in tiles
+        that suit the interpreter.
 """
 
 import importlib.abc
@@ -18,6 +20,8 @@ import importlib.util
 import os
 import sys
 from types import SimpleNamespace
+
+from quick_triton import look_up_once, use_large_tiles
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -72,8 +76,13 @@ def _write_caches_in_torch(op):
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
+    interpreter = "triton.runtime.interpreter"
+    sys.meta_path.insert(0, _AfterImport(interpreter, look_up_once))
     sys.meta_path.insert(0, _AfterImport("triton.backends", _name_a_cpu_driver))
     writer = "vllm.v1.attention.ops.triton_reshape_and_cache_flash"
     sys.meta_path.insert(0, _AfterImport(writer, _write_caches_in_torch))
+if os.environ.get("KVP_TEST_KERNEL") == "triton":
+    attention = "vllm_kvplugins.ops.triton.paged_attention"
+    sys.meta_path.insert(0, _AfterImport(attention, use_large_tiles))
 if os.environ.get("KVP_TEST_ASYNC") == "1":
     sys.meta_path.insert(0, _AfterImport("vllm.platforms.cpu", _allow_async_scheduling))
