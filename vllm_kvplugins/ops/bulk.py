@@ -7,13 +7,12 @@ Compiled if built, in torch otherwise; ``KVP_OPS`` chooses (``extension.py``). W
 from __future__ import annotations
 
 import math
-import os
 from typing import NoReturn
 
 import torch
 
 from vllm_kvplugins.ops.dispatch import call_compiled
-from vllm_kvplugins.ops.extension import compiled_for
+from vllm_kvplugins.ops.extension import check_forced, compiled_for
 
 _OP = "copy_pages"
 # Torch copies integers of the elements' size: not every dtype has all operations.
@@ -50,7 +49,7 @@ def copy_pages(
         copy of the pages besides if both have ids.
     """
     compiled = compiled_for(target.device)[0]
-    forced = target.device.type != "cpu" and os.environ.get("KVP_OPS_CHECK") == "1"
+    forced = check_forced(target.device)
     if not compiled or forced:
         n = _check(target, target_ids, source, source_ids)
         if target.device.type == "cpu" or forced:

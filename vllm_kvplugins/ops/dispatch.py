@@ -11,7 +11,6 @@ duplicate destinations go unseen, unless ``KVP_OPS_CHECK=1``.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch
 from vllm_kvplugins.ops import checks, torch_ops
 from vllm_kvplugins.ops.extension import (
     EXTENSION_PATH,
+    check_forced,
     compiled_for,
     load_extension,
 )
@@ -46,7 +46,7 @@ def gather_tokens(
     """
     op = "gather_tokens"
     compiled = _use_compiled(heap)
-    if not compiled or _check_forced(heap):
+    if not compiled or check_forced(heap.device):
         checks.check_heap(op, heap, layout)
         _check_tokens(op, heap, pages, slots, layout, ("pages", "slots"))
     if compiled:
@@ -82,7 +82,7 @@ def scatter_tokens(
     """
     op = "scatter_tokens"
     compiled = _use_compiled(heap)
-    if not compiled or _check_forced(heap):
+    if not compiled or check_forced(heap.device):
         checks.check_heap(op, heap, layout)
         _check_tokens(op, heap, pages, slots, layout, ("pages", "slots"))
         shape = (len(pages), layout.head_dim)
@@ -126,7 +126,7 @@ def move_tokens(
     op = "move_tokens"
     sources, targets = (src_pages, src_slots), (dst_pages, dst_slots)
     compiled = _use_compiled(heap)
-    if not compiled or _check_forced(heap):
+    if not compiled or check_forced(heap.device):
         checks.check_heap(op, heap, layout)
         _check_tokens(op, heap, *sources, layout, ("src_pages", "src_slots"))
         checks.check_size(op, "dst_pages", dst_pages, len(src_pages))
@@ -204,7 +204,7 @@ def _gather_plane(
 ) -> torch.Tensor:
     op = "gather_pages"
     compiled = _use_compiled(heap)
-    if not compiled or _check_forced(heap):
+    if not compiled or check_forced(heap.device):
         checks.check_heap(op, heap, layout)
         checks.check_indices(op, "page_table", page_table, heap, dim=2)
         if _check_contents(heap):
@@ -244,12 +244,8 @@ def _use_compiled(heap: torch.Tensor) -> bool:
     return compiled_for(heap.device)[0]
 
 
-def _check_forced(heap: torch.Tensor) -> bool:
-    return heap.device.type != "cpu" and os.environ.get("KVP_OPS_CHECK") == "1"
-
-
 def _check_contents(heap: torch.Tensor) -> bool:
-    return heap.device.type == "cpu" or _check_forced(heap)
+    return heap.device.type == "cpu" or check_forced(heap.device)
 
 
 def _check_tokens(

@@ -112,3 +112,11 @@ def compiled_for(device: torch.device) -> tuple[bool, str]:
     if reason and wanted == "compiled":
         raise RuntimeError(f"KVP_OPS=compiled, but {reason}")
     return not reason, reason
+
+
+def check_forced(device: torch.device) -> bool:
+    """Whether ``KVP_OPS_CHECK=1`` asks for checks that are left out on this device.
+
+    Checks wait for the device's stream; on a CPU compiled ops check by themselves.
+    """
+    return device.type != "cpu" and os.environ.get("KVP_OPS_CHECK") == "1"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from vllm_kvplugins.ops import checks, torch_ops
 from vllm_kvplugins.ops.dispatch import call_compiled, layout_args
-from vllm_kvplugins.ops.extension import compiled_for
+from vllm_kvplugins.ops.extension import check_forced, compiled_for
 from vllm_kvplugins.ops.layout import PageLayout
 
 _OP = "fetch_tokens"
@@ -80,7 +78,7 @@ def fetch_tokens(
     compiled = compiled_for(heap.device)[0]
     if not compiled and heap.device.type != "cpu":
         raise RuntimeError(f"kvp.{_OP}: {direct_problem(heap.device)}")
-    forced = heap.device.type != "cpu" and os.environ.get("KVP_OPS_CHECK") == "1"
+    forced = check_forced(heap.device)
     if not compiled or forced:
         _check(heap, pages, slots, rows, key_rows, value_rows, layout)
     if compiled:

@@ -7,14 +7,13 @@ What ``dispatch.py`` says about checks on CUDA holds here too.
 
 from __future__ import annotations
 
-import os
 from typing import NoReturn
 
 import torch
 
 from vllm_kvplugins.ops import checks, torch_ops
 from vllm_kvplugins.ops.dispatch import call_compiled
-from vllm_kvplugins.ops.extension import compiled_for
+from vllm_kvplugins.ops.extension import check_forced, compiled_for
 from vllm_kvplugins.ops.layout import PageLayout
 
 _OP = "page_votes"
@@ -71,7 +70,7 @@ def page_votes(
         the keys and 128 MiB of weights.
     """
     compiled = compiled_for(heap.device)[0]
-    forced = heap.device.type != "cpu" and os.environ.get("KVP_OPS_CHECK") == "1"
+    forced = check_forced(heap.device)
     if not compiled or forced:
         _check(heap, page_table, positions, queries, query_positions, layout, own_keys)
         if heap.device.type == "cpu" or forced:
