@@ -96,6 +96,17 @@ def test_pages_with_gaps_between_them(backend, kind):
     check_all_ops(layout, torch.bfloat16, n=20, seed=3, gap=24)
 
 
+@pytest.mark.parametrize("sizes", [(1, 2), (4, 3)])
+def test_a_plane_that_goes_backwards(backend, sizes):
+    """It is even, but torch has no view of it."""
+    block_size, head_dim = sizes
+    elements = torch.arange(2 * block_size * head_dim, dtype=torch.int32)
+    keys, values = elements.chunk(2)
+    for order in (keys.clone(), values.flip(0)), (keys.flip(0), values.clone()):
+        layout = PageLayout(block_size, head_dim, *order)
+        check_all_ops(layout, torch.float32, n=3, seed=block_size)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     block_size=st.integers(1, 40),

@@ -17,7 +17,8 @@ class Plane:
             place of dimension ``d`` of slot ``s``, counted from the page's start.
         base: offset of slot 0, dimension 0.
         strides: elements from slot to slot and from dimension to dimension; None
-            where these are not the same everywhere.
+            where these are not the same everywhere, or go backwards, which no view
+            of torch's can.
     """
 
     offsets: torch.Tensor
@@ -28,7 +29,7 @@ class Plane:
     def row_stride(self) -> int:
         """Elements from one slot's row to the next; 0 where slots are no rows."""
         step, across = self.strides or (0, 0)
-        return step if across == 1 and step > 0 else 0
+        return step if across == 1 else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,7 +150,7 @@ def _strides(table: torch.Tensor) -> tuple[int, int] | None:
     slot = torch.arange(slots, device=table.device)
     dim = torch.arange(dims, device=table.device)
     even = torch.equal(table, slot[:, None] * step + dim * across)
-    return (step, across) if even else None
+    return (step, across) if even and min(step, across) > 0 else None
 
 
 def _check_table(name: str, table: torch.Tensor, size: int) -> None:
