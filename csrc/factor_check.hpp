@@ -44,8 +44,9 @@ struct Factors {
   const Index* tokens;
   Index matrices;
   Index head_dim;
-  Index size;   // elements of the tensor, which is asked once:
-  bool narrow;  // bfloat16, else float32; there may be thousands of records
+  // Of the tensor, which is not asked again for each of what may be thousands of records.
+  Index size;   // elements
+  bool narrow;  // bfloat16, else float32
 
   template <typename Factor>
   svd::Record<Factor> shape(Index at) const {

@@ -97,42 +97,46 @@ void gather_tokens(const Element* heap, std::int64_t page_stride,
   }
 }
 
-// Writes the keys and values of n tokens; the inverse of gather_tokens. The
-// (page, slot) pairs must be distinct.
+// Writes n tokens, whose rows begin at key_of(i) and value_of(i). The (page, slot) pairs
+// must be distinct.
+template <typename Element, typename KeyOf, typename ValueOf>
+void store_tokens(Element* heap, std::int64_t page_stride, const std::int64_t* pages,
+                  const std::int64_t* slots, std::int64_t n, const PageLayout& layout,
+                  const KeyOf& key_of, const ValueOf& value_of) {
+  const std::int64_t head_dim = layout.head_dim;
+  const std::int64_t block_size = layout.block_size;
+  [[maybe_unused]] const bool parallel =
+      2 * n * head_dim * std::int64_t{sizeof(Element)} >= kParallelBytes;
+#pragma omp parallel for schedule(static) if (parallel)
+  for (std::int64_t i = 0; i < n; ++i) {
+    Element* page = heap + pages[i] * page_stride;
+    store_row(page, layout.keys, slots[i], block_size, head_dim, key_of(i));
+    store_row(page, layout.values, slots[i], block_size, head_dim, value_of(i));
+  }
+}
+
+// Writes the keys and values of n tokens; the inverse of gather_tokens.
 template <typename Element>
 void scatter_tokens(Element* heap, std::int64_t page_stride, const std::int64_t* pages,
                     const std::int64_t* slots, std::int64_t n, const PageLayout& layout,
                     const Element* keys, const Element* values) {
-  const std::int64_t head_dim = layout.head_dim;
-  const std::int64_t block_size = layout.block_size;
-  [[maybe_unused]] const bool parallel =
-      2 * n * head_dim * std::int64_t{sizeof(Element)} >= kParallelBytes;
-#pragma omp parallel for schedule(static) if (parallel)
-  for (std::int64_t i = 0; i < n; ++i) {
-    Element* page = heap + pages[i] * page_stride;
-    store_row(page, layout.keys, slots[i], block_size, head_dim, keys + i * head_dim);
-    store_row(page, layout.values, slots[i], block_size, head_dim,
-              values + i * head_dim);
-  }
+  const std::int64_t dim = layout.head_dim;
+  store_tokens(
+      heap, page_stride, pages, slots, n, layout,
+      [=](std::int64_t i) { return keys + i * dim; },
+      [=](std::int64_t i) { return values + i * dim; });
 }
 
-// scatter_tokens of rows that lie anywhere.
+// The same of rows that lie anywhere.
 template <typename Element>
 void fetch_tokens(Element* heap, std::int64_t page_stride, const std::int64_t* pages,
                   const std::int64_t* slots, std::int64_t n, const PageLayout& layout,
                   const TokenRows<Element>& from) {
-  const std::int64_t head_dim = layout.head_dim;
-  const std::int64_t block_size = layout.block_size;
-  [[maybe_unused]] const bool parallel =
-      2 * n * head_dim * std::int64_t{sizeof(Element)} >= kParallelBytes;
-#pragma omp parallel for schedule(static) if (parallel)
-  for (std::int64_t i = 0; i < n; ++i) {
-    Element* page = heap + pages[i] * page_stride;
-    store_row(page, layout.keys, slots[i], block_size, head_dim,
-              from.data + from.keys[i] * head_dim);
-    store_row(page, layout.values, slots[i], block_size, head_dim,
-              from.data + from.values[i] * head_dim);
-  }
+  const std::int64_t dim = layout.head_dim;
+  store_tokens(
+      heap, page_stride, pages, slots, n, layout,
+      [=](std::int64_t i) { return from.data + from.keys[i] * dim; },
+      [=](std::int64_t i) { return from.data + from.values[i] * dim; });
 }
 
 // Copies token i from (src_pages[i], src_slots[i]) to (dst_pages[i],

@@ -323,8 +323,9 @@ struct Kernels {
   }
   void widen(const float* in, Index rows, Index cols, const float* scales,
              float* out) const {
-    for (Index i = 0; i < rows * cols; ++i) {
-      out[i] = scales == nullptr ? in[i] : in[i] * scales[i / cols];
+    for (Index r = 0; r < rows; ++r, in += cols, out += cols) {
+      const float scale = scales == nullptr ? 1.0f : scales[r];
+      for (Index i = 0; i < cols; ++i) out[i] = in[i] * scale;
     }
   }
 };
