@@ -110,6 +110,29 @@ def utterances(dialogue: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield turn["dia_id"], line
 
 
+def check(setting: Setting, methods: list[str]) -> None:
+    """Before any engine starts.
+
+    Raises:
+        typer.BadParameter: no such dialogue or method.
+    """
+    if unknown := set(methods) - set(METHODS) - set(CONTROLS):
+        raise typer.BadParameter(
+            f"--method {', '.join(sorted(unknown))}: give one of "
+            f"{', '.join([*METHODS, *CONTROLS])}"
+        )
+    last = len(json.loads(Path(setting.path).read_text())) - 1
+    if not 0 <= setting.dialogue <= last:
+        raise typer.BadParameter(
+            f"--dialogue {setting.dialogue}: the file has 0 to {last}"
+        )
+    if ANOTHER in methods and setting.dialogue == last:
+        raise typer.BadParameter(
+            f"--method {ANOTHER}: no dialogue comes after {last}, give a smaller "
+            "--dialogue"
+        )
+
+
 def excerpt(
     setting: Setting, count_tokens: Any
 ) -> tuple[list[dict[str, str]], list[Question]]:
@@ -339,6 +362,7 @@ def main(
     if not model or not path:
         raise typer.BadParameter("give a MODEL and a file of LoCoMo")
     setting = Setting(model, path, dialogue, history_tokens, questions, dtype)
+    check(setting, method or [])
     console, rows = Console(), {}
     source = provenance()
     for name in method or METHODS:

@@ -5,7 +5,8 @@ Every policy reads the same history in blocks and keeps as many tokens of it, as
 KV reads history and question: of the attention that the question's tokens pay to the
 history, how much falls on tokens that were kept? Mean over layers, query heads and the
 question's tokens, all with full KV's own queries: only what was dropped counts.
-Beside it, the share of the tokens that hold the answer which were kept.
+Beside it, the share of the tokens that hold the answer which were kept, and, in a
+second table, how much was kept of what was said early and late.
 
     python benchmarks/locomo_mass.py MODEL locomo.json --budget 1024
 """
@@ -39,6 +40,8 @@ from locomo import (
 )
 from rich.console import Console
 from rich.table import Table
+
+PARTS = 5  # of the history, equally long
 
 # -- what the engine kept ----------------------------------------------------------
 
@@ -136,6 +139,16 @@ def mask_of(kept: list[list[list[int]]], end: int) -> torch.Tensor:
     return mask
 
 
+def by_part(kept: torch.Tensor) -> list[float]:
+    """Share of each fifth of the history that is kept, the oldest first.
+
+    Args:
+        kept: bool [layers, kv_heads, end].
+    """
+    parts = kept.double().tensor_split(PARTS, dim=-1)
+    return [float(part.mean()) for part in parts]
+
+
 # -- what full KV looks at ---------------------------------------------------------
 
 
@@ -189,6 +202,15 @@ def table_of(rows: dict[str, list[dict[str, Any]]]) -> Table:
     return table
 
 
+def parts_table(rows: dict[str, list[dict[str, Any]]]) -> Table:
+    """What is kept of each part of the history, means over questions."""
+    table = Table("method", *(f"part {i + 1}" for i in range(PARTS)))
+    for label, found in rows.items():
+        columns = zip(*(r["kept_by_part"] for r in found), strict=True)
+        table.add_row(label, *(f"{sum(c) / len(found):.3f}" for c in columns))
+    return table
+
+
 def main(
     model: Annotated[str, typer.Argument()] = "",
     path: Annotated[str, typer.Argument(help="a file of LoCoMo")] = "",
@@ -230,12 +252,14 @@ def main(
             share = asked_of.share(question, prompts[question], end, kept)
             row = {"question": question, "attention_kept": share}
             row["kept"] = float(kept.double().mean())
+            row["kept_by_part"] = by_part(kept)
             row["evidence_kept"] = float(kept[..., evidence[question]].double().mean())
             rows[name].append(row)
             facts = {"method": name, "budget": budget, "block": block}
             keep(out, setting, facts | row | source)
         console.print(name, spread([r["attention_kept"] for r in rows[name]]))
     console.print(table_of(rows))
+    console.print(parts_table(rows))
     console.print_json(data=source)
 
 

@@ -38,6 +38,20 @@ def test_a_cache_that_was_brought_back_is_the_one_that_was_read():
     assert not found[1].equal(found[0])
 
 
+def test_what_is_kept_of_early_and_late():
+    mask = torch.zeros(1, 2, 10, dtype=torch.bool)
+    mask[0, :, :2] = True
+    mask[0, 1, 9] = True
+    assert benchmark.by_part(mask) == [1.0, 0.0, 0.0, 0.0, 0.25]
+    rows = {"keydiff": [{"kept_by_part": [0.0, 1.0]}, {"kept_by_part": [0.5, 1.0]}]}
+    table = benchmark.parts_table(rows)
+    assert [list(column.cells) for column in table.columns[:3]] == [
+        ["keydiff"],
+        ["0.250"],
+        ["1.000"],
+    ]
+
+
 def test_shares_of_two_halves_make_one(tmp_path):
     print("seed", SEED)
     model = MaskedModel(write_tiny_model(tmp_path / "m", SEED))

@@ -1,0 +1,75 @@
+"""What LoCoMo's questions are asked from: methods, controls, refusals."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import locomo as benchmark
+
+app = typer.Typer()
+app.command()(benchmark.main)
+
+
+@pytest.fixture
+def dialogues(tmp_path):
+    """A file of two."""
+    path = tmp_path / "locomo.json"
+    path.write_text(json.dumps([{}, {}]))
+    return path
+
+
+def refusal(dialogues: Path, *options: str) -> str:
+    found = CliRunner().invoke(
+        app, ["model", str(dialogues), *options], env={"COLUMNS": "500"}
+    )
+    assert found.exit_code == 2
+    return found.output
+
+
+def test_controls_are_stock():
+    for label in ("stock", *benchmark.CONTROLS):
+        assert benchmark.job(label, 1024, 512, {"alpha": 1}).options == {"label": label}
+
+
+def test_only_epicache_takes_its_settings():
+    policies = {
+        name: benchmark.job(name, 1024, 512, {"alpha": 1}).options["policy"]
+        for name in ("epicache", "keydiff")
+    }
+    assert policies["epicache"]["alpha"] == 1
+    assert "alpha" not in policies["keydiff"]
+    assert {policy["budget"] for policy in policies.values()} == {1024}
+
+
+def test_the_history_is_a_turn_that_was_answered():
+    assert benchmark.told(["A: hi", "B: ho"]) == [
+        {"role": "user", "content": "A: hi\nB: ho"},
+        {"role": "assistant", "content": benchmark.READ},
+    ]
+
+
+def test_an_unknown_method_is_refused(dialogues):
+    said = refusal(dialogues, "--method", "epicash", "--method", "stock")
+    assert "epicash" in said
+    assert "keydiff, streaming-llm, nothing, another, evidence" in said
+
+
+@pytest.mark.parametrize("dialogue", ["2", "-1"])
+def test_a_dialogue_that_is_not_there_is_refused(dialogues, dialogue):
+    said = refusal(dialogues, "--dialogue", dialogue)
+    assert f"--dialogue {dialogue}: the file has 0 to 1" in said
+
+
+def test_nothing_comes_after_the_last(dialogues):
+    options = ["--method", "another", "--dialogue", "1"]
+    assert "no dialogue comes after 1" in refusal(dialogues, *options)
+    # the one before has another
+    setting = benchmark.Setting("model", str(dialogues), 0, 10, 1, "float32")
+    benchmark.check(setting, ["another"])
