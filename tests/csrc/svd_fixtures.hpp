@@ -137,11 +137,13 @@ void with_all_kernels(const Body& body) {
 #if defined(__x86_64__) && defined(__GNUC__)
   all.push_back(&kvp::svd::avx2::table);
   all.push_back(&kvp::svd::avx512::table);
+  all.push_back(&kvp::svd::avx512bf16::table);
 #endif
   for (const Kernels* each : all) {
     if (!kvp::svd::can_run(*each)) continue;
     kernels = each;
-    std::printf("vectors of %d floats\n", int(kvp::lanes_of(each->simd)));
+    std::printf("vectors of %d floats%s\n", int(each->lanes()),
+                each->simd == kvp::Simd::kAvx512Bf16 ? ", narrowed at once" : "");
     body();
   }
 }

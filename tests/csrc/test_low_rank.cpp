@@ -43,8 +43,8 @@ void make_layout(int kind, Index block, Index dim, std::mt19937& random, Layout&
 // Rows against the definition; pages of every layout hold the same bits as the rows,
 // and nothing else of them changes.
 template <typename Element, typename Factor>
-void check_reconstruction(Index tokens, Index dim, double tolerance, bool in_order,
-                          std::mt19937& random) {
+void check_reconstruction(Index tokens, Index dim, Index block, double tolerance,
+                          bool in_order, std::mt19937& random) {
   const auto problem = make_problem<float>(tokens, dim, Spectrum::kDecaying, random);
   const auto made = decompose<Factor>(problem, 8);
   static Workspace work;
@@ -58,20 +58,20 @@ void check_reconstruction(Index tokens, Index dim, double tolerance, bool in_ord
       CHECK(std::fabs(ours - right) <= tolerance * std::fabs(right) + 1e-5);
     }
   }
-  constexpr Index kBlock = 16, kPages = 13;
-  const Index page_elems = 2 * kBlock * dim;
-  std::vector<Index> places(kBlock * kPages), pages, slots;
+  const Index all_pages = 208 / block;
+  const Index page_elems = 2 * block * dim;
+  std::vector<Index> places(u(block * all_pages)), pages, slots;
   for (std::size_t i = 0; i < places.size(); ++i) places[i] = Index(i) + 5;
   if (!in_order) std::shuffle(places.begin(), places.end() - 5, random);
   for (Index t = 0; t < tokens; ++t) {
-    pages.push_back(places[u(t)] / kBlock);
-    slots.push_back(places[u(t)] % kBlock);
+    pages.push_back(places[u(t)] / block);
+    slots.push_back(places[u(t)] % block);
   }
   for (int kind = 0; kind < 3; ++kind) {
     Layout layout;
-    make_layout(kind, kBlock, dim, random, layout);
+    make_layout(kind, block, dim, random, layout);
     for (const kvp::Plane& plane : {layout.layout.keys, layout.layout.values}) {
-      std::vector<Element> heap(u((kPages + 1) * page_elems)), expected;
+      std::vector<Element> heap(u((all_pages + 1) * page_elems)), expected;
       std::memset(heap.data(), 0x5a, heap.size() * sizeof(Element));
       expected = heap;
       for (Index t = 0; t < tokens; ++t) {
@@ -82,7 +82,7 @@ void check_reconstruction(Index tokens, Index dim, double tolerance, bool in_ord
       }
       kvp::svd::reconstruct_pages(
           *kernels, made.shape, made.record.data(),
-          kvp::svd::PageTarget<Element>{heap.data(), page_elems, plane, kBlock,
+          kvp::svd::PageTarget<Element>{heap.data(), page_elems, plane, block,
                                         pages.data(), slots.data()},
           work);
       CHECK(std::memcmp(heap.data(), expected.data(), heap.size() * sizeof(Element)) ==
@@ -91,14 +91,16 @@ void check_reconstruction(Index tokens, Index dim, double tolerance, bool in_ord
   }
 }
 
-void test_reconstruction(std::mt19937& random) {
+// In pages of 32 slots and more, strips of a column lie side by side.
+void test_reconstruction(Index block, std::mt19937& random) {
   for (Index tokens : {0, 1, 15, 64, 150}) {
     for (Index dim : {1, 64, 80}) {
       current_case = "reconstruction";
-      check_reconstruction<float, float>(tokens, dim, 1e-5, true, random);
-      check_reconstruction<float, BFloat16>(tokens, dim, 1e-5, false, random);
-      check_reconstruction<BFloat16, float>(tokens, dim, 0x1p-8, false, random);
-      check_reconstruction<BFloat16, BFloat16>(tokens, dim, 0x1p-8, true, random);
+      check_reconstruction<float, float>(tokens, dim, block, 1e-5, true, random);
+      check_reconstruction<float, BFloat16>(tokens, dim, block, 1e-5, false, random);
+      check_reconstruction<BFloat16, float>(tokens, dim, block, 0x1p-8, false, random);
+      check_reconstruction<BFloat16, BFloat16>(tokens, dim, block, 0x1p-8, true,
+                                               random);
     }
   }
 }
@@ -142,14 +144,16 @@ void test_components(std::mt19937& random) {
   }
 }
 
-// Vectors and what is left behind them round as single values do.
+// Vectors, two side by side among them, and what is left behind them round as single
+// values do.
 void test_conversion() {
   current_case = "conversion";
-  const std::uint32_t special[] = {0x7fffffffu, 0xffffffffu, 0x7f800001u, 0x7f800000u,
-                                   0x7f7fffffu, 0x3f808000u, 0x3f818000u, 0x80000001u};
-  const Index count = 37, lanes = kernels->lanes();
+  const std::uint32_t special[] = {0x7fffffffu, 0xffffffffu, 0x7f800001u,
+                                   0x7f800000u, 0x7f7fffffu, 0x3f808000u,
+                                   0x3f818000u, 0x80000001u, 0x007f0000u};
+  const Index count = 69, lanes = kernels->lanes();
   std::vector<float> values;
-  for (Index i = 0; i < count; ++i) values.push_back(kvp::from_bits(special[i % 8]));
+  for (Index i = 0; i < count; ++i) values.push_back(kvp::from_bits(special[i % 9]));
   std::vector<kvp::svd::Strip> strips;
   for (Index i = 0; i < count; i += lanes) {
     strips.push_back({i, i, std::min(lanes, count - i)});
@@ -166,7 +170,8 @@ void test_conversion() {
   const float two = 2.0f;
   kernels->widen(narrow.data(), 1, count, &two, wide.data());
   for (std::size_t i = 0; i < values.size(); ++i) {
-    CHECK(narrow[i].bits == kvp::round_to_bfloat16(values[i]));
+    const bool to_zero = kernels->simd == kvp::Simd::kAvx512Bf16 && i % 9 == 8;
+    CHECK(narrow[i].bits == (to_zero ? 0 : kvp::round_to_bfloat16(values[i])));
     const float twice = 2.0f * kvp::to_float(narrow[i]);
     CHECK(wide[i] == twice || (std::isnan(wide[i]) && std::isnan(twice)));
   }
@@ -178,7 +183,7 @@ int main() {
   std::mt19937 random(kSeed);
   with_all_kernels([&] {
     test_conversion();
-    test_reconstruction(random);
+    for (Index block : {16, 52}) test_reconstruction(block, random);
     test_components(random);
   });
   test_size();

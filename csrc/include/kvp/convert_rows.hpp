@@ -1,6 +1,7 @@
 // Rows of bfloat16 to float32 and back, a vector at a time.
 //
-// Bodies to be inlined into functions that are compiled for a CPU (small_matrix.hpp).
+// Bodies to be inlined into functions that are compiled for a CPU (small_matrix.hpp);
+// intrinsics could not be, whence the assembler.
 #pragma once
 
 #include <cstdint>
@@ -17,28 +18,49 @@ struct Lanes {
   static constexpr std::int64_t kCount = kBytes / static_cast<int>(sizeof(T));
 };
 
+template <Simd kSimd>
+inline constexpr int kBytesOf = static_cast<int>(lanes_of(kSimd)) * 4;
+template <Simd kSimd>
+using Floats = typename Lanes<float, kBytesOf<kSimd>>::Type;
+template <Simd kSimd>
+using Words = typename Lanes<std::uint32_t, kBytesOf<kSimd>>::Type;
+// As many numbers of half the size.
+template <Simd kSimd>
+using Halves = typename Lanes<std::uint16_t, kBytesOf<kSimd> / 2>::Type;
+
 inline float narrow(float value, float*) { return value; }
 inline BFloat16 narrow(float value, BFloat16*) {
   return {static_cast<std::uint16_t>(round_to_bfloat16(value))};
 }
 
+// Each number in the lower half of a word.
+template <Simd kSimd>
+KVP_ALWAYS_INLINE void widen_lanes(const Halves<kSimd>& half, Words<kSimd>& words) {
+#if defined(__x86_64__)
+  if constexpr (kSimd >= Simd::kAvx512) {  // of which GCC 12 makes two and an insertion
+    asm("vpmovzxwd %1, %0" : "=v"(words) : "vm"(half));
+    return;
+  }
+#endif
+  words = __builtin_convertvector(half, Words<kSimd>);
+}
+
 // out[r][i] = in[r][i] * scales[r], or in[r][i] without scales; rows of `cols` numbers
 // without gaps.
-template <int kBytes>
+template <Simd kSimd>
 KVP_ALWAYS_INLINE void widen_body(const BFloat16* in, std::int64_t rows,
                                   std::int64_t cols, const float* scales, float* out) {
-  using Floats = typename Lanes<float, kBytes>::Type;
-  using Words = typename Lanes<std::uint32_t, kBytes>::Type;
-  using Halves = typename Lanes<std::uint16_t, kBytes / 2>::Type;
-  constexpr std::int64_t kLanes = Lanes<float, kBytes>::kCount;
+  constexpr std::int64_t kLanes = lanes_of(kSimd);
   for (std::int64_t r = 0; r < rows; ++r, in += cols, out += cols) {
     const float scale = scales == nullptr ? 1.0f : scales[r];
     std::int64_t i = 0;
     for (; i + kLanes <= cols; i += kLanes) {
-      Halves half;
+      Halves<kSimd> half;
       std::memcpy(&half, in + i, sizeof half);
-      const Words word = __builtin_convertvector(half, Words) << 16;
-      Floats value;
+      Words<kSimd> word;
+      widen_lanes<kSimd>(half, word);
+      word <<= 16;
+      Floats<kSimd> value;
       std::memcpy(&value, &word, sizeof value);
       value *= scale;
       std::memcpy(out + i, &value, sizeof value);
@@ -47,21 +69,49 @@ KVP_ALWAYS_INLINE void widen_body(const BFloat16* in, std::int64_t rows,
   }
 }
 
-// The nearest bfloat16 of each, as round_to_bfloat16(); or all as they are.
-template <int kBytes>
-KVP_ALWAYS_INLINE void narrow_lanes(
-    const typename Lanes<float, kBytes>::Type& value,
-    typename Lanes<std::uint16_t, kBytes / 2>::Type& half) {
-  typename Lanes<std::uint32_t, kBytes>::Type bits;
+// The nearest bfloat16 of each, as round_to_bfloat16(), but that kAvx512Bf16 counts
+// what is below 2^-126 as zero; or all as they are.
+template <Simd kSimd>
+KVP_ALWAYS_INLINE void narrow_lanes(const Floats<kSimd>& value, Halves<kSimd>& half) {
+#if defined(__x86_64__)
+  if constexpr (kSimd == Simd::kAvx512Bf16) {
+    asm("vcvtneps2bf16 %1, %0" : "=v"(half) : "v"(value));
+    return;
+  }
+#endif
+  Words<kSimd> bits;
   std::memcpy(&bits, &value, sizeof bits);
   const auto rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const auto kept = value == value ? rounded : (bits >> 16 | 0x40u);
-  half = __builtin_convertvector(kept, typename Lanes<std::uint16_t, kBytes / 2>::Type);
+  half = __builtin_convertvector(kept, Halves<kSimd>);
 }
-template <int kBytes>
-KVP_ALWAYS_INLINE void narrow_lanes(const typename Lanes<float, kBytes>::Type& value,
-                                    typename Lanes<float, kBytes>::Type& same) {
+template <Simd kSimd>
+KVP_ALWAYS_INLINE void narrow_lanes(const Floats<kSimd>& value, Floats<kSimd>& same) {
   same = value;
+}
+
+// Stores two vectors side by side. Whole lines at once wait the least for memory.
+template <Simd kSimd>
+KVP_ALWAYS_INLINE void store_two(const Floats<kSimd>& first,
+                                 const Floats<kSimd>& second, BFloat16* to) {
+  Halves<kSimd> halves[2];
+#if defined(__x86_64__)
+  if constexpr (kSimd == Simd::kAvx512Bf16) {
+    Words<kSimd> both;
+    asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(both) : "v"(first), "v"(second));
+    std::memcpy(to, &both, sizeof both);
+    return;
+  }
+#endif
+  narrow_lanes<kSimd>(first, halves[0]);
+  narrow_lanes<kSimd>(second, halves[1]);
+  std::memcpy(to, halves, sizeof halves);
+}
+template <Simd kSimd>
+KVP_ALWAYS_INLINE void store_two(const Floats<kSimd>& first,
+                                 const Floats<kSimd>& second, float* to) {
+  std::memcpy(to, &first, sizeof first);
+  std::memcpy(to + lanes_of(kSimd), &second, sizeof second);
 }
 
 }  // namespace kvp::svd

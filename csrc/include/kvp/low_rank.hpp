@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "kvp/factor_record.hpp"
@@ -56,6 +57,12 @@ struct Workspace {
     }
     return buffer.data();
   }
+  // From the beginning of a cache line on: vectors in two lines cost twice.
+  float* lines(Index size) {
+    void* at = at_least(floats, size + kLine<float>);
+    std::size_t room = floats.size() * sizeof(float);
+    return static_cast<float*>(std::align(64, sizeof(float), at, room));
+  }
 };
 
 // out[c * rows + r] = in[r * cols + c].
@@ -77,10 +84,9 @@ struct Opened {
   Opened(const Kernels& kernels, const Record<Factor>& shape, const Factor* record,
          bool by_token, Workspace& work) {
     const Index rank = shape.rank, tokens = shape.tokens;
-    const Index left_size = tokens * rank + kLine<float>;
+    const Index left_size = padded<float>(tokens * rank) + kLine<float>;
     const Index right_size = rank * shape.head_dim + kLine<float>;
-    float* at =
-        Workspace::at_least(work.floats, left_size + right_size + rank + tokens * rank);
+    float* at = work.lines(left_size + right_size + rank + tokens * rank);
     float* scaled = at + left_size;
     float* sigma = scaled + right_size;
     left = at;
@@ -104,17 +110,16 @@ struct Opened {
 template <typename Element, typename Factor, typename Place>
 void make_rows(const Kernels& kernels, const Record<Factor>& shape,
                const Factor* record, Element* to, const Place& place, Workspace& work) {
-  const Opened<Factor> open(kernels, shape, record, false, work);
-  work.places.clear();
+  Index* places = Workspace::at_least(work.places, shape.tokens);
+  for (Index t = 0; t < shape.tokens; ++t) places[t] = place(t);
   work.strips.clear();
-  for (Index t = 0; t < shape.tokens; ++t) work.places.push_back(place(t));
   for (Index d = 0; d < shape.head_dim; d += kernels.lanes()) {
     work.strips.push_back({d, d, std::min(kernels.lanes(), shape.head_dim - d)});
   }
-  kernels.multiply(StripProduct<Element>{open.left, shape.rank, 1, open.right,
-                                         shape.head_dim, shape.tokens, shape.rank,
-                                         work.places.data(), work.strips.data(),
-                                         static_cast<Index>(work.strips.size()), to});
+  const Opened<Factor> open(kernels, shape, record, false, work);
+  kernels.multiply(StripProduct<Element>{
+      open.left, shape.rank, 1, open.right, shape.head_dim, shape.tokens, shape.rank,
+      places, work.strips.data(), static_cast<Index>(work.strips.size()), to});
 }
 
 // rows[t] = row t of U diag(sigma) V^T, for all tokens; [tokens, head_dim].
@@ -150,10 +155,9 @@ template <typename Element, typename Factor>
 void make_columns(const Kernels& kernels, const Record<Factor>& shape,
                   const Factor* record, const PageTarget<Element>& to,
                   Workspace& work) {
-  const Opened<Factor> open(kernels, shape, record, true, work);
-  work.places.clear();
+  Index* places = Workspace::at_least(work.places, shape.head_dim);
+  for (Index d = 0; d < shape.head_dim; ++d) places[d] = d * to.block_size;
   work.strips.clear();
-  for (Index d = 0; d < shape.head_dim; ++d) work.places.push_back(d * to.block_size);
   for (Index first = 0; first < shape.tokens;) {
     const Index lane = to.slots[first] % kernels.lanes();
     const Index most = std::min(kernels.lanes() - lane, shape.tokens - first);
@@ -165,10 +169,11 @@ void make_columns(const Kernels& kernels, const Record<Factor>& shape,
     work.strips.push_back({first, to.place(first), count});
     first += count;
   }
-  kernels.multiply(StripProduct<Element>{
-      open.right, 1, shape.head_dim, open.left, shape.tokens, shape.head_dim,
-      shape.rank, work.places.data(), work.strips.data(),
-      static_cast<Index>(work.strips.size()), to.heap});
+  const Opened<Factor> open(kernels, shape, record, true, work);
+  kernels.multiply(
+      StripProduct<Element>{open.right, 1, shape.head_dim, open.left, shape.tokens,
+                            shape.head_dim, shape.rank, places, work.strips.data(),
+                            static_cast<Index>(work.strips.size()), to.heap});
 }
 
 // The rows into slots of pages.

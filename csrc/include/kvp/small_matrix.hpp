@@ -344,14 +344,14 @@ struct Kernels {
     restore_body<kBytes>(m, vectors, step, cols, sums);                             \
   }                                                                                 \
   TARGET inline void strips_float(const StripProduct<float>& x) {                   \
-    strip_body<kBytes>(x);                                                          \
+    strip_body<SIMD>(x);                                                            \
   }                                                                                 \
   TARGET inline void strips_half(const StripProduct<BFloat16>& x) {                 \
-    strip_body<kBytes>(x);                                                          \
+    strip_body<SIMD>(x);                                                            \
   }                                                                                 \
   TARGET inline void widen(const BFloat16* in, Index rows, Index cols,              \
                            const float* scales, float* out) {                       \
-    widen_body<kBytes>(in, rows, cols, scales, out);                                \
+    widen_body<SIMD>(in, rows, cols, scales, out);                                  \
   }                                                                                 \
   inline constexpr Kernels table{SIMD,         multiply_double, decompose, restore, \
                                  strips_float, strips_half,     widen};             \
@@ -360,15 +360,32 @@ struct Kernels {
 KVP_SMALL_KERNELS(baseline, Simd::kBaseline, )
 #if defined(__x86_64__) && defined(__GNUC__)
 KVP_SMALL_KERNELS(avx2, Simd::kAvx2, __attribute__((target("avx2,fma"))))
-KVP_SMALL_KERNELS(
-    avx512, Simd::kAvx512,
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))))
+#define KVP_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"
+KVP_SMALL_KERNELS(avx512, Simd::kAvx512, __attribute__((target(KVP_AVX512))))
+
+// The same, but that sums become bfloat16 in one instruction.
+namespace avx512bf16 {
+__attribute__((target(KVP_AVX512 ",avx512bf16"))) inline void strips_half(
+    const StripProduct<BFloat16>& x) {
+  strip_body<Simd::kAvx512Bf16>(x);
+}
+inline constexpr Kernels with_strips(Kernels kernels) {
+  kernels.simd = Simd::kAvx512Bf16;
+  kernels.strips_half = strips_half;
+  return kernels;
+}
+inline constexpr Kernels table = with_strips(avx512::table);
+}  // namespace avx512bf16
+#undef KVP_AVX512
 #endif
 
 #undef KVP_SMALL_KERNELS
 
 inline bool can_run(const Kernels& kernels) {
 #if defined(__x86_64__) && defined(__GNUC__)
+  if (kernels.simd == Simd::kAvx512Bf16) {
+    return supported(Simd::kAvx512Bf16) && can_run(avx512::table);
+  }
   if (kernels.simd == Simd::kAvx512) {
     return supported(Simd::kAvx512) && supported(Simd::kAvx2) &&
            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
@@ -380,6 +397,7 @@ inline bool can_run(const Kernels& kernels) {
 
 inline const Kernels& select_kernels() {
 #if defined(__x86_64__) && defined(__GNUC__)
+  if (can_run(avx512bf16::table)) return avx512bf16::table;
   if (can_run(avx512::table)) return avx512::table;
   if (can_run(avx2::table)) return avx2::table;
 #endif

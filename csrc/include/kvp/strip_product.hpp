@@ -43,18 +43,18 @@ struct StripProduct {
 // Stores a strip of kRows rows. Of what is shorter than a vector, parts go whose sizes
 // are powers of two: the compiler knows them, and the CPU guesses once per part and not
 // once per row.
-template <int kBytes, int kRows, typename Element>
-KVP_ALWAYS_INLINE void store_strip(
-    const typename Lanes<float, kBytes>::Type (&sums)[kRows],
-    const std::int64_t* row_to, std::int64_t count, Element* to) {
-  constexpr std::int64_t kLanes = Lanes<float, kBytes>::kCount;
+template <Simd kSimd, int kRows, typename Element>
+KVP_ALWAYS_INLINE void store_strip(const Floats<kSimd> (&sums)[kRows],
+                                   const std::int64_t* row_to, std::int64_t count,
+                                   Element* to) {
+  constexpr std::int64_t kLanes = lanes_of(kSimd);
   using Bits = std::conditional_t<std::is_same_v<Element, float>, float, std::uint16_t>;
   using Narrow = typename Lanes<Bits, kLanes* static_cast<int>(sizeof(Bits))>::Type;
   Narrow rows[kRows];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) narrow_lanes<kBytes>(sums[r], rows[r]);
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) narrow_lanes<kSimd>(sums[r], rows[r]);
   if (count == kLanes) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       std::memcpy(to + row_to[r], &rows[r], sizeof(Narrow));
     }
@@ -72,11 +72,23 @@ KVP_ALWAYS_INLINE void store_strip(
   }
 }
 
+// Whether strips are whole vectors that are stored one behind the other.
+template <int kStrips>
+inline bool side_by_side(const Strip* strips, std::int64_t lanes) {
+  for (int s = 0; s < kStrips; ++s) {
+    if (strips[s].count != lanes || strips[s].to != strips[0].to + s * lanes) {
+      return false;
+    }
+  }
+  return kStrips > 1;
+}
+
 // kRows rows of kStrips strips. kRowStep: a_row, where the compiler may know it, else 0.
-template <int kBytes, int kRows, int kStrips, int kRowStep, typename Element>
+// joined: they lie side by side.
+template <Simd kSimd, int kRows, int kStrips, int kRowStep, typename Element>
 KVP_ALWAYS_INLINE void strip_tile(const StripProduct<Element>& x, std::int64_t i,
-                                  const Strip* strips) {
-  using V = typename Lanes<float, kBytes>::Type;
+                                  const Strip* strips, bool joined) {
+  using V = Floats<kSimd>;
   V sums[kStrips][kRows];
   for (int r = 0; r < kRows; ++r) {
     for (int s = 0; s < kStrips; ++s) sums[s][r] = V{};
@@ -87,61 +99,76 @@ KVP_ALWAYS_INLINE void strip_tile(const StripProduct<Element>& x, std::int64_t i
   for (std::int64_t k = 0; k < x.depth; ++k, a += x.a_step, b += x.b_row) {
     V row[kStrips];
 #pragma GCC unroll 4
-    for (int s = 0; s < kStrips; ++s) std::memcpy(&row[s], b + strips[s].from, kBytes);
-#pragma GCC unroll 8
+    for (int s = 0; s < kStrips; ++s)
+      std::memcpy(&row[s], b + strips[s].from, sizeof(V));
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
       for (int s = 0; s < kStrips; ++s) sums[s][r] += row[s] * a[r * a_row];
     }
   }
+  if constexpr (kStrips > 1) {
+    if (joined) {
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        Element* to = x.out + x.row_to[i + r] + strips[0].to;
+#pragma GCC unroll 4
+        for (int s = 0; s < kStrips; s += 2) {
+          store_two<kSimd>(sums[s][r], sums[s + 1][r], to + s * lanes_of(kSimd));
+        }
+      }
+      return;
+    }
+  }
 #pragma GCC unroll 4
   for (int s = 0; s < kStrips; ++s) {
-    store_strip<kBytes, kRows>(sums[s], x.row_to + i, strips[s].count,
-                               x.out + strips[s].to);
+    store_strip<kSimd, kRows>(sums[s], x.row_to + i, strips[s].count,
+                              x.out + strips[s].to);
   }
 }
 
 // kStrips strips of all rows, kRows at once. What is left is made together with rows
 // that were made before, and come out the same: one row after the other would wait for
 // every sum.
-template <int kBytes, int kRows, int kStrips, int kRowStep, typename Element>
+template <Simd kSimd, int kRows, int kStrips, int kRowStep, typename Element>
 KVP_ALWAYS_INLINE void strip_column(const StripProduct<Element>& x,
                                     const Strip* strips) {
+  const bool joined = side_by_side<kStrips>(strips, lanes_of(kSimd));
   if (x.rows < kRows) {
     for (std::int64_t i = 0; i < x.rows; ++i) {
-      strip_tile<kBytes, 1, kStrips, kRowStep>(x, i, strips);
+      strip_tile<kSimd, 1, kStrips, kRowStep>(x, i, strips, joined);
     }
     return;
   }
   for (std::int64_t i = 0; i < x.rows; i += kRows) {
-    strip_tile<kBytes, kRows, kStrips, kRowStep>(x, std::min(i, x.rows - kRows),
-                                                 strips);
+    strip_tile<kSimd, kRows, kStrips, kRowStep>(x, std::min(i, x.rows - kRows), strips,
+                                                joined);
   }
 }
 
 // All strips behind the first ones, at most kStrips at once, a power of two. What
 // belongs to a strip is stored from its beginning to its end: a run in memory, where
 // rows lie side by side.
-template <int kBytes, int kRows, int kStrips, int kRowStep, typename Element>
+template <Simd kSimd, int kRows, int kStrips, int kRowStep, typename Element>
 KVP_ALWAYS_INLINE void strip_columns(const StripProduct<Element>& x,
                                      std::int64_t first = 0) {
   for (; first + kStrips <= x.num_strips; first += kStrips) {
-    strip_column<kBytes, kRows, kStrips, kRowStep>(x, x.strips + first);
+    strip_column<kSimd, kRows, kStrips, kRowStep>(x, x.strips + first);
   }
   if constexpr (kStrips > 1) {
-    strip_columns<kBytes, kRows, kStrips / 2, kRowStep>(x, first);
+    strip_columns<kSimd, kRows, kStrips / 2, kRowStep>(x, first);
   }
 }
 
 // Tiles as large as the registers hold. Rows of `a` that lie side by side cost no
 // registers for their places, so that there can be more of them and fewer strips.
-template <int kBytes, typename Element>
+template <Simd kSimd, typename Element>
 KVP_ALWAYS_INLINE void strip_body(const StripProduct<Element>& x) {
-  constexpr int kWide = kBytes == 64 ? 2 : 1;
+  constexpr int kWide = kSimd >= Simd::kAvx512 ? 2 : 1;
   if (x.a_row == 1) {
-    strip_columns<kBytes, 4 * kWide, 2, 1>(x);
+    strip_columns<kSimd, 4 * kWide, 2, 1>(x);
   } else {
-    strip_columns<kBytes, 4, 2 * kWide, 0>(x);
+    strip_columns<kSimd, 4, 2 * kWide, 0>(x);
   }
 }
 
