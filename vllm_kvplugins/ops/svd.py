@@ -167,8 +167,8 @@ def reconstruct(
         ValueError: a matrix does not exist, or the factors are not sound.
 
     Cost: ``2 * tokens * rank * head_dim`` operations each (equation 22), of float32.
-    Where the CPU rounds to bfloat16 by itself (AVX512-BF16), results below 2^-126 are 0.
-        Compiled for CUDA: one launch, and a copy of the list of work.
+        Compiled for CUDA: one launch, and a copy of the list of work. On CPUs that
+        round to bfloat16 by themselves (AVX512-BF16), results below 2^-126 are 0.
     """
     op = "reconstruct"
     dtype = dtype or low_rank.factors.dtype
