@@ -5,9 +5,11 @@ themselves: they name a function in a ``scenarios_*`` module, give it plain
 arguments and get back what it returned, through JSON files.
 
 ``KVP_TEST_RUNNER=V2 KVP_TEST_KERNEL=triton python -m pytest tests/engine`` runs them on
-model runner V2, with our Triton kernel in its interpreter; without the second variable
-with vLLM's kernel for CPUs. A step takes several times as long, so add
-``--timeout=3600``. Tests that choose a runner themselves keep theirs.
+model runner V2, with our Triton kernel in its interpreter; with
+``KVP_TEST_INTERPRETER=torch``, too, in one that is much faster
+(``helpers/cpu_v2/kernel_on_torch.py``); without the second variable with vLLM's kernel
+for CPUs. A step takes several times as long, so add ``--timeout=3600``. Tests that
+choose a runner themselves keep theirs.
 """
 
 from __future__ import annotations

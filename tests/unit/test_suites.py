@@ -39,6 +39,20 @@ def test_kernels():
     assert run_suite("kernel_suite.py", **here) >= 48
 
 
+def test_kernels_on_torch():
+    """Their source, by what also runs whole engines on them."""
+    pytest.importorskip("triton")
+    paths = [str(HELPERS / "cpu_v2"), os.environ.get("PYTHONPATH", "")]
+    passed = run_suite(
+        "kernel_suite.py",
+        TRITON_INTERPRET="1",
+        KVP_TEST_KERNEL="triton",
+        KVP_TEST_INTERPRETER="torch",
+        PYTHONPATH=os.pathsep.join(path for path in paths if path),
+    )
+    assert passed >= 48
+
+
 @pytest.mark.slow
 def test_a_pretended_gpu():
     assert run_suite("pretended_gpu_suite.py") >= 34

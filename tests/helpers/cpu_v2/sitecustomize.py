@@ -12,7 +12,9 @@ Environment:
     KVP_TEST_ASYNC=1: vLLM's CPU platform switches asynchronous scheduling off;
         switch it on again, so that both schedulers are tested.
     KVP_TEST_KERNEL=triton: whole integration tests run on our Triton kernel; in tiles
-        that suit the interpreter.
+        that suit Triton's interpreter.
+    KVP_TEST_INTERPRETER=torch: that kernel's source runs on torch instead, in a GPU's
+        tiles and twenty times as fast.
 """
 
 import importlib.abc
@@ -75,6 +77,12 @@ def _write_caches_in_torch(op):
     op.triton_reshape_and_cache_flash = write
 
 
+def _run_on_torch(paged_attention):
+    from kernel_on_torch import replace_kernels  # imports torch
+
+    replace_kernels(paged_attention)
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter = "triton.runtime.interpreter"
     sys.meta_path.insert(0, _AfterImport(interpreter, look_up_once))
@@ -83,6 +91,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     sys.meta_path.insert(0, _AfterImport(writer, _write_caches_in_torch))
 if os.environ.get("KVP_TEST_KERNEL") == "triton":
     attention = "vllm_kvplugins.ops.triton.paged_attention"
-    sys.meta_path.insert(0, _AfterImport(attention, use_large_tiles))
+    on_torch = os.environ.get("KVP_TEST_INTERPRETER") == "torch"
+    change = _run_on_torch if on_torch else use_large_tiles
+    sys.meta_path.insert(0, _AfterImport(attention, change))
 if os.environ.get("KVP_TEST_ASYNC") == "1":
     sys.meta_path.insert(0, _AfterImport("vllm.platforms.cpu", _allow_async_scheduling))
