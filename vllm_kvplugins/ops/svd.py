@@ -161,14 +161,13 @@ def reconstruct(
         dtype: of the result, float32 or bfloat16; that of the factors by default.
 
     Returns:
-        [sum of their tokens, head_dim].
+        [sum of their tokens, head_dim]; 0 below 2^-126 where a CPU has AVX512-BF16.
 
     Raises:
         ValueError: a matrix does not exist, or the factors are not sound.
 
     Cost: ``2 * tokens * rank * head_dim`` operations each (equation 22), of float32.
-        Compiled for CUDA: one launch, and a copy of the list of work. On CPUs that
-        round to bfloat16 by themselves (AVX512-BF16), results below 2^-126 are 0.
+        Compiled for CUDA: one launch, and a copy of the list of work.
     """
     op = "reconstruct"
     dtype = dtype or low_rank.factors.dtype

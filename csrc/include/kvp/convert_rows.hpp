@@ -1,6 +1,6 @@
 // Rows of bfloat16 to float32 and back, a vector at a time.
 //
-// Bodies to be inlined into functions that are compiled for a CPU (small_matrix.hpp);
+// Bodies to be inlined into functions that are compiled for a CPU (matrix_kernels.hpp);
 // intrinsics could not be, whence the assembler.
 #pragma once
 

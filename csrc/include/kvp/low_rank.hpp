@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "kvp/factor_record.hpp"
+#include "kvp/matrix_kernels.hpp"
 #include "kvp/page_copy.hpp"
-#include "kvp/small_matrix.hpp"
 
 namespace kvp::svd {
 

@@ -3,7 +3,7 @@
 //
 // A strip is a few columns that are stored side by side, no more than a vector has, so
 // that a result leaves the registers once. Bodies are inlined into functions that are
-// compiled for a CPU (small_matrix.hpp).
+// compiled for a CPU (matrix_kernels.hpp).
 #pragma once
 
 #include <algorithm>

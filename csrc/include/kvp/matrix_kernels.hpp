@@ -1,0 +1,120 @@
+// Products, eigenvectors and conversions for the widest vectors of the CPU: what svd.hpp
+// and low_rank.hpp are made of.
+//
+// Bodies are written once, in the compiler's vector extension, and compiled for
+// AVX-512, AVX2 and the target's baseline; select_kernels() picks at run time.
+#pragma once
+
+#include "kvp/convert_rows.hpp"
+#include "kvp/small_matrix.hpp"
+#include "kvp/strip_product.hpp"
+#include "kvp/symmetric.hpp"
+#include "kvp/vectors.hpp"
+
+namespace kvp::svd {
+
+struct Kernels {
+  Simd simd;
+  void (*multiply_double)(const Product<double>&);
+  bool (*decompose)(const Symmetric&);
+  void (*restore)(const Symmetric&, double*, Index, Index, double*);
+  void (*strips_float)(const StripProduct<float>&);
+  void (*strips_half)(const StripProduct<BFloat16>&);
+  void (*widen_half)(const BFloat16*, Index, Index, const float*, float*);
+
+  // Most columns of a strip.
+  Index lanes() const { return lanes_of(simd); }
+
+  void multiply(const Product<double>& x) const { multiply_double(x); }
+  void multiply(const StripProduct<float>& x) const { strips_float(x); }
+  void multiply(const StripProduct<BFloat16>& x) const { strips_half(x); }
+
+  // out[r][i] = in[r][i] * scales[r]; without scales, in[r][i].
+  void widen(const BFloat16* in, Index rows, Index cols, const float* scales,
+             float* out) const {
+    widen_half(in, rows, cols, scales, out);
+  }
+  void widen(const float* in, Index rows, Index cols, const float* scales,
+             float* out) const {
+    for (Index r = 0; r < rows; ++r, in += cols, out += cols) {
+      const float scale = scales == nullptr ? 1.0f : scales[r];
+      for (Index i = 0; i < cols; ++i) out[i] = in[i] * scale;
+    }
+  }
+};
+
+#define KVP_SMALL_KERNELS(NAME, SIMD, TARGET)                                       \
+  namespace NAME {                                                                  \
+  constexpr int kBytes = static_cast<int>(lanes_of(SIMD)) * 4;                      \
+  TARGET inline void multiply_double(const Product<double>& x) {                    \
+    multiply_body<double, kBytes>(x);                                               \
+  }                                                                                 \
+  TARGET inline bool decompose(const Symmetric& m) {                                \
+    return decompose_body<kBytes>(m);                                               \
+  }                                                                                 \
+  TARGET inline void restore(const Symmetric& m, double* vectors, Index step,       \
+                             Index cols, double* sums) {                            \
+    restore_body<kBytes>(m, vectors, step, cols, sums);                             \
+  }                                                                                 \
+  TARGET inline void strips_float(const StripProduct<float>& x) {                   \
+    strip_body<SIMD>(x);                                                            \
+  }                                                                                 \
+  TARGET inline void strips_half(const StripProduct<BFloat16>& x) {                 \
+    strip_body<SIMD>(x);                                                            \
+  }                                                                                 \
+  TARGET inline void widen(const BFloat16* in, Index rows, Index cols,              \
+                           const float* scales, float* out) {                       \
+    widen_body<SIMD>(in, rows, cols, scales, out);                                  \
+  }                                                                                 \
+  inline constexpr Kernels table{SIMD,         multiply_double, decompose, restore, \
+                                 strips_float, strips_half,     widen};             \
+  }
+
+KVP_SMALL_KERNELS(baseline, Simd::kBaseline, )
+#if defined(__x86_64__) && defined(__GNUC__)
+KVP_SMALL_KERNELS(avx2, Simd::kAvx2, __attribute__((target("avx2,fma"))))
+#define KVP_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"
+KVP_SMALL_KERNELS(avx512, Simd::kAvx512, __attribute__((target(KVP_AVX512))))
+
+// The same, but that sums become bfloat16 in one instruction.
+namespace avx512bf16 {
+__attribute__((target(KVP_AVX512 ",avx512bf16"))) inline void strips_half(
+    const StripProduct<BFloat16>& x) {
+  strip_body<Simd::kAvx512Bf16>(x);
+}
+inline constexpr Kernels with_strips(Kernels kernels) {
+  kernels.simd = Simd::kAvx512Bf16;
+  kernels.strips_half = strips_half;
+  return kernels;
+}
+inline constexpr Kernels table = with_strips(avx512::table);
+}  // namespace avx512bf16
+#undef KVP_AVX512
+#endif
+
+#undef KVP_SMALL_KERNELS
+
+inline bool can_run(const Kernels& kernels) {
+#if defined(__x86_64__) && defined(__GNUC__)
+  if (kernels.simd == Simd::kAvx512Bf16) {
+    return supported(Simd::kAvx512Bf16) && can_run(avx512::table);
+  }
+  if (kernels.simd == Simd::kAvx512) {
+    return supported(Simd::kAvx512) && supported(Simd::kAvx2) &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl");
+  }
+#endif
+  return supported(kernels.simd);
+}
+
+inline const Kernels& select_kernels() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  if (can_run(avx512bf16::table)) return avx512bf16::table;
+  if (can_run(avx512::table)) return avx512::table;
+  if (can_run(avx2::table)) return avx2::table;
+#endif
+  return baseline::table;
+}
+
+}  // namespace kvp::svd
