@@ -134,6 +134,7 @@ def _traffic(
         "preempted_compacted": driver.preempted_compacted,
         "compactions": getattr(driver.manager, "compactions", 0),
         "poisoned": driver.poisoned,
+        "unscored": runtime().unscored_compactions,
     }
 
 

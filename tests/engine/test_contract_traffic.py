@@ -97,6 +97,7 @@ def test_traffic_among_poison(tiny_model, name, allocator):
     assert counts["requests"] > ROUNDS / 3
     assert counts["compared"] >= SAMPLES - 1
     assert counts["differed"] == counts["close"] == 0
+    assert counts["unscored"] == 0, "a score read what nobody owns"
     for event in ("aborts", "preemptions"):
         assert counts[event] > ROUNDS / 12, counts
     if allocator == "none" and get_policy_class(name).retention is Retention.DROP:

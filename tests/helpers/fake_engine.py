@@ -378,15 +378,15 @@ class FakeEngine:
     ) -> None:
         """Which tokens are resident now, where that changes with every query."""
         used = torch.arange(keys.shape[2]) < lengths[..., None]
-        same = (keys.unsqueeze(3) == request.keys.unsqueeze(2)).all(-1) & used[
-            ..., None
-        ]
+        same = (keys.unsqueeze(3) == request.keys.unsqueeze(2)).all(-1)
+        same &= used[..., None]
         assert torch.equal(same.any(3), used), "a slot holds none of its tokens"
         assert (same.sum(2) <= 1).all(), "a token is resident twice"
         request.visible = same.any(2)
 
     def _check_state(self) -> None:
         self.runtime.check_integrity()
+        assert not self.runtime.unscored_compactions, "a score read what nobody owns"
         held = [r.table[i] for r in self.requests.values() for i in r.held]
         assert sorted(self.free + held) == list(range(1, self.blocks))
         assert self.pages[:, self.free].isnan().all(), "a free block was written"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_kvplugins.vllm_adapter.seldom import Seldom
+from vllm_kvplugins.seldom import Seldom
 
 
 def test_the_first_tenth_and_hundredth_of_a_kind_are_said():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,7 +21,7 @@ from vllm_kvplugins.residency.requests import (
     Tracked,
 )
 from vllm_kvplugins.residency.retrieval import Retrieval
-from vllm_kvplugins.residency.scores import slot_scores
+from vllm_kvplugins.residency.scores import UnscoredTokens, slot_scores
 from vllm_kvplugins.residency.views import Views
 
 
@@ -38,6 +38,7 @@ class Compactor:
     views: Views
     tables: PageTables
     retrieval: Retrieval | None
+    unscored: UnscoredTokens = field(default_factory=UnscoredTokens)
 
     def owned(
         self, row: Row, blocks: torch.Tensor, resident: Resident | None
@@ -108,6 +109,7 @@ class Compactor:
         # the partial last page is the tail; it does not compete
         competing = owned.owned - int(row.after_tokens % size > 0)
         scores = slot_scores(self.policy, self.views, due, owned, competing, tracked)
+        scores = self.unscored.last(self.policy.name, row.request_id, scores)
         fixed = None
         if compaction.fixed_blocks:
             assert resident is not None, "nothing was kept before"

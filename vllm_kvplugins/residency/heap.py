@@ -65,6 +65,10 @@ class Heap:
         """[heads, pages * block_size, head_dim] of int64 [heads, pages]."""
         return ops.gather_values(self.pages, pages, self.layout)
 
+    def clear(self, blocks: torch.Tensor) -> None:
+        """Zero all keys and values of these blocks."""
+        self.pages.index_fill_(0, self.page_ids(blocks).reshape(-1), 0)
+
     def apply(self, after: CompactedPages) -> None:
         """Carry out the moves of a compaction, in place."""
         direct, staged = after.direct, after.staged

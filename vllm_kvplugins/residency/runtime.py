@@ -389,6 +389,11 @@ class PolicyRuntime:
 
     # -- observability ---------------------------------------------------------
 
+    @property
+    def unscored_compactions(self) -> int:
+        """Compactions with scores that were NaN."""
+        return self._compactor.unscored.compactions if self._compactor else 0
+
     def take_compression_seconds(self) -> list[float]:
         """Durations of compactions since the last call."""
         taken, self._seconds = self._seconds, []

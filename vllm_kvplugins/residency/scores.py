@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass, field
+
 import torch
 
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.policies.base import KVCachePolicy, LayerView
 from vllm_kvplugins.residency.requests import Due, PageList, Tracked
 from vllm_kvplugins.residency.views import Views
+from vllm_kvplugins.seldom import Seldom
+
+logger = logging.getLogger("vllm.kv_policy")
+
+
+@dataclass(slots=True)
+class UnscoredTokens:
+    """What becomes of scores that are NaN: one request must not end the server.
+
+    They come where the model's own numbers overflowed, as they may in float16, or
+    where a policy has a fault.
+
+    Attributes:
+        compactions: those that had any.
+    """
+
+    compactions: int = 0
+    _notes: Seldom = field(default_factory=Seldom)
+
+    def last(self, policy: str, request_id: str, scores: torch.Tensor) -> torch.Tensor:
+        """The scores, what is NaN among them worth the least; the log says of whom.
+
+        Args:
+            scores: float32 [layers, kv_heads, slots]; overwritten.
+        """
+        unknown = scores.isnan()
+        if not bool(unknown.any()):
+            return scores
+        self.compactions += 1
+        layers = unknown.flatten(1).any(1).nonzero()[:, 0].tolist()
+        note = (
+            f"{policy} gave scores that are NaN in {len(layers)} layers, first in "
+            f"layer {layers[0]}: keys or queries of the request hold NaN or infinity, "
+            "or the policy has a fault. The tokens count as worth the least"
+        )
+        if worded := self._notes.worded(note):
+            logger.warning("request %s: %s", request_id, worded)
+        return scores.masked_fill_(unknown, -torch.inf)
 
 
 def slot_scores(
@@ -26,7 +67,8 @@ def slot_scores(
         tracked: what is known of the request; its window of queries is used up.
 
     Returns:
-        float32 [layers, kv_heads, slots]; -inf where a row owns no page.
+        float32 [layers, kv_heads, slots]; -inf where a row owns no page; perhaps NaN
+        elsewhere.
 
     Raises:
         KVPolicyError: scores are not one number per slot.

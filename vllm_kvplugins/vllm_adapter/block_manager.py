@@ -12,10 +12,10 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm_kvplugins.policies.base import Lengths, Trigger
 from vllm_kvplugins.residency.plan import Compaction, ResidencyPlan
 from vllm_kvplugins.residency.plans import Plans
+from vllm_kvplugins.seldom import Seldom
 from vllm_kvplugins.sessions.keeper import Match
 from vllm_kvplugins.sessions.orders import Session
 from vllm_kvplugins.vllm_adapter.parking import Parked
-from vllm_kvplugins.vllm_adapter.seldom import Seldom
 from vllm_kvplugins.vllm_adapter.turns import asked_turn_ends
 
 # vLLM configures only the loggers below its own name.
@@ -63,6 +63,10 @@ class ResidencyBlockManager(FullAttentionManager):
             Trigger.PREFILL_CHUNK in policy.observes or policy.needs_surprisal
         )
         self._bounds_prompts = policy.prompt_blocks(1, geometry) is not None
+
+    def tell_new_blocks(self) -> None:
+        """Let workers know which blocks requests are given, to zero them."""
+        self._record_new_block_ids = True
 
     def plan(self, request: Any) -> ResidencyPlan:
         """The plan of a request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -16,7 +17,8 @@ logger = init_logger("vllm.kv_policy")
 
 
 class ResidencyScheduling:
-    """Mixin over vLLM's schedulers; changes two decisions and nothing else."""
+    """Mixin over vLLM's schedulers; changes two decisions, and on CPUs has blocks
+    zeroed before anybody gets them."""
 
     kv_cache_manager: Any
     connector: Any
@@ -36,6 +38,11 @@ class ResidencyScheduling:
             self.kv_cache_manager.block_pool.num_gpu_blocks,
         )
         self._residency_manager = manager
+        if current_platform.is_cpu():
+            # its kernel multiplies what lies behind a request's last token by 0: NaN
+            # of somebody who had the block before would be NaN of this request's
+            self.needs_kv_cache_zeroing = True
+            manager.tell_new_blocks()
 
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int

@@ -104,12 +104,13 @@ _EVERYWHERE = {
     # The scheduler: where prefill is cut, what a prefix hit may reuse.
     f"{_CORE}.sched.scheduler:Scheduler": "_reserve_prefill_lookahead(request "
     "num_computed_tokens num_new_tokens) _get_local_prefix_cache_hit(request) "
-    "connector kv_cache_manager block_size",
+    "connector kv_cache_manager block_size needs_kv_cache_zeroing",
     f"{_CORE}.sched.async_scheduler:AsyncScheduler": "_reserve_prefill_lookahead("
     "request num_computed_tokens num_new_tokens) "
     "_get_local_prefix_cache_hit(request)",
     f"{_CORE}.sched.output:SchedulerOutput": "finished_req_ids preempted_req_ids "
-    "scheduled_new_reqs kv_connector_metadata total_num_scheduled_tokens",
+    "scheduled_new_reqs kv_connector_metadata total_num_scheduled_tokens "
+    "new_block_ids_to_zero",
     f"{_CORE}.sched.output:NewRequestData": "req_id prompt_token_ids sampling_params",
     "vllm.v1.request:Request": "num_prompt_tokens prompt_token_ids sampling_params "
     "request_id all_token_ids cache_salt lora_request mm_features num_computed_tokens "
@@ -132,7 +133,8 @@ _EVERYWHERE = {
     "pop_blocks_for_free(request_id) _remove_blocks_in_range(request_id "
     "first_block last_block) "
     "allocate_external_computed_blocks(request_id) new_step_starts() _null_block "
-    "block_pool block_size kv_cache_spec num_cached_block req_to_blocks",
+    "block_pool block_size kv_cache_spec num_cached_block req_to_blocks "
+    "_record_new_block_ids",
     f"{_CORE}.block_pool:BlockPool": "get_num_free_blocks() num_gpu_blocks "
     "touch(blocks) unpin_blocks(blocks on_reuse) free_blocks(ordered_blocks)",
     f"{_CORE}.kv_cache_utils:KVCacheBlock": "is_null block_hash block_id ref_cnt",

@@ -49,6 +49,7 @@ class PolicyWorker:
             # before this step writes: blocks that are read may be another's by now
             with torch.inference_mode():
                 runtime.end_step()
+        self._clear_new_blocks(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
             turns = asked_turn_ends(new.sampling_params)
             patched = asked_patched_prompt(new.sampling_params)
@@ -59,6 +60,20 @@ class PolicyWorker:
                 vault.rest()
         run = super().execute_model  # type: ignore[misc]
         return run(scheduler_output, *args, **kwargs)
+
+    def _clear_new_blocks(self, scheduler_output: Any) -> None:
+        """Zero blocks that requests were given, where the scheduler asks for that.
+
+        Not by vLLM's runner, which would do it after sessions are restored. Whoever
+        had the blocks is done with them: saved, or compacted, above.
+        """
+        heap, fresh = (
+            self.kv_policy_runtime.heap,
+            scheduler_output.new_block_ids_to_zero,
+        )
+        scheduler_output.new_block_ids_to_zero = None
+        if heap is not None and fresh:  # without a heap nobody has written yet
+            heap.clear(torch.tensor(fresh, device=heap.pages.device))
 
     # -- called through LLM.collective_rpc ----------------------------------------
 
