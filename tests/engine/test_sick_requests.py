@@ -34,6 +34,7 @@ SETTINGS = {
     "chunk_size": 16,
     "skip_layers": 0,
 }
+ALLOCATORS = ("cross-layer", "head-adaptive", "pyramid", "uniform")
 # those that look at keys or queries alone, or at attention
 SCORING = ("expected-attention", "flowkv", "h2o", "keydiff", "knorm", "snapkv")
 
@@ -72,7 +73,10 @@ def beside(model: str, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def settings(name: str) -> dict[str, Any]:
-    found = configure(name, SETTINGS) | {"sessions": False}
+    """The allocators take turns; `file` and `sensitivity` would need files."""
+    turn = available_policies().index(name) // PROCESSES % len(ALLOCATORS)
+    chosen = SETTINGS | {"allocator": ALLOCATORS[turn]}
+    found = configure(name, chosen) | {"sessions": False}
     if name in policies_that(Retention.OFFLOAD):
         found["host_memory"] = 1 << 26
     return found

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import logging
-
+import pytest
 import torch
 from layouts import make_layout
+from policy_settings import write_weights
 
+from vllm_kvplugins.budgets import ALLOCATORS, parse_allocator
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.scores import UnscoredTokens
 
 LAYERS, BLOCKS, KV_HEADS = 3, 5, 2
+BLOCK = 4
+
+
+def settle(unscored, scores, policy="knorm", request="a", room=BLOCK, decided=None):
+    none = torch.zeros_like(scores, dtype=torch.bool)
+    decided = none if decided is None else decided
+    return unscored.settle(policy, request, scores, room, decided)
 
 
 def test_what_has_no_score_is_worth_the_least(caplog):
@@ -18,19 +26,49 @@ def test_what_has_no_score_is_worth_the_least(caplog):
     scores = torch.arange(24.0).view(LAYERS, KV_HEADS, 4)
     scores[1, 0, 2] = scores[2, 1] = torch.nan
     expected = scores.nan_to_num(-torch.inf)
-    with caplog.at_level(logging.WARNING, "vllm.kv_policy"):
-        found = unscored.last("snapkv", "chat-3", scores)
+    found = settle(unscored, scores, "snapkv", "chat-3")
     assert found.equal(expected)
     (said,) = caplog.messages
     assert "request chat-3: snapkv" in said
-    assert "NaN in 2 layers, first in layer 1" in said
+    assert "in 2 layers, first in layer 1" in said
     assert unscored.compactions == 1
+
+
+def test_not_everything_can_demand_to_stay():
+    unscored = UnscoredTokens()
+    scores = torch.zeros(1, 3, 8)
+    scores[0, 0, :5] = scores[0, 1, :4] = scores[0, 2] = torch.inf
+    decided = torch.zeros_like(scores, dtype=torch.bool)
+    decided[0, 2, :4] = True
+    before, most = scores.clone(), torch.finfo(torch.float32).max
+    found = settle(unscored, scores, decided=decided)
+    assert found[0, 0].tolist() == [most] * 5 + [0.0] * 3
+    assert found[0, 1:].equal(before[0, 1:])
+    assert unscored.compactions == 1
+
+
+@pytest.mark.parametrize("name", sorted(ALLOCATORS))
+@pytest.mark.parametrize("score", [torch.nan, torch.inf, -torch.inf])
+def test_every_allocator_takes_what_comes_of_it(tmp_path, name, score):
+    weights = write_weights(tmp_path / "weights.json", LAYERS, KV_HEADS)
+    allocator = parse_allocator(weights if name == "file" else name)
+    scores = torch.rand(
+        LAYERS, KV_HEADS, 7 * BLOCK, generator=torch.Generator().manual_seed(1)
+    )
+    for broken in (scores.clone(), torch.full_like(scores, score)):
+        broken[1, 0] = score
+        found = settle(UnscoredTokens(), broken, room=3 * BLOCK)
+        available = torch.full((LAYERS, KV_HEADS), 7)
+        pages = allocator.allocate(found, 3, BLOCK, available)
+        assert int(pages.sum()) == 3 * LAYERS * KV_HEADS
+        assert bool((pages <= available).all())
 
 
 def test_it_is_said_ever_more_seldom(caplog):
     unscored = UnscoredTokens()
     for number in range(10):
-        unscored.last("knorm", f"chat-{number}", torch.full((1, 1, 1), torch.nan))
+        nothing = torch.full((1, 1, 1), torch.nan)
+        settle(unscored, nothing, request=f"chat-{number}")
     assert unscored.compactions == 10
     assert [text.split(":")[0] for text in caplog.messages] == [
         "request chat-0",
@@ -41,7 +79,7 @@ def test_it_is_said_ever_more_seldom(caplog):
 def test_all_other_scores_stay(caplog):
     unscored = UnscoredTokens()
     scores = torch.tensor([[[1.0, -torch.inf, torch.inf]]])
-    assert unscored.last("knorm", "a", scores).equal(scores.clone())
+    assert settle(unscored, scores).equal(scores.clone())
     assert not unscored.compactions
     assert not caplog.messages
 

@@ -9,6 +9,18 @@ from vllm_kvplugins.residency.plan import Compaction
 from vllm_kvplugins.selection import keep_top
 
 
+def fixed_slots(
+    scores: torch.Tensor, fixed: torch.Tensor | None, block_size: int
+) -> torch.Tensor:
+    """bool [rows, slots]: those that stay whatever their scores."""
+    layers, heads, slots = scores.shape
+    if fixed is None:
+        return torch.zeros(
+            layers * heads, slots, dtype=torch.bool, device=scores.device
+        )
+    return torch.arange(slots, device=scores.device) < fixed[:, None] * block_size
+
+
 def choose_slots(
     allocator: PageAllocator,
     compaction: Compaction,
@@ -29,10 +41,10 @@ def choose_slots(
     Returns:
         bool [rows, slots] and int64 [rows].
     """
-    layers, heads, slots = scores.shape
+    layers, heads = scores.shape[:2]
     if fixed is None:
         fixed = torch.zeros_like(competing)
-    stays = torch.arange(slots, device=scores.device) < fixed[:, None] * block_size
+    stays = fixed_slots(scores, fixed, block_size)
     scores = scores.masked_fill(stays.view(scores.shape), -torch.inf)
     counts = allocator.allocate(
         scores,

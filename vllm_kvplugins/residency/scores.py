@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm.kv_policy")
 
 @dataclass(slots=True)
 class UnscoredTokens:
-    """What becomes of scores that are NaN: one request must not end the server.
+    """What becomes of scores that tell nothing: one request must not end the server.
 
     They come where the model's own numbers overflowed, as they may in float16, or
     where a policy has a fault.
@@ -30,25 +30,40 @@ class UnscoredTokens:
     compactions: int = 0
     _notes: Seldom = field(default_factory=Seldom)
 
-    def last(self, policy: str, request_id: str, scores: torch.Tensor) -> torch.Tensor:
-        """The scores, what is NaN among them worth the least; the log says of whom.
+    def settle(
+        self,
+        policy: str,
+        request_id: str,
+        scores: torch.Tensor,
+        room: int,
+        decided: torch.Tensor,
+    ) -> torch.Tensor:
+        """The scores, NaN worth the least, and ``inf`` only what may demand to stay:
+        more than there is room for is worth the most. The log says of whom.
 
         Args:
             scores: float32 [layers, kv_heads, slots]; overwritten.
+            room: slots that each KV head keeps, on average.
+            decided: bool like the scores, slots whose scores do not matter.
         """
         unknown = scores.isnan()
-        if not bool(unknown.any()):
+        endless = scores.isposinf() & ~decided
+        endless &= endless.sum(-1, keepdim=True) > room
+        touched = unknown | endless
+        if not bool(touched.any()):
             return scores
         self.compactions += 1
-        layers = unknown.flatten(1).any(1).nonzero()[:, 0].tolist()
+        layers = touched.flatten(1).any(1).nonzero()[:, 0].tolist()
         note = (
-            f"{policy} gave scores that are NaN in {len(layers)} layers, first in "
-            f"layer {layers[0]}: keys or queries of the request hold NaN or infinity, "
-            "or the policy has a fault. The tokens count as worth the least"
+            f"{policy} gave scores that are NaN, or infinite for more tokens than "
+            f"stay, in {len(layers)} layers, first in layer {layers[0]}: keys, values "
+            "or queries of the request hold NaN or infinity, or the policy has a "
+            "fault. What is NaN counts as worth the least"
         )
         if worded := self._notes.worded(note):
             logger.warning("request %s: %s", request_id, worded)
-        return scores.masked_fill_(unknown, -torch.inf)
+        most = torch.finfo(scores.dtype).max
+        return scores.masked_fill_(unknown, -torch.inf).masked_fill_(endless, most)
 
 
 def slot_scores(
