@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,25 @@ def test_direct_is_staged(policy: dict[str, Any]):
     assert traffic["staged"] == traffic["direct"]
     assert traffic["staged"].fetched > 0
     assert waits["staged"] == waits["direct"]
+
+
+@pytest.mark.parametrize("name", ["exact-topk", "icecache"])
+def test_what_is_chosen_for_the_next_step_is_not_this_steps(monkeypatch, name):
+    """However far the thread that fetches ahead is when a layer is filled."""
+    (policy,) = (p for p in POLICIES if (p["name"], p["prefetch"]) == (name, "step"))
+    found, traffic = lived(Life(policy, torch.device("cpu")))
+    fill = Retrieval._fill
+
+    def late(self: Retrieval, batch: Any, layer: int) -> torch.Tensor:
+        if threading.current_thread() is threading.main_thread():
+            for _, _, future in self._under_way:
+                future.result()
+        return fill(self, batch, layer)
+
+    monkeypatch.setattr(Retrieval, "_fill", late)
+    again, traffic_again = lived(Life(policy, torch.device("cpu")))
+    same(found, again)
+    assert traffic == traffic_again
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:

@@ -43,6 +43,7 @@ class Batch:
         chosen: what the last anchor layer selected.
         served: its hot slots were filled during the step before.
         ahead: what the next layer fetches, under way on another thread.
+        later: see :meth:`for_next_step`.
     """
 
     states: list[Offloaded]
@@ -52,6 +53,14 @@ class Batch:
     served: bool = False
     chosen: torch.Tensor | None = None
     ahead: Future[Fetched] | None = None
+    later: Batch | None = None
+
+    def for_next_step(self) -> Batch:
+        """The same requests for another thread: what is chosen there for the step to
+        come is not what this step's layers are filled with."""
+        if self.later is None:
+            self.later = Batch(self.states, self.seats, self.seat_numbers, self.query)
+        return self.later
 
     def asked(self, queries: torch.Tensor, num_kv_heads: int) -> Arrival:
         """A copy of these requests' queries, on its way to the host.

@@ -248,7 +248,8 @@ class Retrieval:
         if self._policy.prefetch != "step" or layer not in self._zones:
             return
         for batch in self._batches:
-            self._under_way.append((batch, layer, self._submit(batch, layer, queries)))
+            later = batch.for_next_step()
+            self._under_way.append((later, layer, self._submit(later, layer, queries)))
             for state in batch.states:
                 state.served = True
 
