@@ -18,7 +18,6 @@
 #include <cstring>
 #include <ctime>
 #include <random>
-#include <string>
 #include <vector>
 
 #include "kvp/low_rank.hpp"
@@ -196,7 +195,7 @@ int main(int count, char** arguments) {
     std::fprintf(stderr, "give lengths of spans: 16 32 64 40,42,18,32\n");
     return 2;
   }
-  std::printf("per 1000 tokens and KV layer half (keys or values of 3 KV heads)\n");
+  std::printf("ms per 1000 tokens: keys or values of one layer's 3 KV heads\n");
   const Target targets[] = {
       {"rows", {nullptr, kvp::PlaneKind::kRows, kBlock * kDim, kDim}},
       {"columns", {nullptr, kvp::PlaneKind::kTransposed, 0, 0}}};

@@ -16,7 +16,13 @@ from typing import Any
 
 import pytest
 from harness import INTERPRETED, run_scenario
-from policy_settings import configure, policies_that, shares_pages, write_weights
+from policy_settings import (
+    SMALL_BUDGETS,
+    configure,
+    policies_that,
+    shares_pages,
+    write_weights,
+)
 from tiny_model import KV_HEADS, LAYERS
 
 from vllm_kvplugins.budgets import ALLOCATORS
@@ -29,13 +35,6 @@ SEED = 20261121
 ROUNDS, SAMPLES = (30, 3) if INTERPRETED else (60, 6)
 BLOCKS = 26
 PROCESSES = 2
-SETTINGS = {
-    "budget": 96,
-    "window": 16,
-    "decode_budget": 64,
-    "fold_blocks": 1,
-    "chunk_size": 16,
-}
 
 
 def turns() -> dict[str, str]:
@@ -49,7 +48,8 @@ def turns() -> dict[str, str]:
 
 def settings(name: str, allocator: str, weights: dict[str, str]) -> dict[str, Any]:
     """A policy's settings; every other one reads prompts block by block."""
-    chosen = SETTINGS | {"allocator": weights if allocator == "file" else allocator}
+    shared = weights if allocator == "file" else allocator
+    chosen = SMALL_BUDGETS | {"allocator": shared}
     if list(turns()).index(name) // PROCESSES % 2:
         chosen["prefill_block"] = 96
     return configure(name, chosen)

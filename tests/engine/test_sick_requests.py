@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_scenario
-from policy_settings import configure, policies_that
+from policy_settings import SMALL_BUDGETS, configure, policies_that
 from safetensors.torch import load_file, save_file
 from texts import random_tokens
 from tiny_model import VOCABULARY, write_tiny_model
@@ -26,14 +26,6 @@ SEED = 20261123
 SICK = 7
 PROCESSES = 2
 PROMPT, HISTORY, ANSWER = 400, 300, 40
-SETTINGS = {
-    "budget": 96,
-    "window": 16,
-    "decode_budget": 64,
-    "fold_blocks": 1,
-    "chunk_size": 16,
-    "skip_layers": 0,
-}
 ALLOCATORS = ("cross-layer", "head-adaptive", "pyramid", "uniform")
 # those that look at keys or queries alone, or at attention
 SCORING = ("expected-attention", "flowkv", "h2o", "keydiff", "knorm", "snapkv")
@@ -75,7 +67,7 @@ def beside(model: str, names: tuple[str, ...]) -> dict[str, Any]:
 def settings(name: str) -> dict[str, Any]:
     """The allocators take turns; `file` and `sensitivity` would need files."""
     turn = available_policies().index(name) // PROCESSES % len(ALLOCATORS)
-    chosen = SETTINGS | {"allocator": ALLOCATORS[turn]}
+    chosen = SMALL_BUDGETS | {"skip_layers": 0, "allocator": ALLOCATORS[turn]}
     found = configure(name, chosen) | {"sessions": False}
     if name in policies_that(Retention.OFFLOAD):
         found["host_memory"] = 1 << 26

@@ -10,6 +10,15 @@ from typing import Any
 from vllm_kvplugins.policies.base import Retention
 from vllm_kvplugins.policies.registry import available_policies, get_policy_class
 
+# budgets that prompts of a few hundred tokens exceed
+SMALL_BUDGETS = {
+    "budget": 96,
+    "window": 16,
+    "decode_budget": 64,
+    "fold_blocks": 1,
+    "chunk_size": 16,
+}
+
 
 def policies_that(retention: Retention) -> tuple[str, ...]:
     """Names of the policies that do this with what is not resident."""

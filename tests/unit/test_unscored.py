@@ -15,10 +15,8 @@ LAYERS, BLOCKS, KV_HEADS = 3, 5, 2
 BLOCK = 4
 
 
-def settle(unscored, scores, policy="knorm", request="a", room=BLOCK, decided=None):
-    none = torch.zeros_like(scores, dtype=torch.bool)
-    decided = none if decided is None else decided
-    return unscored.settle(policy, request, scores, room, decided)
+def settle(unscored, scores, policy="knorm", request="a", room=BLOCK):
+    return unscored.settle(policy, request, scores, room)
 
 
 def test_what_has_no_score_is_worth_the_least(caplog):
@@ -37,11 +35,9 @@ def test_what_has_no_score_is_worth_the_least(caplog):
 def test_not_everything_can_demand_to_stay():
     unscored = UnscoredTokens()
     scores = torch.zeros(1, 3, 8)
-    scores[0, 0, :5] = scores[0, 1, :4] = scores[0, 2] = torch.inf
-    decided = torch.zeros_like(scores, dtype=torch.bool)
-    decided[0, 2, :4] = True
+    scores[0, 0, :5] = scores[0, 1, :4] = torch.inf
     before, most = scores.clone(), torch.finfo(torch.float32).max
-    found = settle(unscored, scores, decided=decided)
+    found = settle(unscored, scores)
     assert found[0, 0].tolist() == [most] * 5 + [0.0] * 3
     assert found[0, 1:].equal(before[0, 1:])
     assert unscored.compactions == 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_kvplugins.policies.base import KVCachePolicy
-from vllm_kvplugins.residency.choice import choose_slots, fixed_slots
+from vllm_kvplugins.residency.choice import choose_slots
 from vllm_kvplugins.residency.compaction import CompactedPages, compact
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.page_table import PageTables
@@ -108,18 +108,15 @@ class Compactor:
         owned = self.owned(row, due.blocks, resident)
         # the partial last page is the tail; it does not compete
         competing = owned.owned - int(row.after_tokens % size > 0)
-        scores = slot_scores(self.policy, self.views, due, owned, competing, tracked)
-        fixed = None
+        fixed = torch.zeros_like(competing)
         if compaction.fixed_blocks:
             assert resident is not None, "nothing was kept before"
             fixed = self.tables.zone(resident.seat)[1]
-        scores = self.unscored.settle(
-            self.policy.name,
-            row.request_id,
-            scores,
-            (len(compaction.zone) - compaction.fixed_blocks) * size,
-            fixed_slots(scores, fixed, size).view(scores.shape),
+        scores = slot_scores(
+            self.policy, self.views, due, owned, fixed, competing, tracked
         )
+        room = (len(compaction.zone) - compaction.fixed_blocks) * size
+        scores = self.unscored.settle(self.policy.name, row.request_id, scores, room)
         keep, counts = choose_slots(
             self.policy.page_allocator(), compaction, scores, competing, fixed, size
         )

@@ -391,7 +391,7 @@ class PolicyRuntime:
 
     @property
     def unscored_compactions(self) -> int:
-        """Compactions with scores that were NaN."""
+        """Compactions with scores that told nothing, see ``UnscoredTokens``."""
         return self._compactor.unscored.compactions if self._compactor else 0
 
     def take_compression_seconds(self) -> list[float]:

@@ -36,7 +36,6 @@ class UnscoredTokens:
         request_id: str,
         scores: torch.Tensor,
         room: int,
-        decided: torch.Tensor,
     ) -> torch.Tensor:
         """The scores, NaN worth the least, and ``inf`` only what may demand to stay:
         more than there is room for is worth the most. The log says of whom.
@@ -44,10 +43,9 @@ class UnscoredTokens:
         Args:
             scores: float32 [layers, kv_heads, slots]; overwritten.
             room: slots that each KV head keeps, on average.
-            decided: bool like the scores, slots whose scores do not matter.
         """
         unknown = scores.isnan()
-        endless = scores.isposinf() & ~decided
+        endless = scores.isposinf()
         endless &= endless.sum(-1, keepdim=True) > room
         touched = unknown | endless
         if not bool(touched.any()):
@@ -71,6 +69,7 @@ def slot_scores(
     views: Views,
     due: Due,
     owned: PageList,
+    fixed: torch.Tensor,
     competing: torch.Tensor,
     tracked: Tracked,
 ) -> torch.Tensor:
@@ -78,11 +77,12 @@ def slot_scores(
 
     Args:
         owned: the request's pages.
-        competing: int64 [rows], how many of them compete, first ones first.
+        fixed, competing: int64 [rows]: pages of each up to the first number stay
+            whole, and those from there to the second compete.
         tracked: what is known of the request; its window of queries is used up.
 
     Returns:
-        float32 [layers, kv_heads, slots]; -inf where a row owns no page; perhaps NaN
+        float32 [layers, kv_heads, slots]; -inf where nothing competes; perhaps NaN
         elsewhere.
 
     Raises:
@@ -118,8 +118,8 @@ def slot_scores(
         width = min(score.shape[1], slots)
         scores[layer, :, :width] = score[:, :width]
     place = torch.arange(slots, device=scores.device)
-    beyond = place >= (competing * size).view(*shape[:2], 1)
-    return scores.masked_fill_(beyond, -torch.inf)
+    first, stop = ((pages * size).view(*shape[:2], 1) for pages in (fixed, competing))
+    return scores.masked_fill_((place < first) | (place >= stop), -torch.inf)
 
 
 def check_scores(

@@ -42,6 +42,8 @@ class ResidencyBlockManager(FullAttentionManager):
     """
 
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
+        # the scheduler says whether workers are told which blocks are new
+        kwargs["needs_kv_cache_zeroing"] = True
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.freed_blocks = 0
         self.compactions = 0
@@ -63,10 +65,6 @@ class ResidencyBlockManager(FullAttentionManager):
             Trigger.PREFILL_CHUNK in policy.observes or policy.needs_surprisal
         )
         self._bounds_prompts = policy.prompt_blocks(1, geometry) is not None
-
-    def tell_new_blocks(self) -> None:
-        """Let workers know which blocks requests are given, to zero them."""
-        self._record_new_block_ids = True
 
     def plan(self, request: Any) -> ResidencyPlan:
         """The plan of a request."""

@@ -42,7 +42,6 @@ class ResidencyScheduling:
             # its kernel multiplies what lies behind a request's last token by 0: NaN
             # of somebody who had the block before would be NaN of this request's
             self.needs_kv_cache_zeroing = True
-            manager.tell_new_blocks()
 
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int

@@ -127,14 +127,14 @@ _EVERYWHERE = {
     f"{_CORE}.kv_cache_coordinator:KVCacheCoordinator": "remove_skipped_blocks("
     "num_prompt_tokens) single_type_managers",
     f"{_CORE}.single_type_kv_cache_manager:FullAttentionManager": "__init__("
-    "kv_cache_spec) remove_skipped_blocks(request_id processed_computed_tokens "
-    "num_prompt_tokens) cache_blocks(request num_tokens) "
+    "kv_cache_spec needs_kv_cache_zeroing) remove_skipped_blocks("
+    "request_id processed_computed_tokens num_prompt_tokens) "
+    "cache_blocks(request num_tokens) "
     "get_num_blocks_to_allocate(request_id num_tokens apply_admission_cap) "
     "pop_blocks_for_free(request_id) _remove_blocks_in_range(request_id "
     "first_block last_block) "
     "allocate_external_computed_blocks(request_id) new_step_starts() _null_block "
-    "block_pool block_size kv_cache_spec num_cached_block req_to_blocks "
-    "_record_new_block_ids",
+    "block_pool block_size kv_cache_spec num_cached_block req_to_blocks",
     f"{_CORE}.block_pool:BlockPool": "get_num_free_blocks() num_gpu_blocks "
     "touch(blocks) unpin_blocks(blocks on_reuse) free_blocks(ordered_blocks)",
     f"{_CORE}.kv_cache_utils:KVCacheBlock": "is_null block_hash block_id ref_cnt",

@@ -67,10 +67,8 @@ class PolicyWorker:
         Not by vLLM's runner, which would do it after sessions are restored. Whoever
         had the blocks is done with them: saved, or compacted, above.
         """
-        heap, fresh = (
-            self.kv_policy_runtime.heap,
-            scheduler_output.new_block_ids_to_zero,
-        )
+        heap = self.kv_policy_runtime.heap
+        fresh = scheduler_output.new_block_ids_to_zero
         scheduler_output.new_block_ids_to_zero = None
         if heap is not None and fresh:  # without a heap nobody has written yet
             heap.clear(torch.tensor(fresh, device=heap.pages.device))

@@ -14,7 +14,7 @@ Environment:
     KVP_TEST_KERNEL=triton: whole integration tests run on our Triton kernel; in tiles
         that suit Triton's interpreter.
     KVP_TEST_INTERPRETER=torch: that kernel's source runs on torch instead, in a GPU's
-        tiles and twenty times as fast.
+        tiles and much faster.
 """
 
 import importlib.abc
