@@ -73,7 +73,8 @@ class CMakeBuild(build_ext):
             f"-DKVP_CUDA={os.environ.get('KVP_CUDA', 'AUTO')}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         )
-        self._cmake("--build", str(build), "--parallel", str(self.parallel or 2))
+        jobs = self.parallel or os.cpu_count() or 1
+        self._cmake("--build", str(build), "--parallel", str(jobs))
 
     @staticmethod
     def _cmake(*arguments: str) -> None:

@@ -18,7 +18,8 @@ using torch::stable::accelerator::DeviceGuard;
 // torch's current stream on a tensor's device.
 inline cudaStream_t stream_of(const Tensor& tensor) {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  // torch 2.11 has no STABLE_TORCH_ERROR_CODE_CHECK
+  TORCH_ERROR_CODE_CHECK(
       aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
   return static_cast<cudaStream_t>(stream);
 }

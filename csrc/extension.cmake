@@ -66,12 +66,19 @@ if(with_cuda)
     set(CMAKE_CUDA_ARCHITECTURES 80 90)
   endif()
   enable_language(CUDA)
-  set(CMAKE_CUDA_STANDARD 20)
+  # CMake up to 3.25 knows no flag of nvcc's for C++20
+  if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
+    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+    set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+  endif()
   find_package(CUDAToolkit REQUIRED)
   target_sources(kvp_C PRIVATE csrc/page_copy.cu csrc/bulk_copy.cu
     csrc/page_votes.cu csrc/svd.cu csrc/assign.cu csrc/host_memory.cu)
   set_target_properties(kvp_C PROPERTIES
-    CUDA_VISIBILITY_PRESET hidden CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON)
+    CUDA_VISIBILITY_PRESET hidden CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON
+    # the target is older than the variable, whose value it would take
+    CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}"
+    CUDA_RUNTIME_LIBRARY Shared)
   target_compile_definitions(kvp_C PRIVATE USE_CUDA KVP_WITH_CUDA)
   target_link_libraries(kvp_C PRIVATE torch_cuda CUDA::cudart)
 endif()

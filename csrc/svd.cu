@@ -37,6 +37,7 @@ DeviceWork device_work(const char* op, const Chosen& chosen) {
   Tensor memory = torch::stable::new_empty(
       factors, {static_cast<std::int64_t>(bytes / sizeof(std::int64_t))},
       ScalarType::Long);
+  if (bytes == 0) return {memory, n};
   // From pageable memory: `list` may go as soon as the call returns.
   const cudaError_t error =
       cudaMemcpyAsync(memory.mutable_data_ptr(), list.data(), bytes,

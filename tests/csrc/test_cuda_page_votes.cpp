@@ -63,6 +63,30 @@ void test_votes(const Shape& shape, std::mt19937& random, bool all_turns = true)
   }
 }
 
+// Neither a key of NaN nor the absence of queries spoils what others get.
+void test_sick_keys(std::mt19937& random) {
+  const Shape shape{2, 2, 34, 130, 16, 40, Order::kNatural, false, false};
+  Request<float> request(shape, random);
+  const Index sick = 65;  // the last key of a lane that has one before it, and after
+  request.key(1, sick, 3) = std::numeric_limits<float>::quiet_NaN();
+  for (const bool most : {false, true}) {
+    const std::vector<float> found = run(request, most, true, request.table);
+    std::vector<float> host(request.votes());
+    kvp::page_votes::vote(kvp::page_votes::select_kernels(),
+                          request.call(most, host.data()));
+    for (std::size_t i = 0; i < host.size(); ++i) {
+      CHECK(std::fabs(host[i] - found[i]) <= 1e-5f * host[i] + 1e-12f);
+    }
+    for (const Index head : {Index{2}, Index{3}}) {
+      CHECK(found[static_cast<std::size_t>(head * shape.slots + sick)] == 0.0f);
+    }
+  }
+  Shape nobody = shape;
+  nobody.num_queries = 0;
+  const Request<float> silent(nobody, random);
+  for (const float vote : run(silent, false, true, silent.table)) CHECK(vote == 0.0f);
+}
+
 void test_traps(std::mt19937& random) {
   const Shape shape{1, 1, 2, 40, 16, 8, Order::kNatural, false, false};
   const Request<float> request(shape, random);
@@ -101,6 +125,8 @@ int main() {
                        random);
   current_case = "more rows than a launch has threads";
   test_votes<float>({2, 8, 90, 40, 16, 8, Order::kNatural, true, false}, random, false);
+  current_case = "sick keys";
+  test_sick_keys(random);
   current_case = "traps";
   test_traps(random);
   return report();

@@ -96,6 +96,28 @@ def test_cuda_sources_compile():
             assert f"ok: {source.stem} {arch}" in output
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+def test_the_build_has_cuda_where_torch_has(tmp_path):
+    """Whether CMake gets along with nvcc; a torch is made up, as this one has none."""
+    made_up, real = tmp_path / "torch", Path(torch.__file__).parent
+    made_up.mkdir()
+    facts = '__version__ = "2.13.0+cu130"\nclass version:\n    cuda = "13.0"\n'
+    (made_up / "__init__.py").write_text(facts)
+    for folder in ("include", "lib"):
+        (made_up / folder).symlink_to(real / folder)
+    build = str(tmp_path / "build")
+    options = [f"-DPython_EXECUTABLE={sys.executable}", f"-DKVP_OUTPUT_DIR={tmp_path}"]
+    configure = ["cmake", "-S", ".", "-B", build, "-G", "Unix Makefiles", *options]
+    said = run(configure, PYTHONPATH=str(tmp_path))
+    assert "CUDA kernels ON" in said  # found by itself
+    run(["cmake", "--build", build, "--target", "csrc/bulk_copy.cu.o"])
+    (flags,) = Path(build, "CMakeFiles", "kvp_C.dir").glob("flags.make")
+    assert "-std=c++20" in flags.read_text()
+    assert "compute_90" in flags.read_text()
+
+
 def test_compute_sanitizer_says_what_it_lacks():
     """Or what it found; on a machine with a GPU that takes minutes."""
     if torch.cuda.is_available():

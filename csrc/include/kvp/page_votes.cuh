@@ -144,7 +144,9 @@ __device__ inline void score_tile(const VoteCall<Element>& call, std::int64_t he
         const std::int64_t at = key_position(call, head, key);
         seen = at >= 0 && at <= call.query_positions[row % call.num_queries];
       }
-      scores[r][k] = seen ? scores[r][k] * call.scale : kNoScore;
+      const float score = scores[r][k] * call.scale;
+      // NaN weighs nothing, as on a CPU; it would end a row's maximum, too
+      scores[r][k] = seen && score > kNoScore ? score : kNoScore;
     }
   }
 }
@@ -262,7 +264,12 @@ __global__ void add_votes(VoteCall<Element> call, const float* lse) {
 template <typename Element>
 void vote(const VoteCall<Element>& call, float* scratch, cudaStream_t stream) {
   const std::int64_t rows = call.kv_heads * call.rows_per_head();
-  if (rows * call.slots == 0) return;
+  const std::int64_t votes = call.kv_heads * call.group * call.slots;
+  if (votes == 0) return;
+  if (rows == 0) {  // nobody asks
+    (void)cudaMemsetAsync(call.out, 0, votes * sizeof(float), stream);
+    return;
+  }
   float* lse = scratch + rows * 2 * call.parts();
   const std::int64_t row_blocks = (call.rows_per_head() + kTileRows - 1) / kTileRows;
   launch(part_softmax<Element>,

@@ -124,7 +124,7 @@ KVP_INLINE float weight_of(float score, float from) {
   return score > kHidden ? weight : 0.0f;
 }
 
-// Adds a tile to the softmax of all queries. A NaN in a key that is seen stays one.
+// Adds a tile to the softmax of all queries. A score of NaN weighs nothing.
 template <int W>
 KVP_INLINE void add_to_softmax(const Rows& rows, const Tile& tile, float* scores) {
   for (std::int64_t first = 0; first < rows.count; first += kQueriesAtOnce) {
