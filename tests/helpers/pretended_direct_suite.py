@@ -29,7 +29,7 @@ from vllm_kvplugins.residency.retrieval import Retrieval
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import gpu_smoke
+import _gpu_copies
 
 SETTINGS = {"budget": 12, "sinks": 2, "window": 8, "skip_layers": 1}
 SETTINGS |= {"host_memory": 1 << 20, "page_tokens": 4}
@@ -290,7 +290,7 @@ def test_nothing_at_all_can_be_pinned(gpu: PretendedGPU):
 
 @pytest.mark.parametrize("how", ["staged", "direct"])
 def test_the_smoke_test_for_gpus_measures_it(gpu: PretendedGPU, how: str):
-    run = gpu_smoke.fetcher(CUDA, how, 32)
+    run = _gpu_copies.fetcher(CUDA, how, 32)
     assert [int(run()) for _ in range(6)] == [8 * 32] * 6
     assert gpu.host.fetches == (6 if how == "direct" else 0)
     gpu.host.finish()

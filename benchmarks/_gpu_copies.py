@@ -1,0 +1,246 @@
+"""Stages of ``gpu_smoke.py`` without an engine: pages copied in bulk, tokens fetched
+from the host, and decode attention alone, against plain copies of as many bytes."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vllm_kvplugins import ops
+from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.residency.host_tier import HostTier
+
+FETCHED = (32, 256, 2048)  # tokens per KV head
+MIB = 1 << 20
+Row = dict[str, Any]
+
+
+def gather(device: torch.device, total: int = 256 * MIB) -> Iterator[Row]:
+    """Bandwidth of 8 KiB pages picked at random, and of plain copies."""
+    page = 8192
+    arena = torch.ones(2 * total // page, page // 2, dtype=torch.bfloat16)
+    ids = torch.randperm(len(arena))[: total // page].to(device)
+    target = torch.empty(len(ids), page // 2, dtype=torch.bfloat16, device=device)
+    plain = torch.empty_like(target)
+    here = arena.to(device)
+    copies: dict[str, Callable[[], Any]] = {
+        "bulk copy on the device": lambda: ops.copy_pages(target, None, here, ids),
+        "plain copy on the device": lambda: plain.copy_(here[: len(ids)]),
+    }
+    if device.type == "cuda":
+        staged = arena[: len(ids)].pin_memory()
+        copies["plain copy from pinned memory"] = lambda: plain.copy_(staged)
+    compiled = ops.backend_in_use(device.type)
+    for name, took in timed(copies, device).items():
+        rate = round(total / statistics.median(took) / 2**30, 1)
+        yield {"copy": name, "gib_per_s": rate, "ops": compiled}
+
+
+def timed(
+    copies: Mapping[str, Callable[[], Any]], device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds of ten runs of each, in turns."""
+    times: dict[str, list[float]] = {name: [] for name in copies}
+    for turn in range(12):
+        for name, copy in copies.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            copy()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if turn >= 2:  # the first ones warm up
+                times[name].append(time.perf_counter() - began)
+    return times
+
+
+def fetch(device: torch.device, sizes: Sequence[int] = FETCHED) -> Iterator[Row]:
+    """One layer of one request with 8 KV heads: nothing that is wanted is hot yet.
+
+    Args:
+        sizes: tokens per KV head, multiples of 16.
+    """
+    for tokens in sizes:
+        ways: dict[str, Callable[[], Any]] = {}
+        ways["staged"] = fetcher(device, "staged", tokens)
+        try:
+            ways["direct"] = fetcher(device, "direct", tokens)
+        except RuntimeError as error:
+            yield {"host_fetch": "direct", "problem": str(error)}
+        for how, took in timed(ways, device).items():
+            seconds, total = statistics.median(took), tokens * 8 * 2 * 128 * 2
+            row: Row = {"host_fetch": how, "tokens_per_head": tokens}
+            row |= {"ms": round(1000 * seconds, 3), "kib": total >> 10}
+            yield row | {"gib_per_s": round(total / seconds / 2**30, 2)}
+
+
+def fetcher(device: torch.device, how: str, tokens: int) -> Callable[[], torch.Tensor]:
+    """Makes other tokens hot each time; returns how many were copied."""
+    heads, dim, size = 8, 128, 16
+    held = 4 * tokens // size  # pages of the host per head
+    page_bytes = 2 * size * dim * 2
+    reader = device if how == "direct" else None
+    tier = HostTier(heads * held * page_bytes, size, dim, torch.bfloat16, reader)
+    table = tier.take(heads * held)[torch.randperm(heads * held)].view(1, heads, held)
+    tier.pages.fill_(1)
+    layout = ops.PageLayout.interleaved(size, dim).to(device)
+    shape = heads * tokens // size, layout.page_elems
+    heap = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    spots = torch.arange(heads * tokens).view(1, heads, tokens)
+    order = torch.rand(1, heads, 4 * tokens).argsort(-1).split(tokens, -1)
+    hot, *others = (part.contiguous() for part in order)
+    turns = itertools.cycle([*others, hot.clone()])
+    zones = hot, spots // size, spots % size, torch.tensor([tokens])
+    seat = torch.tensor([0])
+
+    def run() -> torch.Tensor:
+        place = heap, layout, tier.pages, table
+        return ops.fill_hot(*place, next(turns), seat, *zones, tier.reads)
+
+    return run
+
+
+class DecodeCase:
+    """Pages of rows that decode, of Llama-3.1-8B's shape: 8 KV heads of 4 query heads,
+    128 numbers, bfloat16, pages of 16 tokens.
+
+    Args:
+        rows: requests.
+        tokens: per (request, KV head), a multiple of 16.
+        parts: that many sets of pages, so that no call finds its own in a cache.
+    """
+
+    heads, group, dim, size = 8, 4, 128, 16
+
+    def __init__(
+        self, device: torch.device, rows: int, tokens: int, parts: int
+    ) -> None:
+        self.rows, self.tokens = rows, tokens
+        self.layout = PageLayout.interleaved(self.size, self.dim).to(device)
+        sequences, per = rows * self.heads, tokens // self.size
+        shape = parts * sequences * per, self.layout.page_elems
+        self.heap = torch.randn(shape, dtype=torch.bfloat16, device=device)
+        pages = torch.randperm(shape[0], device=device).int()
+        self.tables = list(pages.view(parts, sequences, per))
+        blocks = torch.randperm(len(pages) // self.heads, device=device).int()
+        self.blocks = list(blocks.view(parts, rows, per))
+        self.lengths = torch.full((sequences,), tokens, device=device).int()
+        asked = rows, self.heads * self.group, self.dim
+        self.queries = torch.randn(asked, device=device).bfloat16()
+        self.out = torch.empty_like(self.queries)
+        self.start = torch.arange(sequences + 1, device=device).int()
+        self.scale = self.dim**-0.5
+        self.read_bytes = sequences * tokens * 2 * self.dim * 2
+
+    def triton(self, part: int) -> None:
+        """This package's kernel."""
+        from vllm_kvplugins.ops.triton.paged_attention import attend_paged
+
+        place = self.heap, self.layout, self.tables[part], self.lengths, self.scale
+        attend_paged(self.queries, None, 1, *place, out=self.out)
+
+    def flash(self, part: int) -> None:
+        """FlashAttention, as this package asks it: a sequence per KV head."""
+        slots = self.heap.view(-1, self.size, 1, 2 * self.dim)
+        flat = (self.rows * self.heads, self.group, self.dim)
+        self._flash(slots, flat, self.tables[part])
+
+    def stock(self, part: int) -> None:
+        """FlashAttention, as vLLM asks it: a sequence per request."""
+        slots = self.heap.view(-1, self.heads, self.size, 2 * self.dim).transpose(1, 2)
+        flat = (self.rows, self.heads * self.group, self.dim)
+        self._flash(slots, flat, self.blocks[part])
+
+    def _flash(
+        self, slots: torch.Tensor, flat: tuple[int, int, int], table: torch.Tensor
+    ) -> None:
+        from vllm.v1.attention.backends import fa_utils
+
+        keys, values = slots.split(self.dim, dim=-1)
+        fa_utils.flash_attn_varlen_func(
+            q=self.queries.view(flat),
+            k=keys,
+            v=values,
+            out=self.out.view(flat),
+            cu_seqlens_q=self.start[: len(table) + 1],
+            max_seqlen_q=1,
+            seqused_k=self.lengths[: len(table)],
+            max_seqlen_k=self.tokens,
+            softmax_scale=self.scale,
+            causal=True,
+            block_table=table,
+            fa_version=fa_utils.get_flash_attn_version(),
+        )
+
+
+def attention(
+    device: torch.device, rows: int = 8, tokens: int = 2048, parts: int = 8
+) -> Iterator[Row]:
+    """A layer's decode attention alone: how fast it reads, and a copy of memory.
+
+    What a request whose budget is ``tokens`` reads per layer, whatever its length.
+    The copy's bytes count twice, as it reads and writes them.
+    """
+    case = DecodeCase(device, rows, tokens, parts)
+    source = case.heap.view(parts, -1)
+    target = torch.empty_like(source)
+    calls: dict[str, tuple[Callable[[int], Any], int]] = {
+        "plain copy": (
+            lambda part: target[part].copy_(source[part]),
+            2 * source[0].nbytes,
+        ),
+        "triton": (case.triton, case.read_bytes),
+        "flash": (case.flash, case.read_bytes),
+        "flash, as vLLM asks it": (case.stock, case.read_bytes),
+    }
+    copied = 0.0
+    for name, (call, moved_bytes) in calls.items():
+        try:
+            took = replayed(call, parts, device)
+        except Exception as error:  # a kernel that cannot must not cost us the others
+            yield {"kernel": name, "problem": f"{type(error).__name__}: {error}"}
+            continue
+        rate = moved_bytes / statistics.median(took)
+        copied = copied or rate
+        yield {
+            "kernel": name,
+            "requests": rows,
+            "tokens": tokens,
+            "us": round(1e6 * statistics.median(took), 2),
+            "us_range": [round(1e6 * min(took), 2), round(1e6 * max(took), 2)],
+            "gb_per_s": round(rate / 1e9, 1),
+            "of_the_copy": round(rate / copied, 3),
+        }
+
+
+def replayed(
+    call: Callable[[int], Any], parts: int, device: torch.device
+) -> list[float]:
+    """Seconds per call, 20 times: of all parts in one graph, without launches."""
+    if device.type != "cuda":
+        return [sum(timed({"": lambda: call(0)}, device)[""]) / 10]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiles, and asks for memory
+        for _ in range(2):
+            call(0)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for part in range(parts):
+            call(part)
+    took = []
+    for turn in range(23):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        graph.replay()
+        ended.record()
+        torch.cuda.synchronize()
+        if turn >= 3:
+            took.append(began.elapsed_time(ended) / 1e3 / parts)
+    return took

@@ -1,0 +1,310 @@
+"""Stages of ``gpu_smoke.py`` that run engines, each in a process and a time box."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from _engine import EngineProcess, synthetic_prompt
+
+from vllm_kvplugins.policies.base import Retention
+from vllm_kvplugins.policies.registry import available_policies, get_policy_class
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    # less than Llama's 128256, so that SmolLM2's tokenizer will do
+    "vocab_size": 49152,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072 + 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+MIB = 1 << 20
+BOX_S = 150.0  # of one engine
+AT_ONCE = 6  # engines of a small model on one GPU
+Row = dict[str, Any]
+
+# neither compiles the model nor captures it: graphs of decoding steps alone
+GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+EAGER = {"compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
+PIECES = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+SNAPKV = {"name": "snapkv", "budget": 2048}
+ICECACHE = {"name": "icecache", "budget": 2048, "host_memory": 24 << 30}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What stages run on, and until when.
+
+    Args:
+        model: folder of a small model with weights and a tokenizer.
+        folder: for what they write.
+        device: "cuda" or "cpu".
+        end: of ``time.monotonic()``, when all must be over.
+    """
+
+    model: str
+    folder: Path
+    device: str
+    end: float
+
+    def engine(self, policy: Row | None, **engine: Any) -> EngineProcess:
+        """An engine with a deadline.
+
+        Raises:
+            RuntimeError: it did not start, or there is no time left.
+        """
+        now = time.monotonic()
+        if self.end - now < 20:
+            raise RuntimeError("not run: no time left; run this stage by itself")
+        return EngineProcess(policy, min(self.end, now + BOX_S), **engine)
+
+    def all_of(self, jobs: list[Callable[[], Row]]) -> Iterator[Row]:
+        """Rows of small engines, several at a time on a GPU, in order."""
+        with ThreadPoolExecutor(AT_ONCE if self.device == "cuda" else 1) as pool:
+            yield from pool.map(lambda job: job(), jobs)
+
+    def small(self, **more: Any) -> dict[str, Any]:
+        """Settings of an engine that leaves room for others."""
+        found: dict[str, Any] = {
+            "model": self.model,
+            "max_model_len": 2048,
+            "kv_cache_memory_bytes": 512 * MIB,
+            "enable_prefix_caching": False,
+        }
+        if self.device == "cuda":
+            found["gpu_memory_utilization"] = 0.9 / AT_ONCE
+        return found | more
+
+
+def policies(machine: Machine, expected: Path | None = None) -> Iterator[Row]:
+    """Each in an engine of its own, in float32; answers to one prompt of 900 tokens.
+
+    Args:
+        expected: ``gpu_smoke.json`` of another machine, a CPU for one, whose answers
+            these should be.
+    """
+    wanted: list[Row | None] = [None]
+    wanted += [_settings(name, machine.model) for name in available_policies()]
+    right = _answers(expected)
+    stock: list[int] = []
+    for row in machine.all_of([partial(_answer, machine, policy) for policy in wanted]):
+        answer = row.get("answer", [])
+        if row["policy"] == "stock":
+            stock = answer
+        elif stock and answer:
+            row["as_stock"] = agreement(answer, stock)
+        if answer and row["policy"] in right:
+            row["as_expected"] = agreement(answer, right[row["policy"]])
+        yield row
+
+
+def _settings(name: str, model: str) -> Row:
+    cls = get_policy_class(name)
+    found: Row = {"name": name}
+    if "budget" in cls.model_fields:
+        found["budget"] = 256
+    if "encoder" in cls.model_fields:
+        found["encoder"] = model  # nothing is routed here; the default is a download
+    if cls.retention is not Retention.DROP:
+        found["host_memory"] = 1 << 30
+    return found
+
+
+def _answer(machine: Machine, policy: Row | None) -> Row:
+    began = time.monotonic()
+    row: Row = {"policy": policy["name"] if policy else "stock"}
+    prompt = synthetic_prompt(40000, 900, 0)
+    each = None
+    try:
+        each = machine.engine(
+            policy, **machine.small(dtype="float32", enforce_eager=True)
+        )
+        told = each.ask("turn", prompt=prompt, turn_ends=[600], max_tokens=24)
+        row |= {"answer": told["answer"], "blocks_left": _held(each)}
+    except Exception as error:  # one engine must not cost us the others
+        row["problem"] = f"{type(error).__name__}: {error}"
+    finally:
+        if each is not None:
+            each.close()
+    return row | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def _held(each: EngineProcess) -> int:
+    held: int = each.ask("steps", count=0)["held_blocks"]
+    return held
+
+
+def _answers(report: Path | None) -> dict[str, list[int]]:
+    if report is None:
+        return {}
+    rows = json.loads(report.read_text())["stages"]["policies"]["rows"]
+    return {row["policy"]: row["answer"] for row in rows if "answer" in row}
+
+
+def agreement(answer: list[int], right: list[int]) -> str:
+    """How long two answers are the same; behind that, equal tokens mean nothing."""
+    pairs = zip(answer, right, strict=False)
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return "all" if same == len(right) == len(answer) else f"first {same}"
+
+
+def graphs(machine: Machine) -> Iterator[Row]:
+    """Tokens in CUDA graphs and without, in bfloat16, by kernel and mode.
+
+    FlashAttention may cut sequences otherwise in a graph, and so round otherwise.
+    """
+    jobs = [
+        ({"name": "snapkv", "budget": 256, "kernel": kernel}, mode, settings)
+        for kernel in ("triton", "flash")
+        for mode, settings in (("none", EAGER), ("full", GRAPHS), ("pieces", PIECES))
+    ]
+    none: dict[str, list[int]] = {}
+    for row in machine.all_of([partial(_graphed, machine, *job) for job in jobs]):
+        answer = row.get("answer", [])
+        kernel = row["kernel"]
+        if row["asked"] == "none":
+            none[kernel] = answer
+        elif answer and none[kernel]:
+            row["as_without"] = agreement(answer, none[kernel])
+        yield row
+
+
+def _graphed(machine: Machine, policy: Row, asked: str, settings: Row) -> Row:
+    row: Row = {"kernel": policy["kernel"], "asked": asked}
+    engine = machine.small(dtype="bfloat16", max_num_seqs=4, **settings)
+    prompt = synthetic_prompt(40000, 900, 0)
+    each = None
+    try:
+        each = machine.engine(policy, **engine)
+        row |= {"mode": each.facts["graphs"]}
+        told = each.ask("turn", prompt=prompt, turn_ends=[], max_tokens=48)
+        row |= {"answer": told["answer"]}
+    except Exception as error:
+        row["problem"] = f"{type(error).__name__}: {error}"
+    finally:
+        if each is not None:
+            each.close()
+    return row
+
+
+def llama(machine: Machine, layers: int, longest: int, kv_bytes: int) -> Row:
+    """Settings of an engine with Llama-3.1-8B's shape and random weights."""
+    folder = machine.folder / "decoded-model"
+    folder.mkdir(exist_ok=True)
+    config = LLAMA_8B | {"num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    return {
+        "model": str(folder),
+        "tokenizer": machine.model,
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_model_len": longest,
+        "kv_cache_memory_bytes": kv_bytes,
+        "enable_prefix_caching": False,
+    }
+
+
+def decode(
+    machine: Machine, lengths: list[int], layers: int, kv_bytes: int
+) -> Iterator[Row]:
+    """Prefill and steps of one request, engine after engine, at each prompt length."""
+    engine = llama(machine, layers, max(lengths) + 512, kv_bytes)
+    engine["max_num_seqs"] = 4
+    # policy, settings, and how many of the lengths: some are slow at the longest
+    few, two = lengths[:1], lengths[:2]
+    wanted: list[tuple[Row | None, Row, list[int]]] = [
+        (None, GRAPHS, lengths),
+        (SNAPKV, GRAPHS, lengths),
+        (ICECACHE, GRAPHS, two),
+        (SNAPKV | {"kernel": "triton"}, GRAPHS, two),
+        (SNAPKV, EAGER, few),
+    ]
+    for policy, settings, some in wanted:
+        row: Row = {"policy": policy["name"] if policy else "stock"}
+        each = None
+        try:
+            each = machine.engine(policy, **engine, **settings)
+            row |= {"graphs": each.facts["graphs"], "kernel": each.facts["kernel"]}
+            for tokens in some:
+                yield row | _decoded(each, tokens)
+        except Exception as error:
+            yield row | {"problem": f"{type(error).__name__}: {error}"}
+        finally:
+            if each is not None:
+                each.close()
+
+
+def _decoded(each: EngineProcess, tokens: int) -> Row:
+    prompt = synthetic_prompt(40000, tokens, tokens)
+    before = each.ask("drain")["compression_s"]
+    each.ask("add", prompts=[prompt], max_tokens=80)
+    prefill = sum(wall for wall, _ in each.ask("prefill")["steps"])
+    each.ask("steps", count=8)
+    steps = each.ask("steps", count=48)
+    compressed = each.ask("drain")["compression_s"] - before
+    walls = [wall for wall, _ in steps["steps"]]
+    return {
+        "prompt_tokens": tokens,
+        "prefill_ms": round(prefill),
+        "compression_of_prefill": round(1e3 * compressed / prefill, 4),
+        "step_ms": round(statistics.median(walls), 3),
+        "step_ms_range": [round(min(walls), 3), round(max(walls), 3)],
+        "held_blocks": steps["held_blocks"],
+        "gpu_mib": steps.get("gpu_mib", ""),
+    }
+
+
+def serving(
+    machine: Machine,
+    layers: int,
+    requests: int = 32,
+    prompt_tokens: int = 4096,
+    answer_tokens: int = 512,
+) -> Iterator[Row]:
+    """Requests at once in a quarter of the memory that they need: stock, SnapKV."""
+    longest = prompt_tokens + answer_tokens
+    token_bytes = layers * 8 * 2 * 128 * 2
+    pool_bytes = requests * longest * token_bytes // 4
+    engine = llama(machine, layers, longest + 64, pool_bytes)
+    engine |= {"max_num_seqs": requests, **GRAPHS}
+    prompts = [synthetic_prompt(40000, prompt_tokens, i) for i in range(requests)]
+    stock = 0.0
+    for policy in (None, {"name": "snapkv", "budget": 512}):
+        row: Row = {"policy": policy["name"] if policy else "stock"}
+        each = None
+        try:
+            each = machine.engine(policy, **engine)
+            each.ask("add", prompts=prompts[:2], max_tokens=16)
+            each.ask("drain")  # what is compiled and captured late
+            each.ask("add", prompts=prompts, max_tokens=answer_tokens)
+            told = each.ask("run")
+            rate = requests * answer_tokens / told["wall_s"]
+            stock = stock or (rate if policy is None else 0.0)
+            row |= {"requests": requests, "tokens_per_s": round(rate, 1)}
+            row |= {"of_stock": round(rate / stock, 2)} if stock else {}
+            for key in ("wall_s", "mean_running", "preemptions"):
+                row[key] = round(told[key], 2)
+        except Exception as error:
+            row["problem"] = f"{type(error).__name__}: {error}"
+        finally:
+            if each is not None:
+                each.close()
+        yield row
