@@ -159,6 +159,7 @@ class DecodeCase:
     def _flash(
         self, slots: torch.Tensor, flat: tuple[int, int, int], table: torch.Tensor
     ) -> None:
+        """In parts, at most as many as in vLLM's graphs."""
         from vllm.v1.attention.backends import fa_utils
 
         keys, values = slots.split(self.dim, dim=-1)
@@ -174,6 +175,7 @@ class DecodeCase:
             softmax_scale=self.scale,
             causal=True,
             block_table=table,
+            num_splits=32,
             fa_version=fa_utils.get_flash_attn_version(),
         )
 
