@@ -34,6 +34,7 @@ def through_flash(case: Case, scopes: int = 1, layer: int = 0) -> torch.Tensor:
         None if order is None else order.to(device),
         max(case.asking),
         [flat.Scope(case.page_table, case.lengths)] * scopes,
+        flash.most_splits(impl, len(case.queries), max(case.asking)),
     )
     return _attended(flash.FlashPolicyImpl, impl, case, cache, metadata)
 

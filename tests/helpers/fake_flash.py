@@ -23,7 +23,9 @@ def flash_attn_varlen_func(
 ) -> None:
     """Attention as vLLM's FlashAttention 3 computes it over pages."""
     assert fa_version == 3
-    assert num_splits in (0, 32)
+    assert 1 <= num_splits <= 32, "0 = memory for up to 128 parts"
+    parts = num_splits * q.numel() * 4 if num_splits > 1 else 0
+    assert parts <= 256 << 20
     assert causal
     for pages in (k, v):
         assert pages.stride(-1) == 1

@@ -5,6 +5,8 @@ A stand-in checks what the real function wants of its arguments, and attends in 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -39,6 +41,31 @@ def test_rows_of_all_kinds(asking, scopes):
     found = through_flash(case, scopes, layer=scopes - 1).double()
     allowed = 2 * (plain - exact).abs().max()
     assert (found - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most_queries", "splits"),
+    [
+        (1, 1, 32),
+        (512, 1, 32),
+        (1024, 1, 16),
+        (9000, 1, 1),
+        (700, 40, 23),
+        # of vLLM's call, 8 KV heads with 14 tiles of 128 queries keep a GPU busy
+        (448, 448, 1),
+        (416, 416, 32),
+    ],
+)
+def test_parts_are_bounded(tokens, most_queries, splits):
+    """By 32, by their memory, and by what vLLM's own call is cut into."""
+    layer = SimpleNamespace(
+        num_heads=32, num_kv_heads=8, num_queries_per_kv=4, head_size=128
+    )
+    layer.vllm_flash_attn_version = 3
+    assert flash.most_splits(layer, tokens, most_queries) == splits
+    assert splits == 1 or splits * tokens * 32 * 128 * 4 <= 256 << 20
+    layer.vllm_flash_attn_version = 2
+    assert flash.most_splits(layer, tokens, most_queries) == 0
 
 
 def test_decoding_rows_are_not_copied():

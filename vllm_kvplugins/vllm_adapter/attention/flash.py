@@ -46,7 +46,41 @@ class FlashPolicyMetadata:
     most_queries: int
     scopes: list[Scope]
     # most parts that sequences are cut into; 0 = the kernel decides
-    splits: int = 0
+    splits: int
+
+
+# Of a step that no graph holds: parts, and bytes of what all of them found, which vLLM
+# does not see when it measures how much memory steps take.
+_MOST_SPLITS = 32
+_MOST_PART_BYTES = 256 << 20
+# From so many tiles of queries on, all processors of a Hopper are busy (0.8 of 132).
+_TILES_ENOUGH = 106
+_TILE_ROWS = 128
+
+
+def most_splits(impl: Any, tokens: int, most_queries: int) -> int:
+    """Most parts that sequences of a step are cut into, if no graph holds it.
+
+    Asked to decide by itself, FlashAttention 3 looks at one sequence of one KV head,
+    which is all of a row elsewhere and here is one of many: it would cut into far more
+    parts than it does for vLLM, with float32 memory for all queries in each.
+
+    Args:
+        impl: any layer.
+        tokens: of the step.
+        most_queries: new tokens of any row.
+
+    Returns:
+        1 where vLLM's call would not be cut, as one row's queries keep the GPU busy; 0
+        (the kernel decides) for other versions, which do not let us say.
+    """
+    if impl.vllm_flash_attn_version != 3:
+        return 0
+    tiles = -(-most_queries * impl.num_queries_per_kv // _TILE_ROWS)
+    if tiles * impl.num_kv_heads >= _TILES_ENOUGH:
+        return 1
+    part = 4 * max(tokens, 1) * impl.num_heads * impl.head_size
+    return int(min(_MOST_SPLITS, max(1, _MOST_PART_BYTES // part)))
 
 
 class FlashPolicyBuilder(
@@ -56,8 +90,7 @@ class FlashPolicyBuilder(
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # FlashAttention 3 cuts as it likes into up to 128 parts, with memory for all
-        # of them in every graph; others do not let us say.
+        # In a graph as many as in vLLM's graphs; other versions do not let us say.
         three = self.layers[0].impl.vllm_flash_attn_version == 3
         config = self.vllm_config.attention_config
         self._splits = config.flash_attn_max_num_splits_for_cuda_graph if three else 0
@@ -87,6 +120,7 @@ class FlashPolicyBuilder(
             None if order is None else moved(order, self.device),
             common.max_query_len,
             scopes,
+            most_splits(self.layers[0].impl, tokens, common.max_query_len),
         )
 
 
