@@ -304,6 +304,20 @@ def test_output_goes_where_it_is_wanted(kernel):
     assert (large[2:] == 7).all()
 
 
+def test_sums_are_float32_whatever_is_the_default(kernel):
+    """vLLM builds models with another default type than torch's."""
+    case = make_case(torch.bfloat16, [1, 1], [300, 64, 1, 80])
+    wanted = case.run(kernel, splits=2)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = case.run(kernel, splits=2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found[1].dtype == torch.float32
+    for got, plain in zip(found, wanted, strict=True):
+        assert torch.equal(got, plain)
+
+
 def test_rows_without_tokens(kernel):
     """Padding at the end of a batch."""
     case = make_case(torch.bfloat16, [3, 1], [40, 50])

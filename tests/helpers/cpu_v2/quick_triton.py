@@ -87,4 +87,4 @@ def use_large_tiles(paged_attention: Any) -> None:
         return int(rows(group, 1) if most_queries == 1 else max(rows(group, 2), LARGE))
 
     paged_attention._tile_rows = tile_rows
-    paged_attention._tile_slots = lambda block_size, head_dim: LARGE
+    paged_attention._tile_slots = lambda head_dim, itemsize: LARGE

@@ -18,6 +18,7 @@ from vllm_kvplugins.ops.layout import PageLayout, Plane
 from vllm_kvplugins.ops.triton.paged_attention_kernels import attend, merge
 
 _MOST_SPLITS = 16
+_TILE_BYTES = 16 << 10
 
 
 def attend_paged(
@@ -72,22 +73,24 @@ def attend_paged(
     rows = tokens if query_start is None else query_start.numel() - 1
     heads = len(page_table) // max(rows, 1)
     out = torch.empty_like(queries) if out is None else out
-    lse = torch.empty(tokens, num_q_heads, device=queries.device)
+    on = {"dtype": torch.float32, "device": queries.device}
+    lse = torch.empty(tokens, num_q_heads, **on)
     if not tokens or not rows:
         return out, lse
     group = num_q_heads // heads
     block_m = _tile_rows(group, most_queries)
     block_q = block_m // group
     blocks = rows if most_queries == 1 else tokens // block_q + rows
-    tile = _tile_slots(layout.block_size, head_dim)
+    types = [queries.dtype, heap.dtype] + ([coarse.keys.dtype] if coarse else [])
+    tile = _tile_slots(head_dim, max(each.itemsize for each in types))
     room = page_table.shape[1] * layout.block_size
     if splits is None:
         splits = _splits(queries.device, blocks * heads, room, tile)
     partial = maxima = out
     if splits > 1:
         shape = (splits, tokens, num_q_heads)
-        partial = torch.empty(*shape, head_dim, device=queries.device)
-        maxima = torch.empty(*shape, 2, device=queries.device)
+        partial = torch.empty(*shape, head_dim, **on)
+        maxima = torch.empty(*shape, 2, **on)
     same = queries.dtype == heap.dtype
     attend[(blocks, heads, splits)](
         queries,
@@ -154,18 +157,21 @@ def _tile_rows(group: int, most_queries: int) -> int:
     return int(least if most_queries == 1 else max(least, 64))
 
 
-def _tile_slots(block_size: int, head_dim: int) -> int:
-    """Slots of a tile: a page where that is neither small nor large."""
-    wanted = 32 if head_dim > 128 else 64
-    return int(min(max(triton.next_power_of_2(block_size), 16), wanted))
+def _tile_slots(head_dim: int, itemsize: int) -> int:
+    """Slots of a tile, of one page or several: 16 KiB of keys or less, as shared memory
+    is small, and 16 at least, for tensor cores."""
+    fitting = _TILE_BYTES // (triton.next_power_of_2(head_dim) * itemsize)
+    return int(min(max(fitting, 16), 64))
 
 
 def _splits(device: torch.device, programs: int, room: int, tile: int) -> int:
+    """A power of two: the kernel is compiled for each number that occurs."""
     if device.type != "cuda":
         return 1
     units = torch.cuda.get_device_properties(device).multi_processor_count
     # a part of less than four tiles costs more in the merge than it saves
-    return int(max(1, min(2 * units // programs, room // (4 * tile), _MOST_SPLITS)))
+    most = min(2 * units // programs, room // (4 * tile), _MOST_SPLITS)
+    return 1 << (int(max(most, 1)).bit_length() - 1)
 
 
 def _plane(plane: Plane) -> tuple[int, int, int]:

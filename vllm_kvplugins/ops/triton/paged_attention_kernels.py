@@ -58,7 +58,14 @@ def _add_tile(score, value, highest, total, sums, TYPE: tl.constexpr):
     return higher, total, sums
 
 
-@triton.jit
+# What changes from step to step: kernels of their own for 1 and for multiples of 16
+# would be compiled while requests wait. These address single numbers, so that no load
+# of keys, values or queries gets narrower for it.
+_OF_THE_STEP = ["rows", "table_stride", "tokens"]
+_NUMBERS = ["query_start", "page_table", "lengths"]
+
+
+@triton.jit(do_not_specialize=_OF_THE_STEP, do_not_specialize_on_alignment=_NUMBERS)
 def attend(
     queries,
     query_stride,
@@ -218,7 +225,7 @@ def attend(
         tl.store(maxima + place * 2 + 1, total, mask=asks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def merge(
     partial,
     maxima,
