@@ -47,6 +47,11 @@ def of_backend(name, *, query_start, most_queries, coarse=None, **given):
         rows = len(given["queries"])
         query_start = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE)
     into, splits = given.pop("out", None), given.pop("splits", None)
+    if name == "flash":
+        # With pages that are copied as tiles (TMA), FlashAttention 3 may multiply what
+        # lies behind a sequence by weights of 0, which makes NaN of NaN. Large numbers
+        # still show where somebody attends to them.
+        given["heap"] = given["heap"].nan_to_num(nan=1e3)
     case = Case(query_start=query_start, **given)
     plain = PageLayout.interleaved(case.layout.block_size, case.layout.head_dim)
     can = coarse is None and splits is None and case.queries.dtype in HALF

@@ -5,6 +5,8 @@ A stand-in checks what the real function wants of its arguments, and attends in 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -41,6 +43,26 @@ def test_rows_of_all_kinds(asking, scopes):
     found = through_flash(case, scopes, layer=scopes - 1).double()
     allowed = 2 * (plain - exact).abs().max()
     assert (found - exact).abs().max() <= allowed
+
+
+def test_what_is_multiplied_by_nothing_is_finite():
+    """FlashAttention may do that; one slot too many shows all the same."""
+    of_flash = partial(kernel_suite.of_backend, "flash")
+    case = make_case(torch.bfloat16, [1, 9], [100, 45, 41, 50], block=128)
+    assert case.heap.isnan().any()
+    asked = []
+
+    def listening(k, v, **given):
+        asked.extend((k, v))
+        return flash_attn_varlen_func(k=k, v=v, **given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash.fa_utils, "flash_attn_varlen_func", listening)
+        kernel_suite.assert_right(case, of_flash)
+    assert all(pages.isfinite().all() for pages in asked)
+    found, _ = replace(case, lengths=case.lengths + 1).run(of_flash)
+    wanted, _ = case.run(of_flash)
+    assert (found - wanted).abs().max() > 100
 
 
 @pytest.mark.parametrize(
