@@ -11,13 +11,24 @@ import torch
 pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
 
 from vllm.config import ParallelConfig
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8StaticTensorSym,
+)
+from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvplugins.config import parse_kernel, parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.vllm_adapter import validation
-from vllm_kvplugins.vllm_adapter.attention import choice, flash, flashinfer, triton
+from vllm_kvplugins.vllm_adapter.attention import (
+    choice,
+    cpu,
+    flash,
+    flashinfer,
+    triton,
+)
+from vllm_kvplugins.vllm_adapter.attention.flat import PolicyImpl
 
 
 def platform(kind: str) -> SimpleNamespace:
@@ -35,6 +46,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(
         FlashAttentionBackend, "supports_head_size", lambda size: size <= 256
     )
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: 3)
     monkeypatch.setattr("vllm.utils.flashinfer.has_flashinfer", lambda: True)
 
 
@@ -109,6 +121,15 @@ def test_what_cannot_be_had_on_a_gpu_is_said():
 
 
 @pytest.mark.usefixtures("cuda")
+def test_flash_attention_must_have_a_version_for_the_gpu(monkeypatch):
+    """vLLM may come without its libraries, or for other GPUs, and says so late."""
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: None)
+    (problem,) = choice.problems(config(), asked("flash"))
+    assert "no version of FlashAttention" in problem
+    assert choice.settled(asked(), config()) == asked("triton")
+
+
+@pytest.mark.usefixtures("cuda")
 def test_flashinfer_must_be_installed_by_those_who_want_it(monkeypatch):
     monkeypatch.setattr("vllm.utils.flashinfer.has_flashinfer", lambda: False)
     (problem,) = choice.problems(config(), asked("flashinfer"))
@@ -133,6 +154,23 @@ def test_the_backend_takes_the_place_for_custom_ones():
         choice.unregister()
     with pytest.raises(ValueError, match="must be registered"):
         AttentionBackendEnum.CUSTOM.get_class()
+
+
+@pytest.mark.parametrize("module", [cpu, flash, flashinfer, triton])
+def test_no_layer_quantizes_what_it_writes(module):
+    """vLLM would leave it to a layer that says it does."""
+    impls = [kind for kind in vars(module).values() if is_layer(kind)]
+    (kind,) = impls
+    impl = object.__new__(kind)
+    assert impl.fused_output_quant_supported(kFp8StaticTensorSym) is False
+
+
+def is_layer(kind: Any) -> bool:
+    return (
+        isinstance(kind, type)
+        and issubclass(kind, PolicyImpl)
+        and (kind is not PolicyImpl)
+    )
 
 
 def test_other_platforms_are_refused(monkeypatch):

@@ -212,9 +212,9 @@ _ON_CPUS = {
 
 _IMPL = (
     "do_kv_cache_update(layer key value kv_cache slot_mapping) forward(layer query key "
-    "value kv_cache attn_metadata output) num_heads num_kv_heads num_queries_per_kv "
-    "head_size scale alibi_slopes sinks sliding_window kv_sharing_target_layer_name "
-    "logits_soft_cap"
+    "value kv_cache attn_metadata output) fused_output_quant_supported(quant_key) "
+    "num_heads num_kv_heads num_queries_per_kv head_size scale alibi_slopes sinks "
+    "sliding_window kv_sharing_target_layer_name logits_soft_cap"
 )
 
 _ON_GPUS = {
@@ -227,7 +227,7 @@ _ON_GPUS = {
     f"{_BACKENDS}.flash_attn:FlashAttentionImpl": f"{_IMPL} vllm_flash_attn_version",
     f"{_BACKENDS}.fa_utils": "flash_attn_varlen_func(q k v out cu_seqlens_q "
     "max_seqlen_q seqused_k max_seqlen_k softmax_scale causal block_table num_splits "
-    "fa_version)",
+    "fa_version) get_flash_attn_version(head_size)",
     "vllm.utils.flashinfer": "has_flashinfer()",
     "vllm.envs": "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE",
     "vllm.config:AttentionConfig": "backend flash_attn_max_num_splits_for_cuda_graph",

@@ -65,6 +65,7 @@ def _cpu_problems(wanted: str) -> list[str]:
 
 def _flash_problems(vllm_config: VllmConfig) -> list[str]:
     """Why FlashAttention cannot attend in this model."""
+    from vllm.v1.attention.backends import fa_utils
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend as Flash
 
     model = vllm_config.model_config
@@ -75,6 +76,8 @@ def _flash_problems(vllm_config: VllmConfig) -> list[str]:
     try:
         if not Flash.supports_head_size(head_size):
             found.append(f"FlashAttention does not have heads of {head_size} numbers")
+        elif fa_utils.get_flash_attn_version(head_size=head_size) is None:
+            found.append("this vLLM has no version of FlashAttention for this GPU")
     except (ImportError, OSError) as error:
         found.append(f"this vLLM comes without FlashAttention ({error})")
     return found

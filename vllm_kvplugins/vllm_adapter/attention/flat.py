@@ -142,6 +142,10 @@ class PolicyImpl(ABC):
     ) -> None:
         """The kernel, into ``output``."""
 
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """No, also where the stock layer does: ``attend`` knows of no scale."""
+        return False
+
     def forward(
         self,
         layer: Any,
