@@ -58,6 +58,8 @@ def through_flashinfer(case: Case, scopes: int = 1, layer: int = 0) -> torch.Ten
         _scale=case.scale,
         _workspace=None,
         _wrappers={},
+        _captured_rows=set(),
+        _room=[],
     )
     made = FlatTable(
         case.page_table.expand(scopes, -1, -1),

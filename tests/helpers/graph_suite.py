@@ -17,6 +17,7 @@ from graphed_engine import (
     LAYERS,
     MODES,
     SEED,
+    SIZES,
     Engine,
     vllm_config,
 )
@@ -147,6 +148,25 @@ def test_flashinfer_does_not_plan_every_layer_for_every_size(monkeypatch):
         policy = parse_policy(configure("snapkv", SETTINGS | more))
         engine = Engine(monkeypatch, policy, "flashinfer", MODES[1], "V2")
         assert (engine.builder.table is not None) == held
+
+
+def test_flashinfer_s_graphs_share_their_page_lists(monkeypatch):
+    """Of other numbers of rows, which are never replayed, there are none."""
+    policy = parse_policy(configure("snapkv", SETTINGS | FOLDING))
+    engine = Engine(monkeypatch, policy, "flashinfer", MODES[1], "V1")
+    seen = set()
+    with monkeypatch.context() as patch:
+        engine.activate(patch)
+        engine.capture()
+        while rows := engine.scheduled():
+            seen.add(len(rows))
+            engine.step()
+    assert seen - set(SIZES)
+    wrappers = engine.builder._wrappers
+    assert {rows for kind, rows in wrappers if kind == "captured"} == set(SIZES)
+    held = [wrappers["captured", rows].buffers for rows in SIZES]
+    for parts in zip(*held, strict=True):
+        assert len({part.data_ptr() for part in parts}) == 1
 
 
 def test_tables_that_are_too_large_stay_out(monkeypatch, caplog):

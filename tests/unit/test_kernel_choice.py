@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +50,16 @@ def cuda(monkeypatch):
     )
     monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: 3)
     monkeypatch.setattr("vllm.utils.flashinfer.has_flashinfer", lambda: True)
+    with_tools(monkeypatch, "/cuda/bin/nvcc", "ninja")
+
+
+def with_tools(monkeypatch, *tools: str, packages: tuple[str, ...] = ()) -> None:
+    """Programs and packages that FlashInfer finds."""
+    monkeypatch.setenv("CUDA_HOME", "/cuda")
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in tools else None)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name if name in packages else None
+    )
 
 
 def config(dtype: torch.dtype = torch.bfloat16, head_size: int = 64) -> Any:
@@ -136,6 +148,36 @@ def test_flashinfer_must_be_installed_by_those_who_want_it(monkeypatch):
     assert "pip install flashinfer-python" in problem
     assert "'triton'" in problem
     assert choice.problems(config(), asked()) == []
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+    ("tools", "packages", "can"),
+    [
+        (["/cuda/bin/nvcc", "ninja"], (), True),
+        ([], ("flashinfer_jit_cache",), True),
+        (["ninja"], ("flashinfer_cubin",), False),
+        (["/cuda/bin/nvcc"], ("flashinfer_cubin",), False),
+    ],
+)
+def test_flashinfer_must_have_attention_kernels(monkeypatch, tools, packages, can):
+    """vLLM is content with flashinfer-cubin, which holds others."""
+    with_tools(monkeypatch, *tools, packages=packages)
+    found = choice.problems(config(), asked("flashinfer"))
+    assert len(found) == (not can)
+    assert all("flashinfer-jit-cache" in problem for problem in found)
+    assert choice.settled(asked(), config()) == asked("flash")
+
+
+def test_where_nvcc_is_found(monkeypatch):
+    with_tools(monkeypatch, "nvcc", "ninja")
+    assert not choice._has_flashinfer_attention(), "CUDA_HOME is what counts"
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    assert choice._has_flashinfer_attention()
+    with_tools(monkeypatch, "/usr/local/cuda/bin/nvcc", "ninja")
+    monkeypatch.delenv("CUDA_HOME")
+    assert choice._has_flashinfer_attention()
 
 
 @pytest.mark.usefixtures("cuda")

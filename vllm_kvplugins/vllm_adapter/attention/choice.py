@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,14 +94,31 @@ def _flashinfer_problems(vllm_config: VllmConfig) -> list[str]:
     found = []
     if not has_flashinfer():
         found.append(
-            "FlashInfer is not installed, or has neither its compiled kernels nor nvcc "
-            "and ninja to build them (pip install flashinfer-python flashinfer-cubin)"
+            "FlashInfer is not installed, or has neither compiled kernels nor nvcc and "
+            "ninja to build them (pip install flashinfer-python)"
+        )
+    elif not _has_flashinfer_attention():
+        found.append(
+            "FlashInfer's attention kernels are not compiled (flashinfer-cubin holds "
+            "others), and nvcc or ninja is missing to build them (install "
+            "flashinfer-jit-cache, for example by vllm download-kernels)"
         )
     if model.dtype not in (torch.float16, torch.bfloat16):
         found.append(f"FlashInfer does not compute in {model.dtype}")
     if head_size not in _FLASHINFER_HEAD_SIZES:
         found.append(f"FlashInfer does not have heads of {head_size} numbers")
     return found
+
+
+def _has_flashinfer_attention() -> bool:
+    """Whether there are kernels for pages, or what FlashInfer builds them with; vLLM
+    also says yes to downloaded kernels that are none of these."""
+    if importlib.util.find_spec("flashinfer_jit_cache") is not None:
+        return True
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = None if home else shutil.which("nvcc")
+    nvcc = found or os.path.join(home or "/usr/local/cuda", "bin", "nvcc")
+    return shutil.which(nvcc) is not None and shutil.which("ninja") is not None
 
 
 _FLASHINFER_HEAD_SIZES = (64, 128, 256)

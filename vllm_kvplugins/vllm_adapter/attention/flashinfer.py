@@ -86,6 +86,12 @@ class FlashInferPolicyBuilder(
         # plans are read while others are made
         self._workspace: torch.Tensor | None = None
         self._wrappers: dict[tuple[str, int], Any] = {}
+        self._captured_rows: set[int] = set()
+        self._room: list[torch.Tensor] = []  # of page lists, for graphs
+
+    def build_for_cudagraph_capture(self, common: Any) -> Any:
+        self._captured_rows.add(common.num_reqs)
+        return super().build_for_cudagraph_capture(common)
 
     def metadata(
         self, common: Any, table: FlatTable, one_each: bool
@@ -98,7 +104,9 @@ class FlashInferPolicyBuilder(
             Scope(*parts) for parts in zip(table.pages, table.lengths, strict=True)
         ]
         if one_each:
-            self._plan(scopes, lengths, None, len(table.seats))
+            # Others are not replayed: steps are padded to what was captured.
+            rows = len(table.seats) if len(table.seats) in self._captured_rows else 0
+            self._plan(scopes, lengths, None, rows)
             return FlashInferPolicyMetadata(tokens, None, scopes)
         query_start = common.query_start_loc_cpu[: common.num_reqs + 1]
         start, order = flat_queries(query_start, heads)
@@ -193,22 +201,31 @@ class FlashInferPolicyBuilder(
             from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
             assert self.table is not None
-            shape = self.table.shape
-            sequences = rows * shape.heads
-
-            def room(numbers: int) -> torch.Tensor:
-                return torch.zeros(numbers, dtype=torch.int32, device=self.device)
-
+            sequences = rows * self.table.shape.heads
+            starts, listed, last = self._lists()
             self._wrappers["captured", rows] = BatchDecodeWithPagedKVCacheWrapper(
                 self._memory(),
                 "NHD",
                 use_cuda_graph=True,
                 use_tensor_cores=True,
-                paged_kv_indptr_buffer=room(sequences + 1),
-                paged_kv_indices_buffer=room(sequences * shape.pages),
-                paged_kv_last_page_len_buffer=room(sequences),
+                paged_kv_indptr_buffer=starts[: sequences + 1],
+                paged_kv_indices_buffer=listed,
+                paged_kv_last_page_len_buffer=last[:sequences],
             )
         return self._wrappers["captured", rows]
+
+    def _lists(self) -> list[torch.Tensor]:
+        """Where graphs of all sizes read page lists: each is planned, and so writes
+        them, before it is replayed."""
+        if not self._room:
+            assert self.table is not None
+            shape = self.table.shape
+            sequences = shape.rows * shape.heads
+            self._room = [
+                torch.zeros(numbers, dtype=torch.int32, device=self.device)
+                for numbers in (sequences + 1, sequences * shape.pages, sequences)
+            ]
+        return self._room
 
     def _prefilling(self, scope: int) -> Any:
         if ("prefill", scope) not in self._wrappers:
