@@ -16,7 +16,9 @@ def processor(config):
 
     register()
     bare = InputProcessor.__new__(InputProcessor)
-    bare.vllm_config = SimpleNamespace(additional_config=config)
+    bare.vllm_config = SimpleNamespace(
+        additional_config=config, kv_transfer_config=None
+    )
     return bare
 
 

@@ -21,7 +21,7 @@ from vllm_kvplugins.policies.quest import PageBounds
 from vllm_kvplugins.policies.retrieval import WholeFirstLayers
 from vllm_kvplugins.vllm_adapter.host_memory import (
     HostReservations,
-    limited,
+    measured,
     too_long,
 )
 
@@ -235,11 +235,9 @@ def test_no_request_needs_more_than_it_reserves(name):
         fake.check_idle()
 
 
-def test_the_limit_is_settled_once():
-    request = {"name": "quest"}
-    settled = limited(request, parse_policy(request))
-    assert parse_policy(settled).host_memory_bytes == settled["host_memory"] > 1 << 20
-    own = {"name": "quest", "host_memory": "2GiB"}
-    assert limited(own, parse_policy(own)) == own
-    snapkv = {"name": "snapkv"}
-    assert limited(snapkv, parse_policy(snapkv)) == snapkv
+def test_the_limit_is_measured_where_it_is_open():
+    found = measured(parse_policy("quest"))
+    settled = parse_policy({"name": "quest"} | found)
+    assert settled.host_memory_bytes == found["host_memory"] > 1 << 20
+    assert measured(parse_policy({"name": "quest", "host_memory": "2GiB"})) == {}
+    assert measured(parse_policy("snapkv")) == {}

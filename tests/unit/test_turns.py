@@ -207,7 +207,9 @@ def renderer(write: Any, policy: Any, **settings: Any) -> Any:
 
         def __init__(self) -> None:
             config = {"kv_policy": {"name": policy, **settings}} if policy else {}
-            self.config = SimpleNamespace(additional_config=config)
+            self.config = SimpleNamespace(
+                additional_config=config, kv_transfer_config=None
+            )
 
         def _apply_prompt_extras(self, *_: Any) -> None:
             """Asks for a real model."""

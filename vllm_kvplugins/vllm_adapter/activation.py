@@ -35,6 +35,8 @@ from vllm_kvplugins.vllm_adapter.engine_config import (
     fingerprint_of,
     geometry_of,
     policy_of,
+    remember_measured,
+    request_of,
 )
 
 if TYPE_CHECKING:
@@ -122,7 +124,6 @@ def finish_config(
         episode_builds.install()
     for remark in policy.remarks:
         logger.info("KV policy %s: %s", policy.name, remark)
-    request = host_memory.limited(request, policy)
     request = layer_budgets.settled(
         request, policy, lambda: fingerprint_of(vllm_config)
     )
@@ -130,6 +131,8 @@ def finish_config(
     request = sessions.settled(request, policy)
     request = choice.settled(request, vllm_config)
     vllm_config.additional_config = config | {CONFIG_KEY: request}
+    measured = host_memory.measured(policy) | sessions.measured(request)
+    remember_measured(vllm_config, measured)
     scheduler = vllm_config.scheduler_config
     kind = (
         "KVPolicyAsyncScheduler" if scheduler.async_scheduling else "KVPolicyScheduler"
@@ -183,7 +186,8 @@ def activate(vllm_config: VllmConfig) -> PolicyRuntime:
             "a worker of vllm_kvplugins was started without a kv_policy in "
             "additional_config; use --kv-policy instead of --worker-cls"
         )
-    request = vllm_config.additional_config[CONFIG_KEY]
+    request = request_of(vllm_config)
+    assert isinstance(request, dict), "not settled"
     choice.register(request)
     compat.forget_previous_engine()
     kept = parse_sessions(request).sessions

@@ -18,9 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_kvplugins.config import CONFIG_KEY, parse_sessions
+from vllm_kvplugins.config import parse_sessions
 from vllm_kvplugins.sessions.orders import Orders, Report
 from vllm_kvplugins.vllm_adapter import activation
+from vllm_kvplugins.vllm_adapter.engine_config import request_of
 from vllm_kvplugins.vllm_adapter.host_memory import HostReservations
 from vllm_kvplugins.vllm_adapter.metrics import PolicyPromMetrics, PolicyStats
 from vllm_kvplugins.vllm_adapter.scheduler import residency_manager
@@ -112,7 +113,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self._manager = residency_manager(kv_cache_manager)
         spec = self._manager.kv_cache_spec
         self._host = HostReservations(spec.policy, spec.geometry)
-        if parse_sessions(self._vllm_config.additional_config[CONFIG_KEY]).sessions:
+        if parse_sessions(request_of(self._vllm_config)).sessions:
             self.sessions = SchedulerSessions(
                 self._vllm_config, self._manager, self._host
             )

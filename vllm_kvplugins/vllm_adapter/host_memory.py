@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 
 
-def limited(request: dict[str, Any], policy: KVCachePolicy) -> dict[str, Any]:
-    """The policy's settings with a limit, so that all processes know the same."""
+def measured(policy: KVCachePolicy) -> dict[str, int]:
+    """The limit that the user left open, from what is free now, so that all processes
+    know the same."""
     if policy.retention is Retention.DROP or policy.host_memory_bytes:
-        return request
-    return request | {"host_memory": default_limit_bytes()}
+        return {}
+    return {"host_memory": default_limit_bytes()}
 
 
 def _is_read_directly(policy: KVCachePolicy) -> bool:

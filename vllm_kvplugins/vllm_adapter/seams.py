@@ -85,15 +85,16 @@ _EVERYWHERE = {
     "tokenize_prompts_async(prompts params)",
     "vllm.renderers:ChatParams": "chat_template_kwargs",
     "vllm:SamplingParams": "extra_args",
-    "vllm.config:VllmConfig": "additional_config cache_config lora_config "
-    "model_config parallel_config scheduler_config",
+    "vllm.config:VllmConfig": "additional_config cache_config kv_transfer_config "
+    "lora_config model_config parallel_config scheduler_config",
     "vllm.config:SchedulerConfig": "async_scheduling scheduler_cls "
     "max_num_batched_tokens max_num_seqs long_prefill_token_threshold",
     "vllm.config:ParallelConfig": "worker_cls data_parallel_size is_moe_model "
     "data_parallel_rank_local data_parallel_size_local local_engines_only rank "
     "world_size",
     "vllm.config:CacheConfig": "block_size cache_dtype num_gpu_blocks",
-    "vllm.config:KVTransferConfig": "kv_connector kv_connector_module_path kv_role",
+    "vllm.config:KVTransferConfig": "kv_connector kv_connector_module_path kv_role "
+    "kv_connector_extra_config",
     "vllm.config:ModelConfig": "get_num_layers(parallel_config) get_head_size() "
     "get_num_kv_heads(parallel_config) get_total_num_kv_heads() "
     "get_sliding_window() hf_text_config runner_type use_mla is_hybrid "

@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from vllm_kvplugins import __version__
-from vllm_kvplugins.config import CONFIG_KEY, describe, parse_policy, parse_sessions
+from vllm_kvplugins.config import describe, parse_policy, parse_sessions
 from vllm_kvplugins.policies.base import KVCachePolicy, Retention
 from vllm_kvplugins.residency.host_tier import default_limit_bytes
 from vllm_kvplugins.residency.plan import BlockSpan, Compaction
@@ -29,6 +29,7 @@ from vllm_kvplugins.sessions.files import (
 )
 from vllm_kvplugins.sessions.keeper import Keeper, Match
 from vllm_kvplugins.sessions.orders import Session, Tokens
+from vllm_kvplugins.vllm_adapter.engine_config import request_of
 from vllm_kvplugins.vllm_adapter.turns import asked_patched_prompt
 
 if TYPE_CHECKING:
@@ -53,18 +54,23 @@ NO_SESSIONS = {"sessions": 0, "session_bytes": 0, "session_disk_bytes": 0}
 
 
 def settled(request: dict[str, Any], policy: KVCachePolicy) -> dict[str, Any]:
-    """The settings with whether sessions are kept and in how much memory, so that
-    all processes know the same."""
+    """The settings with whether sessions are kept, so that all processes know the
+    same."""
+    return request | {"sessions": parse_sessions(request).on_for(policy.needs_turns)}
+
+
+def measured(request: dict[str, Any]) -> dict[str, int]:
+    """How much memory they are kept in, from what is free now, if they are and the
+    user left it open."""
     settings = parse_sessions(request)
-    if not settings.on_for(policy.needs_turns):
-        return request | {"sessions": False}
-    memory = settings.session_memory or default_limit_bytes() // 2
-    return request | {"sessions": True, "session_memory": memory}
+    if not settings.sessions or settings.session_memory:
+        return {}
+    return {"session_memory": default_limit_bytes() // 2}
 
 
 def session_dir(vllm_config: Any) -> SessionDir | None:
     """Where this engine's sessions are written; None if they are not."""
-    request = vllm_config.additional_config[CONFIG_KEY]
+    request = request_of(vllm_config)
     settings = parse_sessions(request)
     if not settings.sessions or settings.session_dir is None:
         return None
@@ -136,7 +142,7 @@ class SchedulerSessions:
         spec = manager.kv_cache_spec
         self._policy: KVCachePolicy = spec.policy
         self._geometry = spec.geometry
-        settings = parse_sessions(vllm_config.additional_config[CONFIG_KEY])
+        settings = parse_sessions(request_of(vllm_config))
         assert settings.session_memory is not None, "not settled"
         files = session_dir(vllm_config)
         self.keeper = Keeper(
