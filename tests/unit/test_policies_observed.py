@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+
 import pytest
 import torch
 
@@ -137,3 +140,23 @@ def test_expected_attention_against_its_formula(group):
         expected = total * values[head, sinks:].norm(dim=-1)
         torch.testing.assert_close(scores[head, sinks:], expected, atol=1e-5, rtol=1e-4)
     assert torch.isinf(scores[:, :sinks]).all()
+
+
+def test_expected_attention_lets_go_of_the_largest_tensor_before_it_reads_values():
+    heads, group, tokens, dim = 2, 3, 71, 8  # no other tensor has so many elements
+    rotary = rotary_table(dim, 700, True)
+    keys = torch.randn(heads, tokens, dim)
+    queries = torch.randn(heads * group, 30, dim)
+    policy = parse_policy({"name": "expected-attention", "future": 100})
+    observed = policy.observe(view_of(keys, queries, 40, None, rotary=rotary))
+    alive = []
+
+    def values() -> torch.Tensor:
+        size = heads * group * tokens * dim
+        tensors = [found for found in gc.get_objects() if type(found) is torch.Tensor]
+        alive.append(sum(tensor.shape.numel() == size for tensor in tensors))
+        return keys
+
+    view = view_of(keys, queries[:, :0], tokens, observed, rotary=rotary)
+    policy.score(dataclasses.replace(view, load_values=values))
+    assert alive == [0]

@@ -107,8 +107,10 @@ class ExpectedAttention(Compressor):
         logits = torch.einsum("hgd,hnd->hgn", mean, keys) / dim**0.5
         if self.use_covariance:
             covariance = covariance.view(num_kv_heads, group, dim, dim)
+            # [.., n, dim] for every query head: gone before the values are read
             spread = torch.einsum("hnd,hgde->hgne", keys, covariance)
             logits += torch.einsum("hgne,hne->hgn", spread, keys) / (2 * dim)
+            del spread
         first = view.positions < self.sinks  # invalid slots have position -1
         logits.masked_fill_(first[:, None], -torch.inf)
         scores = logits.softmax(-1).mean(1)
