@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 
-from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.residency.requests import Row
 from vllm_kvplugins.residency.surprisal import Surprisals
-from vllm_kvplugins.vllm_adapter.surprisal import problems
 
 
 class Losses:
@@ -79,17 +75,3 @@ def test_impossible_tokens_and_broken_numbers_count_as_something(monkeypatch):
     known = Surprisals(losses)
     known.note(Row("a", 4, 0, 4, 0), [1, 2, 3, 4])
     assert known.take("a").tolist() == [0, 0, 100, 0]
-
-
-def test_a_router_that_knows_all_heads_is_refused_where_ranks_have_a_part():
-    trained = parse_policy({"name": "sekv", "router": "shipped"})
-    for ranks, policy, refused in (
-        (1, trained, False),
-        (2, trained, True),
-        (2, parse_policy("sekv"), False),
-        (2, parse_policy("snapkv"), False),
-    ):
-        parallel = SimpleNamespace(tensor_parallel_size=ranks)
-        found = problems(SimpleNamespace(parallel_config=parallel), policy)
-        assert bool(found) == refused
-        assert all("of 2 ranks" in problem for problem in found)

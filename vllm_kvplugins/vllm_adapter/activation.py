@@ -173,6 +173,8 @@ class _Process:
     attach: Callable[[], None] | None = None
     # adapter around this process's model runner; set when the runner exists
     runner: Any = None
+    # asks the model about its steps, if the policy wants to know
+    losses: surprisal.ModelLosses | None = None
 
 
 _process = _Process()
@@ -191,6 +193,7 @@ def activate(vllm_config: VllmConfig) -> PolicyRuntime:
     choice.register(request)
     compat.forget_previous_engine()
     kept = parse_sessions(request).sessions
+    _close_losses()
     _process.runtime = PolicyRuntime(policy, geometry_of(vllm_config), bool(kept))
     _process.runner = _process.attach = _process.vault = None
     if kept:
@@ -208,6 +211,7 @@ def deactivate() -> None:
         return
     choice.unregister()
     compat.forget_previous_engine()
+    _close_losses()
     _process.runtime = _process.runner = _process.attach = _process.vault = None
 
 
@@ -226,6 +230,7 @@ def set_attach(attach: Callable[[], None]) -> None:
     """Remember how the runtime gets its heap, and forget the one that it has: vLLM
     builds a small cache to measure graphs with, throws it away, and begins again."""
     runtime().detach()
+    _close_losses()
     _process.attach = attach
 
 
@@ -234,6 +239,19 @@ def attach() -> None:
     if runtime().heap is None:
         assert _process.attach is not None, "there is no attention backend yet"
         _process.attach()
+
+
+def losses(model: Any) -> surprisal.ModelLosses:
+    """What asks the model about its steps, as long as the runtime has this heap."""
+    _close_losses()
+    _process.losses = surprisal.ModelLosses(model)
+    return _process.losses
+
+
+def _close_losses() -> None:
+    if _process.losses is not None:
+        _process.losses.close()
+    _process.losses = None
 
 
 def set_runner(adapter: Any) -> None:

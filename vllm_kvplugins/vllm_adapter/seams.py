@@ -102,6 +102,7 @@ _EVERYWHERE = {
     "skip_tokenizer_init max_model_len dtype hf_config model "
     "quantization revision",
     "vllm.utils.torch_utils": "STR_DTYPE_TO_TORCH_DTYPE",
+    "vllm.envs": "VLLM_USE_BREAKABLE_CUDAGRAPH",
     # The scheduler: where prefill is cut, what a prefix hit may reuse.
     f"{_CORE}.sched.scheduler:Scheduler": "_reserve_prefill_lookahead(request "
     "num_computed_tokens num_new_tokens) _get_local_prefix_cache_hit(request) "
@@ -230,11 +231,11 @@ _ON_GPUS = {
     "max_seqlen_q seqused_k max_seqlen_k softmax_scale causal block_table num_splits "
     "fa_version) get_flash_attn_version(head_size)",
     "vllm.utils.flashinfer": "has_flashinfer()",
-    "vllm.envs": "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE",
+    "vllm.envs": "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE VLLM_USE_BREAKABLE_CUDAGRAPH",
     "vllm.config:AttentionConfig": "backend flash_attn_max_num_splits_for_cuda_graph",
     # CUDA graphs: who may be in one, and which step is replayed.
     "vllm.config:CompilationConfig": "cudagraph_mode max_cudagraph_capture_size",
-    "vllm.config:CUDAGraphMode": "FULL has_full_cudagraphs()",
+    "vllm.config:CUDAGraphMode": "NONE FULL has_full_cudagraphs()",
     "vllm.v1.attention.backend:AttentionCGSupport": "NEVER UNIFORM_SINGLE_TOKEN_DECODE",
     "vllm.v1.attention.backend:AttentionMetadataBuilder": "get_cudagraph_support("
     "vllm_config kv_cache_spec) build_for_cudagraph_capture(common_attn_metadata)",

@@ -31,7 +31,12 @@ class ModelLosses:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._last: torch.Tensor | None = None
-        model.register_forward_hook(self._remember)
+        self._hook = model.register_forward_hook(self._remember)
+
+    def close(self) -> None:
+        """Ask no more; what the model says is remembered no longer."""
+        self._hook.remove()
+        self._last = None
 
     def _remember(self, module: Any, inputs: Any, output: Any) -> None:
         assert isinstance(output, torch.Tensor), f"{type(module).__name__} returns more"
@@ -54,6 +59,30 @@ class ModelLosses:
 
 
 def problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
+    """What stands in the way of a policy that asks the model about its steps."""
+    return [
+        *_replay_problems(vllm_config, policy),
+        *_head_problems(vllm_config, policy),
+    ]
+
+
+def _replay_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
+    """Graphs that break at attention replay whole steps: hooks of the model do not run,
+    and what the last one saw would be taken for this step's."""
+    from vllm import envs
+    from vllm.config import CUDAGraphMode
+
+    if not policy.needs_surprisal or not envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
+        return []
+    if vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
+        return []
+    return [
+        "VLLM_USE_BREAKABLE_CUDAGRAPH=1 replays steps without calling the model, of "
+        f"which {policy.name} reads the hidden states; set it to 0"
+    ]
+
+
+def _head_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
     """What tensor parallelism stands in the way of."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if not policy.knows_query_heads or ranks == 1:

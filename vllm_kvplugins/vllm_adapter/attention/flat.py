@@ -30,7 +30,6 @@ from vllm_kvplugins.vllm_adapter import activation
 from vllm_kvplugins.vllm_adapter.probing import ProbeMetadata, probe_model
 from vllm_kvplugins.vllm_adapter.rotary import rotary_of
 from vllm_kvplugins.vllm_adapter.spec import with_policy
-from vllm_kvplugins.vllm_adapter.surprisal import ModelLosses
 from vllm_kvplugins.vllm_adapter.validation import layer_problems, rotary_problems
 
 
@@ -113,7 +112,7 @@ class PolicyBuilder(ABC):
             [layer.impl.scale for layer in self.layers],
             self.rotary,
             probe_model(self.vllm_config, model, self.layer_names),
-            ModelLosses(model) if self.runtime.policy.needs_surprisal else None,
+            activation.losses(model) if self.runtime.policy.needs_surprisal else None,
         )
 
 

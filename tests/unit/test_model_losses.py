@@ -1,0 +1,70 @@
+"""How the engine is asked about surprisal: what cannot be, and of which cache."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
+
+from vllm.config import CUDAGraphMode
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.vllm_adapter import activation
+from vllm_kvplugins.vllm_adapter.surprisal import ModelLosses, problems
+
+
+def test_a_router_that_knows_all_heads_is_refused_where_ranks_have_a_part():
+    trained = parse_policy({"name": "sekv", "router": "shipped"})
+    for ranks, policy, refused in (
+        (1, trained, False),
+        (2, trained, True),
+        (2, parse_policy("sekv"), False),
+        (2, parse_policy("snapkv"), False),
+    ):
+        parallel = SimpleNamespace(tensor_parallel_size=ranks)
+        found = problems(SimpleNamespace(parallel_config=parallel), policy)
+        assert bool(found) == refused
+        assert all("of 2 ranks" in problem for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked", "mode", "refused"),
+    [
+        ("sekv", "1", "PIECEWISE", True),
+        ("sekv", "1", "NONE", False),  # an eager engine, or a CPU
+        ("sekv", "0", "PIECEWISE", False),
+        ("snapkv", "1", "PIECEWISE", False),
+    ],
+)
+def test_graphs_that_replay_the_whole_model_are_refused(
+    monkeypatch, policy, asked, mode, refused
+):
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", asked)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode]),
+    )
+    found = problems(config, parse_policy(policy))
+    assert bool(found) == refused
+    assert all("VLLM_USE_BREAKABLE_CUDAGRAPH=1 replays" in each for each in found)
+
+
+def test_the_hook_of_a_cache_that_is_gone_is_gone(monkeypatch):
+    """vLLM makes one to measure graphs with."""
+    runtime = SimpleNamespace(detach=lambda: None)
+    monkeypatch.setattr(activation, "_process", activation._Process(runtime))
+    model = torch.nn.Identity()
+    seen: list[ModelLosses] = []
+    for _ in range(2):
+        activation.set_attach(lambda: seen.append(activation.losses(model)))
+        activation._process.attach()
+        model(torch.arange(3.0))
+    assert len(model._forward_hooks) == 1
+    with pytest.raises(AssertionError, match="no step has run"):
+        seen[0].states(0, 1)
+    assert seen[1].states(1, 2).tolist() == [1, 2]
+    activation.set_attach(lambda: None)
+    assert not model._forward_hooks
