@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 
 from vllm_kvplugins.index import Keys
+from vllm_kvplugins.ops.threads import helper
 from vllm_kvplugins.policies.retrieval import ExactScan, Retriever, TokenIndex
 
 # vLLM configures only the loggers below its own name.
@@ -48,7 +49,7 @@ class Indexer:
         self._policy = policy
         self._failed = failed
         # one thread: additions to an index keep their order
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvp-index")
+        self._thread = helper("kvp-index")
 
     def new_layer(self, num_kv_heads: int, head_dim: int) -> OffloadedLayer:
         """An empty index."""

@@ -17,7 +17,7 @@ host, and what they ask for goes back in one copy, or the GPU takes it from ther
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +25,7 @@ import torch
 from vllm_kvplugins.index import Keys
 from vllm_kvplugins.ops.device import Arrival, SideStream, moved
 from vllm_kvplugins.ops.hot_set import fill_hot
+from vllm_kvplugins.ops.threads import helper
 from vllm_kvplugins.policies.retrieval import Retriever
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.host_tier import tier_for
@@ -81,7 +82,7 @@ class Retrieval:
         self._free_seats: list[int] = []
         self._batches: list[Batch] = []
         # fetches on another thread: for the next layer, or for the next step
-        self._helper = ThreadPoolExecutor(1, thread_name_prefix="kvp-fetch")
+        self._helper = helper("kvp-fetch")
         self._side = SideStream(heap.pages.device)
         self._under_way: list[tuple[Batch, int, Future[Fetched]]] = []
         # not yet in the traffic: a sum per layer would cost more than it tells

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,6 +30,7 @@ from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.device import Arrival, moved
 from vllm_kvplugins.ops.mixed_attention import attend_mixed
 from vllm_kvplugins.ops.svd import LowRank
+from vllm_kvplugins.ops.threads import helper
 from vllm_kvplugins.ops.zoom import zoom_spans
 from vllm_kvplugins.ops.zoom_transfer import fetch_spans
 from vllm_kvplugins.policies.base import Geometry
@@ -82,7 +82,7 @@ class Zooming:
         self._watched: list[Row] = []
         self._num_rows = 0
         self._requests: dict[str, Zoomed] = {}
-        self._helper = ThreadPoolExecutor(1, thread_name_prefix="kvp-spans")
+        self._helper = helper("kvp-spans")
         self._rows: list[tuple[int, Row]] = []
         self._turns: list[Turn] | None = None
         self._traffic = Traffic()

@@ -91,7 +91,7 @@ _EVERYWHERE = {
     "max_num_batched_tokens max_num_seqs long_prefill_token_threshold",
     "vllm.config:ParallelConfig": "worker_cls data_parallel_size is_moe_model "
     "data_parallel_rank_local data_parallel_size_local local_engines_only rank "
-    "world_size",
+    "world_size local_world_size",
     "vllm.config:CacheConfig": "block_size cache_dtype num_gpu_blocks",
     "vllm.config:KVTransferConfig": "kv_connector kv_connector_module_path kv_role "
     "kv_connector_extra_config",
@@ -246,7 +246,9 @@ _ON_GPUS = {
     "scheduler_output dummy_run)",
     "vllm.v1.worker.gpu.model_runner:BatchReqState": "req_ids idx_mapping_np",
     "vllm.v1.worker.gpu_worker:Worker": "__init__(vllm_config) init_device() "
-    "execute_model(scheduler_output)",
+    "load_model() execute_model(scheduler_output)",
+    "vllm.utils.torch_utils": "STR_DTYPE_TO_TORCH_DTYPE "
+    "startup_omp_num_threads(num_local_procs)",
 }
 
 

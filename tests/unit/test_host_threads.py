@@ -1,0 +1,94 @@
+"""Policies that search on the host have cores there, whatever vLLM serves with."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.ops.threads import helper
+
+BEFORE = 6  # torch's threads while weights are loaded
+CORES = 16
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(BEFORE)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("policy", "ranks", "exported", "threads"),
+    [
+        ("exact-topk", 1, {}, BEFORE),
+        ("sekv", 1, {}, BEFORE),
+        ("snapkv", 1, {}, 1),  # keeps nothing on the host
+        ("exact-topk", 4, {}, CORES // 4),
+        ("exact-topk", 32, {}, 1),
+        # as vLLM starts ranks
+        (
+            "exact-topk",
+            2,
+            {"OMP_NUM_THREADS": "6", "VLLM_OMP_NUM_THREADS_SET_BY_VLLM": "1"},
+            BEFORE,
+        ),
+        # as a user does, for as many ranks as there are
+        ("exact-topk", 4, {"OMP_NUM_THREADS": "6"}, BEFORE),
+        ("snapkv", 4, {"OMP_NUM_THREADS": "6"}, BEFORE),
+    ],
+)
+def test_threads_of_a_gpu_s_worker(monkeypatch, policy, ranks, exported, threads):
+    torch_utils = pytest.importorskip("vllm.utils.torch_utils")
+    from vllm_kvplugins.vllm_adapter import gpu_worker
+
+    for name in ("OMP_NUM_THREADS", "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in exported.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch_utils, "available_cpu_count", lambda: CORES)
+    loaded: list[Any] = []
+
+    def load_model(self: Any, **options: Any) -> None:
+        """Loads nothing, and ends as vLLM's does."""
+        loaded.append(options)
+        torch_utils.set_torch_threads_for_runtime()
+
+    monkeypatch.setattr(gpu_worker.Worker, "load_model", load_model)
+    worker = gpu_worker.KVPolicyGPUWorker.__new__(gpu_worker.KVPolicyGPUWorker)
+    worker.kv_policy_runtime = SimpleNamespace(policy=parse_policy(policy))
+    worker.parallel_config = SimpleNamespace(
+        local_world_size=ranks, data_parallel_size_local=1
+    )
+    worker.load_model(load_dummy_weights=True)
+    assert torch.get_num_threads() == threads
+    assert loaded == [{"load_dummy_weights": True}]
+
+
+def test_helper_threads_use_as_many_cores_as_torch():
+    """What OpenMP would start in a new thread is not what was set in another."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    libraries = {line.split()[-1] for line in lines if "omp" in line.split("/")[-1]}
+    asked = [
+        library.omp_get_max_threads
+        for library in map(ctypes.CDLL, sorted(libraries))
+        if hasattr(library, "omp_get_max_threads")
+    ]
+    if not asked:
+        pytest.skip("no OpenMP is loaded")
+    # torch's, which is that of the compiled ops; other packages bring their own
+    asked = [ask for ask in asked if ask() == BEFORE]
+    assert asked, "torch has no OpenMP that was found"
+    for threads in (5, 3):
+        torch.set_num_threads(threads)
+        with helper("kvp-test") as thread:
+            found = [thread.submit(ask).result() for ask in asked]
+        assert found == [threads] * len(asked)
