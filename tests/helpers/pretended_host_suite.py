@@ -6,6 +6,8 @@ that it once believed in a GPU.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,10 +34,12 @@ from pretended_life import (
 from routers import write_random_router
 
 from vllm_kvplugins.model_config import ModelFingerprint
+from vllm_kvplugins.ops import device as ops_device
 from vllm_kvplugins.ops import torch_ops
 from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.policies.base import Retention
+from vllm_kvplugins.policies.retrieval import SearchedTokens
 from vllm_kvplugins.residency import zooming
 from vllm_kvplugins.residency.entries import EntryArena
 from vllm_kvplugins.residency.plan import BlockSpan, Compaction
@@ -85,6 +89,48 @@ def test_retrieval_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]
     if policy.get("prefetch", "off") == "off":
         assert late
         assert all(len(waits) <= layers for waits in late), late
+
+
+def test_keys_that_wait_for_their_index_are_not_pinned(monkeypatch):
+    """However far behind the index is, nothing is held of what came from the GPU."""
+    without_inference_mode(monkeypatch, *((Retrieval, n) for n in ("forget", "detach")))
+    pinned: list[weakref.ref[torch.Tensor]] = []
+    staging, may_build = ops_device.staging, threading.Event()
+
+    def staged(*shape: int, **options: Any) -> torch.Tensor:
+        tensor = staging(*shape, **options)
+        pinned.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(ops_device, "staging", staged)
+    inserted: list[torch.Tensor] = []
+
+    def insert(index: SearchedTokens, keys: torch.Tensor, first: int) -> None:
+        if threading.current_thread().name.startswith("kvp-index"):
+            inserted.append(keys)
+
+    monkeypatch.setattr(SearchedTokens, "insert", insert)
+    with on(CUDA):
+        life = Life(RETRIEVERS[-1], CUDA)
+        retrieval = life.runtime.retrieval
+        assert retrieval is not None
+        retrieval._indexer._thread.submit(may_build.wait, 60)
+        while life.computed["short"] < PROMPTS["short"] + 2:
+            life.step(life.rows())
+        retrieval._join()
+        state = retrieval._requests["long"]
+        under_way = [layer.under_way for layer in state.layers.values()]
+        assert under_way
+        assert not any(each.done() for each in under_way)
+        assert pinned
+        assert all(tensor() is None for tensor in pinned)
+        may_build.set()
+        for each in under_way:
+            each.result(60)
+        for layer, pages in state.pages.items():
+            stored = retrieval.tier.read_keys(pages, range(state.tokens))
+            assert any(keys.equal(stored) for keys in inserted), layer
+        life.runtime.forget(list(PROMPTS))
 
 
 MODEL = ModelFingerprint(

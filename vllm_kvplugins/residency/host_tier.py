@@ -166,6 +166,12 @@ class HostTier:
         self.pages[page, 0, slot] = keys
         self.pages[page, 1, slot] = values
 
+    def read_keys(self, table: torch.Tensor, tokens: range) -> torch.Tensor:
+        """A copy of what was stored: [num_kv_heads, n, head_dim]; see ``write``."""
+        token = torch.arange(tokens.start, tokens.stop)
+        page, slot = table[:, token // self.page_tokens], token % self.page_tokens
+        return self.pages[page, 0, slot]
+
     def check_integrity(self, owned: list[torch.Tensor]) -> None:
         """Every page is free or owned, and that once.
 

@@ -58,10 +58,26 @@ class Indexer:
             return OffloadedLayer(index)
         return OffloadedLayer(index, self._policy.scan(num_kv_heads, head_dim))
 
-    def insert(self, layer: OffloadedLayer, keys: torch.Tensor, first: int) -> None:
-        """Start to add [num_kv_heads, n, head_dim] of the next tokens."""
+    def insert(
+        self,
+        layer: OffloadedLayer,
+        keys: torch.Tensor,
+        first: int,
+        read: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
+        """Start to add [num_kv_heads, n, head_dim] of the next tokens.
+
+        Args:
+            first: number of the first one.
+            read: reads the same keys when it is their turn, so that ``keys`` need not
+                be kept until then. Nobody may write there while the index is asked;
+                one that nobody asks any more may find another's keys.
+        """
         layer.tokens = first + keys.shape[1]
-        layer.under_way = self._thread.submit(layer.index.insert, keys, first)
+        if read is None:
+            layer.under_way = self._thread.submit(layer.index.insert, keys, first)
+        else:
+            layer.under_way = self._thread.submit(_insert, layer.index, read, first)
         if layer.meanwhile is None:
             return
         try:
@@ -121,3 +137,7 @@ class Indexer:
         logger.warning("an index failed, its keys are scanned instead: %s", error)
         layer.index, layer.meanwhile = ExactScan(layer.tokens), None
         layer.under_way = None
+
+
+def _insert(index: TokenIndex, read: Callable[[], torch.Tensor], first: int) -> None:
+    index.insert(read(), first)

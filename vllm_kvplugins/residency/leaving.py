@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -81,7 +82,12 @@ class Departures:
             self._make_room(each.state, each.layer, each.first + keys.shape[1])
             pages = each.state.pages[each.layer]
             self._tier.write(pages, each.first, keys, values)
-            self._indexer.insert(each.state.layers[each.layer], keys, each.first)
+            layer, here = each.state.layers[each.layer], None
+            if each.keys.event is not None:
+                # keys wait for their turn where they lie now, not in pinned memory
+                tokens = range(each.first, each.first + keys.shape[1])
+                here = partial(self._tier.read_keys, pages, tokens)
+            self._indexer.insert(layer, keys, each.first, here)
         self._leaving = [each for each in self._leaving if each.layer == besides]
 
     def _make_room(self, state: Offloaded, layer: int, tokens: int) -> None:
