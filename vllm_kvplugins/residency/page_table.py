@@ -13,12 +13,18 @@ landing zone: no pages, tail from block 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from vllm_kvplugins.ops.device import on_device
 from vllm_kvplugins.residency.fixed_table import FixedTable, FlatTable
+
+# Most bytes of what is computed on the way to a table: vLLM, which measures what a
+# step needs before it shares out the memory, sees only short rows.
+SLICE_BYTES = 64 << 20
+# per page: its place in the block table, its block, its page of a zone, which of them
+_BYTES_PER_PAGE = 8 + 4 + 4 + 1
 
 
 class PageTables:
@@ -48,9 +54,12 @@ class PageTables:
         self.block_size = block_size
         self.scopes = 1 if uniform else num_layers
         self.device = device
-        self._heads = torch.arange(num_kv_heads, device=device)
         layer_pages = num_blocks * num_kv_heads
-        self._scope_base = torch.arange(self.scopes, device=device) * layer_pages
+        assert num_layers * layer_pages < 2**31, "page ids do not fit into int32"
+        heads = torch.arange(num_kv_heads, dtype=torch.int32, device=device)
+        scope = torch.arange(self.scopes, dtype=torch.int32, device=device)
+        # int32 [scopes, 1, kv_heads, 1]: pages of block 0
+        self._base = (scope[:, None] * layer_pages + heads)[:, None, :, None]
         self._free_seats: list[int] = []
         # per seat, what the host knows of it: pages of the longest row, tail block,
         # and int64 [scopes, kv_heads] pages of each
@@ -153,41 +162,73 @@ class PageTables:
             known_lens: the same as ``seq_lens``, on the host; None = not known there.
             into: where to write them; None = new tensors, no wider than needed.
 
-        Cost: O(scopes * rows * kv_heads * most pages) gathers; no host sync if lengths
-            are known.
+        Cost: O(scopes * rows * kv_heads * most pages) gathers, with at most
+            ``SLICE_BYTES`` besides the table, or what one row of one scope takes; no
+            host sync if lengths are known.
         """
         rows, heads = len(seats), self.num_kv_heads
         seat = on_device(seats, self.device)
-        counts = self._zone_counts[seat]  # rows, scopes, heads
+        counts = self._zone_counts[seat].transpose(0, 1)  # scopes, rows, heads
         tail_block = self._tail_block[seat]
         tail_tokens = seq_lens.long() - tail_block * self.block_size
-        lengths = counts * self.block_size + tail_tokens[:, None, None]
+        lengths = counts * self.block_size + tail_tokens[:, None]
         if known_lens is not None:
             most = self._most_pages(seats, known_lens)
         else:
             most = -(-int(lengths.max()) // self.block_size) if rows else 0
-        place = torch.arange(most, device=self.device)
-
-        # Tail: page of (block, head), relative to its layer.
-        after_zone = place - counts[..., None]  # rows, scopes, heads, most
-        block_index = (tail_block[:, None, None, None] + after_zone).clamp_(
-            0, block_table.shape[1] - 1
-        )
-        flat_index = block_index.reshape(rows, -1)
-        blocks = block_table.long().gather(1, flat_index).view(block_index.shape)
-        pages = blocks * heads + self._heads[:, None]
-        pages += self._scope_base[:, None, None]
-        width = min(most, self._zone_pages.shape[-1])
-        if width:
-            zone = self._zone_pages[seat, ..., :width].long()
-            in_zone = place[:width] < counts[..., None]
-            pages[..., :width] = torch.where(in_zone, zone, pages[..., :width])
         if into is not None:
-            return into.fill(pages, lengths, seats, known_lens)
+            assert (into.shape.scopes, into.shape.heads) == (self.scopes, heads)
+            table = into.room(rows, most, seats, known_lens)
+        else:
+            shape = self.scopes, rows * heads
+            pages = torch.empty(*shape, most, dtype=torch.int32, device=self.device)
+            table = FlatTable(pages, pages.new_empty(shape), seats, known_lens)
         # rows first per scope, the order in which the kernel's sequences stand
-        pages = pages.permute(1, 0, 2, 3).reshape(self.scopes, rows * heads, most)
-        lengths = lengths.permute(1, 0, 2).reshape(self.scopes, rows * heads)
-        return FlatTable(pages.int(), lengths.int(), seats, known_lens)
+        table.lengths.unflatten(1, (rows, heads)).copy_(lengths)
+        lists = table.pages.unflatten(1, (rows, heads))[..., :most]
+        zone = min(max((self._known[s][0] for s in seats), default=0), most)
+        for scopes, some in self._slices(rows, most):
+            self._tails(
+                lists[scopes, some],
+                tail_block[some, None] - counts[scopes, some],
+                block_table[some],
+                self._base[scopes],
+            )
+            if zone:
+                pages = self._zone_pages[seat[some], scopes, :, :zone].transpose(0, 1)
+                _zones(lists[scopes, some, :, :zone], pages, counts[scopes, some])
+        return table
+
+    def _slices(self, rows: int, most: int) -> Iterator[tuple[slice, slice]]:
+        """Scopes and rows that are built at once."""
+        each = _BYTES_PER_PAGE * self.num_kv_heads * max(most, 1)
+        fit = max(SLICE_BYTES // each, 1)  # rows of one scope
+        scopes, some = max(fit // max(rows, 1), 1), max(min(fit, rows), 1)
+        for scope in range(0, self.scopes, scopes):
+            for row in range(0, rows, some):
+                yield slice(scope, scope + scopes), slice(row, row + some)
+
+    def _tails(
+        self,
+        lists: torch.Tensor,
+        first: torch.Tensor,
+        block_table: torch.Tensor,
+        base: torch.Tensor,
+    ) -> None:
+        """Write lists as if they had no zone before the tail.
+
+        Args:
+            lists: int32 [scopes, rows, kv_heads, most].
+            first: int64 [scopes, rows, kv_heads], logical block that the first place
+                stands for, negative where a zone is longer than what lay before.
+            block_table: int32 [rows, blocks].
+            base: int32 [scopes, 1, kv_heads, 1].
+        """
+        scopes, _, heads, most = lists.shape
+        place = torch.arange(most, device=self.device)
+        block = (place + first[..., None]).clamp_(0, block_table.shape[1] - 1)
+        listed = block_table[None, :, None].expand(scopes, -1, heads, -1)
+        torch.add(base, listed.gather(3, block), alpha=heads, out=lists)
 
     def lengths_on_host(self, table: FlatTable) -> torch.Tensor:
         """The lengths of a table that was just built, for kernels planned by the host.
@@ -221,3 +262,14 @@ def _extend(tensor: torch.Tensor, dim: int, more: int) -> torch.Tensor:
     shape = list(tensor.shape)
     shape[dim] = more
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+def _zones(lists: torch.Tensor, pages: torch.Tensor, counts: torch.Tensor) -> None:
+    """Write zones before what else is in lists.
+
+    Args:
+        lists, pages: int32 [scopes, rows, kv_heads, longest zone].
+        counts: int64 [scopes, rows, kv_heads], pages of each zone.
+    """
+    place = torch.arange(lists.shape[-1], device=lists.device)
+    torch.where(place < counts[..., None], pages, lists, out=lists)
