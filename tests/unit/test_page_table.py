@@ -100,6 +100,77 @@ def test_building_takes_little_memory_besides_the_table(monkeypatch, scopes: int
     assert limit // 8 < live.most <= limit + small
 
 
+@pytest.mark.parametrize("uniform", [False, True])
+def test_room_for_zones_is_that_of_those_who_are_there(uniform: bool):
+    """A long one takes room while it is there; nobody loses a page for that."""
+    random = torch.Generator().manual_seed(SEED)
+    tables = PageTables(LAYERS, HEADS, BLOCKS, BLOCK, uniform, CPU)
+    zones: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def sit(most: int) -> int:
+        heap = LAYERS * BLOCKS * HEADS
+        pages = torch.randint(0, heap, (LAYERS * HEADS, most), generator=random)
+        if uniform:  # as the same blocks are, in every layer
+            layer = torch.arange(LAYERS).repeat_interleave(HEADS)[:, None]
+            pages = pages[:HEADS].repeat(LAYERS, 1) % 50 + layer * BLOCKS * HEADS
+        counts = torch.full((LAYERS * HEADS,), most)
+        seat = tables.seat(pages, counts, TAIL_BLOCK)
+        zones[seat] = pages, counts
+        return seat
+
+    def leave(seat: int) -> None:
+        tables.leave(seat)
+        del zones[seat]
+
+    def room() -> int:
+        for seat, (pages, counts) in zones.items():
+            found = tables.zone(seat)
+            assert found[0].equal(pages)
+            assert found[1].equal(counts)
+        return int(tables._zone_pages.shape[-1])
+
+    some = [sit(most) for most in (3, 8, 5)]
+    assert room() == 9
+    long = sit(800)
+    assert room() == 900
+    leave(some.pop())
+    some.append(sit(9))
+    assert room() == 900, "the long one is there"
+    leave(long)
+    some += [sit(20) for _ in range(9)]  # more seats than there were
+    assert room() == 22
+    for seat in some:
+        leave(seat)
+    assert sit(0)
+    assert room() == 0
+    assert tables.seats_taken == 1
+
+
+def test_who_finds_no_room_takes_no_seat(monkeypatch):
+    """Without memory for it; the next one sits where it would have."""
+    tables = PageTables(LAYERS, HEADS, BLOCKS, BLOCK, False, CPU)
+    counts = torch.full((LAYERS * HEADS,), 2)
+    pages = torch.zeros(LAYERS * HEADS, 2, dtype=torch.int64)
+    extend, calls = page_table._extend, []
+
+    def no_memory(tensor: torch.Tensor, dim: int, more: int) -> torch.Tensor:
+        calls.append(dim)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return extend(tensor, dim, more)
+
+    monkeypatch.setattr(page_table, "_extend", no_memory)
+    with pytest.raises(RuntimeError):
+        tables.seat(pages, counts, TAIL_BLOCK)
+    assert tables.seats_taken == 0
+    short = pages[:5]  # fails when the seat is written
+    with pytest.raises(RuntimeError):
+        tables.seat(short, counts, TAIL_BLOCK)
+    assert tables.seats_taken == 0
+    seats = [tables.seat(pages, counts, TAIL_BLOCK) for _ in range(2)]
+    assert seats == [1, 2]
+
+
 def test_ids_that_do_not_fit_are_refused():
     with pytest.raises(AssertionError, match="int32"):
         PageTables(2**5, 2**3, 2**23, BLOCK, False, CPU)

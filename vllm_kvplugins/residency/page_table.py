@@ -86,20 +86,21 @@ class PageTables:
         Returns:
             The seat, >= 1, valid until ``leave``.
         """
-        most = pages.shape[1]
+        on_host = counts.cpu()
+        most = int(on_host.max())
         if not self._free_seats:
             self._grow_seats()
-        if most > self._zone_pages.shape[-1]:
-            self._grow_pages(most)
-        seat = self._free_seats.pop()
+        self._fit_pages(most)
+        seat = self._free_seats[-1]
         used = self.scopes * self.num_kv_heads
-        shape = (self.scopes, self.num_kv_heads, most)
-        self._zone_pages[seat, ..., :most] = pages[:used].reshape(shape).int()
-        self._zone_counts[seat] = counts[:used].reshape(shape[:2])
+        shape = (self.scopes, self.num_kv_heads)
+        fresh = pages[:used, :most].reshape(*shape, most)
+        self._zone_pages[seat, ..., :most] = fresh.int()
+        self._zone_counts[seat] = counts[:used].reshape(shape)
         self._tail_block[seat] = tail_block
-        on_host = counts.cpu()
-        known = on_host[:used].reshape(shape[:2])
-        self._known[seat] = int(on_host.max()), tail_block, known
+        self._known[seat] = most, tail_block, on_host[:used].reshape(shape)
+        # last, so that nobody sits where one of these has failed
+        self._free_seats.pop()
         return seat
 
     def zone(self, seat: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,8 +110,9 @@ class PageTables:
             int64 [layers * kv_heads, most] heap page ids, int64 [layers * kv_heads].
         """
         repeats = self.num_layers // self.scopes
-        shape = (self.scopes * self.num_kv_heads, -1)
-        pages = self._zone_pages[seat].long().reshape(shape).repeat(repeats, 1)
+        most = self._known[seat][0]
+        pages = self._zone_pages[seat, ..., :most].flatten(0, 1).long()
+        pages = pages.repeat(repeats, 1)
         counts = self._zone_counts[seat].reshape(-1).repeat(repeats)
         if self.scopes == 1:
             layer = torch.arange(self.num_layers, device=self.device)
@@ -122,6 +124,7 @@ class PageTables:
         """Return a seat; its contents are overwritten by whoever sits down next."""
         assert seat > 0, "seat 0 belongs to everyone"
         assert seat not in self._free_seats, f"seat {seat} is not taken"
+        self._known[seat] = self._known[0]
         self._free_seats.append(seat)
 
     @property
@@ -131,16 +134,27 @@ class PageTables:
     def _grow_seats(self) -> None:
         old = self._tail_block.numel()
         more = max(old, 8)
+        zones = self._zone_pages, self._zone_counts, self._tail_block
+        # all of them or, where there is no memory for one, none
+        grown = [_extend(tensor, 0, more) for tensor in zones]
+        self._zone_pages, self._zone_counts, self._tail_block = grown
+        self._known += [self._known[0]] * more
         # Lower seats first, so that runs repeat exactly.
         self._free_seats = list(range(old + more - 1, old - 1, -1))
-        self._zone_pages = _extend(self._zone_pages, 0, more)
-        self._zone_counts = _extend(self._zone_counts, 0, more)
-        self._tail_block = _extend(self._tail_block, 0, more)
-        self._known += [self._known[0]] * more
 
-    def _grow_pages(self, most: int) -> None:
-        more = max(most, 2 * self._zone_pages.shape[-1]) - self._zone_pages.shape[-1]
-        self._zone_pages = _extend(self._zone_pages, 3, more)
+    def _fit_pages(self, most: int) -> None:
+        """Room for a zone of so many pages, and not for much wider ones than there
+        are: what one long request took is given back with the next compaction."""
+        room = self._zone_pages.shape[-1]
+        needed = max(most, *(known[0] for known in self._known))
+        if needed <= room <= 2 * needed:
+            return
+        # an eighth more, so that zones that grow do not move all of them each time
+        wide = needed + needed // 8
+        fitting = self._zone_pages.new_zeros(*self._zone_pages.shape[:-1], wide)
+        kept = min(room, needed)
+        fitting[..., :kept] = self._zone_pages[..., :kept]
+        self._zone_pages = fitting
 
     # -- per step -----------------------------------------------------------
 
