@@ -40,6 +40,7 @@ from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.policies.base import Retention
 from vllm_kvplugins.policies.retrieval import SearchedTokens
+from vllm_kvplugins.residency import saved as saved_caches
 from vllm_kvplugins.residency import zooming
 from vllm_kvplugins.residency.entries import EntryArena
 from vllm_kvplugins.residency.plan import BlockSpan, Compaction
@@ -220,6 +221,23 @@ def zone_contents(life: Life, name: str) -> torch.Tensor:
     return numbers(life.heap.pages)[pages[used]]
 
 
+def largest_made_on_gpu(monkeypatch: pytest.MonkeyPatch, pool: Pretending) -> list[int]:
+    """Bytes of the largest tensor of keys and values that is there from now on, the
+    pool apart."""
+    largest, wrap = [0], Pretending.of
+    its_own = pool.numbers.untyped_storage().data_ptr()
+
+    def noted(numbers: torch.Tensor) -> Pretending:
+        storage = numbers.untyped_storage()
+        other = storage.data_ptr() != its_own
+        if largest and other and numbers.dtype == pool.dtype:
+            largest[0] = max(largest[0], storage.nbytes())
+        return wrap(numbers)
+
+    monkeypatch.setattr(Pretending, "of", staticmethod(noted))
+    return largest
+
+
 @pytest.fixture
 def gpu() -> Iterator[PretendedGPU]:
     with PretendedGPU() as pretended:
@@ -242,10 +260,15 @@ def test_sessions_leave_the_gpu_and_come_back(
     last = plan.compaction(plan.num_done(tokens) - 1)
     compaction = Compaction(last.at_tokens, BlockSpan(0, last.zone.stop), last.zone)
     first, stop = compaction.zone.start, -(-tokens // BLOCK)
+    pages = life.heap.pages
+    made = largest_made_on_gpu(monkeypatch, pages)
+    whole = (stop - first) * life.heap.rows * pages[:1].nbytes
+    monkeypatch.setattr(saved_caches, "PIECE_BYTES", whole // 4)
     # without their inference mode, which does not know such tensors
     save, restore = (f.__wrapped__ for f in (Transfer.save, Transfer.restore))
     own = table[first:stop].tolist()
     saved = save(transfer, name, compaction, tokens, own, tokens)
+    assert whole // 8 < made.pop() <= whole // 4, "copied whole, there"
     kept = zone_contents(life, name).clone()
     assert saved.place is not None
     here = (saved.zone, saved.tail, saved.counts, saved.positions, saved.place.zone)
@@ -255,7 +278,9 @@ def test_sessions_leave_the_gpu_and_come_back(
     others = table[stop : 2 * stop - first].tolist()
     life.prompts[name] = tokens + 5
     blocks = own if in_place else others
+    made[:] = [0]
     restore(transfer, name, life.prompts[name], saved, tokens, blocks, in_place)
+    assert made.pop() <= whole // 4, "copied whole, there"
     life.runtime.check_integrity()
     assert torch.equal(zone_contents(life, name), kept)
     if not in_place:

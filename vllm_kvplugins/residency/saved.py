@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,6 +19,10 @@ from vllm_kvplugins.residency.offloaded import Offloaded
 from vllm_kvplugins.residency.page_table import PageTables
 from vllm_kvplugins.residency.plan import Compaction
 from vllm_kvplugins.residency.requests import Resident
+
+# Pages go to the host and come back in pieces of so many bytes: a GPU whose pool has
+# taken its memory has no room for a second copy of a long request.
+PIECE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +76,11 @@ class SavedCache:
         return int(self.zone.nbytes + self.tail.nbytes + queries)
 
     def on(self, device: torch.device) -> SavedCache:
-        """The same there; itself if it is there.
+        """The same with all but its pages there; itself if it is there.
 
         Cost: on CUDA the host waits for the copies.
         """
-        if self.zone.device == device:
+        if self.counts.device == device:
             return self
         observed = {
             layer: {name: tensor.to(device) for name, tensor in packed.items()}
@@ -88,15 +92,9 @@ class SavedCache:
             place=place,
             counts=self.counts.to(device),
             positions=self.positions.to(device),
-            zone=self.zone.to(device),
-            tail=self.tail.to(device),
             queries=None if self.queries is None else self.queries.to(device),
             observed=observed,
         )
-
-    def without_pages(self) -> SavedCache:
-        """The same for those who have its pages."""
-        return replace(self, zone=self.zone[:0], tail=self.tail[:0])
 
     @property
     def first_query(self) -> int:
@@ -118,7 +116,11 @@ def take_out(
         resident: its landing zone, if it was compacted.
         blocks: int64, physical ids, from its first resident block on.
 
-    Cost: each page read once, in bulk.
+    Returns:
+        Its pages, and on the pool's device all else.
+
+    Cost: each page read once, in bulk; on a GPU ``PIECE_BYTES`` there, and the host
+        waits for each piece.
     """
     size = heap.layout.block_size
     first = compaction.zone.start if compaction else 0
@@ -176,7 +178,8 @@ def put_back(
     Returns:
         The request's landing zone, seated; None if it has none.
 
-    Cost: each page written once, in bulk.
+    Cost: each page written once, in bulk; on a GPU ``PIECE_BYTES`` there, and the host
+        waits for each piece.
     """
     size, rows = heap.layout.block_size, heap.rows
     first = saved.compaction.zone.start if saved.compaction else 0
@@ -184,8 +187,11 @@ def put_back(
     tail_blocks = -(-tokens // size) - first - in_zone
     assert 0 <= tail_blocks <= saved.tail.shape[0] // rows, "no such tokens"
     tail_ids = heap.page_ids(blocks[in_zone : in_zone + tail_blocks])
-    tail = saved.tail.view(rows, -1, saved.tail.shape[1])[:, :tail_blocks]
-    _scatter(heap, tail_ids.reshape(-1), tail.reshape(-1, saved.tail.shape[1]))
+    which = None
+    if tail_blocks < saved.tail.shape[0] // rows:
+        every = torch.arange(saved.tail.shape[0], device="cpu")
+        which = every.view(rows, -1)[:, :tail_blocks].reshape(-1)
+    _scatter(heap, tail_ids.reshape(-1), saved.tail, which)
     if saved.compaction is None:
         return None
     pool = heap.page_ids(blocks[:in_zone]).reshape(-1)
@@ -233,20 +239,46 @@ def _seated(
 
 
 def _clear(heap: Heap, pages: torch.Tensor, used: int) -> None:
-    """Remove what others left in the unused slots of partial pages."""
+    """Remove what others left in the unused slots of partial pages, on the host."""
     layout = heap.layout
     for offsets in (layout.k_offsets, layout.v_offsets):
         unused = offsets.view(layout.block_size, -1)[used:].flatten().long()
-        pages[:, unused] = 0
+        pages[:, unused.cpu()] = 0
+
+
+def _pieces(heap: Heap, pages: int) -> Iterator[slice]:
+    """So many pages, some at a time."""
+    at_once = max(PIECE_BYTES // heap.pages[:1].nbytes, 1)
+    for first in range(0, pages, at_once):
+        yield slice(first, min(first + at_once, pages))
 
 
 def _gathered(heap: Heap, ids: torch.Tensor) -> torch.Tensor:
-    out = heap.pages.new_empty(ids.numel(), heap.pages.shape[1])
-    if ids.numel():
-        copy_pages(out, None, heap.pages, ids)
+    """[n, page_elems]: pages of the pool, on the host."""
+    pool = heap.pages
+    here = pool.device.type == "cpu"
+    out = torch.empty(len(ids), pool.shape[1], dtype=pool.dtype, device="cpu")
+    for piece in _pieces(heap, len(ids)):
+        part = out[piece] if here else pool.new_empty(out[piece].shape)
+        copy_pages(part, None, pool, ids[piece])
+        if not here:
+            out[piece] = part
     return out
 
 
-def _scatter(heap: Heap, ids: torch.Tensor, pages: torch.Tensor) -> None:
-    if ids.numel():
-        copy_pages(heap.pages, ids, pages, None)
+def _scatter(
+    heap: Heap,
+    ids: torch.Tensor,
+    pages: torch.Tensor,
+    which: torch.Tensor | None = None,
+) -> None:
+    """Write pages of the host to the pool.
+
+    Args:
+        ids: int64 [n], where to; on the pool's device.
+        pages: [at least n, page_elems].
+        which: int64 [n], which of them, on the host; None = the first n.
+    """
+    for piece in _pieces(heap, len(ids)):
+        part = pages[piece] if which is None else pages[which[piece]]
+        copy_pages(heap.pages, ids[piece], part.to(heap.pages.device), None)

@@ -124,11 +124,10 @@ class Transfer:
         assert runtime.tables is not None, "not attached"
         runtime.forget([request_id])
         device = self._heap.pages.device
+        saved = saved.on(device)
         if in_place:
-            saved = saved.without_pages().on(device)
             resident = take_over(runtime.tables, saved, blocks)
         else:
-            saved = saved.on(device)
             resident = put_back(self._heap, runtime.tables, saved, tokens, ids)
         if saved.offloaded is not None:
             assert runtime.retrieval is not None
