@@ -290,3 +290,61 @@ def _ask(
     driver.run()
     settle(driver)
     return driver.tokens[name], counts(driver)["restored_tokens"] - before
+
+
+def failed_loads(
+    model: str, policy: dict[str, Any], settings: dict[str, Any], after: int
+) -> dict[str, Any]:
+    """A device without room for what is loaded.
+
+    Two ask the same and more behind a session that cannot be loaded: the second has
+    its blocks from the first, out of the prefix cache, unless it was compressed.
+    Another request runs meanwhile.
+
+    Args:
+        after: copies that go well before one does not.
+    """
+    from vllm_kvplugins.residency import saved as saved_caches
+
+    driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400, **settings))
+    copy, left = saved_caches.copy_pages, [0]
+
+    def no_room(target: Any, ids: Any, source: Any, source_ids: Any) -> None:
+        if ids is not None:  # to the pool
+            left[0] -= 1
+            if left[0] < 0:
+                raise RuntimeError("CUDA out of memory (made up)")
+        copy(target, ids, source, source_ids)
+
+    first = random_tokens(1, 200, VOCABULARY)
+    answer, _ = _ask(driver, "a", first, [], "s", 12)
+    ends, both = [212], [*first, *answer, *random_tokens(2, 90, VOCABULARY)]
+    more, _ = _ask(driver, "b", both, ends, "s", 12)
+    third = [*both, *more, *random_tokens(3, 60, VOCABULARY)]
+    ends = [212, len(both) + len(more)]
+    settle(driver)
+    assert driver.llm.reset_prefix_cache()
+    found: dict[str, Any] = {"sessions": keeper(driver).num_sessions}
+    saved_caches.copy_pages, left[0] = no_room, after
+    driver.add("other", random_tokens(9, 50, VOCABULARY), 40, salt="other")
+    driver.step_until(lambda: len(driver.tokens["other"]) >= 3)
+    for name in ("c", "d"):
+        driver.add(name, third, 12, turn_ends=ends, salt="s")
+    driver.run()
+    saved_caches.copy_pages = copy
+    found["hits"] = counts(driver)["hits"]
+    for name in ("c2", "other2"):
+        prompt = third if name == "c2" else random_tokens(9, 50, VOCABULARY)
+        most, theirs = (12, ends) if name == "c2" else (40, [])
+        driver.add(name, prompt, most, turn_ends=theirs, salt=f"new {name}")
+        driver.run()
+    tokens = driver.tokens
+    found["equal"] = [
+        tokens["c"] == tokens["c2"],
+        tokens["d"] == tokens["c2"],
+        tokens["other"] == tokens["other2"],
+    ]
+    found["preemptions"] = driver.preemptions
+    finish(driver)
+    driver.check_blocks()
+    return found | {"tracked": driver.check_policy_state(), "counts": counts(driver)}

@@ -125,6 +125,34 @@ def test_faults_cost_a_computation_and_nothing_else(tiny_model, tmp_path):
     assert found["tracked"] == 0
 
 
+@pytest.mark.parametrize(
+    ("policy", "after"),
+    [
+        (FLOW, 0),
+        (FLOW, 1),
+        ({"name": "full", "sessions": True}, 0),
+        ({"name": "icecache", "sessions": True}, 0),
+    ],
+    ids=["nothing", "a-part", "whole", "retrieval"],
+)
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_who_finds_no_room_begins_anew(tiny_model, policy, after, ahead):
+    """A load that fails costs a computation, and the engine and others nothing."""
+    found = run_scenario(
+        "scenarios_sessions:failed_loads",
+        {
+            "model": tiny_model,
+            "policy": policy | {"session_park": False},
+            "settings": {"async_scheduling": ahead},
+            "after": after,
+        },
+    )
+    assert found["equal"] == [True, True, True]
+    assert found["preemptions"] >= 1
+    assert found["counts"]["failures"] >= 1
+    assert found["tracked"] == 0
+
+
 def test_other_policies_go_on_too(tiny_model):
     policies = [
         {"name": "snapkv", "budget": 100, "window": 16, "sessions": True},

@@ -6,13 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from fake_engine import Request
 from fake_sessions import SessionEngine
-from test_flowkv import contents
+from test_flowkv import contents, flow
 from test_sessions_runtime import BLOCK, run, says, small
 
 from vllm_kvplugins.policies import get_policy_class
 from vllm_kvplugins.residency import saved as saved_caches
+from vllm_kvplugins.residency.heap import Heap
+from vllm_kvplugins.residency.page_table import PageTables
+from vllm_kvplugins.residency.requests import Row
 from vllm_kvplugins.residency.saved import SavedCache
+from vllm_kvplugins.residency.windows import Window
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +82,75 @@ def test_a_page_larger_than_a_piece_is_one(monkeypatch):
     sizes = copied(monkeypatch)
     assert go_on("snapkv", None)[1] == expected
     assert set(sizes) == {whole.tail[:1].nbytes}
+
+
+# -- loads that fail -----------------------------------------------------------------
+
+
+def fails(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, after: int
+) -> None:
+    """From the call on that comes behind so many."""
+    whole, left = getattr(owner, name), [after]
+
+    def no_room(*args, **kwargs):
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("out of memory")
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, no_room)
+
+
+def lost(engine: SessionEngine, request: Request) -> None:
+    """It has nothing, nothing is wanted of it, and it cannot be saved."""
+    runtime, tokens = engine.runtime, request.computed
+    assert runtime.tracked("r").lost
+    assert runtime.tables is not None
+    assert runtime.tables.seats_taken == 0
+    row = Row("r", request.prompt, tokens, 1, 0)
+    assert not runtime.wants_of_layers([row])
+    table = torch.tensor([request.table + [0] * 9], dtype=torch.int32)
+    step = runtime.begin_step([row], torch.tensor([tokens + 1]), table)
+    assert step.lengths.eq(tokens + 1).all()
+    runtime.end_step()
+    with pytest.raises(ValueError, match="could not be loaded"):
+        engine.transfer.save("r", None, tokens, request.table, tokens)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["loaded", "parked"])
+@pytest.mark.parametrize(
+    ("owner", "name", "after"),
+    [
+        (saved_caches, "copy_pages", 0),
+        (saved_caches, "copy_pages", 1),
+        (PageTables, "seat", 0),
+        (PageTables, "seat", 1),  # of the compaction that is due
+        (Heap, "apply", 0),
+        (Window, "restored", 0),
+    ],
+    ids=["tail", "zone", "seat", "later-seat", "compaction", "queries"],
+)
+def test_who_could_not_be_loaded_begins_anew(
+    monkeypatch, owner: object, name: str, after: int, in_place: bool
+):
+    """Whatever failed, and however much had been written by then."""
+    engine = SessionEngine(flow("snapkv", ratio=0.4), BLOCK, 80, sessions=True)
+    request = says(engine.add("r", 60, 25, (30,)))
+    run(engine, request, 9)
+    saved = engine.save("r")
+    engine.remove("r")
+    if in_place and owner is saved_caches:
+        pytest.skip("nothing is copied")
+    with monkeypatch.context() as patch:
+        fails(patch, owner, name, after)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.resume(request, saved, 100, 10, (30, 84), in_place=in_place)
+    request = engine.requests["r"]
+    lost(engine, request)
+    engine.preempt("r")
+    request.restored = None
+    run(engine, request, 9)
+    assert request.kept
+    engine.remove("r")
+    engine.check_idle()

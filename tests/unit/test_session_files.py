@@ -157,8 +157,8 @@ class Caches:
             raise MemoryError("none left")
         return cache(tokens)
 
-    def restore(self, *arguments):
-        raise AssertionError("nothing is restored here")
+    def restore(self, request_id, *arguments):
+        raise RuntimeError(f"no room for {request_id}")
 
     def misfit(self, saved):
         return None
@@ -176,6 +176,37 @@ def test_a_save_without_memory_is_reported_and_not_raised():
     keeper.hear(reports)
     assert (keeper.num_sessions, keeper.counts.failures) == (0, 1)
     vault.close()
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_load_without_memory_is_reported_and_not_raised(moves):
+    """On both ranks, for two requests; it is one session that is lost."""
+    vaults = [Vault(Caches(), moves=moves) for _ in range(2)]
+    keeper = Keeper(10, ranks=2, moves=moves)
+    keeper.save(session("s", tokens(1, 2, 3)), "p", ())
+    orders = keeper.take_orders()
+    for vault in vaults:
+        vault.take_in(orders)
+    keeper.hear([report for vault in vaults for report in vault.take_reports()])
+    match = keeper.match("o", tokens(1, 2, 3, 9), lambda s, shared: shared)
+    for request in ("q",) if moves else ("q", "r"):
+        keeper.load(match, request, 4, (7, 8))
+    orders = keeper.take_orders()
+    for vault in vaults:
+        vault.hand_out(orders)
+    reports = [report for vault in vaults for report in vault.take_reports()]
+    assert {report.problem for report in reports} == {
+        f"cannot be loaded: no room for {load.request_id}" for load in orders.loads
+    }
+    assert [report.load for report in reports] == 2 * orders.loads
+    keeper.hear(reports)
+    assert (keeper.num_sessions, keeper.counts.failures) == (0, 1)
+    keeper.check_integrity()
+    orders = keeper.take_orders()
+    for vault in vaults:
+        vault.hand_out(orders)
+        assert vault.num_held == 0
+        vault.close()
 
 
 def test_a_session_dropped_and_wanted_in_one_step_is_read(tmp_path):

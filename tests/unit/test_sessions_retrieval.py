@@ -24,7 +24,9 @@ from retrieving_engine import (
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.policies import get_policy_class
 from vllm_kvplugins.policies.base import Geometry, Lengths
+from vllm_kvplugins.residency import saved as saved_caches
 from vllm_kvplugins.residency.plan import BlockSpan, Compaction
+from vllm_kvplugins.residency.retrieval import Retrieval
 
 PROMPTS = (40, 75, 120)
 
@@ -75,6 +77,42 @@ def test_a_conversation_keeps_its_index(name, more, in_place):
     fake.transfer.discard(saved)
     fake.check_idle()
     assert fake.runtime.retrieval.tier.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("owner", "what"),
+    [(saved_caches, "copy_pages"), (Retrieval, "attach"), (Retrieval, "settle")],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_a_load_that_fails_leaves_nothing_on_the_host(monkeypatch, owner, what):
+    """Before the request has its tokens there, and after."""
+    fake, source = engine("icecache"), Request.make("r", 140, 0)
+    request = fake.add("r", 40, 15)
+    request.keys, request.values = source.keys, source.values
+    request.queries, request.visible = source.queries, source.visible
+    while not request.done:
+        fake.step({"r": 10})
+    saved = fake.save("r")
+    fake.remove("r")
+    tier = fake.runtime.retrieval.tier
+    assert tier.used_bytes > 0
+
+    def no_room(*arguments):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, what, no_room)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            fake.resume(request, saved, 75, 15)
+    assert tier.used_bytes == 0
+    fake.runtime.check_integrity()
+    fake.preempt("r")
+    again = fake.requests["r"]
+    again.restored = None
+    while not again.done:
+        fake.step({"r": 10})
+    fake.remove("r")
+    fake.check_idle()
 
 
 def test_what_is_saved_waits_for_what_is_being_fetched(monkeypatch):

@@ -137,14 +137,14 @@ class Compactor:
 
     def _settle(self, due: Due, tracked: Tracked, after: CompactedPages) -> None:
         """Seat the request on its new pages; from now on it reads only these."""
-        if tracked.resident is not None:
-            self.tables.leave(tracked.resident.seat)
-        tail_block = due.compaction.zone.stop
+        before, tail_block = tracked.resident, due.compaction.zone.stop
         tracked.resident = Resident(
             self.tables.seat(after.pages, after.counts, tail_block),
             due.compaction.at_tokens,
             tail_block,
             after.positions,
         )
+        if before is not None:  # not earlier: a request whose seat is gone owns none
+            self.tables.leave(before.seat)
         if self.retrieval is not None:
             self.retrieval.settle(due.row.request_id, after.pages, after.positions)

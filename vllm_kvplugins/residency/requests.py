@@ -61,12 +61,15 @@ class Tracked:
         window: its newest queries, if they are kept.
         observed: per layer, what the policy's ``observe`` last returned.
         restored: the compaction behind the cache that it started from.
+        lost: what it started from could not be loaded. It computes nonsense, which
+            nobody looks at, until it is forgotten and begins anew.
     """
 
     resident: Resident | None = None
     window: Window | None = None
     observed: dict[int, Any] = field(default_factory=dict)
     restored: Compaction | None = None
+    lost: bool = False
 
     def keep_queries(self, row: Row, since: int, step: StepQueries) -> None:
         """Keep a step's queries, from the token at position ``since`` on."""

@@ -364,8 +364,8 @@ class Retrieval:
 
     def attach(self, request_id: str, state: Offloaded) -> None:
         """Go on with what another request had on the host; ``settle`` comes next."""
-        self._detached.remove(state)
         state.seat, state.served = self._take_seat(), False
+        self._detached.remove(state)
         self._requests[request_id] = state
         for layer, pages in state.pages.items():
             self._zones[layer].add_pages(state.seat, pages)

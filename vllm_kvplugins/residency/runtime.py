@@ -106,8 +106,7 @@ class PolicyRuntime:
             model: needed by policies that probe.
             losses: needed by policies that need surprisal.
         """
-        self.heap = heap
-        views = Views(heap, list(scales), rotary)
+        self.heap, views = heap, Views(heap, list(scales), rotary)
         if Trigger.PROBE in self.policy.observes:
             assert model is not None, f"{self.policy.name} needs a model to probe"
             self.prober = Prober(self.policy, views, model)
@@ -154,8 +153,9 @@ class PolicyRuntime:
 
     def _wants(self, row: Row) -> Wants:
         self._resident(row)  # a row that begins anew is forgotten
-        plan = self._plan_of(row.request_id, row.prompt_tokens)
-        return self.watch.of(row, plan)
+        if self.tracked(row.request_id).lost:
+            return NOTHING
+        return self.watch.of(row, self._plan_of(row.request_id, row.prompt_tokens))
 
     def learn(
         self,
@@ -212,9 +212,7 @@ class PolicyRuntime:
                 self._note(row, wants, block_table[index])
         if self.retrieval is not None:
             self.retrieval.begin_step(rows)
-            self._leaving = [
-                (due, self._owned(due.row, due.blocks)) for due in self._due
-            ]
+            self._leaving = [(d, self._owned(d.row, d.blocks)) for d in self._due]
         self._unheard = self.geometry.num_layers if self._kept or self._seen else 0
         known = [row.after_tokens for row in rows] + [0] * (len(seats) - len(rows))
         return self.tables.build(
@@ -223,13 +221,11 @@ class PolicyRuntime:
 
     def _resident(self, row: Row) -> Resident | None:
         """The row's landing zone; forgotten if it is being computed anew."""
-        tracked = self._requests.get(row.request_id)
-        if tracked is None or tracked.resident is None:
-            return None
-        if row.computed_tokens < tracked.resident.compacted_at:
+        resident = self.tracked(row.request_id).resident
+        if resident is not None and row.computed_tokens < resident.compacted_at:
             self.forget([row.request_id])
             return None
-        return tracked.resident
+        return resident
 
     def _note(self, row: Row, wants: Wants, blocks: torch.Tensor) -> None:
         """Queries to keep, observations to make, a compaction to run."""
@@ -293,8 +289,7 @@ class PolicyRuntime:
 
     def _owned(self, row: Row, blocks: torch.Tensor) -> PageList:
         assert self._compactor is not None
-        tracked = self._requests.get(row.request_id)
-        return self._compactor.owned(row, blocks, tracked.resident if tracked else None)
+        return self._compactor.owned(row, blocks, self.tracked(row.request_id).resident)
 
     def _compact(self, due_now: Sequence[Due]) -> None:
         """Probe for all requests that are due, together, then compact each."""
@@ -348,6 +343,11 @@ class PolicyRuntime:
             first = plan.window_start(tokens, self.policy.queries_needed)
             table = torch.cat([blocks.new_zeros(holes), blocks])
             self._compact([Due(row, due, first, table)])
+
+    def lose(self, request_id: str) -> None:
+        """A request's cache could not be loaded; see :class:`Tracked`."""
+        self.forget([request_id])
+        self._requests[request_id] = Tracked(lost=True)
 
     # -- requests that go ----------------------------------------------------
 

@@ -229,13 +229,10 @@ def _seated(
     place = torch.arange(int(saved.counts.max()), device=zone.device)
     pages = zone.new_zeros(saved.counts.numel(), place.numel())
     pages[place < saved.counts[:, None]] = zone
-    tail_block = compaction.zone.stop
-    return Resident(
-        tables.seat(pages, saved.counts, tail_block),
-        compaction.at_tokens,
-        tail_block,
-        saved.positions.clone(),
-    )
+    tail_block, positions = compaction.zone.stop, saved.positions.clone()
+    # last: who finds no memory before it has no seat
+    seat = tables.seat(pages, saved.counts, tail_block)
+    return Resident(seat, compaction.at_tokens, tail_block, positions)
 
 
 def _clear(heap: Heap, pages: torch.Tensor, used: int) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from vllm_kvplugins.residency.heap import Heap
 from vllm_kvplugins.residency.plan import Compaction
-from vllm_kvplugins.residency.requests import Tracked
+from vllm_kvplugins.residency.requests import Resident, Tracked
 from vllm_kvplugins.residency.runtime import PolicyRuntime
 from vllm_kvplugins.residency.saved import (
     SavedCache,
@@ -59,12 +59,14 @@ class Transfer:
 
         Raises:
             ValueError: the request was last compacted at another token count, or its
-                queries were not kept.
+                queries were not kept, or it has nothing of its own to save.
         """
         runtime = self._runtime
         assert runtime.tables is not None, "not attached"
         tracked = runtime.tracked(request_id)
         here, said = tracked.compacted_at, compaction.at_tokens if compaction else 0
+        if tracked.lost:
+            raise ValueError("what it started from could not be loaded")
         if here != said:
             raise ValueError(f"compacted at {here} tokens, not at {said}")
         retrieval = runtime.retrieval
@@ -119,28 +121,58 @@ class Transfer:
             tokens: how many of the saved ones.
             blocks: physical ids, from its first resident block on.
             in_place: they are those that it was saved from, as they were.
+
+        Raises:
+            RuntimeError, ValueError, MemoryError: something went wrong, such as that
+                there is no memory on the device. The request's blocks may hold
+                anything then: it is lost (:class:`Tracked`), and so is what the
+                session had on the host.
         """
-        runtime, ids = self._runtime, self._ids(blocks)
+        runtime, resident = self._runtime, None
         assert runtime.tables is not None, "not attached"
         runtime.forget([request_id])
-        device = self._heap.pages.device
-        saved = saved.on(device)
-        if in_place:
-            resident = take_over(runtime.tables, saved, blocks)
-        else:
-            resident = put_back(self._heap, runtime.tables, saved, tokens, ids)
+        try:
+            ids, there = self._ids(blocks), saved.on(self._heap.pages.device)
+            if in_place:
+                resident = take_over(runtime.tables, there, blocks)
+            else:
+                resident = put_back(self._heap, runtime.tables, there, tokens, ids)
+            tracked = self._tracked(request_id, saved, there, tokens, resident)
+            runtime.adopt(request_id, prompt_tokens, tracked, tokens, ids)
+        except Exception:
+            if resident is not None and runtime.tracked(request_id).resident is None:
+                runtime.tables.leave(resident.seat)
+            runtime.lose(request_id)
+            self.discard(saved)
+            raise
+
+    def _tracked(
+        self,
+        request_id: str,
+        saved: SavedCache,
+        there: SavedCache,
+        tokens: int,
+        resident: Resident | None,
+    ) -> Tracked:
+        """What is known of a request that goes on; it has its pages already.
+
+        Args:
+            there: the same on the pool's device.
+        """
+        runtime = self._runtime
         if saved.offloaded is not None:
             assert runtime.retrieval is not None
+            assert runtime.tables is not None
             assert resident is not None, "nothing is offloaded before a compaction"
             runtime.retrieval.attach(request_id, saved.offloaded)
+            saved.offloaded = None  # the request's from now on
             pages, _ = runtime.tables.zone(resident.seat)
             runtime.retrieval.settle(request_id, pages, resident.positions)
         observed = {
             layer: runtime.policy.unpack_observed(packed)
-            for layer, packed in saved.observed.items()
+            for layer, packed in there.observed.items()
         }
         window = None
-        if saved.queries is not None:
-            window = Window.restored(saved.queries, saved.first_query, tokens)
-        tracked = Tracked(resident, window, observed, saved.compaction)
-        runtime.adopt(request_id, prompt_tokens, tracked, tokens, ids)
+        if there.queries is not None:
+            window = Window.restored(there.queries, there.first_query, tokens)
+        return Tracked(resident, window, observed, there.compaction)

@@ -250,6 +250,9 @@ class Keeper:
 
     def hear(self, reports: Iterable[Report]) -> None:
         """What workers report; a session that failed on one rank is gone."""
+        reports = list(reports)
+        lost = {r.session_id for r in reports if r.event == "loaded" and self._moves}
+        self.counts.failures += len(lost)  # not here since they were to be loaded
         for report in reports:
             kept = self._kept.get(report.session_id)
             if kept is None:

@@ -96,17 +96,19 @@ class Orders:
     stage: list[str] = field(default_factory=list)
 
 
-Event = Literal["saved", "written", "staged"]
+Event = Literal["saved", "written", "staged", "loaded"]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of one order on one rank.
+    """What became of one order on one rank; of loads, only that one failed.
 
     Attributes:
         problem: why it failed; None = it did not.
+        load: what was to be loaded, of "loaded".
     """
 
     event: Event
     session_id: str
     problem: str | None = None
+    load: Load | None = None

@@ -38,7 +38,10 @@ class Caches(Protocol):
         blocks: tuple[int, ...],
         in_place: bool,
     ) -> None:
-        """Let a request go on from a saved cache, or from what it was saved from."""
+        """Let a request go on from a saved cache, or from what it was saved from.
+
+        If that raises, the request is lost: what it computes is not looked at.
+        """
 
     def discard(self, saved: SavedCache) -> None:
         """Free what a saved cache has besides its pages."""
@@ -148,14 +151,19 @@ class Vault:
             saved = self._held.pop(load.session_id)
         else:
             saved = self._held[load.session_id]
-        self._caches.restore(
-            load.request_id,
-            load.prompt_tokens,
-            saved,
-            load.tokens,
-            load.blocks,
-            load.in_place,
-        )
+        try:
+            self._caches.restore(
+                load.request_id,
+                load.prompt_tokens,
+                saved,
+                load.tokens,
+                load.blocks,
+                load.in_place,
+            )
+        except (MemoryError, RuntimeError, ValueError) as error:
+            # held until the scheduler says otherwise: others may go on from it in
+            # steps that it has planned already
+            self._say("loaded", load.session_id, f"cannot be loaded: {error}", load)
 
     def _stage(self, session_id: str) -> None:
         assert self._files is not None, "there are no files"
@@ -192,7 +200,13 @@ class Vault:
         self._held[session_id] = saved
         self._say("staged", session_id)
 
-    def _say(self, event: Event, session_id: str, problem: str | None = None) -> None:
+    def _say(
+        self,
+        event: Event,
+        session_id: str,
+        problem: str | None = None,
+        load: Load | None = None,
+    ) -> None:
         if problem is not None:
             logger.warning("session %s %s", session_id, problem)
-        self._reports.append(Report(event, session_id, problem))
+        self._reports.append(Report(event, session_id, problem, load))

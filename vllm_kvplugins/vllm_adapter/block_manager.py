@@ -172,6 +172,11 @@ class ResidencyBlockManager(FullAttentionManager):
         was saved from."""
         return request_id in self._in_place
 
+    def block_ids(self, request_id: str) -> set[int]:
+        """Physical ids of the blocks that a request has, holes apart."""
+        blocks = self.req_to_blocks.get(request_id, ())
+        return {block.block_id for block in blocks if not block.is_null}
+
     def new_step_starts(self) -> None:
         self.parked.settle()
         super().new_step_starts()

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_kvplugins.config import parse_sessions
-from vllm_kvplugins.sessions.orders import Orders, Report
+from vllm_kvplugins.sessions.orders import Load, Orders, Report
 from vllm_kvplugins.vllm_adapter import activation
 from vllm_kvplugins.vllm_adapter.engine_config import request_of
 from vllm_kvplugins.vllm_adapter.host_memory import HostReservations
@@ -164,6 +164,11 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         meta = connector_output.kv_connector_worker_meta
         if meta is not None and self.sessions is not None:
             self.sessions.keeper.hear(meta.reports)
+
+    def failed_loads(self, connector_output: Any) -> list[Load]:
+        """Sessions that could not be loaded on some rank, and for whom."""
+        meta = connector_output and connector_output.kv_connector_worker_meta
+        return [report.load for report in meta.reports if report.load] if meta else []
 
     def request_finished_all_groups(
         self, request: Any, block_ids: Any

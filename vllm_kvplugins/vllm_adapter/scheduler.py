@@ -1,7 +1,9 @@
-"""The scheduler's side of a plan: where prefill is cut, what a hit may reuse."""
+"""The scheduler's side of a plan: where prefill is cut, what a hit may reuse, who
+begins anew."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from vllm.logger import init_logger
@@ -10,6 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_kvplugins.config import describe
+from vllm_kvplugins.sessions.orders import Load
 from vllm_kvplugins.vllm_adapter.block_manager import ResidencyBlockManager
 
 # vLLM configures only the loggers below its own name.
@@ -17,12 +20,15 @@ logger = init_logger("vllm.kv_policy")
 
 
 class ResidencyScheduling:
-    """Mixin over vLLM's schedulers; changes two decisions, and on CPUs has blocks
-    zeroed before anybody gets them."""
+    """Mixin over vLLM's schedulers; changes two decisions, has requests begin anew
+    whose session could not be loaded, and on CPUs has blocks zeroed before anybody
+    gets them."""
 
     kv_cache_manager: Any
     connector: Any
     block_size: int
+    running: list[Any]
+    prev_step_scheduled_req_ids: set[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -96,6 +102,35 @@ class ResidencyScheduling:
         if sessions is not None:
             sessions.begin(request, hit_tokens, match)
         return (blocks, hit_tokens, *rest)
+
+    def update_from_output(self, scheduler_output: Any, model_output: Any) -> Any:
+        """Before anybody is told what requests computed whose session could not be
+        loaded, they begin anew."""
+        loads = self.connector.failed_loads(model_output.kv_connector_output)
+        if loads:
+            self._begin_anew(loads)
+        return super().update_from_output(scheduler_output, model_output)  # type: ignore[misc]
+
+    def _begin_anew(self, loads: list[Load]) -> None:
+        """Preempt requests whose session could not be loaded, and those who found
+        their blocks in the prefix cache since, as vLLM does when its cache is reset.
+
+        What steps in flight compute for them is not looked at. Some of the blocks may
+        be somebody else's by now; who is preempted wrongly loses time.
+        """
+        manager = self._residency_manager
+        spoilt = {block for load in loads for block in load.blocks}
+        for load in loads:
+            spoilt |= manager.block_ids(load.request_id)
+        for request in reversed(self.running.copy()):
+            blocks = manager.block_ids(request.request_id)
+            if blocks & spoilt:
+                self.kv_cache_manager.evict_blocks(blocks)
+                self.running.remove(request)
+                self._preempt_request(request, time.monotonic(), drop_stale_output=True)  # type: ignore[attr-defined]
+                # it may be resumed in the very next step
+                self.prev_step_scheduled_req_ids.discard(request.request_id)
+        self.kv_cache_manager.evict_blocks(spoilt)
 
 
 class KVPolicyScheduler(ResidencyScheduling, Scheduler):

@@ -106,6 +106,8 @@ _EVERYWHERE = {
     # The scheduler: where prefill is cut, what a prefix hit may reuse.
     f"{_CORE}.sched.scheduler:Scheduler": "_reserve_prefill_lookahead(request "
     "num_computed_tokens num_new_tokens) _get_local_prefix_cache_hit(request) "
+    "update_from_output(scheduler_output model_runner_output) _preempt_request("
+    "request timestamp drop_stale_output) prev_step_scheduled_req_ids running "
     "connector kv_cache_manager block_size needs_kv_cache_zeroing",
     f"{_CORE}.sched.async_scheduler:AsyncScheduler": "_reserve_prefill_lookahead("
     "request num_computed_tokens num_new_tokens) "
@@ -124,7 +126,7 @@ _EVERYWHERE = {
     "sampling_params",
     # The block pool: freeing blocks of running requests.
     f"{_CORE}.kv_cache_manager:KVCacheManager": "create_kv_cache_blocks(blocks) "
-    "block_pool coordinator empty_kv_cache_blocks",
+    "block_pool coordinator empty_kv_cache_blocks evict_blocks(block_ids)",
     f"{_CORE}.kv_cache_manager:KVCacheBlocks": "blocks",
     f"{_CORE}.kv_cache_coordinator:KVCacheCoordinator": "remove_skipped_blocks("
     "num_prompt_tokens) single_type_managers",
