@@ -345,6 +345,10 @@ def failed_loads(
         tokens["other"] == tokens["other2"],
     ]
     found["preemptions"] = driver.preemptions
-    finish(driver)
+    settle(driver)
+    keeper(driver).check_integrity()
+    # not their bytes: those of what a retriever has on the host are counted elsewhere
+    (held,) = driver.llm.collective_rpc("kv_policy_held_sessions")
+    assert held[0] == keeper(driver).num_sessions
     driver.check_blocks()
     return found | {"tracked": driver.check_policy_state(), "counts": counts(driver)}

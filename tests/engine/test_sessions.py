@@ -131,7 +131,7 @@ def test_faults_cost_a_computation_and_nothing_else(tiny_model, tmp_path):
         (FLOW, 0),
         (FLOW, 1),
         ({"name": "full", "sessions": True}, 0),
-        ({"name": "icecache", "sessions": True}, 0),
+        ({"name": "icecache", "budget": 64, "skip_layers": 1, "sessions": True}, 0),
     ],
     ids=["nothing", "a-part", "whole", "retrieval"],
 )
