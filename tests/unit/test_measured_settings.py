@@ -26,6 +26,8 @@ def start(tmp_path, monkeypatch):
     from vllm_kvplugins.plugin import register
 
     register()
+    # vLLM would configure loggers of this process as whoever ran before asked for
+    monkeypatch.setenv("VLLM_CONFIGURE_LOGGING", "0")
     folder = str(write_config(tmp_path / "model"))
     environment = dict(os.environ)
 
