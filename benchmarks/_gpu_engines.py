@@ -76,10 +76,37 @@ class Machine:
             raise RuntimeError("not run: no time left; run this stage by itself")
         return EngineProcess(policy, min(self.end, now + BOX_S), **engine)
 
-    def all_of(self, jobs: list[Callable[[], Row]]) -> Iterator[Row]:
+    def rows(
+        self,
+        about: Row,
+        policy: Row | None,
+        settings: Row,
+        ask: Callable[[EngineProcess], Iterator[Row]],
+    ) -> Iterator[Row]:
+        """What is asked of an engine, or why it says no more; one engine must not cost
+        us the others.
+
+        Args:
+            about: what each row begins with.
+            settings: of the engine.
+            ask: makes the rows.
+        """
+        each = None
+        try:
+            each = self.engine(policy, **settings)
+            for row in ask(each):
+                yield about | row
+        except Exception as error:
+            yield about | {"problem": f"{type(error).__name__}: {error}"}
+        finally:
+            if each is not None:
+                each.close()
+
+    def all_of(self, engines: list[Iterator[Row]]) -> Iterator[Row]:
         """Rows of small engines, several at a time on a GPU, in order."""
         with ThreadPoolExecutor(AT_ONCE if self.device == "cuda" else 1) as pool:
-            yield from pool.map(lambda job: job(), jobs)
+            for rows in pool.map(list, engines):
+                yield from rows
 
     def small(self, **more: Any) -> dict[str, Any]:
         """Settings of an engine that leaves room for others."""
@@ -105,7 +132,11 @@ def policies(machine: Machine, expected: Path | None = None) -> Iterator[Row]:
     wanted += [_settings(name, machine.model) for name in available_policies()]
     right = _answers(expected)
     stock: list[int] = []
-    for row in machine.all_of([partial(_answer, machine, policy) for policy in wanted]):
+    settings = machine.small(dtype="float32", enforce_eager=True)
+    engines = [
+        machine.rows(_about(policy), policy, settings, _answered) for policy in wanted
+    ]
+    for row in machine.all_of(engines):
         answer = row.get("answer", [])
         if row["policy"] == "stock":
             stock = answer
@@ -128,28 +159,16 @@ def _settings(name: str, model: str) -> Row:
     return found
 
 
-def _answer(machine: Machine, policy: Row | None) -> Row:
-    began = time.monotonic()
-    row: Row = {"policy": policy["name"] if policy else "stock"}
-    prompt = synthetic_prompt(40000, 900, 0)
-    each = None
-    try:
-        each = machine.engine(
-            policy, **machine.small(dtype="float32", enforce_eager=True)
-        )
-        told = each.ask("turn", prompt=prompt, turn_ends=[600], max_tokens=24)
-        row |= {"answer": told["answer"], "blocks_left": _held(each)}
-    except Exception as error:  # one engine must not cost us the others
-        row["problem"] = f"{type(error).__name__}: {error}"
-    finally:
-        if each is not None:
-            each.close()
-    return row | {"seconds": round(time.monotonic() - began, 1)}
+def _about(policy: Row | None) -> Row:
+    return {"policy": policy["name"] if policy else "stock"}
 
 
-def _held(each: EngineProcess) -> int:
-    held: int = each.ask("steps", count=0)["held_blocks"]
-    return held
+def _answered(each: EngineProcess) -> Iterator[Row]:
+    prompt, began = synthetic_prompt(40000, 900, 0), time.monotonic()
+    told = each.ask("turn", prompt=prompt, turn_ends=[600], max_tokens=24)
+    seconds = round(time.monotonic() - began, 2)
+    left = each.ask("steps", count=0)["held_blocks"]
+    yield {"answer": told["answer"], "blocks_left": left, "seconds": seconds}
 
 
 def _answers(report: Path | None) -> dict[str, list[int]]:
@@ -171,13 +190,15 @@ def graphs(machine: Machine) -> Iterator[Row]:
 
     FlashAttention may cut sequences otherwise in a graph, and so round otherwise.
     """
-    jobs = [
-        ({"name": "snapkv", "budget": 256, "kernel": kernel}, mode, settings)
-        for kernel in ("triton", "flash")
-        for mode, settings in (("none", EAGER), ("full", GRAPHS), ("pieces", PIECES))
-    ]
+    engines = []
+    for kernel in ("triton", "flash"):
+        policy = {"name": "snapkv", "budget": 256, "kernel": kernel}
+        for mode, settings in (("none", EAGER), ("full", GRAPHS), ("pieces", PIECES)):
+            small = machine.small(dtype="bfloat16", max_num_seqs=4, **settings)
+            about = {"kernel": kernel, "asked": mode}
+            engines.append(machine.rows(about, policy, small, _graphed))
     none: dict[str, list[int]] = {}
-    for row in machine.all_of([partial(_graphed, machine, *job) for job in jobs]):
+    for row in machine.all_of(engines):
         answer = row.get("answer", [])
         kernel = row["kernel"]
         if row["asked"] == "none":
@@ -187,22 +208,10 @@ def graphs(machine: Machine) -> Iterator[Row]:
         yield row
 
 
-def _graphed(machine: Machine, policy: Row, asked: str, settings: Row) -> Row:
-    row: Row = {"kernel": policy["kernel"], "asked": asked}
-    engine = machine.small(dtype="bfloat16", max_num_seqs=4, **settings)
+def _graphed(each: EngineProcess) -> Iterator[Row]:
     prompt = synthetic_prompt(40000, 900, 0)
-    each = None
-    try:
-        each = machine.engine(policy, **engine)
-        row |= {"mode": each.facts["graphs"]}
-        told = each.ask("turn", prompt=prompt, turn_ends=[], max_tokens=48)
-        row |= {"answer": told["answer"]}
-    except Exception as error:
-        row["problem"] = f"{type(error).__name__}: {error}"
-    finally:
-        if each is not None:
-            each.close()
-    return row
+    told = each.ask("turn", prompt=prompt, turn_ends=[], max_tokens=48)
+    yield {"mode": each.facts["graphs"], "answer": told["answer"]}
 
 
 def llama(machine: Machine, layers: int, longest: int, kv_bytes: int) -> Row:
@@ -238,38 +247,30 @@ def decode(
         (SNAPKV, EAGER, few),
     ]
     for policy, settings, some in wanted:
-        row: Row = {"policy": policy["name"] if policy else "stock"}
-        each = None
-        try:
-            each = machine.engine(policy, **engine, **settings)
-            row |= {"graphs": each.facts["graphs"], "kernel": each.facts["kernel"]}
-            for tokens in some:
-                yield row | _decoded(each, tokens)
-        except Exception as error:
-            yield row | {"problem": f"{type(error).__name__}: {error}"}
-        finally:
-            if each is not None:
-                each.close()
+        ask = partial(_decoded, some)
+        yield from machine.rows(_about(policy), policy, engine | settings, ask)
 
 
-def _decoded(each: EngineProcess, tokens: int) -> Row:
-    prompt = synthetic_prompt(40000, tokens, tokens)
-    before = each.ask("drain")["compression_s"]
-    each.ask("add", prompts=[prompt], max_tokens=80)
-    prefill = sum(wall for wall, _ in each.ask("prefill")["steps"])
-    each.ask("steps", count=8)
-    steps = each.ask("steps", count=48)
-    compressed = each.ask("drain")["compression_s"] - before
-    walls = [wall for wall, _ in steps["steps"]]
-    return {
-        "prompt_tokens": tokens,
-        "prefill_ms": round(prefill),
-        "compression_of_prefill": round(1e3 * compressed / prefill, 4),
-        "step_ms": round(statistics.median(walls), 3),
-        "step_ms_range": [round(min(walls), 3), round(max(walls), 3)],
-        "held_blocks": steps["held_blocks"],
-        "gpu_mib": steps.get("gpu_mib", ""),
-    }
+def _decoded(lengths: list[int], each: EngineProcess) -> Iterator[Row]:
+    used = {"graphs": each.facts["graphs"], "kernel": each.facts["kernel"]}
+    for tokens in lengths:
+        prompt = synthetic_prompt(40000, tokens, tokens)
+        before = each.ask("drain")["compression_s"]
+        each.ask("add", prompts=[prompt], max_tokens=80)
+        prefill = sum(wall for wall, _ in each.ask("prefill")["steps"])
+        each.ask("steps", count=8)
+        steps = each.ask("steps", count=48)
+        compressed = each.ask("drain")["compression_s"] - before
+        walls = [wall for wall, _ in steps["steps"]]
+        yield used | {
+            "prompt_tokens": tokens,
+            "prefill_ms": round(prefill),
+            "compression_of_prefill": round(1e3 * compressed / prefill, 4),
+            "step_ms": round(statistics.median(walls), 3),
+            "step_ms_range": [round(min(walls), 3), round(max(walls), 3)],
+            "held_blocks": steps["held_blocks"],
+            "gpu_mib": steps.get("gpu_mib", ""),
+        }
 
 
 def serving(
@@ -287,24 +288,23 @@ def serving(
     engine |= {"max_num_seqs": requests, **GRAPHS}
     prompts = [synthetic_prompt(40000, prompt_tokens, i) for i in range(requests)]
     stock = 0.0
-    for policy in (None, {"name": "snapkv", "budget": 512}):
-        row: Row = {"policy": policy["name"] if policy else "stock"}
-        each = None
-        try:
-            each = machine.engine(policy, **engine)
-            each.ask("add", prompts=prompts[:2], max_tokens=16)
-            each.ask("drain")  # what is compiled and captured late
-            each.ask("add", prompts=prompts, max_tokens=answer_tokens)
-            told = each.ask("run")
-            rate = requests * answer_tokens / told["wall_s"]
-            stock = stock or (rate if policy is None else 0.0)
-            row |= {"requests": requests, "tokens_per_s": round(rate, 1)}
-            row |= {"of_stock": round(rate / stock, 2)} if stock else {}
-            for key in ("wall_s", "mean_running", "preemptions"):
-                row[key] = round(told[key], 2)
-        except Exception as error:
-            row["problem"] = f"{type(error).__name__}: {error}"
-        finally:
-            if each is not None:
-                each.close()
+
+    def served(each: EngineProcess) -> Iterator[Row]:
+        each.ask("add", prompts=prompts[:2], max_tokens=16)
+        each.ask("drain")  # what is compiled and captured late
+        each.ask("add", prompts=prompts, max_tokens=answer_tokens)
+        told = each.ask("run")
+        rate = requests * answer_tokens / told["wall_s"]
+        row: Row = {"requests": requests, "tokens_per_s": round(rate, 1)}
+        for key in ("wall_s", "mean_running", "preemptions"):
+            row[key] = round(told[key], 2)
         yield row
+
+    for policy in (None, {"name": "snapkv", "budget": 512}):
+        for row in machine.rows(_about(policy), policy, engine, served):
+            rate = row.get("tokens_per_s", 0.0)
+            if policy is None:
+                stock = rate
+            elif stock and rate:
+                row["of_stock"] = round(rate / stock, 2)
+            yield row

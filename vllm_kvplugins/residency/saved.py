@@ -24,6 +24,10 @@ from vllm_kvplugins.residency.requests import Resident
 # taken its memory has no room for a second copy of a long request.
 PIECE_BYTES = 128 << 20
 
+# What may go wrong with a copy without costing more than that; torch raises
+# RuntimeError where there is no memory. All else is a fault of ours.
+COPY_ERRORS = (MemoryError, RuntimeError, ValueError)
+
 
 @dataclass(frozen=True, slots=True)
 class Place:

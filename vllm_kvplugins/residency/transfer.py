@@ -11,6 +11,7 @@ from vllm_kvplugins.residency.plan import Compaction
 from vllm_kvplugins.residency.requests import Resident, Tracked
 from vllm_kvplugins.residency.runtime import PolicyRuntime
 from vllm_kvplugins.residency.saved import (
+    COPY_ERRORS,
     SavedCache,
     misfit,
     put_back,
@@ -123,10 +124,9 @@ class Transfer:
             in_place: they are those that it was saved from, as they were.
 
         Raises:
-            RuntimeError, ValueError, MemoryError: something went wrong, such as that
-                there is no memory on the device. The request's blocks may hold
-                anything then: it is lost (:class:`Tracked`), and so is what the
-                session had on the host.
+            COPY_ERRORS: there is no memory on the device, say. The request's blocks
+                may hold anything then: it is lost (:class:`Tracked`), and so is what
+                the session had on the host.
         """
         runtime, resident = self._runtime, None
         assert runtime.tables is not None, "not attached"
@@ -139,7 +139,7 @@ class Transfer:
                 resident = put_back(self._heap, runtime.tables, there, tokens, ids)
             tracked = self._tracked(request_id, saved, there, tokens, resident)
             runtime.adopt(request_id, prompt_tokens, tracked, tokens, ids)
-        except Exception:
+        except COPY_ERRORS:
             if resident is not None and runtime.tracked(request_id).resident is None:
                 runtime.tables.leave(resident.seat)
             runtime.lose(request_id)

@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 from vllm_kvplugins.residency.plan import Compaction
-from vllm_kvplugins.residency.saved import SavedCache
+from vllm_kvplugins.residency.saved import COPY_ERRORS, SavedCache
 from vllm_kvplugins.sessions.files import SessionDir, SessionFileError
 from vllm_kvplugins.sessions.orders import Event, Load, Orders, Report, Save
 
@@ -135,8 +135,7 @@ class Vault:
                 save.blocks,
                 session.first_query,
             )
-        except (MemoryError, RuntimeError, ValueError) as error:
-            # torch raises RuntimeError where there is no memory
+        except COPY_ERRORS as error:
             self._say("saved", session.session_id, f"cannot be kept: {error}")
             return
         self._held[session.session_id] = saved
@@ -160,7 +159,7 @@ class Vault:
                 load.blocks,
                 load.in_place,
             )
-        except (MemoryError, RuntimeError, ValueError) as error:
+        except COPY_ERRORS as error:
             # held until the scheduler says otherwise: others may go on from it in
             # steps that it has planned already
             self._say("loaded", load.session_id, f"cannot be loaded: {error}", load)

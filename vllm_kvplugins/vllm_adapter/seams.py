@@ -233,7 +233,7 @@ _ON_GPUS = {
     "max_seqlen_q seqused_k max_seqlen_k softmax_scale causal block_table num_splits "
     "fa_version) get_flash_attn_version(head_size)",
     "vllm.utils.flashinfer": "has_flashinfer()",
-    "vllm.envs": "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE VLLM_USE_BREAKABLE_CUDAGRAPH",
+    "vllm.envs": "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE",
     "vllm.config:AttentionConfig": "backend flash_attn_max_num_splits_for_cuda_graph",
     # CUDA graphs: who may be in one, and which step is replayed.
     "vllm.config:CompilationConfig": "cudagraph_mode max_cudagraph_capture_size",
@@ -249,12 +249,13 @@ _ON_GPUS = {
     "vllm.v1.worker.gpu.model_runner:BatchReqState": "req_ids idx_mapping_np",
     "vllm.v1.worker.gpu_worker:Worker": "__init__(vllm_config) init_device() "
     "load_model() execute_model(scheduler_output)",
-    "vllm.utils.torch_utils": "STR_DTYPE_TO_TORCH_DTYPE "
-    "startup_omp_num_threads(num_local_procs)",
+    "vllm.utils.torch_utils": "startup_omp_num_threads(num_local_procs)",
 }
 
 
 def all_seams(on_cpu: bool) -> list[Seam]:
     """Everything that is used on a platform."""
-    used = _EVERYWHERE | (_ON_CPUS if on_cpu else _ON_GPUS)
+    used = dict(_EVERYWHERE)
+    for where, more in (_ON_CPUS if on_cpu else _ON_GPUS).items():
+        used[where] = f"{used[where]} {more}" if where in used else more
     return [Seam(where, uses) for where, uses in used.items()]
