@@ -158,9 +158,9 @@ class _Child:
 
     def _time_decompositions(self) -> None:
         """CPU seconds of the thread that decomposes spans."""
-        from vllm_kvplugins.residency.zooming import Zooming
+        from vllm_kvplugins.engine.spans.controller import SpanController
 
-        decompose = Zooming._decompose
+        decompose = SpanController._decompose
 
         def timed(*arguments: Any) -> Any:
             began = time.thread_time()
@@ -168,7 +168,7 @@ class _Child:
             self.decomposed.append(time.thread_time() - began)
             return made
 
-        Zooming._decompose = timed
+        SpanController._decompose = timed
 
     def _take_decomposed(self) -> float:
         taken, self.decomposed = self.decomposed, []
@@ -176,7 +176,7 @@ class _Child:
 
     def _time_compactions(self) -> None:
         """CPU seconds of compactions; the plugin's own metric has wall time."""
-        from vllm_kvplugins.residency.runtime import PolicyRuntime
+        from vllm_kvplugins.engine.runtime import PolicyRuntime
 
         end_step = PolicyRuntime.end_step
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from vllm_kvplugins import ops
+from vllm_kvplugins.engine.retrieval.host_tier import HostTier
 from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.residency.host_tier import HostTier
 
 FETCHED = (32, 256, 2048)  # tokens per KV head
 MIB = 1 << 20
@@ -96,11 +96,11 @@ def fetcher(device: torch.device, how: str, tokens: int) -> Callable[[], torch.T
     hot, *others = (part.contiguous() for part in order)
     turns = itertools.cycle([*others, hot.clone()])
     zones = hot, spots // size, spots % size, torch.tensor([tokens])
-    seat = torch.tensor([0])
+    slot_index = torch.tensor([0])
 
     def run() -> torch.Tensor:
         place = heap, layout, tier.pages, table
-        return ops.fill_hot(*place, next(turns), seat, *zones, tier.reads)
+        return ops.fill_hot(*place, next(turns), slot_index, *zones, tier.reads)
 
     return run
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from vllm_kvplugins.rotary import Rotary
+from vllm_kvplugins.scoring.rotary import Rotary
 
 ATTENTION = "kvp-masked"
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.policies.base import Retention
-from vllm_kvplugins.policies.resolution import Resolver
+from vllm_kvplugins.policies.span_policy import SpanPolicy
 
 BLOCK_SIZE = 32
 
@@ -39,7 +39,7 @@ class Answers:
         full = {"name": "full"}
         parsed = [parse_policy(policy or full) for policy in policies]
         resolvers = [
-            cast(Resolver, policy)
+            cast(SpanPolicy, policy)
             if policy.retention is Retention.RECONSTRUCT
             else None
             for policy in parsed

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.requests import Row
+from vllm_kvplugins.engine.runtime import PolicyRuntime
+from vllm_kvplugins.engine.spans.surprisal import SurprisalModel
 from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.policies.base import Geometry
-from vllm_kvplugins.residency.heap import Heap
-from vllm_kvplugins.residency.requests import Row
-from vllm_kvplugins.residency.runtime import PolicyRuntime
-from vllm_kvplugins.residency.surprisal import TokenLosses
+from vllm_kvplugins.plan.geometry import Geometry
 
 BLOCK, GROUP = 32, 3
 
@@ -24,7 +24,7 @@ def prepare(
     layers: int,
     heads: int,
     dim: int,
-    losses: TokenLosses | None = None,
+    losses: SurprisalModel | None = None,
 ) -> tuple[PolicyRuntime, list[Row], torch.Tensor, torch.Tensor]:
     """Keys and values around 200 centres, in bfloat16, and prompts of equal length.
 

@@ -15,7 +15,7 @@ from _serving_rows import label_of
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.policies.base import Geometry, Lengths
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
 
 
 def read_policies(policies: list[dict[str, Any]]) -> None:

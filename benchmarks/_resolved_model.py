@@ -15,8 +15,8 @@ import torch
 from _masked_model import Branches, MaskedModel, Prompt
 
 from vllm_kvplugins import ops
-from vllm_kvplugins.policies.base import Geometry, Lengths
-from vllm_kvplugins.policies.resolution import Resolver
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.policies.span_policy import SpanPolicy
 from vllm_kvplugins.spans.coarse import CoarseSpans
 from vllm_kvplugins.spans.segmentation import Segments
 
@@ -33,7 +33,7 @@ class Resolved:
             without a zoom).
     """
 
-    policy: Resolver
+    policy: SpanPolicy
     segments: Segments
     room: int
     spans: list[CoarseSpans] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Resolved:
     @classmethod
     def of(
         cls,
-        policy: Resolver,
+        policy: SpanPolicy,
         prompt: Prompt,
         surprisal: torch.Tensor,
         geometry: Geometry,
@@ -54,7 +54,7 @@ class Resolved:
         if not plan.compactions:
             return None
         (compaction,) = plan.compactions
-        stays = len(compaction.zone) * size + tokens % size
+        stays = len(compaction.retained) * size + tokens % size
         segments = policy.segment(surprisal, stays, geometry)
         made = cls(policy, segments, policy.zoom_tokens(tokens, geometry))
         for layer, pair in enumerate(zip(prompt.keys, prompt.values, strict=True)):

@@ -1,6 +1,6 @@
 """Which tokens a policy keeps of a prompt, without an engine.
 
-The runtime's steps (``residency/runtime.py``) for one request whose prompt came in
+The runtime's steps (``engine/runtime.py``) for one request whose prompt came in
 one chunk, over tensors instead of pages: observe, plan, score, allocate, keep_top
 are the project's own. ``tests/unit/test_benchmarks_selection.py`` checks that the
 runtime keeps the same.
@@ -17,19 +17,18 @@ import torch
 from _masked_model import Branches, MaskedModel, Prompt
 
 from vllm_kvplugins.config import describe
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.policies.base import (
     Encode,
-    Geometry,
     KVCachePolicy,
     LayerView,
-    Lengths,
     Probe,
     ProbeOccasion,
     Trigger,
 )
 from vllm_kvplugins.policies.registry import available_policies, get_policy_class
-from vllm_kvplugins.rotary import Rotary
-from vllm_kvplugins.selection import keep_top
+from vllm_kvplugins.scoring.rotary import Rotary
+from vllm_kvplugins.scoring.selection import keep_top
 
 
 def dropping_policies() -> list[str]:
@@ -97,7 +96,7 @@ class Selector:
         if others or compaction.at_tokens != tokens or compaction.candidates.start:
             raise ValueError(f"{policy.name} compacts before the prompt is in: {plan}")
         slots = len(compaction.candidates) * size
-        budget = len(compaction.zone) * size + tokens - slots
+        budget = len(compaction.retained) * size + tokens - slots
         observed = self._observations(policy)
         scores = torch.stack(
             [
@@ -107,7 +106,7 @@ class Selector:
         )[..., :slots]
         pages = torch.full(shape, slots // size)
         counts = policy.page_allocator().allocate(
-            scores, len(compaction.zone), size, pages
+            scores, len(compaction.retained), size, pages
         )
         keep[..., :slots] = keep_top(scores, counts * size)
         return keep

@@ -26,7 +26,7 @@ from _serving_plots import MARKERS, style
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvplugins.episodes.book import EpisodeBook, Route
+from vllm_kvplugins.episodes.book import EpisodeRouter, Route
 from vllm_kvplugins.episodes.clustering import full_segments
 from vllm_kvplugins.episodes.encoder import Encoder, load_encoder
 from vllm_kvplugins.episodes.histories import locomo_dialogues
@@ -91,7 +91,7 @@ def routes(
 ) -> Iterator[tuple[Route, float, float]]:
     """The routes of a dialogue's second half, and milliseconds of CPU time of each, and
     of learning behind it."""
-    book = EpisodeBook(settings, lambda _: encoder)
+    book = EpisodeRouter(settings, lambda _: encoder)
     half = len(history) // 2
     for at in range(half, len(history) - query_utterances + 1, query_utterances):
         query = dialogue_text(history[at : at + query_utterances])

@@ -153,10 +153,10 @@ def _watch_preemptions(llm: Any) -> list[str]:
 
 def _watch_parts(parts: dict[str, Any]) -> None:
     """Milliseconds of a turn's parts, and whether its episode is another one."""
-    from vllm_kvplugins.episodes.book import EpisodeBook
-    from vllm_kvplugins.residency.transfer import Transfer
+    from vllm_kvplugins.episodes.book import EpisodeRouter
+    from vllm_kvplugins.sessions.transfer import Transfer
 
-    route, restore = EpisodeBook.route, Transfer.restore
+    route, restore = EpisodeRouter.route, Transfer.restore
 
     def routed(self: Any, *args: Any) -> Any:
         found = route(self, *args)
@@ -169,7 +169,7 @@ def _watch_parts(parts: dict[str, Any]) -> None:
         with _timed(lambda took: parts.update(restore_ms=took)):
             restore(self, *args)
 
-    EpisodeBook.route, Transfer.restore = routed, restored  # type: ignore[method-assign]
+    EpisodeRouter.route, Transfer.restore = routed, restored  # type: ignore[method-assign]
 
 
 @contextmanager

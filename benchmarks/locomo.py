@@ -46,8 +46,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "streaming-llm": {"base": "streaming-llm", "base_config": {"sinks": 128}},
 }
 # what stock is told instead of the history
-NOTHING, ANOTHER, EVIDENCE = "nothing", "another", "evidence"
-CONTROLS = (NOTHING, ANOTHER, EVIDENCE)
+NO_REQUIREMENTS, ANOTHER, EVIDENCE = "nothing", "another", "evidence"
+CONTROLS = (NO_REQUIREMENTS, ANOTHER, EVIDENCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ def run_engine(setting: Setting, work: Job) -> None:
     if work.label == ANOTHER:
         other = replace(setting, dialogue=setting.dialogue + 1)
         history = excerpt(other, count_tokens)[0]
-    elif work.label == NOTHING:
+    elif work.label == NO_REQUIREMENTS:
         history = []
     for number, question in enumerate(questions):
         if work.label == EVIDENCE:

@@ -92,7 +92,7 @@ class Guides:
         self, work: Job, history: list[dict[str, str]], tokenizer: Any
     ) -> None:
         from vllm_kvplugins.config import parse_policy
-        from vllm_kvplugins.episodes.book import EpisodeBook
+        from vllm_kvplugins.episodes.book import EpisodeRouter
         from vllm_kvplugins.episodes.encoder import load_encoder
         from vllm_kvplugins.episodes.utterances import utterances_of
 
@@ -100,7 +100,7 @@ class Guides:
         settings = policy.episode_settings
         assert settings is not None, "epicache has some"
         self._most, self._tokenizer = policy.patched_prompt_tokens, tokenizer
-        self._book = EpisodeBook(settings, load_encoder)
+        self._book = EpisodeRouter(settings, load_encoder)
         self._history = utterances_of(history)
 
     def of(self, question: str) -> tuple[int, ...]:
@@ -152,7 +152,7 @@ def by_part(kept: torch.Tensor) -> list[float]:
 # -- what full KV looks at ---------------------------------------------------------
 
 
-class Asked:
+class ProbeRequest:
     """One history under full KV, and the questions behind it."""
 
     def __init__(self, model: MaskedModel) -> None:
@@ -239,7 +239,7 @@ def main(
         raise typer.BadParameter(f"--method {', '.join(unknown)}: see locomo.py")
     setting = Setting(model, path, dialogue, history_tokens, questions, dtype)
     console, rows, source = Console(width=120), {}, provenance()
-    asked_of = Asked(MaskedModel(model))
+    asked_of = ProbeRequest(MaskedModel(model))
     for name in names:
         work = job(name, budget, block, json.loads(config))
         request = json.dumps([asdict(setting), work.config])

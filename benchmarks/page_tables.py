@@ -96,25 +96,27 @@ def measure(rows: int) -> None:
 
 def builder(rows: int, scopes: int, pages: int, zones: bool) -> Any:
     """What builds the tables of rows with so many pages, half of them in zones."""
-    from vllm_kvplugins.residency.page_table import PageTables
+    from vllm_kvplugins.engine.page_table import PageTables
 
     random = torch.Generator().manual_seed(1)
     cpu = torch.device("cpu")
     tables = PageTables(LAYERS, HEADS, BLOCKS, SIZE, scopes == 1, cpu)
-    seats, tokens = [0] * rows, [pages * SIZE - 3] * rows
+    slot_indices, tokens = [0] * rows, [pages * SIZE - 3] * rows
     if zones:
-        zone, heads = pages // 2, LAYERS * HEADS
-        seats = []
+        retained, heads = pages // 2, LAYERS * HEADS
+        slot_indices = []
         for _ in range(rows):
-            counts = torch.full((heads,), zone)
+            counts = torch.full((heads,), retained)
             if scopes > 1:
-                counts = torch.randint(zone // 2, zone + 1, (heads,), generator=random)
-            listed = torch.randint(0, BLOCKS, (heads, zone), generator=random)
-            seats.append(tables.seat(listed, counts, 10))
-        tokens = [(10 + pages - zone) * SIZE - 3] * rows
+                counts = torch.randint(
+                    retained // 2, retained + 1, (heads,), generator=random
+                )
+            listed = torch.randint(0, BLOCKS, (heads, retained), generator=random)
+            slot_indices.append(tables.assign(listed, counts, 10))
+        tokens = [(10 + pages - retained) * SIZE - 3] * rows
     blocks = torch.randint(0, BLOCKS, (rows, 8192), generator=random).int()
     lengths = torch.tensor(tokens, dtype=torch.int32)
-    return lambda: tables.build(seats, lengths, blocks, tokens)
+    return lambda: tables.build(slot_indices, lengths, blocks, tokens)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Milliseconds of one layer, the median of interleaved repetitions and the range f
 10th to the 90th percentile:
 
     pages         ops.page_votes, which reads the pages themselves
-    dense         scoring.window_votes on keys that have been gathered already
+    dense         attention_votes.window_votes on keys that have been gathered already
     gather+dense  the same with the gathering
 """
 
@@ -20,7 +20,8 @@ from collections.abc import Callable
 import torch
 from page_copy import DTYPES, machine
 
-from vllm_kvplugins import ops, scoring
+from vllm_kvplugins import ops
+from vllm_kvplugins.scoring import attention_votes
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -56,13 +57,13 @@ def runs(options: argparse.Namespace, slots: int) -> dict[str, Callable[[], obje
 
     def gathered() -> object:
         dense = ops.gather_keys(heap, table, layout)[:, :slots]
-        return scoring.window_votes(queries, dense, scale)
+        return attention_votes.window_votes(queries, dense, scale)
 
     return {
         "pages": lambda: ops.page_votes(
             heap, table, positions, queries, at, layout, scale
         ),
-        "dense": lambda: scoring.window_votes(queries, keys, scale),
+        "dense": lambda: attention_votes.window_votes(queries, keys, scale),
         "gather+dense": gathered,
     }
 

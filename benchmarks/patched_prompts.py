@@ -134,7 +134,7 @@ def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> No
     from vllm import SamplingParams
 
     from vllm_kvplugins.config import parse_policy
-    from vllm_kvplugins.episodes.book import EpisodeBook
+    from vllm_kvplugins.episodes.book import EpisodeRouter
     from vllm_kvplugins.episodes.encoder import embed, load_encoder
     from vllm_kvplugins.episodes.utterances import utterances_of
 
@@ -145,7 +145,7 @@ def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> No
     encoder = load_encoder()
     settings = parse_policy(policy).episode_settings
     assert settings is not None, "epicache has some"
-    book = EpisodeBook(settings, lambda name: encoder)
+    book = EpisodeRouter(settings, lambda name: encoder)
     vectors = embed(encoder, lines)
     end = len(rendered(tokenizer, history))
     llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=1))

@@ -35,7 +35,7 @@ from rich.console import Console
 
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.model_config import read_model_config
-from vllm_kvplugins.policies.base import Geometry
+from vllm_kvplugins.plan.geometry import Geometry
 
 FIDELITY = "fidelity"
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

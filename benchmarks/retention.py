@@ -50,8 +50,8 @@ def run_engine(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
-    from vllm_kvplugins.policies.base import Lengths
-    from vllm_kvplugins.vllm_adapter.engine_config import geometry_of, policy_of
+    from vllm_kvplugins.plan.geometry import Lengths
+    from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of, policy_of
 
     llm = LLM(
         model,

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import torch
 
-from vllm_kvplugins.policies.base import Geometry
+from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.registry import register_policy
 from vllm_kvplugins.policies.sekv import SeKV, mean_key_shares, zoom_gates
 from vllm_kvplugins.spans.coarse import CoarseSpans

@@ -159,8 +159,8 @@ def run_engine(setting: Setting, config: str, logits_path: str) -> None:
 
 def _held_blocks(llm: Any, sample: Sample) -> int:
     """Blocks that the prompt holds when it is over, by the plan."""
-    from vllm_kvplugins.policies.base import Lengths
-    from vllm_kvplugins.vllm_adapter.engine_config import geometry_of, policy_of
+    from vllm_kvplugins.plan.geometry import Lengths
+    from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of, policy_of
 
     config = llm.llm_engine.vllm_config
     policy, tokens = policy_of(config), len(sample.prompt)

@@ -41,8 +41,8 @@ from transformers import AutoTokenizer
 
 from vllm_kvplugins import ops
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.policies.base import Geometry, Lengths
-from vllm_kvplugins.policies.resolution import Resolver
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.policies.span_policy import SpanPolicy
 
 RANKS = (8, 16, 32, 64)
 SINKS, LEAST_SPAN, BLOCK_SIZE = 4, 16, 32
@@ -78,11 +78,11 @@ def plain_rule(surprisal: torch.Tensor) -> Cut:
     return Cut("surprise", free[long[inside]], sizes[long])
 
 
-def of_policy(surprisal: torch.Tensor, policy: Resolver, geometry: Geometry) -> Cut:
+def of_policy(surprisal: torch.Tensor, policy: SpanPolicy, geometry: Geometry) -> Cut:
     """What a policy does when a prompt of so many tokens is in."""
     tokens, size = surprisal.numel(), geometry.block_size
     (compaction,) = policy.plan(Lengths(tokens), geometry).compactions
-    stays = len(compaction.zone) * size + tokens % size
+    stays = len(compaction.retained) * size + tokens % size
     found = policy.segment(surprisal, stays, geometry)
     return Cut("surprise", found.positions, found.sizes)
 

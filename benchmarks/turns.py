@@ -171,8 +171,8 @@ def _said(answer: Any, forced: str) -> dict[str, Any]:
 
 def _resident_tokens(llm: Any, job: Job) -> Any:
     """How many tokens of a prompt are resident when it is answered, by the plan."""
-    from vllm_kvplugins.policies.base import Lengths
-    from vllm_kvplugins.vllm_adapter.engine_config import geometry_of, policy_of
+    from vllm_kvplugins.plan.geometry import Lengths
+    from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of, policy_of
 
     config = llm.llm_engine.vllm_config
     policy, geometry = policy_of(config), geometry_of(config)

@@ -34,7 +34,7 @@ from _prepared_worker import GROUP, prepare
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvplugins.residency import zooming
+from vllm_kvplugins.engine.spans import controller
 
 
 def cpu_ms() -> float:
@@ -112,16 +112,16 @@ def main(
     clocks, found = Clocks(), defaultdict(list)
     gates = clocks.around("route", here.policy.gates)
     fetch = clocks.around("fetch", here._factors)
-    attend = clocks.around("attend", zooming.attend_mixed)
-    zoom = clocks.twice(zooming.zoom_spans)
+    attend = clocks.around("attend", controller.attend_mixed)
+    zoom = clocks.twice(controller.zoom_spans)
     random = torch.Generator().manual_seed(1)
     shape = (layers, requests, heads * GROUP, dim)
     queries = torch.randn(shape, generator=random)
     with (
         mock.patch.object(type(here.policy), "gates", staticmethod(gates)),
         mock.patch.object(here, "_factors", fetch),
-        mock.patch.object(zooming, "attend_mixed", attend),
-        mock.patch.object(zooming, "zoom_spans", zoom),
+        mock.patch.object(controller, "attend_mixed", attend),
+        mock.patch.object(controller, "zoom_spans", zoom),
     ):
         for _ in range(steps):
             fresh = torch.randn(shape, generator=random)

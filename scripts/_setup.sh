@@ -7,7 +7,7 @@
 #
 # Environment: KVP_VENV (default .venv in the repository), KVP_PYTHON,
 # KVP_DEVICE (cpu or cuda; default: cuda where nvidia-smi lists a GPU),
-# KVP_MODEL_DIR (see vllm_kvplugins/models.py).
+# KVP_MODEL_DIR (see vllm_kvplugins/default_model.py).
 
 KVP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 KVP_VENV="${KVP_VENV:-$KVP_ROOT/.venv}"
@@ -226,9 +226,9 @@ kvp_setup() {
 # Sets KVP_MODEL to the folder of the default model, made if need be.
 kvp_default_model() {
   local out="$KVP_STATE/model-dir"
-  if KVP_MODEL="$("$PY" -m vllm_kvplugins.models --if-present)"; then return; fi
+  if KVP_MODEL="$("$PY" -m vllm_kvplugins.default_model --if-present)"; then return; fi
   kvp_step "the default model, SmolLM2-135M-Instruct" \
-    bash -c 'exec "$0" -m vllm_kvplugins.models >"$1"' "$PY" "$out" ||
+    bash -c 'exec "$0" -m vllm_kvplugins.default_model >"$1"' "$PY" "$out" ||
     die "no default model; see above"
   KVP_MODEL="$(<"$out")"
 }

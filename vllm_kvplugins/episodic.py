@@ -39,7 +39,7 @@ class Conversation:
         Cost: the conversation is read once per episode; what was read before is not
             read again.
         """
-        from vllm_kvplugins.vllm_adapter.offline_episodes import build
+        from vllm_kvplugins.vllm_adapter.frontend.offline_episodes import build
 
         return build(self._llm, self.messages)
 

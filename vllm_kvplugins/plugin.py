@@ -16,7 +16,7 @@ def register() -> None:
     not know must not die of it: the plugin then stays out and says why.
     """
     try:
-        from vllm_kvplugins.vllm_adapter.flags import install
+        from vllm_kvplugins.vllm_adapter.startup.flags import install
 
         install()
     except (ImportError, AttributeError) as error:

@@ -183,7 +183,7 @@ class Driver:
 
 def runtime() -> Any:
     """The policy runtime of this process's worker."""
-    from vllm_kvplugins.vllm_adapter import activation
+    from vllm_kvplugins.vllm_adapter.startup import activation
 
     return activation.runtime()
 

@@ -13,7 +13,7 @@ from tiny_model import VOCABULARY
 HISTORY, QUERY, ANSWER = 900, 45, 20
 
 
-class Watch:
+class StepObserver:
     """What probes must leave alone: every page, and what the model has computed.
 
     Attributes:
@@ -23,7 +23,7 @@ class Watch:
     def __init__(self, driver: Driver) -> None:
         self.probed: list[int] = []
         self._computed: list[tuple[Any, Any]] = []
-        from vllm_kvplugins.vllm_adapter import activation
+        from vllm_kvplugins.vllm_adapter.startup import activation
 
         model = activation.runner().model
         model.register_forward_hook(self._note)
@@ -75,7 +75,7 @@ def conversation(
     arguments = {"skip_tokenizer_init": False, "max_model_len": 4096}
     arguments |= {"num_gpu_blocks_override": 600} | (settings or {})
     driver = Driver(make_llm(model, policy, **arguments))
-    watch = Watch(driver)
+    watch = StepObserver(driver)
     prompt = random_tokens(1, HISTORY, VOCABULARY)
     found: dict[str, Any] = {"answers": [], "anew": [], "restored": [], "held": []}
     for turn, episode in enumerate(route):
@@ -188,7 +188,7 @@ def served(model: str, policy: dict[str, Any]) -> dict[str, Any]:
     from vllm.renderers import ChatParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from vllm_kvplugins.vllm_adapter.episode_builds import _builders
+    from vllm_kvplugins.vllm_adapter.frontend.embedding_jobs import _builders
 
     arguments = AsyncEngineArgs(
         model,

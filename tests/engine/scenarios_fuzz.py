@@ -74,7 +74,7 @@ class Fuzzer:
         if hasattr(driver.manager, "_freed_up_to"):
             assert not driver.manager._freed_up_to, "plan state leaked"
             assert driver.check_policy_state() == 0, "requests leaked in the worker"
-            assert runtime().tables.seats_taken == 0, "seats leaked"
+            assert runtime().tables.num_slot_indices == 0, "seats leaked"
         self.counts["hits"] += sum(driver.cached.get(name, 0) > 0 for name in self.sent)
         self._compare()
         self.sent.clear()

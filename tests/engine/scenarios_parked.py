@@ -21,19 +21,22 @@ class Parking(Driver):
     """
 
     def __init__(self, model: str, policy: Policy, **settings: Any) -> None:
-        from vllm_kvplugins.residency import saved
+        from vllm_kvplugins.sessions import snapshot
 
         arguments = {"num_gpu_blocks_override": 400, "skip_tokenizer_init": False}
         arguments |= {"max_model_len": 4096} | settings
         super().__init__(make_llm(model, policy, **arguments))
-        self.copied, copy = 0, getattr(saved.copy_pages, "stock", saved.copy_pages)
+        self.copied, copy = (
+            0,
+            getattr(snapshot.copy_pages, "stock", snapshot.copy_pages),
+        )
 
         def counted(into: Any, ids: Any, *source: Any) -> None:
             self.copied += ids.numel() if into is runtime().heap.pages else 0
             copy(into, ids, *source)
 
         counted.stock = copy
-        saved.copy_pages = counted
+        snapshot.copy_pages = counted
 
     @property
     def parked(self) -> int:

@@ -103,7 +103,7 @@ def talks(
 
 def finish(driver: Driver) -> None:
     """Everything that is being written is written, and the books are right."""
-    from vllm_kvplugins.vllm_adapter import activation
+    from vllm_kvplugins.vllm_adapter.startup import activation
 
     vault = activation.vault()
     if vault is not None:
@@ -185,7 +185,7 @@ def faults(model: str, policy: dict[str, Any], folder: str) -> dict[str, Any]:
     from pathlib import Path
 
     from vllm_kvplugins.sessions import files as session_files
-    from vllm_kvplugins.vllm_adapter import activation
+    from vllm_kvplugins.vllm_adapter.startup import activation
 
     # room for about two sessions of 400 tokens
     policy = policy | {"session_dir": folder, "session_memory": "1MiB"}
@@ -304,7 +304,7 @@ def failed_loads(
     Args:
         after: copies that go well before one does not.
     """
-    from vllm_kvplugins.residency import saved as saved_caches
+    from vllm_kvplugins.sessions import snapshot as saved_caches
 
     driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400, **settings))
     copy, left = saved_caches.copy_pages, [0]

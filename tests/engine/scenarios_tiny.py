@@ -78,7 +78,7 @@ def _policy_metrics(llm: Any) -> dict[str, float]:
 
 
 def _seated_pages() -> list[int]:
-    """Landing-zone pages per (layer, KV head) of the only request, compacted."""
+    """Retained region pages per (layer, KV head) of the only request, compacted."""
     state = runtime()
     (tracked,) = state._requests.values()
     held = (tracked.resident.positions >= 0).sum(1)

@@ -13,8 +13,8 @@ from harness import engine_environment
 from texts import english
 
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.policies.base import Geometry, Lengths
-from vllm_kvplugins.residency.plan import ResidencyPlan
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.plan.residency_plan import ResidencyPlan
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 SEED = 11
@@ -103,9 +103,9 @@ def test_counts_are_what_the_plan_implies(documents):
     for allocator, document in documents.items():
         tokens = len(document["prompt_token_ids"])
         (compaction,) = plan_of(document).compactions
-        tail = tokens - compaction.zone.stop * BLOCK
+        tail = tokens - compaction.retained.stop * BLOCK
         counts = [len(kept) for kept in heads_of(document)]
-        average = len(compaction.zone) * BLOCK + tail
+        average = len(compaction.retained) * BLOCK + tail
         assert sum(counts) == average * len(counts), "the pages are shared exactly"
         assert all((count - tail) % BLOCK == 0 for count in counts), "whole pages"
         if allocator == "uniform":

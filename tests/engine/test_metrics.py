@@ -24,9 +24,9 @@ def reclaim(model: str) -> dict[str, Any]:
 
 def test_counters_tell_the_compaction_before_the_request_ends(tiny_model):
     run = reclaim(tiny_model)
-    zone = -(-(BUDGET - PROMPT % BLOCK) // BLOCK)
+    retained = -(-(BUDGET - PROMPT % BLOCK) // BLOCK)
     while_decoding = run["steps"][0]["metrics"]
-    assert while_decoding["blocks_freed"] == PROMPT // BLOCK - zone
+    assert while_decoding["blocks_freed"] == PROMPT // BLOCK - retained
     assert while_decoding["compressions"] == 1
     assert while_decoding["compression_seconds"] >= 1, "observations, not seconds"
 

@@ -65,9 +65,9 @@ def test_all_allocators_free_the_same(tiny_model):
 def test_pages_are_shared_as_the_allocator_says(tiny_model, allocator):
     """Otherwise the test above would compare the same thing with itself."""
     pages = seen(tiny_model, allocator)["seated_pages"]
-    zone = -(-(BUDGET - PROMPT % BLOCK) // BLOCK)
+    retained = -(-(BUDGET - PROMPT % BLOCK) // BLOCK)
     assert len(pages) == 2 * 2, "one entry per layer and KV head"
-    assert sum(pages) == zone * len(pages)
+    assert sum(pages) == retained * len(pages)
     assert (len(set(pages)) > 1) == (allocator != "uniform"), pages
 
 

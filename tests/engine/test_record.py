@@ -13,7 +13,7 @@ import pytest
 from harness import engine_environment
 from tiny_model import KV_HEADS, LAYERS
 
-from vllm_kvplugins.residency.recorded_run import RecordedRun, read_run
+from vllm_kvplugins.engine.recorded_run import RecordedRun, read_run
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,7 @@ import pytest
 from harness import engine_environment, run_scenario
 from tiny_model import write_config
 
-from vllm_kvplugins.sensitivity.profile import shipped_profiles
+from vllm_kvplugins.budgets.sensitivity_profile import shipped_profiles
 
 pytestmark = pytest.mark.engine
 

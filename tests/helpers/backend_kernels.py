@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_kvplugins.residency.fixed_table import FlatTable
-from vllm_kvplugins.residency.page_table import PageTables
+from vllm_kvplugins.engine.fixed_table import FlatTable
+from vllm_kvplugins.engine.page_table import PageTables
 from vllm_kvplugins.vllm_adapter.attention import flash, flashinfer, flat
 
 if TYPE_CHECKING:

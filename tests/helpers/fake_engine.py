@@ -18,14 +18,15 @@ from fake_attention import attend
 from fake_text import POSITIONS, encode, make_rotary
 
 from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.probing import ProbeModel
+from vllm_kvplugins.engine.requests import Row
+from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.ops import gather_keys, gather_values, scatter_tokens
 from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.policies.base import Geometry, Retention
-from vllm_kvplugins.residency.heap import Heap
-from vllm_kvplugins.residency.plan import Compaction, ResidencyPlan
-from vllm_kvplugins.residency.probing import ProbeModel
-from vllm_kvplugins.residency.requests import Row
-from vllm_kvplugins.residency.runtime import PolicyRuntime
+from vllm_kvplugins.plan.geometry import Geometry
+from vllm_kvplugins.plan.residency_plan import Compaction, ResidencyPlan
+from vllm_kvplugins.policies.base import Retention
 
 LAYERS, KV_HEADS, GROUP, HEAD_DIM = 3, 2, 2, 8
 SCALE = HEAD_DIM**-0.5
@@ -290,9 +291,9 @@ class FakeEngine:
             record = compacted.pop(row.request_id, None)
             assert (due is None) == (record is None), "compacted off the plan"
             if due is not None and record is not None:
-                self._check_kept(request, record.kept_positions, len(due.zone))
-                zone = range(due.freed.start, due.freed.stop)
-                self._release(request, set(zone) & request.held)
+                self._check_kept(request, record.kept_positions, len(due.retained))
+                retained = range(due.freed.start, due.freed.stop)
+                self._release(request, set(retained) & request.held)
             assert len(request.held) == plan.resident_blocks(request.computed)
             if request.computed == request.known and not request.done:
                 request.generated += 1
@@ -300,7 +301,7 @@ class FakeEngine:
 
     # -- checks -----------------------------------------------------------
 
-    def _check_kept(self, request: Request, kept: Kept, zone_blocks: int) -> None:
+    def _check_kept(self, request: Request, kept: Kept, retained_blocks: int) -> None:
         """Exactly M * L * H pages, of tokens that were there, and each once."""
         now = torch.zeros_like(request.visible)
         total = 0
@@ -310,7 +311,7 @@ class FakeEngine:
                 now[layer, head, positions] = True
                 total += len(positions)
         tail = request.computed % self.block
-        pages = zone_blocks * LAYERS * KV_HEADS
+        pages = retained_blocks * LAYERS * KV_HEADS
         assert total == pages * self.block + tail * LAYERS * KV_HEADS
         came_back = (now & ~request.visible).any()
         assert self.fetches or not came_back, "a dropped token came back"
@@ -320,7 +321,7 @@ class FakeEngine:
         request.kept.append(kept)
 
     def _check_written(self, rows: list[Row], before: torch.Tensor) -> None:
-        """Compactions write their landing zones and nothing else.
+        """Compactions write their retained regions and nothing else.
 
         The prefix cache may hand what they free to others.
         """
@@ -329,7 +330,7 @@ class FakeEngine:
             due = self._due(row)
             if due is not None:
                 table = self.requests[row.request_id].table
-                zones += table[due.zone.start : due.zone.stop]
+                zones += table[due.retained.start : due.retained.stop]
         # bit by bit, because NaN is not equal to itself
         changed = self.heap.pages.view(torch.int32) != before.view(torch.int32)
         changed = changed.view(LAYERS, self.blocks, -1).any(-1).any(0)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from fake_engine import FakeEngine, Request
 
-from vllm_kvplugins.residency.plan import BlockSpan, Compaction
-from vllm_kvplugins.residency.saved import SavedCache
-from vllm_kvplugins.residency.transfer import Transfer
-from vllm_kvplugins.residency.windows import first_saved
+from vllm_kvplugins.engine.windows import first_saved
+from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
+from vllm_kvplugins.sessions.snapshot import CacheSnapshot
+from vllm_kvplugins.sessions.transfer import Transfer
 
 
 class SessionEngine(FakeEngine):
@@ -40,7 +40,7 @@ class SessionEngine(FakeEngine):
             self.pages[:, block] = self.left[block]
         return list(blocks)
 
-    def save(self, name: str, cut: int = 0) -> SavedCache:
+    def save(self, name: str, cut: int = 0) -> CacheSnapshot:
         """Copy what a request has, as its end would.
 
         Args:
@@ -50,9 +50,9 @@ class SessionEngine(FakeEngine):
         done = plan.num_done(request.computed)
         last = plan.compaction(done - 1) if done else None
         compaction = last and Compaction(
-            last.at_tokens, BlockSpan(0, last.zone.stop), last.zone
+            last.at_tokens, BlockSpan(0, last.retained.stop), last.retained
         )
-        first = last.zone.start if last else 0
+        first = last.retained.start if last else 0
         tokens = request.computed - cut
         blocks = request.table[first : -(-tokens // self.block)]
         wanted = self.runtime.policy.queries_needed
@@ -65,7 +65,7 @@ class SessionEngine(FakeEngine):
     def resume(
         self,
         old: Request,
-        saved: SavedCache,
+        saved: CacheSnapshot,
         prompt: int,
         answer: int,
         turn_ends: tuple[int, ...] = (),
@@ -108,7 +108,7 @@ class SessionEngine(FakeEngine):
             self.known_from.pop(old.name, None)
             return request
         self.known_from[old.name] = min(saved.first_query, tokens)
-        first = saved.compaction.zone.start if saved.compaction else 0
+        first = saved.compaction.retained.start if saved.compaction else 0
         request.held = set(range(first, -(-tokens // self.block)))
         if in_place:
             assert saved.place is not None
@@ -121,6 +121,6 @@ class SessionEngine(FakeEngine):
         records, self.runtime.records = self.runtime.records or [], []
         assert len(records) == (due is not None), "compacted off the plan"
         if due is not None:
-            self._check_kept(request, records[0].kept_positions, len(due.zone))
+            self._check_kept(request, records[0].kept_positions, len(due.retained))
             self._release(request, set(range(due.freed.start, due.freed.stop)))
         return request

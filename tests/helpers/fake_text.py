@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_kvplugins.rotary import Rotary
+from vllm_kvplugins.scoring.rotary import Rotary
 
 POSITIONS = 2048
 

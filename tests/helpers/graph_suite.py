@@ -28,12 +28,13 @@ from vllm.config.compilation import CompilationConfig
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.ops.triton import paged_attention
-from vllm_kvplugins.policies.base import Geometry, Retention
+from vllm_kvplugins.plan.geometry import Geometry
+from vllm_kvplugins.policies.base import Retention
 from vllm_kvplugins.policies.registry import available_policies
-from vllm_kvplugins.residency.runtime import PolicyRuntime
-from vllm_kvplugins.vllm_adapter import activation
 from vllm_kvplugins.vllm_adapter.attention import flash, flat, graphs, triton
+from vllm_kvplugins.vllm_adapter.startup import activation
 
 
 @pytest.fixture(autouse=True)

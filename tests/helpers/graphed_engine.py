@@ -17,10 +17,11 @@ from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.utils import get_uniform_decode_token_count
 
-from vllm_kvplugins.policies.base import Geometry
-from vllm_kvplugins.residency.runtime import PolicyRuntime
-from vllm_kvplugins.vllm_adapter import activation, compat
+from vllm_kvplugins.engine.runtime import PolicyRuntime
+from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.vllm_adapter.attention import flash, flashinfer, flat, triton
+from vllm_kvplugins.vllm_adapter.config import compat
+from vllm_kvplugins.vllm_adapter.startup import activation
 
 SEED = 20261122
 LAYERS, KV_HEADS, GROUP, HEAD_DIM = 2, 2, 2, 16
@@ -50,7 +51,7 @@ def addresses(metadata: Any) -> list[int]:
 
 
 @dataclass
-class Asked:
+class ProbeRequest:
     """A request, and the step with which it begins. The last chunk of a prompt of one
     token more than ``chunks`` is a step that looks like decoding."""
 
@@ -65,18 +66,18 @@ class Asked:
         return self.prompt + self.answer
 
 
-def traffic(short: bool) -> dict[str, Asked]:
+def traffic(short: bool) -> dict[str, ProbeRequest]:
     if short:
         return {
-            "a": Asked(81, 40, 0, 4),
-            "b": Asked(70, 60, 0, 6),
-            "late": Asked(97, 48, 6, 2),
+            "a": ProbeRequest(81, 40, 0, 4),
+            "b": ProbeRequest(70, 60, 0, 6),
+            "late": ProbeRequest(97, 48, 6, 2),
         }
     return {
-        "a": Asked(81, 40, 0, 34),
-        "b": Asked(120, 60, 1, 22),
-        "c": Asked(7, 60, 2, 30),
-        "late": Asked(97, 48, 14, 12),
+        "a": ProbeRequest(81, 40, 0, 34),
+        "b": ProbeRequest(120, 60, 1, 22),
+        "c": ProbeRequest(7, 60, 2, 30),
+        "late": ProbeRequest(97, 48, 14, 12),
     }
 
 

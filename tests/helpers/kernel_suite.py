@@ -36,9 +36,9 @@ def kernel(request):
     pytest.importorskip("vllm")
     if request.param == "flashinfer":
         pytest.importorskip("flashinfer")
-        from vllm_kvplugins.vllm_adapter.attention import choice
+        from vllm_kvplugins.vllm_adapter.config import kernel_choice
 
-        if not choice._has_flashinfer_attention():
+        if not kernel_choice._has_flashinfer_attention():
             pytest.skip("FlashInfer's attention kernels cannot be built")
     return partial(of_backend, request.param)
 

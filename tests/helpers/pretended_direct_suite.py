@@ -19,13 +19,13 @@ from policy_settings import configure
 from pretend_cuda import CUDA, PretendedGPU
 from pretended_life import ANSWER, PROMPTS, Life, numbers, on, without_inference_mode
 
-from vllm_kvplugins.ops.device import Arrival
+from vllm_kvplugins.engine.retrieval import offload_queue, pinned
+from vllm_kvplugins.engine.retrieval.controller import RetrievalController
+from vllm_kvplugins.engine.retrieval.host_tier import HostTier
+from vllm_kvplugins.engine.retrieval.offloaded import Traffic
+from vllm_kvplugins.ops.device import AsyncHostCopy
 from vllm_kvplugins.ops.hot_set import fill_hot
 from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.residency import leaving, pinned
-from vllm_kvplugins.residency.host_tier import HostTier
-from vllm_kvplugins.residency.offloaded import Traffic
-from vllm_kvplugins.residency.retrieval import Retrieval
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -45,7 +45,9 @@ POLICIES = [
 def _small_chunks(monkeypatch) -> None:
     monkeypatch.setattr(pinned, "CHUNK_BYTES", CHUNK)
     methods = ("_fetch_ahead", "forget", "detach")
-    without_inference_mode(monkeypatch, *((Retrieval, name) for name in methods))
+    without_inference_mode(
+        monkeypatch, *((RetrievalController, name) for name in methods)
+    )
 
 
 @pytest.fixture
@@ -98,15 +100,15 @@ def test_what_is_chosen_for_the_next_step_is_not_this_steps(monkeypatch, name):
     """However far the thread that fetches ahead is when a layer is filled."""
     (policy,) = (p for p in POLICIES if (p["name"], p["prefetch"]) == (name, "step"))
     found, traffic = lived(Life(policy, torch.device("cpu")))
-    fill = Retrieval._fill
+    fill = RetrievalController._fill
 
-    def late(self: Retrieval, batch: Any, layer: int) -> torch.Tensor:
+    def late(self: RetrievalController, batch: Any, layer: int) -> torch.Tensor:
         if threading.current_thread() is threading.main_thread():
             for _, _, future in self._under_way:
                 future.result()
         return fill(self, batch, layer)
 
-    monkeypatch.setattr(Retrieval, "_fill", late)
+    monkeypatch.setattr(RetrievalController, "_fill", late)
     again, traffic_again = lived(Life(policy, torch.device("cpu")))
     same(found, again)
     assert traffic == traffic_again
@@ -117,7 +119,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
         torch.testing.assert_close(here, there, rtol=0, atol=0, equal_nan=True)
 
 
-class ByItself(Arrival):
+class ByItself(AsyncHostCopy):
     """Tokens that come to the host by a stream of their own: that they have come says
     nothing of what the GPU was told to read before."""
 
@@ -131,7 +133,7 @@ def test_nobody_writes_where_the_gpu_still_reads(
     gpu: PretendedGPU, monkeypatch, prefetch: str
 ):
     """Requests that go and come again in a tier that holds them once."""
-    monkeypatch.setattr(leaving, "Arrival", ByItself)
+    monkeypatch.setattr(offload_queue, "AsyncHostCopy", ByItself)
     policy = POLICIES[0] | {"prefetch": prefetch}
     life = Life(policy, CUDA)
     lived(life)

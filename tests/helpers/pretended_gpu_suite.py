@@ -15,10 +15,10 @@ import torch
 from pretend_cuda import CUDA, PretendedGPU
 from pretended_life import ANSWER, PROMPTS, Life, numbers, on, policies
 
-from vllm_kvplugins.ops.device import Arrival
+from vllm_kvplugins.engine import views
+from vllm_kvplugins.ops.device import AsyncHostCopy
 from vllm_kvplugins.ops.page_votes import page_votes
 from vllm_kvplugins.policies.base import Retention
-from vllm_kvplugins.residency import views
 
 
 @pytest.fixture
@@ -56,8 +56,8 @@ def test_the_pretended_gpu(gpu: PretendedGPU):
 
 
 def test_what_is_on_its_way_to_the_host_is_not_there(gpu: PretendedGPU):
-    arrival = Arrival(torch.arange(3.0, device=CUDA))
-    early = Arrival(torch.ones(2, device=CUDA))
+    arrival = AsyncHostCopy(torch.arange(3.0, device=CUDA))
+    early = AsyncHostCopy(torch.ones(2, device=CUDA))
     assert early._here.isnan().all()
     assert not gpu.waits
     assert arrival.wait().tolist() == [0, 1, 2]
@@ -65,7 +65,7 @@ def test_what_is_on_its_way_to_the_host_is_not_there(gpu: PretendedGPU):
     assert early.wait().tolist() == [1, 1]
     assert len(gpu.waits) == 2
     with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(lambda: Arrival(torch.ones(1, device=CUDA)).wait())
+        found = thread.submit(lambda: AsyncHostCopy(torch.ones(1, device=CUDA)).wait())
         assert found.result().tolist() == [1]
 
 

@@ -33,20 +33,20 @@ from pretended_life import (
 )
 from routers import write_random_router
 
+from vllm_kvplugins.engine.retrieval.controller import RetrievalController
+from vllm_kvplugins.engine.spans import controller
+from vllm_kvplugins.engine.spans.controller import SpanController
+from vllm_kvplugins.engine.spans.entries import EntryArena
 from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.ops import device as ops_device
 from vllm_kvplugins.ops import torch_ops
 from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.policies.base import Retention
 from vllm_kvplugins.policies.retrieval import SearchedTokens
-from vllm_kvplugins.residency import saved as saved_caches
-from vllm_kvplugins.residency import zooming
-from vllm_kvplugins.residency.entries import EntryArena
-from vllm_kvplugins.residency.plan import BlockSpan, Compaction
-from vllm_kvplugins.residency.retrieval import Retrieval
-from vllm_kvplugins.residency.transfer import Transfer
-from vllm_kvplugins.residency.zooming import Zooming
+from vllm_kvplugins.sessions import snapshot as saved_caches
+from vllm_kvplugins.sessions.transfer import Transfer
 
 AHEAD = [{"prefetch": "step"}, {"prefetch": "layer"}, {"reuse_every": 2}]
 RETRIEVERS = policies(Retention.OFFLOAD)
@@ -61,7 +61,9 @@ def test_retrieval_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]
     """What is fetched, and where it lies; the host waits for queries and nothing
     else."""
     methods = ("_fetch_ahead", "forget", "detach")
-    without_inference_mode(monkeypatch, *((Retrieval, name) for name in methods))
+    without_inference_mode(
+        monkeypatch, *((RetrievalController, name) for name in methods)
+    )
     found, fetched, late = {}, {}, []
     for device in (torch.device("cpu"), CUDA):
         tables = []
@@ -94,7 +96,9 @@ def test_retrieval_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]
 
 def test_keys_that_wait_for_their_index_are_not_pinned(monkeypatch):
     """However far behind the index is, nothing is held of what came from the GPU."""
-    without_inference_mode(monkeypatch, *((Retrieval, n) for n in ("forget", "detach")))
+    without_inference_mode(
+        monkeypatch, *((RetrievalController, n) for n in ("forget", "detach"))
+    )
     pinned: list[weakref.ref[torch.Tensor]] = []
     staging, may_build = ops_device.staging, threading.Event()
 
@@ -179,8 +183,10 @@ def test_zooming_on_a_gpu_is_that_on_a_cpu(monkeypatch, tmp_path, zoom: str):
         tau = torch.full((LAYERS, KV_HEADS * GROUP), -0.5)
         write_random_router(path, MODEL, random, threshold=tau)
         settings["router"] = str(path)
-    monkeypatch.setattr(zooming, "attend_mixed", attended_elsewhere)
-    monkeypatch.setattr(Zooming, "_decompose", Zooming._decompose.__wrapped__)
+    monkeypatch.setattr(controller, "attend_mixed", attended_elsewhere)
+    monkeypatch.setattr(
+        SpanController, "_decompose", SpanController._decompose.__wrapped__
+    )
     monkeypatch.setattr(EntryArena, "_allocate", EntryArena._allocate.__wrapped__)
     found, traffic, late = {}, {}, []
     for device in (torch.device("cpu"), CUDA):
@@ -212,11 +218,13 @@ def test_zooming_on_a_gpu_is_that_on_a_cpu(monkeypatch, tmp_path, zoom: str):
 
 
 def zone_contents(life: Life, name: str) -> torch.Tensor:
-    """Of a request's landing zone, page by page."""
+    """Of a request's retained region, page by page."""
     resident = life.runtime.tracked(name).resident
     assert resident is not None
     assert life.runtime.tables is not None
-    pages, counts = (numbers(t) for t in life.runtime.tables.zone(resident.seat))
+    pages, counts = (
+        numbers(t) for t in life.runtime.tables.retained(resident.slot_index)
+    )
     used = torch.arange(pages.shape[1]) < counts[:, None]
     return numbers(life.heap.pages)[pages[used]]
 
@@ -249,7 +257,9 @@ def gpu() -> Iterator[PretendedGPU]:
 def test_sessions_leave_the_gpu_and_come_back(
     monkeypatch, gpu: PretendedGPU, policy, in_place
 ):
-    without_inference_mode(monkeypatch, (Retrieval, "forget"), (Retrieval, "detach"))
+    without_inference_mode(
+        monkeypatch, (RetrievalController, "forget"), (RetrievalController, "detach")
+    )
     monkeypatch.setenv("KVP_OPS", "torch")
     life = Life(policy, CUDA)
     while life.computed["short"] < PROMPTS["short"] + 3:
@@ -258,8 +268,10 @@ def test_sessions_leave_the_gpu_and_come_back(
     tokens, table = life.computed[name], life.tables[name]
     plan = life.runtime._plan_of(name, PROMPTS[name])
     last = plan.compaction(plan.num_done(tokens) - 1)
-    compaction = Compaction(last.at_tokens, BlockSpan(0, last.zone.stop), last.zone)
-    first, stop = compaction.zone.start, -(-tokens // BLOCK)
+    compaction = Compaction(
+        last.at_tokens, BlockSpan(0, last.retained.stop), last.retained
+    )
+    first, stop = compaction.retained.start, -(-tokens // BLOCK)
     pages = life.heap.pages
     made = largest_made_on_gpu(monkeypatch, pages)
     whole = (stop - first) * life.heap.rows * pages[:1].nbytes
@@ -271,7 +283,13 @@ def test_sessions_leave_the_gpu_and_come_back(
     assert whole // 8 < made.pop() <= whole // 4, "copied whole, there"
     kept = zone_contents(life, name).clone()
     assert saved.place is not None
-    here = (saved.zone, saved.tail, saved.counts, saved.positions, saved.place.zone)
+    here = (
+        saved.retained,
+        saved.tail,
+        saved.counts,
+        saved.positions,
+        saved.place.retained,
+    )
     for tensor in here:
         assert not isinstance(tensor, Pretending), "still on the GPU"
     life.runtime.forget([name])

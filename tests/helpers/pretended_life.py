@@ -14,12 +14,13 @@ from policy_settings import configure, policies_that, shares_pages
 from pretend_cuda import PretendedGPU, Pretending
 
 from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.probing import ProbeModel
+from vllm_kvplugins.engine.requests import Row
+from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.policies.base import Geometry, Retention
-from vllm_kvplugins.residency.heap import Heap
-from vllm_kvplugins.residency.probing import ProbeModel
-from vllm_kvplugins.residency.requests import Row
-from vllm_kvplugins.residency.runtime import PolicyRuntime
+from vllm_kvplugins.plan.geometry import Geometry
+from vllm_kvplugins.policies.base import Retention
 
 SEED = 20261122
 LAYERS, KV_HEADS, GROUP, HEAD_DIM = 3, 2, 2, 8

@@ -10,9 +10,9 @@ import pytest
 import torch
 from pretend_cuda import CUDA, PretendedGPU, Pretending
 
-from vllm_kvplugins.residency.fixed_table import FixedTable, TableShape
-from vllm_kvplugins.residency.page_runs import page_indices, page_runs
-from vllm_kvplugins.residency.page_table import PageTables
+from vllm_kvplugins.engine.fixed_table import FixedTable, TableShape
+from vllm_kvplugins.engine.page_runs import page_indices, page_runs
+from vllm_kvplugins.engine.page_table import PageTables
 
 SEED = 20261122
 LAYERS, HEADS, BLOCK, BLOCKS, WIDTH = 3, 2, 4, 60, 20
@@ -30,7 +30,7 @@ def step(device: torch.device, uniform: bool, fixed: bool) -> list[torch.Tensor]
     tables = PageTables(LAYERS, HEADS, BLOCKS, BLOCK, uniform, device)
     counts = torch.tensor([3] * 6 if uniform else [3, 1, 7, 0, 4, 3])
     pages = torch.randint(0, 99, (LAYERS * HEADS, 7), generator=random)
-    seat = tables.seat(here(pages, device), here(counts, device), tail_block=9)
+    slot_index = tables.assign(here(pages, device), here(counts, device), tail_block=9)
     shape = TableShape(tables.scopes, 4, HEADS, WIDTH)
     into = FixedTable(shape, device) if fixed else None
     lens = here(torch.tensor(LENS).int(), device)
@@ -38,7 +38,7 @@ def step(device: torch.device, uniform: bool, fixed: bool) -> list[torch.Tensor]
     blocks = here(blocks, device)
     gpu = PretendedGPU.active
     before = len(gpu.waits) if gpu else 0
-    flat = tables.build([seat, 0, 0], lens, blocks, LENS, into)
+    flat = tables.build([slot_index, 0, 0], lens, blocks, LENS, into)
     known = tables.lengths_on_host(flat)
     found = [flat.lengths, known]
     for listed, lengths in zip(flat.pages, known, strict=True):

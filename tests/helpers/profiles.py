@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_kvplugins.model_config import ConfigOnlyModel
-from vllm_kvplugins.sensitivity.profile import (
+from vllm_kvplugins.budgets.sensitivity_profile import (
     DocumentSensitivity,
     MeasureSettings,
     SensitivityProfile,
     mean_sensitivity,
     write_profile,
 )
+from vllm_kvplugins.model_config import ConfigOnlyModel
 
 
 def make_profile(

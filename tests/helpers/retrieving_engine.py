@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from fake_engine import GROUP, KV_HEADS, LAYERS, SCALE, FakeEngine, Request, attend
 
+from vllm_kvplugins.engine.requests import Row
 from vllm_kvplugins.ops import gather_keys, gather_values
 from vllm_kvplugins.policies import available_policies, get_policy_class
 from vllm_kvplugins.policies.base import Retention
-from vllm_kvplugins.residency.requests import Row
 
 BLOCK, BLOCKS, SINKS, WINDOW, SKIP = 4, 120, 2, 5, 1
 MOST_ASKING = 32
@@ -79,12 +79,12 @@ class RetrievingEngine(FakeEngine):
         if not done:
             return seen
         last = plan.compaction(done - 1)
-        stop = min(last.at_tokens - WINDOW, last.zone.stop * BLOCK)
-        total = len(last.zone) * LAYERS - SKIP * last.zone.stop
+        stop = min(last.at_tokens - WINDOW, last.retained.stop * BLOCK)
+        total = len(last.retained) * LAYERS - SKIP * last.retained.stop
         each, more = divmod(total, LAYERS - SKIP)
         for layer in range(SKIP, LAYERS):
             kept = each + (layer - SKIP < more)
-            hot = kept * BLOCK - SINKS - (last.zone.stop * BLOCK - stop)
+            hot = kept * BLOCK - SINKS - (last.retained.stop * BLOCK - stop)
             queries = self._asking(request, row, layer)
             seen[layer, :, SINKS:stop] = False
             if self.runtime.policy.name != "exact-topk":
@@ -111,9 +111,9 @@ class RetrievingEngine(FakeEngine):
         asking = torch.linspace(0, tokens - 1, min(tokens, MOST_ASKING)).long()
         return request.queries[layer, step.start + asking]
 
-    def _check_kept(self, request: Request, kept: Any, zone_blocks: int) -> None:
+    def _check_kept(self, request: Request, kept: Any, retained_blocks: int) -> None:
         request.visible[:] = True  # nothing is ever dropped
-        super()._check_kept(request, kept, zone_blocks)
+        super()._check_kept(request, kept, retained_blocks)
         request.visible[:] = True
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from vllm_kvplugins.model_config import ModelFingerprint
-from vllm_kvplugins.policies.base import Geometry
-from vllm_kvplugins.routers.examples import Cut, Example, make_example
+from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.routers.files import RouterFacts, RouterReport, write_router
 from vllm_kvplugins.routers.router import Router
-from vllm_kvplugins.routers.teacher import Reading
+from vllm_kvplugins.training.examples import Cut, Example, make_example
+from vllm_kvplugins.training.teacher import Reading
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,12 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_kvplugins.policies.base import Geometry, KVCachePolicy
-from vllm_kvplugins.residency.plan import Compaction, ResidencyPlan
-from vllm_kvplugins.vllm_adapter.pool import too_large
-from vllm_kvplugins.vllm_adapter.scheduler import ResidencyScheduling
-from vllm_kvplugins.vllm_adapter.spec import with_policy
+from vllm_kvplugins.plan.geometry import Geometry
+from vllm_kvplugins.plan.residency_plan import Compaction, ResidencyPlan
+from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.vllm_adapter.config.pool import too_large
+from vllm_kvplugins.vllm_adapter.scheduler.scheduler import ResidencyScheduling
+from vllm_kvplugins.vllm_adapter.scheduler.spec import with_policy
 
 SIZE, BLOCKS, MODEL_LENGTH = 4, 24, 120  # tokens; with the null block; tokens
 GEOMETRY = Geometry(SIZE, num_layers=4, num_kv_heads=2, kv_bytes_per_token=1024)
@@ -257,7 +258,7 @@ class Schedule:
         name = life.request.request_id
         for place in range(compaction.candidates.start, compaction.candidates.stop):
             assert not blocks[place].is_null, f"{name}: candidate {place} is gone"
-        for place in range(compaction.zone.start, compaction.zone.stop):
+        for place in range(compaction.retained.start, compaction.retained.stop):
             assert blocks[place].ref_cnt == 1, f"{name} rewrites what others read"
             life.kept[place] = compaction.at_tokens
             self.wrote[blocks[place].block_id] = life.content(place)
@@ -358,7 +359,9 @@ class Schedule:
         elif self.asynchronous:
             most += 1  # takes its block before what the step in flight frees is back
         assert held <= most, f"{name}: {held} blocks for {life.slots} tokens"
-        first = life.plan.compaction(0).zone.start if not life.plan.is_static else 1000
+        first = (
+            life.plan.compaction(0).retained.start if not life.plan.is_static else 1000
+        )
         for place, block in enumerate(blocks):
             if block.is_null:
                 continue

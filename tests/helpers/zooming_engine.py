@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from fake_engine import GROUP, HEAD_DIM, KV_HEADS, LAYERS, SCALE, FakeEngine, Request
 
-from vllm_kvplugins.residency.requests import Row
+from vllm_kvplugins.engine.requests import Row
 from vllm_kvplugins.spans.segmentation import Segments
 
 BLOCK, BLOCKS = 4, 120

@@ -262,7 +262,7 @@ def per_query(scores: torch.Tensor) -> torch.Tensor:
 
 def our_keeps(recorded: dict[str, Any], ours: Comparison, average: int) -> torch.Tensor:
     """bool [layers, num_kv_heads, num_slots], pages of one token."""
-    from vllm_kvplugins.selection import keep_top
+    from vllm_kvplugins.scoring.selection import keep_top
 
     layers = range(len(recorded["layers"]))
     scores = torch.stack([our_scores(recorded, i, ours.policy) for i in layers])
@@ -276,7 +276,7 @@ def our_scores(recorded: dict[str, Any], index: int, policy: Any) -> torch.Tenso
     from views import make_layer_view
 
     from vllm_kvplugins.policies.base import Trigger
-    from vllm_kvplugins.rotary import Rotary
+    from vllm_kvplugins.scoring.rotary import Rotary
 
     layer = recorded["layers"][index]
     heads, slots, _ = layer["keys"].shape

@@ -222,7 +222,7 @@ def test_nothing_asks_for_the_class_of_a_policy(path):
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_the_engine_never_names_a_policy(path):
-    if part_of(path) not in ("residency", "vllm_adapter"):
+    if part_of(path) not in ("engine", "vllm_adapter"):
         return
     named = [
         f"line {node.lineno}: {node.value!r}"

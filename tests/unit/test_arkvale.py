@@ -10,8 +10,8 @@ import torch
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.index import Keys
+from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.arkvale import Bound, PageVolumes
-from vllm_kvplugins.policies.base import Geometry
 from vllm_kvplugins.policies.pages import OrderedPages
 from vllm_kvplugins.policies.quest import PageBounds
 

@@ -56,7 +56,7 @@ def test_shares_of_two_halves_make_one(tmp_path):
     print("seed", SEED)
     model = MaskedModel(write_tiny_model(tmp_path / "m", SEED))
     ids = random_tokens(SEED, 70, VOCABULARY)
-    asked = benchmark.Asked(model)
+    asked = benchmark.ProbeRequest(model)
     whole = torch.ones(LAYERS, KV_HEADS, 60, dtype=torch.bool)
     assert asked.share(0, ids, 60, whole) == pytest.approx(1.0)
     first = whole.clone()

@@ -27,10 +27,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.engine.spans.controller import SpanController
+from vllm_kvplugins.engine.spans.entries import EntryArena
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.policies.base import Geometry, Lengths
-from vllm_kvplugins.residency.entries import EntryArena
-from vllm_kvplugins.residency.zooming import Zooming
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
 
 SETTING = Setting("m", "float32", 0, 4, 600, (200,), 4, 5, 2, 2, 3, 300)
 GEOMETRY = Geometry(32, 24, 2, 1024)
@@ -210,7 +210,7 @@ def test_what_lies_beside_the_pool_counts():
     zooming = types.SimpleNamespace(
         _requests={"7-ab": "state"}, _run=lambda state: (0, 5), _arena=arena
     )
-    assert hasattr(Zooming, "_run")  # which this stands for
+    assert hasattr(SpanController, "_run")  # which this stands for
     watch = object.__new__(ResidencyWatch)
     watch._runtime = types.SimpleNamespace(zooming=zooming)
     assert watch._beside("7-ab") == 3 * 5 * 2 * 8 * 2  # layers, entries, K and V

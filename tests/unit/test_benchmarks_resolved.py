@@ -18,7 +18,7 @@ from routers import write_random_router
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.model_config import ModelFingerprint
-from vllm_kvplugins.policies.base import Geometry, Lengths
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.policies.sekv import SeKV
 from vllm_kvplugins.routers.files import read_router
 from vllm_kvplugins.spans.coarse import CoarseSpans
@@ -115,7 +115,7 @@ def segments_of(name: str) -> tuple[SeKV, Segments]:
     policy = parse_policy(POLICY | {"name": name})
     assert isinstance(policy, SeKV)
     (compaction,) = policy.plan(Lengths(TOKENS), GEOMETRY).compactions
-    stays = len(compaction.zone) * SIZE + TOKENS % SIZE
+    stays = len(compaction.retained) * SIZE + TOKENS % SIZE
     found = policy.segment(made_up()[1], stays, GEOMETRY)
     # whatever is left out, the budget is the same
     assert int(found.resident.sum()) == stays

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.probing import ProbeModel
+from vllm_kvplugins.engine.requests import Row
+from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.residency.heap import Heap
-from vllm_kvplugins.residency.probing import ProbeModel
-from vllm_kvplugins.residency.requests import Row
-from vllm_kvplugins.residency.runtime import PolicyRuntime
-from vllm_kvplugins.rotary import Rotary
+from vllm_kvplugins.scoring.rotary import Rotary
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 pytest.importorskip("transformers")

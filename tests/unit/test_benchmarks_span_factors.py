@@ -14,7 +14,7 @@ import span_factors
 
 from vllm_kvplugins import ops
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.policies.base import Geometry
+from vllm_kvplugins.plan.geometry import Geometry
 
 SEED = 20261122
 TOKENS = 320
@@ -40,7 +40,7 @@ def test_a_policys_cut_is_what_does_not_stay():
     geometry = Geometry(32, 1, 1, 4 * 16)
     cut = span_factors.of_policy(surprisal(), policy, geometry)
     (compaction,) = policy.plan(span_factors.Lengths(TOKENS), geometry).compactions
-    assert len(cut.positions) == TOKENS - 32 * len(compaction.zone)
+    assert len(cut.positions) == TOKENS - 32 * len(compaction.retained)
     assert int(cut.sizes.sum()) == len(cut.positions)
     assert int(cut.positions[0]) >= 4
 

@@ -10,7 +10,7 @@ from test_turns import conversation, plain, rendered, renderer
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.policies.base import Geometry
+from vllm_kvplugins.plan.geometry import Geometry
 
 pytest.importorskip("vllm")
 
@@ -21,7 +21,7 @@ TOPICS = ("apples pears plums", "trains rails stations", "violins cellos flutes"
 @pytest.fixture
 def encoded(monkeypatch):
     """The texts that were embedded, with a small encoder in the model's place."""
-    from vllm_kvplugins.vllm_adapter import chat_episodes
+    from vllm_kvplugins.vllm_adapter.frontend import chat_episodes
 
     encoder, texts = BagOfWords(), []
 
@@ -176,7 +176,7 @@ def test_users_share_no_encoding(encoded):
 def test_an_encoder_that_fails_fails_the_request_alone(encoded, monkeypatch):
     from vllm.exceptions import VLLMValidationError
 
-    from vllm_kvplugins.vllm_adapter import chat_episodes
+    from vllm_kvplugins.vllm_adapter.frontend import chat_episodes
 
     def broken(name: str) -> Any:
         raise KVPolicyError(f"cannot load {name}")
@@ -189,7 +189,7 @@ def test_an_encoder_that_fails_fails_the_request_alone(encoded, monkeypatch):
 
 
 def test_the_history_ends_before_the_last_question():
-    from vllm_kvplugins.vllm_adapter.chat_episodes import history_of
+    from vllm_kvplugins.vllm_adapter.frontend.chat_episodes import history_of
 
     assert history_of(conversation("suau")) == [3]
     assert history_of([*conversation("uau"), {"role": "tool", "content": "42"}]) == [2]

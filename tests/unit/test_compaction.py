@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from vllm_kvplugins.budgets import parse_allocator
-from vllm_kvplugins.residency.compaction import CompactedPages, Moves, compact
-from vllm_kvplugins.selection import keep_top
+from vllm_kvplugins.engine.compaction import CompactedPages, Moves, compact
+from vllm_kvplugins.scoring.selection import keep_top
 
 SEED = 7
 BLOCK = 16
@@ -49,7 +49,7 @@ def check(heap, after, tokens, keep, counts, pool):
     assert sorted(owned) == sorted(pool.tolist()), "the pool is used exactly"
 
 
-def first_compaction(seed: int, name: str, candidates: int, zone: int):
+def first_compaction(seed: int, name: str, candidates: int, retained: int):
     """Compact a prompt of ``candidates`` blocks whose slots hold known numbers."""
     generator = torch.Generator().manual_seed(seed)
     slots = candidates * BLOCK
@@ -61,9 +61,11 @@ def first_compaction(seed: int, name: str, candidates: int, zone: int):
     heap[pages] = tokens.view(ROWS, candidates, BLOCK)
     scores = torch.rand(LAYERS, HEADS, slots, generator=generator) ** 6
     everything = torch.full((LAYERS, HEADS), candidates)
-    counts = parse_allocator(name).allocate(scores, zone, BLOCK, everything).view(-1)
+    counts = (
+        parse_allocator(name).allocate(scores, retained, BLOCK, everything).view(-1)
+    )
     keep = keep_top(scores.view(ROWS, -1), counts * BLOCK)
-    pool = pages[:, candidates - zone :].reshape(-1)
+    pool = pages[:, candidates - retained :].reshape(-1)
     owned = torch.full((ROWS,), candidates)
     after = compact(keep, counts, pages, owned, positions, pool)
     apply(heap, after)
@@ -75,29 +77,29 @@ ALLOCATORS = ["uniform", "head-adaptive", "cross-layer", "pyramid"]
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)
-@pytest.mark.parametrize(("candidates", "zone"), [(2, 1), (9, 4), (9, 8), (30, 3)])
-def test_kept_tokens_survive_and_positions_tell_them(name, candidates, zone):
+@pytest.mark.parametrize(("candidates", "retained"), [(2, 1), (9, 4), (9, 8), (30, 3)])
+def test_kept_tokens_survive_and_positions_tell_them(name, candidates, retained):
     for seed in range(SEED, SEED + 20):
         print("seed", seed)
-        first_compaction(seed, name, candidates, zone)
+        first_compaction(seed, name, candidates, retained)
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)
 @pytest.mark.parametrize("fresh", [1, 3, 6])
 def test_a_second_compaction_survives_any_ownership(name, fresh):
     """The zone slides: new blocks join, old ones leave, pages change hands."""
-    candidates, zone = 12, 4
+    candidates, retained = 12, 4
     for seed in range(SEED, SEED + 20):
         print("seed", seed)
         generator, heap, before, counts, spare = first_compaction(
-            seed, name, candidates, zone
+            seed, name, candidates, retained
         )
         tail = spare[: ROWS * fresh].view(ROWS, fresh)
         old_zone = torch.cat([p[:c] for p, c in zip(before.pages, counts, strict=True)])
         # blocks leave oldest first: drop as many pages of the zone as joined
-        dropped = min(fresh, zone) * ROWS
+        dropped = min(fresh, retained) * ROWS
         pool = torch.cat(
-            [old_zone.sort().values[dropped:], tail[:, -zone:].reshape(-1)]
+            [old_zone.sort().values[dropped:], tail[:, -retained:].reshape(-1)]
         )
 
         most = int(counts.max()) + fresh

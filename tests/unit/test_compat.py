@@ -16,8 +16,8 @@ import torch
 from vllm.config import CUDAGraphMode
 
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.vllm_adapter import compat
-from vllm_kvplugins.vllm_adapter.seams import Seam, all_seams
+from vllm_kvplugins.vllm_adapter.config import compat
+from vllm_kvplugins.vllm_adapter.config.seams import Seam, all_seams
 
 # Wherever the product overrides one of vLLM's methods.
 OVERRIDING = [
@@ -333,7 +333,7 @@ def test_the_platform_is_known_without_a_network(monkeypatch):
     pytest.importorskip("vllm")
     from huggingface_hub import constants
 
-    from vllm_kvplugins.vllm_adapter import validation
+    from vllm_kvplugins.vllm_adapter.config import validation
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     name, problems = validation.platform_in_use()

@@ -17,11 +17,12 @@ import pytest
 import torch
 from layouts import make_layout
 
-from vllm_kvplugins import ops, scoring
+from vllm_kvplugins import ops
+from vllm_kvplugins.engine.retrieval import pinned
+from vllm_kvplugins.engine.retrieval.host_tier import HostTier
 from vllm_kvplugins.ops import clusters, host_fetch
 from vllm_kvplugins.ops.extension import load_extension
-from vllm_kvplugins.residency import pinned
-from vllm_kvplugins.residency.host_tier import HostTier
+from vllm_kvplugins.scoring import attention_votes
 
 LAYOUTS = ["natural", "interleaved", "transposed", "permuted"]
 NUM_PAGES = 9
@@ -130,10 +131,10 @@ def test_pages_are_given_again_when_they_are_read(device):
         tier.write(pages[None], 0, told, -told)
         table = pages.flip(0).repeat(2).view(1, 1, 16)  # tokens 128 on are these again
         zones = spots + 128, spots // 16, spots % 16, torch.tensor([128])
-        seat = torch.tensor([0])
+        slot_index = torch.tensor([0])
         reads = tier.reads
         assert reads is not None
-        ops.fill_hot(heap, layout, tier.pages, table, spots, seat, *zones, reads)
+        ops.fill_hot(heap, layout, tier.pages, table, spots, slot_index, *zones, reads)
         tier.give(pages)
         if turn % 10 == 9:
             own = heap.view(8, 16, 2, 128)
@@ -225,7 +226,7 @@ def test_assignment(device, dtype, holes):
     reached = cosine.gather(2, found.clamp(max=89)[..., None])[..., 0]
     assert bool((cosine.amax(2) - reached)[token].max() < 1e-4)
     assert bool((found[~token] == 90).all())
-    wanted = scoring.cluster_mean(values.masked_fill(~token, 0), found, 91)
+    wanted = attention_votes.cluster_mean(values.masked_fill(~token, 0), found, 91)
     assert torch.equal(means[token], wanted[token])
     assert bool((means[~token] == 0).all())
 

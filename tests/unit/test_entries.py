@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from vllm_kvplugins.residency.entries import EntryArena
+from vllm_kvplugins.engine.spans.entries import EntryArena
 
 SEED = 20261122
 LAYERS, DIM = 2, 4

@@ -14,9 +14,9 @@ from test_flowkv import COMPRESSORS, SMALL, contents
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction, ResidencyPlan
 from vllm_kvplugins.policies import get_policy_class
-from vllm_kvplugins.policies.base import Geometry, Lengths
-from vllm_kvplugins.residency.plan import BlockSpan, Compaction, ResidencyPlan
 
 BLOCK = 4
 BUDGET, PREFILL_BLOCK = 40, 64
@@ -169,14 +169,16 @@ def test_cuts_do_not_move_when_a_history_grows(history, more, budget, block):
     assert now.peak_blocks(history) <= most
     for cut in now.compactions:
         assert cut.at_tokens <= history
-        assert len(cut.zone) == -(-budget // 32)
+        assert len(cut.retained) == -(-budget // 32)
 
 
 def test_a_restored_cache_is_cut_where_it_would_have_been():
     policy = parse_policy({"name": "epicache", "budget": 1024, "prefill_block": 512})
     whole = plan(5000, 4900)
     third = whole.compactions[2]
-    restored = Compaction(third.at_tokens, BlockSpan(0, third.zone.stop), third.zone)
+    restored = Compaction(
+        third.at_tokens, BlockSpan(0, third.retained.stop), third.retained
+    )
     after = policy.plan(Lengths(5000, (4900,), restored), GEOMETRY)
     assert after.compactions == (restored, *whole.compactions[3:])
     later = policy.plan(Lengths(5000, (), restored), GEOMETRY)

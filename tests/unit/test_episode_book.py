@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fake_encoder import TOPICS, BagOfWords, Constant, speak
 
-from vllm_kvplugins.episodes.book import EpisodeBook, Route
+from vllm_kvplugins.episodes.book import EpisodeRouter, Route
 from vllm_kvplugins.episodes.settings import EpisodeSettings
 from vllm_kvplugins.episodes.utterances import Utterance, dialogue_text
 from vllm_kvplugins.errors import KVPolicyError
@@ -26,7 +26,9 @@ def dialogue(*topics, seed=0):
 
 def book_of(encoder=None, most_conversations=1024, **given):
     encoder = encoder or BagOfWords()
-    return EpisodeBook(EpisodeSettings(**given), lambda _: encoder, most_conversations)
+    return EpisodeRouter(
+        EpisodeSettings(**given), lambda _: encoder, most_conversations
+    )
 
 
 def untimed(route: Route | None) -> Route | None:
@@ -293,7 +295,7 @@ def test_the_encoder_is_loaded_once_and_a_failure_is_tried_again():
             raise KVPolicyError("no encoder")
         return BagOfWords()
 
-    book = EpisodeBook(EpisodeSettings(encoder="some/model"), load)
+    book = EpisodeRouter(EpisodeSettings(encoder="some/model"), load)
     with pytest.raises(KVPolicyError, match="no encoder"):
         book.load()
     book.load()

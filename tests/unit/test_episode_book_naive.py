@@ -11,7 +11,7 @@ from fake_encoder import TOPICS, BagOfWords, speak
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvplugins.episodes.book import EpisodeBook, Route
+from vllm_kvplugins.episodes.book import EpisodeRouter, Route
 from vllm_kvplugins.episodes.clustering import (
     cluster,
     guide_text,
@@ -107,7 +107,7 @@ def test_the_book_routes_as_a_naive_one_does(seed, most):
         guide_utterances=rng.choice([1, 4, 7]),
         recluster_growth=rng.choice([0.25, 0.5, 1.0]),
     )
-    book = EpisodeBook(given, lambda _: BagOfWords(), most)
+    book = EpisodeRouter(given, lambda _: BagOfWords(), most)
     naive = NaiveBook(given, most)
     histories = [[]]
     for _ in range(30):

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 
 def build(number: int, length: int = 10, salt: str | None = None) -> Any:
-    from vllm_kvplugins.vllm_adapter.episode_builds import EpisodeBuild
+    from vllm_kvplugins.vllm_adapter.frontend.embedding_jobs import EpisodeBuild
 
     return EpisodeBuild(tuple(range(length)), (number,), salt)
 
@@ -20,7 +20,7 @@ class Engine:
     """Runs builds for as long as it is told."""
 
     def __init__(self, eager: bool = False, ahead: bool = True) -> None:
-        from vllm_kvplugins.vllm_adapter.episode_builds import Builder
+        from vllm_kvplugins.vllm_adapter.frontend.embedding_jobs import Builder
 
         self.busy = False
         self.begun: list[Any] = []
@@ -126,10 +126,10 @@ def test_a_longer_history_replaces_one_that_was_interrupted():
 
 
 def test_what_fails_is_said_and_the_next_is_built(monkeypatch):
-    from vllm_kvplugins.vllm_adapter import episode_builds
+    from vllm_kvplugins.vllm_adapter.frontend import embedding_jobs
 
     said: list[Any] = []
-    monkeypatch.setattr(episode_builds.logger, "warning", lambda *a: said.append(a))
+    monkeypatch.setattr(embedding_jobs.logger, "warning", lambda *a: said.append(a))
 
     async def scene() -> Engine:
         engine = Engine()
@@ -177,10 +177,10 @@ def test_lessons_wait_for_an_idle_engine_and_come_before_builds():
 
 def test_a_lesson_that_fails_is_said_and_stops_nobody(monkeypatch):
     from vllm_kvplugins.errors import KVPolicyError
-    from vllm_kvplugins.vllm_adapter import episode_builds
+    from vllm_kvplugins.vllm_adapter.frontend import embedding_jobs
 
     said: list[Any] = []
-    monkeypatch.setattr(episode_builds.logger, "warning", lambda *a: said.append(a))
+    monkeypatch.setattr(embedding_jobs.logger, "warning", lambda *a: said.append(a))
 
     def fail() -> None:
         raise KVPolicyError("no encoder")

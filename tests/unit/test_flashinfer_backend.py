@@ -17,8 +17,8 @@ import kernel_suite
 from backend_kernels import through_flashinfer
 from kernel_suite import make_case
 
-from vllm_kvplugins.residency.page_runs import page_indices, page_runs
-from vllm_kvplugins.residency.page_table import PageTables
+from vllm_kvplugins.engine.page_runs import page_indices, page_runs
+from vllm_kvplugins.engine.page_table import PageTables
 from vllm_kvplugins.vllm_adapter.attention import flashinfer
 
 SEED = 20261122
@@ -75,12 +75,12 @@ def test_lengths_are_known_on_the_host():
     tables = PageTables(2, 3, 50, 16, False, CPU)
     counts = torch.tensor([2, 0, 5, 1, 1, 4])
     pages = torch.arange(6 * 5).view(6, 5)
-    seat = tables.seat(pages, counts, tail_block=7)
+    slot_index = tables.assign(pages, counts, tail_block=7)
     table = torch.zeros(3, 20, dtype=torch.int32)
     lens = [7 * 16 + 3, 40, 0]
-    flat = tables.build([seat, 0, 0], torch.tensor(lens), table, lens)
+    flat = tables.build([slot_index, 0, 0], torch.tensor(lens), table, lens)
     assert torch.equal(tables.lengths_on_host(flat), flat.lengths)
-    unknown = tables.build([seat, 0, 0], torch.tensor(lens), table)
+    unknown = tables.build([slot_index, 0, 0], torch.tensor(lens), table)
     assert torch.equal(tables.lengths_on_host(unknown), flat.lengths)
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.ops import gather_tokens
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.policies import available_policies, get_policy_class
-from vllm_kvplugins.policies.base import Geometry, Lengths
 
 BLOCK = 4
 TURNS = (13, 40, 61, 66, 100)
@@ -31,11 +31,11 @@ def flow(base: str, **more: object) -> dict[str, object]:
 
 
 def contents(engine: FakeEngine, request: Request) -> dict[tuple[int, ...], bytes]:
-    """Keys and values of the landing zone by (layer, KV head, position)."""
+    """Keys and values of the retained region by (layer, KV head, position)."""
     runtime, name = engine.runtime, request.name
     resident = runtime._requests[name].resident
     assert resident is not None
-    pages, counts = runtime.tables.zone(resident.seat)
+    pages, counts = runtime.tables.retained(resident.slot_index)
     found = {}
     for row in range(LAYERS * KV_HEADS):
         used = int(counts[row]) * BLOCK
@@ -54,7 +54,7 @@ def contents(engine: FakeEngine, request: Request) -> dict[tuple[int, ...], byte
 
 
 def run(policy: dict[str, object], chunk: int) -> tuple[list[dict], Request]:
-    """What the landing zone holds after each compaction."""
+    """What the retained region holds after each compaction."""
     engine = FakeEngine(policy, BLOCK, 60)
     request = engine.add("r", 110, 12, TURNS)
     company = engine.add("other", 50, 30, (20, 45))
@@ -119,12 +119,12 @@ def test_the_ratio_holds_at_each_turn(ends, ratio, floor, block):
     for compaction in plan.compactions:
         at = compaction.at_tokens
         assert compaction.fixed_blocks == kept
-        resident = len(compaction.zone) * block + at % block
-        floored = len(compaction.zone) == kept + least
+        resident = len(compaction.retained) * block + at % block
+        floored = len(compaction.retained) == kept + least
         assert resident >= min(int(ratio * at), at)
         assert floored or resident < ratio * at + block
         assert plan.resident_blocks(at) == -(-resident // block)
-        kept = len(compaction.zone)
+        kept = len(compaction.retained)
     assert len(plan.notes) <= len(plan.compactions)
 
 

@@ -19,10 +19,10 @@ from test_ops import (
 
 from vllm_kvplugins import ops
 from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.engine.retrieval import pinned
+from vllm_kvplugins.engine.retrieval.host_tier import HostTier
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.ops import dispatch, host_fetch
-from vllm_kvplugins.residency import pinned
-from vllm_kvplugins.residency.host_tier import HostTier
 
 BACKENDS = ["torch"] if dispatch.load_extension().reason else ["compiled", "torch"]
 BLOCK, DIM, ROWS, N = 16, 24, 40, 30
@@ -122,7 +122,7 @@ def test_settings():
 
 def test_refusals_at_start_up(monkeypatch):
     pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
-    from vllm_kvplugins.vllm_adapter import host_memory
+    from vllm_kvplugins.vllm_adapter.config import host_memory
 
     direct = parse_policy(DIRECT)
     others = [parse_policy(name) for name in ("exact-topk", "snapkv", "sekv")]
@@ -141,7 +141,7 @@ def test_refusals_at_start_up(monkeypatch):
 
 def test_a_process_that_may_not_pin_is_refused(monkeypatch):
     pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
-    from vllm_kvplugins.vllm_adapter import host_memory
+    from vllm_kvplugins.vllm_adapter.config import host_memory
 
     held: dict[int, int] = {}
 

@@ -47,7 +47,7 @@ def _threads():
 )
 def test_threads_of_a_gpu_s_worker(monkeypatch, policy, ranks, exported, threads):
     torch_utils = pytest.importorskip("vllm.utils.torch_utils")
-    from vllm_kvplugins.vllm_adapter import gpu_worker
+    from vllm_kvplugins.vllm_adapter.worker import gpu_worker
 
     for name in ("OMP_NUM_THREADS", "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"):
         monkeypatch.delenv(name, raising=False)

@@ -22,15 +22,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvplugins.config import parse_kernel, parse_policy
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.vllm_adapter import validation
-from vllm_kvplugins.vllm_adapter.attention import (
-    choice,
-    cpu,
-    flash,
-    flashinfer,
-    triton,
-)
+from vllm_kvplugins.vllm_adapter.attention import cpu, flash, flashinfer, triton
 from vllm_kvplugins.vllm_adapter.attention.flat import PolicyImpl
+from vllm_kvplugins.vllm_adapter.config import kernel_choice, validation
 
 
 def platform(kind: str) -> SimpleNamespace:
@@ -85,15 +79,15 @@ def test_it_is_a_setting_beside_the_policy_s():
 
 def test_a_cpu_has_its_own(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert choice.problems(config(), asked()) == []
-    assert choice.settled(asked(), config()) == asked()
-    assert choice.in_use(asked()) == "cpu"
-    (problem,) = choice.problems(config(), asked("triton"))
+    assert kernel_choice.problems(config(), asked()) == []
+    assert kernel_choice.settled(asked(), config()) == asked()
+    assert kernel_choice.in_use(asked()) == "cpu"
+    (problem,) = kernel_choice.problems(config(), asked("triton"))
     assert "interpreter" in problem
-    (problem,) = choice.problems(config(), asked("flash"))
+    (problem,) = kernel_choice.problems(config(), asked("flash"))
     assert "needs CUDA" in problem
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert choice.problems(config(), asked("triton")) == []
+    assert kernel_choice.problems(config(), asked("triton")) == []
 
 
 @pytest.mark.usefixtures("cuda")
@@ -110,25 +104,25 @@ def test_a_cpu_has_its_own(monkeypatch):
 )
 def test_a_gpu_gets_flash_attention_if_it_can(wanted, dtype, head_size, kernel):
     asking = config(dtype, head_size)
-    assert choice.problems(asking, asked(wanted)) == []
-    settled = choice.settled(asked(wanted), asking)
+    assert kernel_choice.problems(asking, asked(wanted)) == []
+    settled = kernel_choice.settled(asked(wanted), asking)
     assert settled == asked(kernel)
     assert asking.attention_config.backend is AttentionBackendEnum.CUSTOM
-    assert choice.problems(asking, settled) == []
-    assert choice.settled(settled, asking) == settled
+    assert kernel_choice.problems(asking, settled) == []
+    assert kernel_choice.settled(settled, asking) == settled
 
 
 @pytest.mark.usefixtures("cuda")
 def test_what_cannot_be_had_on_a_gpu_is_said():
-    found = choice.problems(config(torch.float32, 512), asked("flash"))
+    found = kernel_choice.problems(config(torch.float32, 512), asked("flash"))
     assert len(found) == 2
     assert all("kernel 'flash'" in problem for problem in found)
-    found = choice.problems(config(torch.float32, 512), asked("flashinfer"))
+    found = kernel_choice.problems(config(torch.float32, 512), asked("flashinfer"))
     assert len(found) == 2
     assert all("kernel 'flashinfer'" in problem for problem in found)
     asking = config()
     asking.attention_config.backend = AttentionBackendEnum.FLASH_ATTN
-    (problem,) = choice.problems(asking, asked())
+    (problem,) = kernel_choice.problems(asking, asked())
     assert "--attention-backend FLASH_ATTN" in problem
 
 
@@ -136,18 +130,18 @@ def test_what_cannot_be_had_on_a_gpu_is_said():
 def test_flash_attention_must_have_a_version_for_the_gpu(monkeypatch):
     """vLLM may come without its libraries, or for other GPUs, and says so late."""
     monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: None)
-    (problem,) = choice.problems(config(), asked("flash"))
+    (problem,) = kernel_choice.problems(config(), asked("flash"))
     assert "no version of FlashAttention" in problem
-    assert choice.settled(asked(), config()) == asked("triton")
+    assert kernel_choice.settled(asked(), config()) == asked("triton")
 
 
 @pytest.mark.usefixtures("cuda")
 def test_flashinfer_must_be_installed_by_those_who_want_it(monkeypatch):
     monkeypatch.setattr("vllm.utils.flashinfer.has_flashinfer", lambda: False)
-    (problem,) = choice.problems(config(), asked("flashinfer"))
+    (problem,) = kernel_choice.problems(config(), asked("flashinfer"))
     assert "pip install flashinfer-python" in problem
     assert "'triton'" in problem
-    assert choice.problems(config(), asked()) == []
+    assert kernel_choice.problems(config(), asked()) == []
 
 
 @pytest.mark.usefixtures("cuda")
@@ -163,37 +157,37 @@ def test_flashinfer_must_be_installed_by_those_who_want_it(monkeypatch):
 def test_flashinfer_must_have_attention_kernels(monkeypatch, tools, packages, can):
     """vLLM is content with flashinfer-cubin, which holds others."""
     with_tools(monkeypatch, *tools, packages=packages)
-    found = choice.problems(config(), asked("flashinfer"))
+    found = kernel_choice.problems(config(), asked("flashinfer"))
     assert len(found) == (not can)
     assert all("flashinfer-jit-cache" in problem for problem in found)
-    assert choice.settled(asked(), config()) == asked("flash")
+    assert kernel_choice.settled(asked(), config()) == asked("flash")
 
 
 def test_where_nvcc_is_found(monkeypatch):
     with_tools(monkeypatch, "nvcc", "ninja")
-    assert not choice._has_flashinfer_attention(), "CUDA_HOME is what counts"
+    assert not kernel_choice._has_flashinfer_attention(), "CUDA_HOME is what counts"
     monkeypatch.delenv("CUDA_HOME")
     monkeypatch.delenv("CUDA_PATH", raising=False)
-    assert choice._has_flashinfer_attention()
+    assert kernel_choice._has_flashinfer_attention()
     with_tools(monkeypatch, "/usr/local/cuda/bin/nvcc", "ninja")
     monkeypatch.delenv("CUDA_HOME")
-    assert choice._has_flashinfer_attention()
+    assert kernel_choice._has_flashinfer_attention()
 
 
 @pytest.mark.usefixtures("cuda")
 def test_the_backend_takes_the_place_for_custom_ones():
-    choice.register(asked("triton"))
+    kernel_choice.register(asked("triton"))
     try:
         found = AttentionBackendEnum.CUSTOM.get_class()
         assert found is triton.TritonPolicyBackend
-        choice.register(asked("flash"))
+        kernel_choice.register(asked("flash"))
         found = AttentionBackendEnum.CUSTOM.get_class()
         assert found is flash.FlashPolicyBackend
-        choice.register(asked("flashinfer"))
+        kernel_choice.register(asked("flashinfer"))
         found = AttentionBackendEnum.CUSTOM.get_class()
         assert found is flashinfer.FlashInferPolicyBackend
     finally:
-        choice.unregister()
+        kernel_choice.unregister()
     with pytest.raises(ValueError, match="must be registered"):
         AttentionBackendEnum.CUSTOM.get_class()
 

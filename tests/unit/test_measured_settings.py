@@ -12,8 +12,9 @@ from tiny_model import write_config
 pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
 
 from vllm_kvplugins.config import parse_sessions
-from vllm_kvplugins.vllm_adapter import host_memory, sessions
-from vllm_kvplugins.vllm_adapter.engine_config import policy_of, request_of
+from vllm_kvplugins.vllm_adapter.config import host_memory
+from vllm_kvplugins.vllm_adapter.config.engine_config import policy_of, request_of
+from vllm_kvplugins.vllm_adapter.scheduler import sessions
 
 MIB = 1 << 20
 

@@ -12,8 +12,8 @@ pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
 from vllm.config import CUDAGraphMode
 
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.vllm_adapter import activation
-from vllm_kvplugins.vllm_adapter.surprisal import ModelLosses, problems
+from vllm_kvplugins.vllm_adapter.startup import activation
+from vllm_kvplugins.vllm_adapter.worker.surprisal import LogitsSurprisal, problems
 
 
 def test_a_router_that_knows_all_heads_is_refused_where_ranks_have_a_part():
@@ -57,7 +57,7 @@ def test_the_hook_of_a_cache_that_is_gone_is_gone(monkeypatch):
     runtime = SimpleNamespace(detach=lambda: None)
     monkeypatch.setattr(activation, "_process", activation._Process(runtime))
     model = torch.nn.Identity()
-    seen: list[ModelLosses] = []
+    seen: list[LogitsSurprisal] = []
     for _ in range(2):
         activation.set_attach(lambda: seen.append(activation.losses(model)))
         activation._process.attach()

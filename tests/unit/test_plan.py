@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.policies.base import Geometry, Lengths
-from vllm_kvplugins.residency.plan import (
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.plan.residency_plan import (
     BlockSpan,
     Compaction,
-    Fold,
+    DecodeCompaction,
     ResidencyPlan,
 )
 
@@ -76,7 +76,7 @@ def test_hits_leave_the_window_to_compute(case):
         return
     left = prompt - exact * plan.block_size
     assert left >= budget // 2, "the window's queries would not be computed"
-    assert exact == plan.compactions[0].zone.start
+    assert exact == plan.compactions[0].retained.start
 
 
 def test_many_compactions_release_in_order():
@@ -95,20 +95,20 @@ def test_many_compactions_release_in_order():
 @st.composite
 def folding_plans(draw: st.DrawFn) -> ResidencyPlan:
     prompt_blocks = draw(st.integers(1, 60))
-    zone = draw(st.integers(1, 60))
+    retained = draw(st.integers(1, 60))
     prefill = ()
     held = prompt_blocks
-    if zone < prompt_blocks:
+    if retained < prompt_blocks:
         blocks = BlockSpan(0, prompt_blocks)
-        kept = BlockSpan(prompt_blocks - zone, prompt_blocks)
+        kept = BlockSpan(prompt_blocks - retained, prompt_blocks)
         tokens = prompt_blocks * 32 + draw(st.integers(0, 31))
         prefill = (Compaction(tokens, blocks, kept),)
-        held = zone
+        held = retained
     keep, every = draw(st.integers(1, 20)), draw(st.integers(1, 8))
     first = prompt_blocks + max(keep + every - held, 1)
     if first <= keep:
         first = keep + 1
-    return ResidencyPlan(32, prefill, fold=Fold(first, every, keep))
+    return ResidencyPlan(32, prefill, fold=DecodeCompaction(first, every, keep))
 
 
 @given(folding_plans())
@@ -160,13 +160,13 @@ def test_folding_cuts_any_chunking(plan, chunk):
         lambda: ResidencyPlan(
             32, (Compaction(64, BlockSpan(0, 2), BlockSpan(1, 2)),) * 2
         ),
-        lambda: Fold(4, 0, 2),
-        lambda: Fold(2, 1, 2),
-        lambda: Fold(4, 1, 2, whole_layers=3, num_layers=3),
+        lambda: DecodeCompaction(4, 0, 2),
+        lambda: DecodeCompaction(2, 1, 2),
+        lambda: DecodeCompaction(4, 1, 2, whole_layers=3, num_layers=3),
         lambda: ResidencyPlan(
             32,
             (Compaction(99, BlockSpan(0, 3), BlockSpan(1, 3)),),
-            fold=Fold(3, 1, 1),
+            fold=DecodeCompaction(3, 1, 1),
         ),
     ],
 )

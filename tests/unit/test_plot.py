@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from vllm_kvplugins.cli import app
 from vllm_kvplugins.cli.hit_rate import grids_of
-from vllm_kvplugins.residency.recorded_run import (
+from vllm_kvplugins.engine.recorded_run import (
     Fetch,
     Header,
     RecordedRun,

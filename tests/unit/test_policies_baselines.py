@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from vllm_kvplugins.config import describe, parse_policy
 from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.policies import available_policies
-from vllm_kvplugins.policies.base import Geometry, LayerView, Lengths
+from vllm_kvplugins.policies.base import LayerView
 from vllm_kvplugins.policies.compressor import Compressor
-from vllm_kvplugins.scoring import mean_over_heads, slot_tiles
-from vllm_kvplugins.selection import keep_top
+from vllm_kvplugins.scoring.attention_votes import mean_over_heads, slot_tiles
+from vllm_kvplugins.scoring.selection import keep_top
 
 sys.path.append(str(Path(__file__).parents[1] / "oracles"))
 import score_oracles as oracle
@@ -300,14 +301,16 @@ def test_keydiff_in_tiles(monkeypatch):
     policy = make_policy("keydiff")
     view = make_view(policy, make_keys("random", 2, 101))
     whole = policy.score(view)
-    monkeypatch.setattr("vllm_kvplugins.scoring._MAX_TILE", 7 * 2 * HEAD_DIM)
+    monkeypatch.setattr(
+        "vllm_kvplugins.scoring.attention_votes._MAX_TILE", 7 * 2 * HEAD_DIM
+    )
     torch.testing.assert_close(policy.score(view), whole)
 
 
 @given(st.integers(0, 300), st.integers(0, 50), st.integers(1, 400))
 def test_tiles_cover_every_slot_once(slots, entries, largest):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_kvplugins.scoring._MAX_TILE", largest)
+        patch.setattr("vllm_kvplugins.scoring.attention_votes._MAX_TILE", largest)
         tiles = slot_tiles(slots, entries)
     covered = [slot for tile in tiles for slot in range(tile.start, tile.stop)]
     assert covered == list(range(slots))

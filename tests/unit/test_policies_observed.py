@@ -10,7 +10,7 @@ import torch
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.policies.base import LayerView
-from vllm_kvplugins.rotary import Rotary
+from vllm_kvplugins.scoring.rotary import Rotary
 
 SEED = 11
 

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvplugins import prototypes as proto
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.policies.base import LayerView
 from vllm_kvplugins.policies.protokv import ProtoKV
-from vllm_kvplugins.scoring import cluster_mean
+from vllm_kvplugins.scoring import prototypes as proto
+from vllm_kvplugins.scoring.attention_votes import cluster_mean
 
 sys.path.append(str(Path(__file__).parents[1] / "oracles"))
 import protokv_oracle as oracle
@@ -298,7 +298,7 @@ def test_result_does_not_depend_on_tiles(monkeypatch):
     for ablation in ("none", "lsh-only"):
         policy = ProtoKV(**SMALL, ablation=ablation)
         whole = policy.score(view)
-        monkeypatch.setattr("vllm_kvplugins.scoring._MAX_TILE", 400)
+        monkeypatch.setattr("vllm_kvplugins.scoring.attention_votes._MAX_TILE", 400)
         torch.testing.assert_close(policy.score(view), whole, rtol=1e-6, atol=0)
         monkeypatch.undo()
 

@@ -11,7 +11,7 @@ from fake_engine import LAYERS, FakeEngine
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.index import Keys
-from vllm_kvplugins.policies.base import Geometry
+from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.pqcache import QuantizedKeys, k_means, nearest
 from vllm_kvplugins.policies.retrieval import ExactScan
 

@@ -14,10 +14,11 @@ from policy_settings import configure
 from vllm_kvplugins.budgets import ALLOCATORS
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction, ResidencyPlan
 from vllm_kvplugins.policies import available_policies, get_policy_class
-from vllm_kvplugins.policies.base import Geometry, Lengths, ProbeOccasion
+from vllm_kvplugins.policies.base import ProbeOccasion
 from vllm_kvplugins.policies.compressor import Compressor
-from vllm_kvplugins.residency.plan import BlockSpan, Compaction, ResidencyPlan
 
 SEED = 20261124
 COMPRESSORS = [
@@ -56,8 +57,8 @@ def blockwise(draw: st.DrawFn) -> tuple[Lengths, Compressor, Geometry]:
     if draw(st.booleans()):
         stop = draw(st.integers(1, 40))
         at = stop * size + draw(st.integers(0, 3 * size))
-        zone = BlockSpan(draw(st.integers(0, stop - 1)), stop)
-        restored = Compaction(at, BlockSpan(0, stop), zone)
+        retained = BlockSpan(draw(st.integers(0, stop - 1)), stop)
+        restored = Compaction(at, BlockSpan(0, stop), retained)
         prompt += at
     return Lengths(prompt, (), restored), policy, shape
 
@@ -107,7 +108,7 @@ def test_each_cut_is_scored_by_a_window_and_leaves_the_budget(case):
         before_end = compaction.at_tokens < prompt
         if before_end:
             assert compaction.at_tokens % size == 0, "whole blocks"
-            kept = len(compaction.zone) * size
+            kept = len(compaction.retained) * size
             budget = bound_tokens(policy, prompt) - policy.prefill_block
             assert budget <= kept < budget + size
         # the last cut before the end may come early, for the sake of the end's
@@ -141,7 +142,7 @@ def test_only_the_first_blocks_may_come_from_the_prefix_cache(case):
     lengths, policy, shape = case
     plan = policy.plan(lengths, shape)
     exact = plan.exact_prefix_blocks
-    assert exact == (plan.compaction(0).zone.start if not plan.is_static else None)
+    assert exact == (plan.compaction(0).retained.start if not plan.is_static else None)
 
 
 def test_the_bound_does_not_grow_with_the_prompt():
@@ -254,7 +255,7 @@ def test_kvzip_repeats_the_block_just_read():
 
 def too_large(answer: int, pool: int, runs_ahead: bool = False, **changes):
     pytest.importorskip("vllm")
-    from vllm_kvplugins.vllm_adapter import pool as adapter
+    from vllm_kvplugins.vllm_adapter.config import pool as adapter
 
     policy = parse_policy(
         {"name": "snapkv", "budget": 512, "prefill_block": 512, **changes}
@@ -280,7 +281,7 @@ def test_a_request_that_outgrows_the_pool_is_told_what_to_do():
 @given(st.integers(1, 3), st.integers(2, 500))
 def test_the_pool_of_one_engine_is_known_from_the_sum(engines, blocks):
     pytest.importorskip("vllm")
-    from vllm_kvplugins.vllm_adapter.pool import blocks_per_engine
+    from vllm_kvplugins.vllm_adapter.config.pool import blocks_per_engine
 
     def found(total: int | None, **changes: object) -> int | None:
         parallel = {

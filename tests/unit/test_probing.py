@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.engine import probing
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.policies.base import LayerView, Probe, ProbeOccasion
-from vllm_kvplugins.residency import probing
 
 SEED = 23
 HEADS, GROUP, DIM = 2, 3, 16

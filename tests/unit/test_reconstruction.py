@@ -25,7 +25,7 @@ def random():
     return torch.Generator().manual_seed(SEED)
 
 
-class Zoomed:
+class RequestSpans:
     """Factors of keys and values, and free slots for some of their tokens."""
 
     def __init__(self, random: torch.Generator, dtype: torch.dtype, kind: str) -> None:
@@ -59,7 +59,7 @@ class Zoomed:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_pages_receive_the_rows_and_nothing_else(backend, random, dtype, kind):
-    zoomed = Zoomed(random, dtype, kind)
+    zoomed = RequestSpans(random, dtype, kind)
     expected = zoomed.heap.clone()
     rows = [
         svd.reconstruct(part, zoomed.which, dtype)
@@ -120,7 +120,7 @@ def test_factors_may_lie_in_an_arena(backend, random):
 
 
 def test_bad_reconstructions(backend, random):
-    zoomed = Zoomed(random, torch.float32, "transposed")
+    zoomed = RequestSpans(random, torch.float32, "transposed")
     before = zoomed.heap.clone()
     for wrong in (-1, 10):
         with pytest.raises(
@@ -143,7 +143,7 @@ def test_bad_reconstructions(backend, random):
             "of the same spans",
         ),
     ):
-        other = Zoomed(random, torch.float32, "transposed")
+        other = RequestSpans(random, torch.float32, "transposed")
         other.heap.copy_(before)
         setattr(other, name, value)
         with pytest.raises(ValueError, match=message):

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.policies.base import Geometry, Lengths
-from vllm_kvplugins.residency.plan import BlockSpan, Compaction, ResidencyPlan
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction, ResidencyPlan
 
 SIZE = 32
 GEOMETRY = Geometry(SIZE, num_layers=4, num_kv_heads=2, kv_bytes_per_token=1024)
@@ -18,8 +18,8 @@ def continued(draw: st.DrawFn) -> tuple[int, Compaction, ResidencyPlan]:
     """A prompt, what its restored start looks like, the plan."""
     stop = draw(st.integers(2, 60))
     at = stop * SIZE + draw(st.integers(0, 200))
-    zone = BlockSpan(draw(st.integers(0, stop - 1)), stop)
-    restored = Compaction(at, BlockSpan(0, stop), zone)
+    retained = BlockSpan(draw(st.integers(0, stop - 1)), stop)
+    restored = Compaction(at, BlockSpan(0, stop), retained)
     prompt = at + draw(st.integers(1, 2000))
     settings = {
         "budget": draw(st.integers(70, 1000)),
@@ -35,16 +35,16 @@ def continued(draw: st.DrawFn) -> tuple[int, Compaction, ResidencyPlan]:
 def test_plan_goes_on_behind_what_was_restored(case, extra):
     prompt, restored, plan = case
     assert plan.compaction(0) == restored
-    assert plan.exact_prefix_blocks == restored.zone.start
+    assert plan.exact_prefix_blocks == restored.retained.start
     assert plan.num_done(restored.at_tokens) == 1
-    start, freed = restored.zone.start, set(range(restored.zone.start))
+    start, freed = restored.retained.start, set(range(restored.retained.start))
     for index in range(1, plan.num_done(prompt + extra)):
         compaction = plan.compaction(index)
         assert compaction.at_tokens > restored.at_tokens
         assert compaction.candidates.start == start, "what is held competes"
         gone = set(range(compaction.freed.start, compaction.freed.stop))
         assert not gone & freed
-        start, freed = compaction.zone.start, freed | gone
+        start, freed = compaction.retained.start, freed | gone
     total = -(-(prompt + extra) // SIZE)
     assert plan.resident_blocks(prompt + extra) == total - len(freed)
 
@@ -57,7 +57,7 @@ def test_restored_session_keeps_its_budget_at_the_end_of_the_prompt(case):
     fresh = Lengths(prompt)
     last = plan.compactions[-1]
     if last is restored:
-        assert held == -(-prompt // SIZE) - restored.zone.start
+        assert held == -(-prompt // SIZE) - restored.retained.start
     else:
         assert last.at_tokens == prompt
     # never more than what a session from the beginning holds

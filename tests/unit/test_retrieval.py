@@ -16,10 +16,10 @@ from retrieving_engine import BLOCK, RETRIEVERS, engine
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.index import Keys
-from vllm_kvplugins.policies.base import Geometry
+from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.quest import PageBounds
 from vllm_kvplugins.policies.retrieval import WholeFirstLayers
-from vllm_kvplugins.vllm_adapter.host_memory import (
+from vllm_kvplugins.vllm_adapter.config.host_memory import (
     HostReservations,
     measured,
     too_long,

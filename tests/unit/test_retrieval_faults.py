@@ -10,11 +10,11 @@ import torch
 from fake_engine import LAYERS
 from retrieving_engine import SKIP, engine
 
+from vllm_kvplugins.engine.retrieval import controller as retrieval_module
 from vllm_kvplugins.index import Keys
 from vllm_kvplugins.policies.exact_topk import ExactTopK
 from vllm_kvplugins.policies.quest import PageBounds, Quest
 from vllm_kvplugins.policies.retrieval import ExactScan, TokenIndex
-from vllm_kvplugins.residency import retrieval as retrieval_module
 
 
 class Failing(TokenIndex):

@@ -16,10 +16,7 @@ from fake_engine import (
     FakeEngine,
 )
 
-from vllm_kvplugins.policies import available_policies, get_policy_class
-from vllm_kvplugins.policies.base import Retention
-from vllm_kvplugins.residency import retrieval_log
-from vllm_kvplugins.residency.recorded_run import (
+from vllm_kvplugins.engine.recorded_run import (
     Fetch,
     Header,
     RecordedRun,
@@ -27,7 +24,10 @@ from vllm_kvplugins.residency.recorded_run import (
     lines_of,
     read_run,
 )
-from vllm_kvplugins.residency.retrieval_log import RetrievalLog, covered
+from vllm_kvplugins.engine.retrieval import log
+from vllm_kvplugins.engine.retrieval.log import RetrievalLog, covered
+from vllm_kvplugins.policies import available_policies, get_policy_class
+from vllm_kvplugins.policies.base import Retention
 
 BLOCK, BLOCKS, SINKS, WINDOW, SKIP = 4, 120, 2, 5, 1
 TOKEN_BYTES = 2 * HEAD_DIM * 4
@@ -186,7 +186,7 @@ def test_without_a_log_nothing_is_computed(monkeypatch):
         raise AssertionError("computed without a log")
 
     fake = engine("exact-topk")
-    monkeypatch.setattr(retrieval_log, "covered", never)
+    monkeypatch.setattr(log, "covered", never)
     monkeypatch.setattr(type(fake.runtime.retrieval), "_note", never)
     request = fake.add("r", 43, 8)
     while not request.done:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vllm_kvplugins import ops
+from vllm_kvplugins.engine.retrieval.host_tier import HostTier
 from vllm_kvplugins.index import (
     BruteForceIndex,
     DCIIndex,
@@ -16,7 +17,6 @@ from vllm_kvplugins.index import (
 )
 from vllm_kvplugins.ops import hot_set
 from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.residency.host_tier import HostTier
 
 SEEDS = [3, 20261121]
 needs_extension = pytest.mark.skipif(
@@ -154,21 +154,21 @@ class Scene:
 
     def write(self) -> None:
         """Let the hot slots hold what ``token`` says."""
-        for seat in range(3):
+        for slot_index in range(3):
             for head in range(HEADS):
-                token = self.token[seat, head]
-                keys = self.keys[seat][head][token]
-                spot = self.page[seat, head], self.slot[seat, head]
+                token = self.token[slot_index, head]
+                keys = self.keys[slot_index][head][token]
+                spot = self.page[slot_index, head], self.slot[slot_index, head]
                 ops.scatter_tokens(self.heap, *spot, keys, -keys, self.layout)
 
-    def fill(self, wanted: torch.Tensor, seats: list[int]) -> torch.Tensor:
+    def fill(self, wanted: torch.Tensor, slot_indices: list[int]) -> torch.Tensor:
         return hot_set.fill_hot(
             self.heap,
             self.layout,
             self.tier.pages,
-            self.view.table[seats],
+            self.view.table[slot_indices],
             wanted,
-            torch.tensor(seats),
+            torch.tensor(slot_indices),
             self.token,
             self.page,
             self.slot,
@@ -176,15 +176,15 @@ class Scene:
         )
 
     def check_contents(self) -> None:
-        for seat in range(3):
+        for slot_index in range(3):
             for head in range(HEADS):
                 keys, values = ops.gather_tokens(
                     self.heap,
-                    self.page[seat, head],
-                    self.slot[seat, head],
+                    self.page[slot_index, head],
+                    self.slot[slot_index, head],
                     self.layout,
                 )
-                right = self.keys[seat][head][self.token[seat, head]]
+                right = self.keys[slot_index][head][self.token[slot_index, head]]
                 assert keys.equal(right)
                 assert values.equal(-right)
 
@@ -197,20 +197,22 @@ def test_hot_slots_hold_what_is_wanted(random, monkeypatch, dtype, backend):
     elif compiled.extension_problem():
         pytest.skip("the extension is not built")
     scene = Scene(random, dtype)
-    seats = [2, 0, 1]
+    slot_indices = [2, 0, 1]
     for asked in (WIDTH, 5, 3, 30):
         before = scene.token.clone()
         order = torch.rand(3, HEADS, TOKENS, generator=random).argsort(-1)
         wanted = order[..., :asked].contiguous()
         wanted[torch.rand(wanted.shape, generator=random) < 0.1] = -1
-        copied = scene.fill(wanted, seats)
+        copied = scene.fill(wanted, slot_indices)
         scene.check_contents()
-        for row, seat in enumerate(seats):
-            count, fetched = int(scene.counts[seat]), 0
-            assert scene.token[seat, :, count:].equal(before[seat, :, count:])
+        for row, slot_index in enumerate(slot_indices):
+            count, fetched = int(scene.counts[slot_index]), 0
+            assert scene.token[slot_index, :, count:].equal(
+                before[slot_index, :, count:]
+            )
             for head in range(HEADS):
-                hot = scene.token[seat, head, :count].tolist()
-                old = before[seat, head, :count].tolist()
+                hot = scene.token[slot_index, head, :count].tolist()
+                old = before[slot_index, head, :count].tolist()
                 want = [t for t in wanted[row, head, :count].tolist() if t >= 0]
                 assert len(set(hot)) == count
                 assert set(want) <= set(hot), "what is wanted is there"
@@ -242,16 +244,16 @@ def test_swaps_are_what_a_fill_copies(random, monkeypatch, backend):
     elif compiled.extension_problem():
         pytest.skip("the extension is not built")
     order = torch.rand(3, HEADS, TOKENS, generator=random).argsort(-1)
-    seats, wanted = [2, 0, 1], order[..., :9].contiguous()
+    slot_indices, wanted = [2, 0, 1], order[..., :9].contiguous()
     filled, scene = (
         Scene(torch.Generator().manual_seed(1), torch.float32) for _ in "ab"
     )
-    copied = filled.fill(wanted, seats)
+    copied = filled.fill(wanted, slot_indices)
     moves, found = hot_set.swap_hot(
         scene.tier.pages,
-        scene.view.table[seats],
+        scene.view.table[slot_indices],
         wanted,
-        torch.tensor(seats),
+        torch.tensor(slot_indices),
         scene.token,
         scene.page,
         scene.slot,

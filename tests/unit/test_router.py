@@ -18,7 +18,7 @@ from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.ops.svd import truncated_svd
-from vllm_kvplugins.policies.base import Geometry, Lengths
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.policies.sekv import SeKV
 from vllm_kvplugins.routers.files import read_router
 from vllm_kvplugins.routers.router import spectra
@@ -299,7 +299,7 @@ def test_what_a_router_keeps_of_spans_takes_its_place_in_the_budget(random, tmp_
     found = {}
     for name, policy in {"plain": plain, "routed": routed}.items():
         plan = policy.plan(Lengths(3000), geometry)
-        resident = len(plan.compactions[0].zone) * 4
+        resident = len(plan.compactions[0].retained) * 4
         spans = policy.segment(surprisal, resident, geometry).num_spans
         zoom = policy.zoom_tokens(3000, geometry)
         each = 1.5 if name == "routed" else 1

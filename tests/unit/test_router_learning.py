@@ -12,12 +12,12 @@ from routers import Shape, random_example, random_router, write_random_router
 from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.ops.svd import truncated_svd
 from vllm_kvplugins.policies.sekv import MEAN_KEY, SeKV
-from vllm_kvplugins.routers import examples, losses, report, thresholds, training
 from vllm_kvplugins.routers.files import read_router
 from vllm_kvplugins.routers.router import spectra
-from vllm_kvplugins.routers.settings import TrainSettings
-from vllm_kvplugins.routers.student import Memory, mixed_attention, straight_through
 from vllm_kvplugins.spans.coarse import CoarseSpans
+from vllm_kvplugins.training import examples, loop, losses, report, thresholds
+from vllm_kvplugins.training.settings import TrainSettings
+from vllm_kvplugins.training.student import Memory, mixed_attention, straight_through
 
 SEED = 20261123
 SHAPE = Shape()
@@ -292,7 +292,7 @@ def test_training_starts_from_the_coordinates_that_tell_spans_apart(random):
     means[0, :, :, :, [1, 3, 4, 6]] = 2.0  # the same for all spans
     example = replace(example, means=means)
     settings = TrainSettings(routing_dim=4, max_rank=SHAPE.max_rank)
-    router = training.starting_router([example], settings)
+    router = loop.starting_router([example], settings)
     for weight in router.projection.flatten(0, 1):
         assert (weight != 0).sum(-1).eq(1).all()
         assert weight.abs().sum(0).nonzero().squeeze(1).tolist() == [0, 2, 5, 7]

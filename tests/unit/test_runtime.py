@@ -12,16 +12,17 @@ import pytest
 import torch
 
 from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.page_table import FlatTable
+from vllm_kvplugins.engine.requests import Row
+from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.ops import gather_keys, gather_values
 from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.policies.base import Geometry, LayerView
+from vllm_kvplugins.plan.geometry import Geometry
+from vllm_kvplugins.policies.base import LayerView
 from vllm_kvplugins.policies.streaming_llm import StreamingLLM
-from vllm_kvplugins.residency.heap import Heap
-from vllm_kvplugins.residency.page_table import FlatTable
-from vllm_kvplugins.residency.requests import Row
-from vllm_kvplugins.residency.runtime import PolicyRuntime
-from vllm_kvplugins.selection import keep_top
+from vllm_kvplugins.scoring.selection import keep_top
 
 SEED = 20261121
 LAYERS, KV_HEADS, GROUP, HEAD_DIM = 3, 2, 2, 8
@@ -107,10 +108,10 @@ class Bench:
         return flat
 
     @property
-    def seats(self) -> int:
+    def slot_indices(self) -> int:
         """Compacted requests."""
         assert self.runtime.tables is not None
-        return self.runtime.tables.seats_taken
+        return self.runtime.tables.num_slot_indices
 
     def original(self, plane: torch.Tensor, name: str, layer: int) -> torch.Tensor:
         """[KV_HEADS, slots, HEAD_DIM] of a request as it was written."""
@@ -153,9 +154,9 @@ class Bench:
                 for layer in range(LAYERS)
             ]
         )
-        zone = -(-(BUDGET - prompt % BLOCK) // BLOCK)
+        retained = -(-(BUDGET - prompt % BLOCK) // BLOCK)
         most = torch.full((LAYERS, KV_HEADS), full // BLOCK)
-        counts = policy.page_allocator().allocate(scores, zone, BLOCK, most)
+        counts = policy.page_allocator().allocate(scores, retained, BLOCK, most)
         keep = keep_top(scores, counts * BLOCK)
         tail = list(range(full, prompt))
         return [
@@ -172,11 +173,11 @@ def test_the_kept_tokens_are_attended_to_and_no_others(policy):
     bench = Bench(policy)
     prompt = 6 * BLOCK + 5
     bench.step(("a", prompt, 0, 64))
-    assert bench.seats == 0
+    assert bench.slot_indices == 0
     # "a" ends its prompt beside a decoding request, so its queries come second
     bench.step(("short", 30, 0, 30))
     bench.step(("short", 30, 30, 1), ("a", prompt, 64, prompt - 64))
-    assert bench.seats == 1
+    assert bench.slot_indices == 1
     wanted = bench.wanted_positions("a", prompt)
     (record,) = bench.runtime.records
     assert record.kept_positions == wanted
@@ -215,9 +216,9 @@ def test_freed_blocks_are_not_written(policy):
     bench.step(("a", prompt, 0, prompt))
     pages = bench.heap.pages.view(LAYERS, BLOCKS, -1)
     changed = (pages != before.view_as(pages)).any(-1).any(0).nonzero()[:, 0].tolist()
-    zone = bench.runtime.plan(prompt).compactions[0].zone
+    retained = bench.runtime.plan(prompt).compactions[0].retained
     assert changed
-    assert set(changed) <= set(bench.blocks["a"][zone.start : zone.stop])
+    assert set(changed) <= set(bench.blocks["a"][retained.start : retained.stop])
 
 
 def test_two_requests_compact_in_one_step_without_mixing():
@@ -240,7 +241,7 @@ def test_short_prompts_are_left_alone():
     before = bench.heap.pages.clone()
     bench.step(("a", BUDGET, 0, BUDGET))
     flat = bench.step(("a", BUDGET, BUDGET, 1))
-    assert bench.seats == 0
+    assert bench.slot_indices == 0
     assert torch.equal(bench.heap.pages, before)
     assert (flat.lengths == BUDGET + 1).all()
 
@@ -251,13 +252,13 @@ def test_a_request_that_starts_over_loses_its_seat():
     prompt = 6 * BLOCK
     bench.step(("a", prompt, 0, prompt))
     bench.step(("a", prompt, prompt, 1))
-    assert bench.seats == 1
+    assert bench.slot_indices == 1
     bench.blocks.pop("a")
     flat = bench.step(("a", prompt, 0, 64))
-    assert bench.seats == 0
+    assert bench.slot_indices == 0
     assert (flat.lengths == 64).all(), "everything is attended to again"
     bench.step(("a", prompt, 64, prompt - 64))
-    assert bench.seats == 1
+    assert bench.slot_indices == 1
     # the answer's tokens that it had already are one more chunk
     flat = bench.step(("a", prompt, prompt, 7))
     assert (flat.lengths < prompt).all()
@@ -268,15 +269,15 @@ def test_forget_can_be_repeated_and_seats_are_reused():
     for name in ("a", "b", "c"):
         bench.step((name, 6 * BLOCK, 0, 6 * BLOCK))
     runtime = bench.runtime
-    assert bench.seats == 3
+    assert bench.slot_indices == 3
     runtime.forget(["a", "stranger"])
     runtime.forget(["a"])
     runtime.check_integrity()
-    assert bench.seats == 2
+    assert bench.slot_indices == 2
     bench.step(("d", 6 * BLOCK, 0, 6 * BLOCK))
     runtime.forget(["b", "c", "d"])
     runtime.check_integrity()
-    assert bench.seats == 0
+    assert bench.slot_indices == 0
 
 
 def test_check_integrity_sees_a_lost_and_a_shared_seat():

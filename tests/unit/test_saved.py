@@ -11,13 +11,13 @@ from fake_sessions import SessionEngine
 from test_flowkv import contents, flow
 from test_sessions_runtime import BLOCK, run, says, small
 
+from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.page_table import PageTables
+from vllm_kvplugins.engine.requests import Row
+from vllm_kvplugins.engine.windows import Window
 from vllm_kvplugins.policies import get_policy_class
-from vllm_kvplugins.residency import saved as saved_caches
-from vllm_kvplugins.residency.heap import Heap
-from vllm_kvplugins.residency.page_table import PageTables
-from vllm_kvplugins.residency.requests import Row
-from vllm_kvplugins.residency.saved import SavedCache
-from vllm_kvplugins.residency.windows import Window
+from vllm_kvplugins.sessions import snapshot as saved_caches
+from vllm_kvplugins.sessions.snapshot import CacheSnapshot
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def go_on(name: str, most: int | None) -> tuple[SavedCache, list[object]]:
+def go_on(name: str, most: int | None) -> tuple[CacheSnapshot, list[object]]:
     """A request, and one that goes on from it; what it has in the end."""
     engine = SessionEngine(small(name), BLOCK, 80, sessions=True)
     request = says(engine.add("r", 40, 20))
@@ -68,11 +68,11 @@ def test_pieces_are_the_whole(monkeypatch, name: str, most: int | None, pages: i
     monkeypatch.setattr(saved_caches, "PIECE_BYTES", pages * page + page // 2)
     sizes = copied(monkeypatch)
     saved, found = go_on(name, most)
-    for part in ("zone", "tail", "counts", "positions"):
+    for part in ("retained", "tail", "counts", "positions"):
         assert getattr(saved, part).equal(getattr(whole, part)), part
     assert found == expected
     assert max(sizes) == pages * page
-    both_ways = whole.tail.nbytes + whole.zone.nbytes
+    both_ways = whole.tail.nbytes + whole.retained.nbytes
     assert both_ways < sum(sizes) <= 2 * both_ways
 
 
@@ -107,7 +107,7 @@ def lost(engine: SessionEngine, request: Request) -> None:
     runtime, tokens = engine.runtime, request.computed
     assert runtime.tracked("r").lost
     assert runtime.tables is not None
-    assert runtime.tables.seats_taken == 0
+    assert runtime.tables.num_slot_indices == 0
     row = Row("r", request.prompt, tokens, 1, 0)
     assert not runtime.wants_of_layers([row])
     table = torch.tensor([request.table + [0] * 9], dtype=torch.int32)
@@ -124,8 +124,8 @@ def lost(engine: SessionEngine, request: Request) -> None:
     [
         (saved_caches, "copy_pages", 0),
         (saved_caches, "copy_pages", 1),
-        (PageTables, "seat", 0),
-        (PageTables, "seat", 1),  # of the compaction that is due
+        (PageTables, "assign", 0),
+        (PageTables, "assign", 1),  # of the compaction that is due
         (Heap, "apply", 0),
         (Window, "restored", 0),
     ],

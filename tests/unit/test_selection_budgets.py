@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvplugins.budgets import ALLOCATORS, Budget, parse_allocator, round_to_pages
-from vllm_kvplugins.selection import keep_top
+from vllm_kvplugins.scoring.selection import keep_top
 
 SEED = 20261121
 

@@ -13,11 +13,11 @@ from tiny_model import LLAMA
 
 from vllm_kvplugins.budgets import parse_allocator
 from vllm_kvplugins.budgets.rounding import in_proportion
+from vllm_kvplugins.budgets.sensitivity_profile import read_profile, shipped_profiles
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.model_config import ConfigOnlyModel
-from vllm_kvplugins.sensitivity.profile import read_profile, shipped_profiles
-from vllm_kvplugins.vllm_adapter import layer_budgets
+from vllm_kvplugins.vllm_adapter.config import layer_budgets
 
 SEED = 20261122
 BLOCK = 8

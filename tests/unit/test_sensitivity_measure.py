@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
+from vllm_kvplugins.budgets.sensitivity_profile import MeasureSettings, read_profile
 from vllm_kvplugins.cli import app
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.sensitivity import measure
-from vllm_kvplugins.sensitivity.profile import MeasureSettings, read_profile
+from vllm_kvplugins.training import sensitivity
 
 SEED = 20261122
 TOKENS = 90
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(folder):
-    return measure.load_model(str(folder), "float32")
+    return sensitivity.load_model(str(folder), "float32")
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,8 @@ def plain_sensitivity(folder, tokens, budget, sinks):
 def test_sensitivity_is_that_of_a_plain_model(
     folder, model, tokens, budget, sinks, at_a_time, monkeypatch
 ):
-    monkeypatch.setattr(measure, "_QUERIES_AT_A_TIME", at_a_time)
-    found = measure.layer_sensitivity(model, tokens, settings(budget, sinks))
+    monkeypatch.setattr(sensitivity, "_QUERIES_AT_A_TIME", at_a_time)
+    found = sensitivity.layer_sensitivity(model, tokens, settings(budget, sinks))
     expected = plain_sensitivity(folder, tokens, budget, sinks)
     assert found == pytest.approx(expected, abs=1e-5)
     assert found[0] == pytest.approx(0, abs=1e-6), "its keys see no attention"
@@ -92,25 +92,25 @@ def test_the_cosine_is_the_same_before_rope(model, tokens):
     layer = model.model.layers[1].self_attn.k_proj
     hook = layer.register_forward_hook(lambda m, i, out: projected.append(out))
     try:
-        found = measure.layer_sensitivity(model, tokens, settings())
+        found = sensitivity.layer_sensitivity(model, tokens, settings())
     finally:
         hook.remove()
     (keys,) = projected  # [2, tokens, heads * head_dim]
     before = keys.unflatten(2, (KV_HEADS, -1)).transpose(1, 2)
-    expected = 1 - measure.mean_cosine(before[0], before[1])
+    expected = 1 - sensitivity.mean_cosine(before[0], before[1])
     assert found[1] == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_mask_is_the_one_in_the_picture():
     picture = ["1.....", "11....", "111...", "1111..", "1.111.", "1..111"]
-    mask = measure.block_mask(0, 6, settings(4, 1))
+    mask = sensitivity.block_mask(0, 6, settings(4, 1))
     assert ["".join(".1"[int(s)] for s in row) for row in mask] == picture
-    assert torch.equal(measure.block_mask(4, 2, settings(4, 1)), mask[4:])
+    assert torch.equal(sensitivity.block_mask(4, 2, settings(4, 1)), mask[4:])
 
 
 def test_a_smaller_budget_changes_keys_more(model, tokens):
     last = [
-        measure.layer_sensitivity(model, tokens, settings(budget, 2))[1]
+        sensitivity.layer_sensitivity(model, tokens, settings(budget, 2))[1]
         for budget in (4, 16, 64)
     ]
     assert last == sorted(last, reverse=True)
@@ -118,21 +118,21 @@ def test_a_smaller_budget_changes_keys_more(model, tokens):
 
 def test_layers_are_counted_and_nothing_is_left_behind(model, tokens):
     layers: list = []
-    measure.layer_sensitivity(model, tokens, settings(), layers.append)
+    sensitivity.layer_sensitivity(model, tokens, settings(), layers.append)
     assert layers == list(range(LAYERS))
     assert not any(hasattr(m, "kvp_sensitivity") for m in model.modules())
 
 
 def test_a_text_in_which_nothing_is_masked_is_refused(model, tokens):
     with pytest.raises(ValueError, match="16 tokens are not more than"):
-        measure.layer_sensitivity(model, tokens[:16], settings())
+        sensitivity.layer_sensitivity(model, tokens[:16], settings())
 
 
 def test_a_model_with_its_own_attention_is_refused(model, tokens, monkeypatch):
     layer = model.model.layers[1].self_attn
     monkeypatch.setattr(layer, "forward", lambda hidden_states, **_: (hidden_states, 0))
     with pytest.raises(KVPolicyError, match="of 2 layers 1 attend through"):
-        measure.layer_sensitivity(model, tokens, settings())
+        sensitivity.layer_sensitivity(model, tokens, settings())
 
 
 def test_keys_that_are_not_finite_are_refused(folder, tokens, tmp_path):
@@ -141,9 +141,9 @@ def test_keys_that_are_not_finite_are_refused(folder, tokens, tmp_path):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    broken = measure.load_model(str(tmp_path), "float32")
+    broken = sensitivity.load_model(str(tmp_path), "float32")
     with pytest.raises(KVPolicyError, match="keys of layer 1 are not finite"):
-        measure.layer_sensitivity(broken, tokens, settings())
+        sensitivity.layer_sensitivity(broken, tokens, settings())
 
 
 # -- the command -----------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_the_command_writes_a_profile_of_all_documents(folder, model, tmp_path):
         assert (document.name, document.tokens) == (text.name, 120)
         assert document.sha256 == hashlib.sha256(text.read_bytes()).hexdigest()
         tokens = [ids[word] for word in text.read_text().split()][:120]
-        expected = measure.layer_sensitivity(model, tokens, found.settings)
+        expected = sensitivity.layer_sensitivity(model, tokens, found.settings)
         assert document.sensitivity == pytest.approx(expected, abs=1e-6)
     both = [document.sensitivity[1] for document in found.documents]
     assert both[0] != both[1]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from profiles import make_profile, write_made
 
+from vllm_kvplugins.budgets import sensitivity_profile as profiles
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.model_config import ConfigOnlyModel
-from vllm_kvplugins.sensitivity import profile as profiles
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -127,7 +127,7 @@ def test_the_shipped_profile_is_of_the_shipped_text():
 def test_profiles_need_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from vllm_kvplugins.sensitivity.profile import shipped_profiles\n"
+        "from vllm_kvplugins.budgets.sensitivity_profile import shipped_profiles\n"
         "assert shipped_profiles()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -17,36 +17,38 @@ from typer.testing import CliRunner
 from vllm_kvplugins.cli.app import app
 from vllm_kvplugins.config import parse_policy, parse_sessions
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.residency.saved import SavedCache
 from vllm_kvplugins.sessions import files as session_files
-from vllm_kvplugins.sessions.files import Identity, SessionDir, SessionFileError
-from vllm_kvplugins.sessions.keeper import Keeper
-from vllm_kvplugins.sessions.vault import Vault
+from vllm_kvplugins.sessions.directory import SessionDirectory
+from vllm_kvplugins.sessions.files import Identity, SessionFileError, SessionFolder
+from vllm_kvplugins.sessions.snapshot import CacheSnapshot
+from vllm_kvplugins.sessions.store import SessionStore
 
 # -- files ---------------------------------------------------------------------------
 
 
-def cache(n: int = 9) -> SavedCache:
+def cache(n: int = 9) -> CacheSnapshot:
     rng = torch.Generator().manual_seed(n)
     pages = torch.randn(6, 16, generator=rng).to(torch.bfloat16)
-    return SavedCache(
+    return CacheSnapshot(
         tokens=n,
         compaction=None,
         counts=torch.zeros(2, dtype=torch.int64),
         positions=torch.zeros(2, 0, dtype=torch.int32),
-        zone=pages[:0].clone(),
+        retained=pages[:0].clone(),
         tail=pages,
         layout="l",
     )
 
 
-def folder(tmp_path: Path, **facts: object) -> SessionDir:
-    found = SessionDir(tmp_path, Identity.of(**({"model": "m", "policy": "p"} | facts)))
+def folder(tmp_path: Path, **facts: object) -> SessionFolder:
+    found = SessionFolder(
+        tmp_path, Identity.of(**({"model": "m", "policy": "p"} | facts))
+    )
     found.prepare()
     return found
 
 
-def write(files: SessionDir, name: str = "s", n: int = 9) -> Path:
+def write(files: SessionFolder, name: str = "s", n: int = 9) -> Path:
     files.write(session(name, np.arange(n, dtype=np.int32)), 0, cache(n))
     return files.path(name, 0)
 
@@ -168,7 +170,7 @@ class Caches:
 
 
 def test_a_save_without_memory_is_reported_and_not_raised():
-    vault, keeper = Vault(Caches()), Keeper(10)
+    vault, keeper = SessionStore(Caches()), SessionDirectory(10)
     keeper.save(session("s", tokens(1, 2, 3)), "no memory", ())
     vault.take_in(keeper.take_orders())
     reports = vault.take_reports()
@@ -181,8 +183,8 @@ def test_a_save_without_memory_is_reported_and_not_raised():
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_load_without_memory_is_reported_and_not_raised(moves):
     """On both ranks, for two requests; it is one session that is lost."""
-    vaults = [Vault(Caches(), moves=moves) for _ in range(2)]
-    keeper = Keeper(10, ranks=2, moves=moves)
+    vaults = [SessionStore(Caches(), moves=moves) for _ in range(2)]
+    keeper = SessionDirectory(10, ranks=2, moves=moves)
     keeper.save(session("s", tokens(1, 2, 3)), "p", ())
     orders = keeper.take_orders()
     for vault in vaults:
@@ -211,7 +213,7 @@ def test_a_load_without_memory_is_reported_and_not_raised(moves):
 
 def test_a_session_dropped_and_wanted_in_one_step_is_read(tmp_path):
     files = folder(tmp_path)
-    vault, keeper = Vault(Caches(), files), Keeper(1, writes=True)
+    vault, keeper = SessionStore(Caches(), files), SessionDirectory(1, writes=True)
     for name, ids in (("s", tokens(1, 2, 3)), ("t", tokens(4, 5, 6))):
         keeper.save(session(name, ids), name, ())
         orders = keeper.take_orders()

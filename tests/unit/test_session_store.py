@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvplugins.residency.plan import BlockSpan, Compaction
+from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions import index as session_index
+from vllm_kvplugins.sessions.commands import Session, SessionAcks
+from vllm_kvplugins.sessions.directory import Match, SessionDirectory
 from vllm_kvplugins.sessions.index import SessionIndex
-from vllm_kvplugins.sessions.keeper import Keeper, Match
-from vllm_kvplugins.sessions.orders import Report, Session
 
 BLOCK = 4
 
@@ -88,16 +88,18 @@ class FakeWorker:
         self.rng = rng
         self.memory: set[str] = set()
         self.disk: set[str] = set()
-        self.under_way: list[Report] = []
+        self.under_way: list[SessionAcks] = []
 
-    def step(self, keeper: Keeper) -> None:
+    def step(self, keeper: SessionDirectory) -> None:
         orders = keeper.take_orders()
         for save in orders.saves:
             name = save.session.session_id
             self.memory.add(name)
-            self.under_way.append(Report("saved", name))
+            self.under_way.append(SessionAcks("saved", name))
             fails = self.rng.random() < 0.1
-            self.under_way.append(Report("written", name, "full" if fails else None))
+            self.under_way.append(
+                SessionAcks("written", name, "full" if fails else None)
+            )
         for load in orders.loads:
             assert load.session_id in self.memory, "loaded what is not in memory"
         for name in orders.drop:
@@ -106,7 +108,9 @@ class FakeWorker:
             self.disk.discard(name)
         for name in orders.stage:
             fails = name not in self.disk or self.rng.random() < 0.1
-            self.under_way.append(Report("staged", name, "torn" if fails else None))
+            self.under_way.append(
+                SessionAcks("staged", name, "torn" if fails else None)
+            )
         late = [r for r in self.under_way if self.rng.random() < 0.5]
         self.under_way = [r for r in self.under_way if r not in late]
         for report in late:
@@ -123,7 +127,7 @@ def test_a_keeper_knows_where_its_sessions_are(seed):
     print("seed", seed)
     rng = random.Random(seed)
     now = [0.0]
-    keeper = Keeper(
+    keeper = SessionDirectory(
         memory_bytes=10,
         writes=True,
         disk_bytes=rng.choice([None, 25]),
@@ -178,10 +182,10 @@ def test_a_keeper_knows_where_its_sessions_are(seed):
 
 def test_old_sessions_go():
     now = [0.0]
-    keeper = Keeper(10, max_age_s=5, clock=lambda: now[0])
+    keeper = SessionDirectory(10, max_age_s=5, clock=lambda: now[0])
     keeper.save(session("s", tokens(1, 2, 3)), "r", ())
     keeper.take_orders()
-    keeper.hear([Report("saved", "s")])
+    keeper.hear([SessionAcks("saved", "s")])
     usable = lambda s, shared: shared  # noqa: E731
     assert keeper.match("o", tokens(1, 2, 3, 4), usable) is not None
     now[0] = 6.0
@@ -192,28 +196,34 @@ def test_old_sessions_go():
 
 
 def test_new_weights_leave_no_session():
-    keeper = Keeper(10, writes=True)
+    keeper = SessionDirectory(10, writes=True)
     for name, ids in (("s", tokens(1, 2, 3)), ("t", tokens(4, 5, 6))):
         keeper.save(session(name, ids), name, ())
     keeper.take_orders()
-    keeper.hear([Report("saved", "s"), Report("written", "s"), Report("saved", "t")])
+    keeper.hear(
+        [
+            SessionAcks("saved", "s"),
+            SessionAcks("written", "s"),
+            SessionAcks("saved", "t"),
+        ]
+    )
     keeper.clear()
     orders = keeper.take_orders()
     assert (orders.drop, orders.unlink) == (["s", "t"], ["s", "t"])
-    keeper.hear([Report("written", "t")])
+    keeper.hear([SessionAcks("written", "t")])
     keeper.check_integrity()
     assert (keeper.num_sessions, keeper.held_bytes, keeper.written_bytes) == (0, 0, 0)
 
 
-def two_on_disk(memory_bytes: int = 2) -> Keeper:
+def two_on_disk(memory_bytes: int = 2) -> SessionDirectory:
     """A keeper with the sessions s and t of 2 bytes in their files."""
-    keeper = Keeper(memory_bytes, writes=True)
+    keeper = SessionDirectory(memory_bytes, writes=True)
     for name, ids in (("s", tokens(1, 2, 3)), ("t", tokens(4, 5, 6))):
         keeper.found(session(name, ids, size=2), 0.0)
     return keeper
 
 
-def fetch_s(keeper: Keeper, request: str = "r") -> Match:
+def fetch_s(keeper: SessionDirectory, request: str = "r") -> Match:
     match = keeper.match("o", tokens(1, 2, 3, 9), lambda s, shared: shared)
     keeper.fetch(match, request)
     return match
@@ -223,7 +233,7 @@ def test_a_session_that_is_waited_for_stays_until_the_request_starts():
     keeper = two_on_disk()
     fetch_s(keeper)
     assert keeper.take_orders().stage == ["s"]
-    keeper.hear([Report("staged", "s")])
+    keeper.hear([SessionAcks("staged", "s")])
     new = session("u", tokens(7, 8, 9), size=2)
     assert not keeper.save(new, "q", ()), "drove out what is waited for"
     assert not keeper.drop_oldest(), "dropped what is waited for"
@@ -237,7 +247,7 @@ def test_who_gives_up_waits_for_nothing():
     keeper = two_on_disk()
     for request in ("r", "q"):
         fetch_s(keeper, request)
-    keeper.hear([Report("staged", "s")])
+    keeper.hear([SessionAcks("staged", "s")])
     keeper.give_up("r")
     assert not keeper.drop_oldest(), "somebody else waits"
     keeper.give_up("q")
@@ -253,7 +263,7 @@ def test_what_is_gone_is_not_read():
 
 
 def test_the_same_conversation_is_kept_once():
-    keeper = Keeper(10)
+    keeper = SessionDirectory(10)
     for name, owner in (("s", "o"), ("t", "o"), ("u", "other")):
         assert keeper.save(session(name, tokens(1, 2, 3), owner=owner), name, ())
     assert keeper.take_orders().drop == ["s"]
@@ -266,10 +276,10 @@ def test_the_same_conversation_is_kept_once():
 def test_who_looks_after_other_copies_hears_when_a_session_leaves_memory():
     """To its file or for ever; the last copy is the one in memory."""
     left: list[str] = []
-    keeper = Keeper(3, writes=True, on_leave=left.append)
+    keeper = SessionDirectory(3, writes=True, on_leave=left.append)
     for name, first in (("s", 1), ("t", 2)):
         keeper.save(session(name, tokens(first, 2, 3), size=2), name, ())
-        reports = [Report("saved", name), Report("written", name)]
+        reports = [SessionAcks("saved", name), SessionAcks("written", name)]
         keeper.hear(reports)
         assert left == ([] if name == "s" else ["s"])
     assert keeper.num_sessions == 2, "one is in its file"
@@ -278,9 +288,9 @@ def test_who_looks_after_other_copies_hears_when_a_session_leaves_memory():
 
 
 def test_what_is_taken_in_place_is_counted_and_said():
-    keeper = Keeper(10)
+    keeper = SessionDirectory(10)
     keeper.save(session("s", tokens(1, 2, 3)), "s", ())
-    keeper.hear([Report("saved", "s")])
+    keeper.hear([SessionAcks("saved", "s")])
     for request, in_place in (("r", True), ("q", False)):
         match = keeper.match("o", tokens(1, 2, 3, 4), lambda session, shared: shared)
         assert match is not None
@@ -295,13 +305,13 @@ def test_a_session_too_large_for_memory_is_not_kept_and_drives_nobody_out(
     # vLLM, where it has been imported, keeps its loggers to itself
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     memory = 10 << 10
-    keeper = Keeper(memory)
+    keeper = SessionDirectory(memory)
     assert keeper.save(session("s", tokens(1, 2, 3), size=memory), "r", ())
     # one that is under way cannot leave; that passes, and nobody has to be told
     assert not keeper.save(session("u", tokens(7, 8, 9), size=3), "p", ())
     assert not caplog.records
     keeper.take_orders()
-    keeper.hear([Report("saved", "s")])
+    keeper.hear([SessionAcks("saved", "s")])
     for number in range(2):
         large = session(f"t{number}", tokens(4, 5, number), size=memory + 1)
         assert not keeper.save(large, "q", ())

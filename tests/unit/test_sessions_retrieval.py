@@ -22,11 +22,11 @@ from retrieving_engine import (
 )
 
 from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.engine.retrieval.controller import RetrievalController
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.policies import get_policy_class
-from vllm_kvplugins.policies.base import Geometry, Lengths
-from vllm_kvplugins.residency import saved as saved_caches
-from vllm_kvplugins.residency.plan import BlockSpan, Compaction
-from vllm_kvplugins.residency.retrieval import Retrieval
+from vllm_kvplugins.sessions import snapshot as saved_caches
 
 PROMPTS = (40, 75, 120)
 
@@ -81,7 +81,11 @@ def test_a_conversation_keeps_its_index(name, more, in_place):
 
 @pytest.mark.parametrize(
     ("owner", "what"),
-    [(saved_caches, "copy_pages"), (Retrieval, "attach"), (Retrieval, "settle")],
+    [
+        (saved_caches, "copy_pages"),
+        (RetrievalController, "attach"),
+        (RetrievalController, "settle"),
+    ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_a_load_that_fails_leaves_nothing_on_the_host(monkeypatch, owner, what):
@@ -235,11 +239,11 @@ def test_plans_of_continued_requests_hold(data):
     done = plan.num_done(computed)
     last = plan.compaction(done - 1) if done else None
     restored = last and Compaction(
-        last.at_tokens, BlockSpan(0, last.zone.stop), last.zone
+        last.at_tokens, BlockSpan(0, last.retained.stop), last.retained
     )
     prompt = computed + data.draw(st.integers(1, 300))
     after = policy.plan(Lengths(prompt, (), restored), geometry)
-    held = set(range(last.zone.start if last else 0, -(-computed // BLOCK)))
+    held = set(range(last.retained.start if last else 0, -(-computed // BLOCK)))
     for tokens in range(computed + 1, prompt + 150):
         held.add((tokens - 1) // BLOCK)
         due = after.due(tokens - 1, tokens)

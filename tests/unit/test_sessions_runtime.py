@@ -13,10 +13,10 @@ from test_flowkv import COMPRESSORS, SMALL, contents, flow
 
 from vllm_kvplugins.policies import available_policies, get_policy_class
 from vllm_kvplugins.policies.base import Retention
-from vllm_kvplugins.residency import saved as saved_caches
-from vllm_kvplugins.residency.saved import SavedCache, misfit
-from vllm_kvplugins.sessions.files import Identity, SessionDir
-from vllm_kvplugins.sessions.orders import Session
+from vllm_kvplugins.sessions import snapshot as saved_caches
+from vllm_kvplugins.sessions.commands import Session
+from vllm_kvplugins.sessions.files import Identity, SessionFolder
+from vllm_kvplugins.sessions.snapshot import CacheSnapshot, misfit
 
 BLOCK = 4
 DROPPING = sorted(
@@ -94,7 +94,7 @@ def alone(policy: dict[str, object], chunk: int) -> tuple[SessionEngine, Request
 @pytest.mark.parametrize("base", COMPRESSORS)
 @pytest.mark.parametrize("chunk", [7, 200])
 def test_several_requests_keep_what_one_would(base, chunk):
-    """FlowKV: the same landing zone, bit for bit, as if nobody had ever left."""
+    """FlowKV: the same retained region, bit for bit, as if nobody had ever left."""
     policy = flow(base, ratio=0.4)
     parts = SessionEngine(policy, BLOCK, 80, sessions=True)
     request = talk(parts, chunk, by_turns=True)
@@ -170,7 +170,7 @@ def test_queries_are_there_whatever_happens_in_between(seed):
     policy = flow(rng.choice(["snapkv", "protokv", "tova"]), ratio=0.4)
     one, expected = alone(policy, 200)
     engine = SessionEngine(policy, BLOCK, 80, sessions=True)
-    saved: SavedCache | None = None
+    saved: CacheSnapshot | None = None
     ended: Request | None = None
     for prompt in (33, 52, 60, 71, 85, 100):
         ends = tuple(end for end in ENDS if end <= prompt)
@@ -226,7 +226,7 @@ def test_two_requests_go_on_from_one_session(name):
     first = says(engine.add("r", 40, 12))
     run(engine, first, 9)
     saved = engine.save("r")
-    before = [saved.zone.clone(), saved.tail.clone()]
+    before = [saved.retained.clone(), saved.tail.clone()]
     engine.remove("r")
     twins = []
     for twin, most in (("r", None), ("s", 44)):
@@ -242,7 +242,7 @@ def test_two_requests_go_on_from_one_session(name):
     assert twins[1].computed <= 44
     while not all(t.done for t in twins):
         engine.step({t.name: 5 for t in twins if not t.done})
-    assert torch.equal(saved.zone, before[0])
+    assert torch.equal(saved.retained, before[0])
     assert torch.equal(saved.tail, before[1])
     for twin in twins:
         engine.remove(twin.name)
@@ -266,18 +266,18 @@ def test_what_was_written_is_what_is_read(tmp_path, name):
         saved.num_bytes,
         saved.first_query,
     )
-    files = SessionDir(tmp_path, Identity.of(model="m"))
+    files = SessionFolder(tmp_path, Identity.of(model="m"))
     files.prepare()
     files.write(session, 0, saved)
     read = files.read("s", 0)
     assert (read.tokens, read.compaction) == (saved.tokens, saved.compaction)
-    for part in ("counts", "positions", "zone", "tail"):
+    for part in ("counts", "positions", "retained", "tail"):
         assert torch.equal(getattr(read, part), getattr(saved, part)), part
     assert (read.queries is None) == (saved.queries is None) == (name == "h2o")
     if saved.queries is not None:
         expected = request.queries[:, 40:51]
         assert torch.equal(read.queries, expected)
-        pages = (saved.zone.numel() + saved.tail.numel()) * 4
+        pages = (saved.retained.numel() + saved.tail.numel()) * 4
         assert read.num_bytes == pages + expected.numel() * 4
     (found,) = files.scan()
     assert found[0].first_query == saved.first_query
@@ -303,4 +303,4 @@ def test_a_request_compacted_elsewhere_is_not_saved():
     run(engine, engine.add("r", 40, 2), 9)
     with pytest.raises(ValueError, match="compacted at 40"):
         engine.transfer.save("r", None, 41, engine.requests["r"].table, 41)
-    assert isinstance(engine.save("r"), SavedCache)
+    assert isinstance(engine.save("r"), CacheSnapshot)

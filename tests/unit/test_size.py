@@ -17,10 +17,10 @@ from vllm_kvplugins.cli.size import amount
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.model_config import ConfigOnlyModel
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.plan.residency_plan import ResidencyPlan
+from vllm_kvplugins.plan.sizing import Footprint, Limit, blocks_for, capacity, footprint
 from vllm_kvplugins.policies import available_policies, get_policy_class
-from vllm_kvplugins.policies.base import Geometry, Lengths
-from vllm_kvplugins.residency.plan import ResidencyPlan
-from vllm_kvplugins.sizing import Footprint, Limit, blocks_for, capacity, footprint
 
 runner = CliRunner()
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 )
 from stateful import run_machine
 
-from vllm_kvplugins.sessions.keeper import Keeper
-from vllm_kvplugins.sessions.orders import Orders, Report, Session
+from vllm_kvplugins.sessions.commands import Session, SessionAcks, SessionCommands
+from vllm_kvplugins.sessions.directory import SessionDirectory
 
 MEMORY_BYTES, DISK_BYTES, MAX_AGE_S = 10, 25, 200.0
 seeds = st.integers(0, 2**31)
@@ -35,9 +35,9 @@ class Worker:
         self.moves, self.writes = moves, writes
         self.memory: set[str] = set()
         self.files: set[str] = set()
-        self.under_way: list[Report] = []
+        self.under_way: list[SessionAcks] = []
 
-    def carry_out(self, orders: Orders, fails: random.Random) -> None:
+    def carry_out(self, orders: SessionCommands, fails: random.Random) -> None:
         """In the order that ``Orders`` promises."""
 
         def problem(why: str) -> str | None:
@@ -46,11 +46,11 @@ class Worker:
         for save in orders.saves:
             name = save.session.session_id
             failed = problem("no memory")
-            self.under_way.append(Report("saved", name, failed))
+            self.under_way.append(SessionAcks("saved", name, failed))
             if failed is None:
                 self.memory.add(name)
                 if self.writes:
-                    self.under_way.append(Report("written", name, problem("full")))
+                    self.under_way.append(SessionAcks("written", name, problem("full")))
         for load in orders.loads:
             assert load.session_id in self.memory, "loaded what is not in memory"
             if self.moves:
@@ -70,10 +70,10 @@ class Worker:
         for name in orders.stage:
             missing = None if name in self.files else "no such file"
             self.under_way.append(
-                Report("staged", name, missing or problem("it is torn"))
+                SessionAcks("staged", name, missing or problem("it is torn"))
             )
 
-    def report(self, late: random.Random) -> list[Report]:
+    def report(self, late: random.Random) -> list[SessionAcks]:
         """Some of what has been done by now."""
         out = [r for r in self.under_way if late.random() < 0.5]
         self.under_way = [r for r in self.under_way if r not in out]
@@ -94,7 +94,7 @@ class Store(RuleBasedStateMachine):
     def start(self, ranks: int, kind: str) -> None:
         self.now, self.number = 0.0, 0
         self.workers = [Worker(kind == "moves", kind == "writes") for _ in range(ranks)]
-        self.keeper = Keeper(
+        self.keeper = SessionDirectory(
             MEMORY_BYTES,
             ranks,
             writes=kind == "writes",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_kvplugins.residency.requests import Row
-from vllm_kvplugins.residency.surprisal import Surprisals
+from vllm_kvplugins.engine.requests import Row
+from vllm_kvplugins.engine.spans.surprisal import SurprisalTracker
 
 
 class Losses:
@@ -28,7 +28,7 @@ SURPRISAL = torch.tensor([0, 1.1, 1.3, 1.7, 1.9])
 
 def test_surprisal_is_put_together_from_chunks():
     losses = Losses()
-    known = Surprisals(losses)
+    known = SurprisalTracker(losses)
     known.note(Row("a", 5, 0, 2, 3), PROMPT)
     known.note(Row("a", 5, 2, 3, 0), PROMPT)
     known.note(Row("a", 5, 5, 1, 0), PROMPT)  # an answer's token
@@ -41,7 +41,7 @@ def test_surprisal_is_put_together_from_chunks():
 
 def test_states_wait_in_bounded_memory():
     losses = Losses()
-    known = Surprisals(losses, most_waiting_bytes=16)
+    known = SurprisalTracker(losses, most_waiting_bytes=16)
     known.note(Row("a", 5, 0, 2, 0), PROMPT)
     assert known.waiting_bytes == 8
     known.note(Row("b", 5, 0, 3, 0), PROMPT)
@@ -56,7 +56,7 @@ def test_states_wait_in_bounded_memory():
 
 
 def test_requests_that_go_leave_no_states():
-    known = Surprisals(Losses())
+    known = SurprisalTracker(Losses())
     known.note(Row("a", 5, 0, 2, 0), PROMPT)
     known.note(Row("b", 5, 0, 4, 0), PROMPT)
     known.forget(["a", "c"])
@@ -72,6 +72,6 @@ def test_impossible_tokens_and_broken_numbers_count_as_something(monkeypatch):
     losses = Losses()
     broken = torch.tensor([torch.nan, torch.inf, -1])
     monkeypatch.setattr(losses, "losses", lambda states, targets: broken)
-    known = Surprisals(losses)
+    known = SurprisalTracker(losses)
     known.note(Row("a", 4, 0, 4, 0), [1, 2, 3, 4])
     assert known.take("a").tolist() == [0, 0, 100, 0]

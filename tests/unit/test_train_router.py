@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from vllm_kvplugins.cli.app import app
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.routers import training
 from vllm_kvplugins.routers.files import read_router
-from vllm_kvplugins.routers.settings import TrainSettings
-from vllm_kvplugins.routers.texts import Text, parts
+from vllm_kvplugins.training import loop
+from vllm_kvplugins.training.settings import TrainSettings
+from vllm_kvplugins.training.texts import Text, parts
 
 SEED = 20261123
 WORDS = ["Repeat", "Summarize", "the", "context", "user", "."]
@@ -125,7 +125,7 @@ def test_going_on_after_an_interruption_changes_nothing(
     folder, texts, tmp_path, monkeypatch
 ):
     assert run(folder, texts, tmp_path / "whole").exit_code == 0
-    advance = training.Training.advance
+    advance = loop.Training.advance
 
     def interrupted(self, *args):
         if self.step == 5:  # the last checkpoint is of step 3
@@ -133,7 +133,7 @@ def test_going_on_after_an_interruption_changes_nothing(
         return advance(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training.Training, "advance", interrupted)
+        patch.setattr(loop.Training, "advance", interrupted)
         assert run(folder, texts, tmp_path / "parts").exit_code != 0
     assert not (tmp_path / "parts" / "router.safetensors").exists()
     assert run(folder, texts, tmp_path / "parts").exit_code == 0
@@ -173,7 +173,7 @@ def test_what_the_machine_cannot_do_is_said(folder, texts, tmp_path, monkeypatch
     def full(*args):
         raise OSError("no space left")
 
-    monkeypatch.setattr(training, "save_file", full)
+    monkeypatch.setattr(loop, "save_file", full)
     done = run(folder, texts, tmp_path / "c")
     assert done.exit_code == 1
     assert "no space left; make room" in done.stderr.replace("\n", " ")
@@ -188,9 +188,9 @@ def test_every_part_learns(folder, texts, tmp_path):
         seen.append((terms, before))
         return terms
 
-    advance = training.Training.advance
+    advance = loop.Training.advance
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training.Training, "advance", listening)
+        patch.setattr(loop.Training, "advance", listening)
         done = run(
             folder,
             texts,
@@ -256,10 +256,10 @@ def test_each_stage_goes_on_with_other_texts():
 
 def test_the_rate_rises_and_falls():
     settings = TrainSettings(steps=100, warmup=0.1)
-    rates = [training.rate(step, settings) for step in range(100)]
+    rates = [loop.rate(step, settings) for step in range(100)]
     assert rates.index(max(rates)) == 10
     assert rates[:11] == sorted(rates[:11])
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] < 0.01
     two = TrainSettings(steps=10, lengths=(600, 700))
-    assert [training.stage_of(step, two) for step in range(10)] == [0] * 5 + [1] * 5
+    assert [loop.stage_of(step, two) for step in range(10)] == [0] * 5 + [1] * 5

@@ -10,12 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from vllm_kvplugins import trial
 from vllm_kvplugins.cli.app import app
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.policies import Compressor, available_policies
 from vllm_kvplugins.policies.base import LayerView, Trigger
+from vllm_kvplugins.testing import contract_check
 
 SEED = 7
 
@@ -105,17 +105,17 @@ BROKEN = {
 
 @pytest.mark.parametrize("policy", BROKEN, ids=lambda p: p.__name__)
 def test_what_breaks_the_contract_is_named(policy):
-    found = trial.try_policy(policy(), SEED)
+    found = contract_check.try_policy(policy(), SEED)
     assert any(BROKEN[policy] in finding.problem for finding in found), found
 
 
 def test_a_policy_that_keeps_it_is_not_blamed():
-    assert trial.try_policy(Toy(), SEED) == []
-    assert trial.score_ms(Toy(), SEED, repeats=1) > 0
+    assert contract_check.try_policy(Toy(), SEED) == []
+    assert contract_check.score_ms(Toy(), SEED, repeats=1) > 0
 
 
 def test_neighbours_are_blamed_where_there_are_slots_without_a_token():
-    (finding,) = trial.try_policy(Neighbours(), SEED)
+    (finding,) = contract_check.try_policy(Neighbours(), SEED)
     assert finding.shape == "KV heads of unlike length"
 
 
@@ -123,27 +123,29 @@ def test_neighbours_are_blamed_where_there_are_slots_without_a_token():
 def test_our_policies_keep_it(name):
     print("seed", SEED)
     policy = parse_policy({"name": name})
-    if trial.untried(policy) is None:
-        assert trial.try_policy(policy, SEED) == []
+    if contract_check.untried(policy) is None:
+        assert contract_check.try_policy(policy, SEED) == []
     else:
         with pytest.raises(KVPolicyError, match=name):
-            trial.try_policy(policy, SEED)
+            contract_check.try_policy(policy, SEED)
 
 
 def test_most_of_our_compressors_can_be_tried():
-    tried = {n for n in available_policies() if not trial.untried(parse_policy(n))}
+    tried = {
+        n for n in available_policies() if not contract_check.untried(parse_policy(n))
+    }
     assert {"snapkv", "h2o", "tova", "expected-attention", "protokv"} <= tried
 
 
 def test_views_have_room_for_what_a_policy_asks_for():
     policy = parse_policy({"name": "snapkv", "window": 300, "budget": 512})
-    assert trial.try_policy(policy, SEED) == []
+    assert contract_check.try_policy(policy, SEED) == []
 
 
 def test_the_command_says_what_it_found():
     done = CliRunner().invoke(app, ["check-policy", "--policy", "snapkv"])
     assert done.exit_code == 0, done.output
-    assert done.output.count("ok  ") == len(trial.SHAPES)
+    assert done.output.count("ok  ") == len(contract_check.SHAPES)
     assert "ms per layer" in done.output
     done = CliRunner().invoke(app, ["check-policy", "--policy", "kvzip"])
     assert done.exit_code == 1
@@ -153,7 +155,7 @@ def test_the_command_fails_for_a_broken_policy(monkeypatch):
     monkeypatch.setattr("vllm_kvplugins.config.parse_policy", lambda request: Flat())
     done = CliRunner().invoke(app, ["check-policy", "--policy", "snapkv"])
     assert done.exit_code == 1
-    assert done.output.count("problem  ") == len(trial.SHAPES)
+    assert done.output.count("problem  ") == len(contract_check.SHAPES)
     assert "have one score" in done.output
 
 
@@ -161,7 +163,7 @@ def test_neither_a_model_nor_vllm_is_loaded():
     code = (
         "import sys; from vllm_kvplugins import trial;"
         "from vllm_kvplugins.config import parse_policy;"
-        "trial.try_policy(parse_policy('snapkv'));"
+        "contract_check.try_policy(parse_policy('snapkv'));"
         "print([m for m in ('vllm', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run(

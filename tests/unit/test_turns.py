@@ -12,7 +12,8 @@ import pytest
 from vllm_kvplugins.config import parse_policy
 
 pytest.importorskip("vllm")
-from vllm_kvplugins.vllm_adapter import chat_turns, turns
+from vllm_kvplugins.vllm_adapter.config import turns
+from vllm_kvplugins.vllm_adapter.frontend import chat_turns
 
 NAMED = {"<eos>": 1, "<end_of_turn>": 2, "<start>": 3, "<end>": 4}
 

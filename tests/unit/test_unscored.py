@@ -8,8 +8,8 @@ from layouts import make_layout
 from policy_settings import write_weights
 
 from vllm_kvplugins.budgets import ALLOCATORS, parse_allocator
-from vllm_kvplugins.residency.heap import Heap
-from vllm_kvplugins.residency.scores import UnscoredTokens
+from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.scores import UnscoredTokens
 
 LAYERS, BLOCKS, KV_HEADS = 3, 5, 2
 BLOCK = 4

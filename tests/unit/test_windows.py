@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvplugins.residency.requests import Row, Tracked
-from vllm_kvplugins.residency.windows import (
+from vllm_kvplugins.engine.requests import RequestState, Row
+from vllm_kvplugins.engine.windows import (
     SPARE_TOKENS,
     StepQueries,
     Window,
@@ -33,7 +33,7 @@ def queries_of(name: int, start: int, stop: int, layer: int) -> torch.Tensor:
 )
 def test_what_the_scheduler_counts_on_is_there(steps, wanted, behind):
     """Three requests that join and leave steps with chunks of any size."""
-    tracked, computed = [Tracked() for _ in range(3)], [0] * 3
+    tracked, computed = [RequestState() for _ in range(3)], [0] * 3
     for chunks in steps:
         step, parts, rows = StepQueries(LAYERS), [], []
         for name, new in enumerate(chunks):
@@ -88,7 +88,7 @@ def test_a_restored_window_ends_where_the_request_goes_on():
 
 def test_a_gap_starts_a_new_window():
     """A request that is computed anew is not continued where it had been."""
-    tracked = Tracked()
+    tracked = RequestState()
     for start, stop in ((0, 9), (4, 6)):
         step = StepQueries(LAYERS)
         tracked.keep_queries(Row("r", 99, start, stop - start, 0), 0, step)

@@ -12,11 +12,11 @@ from fake_engine import HEAD_DIM, KV_HEADS, LAYERS
 from zooming_engine import ZoomingEngine, run
 
 from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.engine.requests import Row
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.ops import LowRank
-from vllm_kvplugins.policies.base import Geometry, Lengths
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.policies.sekv import SeKV
-from vllm_kvplugins.residency.requests import Row
 from vllm_kvplugins.spans.coarse import CoarseSpans
 
 SEED = 20261122

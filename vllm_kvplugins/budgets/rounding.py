@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_kvplugins.selection import keep_top
+from vllm_kvplugins.scoring.selection import keep_top
 
 
 def share_of_top(

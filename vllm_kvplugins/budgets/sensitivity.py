@@ -17,7 +17,7 @@ from vllm_kvplugins.budgets.rounding import (
     round_to_pages,
     within_layers,
 )
-from vllm_kvplugins.sensitivity.profile import (
+from vllm_kvplugins.budgets.sensitivity_profile import (
     SensitivityProfile,
     read_profile,
     shipped_profile,

@@ -20,12 +20,12 @@ from vllm_kvplugins.cli.inputs import Model, check_targets, load_tokenizer, read
 from vllm_kvplugins.errors import KVPolicyError, refuse
 
 if TYPE_CHECKING:
-    from vllm_kvplugins.model_config import ConfigOnlyModel
-    from vllm_kvplugins.sensitivity.profile import (
+    from vllm_kvplugins.budgets.sensitivity_profile import (
         DocumentSensitivity,
         MeasureSettings,
         SensitivityProfile,
     )
+    from vllm_kvplugins.model_config import ConfigOnlyModel
 
 OWN_TEXT = "harrow-bend.txt"
 
@@ -69,7 +69,7 @@ def calibrate(
 
 
 def _settings(budget: int, sinks: int, dtype: str) -> MeasureSettings:
-    from vllm_kvplugins.sensitivity.profile import MeasureSettings
+    from vllm_kvplugins.budgets.sensitivity_profile import MeasureSettings
 
     try:
         return MeasureSettings(budget=budget, sinks=sinks, dtype=dtype)
@@ -81,7 +81,7 @@ def _settings(budget: int, sinks: int, dtype: str) -> MeasureSettings:
 def _checked_config(model: str, dtype: str) -> ConfigOnlyModel:
     """Refuse what no policy can run on before its weights are loaded."""
     from vllm_kvplugins.model_config import read_model_config
-    from vllm_kvplugins.vllm_adapter import validation
+    from vllm_kvplugins.vllm_adapter.config import validation
 
     config = read_model_config(model, dtype)
     reasons = [*validation.model_problems(config), *config.layer_problems()]
@@ -92,7 +92,7 @@ def _checked_config(model: str, dtype: str) -> ConfigOnlyModel:
 def _texts(documents: list[Path]) -> dict[str, str]:
     """Name -> text; the one of this package if the user gives none."""
     if not documents:
-        own = resources.files("vllm_kvplugins.sensitivity") / OWN_TEXT
+        own = resources.files("vllm_kvplugins.training") / OWN_TEXT
         return {OWN_TEXT: own.read_text(encoding="utf-8")}
     texts = {path.name: read_text(path, "document", "--document") for path in documents}
     if len(texts) < len(documents):
@@ -110,9 +110,12 @@ def _measure(
     max_tokens: int,
 ) -> SensitivityProfile:
     from vllm_kvplugins import __version__
+    from vllm_kvplugins.budgets.sensitivity_profile import (
+        SensitivityProfile,
+        mean_sensitivity,
+    )
     from vllm_kvplugins.model_config import ConfigOnlyModel
-    from vllm_kvplugins.sensitivity.measure import load_model
-    from vllm_kvplugins.sensitivity.profile import SensitivityProfile, mean_sensitivity
+    from vllm_kvplugins.training.sensitivity import load_model
 
     tokenizer = load_tokenizer(model)
     positions = config.max_positions or max_tokens
@@ -163,8 +166,8 @@ def _measure_one(
     settings: MeasureSettings,
     progress: Any,
 ) -> DocumentSensitivity:
-    from vllm_kvplugins.sensitivity.measure import layer_sensitivity
-    from vllm_kvplugins.sensitivity.profile import DocumentSensitivity
+    from vllm_kvplugins.budgets.sensitivity_profile import DocumentSensitivity
+    from vllm_kvplugins.training.sensitivity import layer_sensitivity
 
     def layer_done(layer: int) -> None:
         progress(f"{name}: {len(ids)} tokens, layer {layer}")
@@ -196,7 +199,7 @@ def _progress(steps: int) -> Iterator[Any]:
 
 
 def _write(profile: SensitivityProfile, path: Path) -> None:
-    from vllm_kvplugins.sensitivity.profile import write_profile
+    from vllm_kvplugins.budgets.sensitivity_profile import write_profile
 
     try:
         write_profile(profile, path)

@@ -13,14 +13,14 @@ def check_policy(policy: Policy, policy_config: PolicyConfig = None) -> None:
     """Score made-up caches with a policy: no model, no vLLM, a few seconds."""
     with user_errors():
         request = policy_request(policy, policy_config)
-        from vllm_kvplugins import trial
         from vllm_kvplugins.config import parse_policy
+        from vllm_kvplugins.testing import contract_check
 
         made = parse_policy(request)
-        found = trial.try_policy(made)
-        took_ms = None if found else trial.score_ms(made)
+        found = contract_check.try_policy(made)
+        took_ms = None if found else contract_check.score_ms(made)
     console = out()
-    for shape in trial.SHAPES:
+    for shape in contract_check.SHAPES:
         problems = [f.problem for f in found if f.shape == shape.name]
         mark = "[red]problem[/]" if problems else "[green]ok[/]"
         console.print(f"{mark}  {shape.name}")
@@ -29,5 +29,5 @@ def check_policy(policy: Policy, policy_config: PolicyConfig = None) -> None:
     if took_ms is None:
         raise typer.Exit(1)
     console.print(
-        f"{trial.LARGE.name}: {took_ms:.1f} ms per layer on this machine's CPU"
+        f"{contract_check.LARGE.name}: {took_ms:.1f} ms per layer on this machine's CPU"
     )

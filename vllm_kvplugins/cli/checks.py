@@ -100,7 +100,7 @@ def vllm() -> Check:
     if importlib.util.find_spec("vllm") is None:
         return Check("vllm", Status.FAIL, "vLLM is not installed", _INSTALL_VLLM)
     try:
-        from vllm_kvplugins.vllm_adapter import compat
+        from vllm_kvplugins.vllm_adapter.config import compat
 
         version = compat.vllm_version()
         problems = compat.problems()
@@ -122,7 +122,7 @@ def platform() -> Check:
     if importlib.util.find_spec("vllm") is None:
         return Check("platform", Status.FAIL, "unknown without vLLM", _INSTALL_VLLM)
     try:
-        from vllm_kvplugins.vllm_adapter import validation
+        from vllm_kvplugins.vllm_adapter.config import validation
 
         name, problems = validation.platform_in_use()
     except Exception as error:

@@ -13,9 +13,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from vllm_kvplugins.default_model import ModelError
+from vllm_kvplugins.engine.recorded_run import RunFileError
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.models import ModelError
-from vllm_kvplugins.residency.recorded_run import RunFileError
 
 
 def out() -> Console:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_kvplugins.residency.recorded_run import Header, RecordedRun
+from vllm_kvplugins.engine.recorded_run import Header, RecordedRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from vllm_kvplugins.cli.console import fail, user_errors
-from vllm_kvplugins.models import SMOLLM2, materialise
+from vllm_kvplugins.default_model import SMOLLM2, materialise
 
 
 def model(

@@ -11,11 +11,11 @@ from rich.markup import escape
 
 from vllm_kvplugins.cli.console import out, user_errors
 from vllm_kvplugins.cli.inputs import check_targets
+from vllm_kvplugins.engine.recorded_run import read_run
 from vllm_kvplugins.episodes.encoder import load_encoder
 from vllm_kvplugins.episodes.histories import read_history
 from vllm_kvplugins.episodes.settings import DEFAULT_ENCODER, EpisodeSettings
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.residency.recorded_run import read_run
 
 plots = typer.Typer(
     name="plot", help="Draw what was recorded or measured.", no_args_is_help=True
@@ -131,8 +131,8 @@ def sensitivity(
     """Key similarity per layer, and what each layer gets of a budget."""
     with user_errors():
         _check_plot(plot_path)
+        from vllm_kvplugins.budgets.sensitivity_profile import read_profile
         from vllm_kvplugins.cli.sensitivity import check_count, draw, layer_tokens
-        from vllm_kvplugins.sensitivity.profile import read_profile
 
         profiles = [read_profile(path) for path in profile_path]
         check_count(profiles)

@@ -22,8 +22,8 @@ from vllm_kvplugins.cli.inputs import (
     read_prompt,
     write_text,
 )
+from vllm_kvplugins.engine.recorded_run import RecordedRun, lines_of
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.residency.recorded_run import RecordedRun, lines_of
 
 
 def record(
@@ -49,7 +49,7 @@ def record(
         check_targets(run_path)
         prompt = read_prompt(prompt_file)
         with quiet_engine(verbose) as progress:
-            from vllm_kvplugins.vllm_adapter import record as engine
+            from vllm_kvplugins.vllm_adapter.frontend import record as engine
 
             run = engine.record(
                 model,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvplugins.budgets.sensitivity_profile import SensitivityProfile
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.sensitivity.profile import SensitivityProfile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

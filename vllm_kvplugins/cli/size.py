@@ -17,7 +17,8 @@ from vllm_kvplugins.errors import KVPolicyError, refuse
 
 if TYPE_CHECKING:
     from vllm_kvplugins.model_config import ConfigOnlyModel
-    from vllm_kvplugins.policies.base import Geometry, KVCachePolicy
+    from vllm_kvplugins.plan.geometry import Geometry
+    from vllm_kvplugins.policies.base import KVCachePolicy
 
 _GIB = 1 << 30
 _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -108,9 +109,9 @@ def sizing(
     from vllm_kvplugins.cli.settings import written_settings
     from vllm_kvplugins.config import parse_options, parse_policy
     from vllm_kvplugins.model_config import read_model_config
-    from vllm_kvplugins.policies.base import Geometry, Lengths
-    from vllm_kvplugins.residency.plan import ResidencyPlan
-    from vllm_kvplugins.sizing import blocks_for, capacity, footprint
+    from vllm_kvplugins.plan.geometry import Geometry, Lengths
+    from vllm_kvplugins.plan.residency_plan import ResidencyPlan
+    from vllm_kvplugins.plan.sizing import blocks_for, capacity, footprint
 
     options = parse_options(policy_config) if policy_config is not None else {}
     policy = parse_policy({"name": policy_name, **options})
@@ -191,7 +192,7 @@ def _refuse_what_the_engine_refuses(
     policy: KVCachePolicy, model: ConfigOnlyModel, dtype: str, block_size: int
 ) -> None:
     """The checks of the engine's start-up that need no engine."""
-    from vllm_kvplugins.vllm_adapter import validation
+    from vllm_kvplugins.vllm_adapter.config import validation
 
     cache = SimpleNamespace(cache_dtype=dtype, block_size=block_size)
     reasons = [
@@ -219,7 +220,7 @@ def _refuse_what_the_engine_refuses(
 def _refuse_impossible_lengths(
     policy: KVCachePolicy, geometry: Geometry, tokens: int
 ) -> None:
-    from vllm_kvplugins.vllm_adapter import host_memory
+    from vllm_kvplugins.vllm_adapter.config import host_memory
 
     reason = host_memory.too_long(policy, geometry, tokens)
     if reason:

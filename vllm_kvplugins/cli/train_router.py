@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm_kvplugins.model_config import ConfigOnlyModel
-    from vllm_kvplugins.policies.base import Geometry
-    from vllm_kvplugins.routers.examples import Example
+    from vllm_kvplugins.plan.geometry import Geometry
     from vllm_kvplugins.routers.files import RouterReport
-    from vllm_kvplugins.routers.losses import Terms
-    from vllm_kvplugins.routers.settings import TrainSettings
-    from vllm_kvplugins.routers.texts import Text, Texts
+    from vllm_kvplugins.training.examples import Example
+    from vllm_kvplugins.training.losses import Terms
+    from vllm_kvplugins.training.settings import TrainSettings
+    from vllm_kvplugins.training.texts import Text, Texts
 
 ROUTER, CHECKPOINT, REPORT = (
     "router.safetensors",
@@ -100,7 +100,7 @@ def _settings(
     steps: int, lengths: str, examples: int, seed: int, dtype: str, others: str | None
 ) -> TrainSettings:
     from vllm_kvplugins.config import parse_options
-    from vllm_kvplugins.routers.settings import TrainSettings
+    from vllm_kvplugins.training.settings import TrainSettings
 
     named = {
         "steps": steps,
@@ -136,12 +136,12 @@ def _run(
 
     from vllm_kvplugins import __version__
     from vllm_kvplugins.model_config import ConfigOnlyModel, read_model_config
-    from vllm_kvplugins.policies.base import Geometry
-    from vllm_kvplugins.routers import report, thresholds, training
+    from vllm_kvplugins.plan.geometry import Geometry
     from vllm_kvplugins.routers.files import RouterFacts, write_router
-    from vllm_kvplugins.routers.teacher import load_model
-    from vllm_kvplugins.routers.texts import read_texts
-    from vllm_kvplugins.vllm_adapter import validation
+    from vllm_kvplugins.training import loop, report, thresholds
+    from vllm_kvplugins.training.teacher import load_model
+    from vllm_kvplugins.training.texts import read_texts
+    from vllm_kvplugins.vllm_adapter.config import validation
 
     config = read_model_config(model, settings.dtype)
     reasons = [
@@ -160,7 +160,7 @@ def _run(
     checkpoint = out_dir / CHECKPOINT
     run = None
     if checkpoint.exists():
-        run = training.Training.load(checkpoint, settings, of, loaded.device)
+        run = loop.Training.load(checkpoint, settings, of, loaded.device)
     with _progress() as progress:
         shape = config.cache_shape()
         geometry = Geometry(
@@ -169,8 +169,8 @@ def _run(
         maker = _Maker(loaded, settings, texts, geometry, progress)
         held_out = maker.held_out()  # first: unfit texts are said before the long run
         if run is None:
-            router = training.starting_router(maker.stage(0), settings)
-            run = training.Training.begin(router, settings, of, loaded.device)
+            router = loop.starting_router(maker.stage(0), settings)
+            run = loop.Training.begin(router, settings, of, loaded.device)
         task = progress.add_task("training", total=settings.steps, completed=run.step)
 
         def done(step: int, terms: Terms) -> None:
@@ -183,7 +183,7 @@ def _run(
                 run.save(checkpoint)
                 _log(progress, f"step {step} of {settings.steps}, {said}")
 
-        router = training.train(loaded, run, maker.stage, done)
+        router = loop.train(loaded, run, maker.stage, done)
         seen = maker.stage(len(settings.lengths) - 1)
         if settings.calibrate:
             _log(progress, "choosing thresholds")
@@ -276,9 +276,9 @@ class _Maker:
         what: str,
         first_text: int,
     ) -> list[Example]:
-        from vllm_kvplugins.routers.examples import Cut, make_example
-        from vllm_kvplugins.routers.teacher import read
-        from vllm_kvplugins.routers.texts import parts
+        from vllm_kvplugins.training.examples import Cut, make_example
+        from vllm_kvplugins.training.teacher import read
+        from vllm_kvplugins.training.texts import parts
 
         settings = self._settings
         cut = Cut(

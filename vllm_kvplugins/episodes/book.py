@@ -72,7 +72,7 @@ class _Conversation:
     guides: tuple[str, ...]
 
 
-class EpisodeBook:
+class EpisodeRouter:
     """Routes queries to episodes of histories that grow.
 
     EpiCache, section 3.1, stages 1 and 3. Differs from the paper, which clusters one

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from vllm_kvplugins import prototypes as proto
-from vllm_kvplugins import scoring
 from vllm_kvplugins.ops.dispatch import call_compiled
 from vllm_kvplugins.ops.extension import (
     compiled_for,
@@ -17,6 +15,8 @@ from vllm_kvplugins.ops.extension import (
     torch_by_request,
     triton_for,
 )
+from vllm_kvplugins.scoring import attention_votes
+from vllm_kvplugins.scoring import prototypes as proto
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 512  # kMaxHeadDim in csrc/include/kvp/assign.hpp
@@ -136,7 +136,7 @@ def in_torch(
         values = values.masked_fill(~valid, 0)
     if clusters.shape[1] == 0:
         return values.clone(), clusters
-    return scoring.cluster_mean(values, clusters, nobody + 1), clusters
+    return attention_votes.cluster_mean(values, clusters, nobody + 1), clusters
 
 
 def backend_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:

@@ -31,7 +31,7 @@ def staging(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
-class Arrival:
+class AsyncHostCopy:
     """A tensor on its way to the host.
 
     Args:

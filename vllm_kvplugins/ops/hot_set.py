@@ -18,7 +18,7 @@ def fill_hot(
     host: torch.Tensor,
     table: torch.Tensor,
     wanted: torch.Tensor,
-    seats: torch.Tensor,
+    slot_indices: torch.Tensor,
     token: torch.Tensor,
     page: torch.Tensor,
     slot: torch.Tensor,
@@ -72,13 +72,15 @@ def fill_hot(
             host,
             table,
             wanted,
-            seats,
+            slot_indices,
             token,
             page,
             slot,
             counts,
         )
-    moves, copied = swap_hot(host, table, wanted, seats, token, page, slot, counts)
+    moves, copied = swap_hot(
+        host, table, wanted, slot_indices, token, page, slot, counts
+    )
     count, dim = moves.shape[1], host.shape[3]
     if count == 0:
         return copied
@@ -100,7 +102,7 @@ def swap_hot(
     host: torch.Tensor,
     table: torch.Tensor,
     wanted: torch.Tensor,
-    seats: torch.Tensor,
+    slot_indices: torch.Tensor,
     token: torch.Tensor,
     page: torch.Tensor,
     slot: torch.Tensor,
@@ -121,16 +123,16 @@ def swap_hot(
     """
     if compiled_for(host.device)[0]:
         moves, copied = call_compiled(
-            "swap_hot", host, table, wanted, seats, token, page, slot, counts
+            "swap_hot", host, table, wanted, slot_indices, token, page, slot, counts
         )
         return moves, copied
-    copied, parts = torch.zeros_like(seats), [seats.new_empty(4, 0)]
-    for request, seat in enumerate(seats.tolist()):
-        at = (seat, slice(None), slice(0, int(counts[seat])))
+    copied, parts = torch.zeros_like(slot_indices), [slot_indices.new_empty(4, 0)]
+    for request, slot_index in enumerate(slot_indices.tolist()):
+        at = (slot_index, slice(None), slice(0, int(counts[slot_index])))
         moves = _swap_one(
             host.shape[2],
             table[request],
-            wanted[request, :, : int(counts[seat])],
+            wanted[request, :, : int(counts[slot_index])],
             token[at],
             page[at],
             slot[at],

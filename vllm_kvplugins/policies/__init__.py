@@ -3,11 +3,10 @@
 Nothing in this package imports vLLM or needs a GPU.
 """
 
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.policies.base import (
-    Geometry,
     KVCachePolicy,
     LayerView,
-    Lengths,
     Probe,
     ProbeOccasion,
     Retention,

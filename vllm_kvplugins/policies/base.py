@@ -24,8 +24,9 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_kvplugins.budgets import PageAllocator, Uniform
 from vllm_kvplugins.budgets.base import LoadFingerprint
-from vllm_kvplugins.residency.plan import Compaction, ResidencyPlan
-from vllm_kvplugins.rotary import Rotary
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.plan.residency_plan import ResidencyPlan
+from vllm_kvplugins.scoring.rotary import Rotary
 
 if TYPE_CHECKING:
     from vllm_kvplugins.episodes.settings import EpisodeSettings
@@ -50,42 +51,6 @@ class Retention(Enum):
     # They lie in host memory as factors, from which some are made again when a query
     # asks for them; such a policy is a ``Resolver``.
     RECONSTRUCT = "reconstruct"
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Shape of the KV cache that a plan is made for.
-
-    Attributes:
-        block_size: tokens per block.
-        num_layers: attention layers in the heap.
-        num_kv_heads: KV heads per layer on this rank.
-        kv_bytes_per_token: bytes of K and V of one token over all layers and
-            all KV heads of all ranks.
-    """
-
-    block_size: int
-    num_layers: int
-    num_kv_heads: int
-    kv_bytes_per_token: int
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Token counts of one request that both processes know.
-
-    Attributes:
-        turn_ends: token counts at which turns of the prompt end, ascending; see
-            ``KVCachePolicy.turn_ends``.
-        restored: the compaction behind the cache that a continued session starts
-            from, the plan's first one then. Its ``candidates`` start at block 0,
-            ``zone`` is the landing zone. Nothing is planned up to its
-            ``at_tokens``; so many tokens are restored at least.
-    """
-
-    prompt_tokens: int
-    turn_ends: tuple[int, ...] = ()
-    restored: Compaction | None = None
 
 
 # Text to token ids, without special tokens.

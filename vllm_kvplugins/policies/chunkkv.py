@@ -9,7 +9,11 @@ from pydantic import Field
 
 from vllm_kvplugins.policies.base import LayerView
 from vllm_kvplugins.policies.snapkv import SnapKV
-from vllm_kvplugins.scoring import drop_invalid, mark_window, mean_over_heads
+from vllm_kvplugins.scoring.attention_votes import (
+    drop_invalid,
+    mark_window,
+    mean_over_heads,
+)
 
 
 class ChunkKV(SnapKV):

@@ -13,9 +13,10 @@ from vllm_kvplugins.budgets import (
     Uniform,
     parse_allocator,
 )
-from vllm_kvplugins.policies.base import Geometry, KVCachePolicy, Lengths
-from vllm_kvplugins.residency.plan import Fold, ResidencyPlan
-from vllm_kvplugins.residency.prompt_cuts import Blockwise, prompt_compactions
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.plan.prompt_cuts import Blockwise, prompt_compactions
+from vllm_kvplugins.plan.residency_plan import DecodeCompaction, ResidencyPlan
+from vllm_kvplugins.policies.base import KVCachePolicy
 
 
 class Compressor(KVCachePolicy):
@@ -78,7 +79,9 @@ class Compressor(KVCachePolicy):
             lengths.restored,
         )
         full_blocks = prompt_tokens // size
-        held_blocks = full_blocks - (compactions[-1].zone.start if compactions else 0)
+        held_blocks = full_blocks - (
+            compactions[-1].retained.start if compactions else 0
+        )
         fold = self._fold(full_blocks, held_blocks, prompt_tokens, geometry)
         return ResidencyPlan(size, compactions, fold)
 
@@ -105,14 +108,14 @@ class Compressor(KVCachePolicy):
         held_blocks: int,
         prompt_tokens: int,
         geometry: Geometry,
-    ) -> Fold | None:
+    ) -> DecodeCompaction | None:
         """Compactions while generating, from the block at which they are due."""
         if self.decode_budget is None:
             return None
         tokens = self._tokens(self.decode_budget, prompt_tokens, geometry)
         keep_blocks = -(-tokens // geometry.block_size)
         grow = max(keep_blocks + self.fold_blocks - held_blocks, 1)
-        return Fold(full_blocks + grow, self.fold_blocks, keep_blocks)
+        return DecodeCompaction(full_blocks + grow, self.fold_blocks, keep_blocks)
 
     def page_allocator(self) -> PageAllocator:
         return self.allocator

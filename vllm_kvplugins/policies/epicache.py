@@ -15,10 +15,11 @@ from vllm_kvplugins.budgets import (
     parse_allocator,
 )
 from vllm_kvplugins.episodes.settings import DEFAULT_ENCODER, Build, EpisodeSettings
-from vllm_kvplugins.policies.base import Encode, Geometry, Lengths
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.plan.prompt_cuts import Blockwise
+from vllm_kvplugins.plan.residency_plan import ResidencyPlan
+from vllm_kvplugins.policies.base import Encode
 from vllm_kvplugins.policies.wrapper import Wrapper
-from vllm_kvplugins.residency.plan import ResidencyPlan
-from vllm_kvplugins.residency.prompt_cuts import Blockwise
 
 
 class EpiCache(Wrapper):

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from vllm_kvplugins.policies.base import Geometry, Lengths
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction, ResidencyPlan
 from vllm_kvplugins.policies.wrapper import Wrapper
-from vllm_kvplugins.residency.plan import BlockSpan, Compaction, ResidencyPlan
 
 
 class FlowKV(Wrapper):
@@ -100,29 +100,32 @@ class FlowKV(Wrapper):
         least = -(-max(self.floor, self._base.minimum_budget_tokens) // size)
         compactions: list[Compaction] = []
         notes: list[str] = []
-        start = stop = seen = 0  # the landing zone so far, and the turns it is of
+        start = stop = seen = 0  # the retained region so far, and the turns it is of
         if lengths.restored is not None:
             compactions.append(lengths.restored)
-            zone_before, seen = lengths.restored.zone, lengths.restored.at_tokens
-            start, stop = zone_before.start, zone_before.stop
+            retained_before, seen = (
+                lengths.restored.retained,
+                lengths.restored.at_tokens,
+            )
+            start, stop = retained_before.start, retained_before.stop
         for end in lengths.turn_ends:
             if end <= seen:
                 continue
             full = end // size
             kept, new = stop - start, full - stop
             target = -(-(int(self.ratio * end) - end % size) // size)
-            zone = max(target, kept + least)
-            if zone >= kept + new:
+            retained = max(target, kept + least)
+            if retained >= kept + new:
                 continue  # nothing would go: it competes at the end of the next turn
             compactions.append(
                 Compaction(
                     at_tokens=end,
                     candidates=BlockSpan(start, full),
-                    zone=BlockSpan(full - zone, full),
+                    retained=BlockSpan(full - retained, full),
                     fixed_blocks=0 if self.nested else kept,
                 )
             )
-            start, stop = full - zone, full
+            start, stop = full - retained, full
             if target < kept + least:
                 notes.append(
                     f"flowkv: ratio {self.ratio} leaves {target - kept} blocks for the "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from vllm_kvplugins.policies.base import Geometry, KVCachePolicy, Lengths
-from vllm_kvplugins.residency.plan import ResidencyPlan
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.plan.residency_plan import ResidencyPlan
+from vllm_kvplugins.policies.base import KVCachePolicy
 
 
 class FullKV(KVCachePolicy):

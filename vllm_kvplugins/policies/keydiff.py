@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from vllm_kvplugins.policies.base import LayerView
 from vllm_kvplugins.policies.compressor import Compressor
-from vllm_kvplugins.scoring import drop_invalid, slot_tiles, valid_keys
+from vllm_kvplugins.scoring.attention_votes import drop_invalid, slot_tiles, valid_keys
 
 
 class KeyDiff(Compressor):

@@ -16,7 +16,7 @@ from vllm_kvplugins.policies.base import (
     Trigger,
 )
 from vllm_kvplugins.policies.compressor import Compressor
-from vllm_kvplugins.scoring import attention_peak
+from vllm_kvplugins.scoring.attention_votes import attention_peak
 
 _ALL = "\n\nRepeat the previous context exactly."
 _PART = "\n\nRepeat the part of the previous context exactly, starting with"

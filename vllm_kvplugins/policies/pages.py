@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 
 from vllm_kvplugins.index import Keys
-from vllm_kvplugins.policies.base import Geometry
+from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.retrieval import Retriever, TokenIndex, tokens_of_pages
 
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from vllm_kvplugins.index import Keys
-from vllm_kvplugins.policies.base import Geometry
+from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.retrieval import Retriever, TokenIndex
-from vllm_kvplugins.scoring import slot_tiles
+from vllm_kvplugins.scoring.attention_votes import slot_tiles
 
 # Similarities of a tile should stay in the cache: 1 MiB of float32.
 _COPIES = 16

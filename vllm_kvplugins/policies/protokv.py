@@ -7,12 +7,12 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from vllm_kvplugins import prototypes as proto
 from vllm_kvplugins.ops.clusters import assign_and_average, chunk_prototypes
 from vllm_kvplugins.policies.base import LayerView
 from vllm_kvplugins.policies.compressor import Compressor
 from vllm_kvplugins.policies.votes import window_votes
-from vllm_kvplugins.scoring import (
+from vllm_kvplugins.scoring import prototypes as proto
+from vllm_kvplugins.scoring.attention_votes import (
     drop_invalid,
     mark_window,
     valid_keys,

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from vllm_kvplugins.policies.base import LayerView
 from vllm_kvplugins.policies.compressor import Compressor
-from vllm_kvplugins.scoring import drop_invalid
+from vllm_kvplugins.scoring.attention_votes import drop_invalid
 
 
 class Random(Compressor):

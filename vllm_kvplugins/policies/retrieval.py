@@ -26,19 +26,14 @@ from vllm_kvplugins.index import (
     select_tokens,
 )
 from vllm_kvplugins.index.compiled import CompiledIndex
-from vllm_kvplugins.policies.base import (
-    Geometry,
-    KVCachePolicy,
-    LayerView,
-    Lengths,
-    Retention,
-)
-from vllm_kvplugins.residency.plan import (
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.plan.residency_plan import (
     BlockSpan,
     Compaction,
-    Fold,
+    DecodeCompaction,
     ResidencyPlan,
 )
+from vllm_kvplugins.policies.base import KVCachePolicy, LayerView, Retention
 
 
 class TokenIndex(ABC):
@@ -277,7 +272,7 @@ class Retriever(KVCachePolicy):
         full = prompt_tokens // size
         hot = self.budget.resolve(prompt_tokens, geometry.kv_bytes_per_token)
         keep = -(-(self.sinks + hot + self.window) // size)
-        fold = Fold(
+        fold = DecodeCompaction(
             first_at_block=max(full, keep) + self.age_blocks,
             every_blocks=self.age_blocks,
             keep_blocks=keep,
@@ -286,14 +281,14 @@ class Retriever(KVCachePolicy):
         )
         restored = lengths.restored
         compactions = () if restored is None else (restored,)
-        start = restored.zone.start if restored else 0
+        start = restored.retained.start if restored else 0
         # the budget may be a share of the prompt, and larger than before
-        while fold.first_at_block - fold.zone_blocks(fold.first_at_block) < start:
+        while fold.first_at_block - fold.retained_blocks(fold.first_at_block) < start:
             fold = replace(fold, first_at_block=fold.first_at_block + 1)
-        zone = BlockSpan(max(full - fold.zone_blocks(full), 0), full)
-        if full <= keep or (restored and zone.start <= start):
+        retained = BlockSpan(max(full - fold.retained_blocks(full), 0), full)
+        if full <= keep or (restored and retained.start <= start):
             return ResidencyPlan(size, compactions, fold)
-        compaction = Compaction(prompt_tokens, BlockSpan(start, full), zone)
+        compaction = Compaction(prompt_tokens, BlockSpan(start, full), retained)
         return ResidencyPlan(size, (*compactions, compaction), fold)
 
     def score(self, view: LayerView) -> torch.Tensor:

@@ -13,10 +13,10 @@ from pydantic import BeforeValidator, Field
 from vllm_kvplugins.budgets import Budget, parse_bytes
 from vllm_kvplugins.budgets.base import LoadFingerprint
 from vllm_kvplugins.ops.svd import LowRank
-from vllm_kvplugins.policies.base import Geometry, Lengths
-from vllm_kvplugins.policies.resolution import Resolver
-from vllm_kvplugins.residency.plan import ResidencyPlan
-from vllm_kvplugins.residency.prompt_cuts import prompt_compactions
+from vllm_kvplugins.plan.geometry import Geometry, Lengths
+from vllm_kvplugins.plan.prompt_cuts import prompt_compactions
+from vllm_kvplugins.plan.residency_plan import ResidencyPlan
+from vllm_kvplugins.policies.span_policy import SpanPolicy
 from vllm_kvplugins.routers.files import read_router, shipped_router
 from vllm_kvplugins.routers.router import Router
 from vllm_kvplugins.spans.coarse import CoarseSpans
@@ -25,7 +25,7 @@ from vllm_kvplugins.spans.segmentation import Segments, cut_evenly, segment
 MEAN_KEY, SHIPPED = "mean-key", "shipped"
 
 
-class SeKV(Resolver):
+class SeKV(SpanPolicy):
     """Semantic KV cache with a zoom (SeKV, section 3).
 
     When the prompt is in, its most surprising tokens stay as anchors (equation 1),
@@ -139,7 +139,7 @@ class SeKV(Resolver):
             return 0
         (compaction,) = plan.compactions
         size = geometry.block_size
-        resident = len(compaction.zone) * size + prompt_tokens % size
+        resident = len(compaction.retained) * size + prompt_tokens % size
         spans = self._span_room(budget, prompt_tokens, geometry)
         return max(budget - resident - spans, 0)
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from vllm_kvplugins.policies.base import LayerView
 from vllm_kvplugins.policies.compressor import Compressor
 from vllm_kvplugins.policies.votes import window_votes
-from vllm_kvplugins.scoring import mark_window, pool_votes
+from vllm_kvplugins.scoring.attention_votes import mark_window, pool_votes
 
 
 class SnapKV(Compressor):

@@ -9,7 +9,7 @@ import torch
 from vllm_kvplugins.policies.base import LayerView
 from vllm_kvplugins.policies.compressor import Compressor
 from vllm_kvplugins.policies.votes import window_votes
-from vllm_kvplugins.scoring import (
+from vllm_kvplugins.scoring.attention_votes import (
     drop_invalid,
     mark_window,
     mean_over_heads,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_kvplugins import scoring
 from vllm_kvplugins.policies.base import LayerView
+from vllm_kvplugins.scoring import attention_votes
 
 
 def window_votes(view: LayerView) -> torch.Tensor:
@@ -27,7 +27,9 @@ def window_votes(view: LayerView) -> torch.Tensor:
     """
     window, num_slots = view.queries.shape[1], view.positions.shape[1]
     if view.page_votes is None or window >= num_slots:
-        return scoring.window_votes(view.queries, view.keys, view.scale, view.valid)
+        return attention_votes.window_votes(
+            view.queries, view.keys, view.scale, view.valid
+        )
     return view.page_votes(False)[..., : num_slots - window] / window
 
 
@@ -39,7 +41,7 @@ def attention_mass(view: LayerView) -> torch.Tensor:
         head; 0 where there is no token. Of a probe's own slots it says nothing.
     """
     if view.page_votes is None:
-        return scoring.attention_mass(*_asked(view))
+        return attention_votes.attention_mass(*_asked(view))
     return view.page_votes(False).mean(1)
 
 
@@ -51,7 +53,7 @@ def attention_peak(view: LayerView) -> torch.Tensor:
         As :func:`attention_mass`.
     """
     if view.page_votes is None:
-        return scoring.attention_peak(*_asked(view))
+        return attention_votes.attention_peak(*_asked(view))
     return view.page_votes(True).amax(1)
 
 

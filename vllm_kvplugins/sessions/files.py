@@ -27,9 +27,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.residency.plan import BlockSpan, Compaction
-from vllm_kvplugins.residency.saved import SavedCache
-from vllm_kvplugins.sessions.orders import Session, Tokens
+from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
+from vllm_kvplugins.sessions.commands import Session, Tokens
+from vllm_kvplugins.sessions.snapshot import CacheSnapshot
 
 FORMAT = "kvp-session-2"
 _SUFFIX = ".safetensors"
@@ -61,7 +61,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionDir:
+class SessionFolder:
     """The files of one engine's sessions.
 
     Attributes:
@@ -97,7 +97,7 @@ class SessionDir:
                 "choose another directory, or leave session_dir out"
             ) from error
 
-    def write(self, session: Session, rank: int, saved: SavedCache) -> None:
+    def write(self, session: Session, rank: int, saved: CacheSnapshot) -> None:
         """Store a rank's part.
 
         Raises:
@@ -118,7 +118,7 @@ class SessionDir:
         about["digest"] = _digest(about, tensors)
         _write_atomically(self.path(session.session_id, rank), tensors, about)
 
-    def read(self, session_id: str, rank: int) -> SavedCache:
+    def read(self, session_id: str, rank: int) -> CacheSnapshot:
         """Load a rank's part.
 
         Raises:
@@ -213,12 +213,12 @@ def _digest(about: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> st
     return digest.hexdigest()
 
 
-def _tensors(session: Session, saved: SavedCache) -> dict[str, torch.Tensor]:
+def _tensors(session: Session, saved: CacheSnapshot) -> dict[str, torch.Tensor]:
     tensors = {
         "tokens": torch.from_numpy(session.tokens.astype(np.int32)),
         "counts": saved.counts,
         "positions": saved.positions,
-        "zone": saved.zone,
+        "zone": saved.retained,
         "tail": saved.tail,
     }
     if saved.queries is not None:
@@ -229,19 +229,19 @@ def _tensors(session: Session, saved: SavedCache) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def _saved(about: Mapping[str, str], tensors: dict[str, torch.Tensor]) -> SavedCache:
+def _saved(about: Mapping[str, str], tensors: dict[str, torch.Tensor]) -> CacheSnapshot:
     observed: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")
         if kind == _OBSERVED:
             layer, _, part = rest.partition(".")
             observed.setdefault(int(layer), {})[part] = tensor
-    return SavedCache(
+    return CacheSnapshot(
         tokens=tensors["tokens"].numel(),
         compaction=_unpacked(json.loads(about["compaction"])),
         counts=tensors["counts"],
         positions=tensors["positions"],
-        zone=tensors["zone"],
+        retained=tensors["zone"],
         tail=tensors["tail"],
         layout=about["layout"],
         queries=tensors.get("queries"),
@@ -261,15 +261,23 @@ def _session(about: Mapping[str, str], tokens: torch.Tensor) -> Session:
     )
 
 
+# Files of earlier versions call the retained region "zone", and so do these.
+_SPANS = {"candidates": "candidates", "zone": "retained"}
+
+
 def _packed(compaction: Compaction | None) -> dict[str, Any] | None:
-    return None if compaction is None else asdict(compaction)
+    if compaction is None:
+        return None
+    fields = asdict(compaction)
+    return fields | {key: fields.pop(name) for key, name in _SPANS.items()}
 
 
 def _unpacked(packed: dict[str, Any] | None) -> Compaction | None:
     if packed is None:
         return None
-    spans = {name: BlockSpan(**packed[name]) for name in ("candidates", "zone")}
-    return Compaction(**(packed | spans))
+    spans = {name: BlockSpan(**packed[key]) for key, name in _SPANS.items()}
+    numbers = {key: value for key, value in packed.items() if key not in _SPANS}
+    return Compaction(**(numbers | spans))
 
 
 # -- all of a directory, for the command line ------------------------------------------

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vllm_kvplugins.sessions.orders import Session, Tokens
+from vllm_kvplugins.sessions.commands import Session, Tokens
 
 
 class SessionIndex:

@@ -150,7 +150,7 @@ def seams() -> dict[str, Any]:
     """What the plugin finds wrong with the vLLM that this process imports."""
     import vllm
 
-    from vllm_kvplugins.vllm_adapter import compat
+    from vllm_kvplugins.vllm_adapter.config import compat
 
     return {
         "vllm": vllm.__version__,

@@ -19,10 +19,10 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionImpl,
 )
 
+from vllm_kvplugins.engine.fixed_table import FlatTable
+from vllm_kvplugins.engine.page_runs import page_indices, page_runs
 from vllm_kvplugins.errors import refuse
 from vllm_kvplugins.ops.device import moved
-from vllm_kvplugins.residency.fixed_table import FlatTable
-from vllm_kvplugins.residency.page_runs import page_indices, page_runs
 from vllm_kvplugins.vllm_adapter.attention.flat import (
     PolicyImpl,
     Scope,
@@ -105,7 +105,11 @@ class FlashInferPolicyBuilder(
         ]
         if one_each:
             # Others are not replayed: steps are padded to what was captured.
-            rows = len(table.seats) if len(table.seats) in self._captured_rows else 0
+            rows = (
+                len(table.slot_indices)
+                if len(table.slot_indices) in self._captured_rows
+                else 0
+            )
             self._plan(scopes, lengths, None, rows)
             return FlashInferPolicyMetadata(tokens, None, scopes)
         query_start = common.query_start_loc_cpu[: common.num_reqs + 1]

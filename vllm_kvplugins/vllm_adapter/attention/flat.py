@@ -21,16 +21,19 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
+from vllm_kvplugins.engine.fixed_table import FixedTable, FlatTable
+from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.errors import refuse
 from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.residency.fixed_table import FixedTable, FlatTable
-from vllm_kvplugins.residency.heap import Heap
-from vllm_kvplugins.residency.runtime import PolicyRuntime
-from vllm_kvplugins.vllm_adapter import activation
-from vllm_kvplugins.vllm_adapter.probing import ProbeMetadata, probe_model
-from vllm_kvplugins.vllm_adapter.rotary import rotary_of
-from vllm_kvplugins.vllm_adapter.spec import with_policy
-from vllm_kvplugins.vllm_adapter.validation import layer_problems, rotary_problems
+from vllm_kvplugins.vllm_adapter.config.validation import (
+    layer_problems,
+    rotary_problems,
+)
+from vllm_kvplugins.vllm_adapter.scheduler.spec import with_policy
+from vllm_kvplugins.vllm_adapter.startup import activation
+from vllm_kvplugins.vllm_adapter.worker.probing import ProbeMetadata, probe_model
+from vllm_kvplugins.vllm_adapter.worker.rotary import rotary_of
 
 
 @dataclass

@@ -17,12 +17,12 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from vllm_kvplugins.engine.fixed_table import FlatTable
+from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.residency.fixed_table import FlatTable
-from vllm_kvplugins.residency.runtime import PolicyRuntime
-from vllm_kvplugins.vllm_adapter import activation
 from vllm_kvplugins.vllm_adapter.attention import graphs
 from vllm_kvplugins.vllm_adapter.attention.flat import PolicyBackend, PolicyBuilder
+from vllm_kvplugins.vllm_adapter.startup import activation
 
 
 class GPUPolicyBackend(PolicyBackend):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from vllm_kvplugins.residency.fixed_table import FixedTable, TableShape
+from vllm_kvplugins.engine.fixed_table import FixedTable, TableShape
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-    from vllm_kvplugins.residency.runtime import PolicyRuntime
+    from vllm_kvplugins.engine.runtime import PolicyRuntime
 
 logger = logging.getLogger("vllm.kv_policy")
 

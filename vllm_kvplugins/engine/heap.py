@@ -1,0 +1,95 @@
+"""The page heap: a worker's whole KV cache as one array of pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvplugins.engine.compaction import CompactedPages
+from vllm_kvplugins.ops import dispatch as ops
+from vllm_kvplugins.ops.layout import PageLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Heap:
+    """All pages of one worker.
+
+    Attributes:
+        pages: [num_layers * num_blocks * num_kv_heads, page_elems], page id
+            ``(layer * num_blocks + block) * num_kv_heads + kv_head``.
+        layout: where K and V of a slot lie inside a page.
+    """
+
+    pages: torch.Tensor
+    layout: PageLayout
+    num_layers: int
+    num_blocks: int
+    num_kv_heads: int
+
+    def __post_init__(self) -> None:
+        expected = self.num_layers * self.num_blocks * self.num_kv_heads
+        if self.pages.shape != (expected, self.layout.page_elems):
+            raise ValueError(
+                f"heap of {tuple(self.pages.shape)} is not {expected} pages of "
+                f"{self.layout.page_elems} elements"
+            )
+
+    @property
+    def rows(self) -> int:
+        """(layer, KV head) pairs, in the order of page ids."""
+        return self.num_layers * self.num_kv_heads
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of keys and values, over all layers and this worker's KV heads."""
+        return int(2 * self.rows * self.layout.head_dim * self.pages.itemsize)
+
+    def page_ids(self, blocks: torch.Tensor) -> torch.Tensor:
+        """int64 [rows, blocks]: the pages of these blocks."""
+        layer = torch.arange(self.num_layers, device=blocks.device)[:, None, None]
+        head = torch.arange(self.num_kv_heads, device=blocks.device)[None, :, None]
+        ids = (layer * self.num_blocks + blocks.long()) * self.num_kv_heads + head
+        return ids.reshape(self.rows, blocks.numel())
+
+    def layer_pages(self, layer: int) -> torch.Tensor:
+        """[blocks * kv_heads, page_elems]: one layer's pages, a view."""
+        count = self.num_blocks * self.num_kv_heads
+        return self.pages[layer * count : (layer + 1) * count]
+
+    def keys(self, pages: torch.Tensor) -> torch.Tensor:
+        """[heads, pages * block_size, head_dim] of int64 [heads, pages]."""
+        return ops.gather_keys(self.pages, pages, self.layout)
+
+    def values(self, pages: torch.Tensor) -> torch.Tensor:
+        """[heads, pages * block_size, head_dim] of int64 [heads, pages]."""
+        return ops.gather_values(self.pages, pages, self.layout)
+
+    def clear(self, blocks: torch.Tensor) -> None:
+        """Zero all keys and values of these blocks."""
+        self.pages.index_fill_(0, self.page_ids(blocks).reshape(-1), 0)
+
+    def apply(self, after: CompactedPages) -> None:
+        """Carry out the moves of a compaction, in place."""
+        direct, staged = after.direct, after.staged
+        if len(direct):
+            ops.move_tokens(
+                self.pages,
+                direct.source_page,
+                direct.source_slot,
+                direct.target_page,
+                direct.target_slot,
+                self.layout,
+            )
+        if len(staged):
+            keys, values = ops.gather_tokens(
+                self.pages, staged.source_page, staged.source_slot, self.layout
+            )
+            ops.scatter_tokens(
+                self.pages,
+                staged.target_page,
+                staged.target_slot,
+                keys,
+                values,
+                self.layout,
+            )

@@ -1,0 +1,1 @@
+"""Retrieval: offloaded tokens, their indices, and the hot slots for fetched tokens."""

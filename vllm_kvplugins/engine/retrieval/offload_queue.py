@@ -1,0 +1,133 @@
+"""Tokens on their way from the cache into the host tier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.requests import PageList
+from vllm_kvplugins.engine.retrieval.host_tier import HostTier
+from vllm_kvplugins.engine.retrieval.hot_slots import HotSlots
+from vllm_kvplugins.engine.retrieval.indexing import Indexer
+from vllm_kvplugins.engine.retrieval.offloaded import Offloaded
+from vllm_kvplugins.ops import dispatch as ops
+from vllm_kvplugins.ops.device import AsyncHostCopy
+
+
+@dataclass(slots=True, eq=False)
+class PendingOffload:
+    """Tokens of one layer of a request.
+
+    Attributes:
+        first: number of the first one.
+        keys, values: [num_kv_heads, n, head_dim].
+    """
+
+    state: Offloaded
+    layer: int
+    first: int
+    keys: AsyncHostCopy
+    values: AsyncHostCopy
+
+
+class OffloadQueue:
+    """Sends tokens to the host tier and has them indexed there.
+
+    From a GPU they are taken in a layer later, while it computes that one (IceCache,
+    fig. 5b).
+    """
+
+    def __init__(
+        self,
+        heap: Heap,
+        tier: HostTier,
+        zones: Mapping[int, HotSlots],
+        indexer: Indexer,
+    ) -> None:
+        self._heap, self._tier = heap, tier
+        self._zones, self._indexer = zones, indexer
+        self._leaving: list[PendingOffload] = []
+
+    def send(
+        self, state: Offloaded, layer: int, owned: PageList, start: int, stop: int
+    ) -> None:
+        """Send tokens of a layer off, behind those that its request has there.
+
+        Args:
+            owned: the request's pages.
+            start, stop: positions; all of them must be there.
+        """
+        self.take_in(besides=layer)
+        keys, values = read_tokens(self._heap, layer, owned, start, stop)
+        self._leaving.append(
+            PendingOffload(
+                state, layer, state.tokens, AsyncHostCopy(keys), AsyncHostCopy(values)
+            )
+        )
+        if not keys.is_cuda:
+            self.take_in()
+
+    def take_in(self, besides: int | None = None) -> None:
+        """Store what has left the cache, and start to index it.
+
+        Args:
+            besides: what this layer gave may still be on its way.
+        """
+        for each in self._leaving:
+            if each.layer == besides:
+                continue
+            keys, values = each.keys.wait(), each.values.wait()
+            self._make_room(each.state, each.layer, each.first + keys.shape[1])
+            pages = each.state.pages[each.layer]
+            self._tier.write(pages, each.first, keys, values)
+            layer, here = each.state.layers[each.layer], None
+            if each.keys.event is not None:
+                # keys wait for their turn where they lie now, not in pinned memory
+                tokens = range(each.first, each.first + keys.shape[1])
+                here = partial(self._tier.read_keys, pages, tokens)
+            self._indexer.insert(layer, keys, each.first, here)
+        self._leaving = [each for each in self._leaving if each.layer == besides]
+
+    def _make_room(self, state: Offloaded, layer: int, tokens: int) -> None:
+        """Host pages for so many tokens of a layer."""
+        have, size = state.pages[layer], self._tier.page_tokens
+        more = -(-tokens // size) - have.shape[1]
+        if more <= 0:
+            return
+        fresh = self._tier.take(more * len(have)).view(len(have), more)
+        pages = state.pages[layer] = torch.cat([have, fresh], 1)
+        self._zones[layer].add_pages(state.slot_index, pages)
+
+
+def read_tokens(
+    heap: Heap, layer: int, owned: PageList, start: int, stop: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one layer of a request, in order of position.
+
+    Args:
+        owned: the request's pages.
+        start, stop: positions; all of them must be there.
+
+    Returns:
+        Two [num_kv_heads, stop - start, head_dim].
+    """
+    heads, size = heap.num_kv_heads, heap.layout.block_size
+    rows = slice(layer * heads, (layer + 1) * heads)
+    positions = owned.positions[rows]
+    place = torch.arange(positions.shape[1], device=positions.device)
+    used = place < owned.owned[rows, None] * size
+    row, place = ((positions >= start) & (positions < stop) & used).nonzero(
+        as_tuple=True
+    )
+    assert row.numel() == heads * (stop - start), "tokens to offload are not there"
+    place = place.view(heads, -1)
+    place = place.gather(1, positions.gather(1, place).argsort(1))
+    page = owned.pages[rows].gather(1, place // size)
+    keys, values = ops.gather_tokens(
+        heap.pages, page.flatten(), (place % size).flatten(), heap.layout
+    )
+    return keys.view(heads, stop - start, -1), values.view(heads, stop - start, -1)

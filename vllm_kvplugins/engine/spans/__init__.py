@@ -1,0 +1,1 @@
+"""Spans at two resolutions: means next to the pages, tokens reconstructed on demand."""

@@ -1,1 +1,0 @@
-"""What is resident of each request: the plan, the page tables, the compaction."""

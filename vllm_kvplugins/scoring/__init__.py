@@ -1,0 +1,1 @@
+"""Shared mathematics of policies: attention votes, prototypes, selection, RoPE."""

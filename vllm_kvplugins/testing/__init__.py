@@ -1,0 +1,1 @@
+"""Checks that policy authors run against their own policies."""

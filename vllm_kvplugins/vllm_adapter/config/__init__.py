@@ -1,0 +1,1 @@
+"""What the adapter reads from vLLM configurations and checks at start-up."""

@@ -1,0 +1,261 @@
+"""Private parts of vLLM that we touch; ``seams`` lists them, here they are checked at
+start-up and read."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_kvplugins.engine.requests import Row
+from vllm_kvplugins.errors import refuse
+from vllm_kvplugins.vllm_adapter.config.seams import all_seams
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+KNOWN_VERSIONS = ("0.32", "0.33")
+_REMEDY = f"reinstall vLLM ({' or '.join(KNOWN_VERSIONS)}) or update vllm_kvplugins"
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM, such as ``0.32.0``."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def problems() -> list[str]:
+    """Why this vLLM cannot be used, if so: unknown version, changed seams."""
+    version = vllm_version()
+    match = re.match(r"(\d+\.\d+)(?!\d)", version)
+    if match is None or match[1] not in KNOWN_VERSIONS:
+        return [
+            f"vLLM {version} is not a version that this plugin was tested with; "
+            f"install one of {', '.join(KNOWN_VERSIONS)}"
+        ]
+    from vllm.platforms import current_platform
+
+    return [
+        f"vLLM {version}: {problem}; {_REMEDY}"
+        for seam in all_seams(current_platform.is_cpu())
+        for problem in seam.problems()
+    ]
+
+
+def forget_previous_engine() -> None:
+    """Forget what an earlier engine left in this process.
+
+    vLLM keeps two things per process: which attention backend it selected, and
+    the worker's KV connector. The next engine would otherwise get the connector
+    of the last one, which compacts requests of an engine that is gone.
+    """
+    from vllm.distributed.kv_transfer.kv_transfer_state import (
+        ensure_kv_transfer_shutdown,
+    )
+    from vllm.v1.attention import selector
+
+    selector._cached_get_attn_backend.cache_clear()
+    ensure_kv_transfer_shutdown()
+
+
+def kv_element_bytes(vllm_config: VllmConfig) -> int:
+    """Bytes of one cached element."""
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+
+    name = vllm_config.cache_config.cache_dtype
+    dtype = (
+        vllm_config.model_config.dtype
+        if name == "auto"
+        else STR_DTYPE_TO_TORCH_DTYPE[name]
+    )
+    return int(torch.empty(0, dtype=dtype).element_size())
+
+
+def max_positions(vllm_config: VllmConfig) -> int:
+    """How many token positions the model has, served or not."""
+    model = vllm_config.model_config
+    trained = getattr(model.hf_text_config, "max_position_embeddings", None) or 0
+    return max(int(trained), int(model.max_model_len))
+
+
+# Whether layers have to tell of a step.
+Unfit = Callable[[Sequence[Row]], bool]
+
+# -- model runners ---------------------------------------------------------------
+
+
+class RunnerV1:
+    """Rows of a step as model runner V1 keeps them."""
+
+    needs = ("input_batch", "_dummy_run")
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        # Nothing in the metadata of a dummy batch says so without waiting for the
+        # device; its rows would pass for the requests that the runner holds.
+        self._in_dummy_run = False
+        run = runner._dummy_run
+
+        @functools.wraps(run)
+        def dummy_run(*args: Any, **kwargs: Any) -> Any:
+            self._in_dummy_run = True
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._in_dummy_run = False
+
+        runner._dummy_run = dummy_run
+        self._unfit: Unfit | None = None
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The loaded model."""
+        return self._runner.model
+
+    def rows(self, metadata: CommonAttentionMetadata) -> list[Row]:
+        """The step's requests in batch order; none in a dummy batch."""
+        if self._in_dummy_run:
+            return []
+        batch = self._runner.input_batch
+        request_ids = batch.req_ids[: metadata.num_reqs]
+        return _rows(metadata, request_ids, batch.num_prompt_tokens)
+
+    def keep_out_of_graphs(self, unfit: Unfit) -> None:
+        """See that no graph with attention in it is replayed for unfit steps. vLLM
+        takes a prompt's last token alone for a decoding step."""
+        first, self._unfit = self._unfit is None, unfit
+        if not first:
+            return
+        from vllm.config import CUDAGraphMode
+
+        dispatcher = self._runner.cudagraph_dispatcher
+        dispatch = dispatcher.dispatch
+
+        @functools.wraps(dispatch)
+        def careful(*args: Any, uniform_decode: bool = False, **kwargs: Any) -> Any:
+            if uniform_decode and not self._in_dummy_run:
+                assert self._unfit is not None
+                if self._unfit(self._decoding()):
+                    others = kwargs.get("invalid_modes") or set()
+                    kwargs["invalid_modes"] = {CUDAGraphMode.FULL, *others}
+            return dispatch(*args, uniform_decode=uniform_decode, **kwargs)
+
+        dispatcher.dispatch = careful
+
+    def _decoding(self) -> list[Row]:
+        """Rows of a step with a token each, before there is metadata of it."""
+        batch = self._runner.input_batch
+        return [
+            Row(name, int(prompt), int(computed), 1, i)
+            for i, (name, prompt, computed) in enumerate(
+                zip(
+                    batch.req_ids,
+                    batch.num_prompt_tokens,
+                    batch.num_computed_tokens_cpu,
+                    strict=False,  # the arrays have room for more
+                )
+            )
+        ]
+
+
+class RunnerV2:
+    """Rows of a step as model runner V2 keeps them."""
+
+    needs = ("req_states", "kv_connector")
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._unfit: Unfit | None = None
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The loaded model."""
+        return self._runner.model
+
+    def rows(self, metadata: CommonAttentionMetadata) -> list[Row]:
+        """The step's requests in batch order; none in a dummy batch."""
+        states = self._runner.req_states
+        indices = metadata.req_idx
+        # V2 numbers the rows of dummy batches like requests. It switches the
+        # connector off around them and around its warm-up, so that no
+        # compaction would run at the end of such a step.
+        connector = self._runner.kv_connector
+        if indices is None or getattr(connector, "_disabled", True):
+            return []
+        if any(int(i) not in states.index_to_req_id for i in indices):
+            return []  # warm-up
+        request_ids = [states.index_to_req_id[int(i)] for i in indices]
+        return _rows(metadata, request_ids, states.prompt_len.np[indices])
+
+    def keep_out_of_graphs(self, unfit: Unfit) -> None:
+        """See that no graph with attention in it is replayed for unfit steps. vLLM
+        takes a prompt's last token alone for a decoding step."""
+        first, self._unfit = self._unfit is None, unfit
+        if not first:
+            return
+        gather = self._runner.gather_batch_req_state
+
+        @functools.wraps(gather)
+        def careful(*args: Any, **kwargs: Any) -> Any:
+            batch, tokens_each = gather(*args, **kwargs)
+            if batch is not None and tokens_each is not None:
+                assert self._unfit is not None
+                if self._unfit(self._decoding(batch)):
+                    tokens_each = None  # as in a batch of prompts
+            return batch, tokens_each
+
+        self._runner.gather_batch_req_state = careful
+
+    def _decoding(self, batch: Any) -> list[Row]:
+        """Rows of a step with a token each, before there is metadata of it."""
+        states, indices = self._runner.req_states, batch.idx_mapping_np
+        prompts = states.prompt_len.np[indices]
+        computed = states.num_computed_tokens_np[indices]
+        return [
+            Row(name, int(prompts[i]), int(computed[i]), 1, i)
+            for i, name in enumerate(batch.req_ids)
+        ]
+
+
+def _rows(
+    metadata: CommonAttentionMetadata, request_ids: list[str], prompt_tokens: Any
+) -> list[Row]:
+    """Rows of requests; padding behind them has none."""
+    starts = metadata.query_start_loc_cpu.tolist()
+    # An upper bound with speculative decoding, which is refused, and exact without.
+    assert metadata.seq_lens_cpu_upper_bound is not None
+    seq_lens = metadata.seq_lens_cpu_upper_bound.tolist()
+    return [
+        Row(
+            request_id=request_id,
+            prompt_tokens=int(prompt_tokens[i]),
+            computed_tokens=seq_lens[i] - (starts[i + 1] - starts[i]),
+            new_tokens=starts[i + 1] - starts[i],
+            first_query=starts[i],
+        )
+        for i, request_id in enumerate(request_ids)
+    ]
+
+
+def runner_adapter(runner: Any) -> RunnerV1 | RunnerV2:
+    """The adapter for this worker's model runner.
+
+    Raises:
+        KVPolicyError: the runner lacks what the adapter reads.
+    """
+    kind = RunnerV2 if hasattr(runner, "req_states") else RunnerV1
+    name = type(runner).__name__
+    refuse(
+        f"a KV policy cannot follow vLLM {vllm_version()}'s {name}",
+        [
+            f"{name} no longer has {attribute}; {_REMEDY}"
+            for attribute in kind.needs
+            if not hasattr(runner, attribute)
+        ],
+    )
+    return kind(runner)

@@ -1,0 +1,76 @@
+"""What a configuration of vLLM says of policy, model and the shape of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvplugins.config import CONFIG_KEY, parse_policy
+from vllm_kvplugins.model_config import ConfigOnlyModel, ModelFingerprint
+from vllm_kvplugins.plan.geometry import Geometry
+from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.vllm_adapter.config import compat
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+# In the settings of our connector, which go to all processes as well. vLLM hashes
+# additional_config for its cache of compiled graphs: with what was measured in there,
+# no start would find what another has compiled.
+_MEASURED = "kv_policy_measured"
+
+
+def request_of(vllm_config: VllmConfig) -> dict[str, Any] | str | None:
+    """What a configuration asks for, with what was measured at start-up.
+
+    Returns:
+        As ``parse_policy`` takes it; None without a policy.
+    """
+    config = vllm_config.additional_config
+    request: dict[str, Any] | str | None = (
+        config.get(CONFIG_KEY) if isinstance(config, dict) else None
+    )
+    transfer = vllm_config.kv_transfer_config
+    if not isinstance(request, dict) or transfer is None:
+        return request
+    measured: dict[str, int] = transfer.kv_connector_extra_config.get(_MEASURED, {})
+    return request | measured
+
+
+def remember_measured(vllm_config: VllmConfig, measured: Mapping[str, int]) -> None:
+    """Tell all processes what was measured in one; for ``request_of``.
+
+    Args:
+        measured: settings that the user left open, in bytes.
+    """
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None, "a policy brings its own connector"
+    transfer.kv_connector_extra_config[_MEASURED] = dict(measured)
+
+
+def policy_of(vllm_config: VllmConfig) -> KVCachePolicy | None:
+    """The policy that a configuration asks for, if any."""
+    request = request_of(vllm_config)
+    return None if request is None else parse_policy(request)
+
+
+def fingerprint_of(vllm_config: VllmConfig) -> ModelFingerprint:
+    """Of the whole model, over all ranks."""
+    model = vllm_config.model_config
+    config = model.hf_config.to_dict()
+    return ConfigOnlyModel(model.model, str(model.dtype), config).fingerprint()
+
+
+def geometry_of(vllm_config: VllmConfig) -> Geometry:
+    """Shape of the KV cache on one rank."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    num_layers = model.get_num_layers(parallel)
+    element_bytes = compat.kv_element_bytes(vllm_config)
+    per_layer = 2 * model.get_total_num_kv_heads() * model.get_head_size()
+    return Geometry(
+        block_size=vllm_config.cache_config.block_size,
+        num_layers=num_layers,
+        num_kv_heads=model.get_num_kv_heads(parallel),
+        kv_bytes_per_token=num_layers * per_layer * element_bytes,
+    )

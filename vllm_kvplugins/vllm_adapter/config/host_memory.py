@@ -1,0 +1,142 @@
+"""The host tier: may a GPU read it, and who may come in; requests wait until what they
+may offload fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from vllm_kvplugins.engine.retrieval.host_tier import default_limit_bytes
+from vllm_kvplugins.engine.retrieval.pinned import CHUNK_BYTES, PinnedArena
+from vllm_kvplugins.ops.host_fetch import direct_problem
+from vllm_kvplugins.plan.geometry import Geometry
+from vllm_kvplugins.policies.base import KVCachePolicy, Retention
+
+if TYPE_CHECKING:
+    from vllm_kvplugins.policies.retrieval import Retriever
+
+_MIB = 1 << 20
+
+
+def measured(policy: KVCachePolicy) -> dict[str, int]:
+    """The limit that the user left open, from what is free now, so that all processes
+    know the same."""
+    if policy.retention is Retention.DROP or policy.host_memory_bytes:
+        return {}
+    return {"host_memory": default_limit_bytes()}
+
+
+def _is_read_directly(policy: KVCachePolicy) -> bool:
+    if policy.retention is not Retention.OFFLOAD:
+        return False
+    return cast("Retriever", policy).host_fetch == "direct"
+
+
+def fetch_problems(policy: KVCachePolicy) -> list[str]:
+    """Why tokens cannot come from the host as the policy asks for; for the front end,
+    which knows no device."""
+    from vllm.platforms import current_platform
+
+    if not _is_read_directly(policy):
+        return []
+    if current_platform.is_cpu():
+        return [
+            "host_fetch 'direct' is for GPUs, which read the host's memory themselves; "
+            "on a CPU leave host_fetch at 'staged'"
+        ]
+    problem = direct_problem(torch.device("cuda"))
+    if problem is None:
+        return []
+    return [
+        f"host_fetch 'direct' needs this package's CUDA kernels ({problem}); build "
+        "them (KVP_CUDA=ON KVP_BUILD=require pip install --no-build-isolation -e .), "
+        "or leave host_fetch at 'staged'"
+    ]
+
+
+def pinning_problems(policy: KVCachePolicy, device: torch.device) -> list[str]:
+    """Why this process cannot have memory that its GPU reads, if the policy asks for
+    it. Tries, with one chunk: what allows and forbids it is not the same everywhere."""
+    if not _is_read_directly(policy):
+        return []
+    try:
+        PinnedArena(CHUNK_BYTES, device).close()
+    except RuntimeError as error:
+        return [
+            f"host_fetch 'direct' needs host memory that a GPU reads, and {error}; "
+            "free some, allow this process to lock it (ulimit -l), or leave host_fetch "
+            "at 'staged'"
+        ]
+    return []
+
+
+class HostReservations:
+    """Host memory that running requests may come to need, on the scheduler's side.
+
+    A request reserves its worst case, prompt and longest answer, when it is first
+    scheduled, and gives it back when it ends. So the host tier never overflows,
+    and a request never stops half-way for want of memory.
+    """
+
+    def __init__(self, policy: KVCachePolicy, geometry: Geometry) -> None:
+        self._policy = policy
+        self._geometry = geometry
+        self._reserved: dict[str, int] = {}
+        # of sessions, whose tokens stay on the host between requests
+        self._held: dict[str, int] = {}
+        # requests that wait now, and have been told so
+        self.held: set[str] = set()
+
+    def fits(self, request: Any) -> bool:
+        """Whether a request can be scheduled now. Changes nothing but ``held``."""
+        limit = self._policy.host_memory_bytes
+        if limit is None or request.request_id in self._reserved:
+            return True
+        # Alone a request always runs; the front end refuses what never fits.
+        alone = not self._reserved and not self._held
+        fits = alone or self.reserved_bytes + self._need(request) <= limit
+        if fits:
+            self.held.discard(request.request_id)
+        else:
+            self.held.add(request.request_id)
+        return fits
+
+    def reserve(self, request: Any) -> None:
+        """A request was scheduled for the first time, or again."""
+        if self._policy.host_memory_bytes is not None:
+            self._reserved.setdefault(request.request_id, self._need(request))
+
+    def release(self, request: Any) -> None:
+        """A request has ended, scheduled or not."""
+        self._reserved.pop(request.request_id, None)
+        self.held.discard(request.request_id)
+
+    def hold(self, session_id: str, num_bytes: int) -> None:
+        """A session keeps so much on the host."""
+        self._held[session_id] = num_bytes
+
+    def let_go(self, session_id: str) -> None:
+        """A session has gone, or is a request again."""
+        self._held.pop(session_id, None)
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(self._reserved.values()) + sum(self._held.values())
+
+    def _need(self, request: Any) -> int:
+        tokens = request.num_prompt_tokens + request.max_tokens
+        return self._policy.host_bytes(tokens, self._geometry)
+
+
+def too_long(policy: KVCachePolicy, geometry: Geometry, tokens: int) -> str | None:
+    """Why a request of so many tokens can never run, if so."""
+    limit = policy.host_memory_bytes
+    need = policy.host_bytes(tokens, geometry)
+    if limit is None or need <= limit:
+        return None
+    return (
+        f"prompt and answer of up to {tokens} tokens may need {need / _MIB:.1f} MiB of "
+        f"host memory, and KV policy {policy.name!r} has {limit / _MIB:.1f} MiB; lower "
+        "max_tokens, or raise host_memory in --kv-policy-config"
+    )

@@ -1,0 +1,56 @@
+"""Requests that the pool of KV blocks can never hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_kvplugins.plan.residency_plan import ResidencyPlan
+from vllm_kvplugins.policies.base import KVCachePolicy
+
+
+def blocks_per_engine(vllm_config: Any) -> int | None:
+    """Blocks that requests of one engine can have; None before it has started.
+
+    vLLM writes their number into the front end's configuration when the engines are
+    up, summed over those that the front end talks to.
+    """
+    total = vllm_config.cache_config.num_gpu_blocks
+    if not total:
+        return None
+    parallel = vllm_config.parallel_config
+    engines = parallel.data_parallel_size
+    if parallel.data_parallel_rank_local is not None:
+        engines = 1
+    elif parallel.local_engines_only:
+        engines = parallel.data_parallel_size_local
+    return int(total // engines) - 1  # vLLM never hands out the first one
+
+
+def too_large(
+    policy: KVCachePolicy,
+    plan: ResidencyPlan,
+    prompt_tokens: int,
+    answer_tokens: int,
+    pool_blocks: int,
+    runs_ahead: bool,
+) -> str | None:
+    """Why a request can never run in a pool, if so; vLLM would preempt it forever.
+
+    Args:
+        plan: of the request.
+        answer_tokens: the most that it may generate.
+        runs_ahead: asynchronous scheduling: a step takes its block before what the
+            step in flight frees is back.
+    """
+    # the answer's last token is never computed
+    last = prompt_tokens + max(answer_tokens, 1) - 1
+    need = plan.peak_blocks(last) + runs_ahead
+    if need <= pool_blocks:
+        return None
+    return (
+        f"a prompt of {prompt_tokens} tokens and an answer of up to {answer_tokens} "
+        f"hold up to {need} blocks of {plan.block_size} tokens at once under KV policy "
+        f"{policy.name!r}, and the pool has {pool_blocks}; lower max_tokens, give the "
+        "policy a decode_budget, which bounds what an answer holds, or give vLLM a "
+        "larger KV cache"
+    )

@@ -1,0 +1,1 @@
+"""The front end: request validation, chats, episodes and offline helpers."""

@@ -1,0 +1,112 @@
+"""What single requests may not ask for under a policy, refused to their client."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.input_processor import InputProcessor
+
+from vllm_kvplugins.plan.geometry import Lengths
+from vllm_kvplugins.policies.base import KVCachePolicy, Retention
+from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of, policy_of
+from vllm_kvplugins.vllm_adapter.config.host_memory import too_long
+from vllm_kvplugins.vllm_adapter.config.pool import blocks_per_engine, too_large
+from vllm_kvplugins.vllm_adapter.config.turns import (
+    asked_patched_prompt,
+    asked_turn_ends,
+    patched_prompt_problem,
+    turn_ends_problem,
+)
+from vllm_kvplugins.vllm_adapter.frontend import chat_turns
+
+
+def install() -> None:
+    """Wrap the place where vLLM validates requests; see ``flags.install``."""
+    original = InputProcessor.process_inputs
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
+        asked = signature.bind(self, *args, **kwargs).arguments
+        policy = policy_of(self.vllm_config)
+        if policy is not None and asked.get("resumable"):
+            raise VLLMValidationError(
+                f"streaming input is not supported with KV policy {policy.name!r}: "
+                "each part would lengthen the prompt after it was compacted; send "
+                "the whole prompt in one request",
+                parameter="resumable",
+                value=True,
+            )
+        request = original(self, *args, **kwargs)
+        if policy is not None and policy.retention is not Retention.DROP:
+            _check_host_memory(self.vllm_config, policy, request)
+        if policy is not None and policy.needs_surprisal:
+            _check_tokens(policy, request)
+        if policy is not None and policy.needs_turns:
+            chat_turns.pass_on(policy, asked.get("prompt"), request.sampling_params)
+            _check_turn_ends(request)
+        if policy is not None:
+            _check_patched_prompt(self.vllm_config, policy, request)
+            _check_pool(self.vllm_config, policy, request)
+        return request
+
+    InputProcessor.process_inputs = process_inputs
+
+
+def _check_host_memory(vllm_config: Any, policy: KVCachePolicy, request: Any) -> None:
+    if request.sampling_params is None:
+        return
+    answer = request.sampling_params.max_tokens or 0
+    tokens = len(request.prompt_token_ids or ()) + answer
+    problem = too_long(policy, geometry_of(vllm_config), tokens)
+    if problem is not None:
+        raise VLLMValidationError(problem, parameter="max_tokens", value=answer)
+
+
+def _check_tokens(policy: KVCachePolicy, request: Any) -> None:
+    if request.prompt_token_ids is None:
+        raise VLLMValidationError(
+            f"KV policy {policy.name!r} needs to know how surprising each token of a "
+            "prompt is, and embeddings have none; send token ids or text",
+            parameter="prompt_embeds",
+        )
+
+
+def _check_turn_ends(request: Any) -> None:
+    tokens = len(request.prompt_token_ids or ())
+    problem = turn_ends_problem(request.sampling_params, tokens)
+    if problem is not None:
+        asked = asked_turn_ends(request.sampling_params)
+        raise VLLMValidationError(problem, parameter="turn_ends", value=asked)
+
+
+def _check_patched_prompt(
+    vllm_config: Any, policy: KVCachePolicy, request: Any
+) -> None:
+    vocabulary = vllm_config.model_config.get_vocab_size()
+    problem = patched_prompt_problem(request.sampling_params, policy, vocabulary)
+    if problem is not None:
+        asked = asked_patched_prompt(request.sampling_params)
+        raise VLLMValidationError(problem, parameter="patched_prompt", value=asked)
+
+
+def _check_pool(vllm_config: Any, policy: KVCachePolicy, request: Any) -> None:
+    """Refuse what never fits, where vLLM's start-up check does not rule it out."""
+    geometry, longest = geometry_of(vllm_config), vllm_config.model_config.max_model_len
+    bounded = policy.prompt_blocks(longest, geometry) is not None
+    if request.sampling_params is None or not bounded:
+        return
+    ids, embeds = request.prompt_token_ids, request.prompt_embeds
+    prompt = len(ids if ids is not None else embeds)
+    answer = request.sampling_params.max_tokens or 0
+    pool = blocks_per_engine(vllm_config)
+    assert pool is not None, "a request before the engine's start-up"
+    turns = policy.turn_ends(ids or (), asked_turn_ends(request.sampling_params))
+    plan = policy.plan(Lengths(prompt, turns), geometry)
+    ahead = bool(vllm_config.scheduler_config.async_scheduling)
+    problem = too_large(policy, plan, prompt, answer, pool, ahead)
+    if problem is not None:
+        raise VLLMValidationError(problem, parameter="max_tokens", value=answer)

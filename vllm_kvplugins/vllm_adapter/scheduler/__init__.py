@@ -1,0 +1,1 @@
+"""The scheduler process: block manager, scheduler mixin, connector and sessions."""

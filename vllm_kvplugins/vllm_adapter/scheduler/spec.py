@@ -1,0 +1,63 @@
+"""The KV cache spec of a layer under a policy, and its block manager's name.
+
+Importing this module registers the pair, also in processes that only unpickle
+the spec.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, replace_as
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from vllm_kvplugins.vllm_adapter.scheduler.block_manager import ResidencyBlockManager
+
+if TYPE_CHECKING:
+    from vllm_kvplugins.plan.geometry import Geometry
+    from vllm_kvplugins.policies.base import KVCachePolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidencySpec(FullAttentionSpec):
+    """Full attention whose blocks a policy's plan may free."""
+
+    policy: KVCachePolicy
+    geometry: Geometry
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """What vLLM wants to have for one request before it starts.
+
+        A policy that bounds prompts needs no pool for ``--max-model-len``; answers
+        that outgrow the pool are refused one by one, see ``pool``.
+        """
+        whole: int = super().max_memory_usage_bytes(vllm_config)
+        longest = vllm_config.model_config.max_model_len
+        blocks = self.policy.prompt_blocks(longest, self.geometry)
+        return whole if blocks is None else min(whole, blocks * self.page_size_bytes)
+
+    @classmethod
+    def merge(cls, specs: list[Any]) -> ResidencySpec:
+        assert all(spec == specs[0] for spec in specs), "layers disagree on their spec"
+        merged: ResidencySpec = copy.deepcopy(specs[0])
+        return merged
+
+
+def with_policy(
+    spec: FullAttentionSpec, policy: KVCachePolicy, geometry: Geometry
+) -> ResidencySpec:
+    """The same layer under a policy."""
+    found: ResidencySpec = replace_as(
+        spec, ResidencySpec, policy=policy, geometry=geometry
+    )
+    return found
+
+
+# The registry fills itself with the built-ins only while it is empty; without
+# this line ours would be the only one.
+KVCacheSpecRegistry._ensure_registered()
+KVCacheSpecRegistry.register(
+    ResidencySpec, ResidencyBlockManager, uniform_type_base_spec=FullAttentionSpec
+)

@@ -1,0 +1,1 @@
+"""Start-up: command-line flags and the switch that turns a policy on."""

@@ -1,0 +1,113 @@
+"""``--kv-policy`` on everything that is built on vLLM's EngineArgs."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from typing import Any
+
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_kvplugins.config import CONFIG_KEY, parse_options, parse_policy
+from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.policies.registry import available_policies
+from vllm_kvplugins.vllm_adapter.frontend import chat_turns, request_validation
+
+_INSTALLED = "_kvplugins_installed"
+
+
+def install() -> None:
+    """Wrap three methods of EngineArgs, the rendering of chats and the check of
+    single requests; does nothing the second time."""
+    if getattr(EngineArgs, _INSTALLED, False):
+        return
+    setattr(EngineArgs, _INSTALLED, True)
+    _wrap_add_cli_args()
+    _wrap_from_cli_args()
+    _wrap_create_engine_config()
+    chat_turns.install()
+    request_validation.install()
+
+
+def _wrap_add_cli_args() -> None:
+    original = EngineArgs.add_cli_args
+
+    @functools.wraps(original)
+    def add_cli_args(parser: Any) -> Any:
+        parser = original(parser)
+        group = parser.add_argument_group(
+            title="KVPolicy", description="KV-cache policy (vllm_kvplugins)."
+        )
+        group.add_argument(
+            "--kv-policy",
+            type=str,
+            default=None,
+            metavar="NAME",
+            help="KV-cache policy: " + ", ".join(available_policies()) + ".",
+        )
+        group.add_argument(
+            "--kv-policy-config",
+            type=str,
+            default=None,
+            metavar="JSON",
+            help="Settings of the policy as a JSON object, for example "
+            "'{\"budget\": 512}'. `kvplugins list` shows what each policy takes.",
+        )
+        return parser
+
+    EngineArgs.add_cli_args = staticmethod(add_cli_args)
+
+
+def _wrap_from_cli_args() -> None:
+    original = EngineArgs.from_cli_args.__func__
+
+    @functools.wraps(original)
+    def from_cli_args(cls: type[EngineArgs], args: argparse.Namespace) -> EngineArgs:
+        request = _request_from_flags(args)
+        if request is not None:
+            config = dict(getattr(args, "additional_config", None) or {})
+            if CONFIG_KEY in config:
+                raise KVPolicyError(
+                    f"--kv-policy {request['name']} and --additional-config with "
+                    f"{CONFIG_KEY!r} are both given; use one of them"
+                )
+            args.additional_config = config | {CONFIG_KEY: request}
+        engine_args: EngineArgs = original(cls, args)
+        return engine_args
+
+    EngineArgs.from_cli_args = classmethod(from_cli_args)
+
+
+def _request_from_flags(args: argparse.Namespace) -> dict[str, Any] | None:
+    name = getattr(args, "kv_policy", None)
+    options = getattr(args, "kv_policy_config", None)
+    if name is None:
+        if options is not None:
+            raise KVPolicyError(
+                f"--kv-policy-config {options!r} needs a --kv-policy to configure"
+            )
+        return None
+    request = {"name": name} | (parse_options(options) if options else {})
+    parse_policy(request)
+    return request
+
+
+def _wrap_create_engine_config() -> None:
+    original = EngineArgs.create_engine_config
+
+    @functools.wraps(original)
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+        from vllm_kvplugins.vllm_adapter.startup import activation
+
+        config = self.additional_config
+        request = config.get(CONFIG_KEY) if isinstance(config, dict) else None
+        if request is None:
+            activation.deactivate()
+            return original(self, *args, **kwargs)
+        policy = parse_policy(request)
+        with activation.prepared(self, policy):
+            vllm_config = original(self, *args, **kwargs)
+        activation.finish_config(self, vllm_config, policy)
+        return vllm_config
+
+    EngineArgs.create_engine_config = create_engine_config

@@ -1,0 +1,1 @@
+"""The worker process: workers, model hooks and the context that they share."""

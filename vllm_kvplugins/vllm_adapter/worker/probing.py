@@ -1,0 +1,116 @@
+"""Probes through vLLM's model: an extra forward pass that writes no cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_kvplugins.engine.probing import ProbeModel
+from vllm_kvplugins.policies.base import Encode, Trigger
+from vllm_kvplugins.vllm_adapter.config import compat
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_kvplugins.policies.base import KVCachePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeMetadata:
+    """Attention metadata that tells a layer that a probe is running."""
+
+
+def probe_model(
+    vllm_config: VllmConfig, model: torch.nn.Module, layer_names: Sequence[str]
+) -> ProbeModel:
+    """The loaded model as the runtime's probes use it."""
+    from vllm.forward_context import set_forward_context
+
+    metadata = dict.fromkeys(layer_names, ProbeMetadata())
+
+    @torch.inference_mode()
+    def forward(token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        # Without slot mappings no layer writes its cache. Compiled graphs are
+        # left out: they are made for the shapes of ordinary steps.
+        with set_forward_context(
+            metadata,
+            vllm_config,
+            num_tokens=token_ids.numel(),
+            slot_mapping={},
+            skip_compiled=True,
+        ):
+            model(
+                input_ids=token_ids.to(torch.int32),
+                positions=positions,
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+
+    return ProbeModel(
+        forward=forward,
+        encode=encoder(vllm_config),
+        max_positions=compat.max_positions(vllm_config),
+        max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+    )
+
+
+def encoder(vllm_config: VllmConfig) -> Encode:
+    """The model's tokenizer as a function; loaded when first used."""
+
+    def encode(text: str) -> list[int]:
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    return encode
+
+
+def problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
+    """What stands in the way of a policy that probes."""
+    if Trigger.PROBE not in policy.observes:
+        return []
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    why = f"{policy.name} runs tokens of its own through the model"
+    found = []
+    if model.is_multimodal_model or model.uses_mrope:
+        found.append(f"{why}, which needs plain text positions; {model.model} has more")
+    if vllm_config.lora_config is not None:
+        found.append(f"{why}, which does not work with LoRA; remove --enable-lora")
+    if getattr(model, "enable_prompt_embeds", False):
+        found.append(
+            f"{why} and reads the prompt's token ids; remove --enable-prompt-embeds"
+        )
+    if parallel.data_parallel_size > 1 and parallel.is_moe_model is not False:
+        found.append(
+            f"{why}, which the other ranks of --data-parallel-size "
+            f"{parallel.data_parallel_size} would not know of; leave it at 1"
+        )
+    if policy.needs_tokenizer and model.skip_tokenizer_init:
+        return [*found, f"{policy.name} encodes text; remove --skip-tokenizer-init"]
+    return found + _room_problems(vllm_config, policy)
+
+
+def _room_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
+    """A probe needs positions behind the longest sequence, and one batch."""
+    room = policy.probe_room(encoder(vllm_config))
+    longest = vllm_config.model_config.max_model_len
+    positions = compat.max_positions(vllm_config)
+    batch = vllm_config.scheduler_config.max_num_batched_tokens
+    found = []
+    if longest + room > positions:
+        found.append(
+            f"{policy.name} runs {room} tokens or more behind a sequence, and the "
+            f"model has {positions} positions; use --max-model-len "
+            f"{positions - room} or less"
+        )
+    if room > batch:
+        found.append(
+            f"{policy.name} runs {room} tokens or more at once; raise "
+            f"--max-num-batched-tokens {batch}"
+        )
+    return found
