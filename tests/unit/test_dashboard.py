@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "docs" / "grafana-dashboard.json"
-METRICS = ROOT / "vllm_kvplugins" / "vllm_adapter" / "metrics.py"
+METRICS = ROOT / "vllm_kvplugins" / "vllm_adapter" / "scheduler" / "metrics.py"
 LABELS = {"model_name", "engine", "instance", "le"}  # instance is Prometheus's own
 
 # What the dashboard uses of vLLM's own metrics, without the suffix of counters.

@@ -161,7 +161,7 @@ def test_the_command_fails_for_a_broken_policy(monkeypatch):
 
 def test_neither_a_model_nor_vllm_is_loaded():
     code = (
-        "import sys; from vllm_kvplugins import trial;"
+        "import sys; from vllm_kvplugins.testing import contract_check;"
         "from vllm_kvplugins.config import parse_policy;"
         "contract_check.try_policy(parse_policy('snapkv'));"
         "print([m for m in ('vllm', 'transformers') if m in sys.modules])"
