@@ -1,7 +1,7 @@
 """vLLM's entry point: called once in every vLLM process, before anything runs.
 
-It only adds the command-line flags and the configuration hook. Nothing else
-changes until an engine is configured with a policy.
+It adds the command-line flags and the hook on ``EngineArgs.create_engine_config``. No
+other function of vLLM is wrapped until a process configures an engine with a policy.
 """
 
 from __future__ import annotations

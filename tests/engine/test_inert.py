@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
-from harness import run_scenario
+from harness import engine_environment, run_scenario
 from texts import random_tokens
 from tiny_model import VOCABULARY
 
@@ -39,3 +42,44 @@ def test_an_engine_after_one_with_a_policy_is_stock_again(tiny_model):
     assert seen["stock"] == alone
     assert seen["policy"]["compactions"] == seen["again"]["compactions"] == 2
     assert seen["again"]["tokens"] == seen["policy"]["tokens"] != alone["tokens"]
+
+
+WRAPPED = """
+from vllm.renderers.base import BaseRenderer
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+classes = BaseRenderer, AsyncLLM, InputProcessor, Scheduler, CPUWorker
+before = {cls: dict(vars(cls)) for cls in classes}
+from vllm_kvplugins.plugin import register
+register()
+from vllm.engine.arg_utils import EngineArgs
+EngineArgs(model=MODEL, max_model_len=256).create_engine_config()
+changed = [
+    f"{cls.__name__}.{name}"
+    for cls in classes
+    for name in {**before[cls], **vars(cls)}
+    if before[cls].get(name) is not vars(cls).get(name)
+]
+assert not changed, changed
+EngineArgs(
+    model=MODEL, max_model_len=256, additional_config={"kv_policy": "flowkv"}
+).create_engine_config()
+assert InputProcessor.process_inputs is not before[InputProcessor]["process_inputs"]
+assert BaseRenderer.render_chat is not before[BaseRenderer]["render_chat"]
+"""
+
+
+def test_a_stock_server_has_no_method_of_vllm_wrapped(tiny_model):
+    """Only ``EngineArgs`` is, so that a policy can be configured at all."""
+    code = f"MODEL = {tiny_model!r}\n{WRAPPED}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=engine_environment(VLLM_PLUGINS=""),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -12,9 +12,9 @@ vllm = pytest.importorskip("vllm")
 def processor(config):
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from vllm_kvplugins.plugin import register
+    from vllm_kvplugins.vllm_adapter.frontend import request_validation
 
-    register()
+    request_validation.install()
     bare = InputProcessor.__new__(InputProcessor)
     bare.vllm_config = SimpleNamespace(
         additional_config=config, kv_transfer_config=None
@@ -47,3 +47,25 @@ def test_everything_else_goes_on_to_vllm(config, resumable, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         ask(bare, resumable=resumable)
     assert reached
+
+
+def test_requests_neither_parse_the_policy_again_nor_read_a_file(monkeypatch):
+    """SeKV reads its router when it is parsed, which took 77 ms per request."""
+    from vllm_kvplugins.vllm_adapter.config import engine_config
+
+    bare = processor({"kv_policy": {"name": "sekv", "budget": 0.11}})
+    parsed = []
+
+    def counted(request):
+        parsed.append(request)
+        return parse_policy(request)
+
+    parse_policy = engine_config.parse_policy
+    monkeypatch.setattr(engine_config, "parse_policy", counted)
+    monkeypatch.setattr(type(bare), "_validate_params", lambda *a: 1 / 0)
+    for _ in range(20):
+        with pytest.raises(ZeroDivisionError):
+            ask(bare)
+    assert len(parsed) == 1
+    bare.vllm_config.additional_config = {"kv_policy": {"name": "snapkv"}}
+    assert engine_config.policy_of(bare.vllm_config).name == "snapkv"

@@ -198,9 +198,9 @@ def renderer(write: Any, policy: Any, **settings: Any) -> Any:
     """vLLM's, with rendering and tokenization of our own."""
     from vllm.renderers.base import BaseRenderer
 
-    from vllm_kvplugins.plugin import register
+    from vllm_kvplugins.vllm_adapter.frontend import chat_turns
 
-    register()
+    chat_turns.install()
     tokenizer = Tokenizer(write)
 
     class Renderer(BaseRenderer):

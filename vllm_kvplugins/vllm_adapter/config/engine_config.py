@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +52,22 @@ def remember_measured(vllm_config: VllmConfig, measured: Mapping[str, int]) -> N
 
 
 def policy_of(vllm_config: VllmConfig) -> KVCachePolicy | None:
-    """The policy that a configuration asks for, if any."""
+    """The policy that a configuration asks for, if any.
+
+    Equal settings give the same object: policies are immutable, and some read files
+    when they are parsed. The front end calls this for every request.
+
+    Cost: serializing the settings, some microseconds; the first call parses them.
+    """
     request = request_of(vllm_config)
-    return None if request is None else parse_policy(request)
+    if request is None:
+        return None
+    return _parsed(json.dumps(request, sort_keys=True, default=str))
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(request: str) -> KVCachePolicy:
+    return parse_policy(json.loads(request))
 
 
 def fingerprint_of(vllm_config: VllmConfig) -> ModelFingerprint:

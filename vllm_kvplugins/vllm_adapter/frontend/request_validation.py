@@ -22,9 +22,14 @@ from vllm_kvplugins.vllm_adapter.config.turns import (
 )
 from vllm_kvplugins.vllm_adapter.frontend import chat_turns
 
+_INSTALLED = "_kvplugins_installed"
+
 
 def install() -> None:
-    """Wrap the place where vLLM validates requests; see ``flags.install``."""
+    """Wrap the function in which vLLM validates requests; idempotent."""
+    if getattr(InputProcessor, _INSTALLED, False):
+        return
+    setattr(InputProcessor, _INSTALLED, True)
     original = InputProcessor.process_inputs
     signature = inspect.signature(original)
 

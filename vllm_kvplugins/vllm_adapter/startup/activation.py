@@ -117,10 +117,7 @@ def finish_config(
             *host_memory.fetch_problems(policy),
         ],
     )
-    if policy.episode_settings is not None:
-        from vllm_kvplugins.vllm_adapter.frontend import embedding_jobs
-
-        embedding_jobs.install()
+    _install_front_end(policy)
     for remark in policy.remarks:
         logger.info("KV policy %s: %s", policy.name, remark)
     request = layer_budgets.settled(
@@ -139,6 +136,26 @@ def finish_config(
     scheduler.scheduler_cls = f"{_PACKAGE}.scheduler.scheduler.{kind}"
     on_cpu = current_platform.is_cpu()
     vllm_config.parallel_config.worker_cls = _CPU_WORKER if on_cpu else _GPU_WORKER
+
+
+def _install_front_end(policy: KVCachePolicy) -> None:
+    """Wrap what this front-end process needs for the policy, and nothing else.
+
+    Every front-end process builds its own configuration, also with
+    ``--api-server-count``, so this runs in each of them and in no process of a stock
+    server.
+    """
+    from vllm_kvplugins.vllm_adapter.frontend import request_validation
+
+    request_validation.install()
+    if policy.needs_turns:
+        from vllm_kvplugins.vllm_adapter.frontend import chat_turns
+
+        chat_turns.install()
+    if policy.episode_settings is not None:
+        from vllm_kvplugins.vllm_adapter.frontend import embedding_jobs
+
+        embedding_jobs.install()
 
 
 def _tokenizer(vllm_config: VllmConfig) -> Any:

@@ -1,4 +1,9 @@
-"""``--kv-policy`` on everything that is built on vLLM's EngineArgs."""
+"""Adds ``--kv-policy`` to everything that is built on vLLM's EngineArgs.
+
+Three methods of EngineArgs are wrapped in every process, because a policy can only be
+configured through them. Everything else is wrapped by ``activation.finish_config``,
+once an engine is configured with a policy.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +16,18 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_kvplugins.config import CONFIG_KEY, parse_options, parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.policies.registry import available_policies
-from vllm_kvplugins.vllm_adapter.frontend import chat_turns, request_validation
 
 _INSTALLED = "_kvplugins_installed"
 
 
 def install() -> None:
-    """Wrap three methods of EngineArgs, the rendering of chats and the check of
-    single requests; does nothing the second time."""
+    """Wrap three methods of EngineArgs; does nothing the second time."""
     if getattr(EngineArgs, _INSTALLED, False):
         return
     setattr(EngineArgs, _INSTALLED, True)
     _wrap_add_cli_args()
     _wrap_from_cli_args()
     _wrap_create_engine_config()
-    chat_turns.install()
-    request_validation.install()
 
 
 def _wrap_add_cli_args() -> None:
