@@ -13,6 +13,8 @@ import setuptools  # noqa: F401
 
 _TESTS = Path(__file__).parent
 sys.path.insert(0, str(_TESTS / "helpers"))
+# Last: names of benchmarks, such as "index", must hide nobody else's.
+sys.path.extend(map(str, sorted((_TESTS.parent / "benchmarks").glob("*/"))))
 
 
 @pytest.fixture(scope="session")

@@ -7,12 +7,11 @@ that it once believed in a GPU.
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import _gpu_copies
 import pytest
 import torch
 from policy_settings import configure
@@ -26,10 +25,6 @@ from vllm_kvplugins.engine.retrieval.offloaded import Traffic
 from vllm_kvplugins.ops.device import AsyncHostCopy
 from vllm_kvplugins.ops.hot_set import fill_hot
 from vllm_kvplugins.ops.layout import PageLayout
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import _gpu_copies
 
 SETTINGS = {"budget": 12, "sinks": 2, "window": 8, "skip_layers": 1}
 SETTINGS |= {"host_memory": 1 << 20, "page_tokens": 4}

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
 from itertools import permutations
-from pathlib import Path
 
+import episode_switches as benchmark
 import pytest
 from fake_encoder import BagOfWords, speak
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import episode_switches as benchmark
 
 from vllm_kvplugins.episodes.settings import EpisodeSettings
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import typer
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from first_token import turns_of
 
 

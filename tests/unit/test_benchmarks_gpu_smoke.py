@@ -7,14 +7,11 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import _gpu_copies
 import _gpu_engines
 import gpu_smoke
+import pytest
+import torch
 from _engine import EngineProcess
 
 from vllm_kvplugins import ops

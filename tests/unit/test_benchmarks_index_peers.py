@@ -1,25 +1,20 @@
-"""What benchmarks/index_peers.py computes from what it measures."""
+"""What benchmarks/kernels/index_peers.py computes from what it measures."""
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
 import math
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import index_peers
 import pytest
 import torch
-
-from vllm_kvplugins.index import compiled
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import index_peers
 from _index_methods import Hnsw, IvfFlat, K, Ours, steps
 from index_peers import coverage, crossovers, tune, where
 from real_keys import mass_covered
+
+from vllm_kvplugins.index import compiled
 
 
 def made(count: int = 700) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
+import locomo as benchmark
 import pytest
 import typer
 from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import locomo as benchmark
 
 app = typer.Typer()
 app.command()(benchmark.main)

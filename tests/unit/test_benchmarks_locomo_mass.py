@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import locomo_mass as benchmark
 from _masked_model import MaskedModel
 from texts import random_tokens

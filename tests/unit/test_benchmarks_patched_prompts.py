@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
+import locomo
 import numpy as np
+import patched_prompts as benchmark
 import pytest
 import typer
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import locomo
-import patched_prompts as benchmark
 
 
 def test_tenths_are_taken_by_similarity_and_keep_the_dialogue_s_order():

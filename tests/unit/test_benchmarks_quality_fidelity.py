@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 pytest.importorskip("transformers")
 import _quality_fidelity as fidelity_module
 from _masked_model import MaskedModel
@@ -22,7 +19,7 @@ from texts import random_tokens
 from tiny_model import KV_HEADS, LAYERS, VOCABULARY, write_tiny_model
 
 SEED = 5
-SOURCE = {"commit": "c", "command": "python benchmarks/quality.py run"}
+SOURCE = {"commit": "c", "command": "python benchmarks/quality/quality.py run"}
 HEADER = {"settings": {"seed": 0}, "block_bytes": 1, "source": SOURCE}
 TOKENS = 160
 

@@ -6,14 +6,11 @@ import csv
 import io
 import json
 import random
-import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 pytest.importorskip("transformers")
 import _quality_fit as fit_module
 import _quality_report as report_module

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 pytest.importorskip("transformers")
 import sekv_ablations
 from _masked_model import Prompt, attend

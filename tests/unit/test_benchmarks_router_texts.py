@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import random
 import re
-import sys
-from pathlib import Path
-
-import typer
-from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import _pass_key
 import router_texts as script
+import typer
+from typer.testing import CliRunner
 
 
 def test_html_becomes_what_a_reader_sees(tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.scoring.rotary import Rotary
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 pytest.importorskip("transformers")
 from _masked_model import Branches, Prompt, attend
 from _selection import Probing, Selector, dropping_policies

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import torch
 from rich.console import Console
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import sensitivity_kl as bench
 
 SETTING = bench.Setting("models/m", "rows.jsonl", True, 40, 3, 2, 0, "float32", 32)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 pytest.importorskip("aiohttp")
 import _serving_chat as chat_module
 import _serving_metrics as metrics

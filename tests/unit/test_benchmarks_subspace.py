@@ -1,16 +1,12 @@
-"""benchmarks/subspace.py: both times are of the same rank, and errors are real."""
+"""benchmarks/kernels/subspace.py: both times are of one rank; errors are real."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import subspace
+import torch
 
 SEED = 20261122
 

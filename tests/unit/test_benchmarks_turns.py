@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import retention
+import torch
 import turns
 from _dialogue import (
     FACTS,

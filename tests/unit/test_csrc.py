@@ -73,7 +73,7 @@ def build_and_run(tmp_path: Path, name: str, *more: str) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_the_benchmark_of_the_core_compiles():
     flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fopenmp", "-Icsrc/include"]
-    run(["g++", *flags, "-fsyntax-only", "benchmarks/reconstruct.cpp"])
+    run(["g++", *flags, "-fsyntax-only", "benchmarks/kernels/reconstruct.cpp"])
 
 
 @pytest.mark.slow

@@ -114,9 +114,9 @@ def test_what_the_reader_is_told_to_run_is_there(path: Path):
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_options_of_benchmarks_are_known_to_them(path: Path):
     """By name, in the script or in what the scripts share."""
-    shared = "".join(p.read_text() for p in sorted(ROOT.glob("benchmarks/_*.py")))
+    shared = "".join(p.read_text() for p in sorted(ROOT.glob("benchmarks/*/_*.py")))
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
-    for script, rest in re.findall(r"python (benchmarks/\w+\.py)([^\n`]*)", text):
+    for script, rest in re.findall(r"python (benchmarks/\w+/\w+\.py)([^\n`]*)", text):
         source = (ROOT / script).read_text(encoding="utf-8") + shared
         for option in re.findall(r"(?<!\S)--[a-z][\w-]+", rest.partition(" # ")[0]):
             argument = option.strip("-").replace("-", "_")  # of a typer command
@@ -136,7 +136,7 @@ def test_tables_are_whole(path: Path):
 
 
 def test_the_scan_sees_what_it_must():
-    page = "# A\n\n## B\n\n    python benchmarks/index.py X\n\n### C\n\n"
+    page = "# A\n\n## B\n\n    python benchmarks/kernels/index.py X\n\n### C\n\n"
     figures = "| a | b |\n|---|---|\n| x | 1.5 |\n| y | 2.5 |\n"
     *_, last = sections(page + figures)
     ((table, before),) = tables(last.text)

@@ -54,7 +54,7 @@ def retention(
     file_path: Annotated[
         Path,
         typer.Argument(
-            metavar="RETENTION.json", help="What benchmarks/retention.py wrote."
+            metavar="RETENTION.json", help="What benchmarks/quality/retention.py wrote."
         ),
     ],
     plot_path: PlotPath,

@@ -1,6 +1,6 @@
 """The plot of ``kvplugins plot retention``, and the file that it is drawn from.
 
-``benchmarks/retention.py`` writes the file. Only drawing needs matplotlib.
+``benchmarks/quality/retention.py`` writes the file. Only drawing needs matplotlib.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def read_retention(path: Path) -> Retention:
 
 
 def _foreign(path: Path) -> str:
-    return f"{path} is not a file of benchmarks/retention.py"
+    return f"{path} is not a file of benchmarks/quality/retention.py"
 
 
 def draw(retention: Retention, path: Path) -> None:

@@ -4,7 +4,7 @@
 // not depend on the number of threads: iterations write disjoint pages.
 //
 // Two things make the difference to a memcpy per page, measured with pages of 2
-// to 64 KiB picked at random from 1 GiB, 64 MiB at a time (benchmarks/gather.py):
+// to 64 KiB picked at random from 1 GiB, 64 MiB at a time (benchmarks/kernels/gather.py):
 //
 // - Streaming stores, which do not read the target's lines before they overwrite
 //   them: two thirds of the traffic. memcpy streams large copies too, but sees one

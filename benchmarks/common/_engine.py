@@ -1,0 +1,203 @@
+"""An engine in a child process that steps on command.
+
+Two or more of these let a benchmark interleave engines in one run: A, B, A, B …
+so that a drifting machine slows both alike. The child answers each JSON line on
+standard input with one JSON line; its own logs go to a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+_CHILD = Path(__file__).resolve().with_name("_engine_child.py")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineJob:
+    """What to run one engine with. ``config``: the policy as JSON; "{}" is stock."""
+
+    config: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        parsed: dict[str, Any] = json.loads(self.config)
+        return parsed
+
+
+class EngineProcess:
+    """A vLLM engine with ``policy`` (None = stock), driven step by step.
+
+    Args:
+        deadline: of ``time.monotonic()``, when the engine is killed; None = never.
+        engine: arguments of ``vllm.LLM``.
+
+    Raises:
+        RuntimeError: it died, of its own or at the deadline; with the end of its log.
+            So does every later command.
+    """
+
+    def __init__(
+        self,
+        policy: dict[str, Any] | None,
+        deadline: float | None = None,
+        **engine: Any,
+    ) -> None:
+        self.name = policy["name"] if policy else "stock"
+        self.deadline = deadline
+        # closed with the process object; a context manager would end too early
+        self.log = tempfile.NamedTemporaryFile(  # noqa: SIM115
+            "w+", prefix=f"kvp-{self.name}-", errors="replace"
+        )
+        env = dict(
+            os.environ,
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            HF_HUB_OFFLINE="1",
+            VLLM_NO_USAGE_STATS="1",
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, str(_CHILD)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env=env,
+            text=True,
+            start_new_session=True,  # what it starts is killed with it
+        )
+        self.facts: dict[str, Any] = self.ask("open", policy=policy, engine=engine)
+
+    def ask(self, command: str, **arguments: Any) -> Any:
+        if self.deadline is None:
+            return self._ask(command, arguments)
+        left = max(self.deadline - time.monotonic(), 0.0)
+        watch = threading.Timer(left, self._kill)
+        watch.start()
+        try:
+            return self._ask(command, arguments)
+        finally:
+            watch.cancel()
+
+    def _ask(self, command: str, arguments: dict[str, Any]) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps({"do": command, **arguments}) + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        except OSError:  # a broken pipe
+            answer = ""
+        if not answer:
+            late = self.deadline is not None and time.monotonic() >= self.deadline
+            self.log.seek(0)
+            why = "ran out of time" if late else "died"
+            raise RuntimeError(f"{self.name} {why}:\n{self.log.read()[-3000:]}")
+        return json.loads(answer)
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            assert self.process.stdin
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+            try:
+                self.process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                self._kill()
+        self.process.wait()
+        self.log.close()
+
+
+def child_rows(script: str, request: str, label: str) -> Iterator[dict[str, Any]]:
+    """Rows that ``script --child REQUEST`` prints behind "RESULT ", as they come.
+
+    Raises:
+        RuntimeError: the child failed; with the end of what it logged.
+    """
+    with tempfile.TemporaryFile("w+") as log:
+        child = subprocess.Popen(
+            [sys.executable, script, "--child", request],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith("RESULT "):
+                yield json.loads(line[7:])
+        if child.wait():
+            log.seek(0)
+            raise RuntimeError(f"{label} failed:\n{log.read()[-3000:]}")
+
+
+def provenance() -> dict[str, str]:
+    """Machine, commit and command, to print beside every figure.
+
+    KVP_COMMIT names the commit where there is no git to ask.
+    """
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    try:
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+    except OSError:  # a machine without git
+        commit = ""
+    commit = commit or os.environ.get("KVP_COMMIT", "")
+    script = os.path.relpath(sys.argv[0], ROOT)
+    return {
+        "machine": f"{model}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "commit": commit or "unknown",
+        "command": " ".join(["python", script, *sys.argv[1:]]),
+    }
+
+
+def of_kernels(load: float, repeats: int) -> dict[str, Any]:
+    """:func:`provenance` of a run over the compiled ops.
+
+    Args:
+        load: of the machine when the run began; of one minute.
+    """
+    from vllm_kvplugins import ops
+
+    return {
+        **provenance(),
+        "kernels": "simd " + ops.extension_info()["simd"],
+        "load": f"{load:.2f} before, {os.getloadavg()[0]:.2f} after",
+        "repeats": repeats,
+    }
+
+
+def synthetic_prompt(tokenizer_size: int, length: int, seed: int) -> list[int]:
+    """Token ids with repeats, so that attention has something to find."""
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(1000, min(tokenizer_size, 40000), (400,), generator=generator)
+    picks = torch.randint(0, 400, (length,), generator=generator)
+    return words[picks].tolist()

@@ -1,0 +1,108 @@
+"""What retrieval costs per layer of a decode step, without a model around it.
+
+Requests with random keys in clusters hold their tokens in a host tier, as after a
+prompt; every step asks with new queries. Reported per layer: all, the compiled parts
+(select, fill), and the rest, which is Python and small torch calls. It should stay
+below 0.15 ms at 8 requests.
+
+    python benchmarks/kernels/retrieval_step.py --requests 8 --tokens 4000
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+import _path  # noqa: F401
+import torch
+import typer
+from _engine import provenance
+from _prepared_worker import prepare
+from rich.console import Console
+from rich.table import Table
+
+from vllm_kvplugins.index import selection
+from vllm_kvplugins.ops import hot_set
+
+
+class Clock:
+    """Milliseconds spent in compiled ops."""
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            result = call(*arguments)
+            self.spent += 1e3 * (time.perf_counter() - began)
+            return result
+
+        return timed
+
+
+def main(
+    policy: str = "icecache",
+    config: Annotated[str, typer.Option(help="JSON")] = '{"budget": 256}',
+    requests: int = 8,
+    tokens: int = 4000,
+    layers: int = 6,
+    heads: int = 3,
+    dim: int = 64,
+    steps: int = 40,
+    json_out: Path | None = None,
+) -> None:
+    """Time ``steps`` decode steps."""
+    console = Console()
+    chosen = {"name": policy, **json.loads(config)}
+    with console.status("prompts"):
+        runtime, rows, lengths, table = prepare(
+            chosen, requests, tokens, layers, heads, dim
+        )
+    clocks = {"select": Clock(), "fill": Clock()}
+    found: dict[str, list[float]] = {"all": [], "select": [], "fill": [], "rest": []}
+    retrieving = layers - runtime.policy.skip_layers  # type: ignore[attr-defined]
+    select = clocks["select"].around(selection.call_compiled)
+    fill = clocks["fill"].around(hot_set.call_compiled)
+    with (
+        mock.patch.object(selection, "call_compiled", select),
+        mock.patch.object(hot_set, "call_compiled", fill),
+    ):
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            queries = torch.randn(requests, heads * 3, dim, generator=generator)
+            queries = queries.to(torch.bfloat16)
+            runtime.begin_step(rows, lengths, table)
+            for clock in clocks.values():
+                clock.spent = 0.0
+            began = time.perf_counter()
+            for layer in range(layers):
+                runtime.before_attention(layer, queries)
+            spent = {"all": 1e3 * (time.perf_counter() - began)}
+            spent |= {name: clock.spent for name, clock in clocks.items()}
+            spent["rest"] = spent["all"] - spent["select"] - spent["fill"]
+            for name, value in spent.items():
+                found[name].append(value / retrieving)
+    table_out = Table("per layer", "median ms", "10th..90th percentile")
+    for name, values in found.items():
+        tenths = statistics.quantiles(values, n=10)
+        table_out.add_row(
+            name,
+            f"{statistics.median(values):.3f}",
+            f"{tenths[0]:.3f}..{tenths[-1]:.3f}",
+        )
+    console.print(table_out)
+    console.print_json(data=provenance())
+    if json_out is not None:
+        json_out.write_text(
+            json.dumps({"ms_per_layer": found, **provenance()}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)

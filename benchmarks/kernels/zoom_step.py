@@ -1,0 +1,176 @@
+"""Processor time of sekv's decode step per layer, without a model around it.
+
+Requests with random keys in clusters have read their prompts; every step asks with
+queries that drift. Reported per layer: all, and of it
+
+    route        the policy's gates, and which spans fit
+    fetch        waiting for factors, which another thread makes after the prompt
+    reconstruct  tokens of spans that were not zoomed before, into entries
+    attend       pages, means and zoomed tokens in one softmax
+    rest         Python and small torch calls
+
+The decision and the reconstruction are one compiled call. It runs a second time with
+the same gates, which changes nothing: what that takes counts as route, the difference
+as reconstruct, and neither is part of all.
+
+    OMP_NUM_THREADS=1 python benchmarks/kernels/zoom_step.py --requests 4 --tokens 4000
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+import _path  # noqa: F401
+import torch
+import typer
+from _engine import provenance
+from _prepared_worker import GROUP, prepare
+from rich.console import Console
+from rich.table import Table
+
+from vllm_kvplugins.engine.spans import controller
+
+
+def cpu_ms() -> float:
+    """Of this thread: others may use the machine, and decompose meanwhile."""
+    return 1e3 * time.thread_time()
+
+
+class Clocks:
+    """Milliseconds spent in calls, by name."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = defaultdict(float)
+
+    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            began, wall = cpu_ms(), time.perf_counter()
+            result = call(*arguments)
+            self.spent[name] += cpu_ms() - began
+            self.spent[f"{name}, wall"] += 1e3 * (time.perf_counter() - wall)
+            return result
+
+        return timed
+
+    def twice(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Of a call that finds nothing to do the second time."""
+
+        def timed(*arguments: Any) -> Any:
+            began = cpu_ms()
+            result = call(*arguments)
+            between = cpu_ms()
+            again = call(*arguments)
+            second = cpu_ms() - between
+            assert again[0] == 0, "made again"
+            self.spent["route"] += second
+            self.spent["reconstruct"] += between - began - second
+            self.spent["not part of it"] += second
+            self.spent["tokens made"] += result[0]
+            return result
+
+        return timed
+
+
+class Losses:
+    """Of a model that is surprised at random."""
+
+    def __init__(self) -> None:
+        self._random = torch.Generator().manual_seed(0)
+
+    def states(self, first: int, count: int) -> torch.Tensor:
+        return torch.empty(count, 0)
+
+    def losses(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return -3 * torch.rand(len(targets), generator=self._random).log()
+
+
+def main(
+    config: Annotated[str, typer.Option(help="JSON")] = '{"budget": 0.1}',
+    requests: int = 4,
+    tokens: int = 4000,
+    layers: int = 6,
+    heads: int = 3,
+    dim: int = 64,
+    steps: int = 60,
+    drift: Annotated[float, typer.Option(help="share of a query that is new")] = 0.3,
+    json_out: Path | None = None,
+) -> None:
+    """Time ``steps`` decode steps."""
+    console = Console()
+    with console.status("prompts"):
+        chosen = {"name": "sekv", **json.loads(config)}
+        shape = requests, tokens, layers, heads, dim
+        runtime, rows, lengths, table = prepare(chosen, *shape, Losses())
+    here = runtime.zooming
+    assert here is not None
+    clocks, found = Clocks(), defaultdict(list)
+    gates = clocks.around("route", here.policy.gates)
+    fetch = clocks.around("fetch", here._factors)
+    attend = clocks.around("attend", controller.attend_mixed)
+    zoom = clocks.twice(controller.zoom_spans)
+    random = torch.Generator().manual_seed(1)
+    shape = (layers, requests, heads * GROUP, dim)
+    queries = torch.randn(shape, generator=random)
+    with (
+        mock.patch.object(type(here.policy), "gates", staticmethod(gates)),
+        mock.patch.object(here, "_factors", fetch),
+        mock.patch.object(controller, "attend_mixed", attend),
+        mock.patch.object(controller, "zoom_spans", zoom),
+    ):
+        for _ in range(steps):
+            fresh = torch.randn(shape, generator=random)
+            queries = (1 - drift**2) ** 0.5 * queries + drift * fresh
+            flat = runtime.begin_step(rows, lengths, table)
+            clocks.spent.clear()
+            asking = queries.bfloat16()
+            output = torch.empty(requests, heads * GROUP * dim, dtype=torch.bfloat16)
+            began = cpu_ms()
+            for layer in range(layers):
+                here.attend(
+                    layer, asking[layer], flat.pages[0], flat.lengths[0], output
+                )
+            spent = {"all": cpu_ms() - began}
+            spent["all"] -= clocks.spent.pop("not part of it")
+            spent |= clocks.spent
+            parts = ("route", "fetch", "reconstruct", "attend")
+            spent["rest"] = spent["all"] - sum(spent[part] for part in parts)
+            for name, value in spent.items():
+                found[name].append(value / layers)
+            runtime.end_step()
+    here.check_integrity()
+    report(console, found)
+    console.print_json(data=provenance())
+    if json_out is not None:
+        record = {"per_layer": found, **provenance()}
+        json_out.write_text(json.dumps(record, indent=1))
+
+
+def report(console: Console, found: dict[str, list[float]]) -> None:
+    """Medians and spread; the first step, which makes most, apart."""
+    table = Table(
+        "per layer", "first step", "median of others", "10th..90th percentile"
+    )
+    for name in ("all", "route", "fetch", "reconstruct", "attend", "rest"):
+        values = found[name][1:]
+        tenths = statistics.quantiles(values, n=10)
+        table.add_row(
+            f"{name}, ms",
+            f"{found[name][0]:.3f}",
+            f"{statistics.median(values):.3f}",
+            f"{tenths[0]:.3f}..{tenths[-1]:.3f}",
+        )
+    made = found["tokens made"]
+    median = statistics.median(made[1:])
+    table.add_row("tokens made", f"{made[0]:.0f}", f"{median:.1f}", "")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,131 @@
+"""How much of the attention the retrievers find, on real keys and queries.
+
+A document is read once with full KV. Its first tokens are offloaded as the engine
+would, and single later queries ask each retriever for a budget of them. Reported is
+the attention that falls on what was found, summed over the queries that share a KV
+head, as a share of what the exact choice of as many tokens gets.
+
+    python benchmarks/quality/coverage.py MODEL DOCUMENTS --json-out coverage.json
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import _path  # noqa: F401
+import typer
+from _documents import read_documents
+from _engine import provenance
+from _masked_model import MaskedModel, Prompt
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.index import Keys
+from vllm_kvplugins.policies import available_policies, get_policy_class
+from vllm_kvplugins.policies.base import Retention
+
+BUDGETS = (64, 128, 256)
+
+
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {"name": "icecache", "fetch": "pages"},
+    {"name": "arkvale", "page_tokens": 16},
+    {"name": "pqcache", "subspaces": 4, "bits": 8},
+)
+
+
+def retrievers() -> list[dict[str, Any]]:
+    """All that are installed, and some with other settings than their defaults."""
+    names = available_policies()
+    found = [
+        {"name": name}
+        for name in names
+        if get_policy_class(name).retention is Retention.OFFLOAD
+    ]
+    return [*found, *VARIANTS]
+
+
+def coverage(
+    policy: Any, prompt: Prompt, offloaded: range, asked: range
+) -> dict[int, list[float]]:
+    """Shares by budget: one per layer, KV head and query."""
+    shares: dict[int, list[float]] = {budget: [] for budget in BUDGETS}
+    for layer in range(policy.skip_layers, len(prompt.keys)):
+        keys = prompt.keys[layer][:, offloaded.start : offloaded.stop]
+        heads, _, head_dim = keys.shape
+        index = policy.new_index(heads, head_dim)
+        index.insert(keys, 0)
+        scale = prompt.scales[layer]
+        for position in asked:
+            queries = prompt.queries[layer][:, position]
+            grouped = queries.reshape(heads, -1, head_dim)
+            worth = (grouped @ keys.transpose(1, 2) * scale).softmax(-1).sum(1)
+            for budget in BUDGETS:
+                found = index.select(grouped, Keys.dense(keys), scale, budget)
+                held = worth.gather(1, found.clamp(min=0)).masked_fill(found < 0, 0)
+                best = worth.topk(budget).values.sum(1)
+                shares[budget] += (held.sum(1) / best).tolist()
+    return shares
+
+
+def main(
+    model: str,
+    documents: Path,
+    tokens: int = 3072,
+    queries: Annotated[int, typer.Option(help="per document and layer")] = 4,
+    limit: Annotated[int, typer.Option(help="documents")] = 4,
+    policy: Annotated[list[str] | None, typer.Option(help="JSON")] = None,
+    json_out: Path | None = None,
+) -> None:
+    """Print and keep the shares of every retriever at budgets 64, 128 and 256."""
+    console = Console()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    masked = MaskedModel(model)
+    chosen = [json.loads(p) for p in policy] if policy else retrievers()
+    shares: dict[tuple[int, int], list[float]] = {}
+    used: list[str] = []
+    for document in read_documents(documents):
+        ids = tokenizer.encode(document.text)[:tokens]
+        if len(ids) < tokens or len(used) == limit:
+            continue
+        used.append(document.name)
+        prompt = masked.read(ids)
+        step = 64 // queries
+        asked = range(tokens - step * queries, tokens, step)
+        for number, request in enumerate(track(chosen, document.name, console=console)):
+            parsed = parse_policy(request)
+            span = range(parsed.sinks, tokens - parsed.window)  # type: ignore[attr-defined]
+            by_budget = coverage(parsed, prompt, span, asked)
+            for budget, some in by_budget.items():
+                shares.setdefault((number, budget), []).extend(some)
+    if len(used) < limit:
+        raise typer.BadParameter(
+            f"{documents} has {len(used)} documents of {tokens} tokens, not {limit}"
+        )
+    table = Table("retriever", *(f"{budget} tokens" for budget in BUDGETS))
+    rows = []
+    for number, request in enumerate(chosen):
+        cells = []
+        for budget in BUDGETS:
+            all_of_them = shares[number, budget]
+            tenths = statistics.quantiles(all_of_them, n=10)
+            mean, low = statistics.mean(all_of_them), tenths[0]
+            rows.append({"policy": request, "budget": budget, "mean": mean, "p10": low})
+            cells.append(f"{mean:.3f} ({low:.3f})")
+        table.add_row(json.dumps(request), *cells)
+    console.print("mean share of what the exact choice covers (lowest tenth below)")
+    console.print(table)
+    found = {"rows": rows, "documents": used, **provenance()}
+    console.print_json(data={k: v for k, v in found.items() if k != "rows"})
+    if json_out is not None:
+        json_out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)

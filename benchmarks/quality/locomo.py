@@ -1,0 +1,381 @@
+"""Questions of LoCoMo about long dialogues, asked from caches of a fixed budget.
+
+Every policy reads the same history in blocks and keeps as many tokens of it; then it is
+asked the same questions. ``epicache`` keeps a cache per episode and routes questions;
+the others keep one. ``stock`` keeps everything.
+
+Controls are stock, too, told something else: ``nothing``, only the question;
+``another``, the next dialogue, as long; ``evidence``, only the lines with the answer.
+
+Two figures per question: the F1 of the answer's words (LoCoMo's measure, without its
+stemmer), and how unlikely the model finds the true answer, in nats per token, which
+says something for models too small to answer.
+
+    python benchmarks/quality/locomo.py MODEL locomo.json --budget 1024
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import _path  # noqa: F401
+import typer
+from _dialogue import mean_interval
+from _engine import EngineJob, child_rows, provenance
+from rich.console import Console
+from rich.table import Table
+
+MAX_TOKENS = 16
+ADVERSARIAL = 5  # left out, as in EpiCache's appendix A.1
+READ = "I have read it."
+ASK = "{} Answer in a few words."
+# EpiCache, appendix A.2
+METHODS: dict[str, dict[str, Any]] = {
+    "stock": {},
+    "epicache": {},
+    "infinipot": {"base": "infinipot"},
+    "snapkv": {"base": "snapkv", "base_config": {"window": 64}},
+    "kvzip": {"base": "kvzip"},
+    "keydiff": {"base": "keydiff"},
+    "streaming-llm": {"base": "streaming-llm", "base_config": {"sinks": 128}},
+}
+# what stock is told instead of the history
+NO_REQUIREMENTS, ANOTHER, EVIDENCE = "nothing", "another", "evidence"
+CONTROLS = (NO_REQUIREMENTS, ANOTHER, EVIDENCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all engines of a run share."""
+
+    model: str
+    path: str
+    dialogue: int
+    history_tokens: int
+    questions: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question with its answer, and the lines of the dialogue that hold it."""
+
+    text: str
+    answer: str
+    category: int
+    evidence: tuple[str, ...]
+
+
+class Job(EngineJob):
+    """One method at one budget; its label is in the configuration's place of a name."""
+
+    @property
+    def label(self) -> str:
+        return str(self.options["label"])
+
+
+def job(method: str, budget: int, block: int, more: dict[str, Any]) -> Job:
+    """An engine's settings."""
+    if method == "stock" or method in CONTROLS:
+        return Job(json.dumps({"label": method}))
+    policy = {"name": "epicache", "budget": budget, "prefill_block": block}
+    policy |= {"session_memory": "3GiB", **METHODS[method]}
+    if method == "epicache":
+        policy |= more
+    return Job(json.dumps({"label": method, "policy": policy}))
+
+
+# -- the data -----------------------------------------------------------------------
+
+
+def utterances(dialogue: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """A dialogue's lines by their ids, in the order in which they were said."""
+    spoken = dialogue["conversation"]
+    names = sorted(
+        (name for name, said in spoken.items() if isinstance(said, list)),
+        key=lambda name: int(name.removeprefix("session_")),
+    )
+    for name in names:
+        date = spoken.get(f"{name}_date_time", "")
+        for number, turn in enumerate(spoken[name]):
+            line = f"{turn['speaker']}: {turn['text']}"
+            if number == 0 and date:
+                line += f" ({date})"
+            yield turn["dia_id"], line
+
+
+def check(setting: Setting, methods: list[str]) -> None:
+    """Before any engine starts.
+
+    Raises:
+        typer.BadParameter: no such dialogue or method.
+    """
+    if unknown := set(methods) - set(METHODS) - set(CONTROLS):
+        raise typer.BadParameter(
+            f"--method {', '.join(sorted(unknown))}: give one of "
+            f"{', '.join([*METHODS, *CONTROLS])}"
+        )
+    last = len(json.loads(Path(setting.path).read_text())) - 1
+    if not 0 <= setting.dialogue <= last:
+        raise typer.BadParameter(
+            f"--dialogue {setting.dialogue}: the file has 0 to {last}"
+        )
+    if ANOTHER in methods and setting.dialogue == last:
+        raise typer.BadParameter(
+            f"--method {ANOTHER}: no dialogue comes after {last}, give a smaller "
+            "--dialogue"
+        )
+
+
+def excerpt(
+    setting: Setting, count_tokens: Any
+) -> tuple[list[dict[str, str]], list[Question]]:
+    """As much of a dialogue as fits, and the questions that it answers.
+
+    The next dialogues follow one that is too short; all questions are about the first.
+    """
+    first, *others = json.loads(Path(setting.path).read_text())[setting.dialogue :]
+    lines: list[str] = []
+    known: dict[str, str] = {}
+    used = 0
+    for dialogue in (first, *others):
+        for name, line in utterances(dialogue):
+            used += count_tokens(line) + 1
+            if used > setting.history_tokens:
+                break
+            lines.append(line)
+            if dialogue is first:
+                known[name] = line
+        if used > setting.history_tokens:
+            break
+    questions = [
+        Question(
+            item["question"],
+            str(item["answer"]),
+            item["category"],
+            tuple(known[name] for name in item["evidence"]),
+        )
+        for item in first["qa"]
+        if item["category"] != ADVERSARIAL
+        and item["evidence"]
+        and set(item["evidence"]) <= known.keys()
+    ]
+    return told(lines), questions[: setting.questions]
+
+
+def told(lines: Iterable[str]) -> list[dict[str, str]]:
+    """The chat in which a dialogue was read."""
+    opening = {"role": "user", "content": "\n".join(lines)}
+    return [opening, {"role": "assistant", "content": READ}]
+
+
+def evidence_at(
+    offsets: list[tuple[int, int]], text: str, asked: Question
+) -> list[int]:
+    """Positions of the tokens that hold the answer.
+
+    Args:
+        offsets: characters of ``text`` of every token.
+    """
+    spans = [
+        (text.index(line), text.index(line) + len(line)) for line in asked.evidence
+    ]
+    return [
+        position
+        for position, (start, stop) in enumerate(offsets)
+        if any(start < last and stop > first for first, last in spans)
+    ]
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words without punctuation and articles."""
+    plain = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return re.sub(r"\b(a|an|the|and)\b", " ", plain).split()
+
+
+def f1(answer: str, truth: str) -> float:
+    """Harmonic mean of precision and recall over words."""
+    said, true = Counter(words(answer)), Counter(words(truth))
+    common = sum((said & true).values())
+    if not common:
+        return 0.0
+    precision, recall = common / said.total(), common / true.total()
+    return 2 * precision * recall / (precision + recall)
+
+
+# -- an engine -------------------------------------------------------------------
+
+
+def open_model(setting: Setting, policy: dict[str, Any] | None) -> Any:
+    """An ``LLM`` that takes the history, a question and prescribed answers."""
+    from _talk import Prescribed
+    from vllm import LLM
+
+    extra = {"additional_config": {"kv_policy": policy}} if policy else {}
+    return LLM(
+        setting.model,
+        dtype=setting.dtype,
+        enforce_eager=True,
+        max_model_len=setting.history_tokens + 2048,
+        block_size=32,
+        max_num_batched_tokens=2048,
+        kv_cache_memory_bytes=1 << 30,
+        logits_processors=[Prescribed],
+        **extra,
+    )
+
+
+def run_engine(setting: Setting, work: Job) -> None:
+    """Child: answer all questions, one line of JSON each."""
+    from vllm import SamplingParams
+
+    llm = open_model(setting, work.options.get("policy"))
+    tokenizer = llm.get_tokenizer()
+
+    def count_tokens(text: str) -> int:
+        return len(tokenizer.encode(text))
+
+    history, questions = excerpt(setting, count_tokens)
+    if work.label == ANOTHER:
+        other = replace(setting, dialogue=setting.dialogue + 1)
+        history = excerpt(other, count_tokens)[0]
+    elif work.label == NO_REQUIREMENTS:
+        history = []
+    for number, question in enumerate(questions):
+        if work.label == EVIDENCE:
+            history = told(question.evidence)
+        asked = {"role": "user", "content": ASK.format(question.text)}
+        extra = {}
+        if "policy" in work.options and work.label != "epicache":
+            # one cache for all questions
+            extra = {"turn_ends": [len(rendered(tokenizer, history))]}
+        truth = tokenizer.encode(question.answer, add_special_tokens=False)
+        free = SamplingParams(
+            temperature=0, max_tokens=MAX_TOKENS, extra_args=extra or None
+        )
+        forced = SamplingParams(**prescribed(truth, extra))
+        outputs = [
+            llm.chat([[*history, asked]], [sampling], use_tqdm=False)[0]
+            for sampling in (free, forced)
+        ]
+        row = {
+            "question": number,
+            "category": question.category,
+            "prompt_tokens": len(outputs[0].prompt_token_ids),
+            "f1": f1(outputs[0].outputs[0].text, question.answer),
+            "nats": nats(outputs[1].outputs[0]),
+        }
+        print("RESULT " + json.dumps(row), flush=True)
+
+
+def prescribed(truth: list[int], extra: dict[str, Any]) -> dict[str, Any]:
+    """Sampling of a request that says the true answer, and what the model had of it."""
+    return {
+        "temperature": 0,
+        "max_tokens": len(truth),
+        "ignore_eos": True,
+        "logprobs": 0,  # of the token itself
+        "extra_args": {"prescribed": truth} | extra,
+    }
+
+
+def nats(said: Any) -> float:
+    """Of the prescribed tokens, each; less is better."""
+    steps = zip(said.token_ids, said.logprobs, strict=True)
+    return -sum(found[t].logprob for t, found in steps) / len(said.token_ids)
+
+
+def rendered(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    ids: list[int] = tokenizer.apply_chat_template(messages, return_dict=False)
+    return ids
+
+
+def keep(out: Path, setting: Setting, row: dict[str, Any]) -> None:
+    """Add a row to a file, with what all of its run share."""
+    with out.open("a") as file:
+        file.write(json.dumps(asdict(setting) | row) + "\n")
+
+
+def answers(setting: Setting, work: Job) -> Iterator[dict[str, Any]]:
+    """Rows of one engine in a child process, as they come."""
+    request = json.dumps([asdict(setting), work.config])
+    return child_rows(__file__, request, work.label)
+
+
+# -- tables ----------------------------------------------------------------------
+
+
+def spread(values: list[float]) -> str:
+    """Mean and its 95 % interval."""
+    mean, low, high = mean_interval(values)
+    return f"{mean:.3f} ({low:.3f}..{high:.3f})"
+
+
+def table_of(rows: dict[str, list[dict[str, Any]]]) -> Table:
+    """Means over questions, and differences to stock question by question."""
+    table = Table("method", "questions", "F1", "nats", "nats above stock")
+    full = {row["question"]: row["nats"] for row in rows.get("stock", [])}
+    for label, found in rows.items():
+        above = [
+            r["nats"] - full[r["question"]] for r in found if r["question"] in full
+        ]
+        table.add_row(
+            label,
+            str(len(found)),
+            spread([row["f1"] for row in found]),
+            spread([row["nats"] for row in found]),
+            spread(above) if above and label != "stock" else "",
+        )
+    return table
+
+
+def main(
+    model: Annotated[str, typer.Argument()] = "",
+    path: Annotated[str, typer.Argument(help="a file of LoCoMo")] = "",
+    dialogue: int = 0,
+    history_tokens: Annotated[int, typer.Option(help="of the dialogue")] = 6000,
+    questions: Annotated[int, typer.Option(help="at most")] = 30,
+    budget: int = 1024,
+    block: Annotated[int, typer.Option(help="tokens between compressions")] = 512,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"default: {', '.join(METHODS)}; controls: {', '.join(CONTROLS)}"
+        ),
+    ] = None,
+    config: Annotated[str, typer.Option(help="of epicache, as JSON")] = "{}",
+    dtype: str = "bfloat16",
+    out: Path = Path("locomo.jsonl"),
+    child: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Ask questions about a dialogue under several policies."""
+    if child:
+        fields, asked = json.loads(child)
+        run_engine(Setting(**fields), Job(asked))
+        return
+    if not model or not path:
+        raise typer.BadParameter("give a MODEL and a file of LoCoMo")
+    setting = Setting(model, path, dialogue, history_tokens, questions, dtype)
+    check(setting, method or [])
+    console, rows = Console(), {}
+    source = provenance()
+    for name in method or METHODS:
+        rows[name] = []
+        for row in answers(setting, job(name, budget, block, json.loads(config))):
+            rows[name].append(row)
+            facts = {"method": name, "budget": budget, "block": block}
+            keep(out, setting, facts | row | source)
+        console.print(f"{name:16} {spread([r['nats'] for r in rows[name]])}")
+    console.print(table_of(rows))
+    console.print_json(data=source)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,370 @@
+"""Answers under KV-cache policies, beside stock vLLM's, at equal resident bytes.
+
+Tasks are generated (``passkey``, ``multikey``, ``needle``) or read from published
+files that you have; ``docs/quality.md`` says which. One engine per policy and budget
+answers all samples; every answer is a line of ``--out``, and a run that was
+interrupted goes on there.
+
+    python benchmarks/quality/quality.py run MODEL --tasks passkey,multikey \\
+        --policies full,snapkv,sekv --budgets 0.05,0.1,0.2 --out quality.jsonl
+    python benchmarks/quality/quality.py report quality.jsonl --plots plots
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median_high
+from typing import Annotated, Any
+
+import _path  # noqa: F401
+import typer
+from _engine import child_rows, provenance
+from _quality_fit import jobs_of, read_policies
+from _quality_report import report as show_report
+from _quality_rows import Job, Row, append, key_of, open_rows, read
+from _quality_samples import Sample, Setting, TaskError, Tokens
+from _quality_stats import answered
+from _quality_tasks import TASKS, samples_of
+from _serving_rows import split_policies
+from rich.console import Console
+
+from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.model_config import read_model_config
+from vllm_kvplugins.plan.geometry import Geometry
+
+FIDELITY = "fidelity"
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+# -- one engine -------------------------------------------------------------------
+
+
+def run_child(request: str) -> None:
+    """Child: answer samples with one engine, one line of JSON each."""
+    # the engine in this process, so that its block tables can be looked at
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from _quality_engine import answers
+
+    told = json.loads(request)
+    read_policies([told["policy"]])
+    setting = setting_from(told["setting"])
+    wanted = {(task, name) for task, name in told["todo"]}
+    samples = [
+        sample
+        for sample in samples_of(setting, told["tasks"])
+        if (sample.task, sample.name) in wanted
+    ]
+    lengths = (told["max_model_len"], told["batch"])
+    for row in answers(setting, told["policy"], samples, *lengths):
+        print("RESULT " + json.dumps(row), flush=True)
+
+
+def setting_from(told: dict[str, Any]) -> Setting:
+    """A setting after a round trip through JSON."""
+    return Setting(**told | {"lengths": tuple(told["lengths"])})
+
+
+# -- all of them --------------------------------------------------------------------
+
+
+def run_all(
+    setting: Setting,
+    tasks: list[str],
+    jobs: Sequence[Job],
+    samples: Sequence[Sample],
+    max_model_len: int,
+    batch: int,
+    out: Path,
+    rows: list[Row],
+    say: Callable[[str], None],
+) -> list[str]:
+    """Ask for every answer that ``out`` does not have yet.
+
+    Args:
+        samples: of all ``tasks``, which a child makes again from the setting.
+        rows: what ``out`` has.
+
+    Returns:
+        What failed, and why.
+    """
+    done = {key_of(row) for row in rows}
+    source = provenance()
+    shared = {"setting": asdict(setting), "tasks": tasks}
+    shared |= {"max_model_len": max_model_len, "batch": batch}
+    failed = []
+    for job in jobs:
+        told = {"policy": dict(job.policy), "share": job.share, "label": job.label}
+        if job.problem:
+            failed.append(f"{job.shown}: {job.problem}")
+            refused = told | {"task": "", "sample": "", "refused": job.problem}
+            append(out, refused | {"commit": source["commit"]})
+            continue
+        todo = [
+            (s.task, s.name)
+            for s in samples
+            if (job.label, job.share, s.task, s.name) not in done
+        ]
+        if not todo:
+            continue
+        say(f"{job.shown}: {len(todo)} answers to come")
+        request = json.dumps(shared | {"policy": dict(job.policy), "todo": todo})
+        scores: dict[str, list[float]] = {}
+        try:
+            for row in child_rows(__file__, request, job.shown):
+                append(out, told | row | {"commit": source["commit"]})
+                scores.setdefault(row["task"], []).append(row["score"])
+        except RuntimeError as error:
+            if not job.policy:  # nothing to compare the others with
+                raise TaskError(f"stock vLLM failed: {error}") from error
+            failed.append(str(error))
+            say(f"{job.shown} failed")
+        for task, found in scores.items():
+            say(f"  {task}: {sum(found) / len(found):.3f} of {len(found)}")
+    return failed
+
+
+def as_before(jobs: Sequence[Job], rows: Sequence[Row]) -> list[Job]:
+    """Jobs with the budgets that earlier rows of the same policy and share had.
+
+    Budgets are fitted to the median prompt, which other tasks change.
+    """
+    had = {(row["label"], row["share"]): row["policy"] for row in answered(rows)}
+    return [
+        replace(job, policy=had[job.label, job.share], problem="")
+        if (job.label, job.share) in had
+        else job
+        for job in jobs
+    ]
+
+
+def length_for(samples: Sequence[Sample], tokens: Tokens) -> tuple[list[int], int]:
+    """Prompt tokens of each sample, and a context that holds all."""
+    lengths = [tokens.prompt(sample) for sample in samples]
+    longest = max(
+        count + sample.max_tokens
+        for count, sample in zip(lengths, samples, strict=True)
+    )
+    return lengths, -(-longest // 32) * 32
+
+
+# -- the command line -----------------------------------------------------------------
+
+
+def read_numbers(text: str, option: str, kind: Callable[[str], Any]) -> list[Any]:
+    """Numbers with commas between."""
+    try:
+        found = [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} must be numbers, got {text!r}") from error
+    if not found or min(found) <= 0:
+        raise typer.BadParameter(f"{option} must be positive numbers, got {text!r}")
+    return found
+
+
+def read_tasks(text: str) -> list[str]:
+    """Names of tasks with commas between."""
+    names = [part.strip() for part in text.split(",")]
+    known = [*TASKS, FIDELITY]
+    if unknown := sorted(set(names) - set(known)):
+        raise typer.BadParameter(f"--tasks: {unknown} is none of {known}")
+    return list(dict.fromkeys(names))
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    context: typer.Context, child: Annotated[str, typer.Option(hidden=True)] = ""
+) -> None:
+    """Measure what policies' answers are worth, and report it."""
+    if child:
+        run_child(child)
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def run(
+    model: Annotated[str, typer.Argument(help="a folder or a cached id")],
+    tasks: Annotated[str, typer.Option(help="of " + ", ".join([*TASKS, FIDELITY]))] = (
+        "passkey,multikey"
+    ),
+    policies: Annotated[
+        str, typer.Option(help="names or JSON, with commas; stock is always there")
+    ] = "full,snapkv",
+    budgets: Annotated[
+        str, typer.Option(help="shares of the context that are resident")
+    ] = "0.05,0.1,0.2",
+    limit: Annotated[
+        int, typer.Option(help="samples of the other tasks, at most")
+    ] = 20,
+    seed: int = 0,
+    tokens: Annotated[int, typer.Option(help="of a generated context")] = 2000,
+    lengths: Annotated[
+        str, typer.Option(help="needle: tokens of contexts, with commas")
+    ] = "1000,2000,4000",
+    depths: Annotated[
+        int, typer.Option(help="passkey, needle: places of the key")
+    ] = 10,
+    keys: Annotated[int, typer.Option(help="multikey: in a context")] = 16,
+    questions: Annotated[int, typer.Option(help="multikey: per context")] = 4,
+    shots: Annotated[int, typer.Option(help="gsm8k: worked examples")] = 16,
+    fillers: Annotated[int, typer.Option(help="prefeval: turns between")] = 8,
+    max_prompt_tokens: Annotated[
+        int, typer.Option(help="of texts from files; longbench is cut to it")
+    ] = 3500,
+    haystack: Annotated[str, typer.Option(help="texts to plant keys in")] = "",
+    ruler: Annotated[str, typer.Option(help="JSONL of RULER")] = "",
+    longbench: Annotated[str, typer.Option(help="JSONL of LongBench")] = "",
+    longbench_config: Annotated[
+        str, typer.Option(help="folder with its dataset2prompt.json")
+    ] = "",
+    locomo: Annotated[str, typer.Option(help="JSON of LoCoMo")] = "",
+    gsm8k: Annotated[str, typer.Option(help="JSONL of GSM8K")] = "",
+    longgenbench: Annotated[str, typer.Option(help="JSON of LongGenBench")] = "",
+    answer_tokens: Annotated[int, typer.Option(help="of long answers, at most")] = 1024,
+    prefeval: Annotated[str, typer.Option(help="JSON of PrefEval, or a folder")] = "",
+    documents: Annotated[str, typer.Option(help="fidelity: texts")] = "",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = (
+        "bfloat16"
+    ),
+    block_size: int = 32,
+    batch: Annotated[int, typer.Option(help="requests at a time")] = 4,
+    out: Path = Path("quality.jsonl"),
+    mix_commits: Annotated[
+        bool, typer.Option(help="go on with rows of another commit")
+    ] = False,
+) -> None:
+    """Ask every policy at every budget for what OUT does not have yet."""
+    console = Console(width=None if sys.stdout.isatty() else 140)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    if dtype not in ELEMENT_BYTES:
+        raise typer.BadParameter(f"--dtype {dtype!r} is none of {[*ELEMENT_BYTES]}")
+    if Path(model).is_dir():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing to look up
+    setting = Setting(
+        model=model,
+        dtype=dtype,
+        seed=seed,
+        limit=limit,
+        tokens=tokens,
+        lengths=tuple(read_numbers(lengths, "--lengths", int)),
+        depths=depths,
+        keys=keys,
+        questions=questions,
+        shots=shots,
+        fillers=fillers,
+        max_prompt_tokens=max_prompt_tokens,
+        block_size=block_size,
+        haystack=haystack,
+        ruler=ruler,
+        longbench=longbench,
+        longbench_config=longbench_config,
+        locomo=locomo,
+        gsm8k=gsm8k,
+        longgenbench=longgenbench,
+        answer_tokens=answer_tokens,
+        prefeval=prefeval,
+        documents=documents,
+    )
+    shares = read_numbers(budgets, "--budgets", float)
+    if max(shares) > 1:
+        raise typer.BadParameter(f"--budgets are shares of the context, got {budgets}")
+    try:
+        failed = measure(
+            setting,
+            read_tasks(tasks),
+            split_policies(policies),
+            shares,
+            batch,
+            out,
+            mix_commits,
+            say,
+        )
+    except (TaskError, KVPolicyError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on from here")
+        raise typer.Exit(130) from None
+    show_report(*read(out), console)
+    for line in failed:
+        say(line)
+    if failed:
+        raise typer.Exit(1)
+
+
+def measure(
+    setting: Setting,
+    tasks: list[str],
+    policies: list[dict[str, Any]],
+    shares: list[float],
+    batch: int,
+    out: Path,
+    mix_commits: bool,
+    say: Callable[[str], None],
+) -> list[str]:
+    """Make samples and jobs, and run them. Returns what failed, and why."""
+    read_policies(policies)
+    shape = read_model_config(setting.model, setting.dtype).cache_shape()
+    token_bytes = shape.bytes_per_token(ELEMENT_BYTES[setting.dtype])
+    geometry = Geometry(
+        setting.block_size, shape.num_layers, shape.num_kv_heads, token_bytes
+    )
+    header = {
+        "settings": setting.header(),
+        "block_bytes": token_bytes * setting.block_size,
+        "source": provenance(),
+    }
+    asked = [task for task in tasks if task != FIDELITY]
+    say("making samples")
+    samples = samples_of(setting, asked)
+    counts = [setting.tokens]
+    max_model_len = setting.tokens
+    if samples:
+        counts, max_model_len = length_for(samples, Tokens.of(setting.model))
+    jobs = list(jobs_of(policies, shares, median_high(counts), geometry))
+    rows = open_rows(out, header, mix_commits)
+    jobs = as_before(jobs, rows)
+    say(f"{len(samples)} samples, {len(jobs)} engines, see {out}")
+    failed = []
+    if asked:
+        failed = run_all(
+            setting, asked, jobs, samples, max_model_len, batch, out, rows, say
+        )
+    if FIDELITY in tasks:
+        from _quality_fidelity import measure_fidelity
+
+        failed += measure_fidelity(setting, jobs, token_bytes, out, rows, say)
+    return failed
+
+
+@app.command()
+def report(
+    file: Annotated[Path, typer.Argument(help="what `run` wrote")],
+    csv: Annotated[Path | None, typer.Option(help="table as CSV")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="tables as Markdown")] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="folder for PNG and SVG; needs matplotlib")
+    ] = None,
+) -> None:
+    """Put methods side by side at equal resident bytes."""
+    if plots and not find_spec("matplotlib"):  # told now rather than at the end
+        raise typer.BadParameter("--plots needs matplotlib: pip install matplotlib")
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        show_report(*read(file), console, csv, markdown, plots)
+    except (TaskError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,330 @@
+"""What patched prompts are worth by how close they are to the question.
+
+The controlled experiment of EpiCache, figure 2.
+
+A LoCoMo dialogue is compressed block by block under one budget, for every question and
+every kind of patched prompt anew: the question itself; the tenth of the utterances most
+similar to it, the tenth in the middle, the least similar tenth, a random tenth; the
+segment of the episode that the question is routed to; InfiniPot's instruction.
+
+Two figures per question: nats per token of the true answer, as ``locomo.py`` has them,
+and the share of the evidence's tokens that the cache still has, over layers and heads;
+and beside it the share that chance would keep, which blocks and layer budgets change.
+
+``--config`` changes settings of EpiCache, as in its figure A1; several of them are run
+one after another and compared with the first, question by question.
+
+    python benchmarks/research/patched_prompts.py MODEL locomo.json --budget 1024
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import _path  # noqa: F401
+import numpy as np
+import typer
+from _engine import child_rows, provenance
+from locomo import (
+    ASK,
+    Question,
+    Setting,
+    answers,
+    evidence_at,
+    excerpt,
+    job,
+    keep,
+    nats,
+    open_model,
+    prescribed,
+    rendered,
+    spread,
+)
+from rich.console import Console
+from rich.table import Table
+
+EXACT, INSTRUCTION, EPISODE = "exact question", "instruction", "episode"
+CLOSEST, MIDDLE, LEAST, RANDOM = "closest 10 %", "middle 10 %", "least 10 %", "random"
+BANDS = {CLOSEST: 0.0, MIDDLE: 0.45, LEAST: 0.9}
+KINDS = (EXACT, CLOSEST, MIDDLE, LEAST, RANDOM, EPISODE, INSTRUCTION)
+LONGEST = 512  # tokens of a patched prompt
+
+
+# -- patched prompts ------------------------------------------------------------------
+
+
+def tenth(similarity: np.ndarray, above: float) -> list[int]:
+    """A tenth of the utterances, in their order: those behind so large a share of the
+    more similar ones.
+
+    Args:
+        similarity: float32 [utterances].
+    """
+    count = max(len(similarity) // 10, 1)
+    first = min(round(above * len(similarity)), len(similarity) - count)
+    return sorted(
+        np.argsort(-similarity, kind="stable")[first : first + count].tolist()
+    )
+
+
+def patched_texts(
+    lines: list[str], question: str, similarity: np.ndarray, seed: int
+) -> dict[str, str]:
+    """Kinds that can be made of the lines alone."""
+    places = {kind: tenth(similarity, above) for kind, above in BANDS.items()}
+    count = len(places[CLOSEST])
+    places[RANDOM] = sorted(random.Random(seed).sample(range(len(lines)), count))
+    found = {kind: "\n".join(lines[i] for i in at) for kind, at in places.items()}
+    return {EXACT: question} | found | {INSTRUCTION: ""}
+
+
+Kept = list[list[list[int]]]  # positions, [layers][kv_heads][kept]
+
+
+def evidence_in(patched: str, asked: Question) -> float:
+    """Share of the lines that hold the answer that a patched prompt has itself."""
+    return sum(line in patched for line in asked.evidence) / len(asked.evidence)
+
+
+def end_of(kept: Kept) -> int:
+    """Where it was cut; the newest tokens in front of that always stay."""
+    return 1 + max(max(head) for layer in kept for head in layer)
+
+
+def evidence_kept(kept: Kept, wanted: list[int]) -> float:
+    """Share of positions that are there, over layers and KV heads.
+
+    Args:
+        kept: after the last compaction; what comes later was never compressed.
+    """
+    heads, cut = [set(head) for layer in kept for head in layer], end_of(kept)
+    here = [sum(p in head or p >= cut for p in wanted) for head in heads]
+    return sum(here) / len(heads) / len(wanted)
+
+
+def kept_by_chance(compactions: list[Kept], wanted: list[int]) -> float:
+    """What :func:`evidence_kept` would be if every compaction had kept as many tokens
+    of each layer and KV head as it did, but any.
+
+    Args:
+        compactions: all of a cache, from the first.
+    """
+    sizes = [[len(head) for layer in kept for head in layer] for kept in compactions]
+    share = np.ones((len(wanted), len(sizes[0])))
+    held, before = np.zeros(len(sizes[0])), 0
+    for kept, stay in zip(compactions, sizes, strict=True):
+        cut = end_of(kept)
+        share[np.array(wanted) < cut] *= stay / (held + cut - before)
+        held, before = np.array(stay), cut
+    return float(share.mean())
+
+
+# -- an engine ------------------------------------------------------------------------
+
+
+def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> None:
+    """Child: every question with every patched prompt, one line of JSON each."""
+    # records come as they are only from an engine in this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import SamplingParams
+
+    from vllm_kvplugins.config import parse_policy
+    from vllm_kvplugins.episodes.book import EpisodeRouter
+    from vllm_kvplugins.episodes.encoder import embed, load_encoder
+    from vllm_kvplugins.episodes.utterances import utterances_of
+
+    llm = open_model(setting, policy)
+    tokenizer = llm.get_tokenizer()
+    history, questions = excerpt(setting, lambda text: len(tokenizer.encode(text)))
+    lines = history[0]["content"].split("\n")
+    encoder = load_encoder()
+    settings = parse_policy(policy).episode_settings
+    assert settings is not None, "epicache has some"
+    book = EpisodeRouter(settings, lambda name: encoder)
+    vectors = embed(encoder, lines)
+    end = len(rendered(tokenizer, history))
+    llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=1))
+    llm.collective_rpc("kv_policy_record", args=(True,))
+    # a cache is read once per patched prompt
+    caches: dict[tuple[int, ...], list[Kept]] = {}
+    for number, question in enumerate(questions):
+        (asked,) = embed(encoder, [question.text])
+        texts = patched_texts(lines, question.text, vectors @ asked, number)
+        route = book.route("", utterances_of(history), question.text)
+        assert route is not None, "there is a history"
+        texts[EPISODE] = route.guide
+        messages = [*history, {"role": "user", "content": ASK.format(question.text)}]
+        prompt = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        read = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
+        wanted = evidence_at(read["offset_mapping"], prompt, question)
+        truth = tokenizer.encode(question.answer, add_special_tokens=False)
+        for kind in kinds:
+            patched = tokenizer.encode(texts[kind], add_special_tokens=False)[:LONGEST]
+            told = {"turn_ends": [end], "patched_prompt": patched}
+            (output,) = llm.generate(
+                {"prompt_token_ids": read["input_ids"]},
+                SamplingParams(**prescribed(truth, told)),
+                use_tqdm=False,
+            )
+            (records,) = llm.collective_rpc("kv_policy_take_records")
+            if records:
+                caches[tuple(patched)] = [record.kept_positions for record in records]
+            compactions = caches[tuple(patched)]
+            row = {
+                "question": number,
+                "kind": kind,
+                "patched_tokens": len(patched),
+                "nats": nats(output.outputs[0]),
+                "evidence_in": evidence_in(tokenizer.decode(patched), question),
+                "evidence_kept": evidence_kept(compactions[-1], wanted),
+                "kept_by_chance": kept_by_chance(compactions, wanted),
+            }
+            print("RESULT " + json.dumps(row), flush=True)
+
+
+# -- tables ---------------------------------------------------------------------------
+
+
+def table_of(rows: list[dict[str, Any]], full: dict[int, float]) -> Table:
+    """Means over questions; differences question by question.
+
+    Args:
+        rows: of one configuration after another.
+        full: nats of stock vLLM by question.
+    """
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["config"], row["kind"]), []).append(row)
+    first = rows[0]["config"]
+    several = any(config != first for config, _ in groups)
+    table = Table("patched prompt", "questions", "tokens", "nats", "above full KV")
+    table.add_column("above the exact question")
+    table.add_column("evidence in it")
+    table.add_column("evidence kept")
+    table.add_column("by chance")
+    if several:
+        table.add_column("nats above the first")
+        table.add_column("evidence more than the first")
+    for (config, kind), found in groups.items():
+        exact, same = groups.get((config, EXACT), []), groups.get((first, kind), [])
+        cells = [
+            f"{kind} {config}" if several else kind,
+            str(len(found)),
+            str(round(sum(row["patched_tokens"] for row in found) / len(found))),
+            spread([row["nats"] for row in found]),
+            spread([row["nats"] - full[row["question"]] for row in found]),
+            above(found, exact, "nats") if kind != EXACT else "",
+            mean_of(found, "evidence_in"),
+            spread([row["evidence_kept"] for row in found]),
+            mean_of(found, "kept_by_chance"),
+        ]
+        if several and config != first:
+            cells += [above(found, same, name) for name in ("nats", "evidence_kept")]
+        table.add_row(*cells)
+    return table
+
+
+def mean_of(found: list[dict[str, Any]], figure: str) -> str:
+    return f"{sum(row[figure] for row in found) / len(found):.3f}"
+
+
+def above(found: list[dict[str, Any]], other: list[dict[str, Any]], figure: str) -> str:
+    """By how much a figure is more than elsewhere, of the questions that both have."""
+    there = {row["question"]: row[figure] for row in other}
+    both = [
+        row[figure] - there[row["question"]]
+        for row in found
+        if row["question"] in there
+    ]
+    return spread(both) if both else ""
+
+
+def policy_of(budget: int, block: int, episodes: int, config: str) -> dict[str, Any]:
+    """EpiCache's settings.
+
+    Args:
+        config: a JSON object; what it names goes before the rest.
+
+    Raises:
+        typer.BadParameter: it is no JSON object.
+    """
+    try:
+        more = json.loads(config)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"--config {config}: no JSON, {error}") from error
+    if not isinstance(more, dict):
+        raise typer.BadParameter(f"--config {config}: give an object, as {{}}")
+    policy = {"name": "epicache", "budget": budget, "prefill_block": block}
+    policy |= {"session_memory": "2GiB", "longest_patched_prompt": LONGEST}
+    return policy | {"episodes": episodes} | more
+
+
+def rows_of(
+    setting: Setting, policy: dict[str, Any], kinds: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Rows of an engine in a child process, as they come."""
+    request = json.dumps([asdict(setting), policy, kinds])
+    return child_rows(__file__, request, "patched prompts")
+
+
+def main(
+    model: Annotated[str, typer.Argument()] = "",
+    path: Annotated[str, typer.Argument(help="a file of LoCoMo")] = "",
+    dialogue: int = 0,
+    history_tokens: Annotated[int, typer.Option(help="of the dialogue")] = 4000,
+    questions: Annotated[int, typer.Option(help="at most")] = 8,
+    budget: int = 1024,
+    block: Annotated[int, typer.Option(help="tokens between compressions")] = 512,
+    episodes: Annotated[int, typer.Option(help="of the dialogue (E)")] = 4,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="default: " + ", ".join(KINDS))
+    ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(help="of epicache, as JSON; several are compared with the first"),
+    ] = None,
+    dtype: str = "bfloat16",
+    out: Path = Path("patched_prompts.jsonl"),
+    child: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Ask questions from caches that different patched prompts made."""
+    if child:
+        fields, policy, kinds = json.loads(child)
+        run_engine(Setting(**fields), policy, kinds)
+        return
+    if not model or not path:
+        raise typer.BadParameter("give a MODEL and a file of LoCoMo")
+    kinds = kind or list(KINDS)
+    if unknown := set(kinds) - set(KINDS):
+        raise typer.BadParameter(
+            f"--kind {', '.join(unknown)}: give {', '.join(KINDS)}"
+        )
+    setting = Setting(model, path, dialogue, history_tokens, questions, dtype)
+    policies = {
+        text: policy_of(budget, block, episodes, text) for text in config or ["{}"]
+    }
+    source, rows = provenance(), []
+    stock = answers(setting, job("stock", budget, block, {}))
+    full = {row["question"]: row["nats"] for row in stock}
+    for text, policy in policies.items():
+        for found in rows_of(setting, policy, kinds):
+            row = found | {"config": text, "full_nats": full[found["question"]]}
+            rows.append(row)
+            facts = {"budget": policy["budget"], "block": policy["prefill_block"]}
+            facts["episodes"] = policy["episodes"]
+            keep(out, setting, facts | row | source)
+    console = Console(width=200)
+    console.print(table_of(rows, full))
+    console.print_json(data=source)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,365 @@
+"""Policies under load: a server per policy, the same pool, load and seed.
+
+Two workloads: single requests of random tokens, sent and measured by ``vllm bench
+serve``, and conversations with think time (``_serving_chat.py``). Servers run one
+at a time and in turns, A, B, A, B …; every finished measurement is a line of
+``--out``, and a run that was interrupted goes on there.
+
+    python benchmarks/serving/benchmark_serving.py MODEL --policies stock,full,snapkv \\
+        --pool-tokens 16384 --rates 0.5,1,2 --out serving.jsonl --plots plots
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import _path  # noqa: F401
+import typer
+from _engine import provenance
+from _serving_chat import ChatLoad, chat, paragraphs
+from _serving_metrics import (
+    Sampler,
+    Slo,
+    latency_figures,
+    read_metrics,
+    server_figures,
+)
+from _serving_random import (
+    RandomLoad,
+    bench,
+    bench_arguments,
+    bench_figures,
+    bench_window,
+)
+from _serving_report import report
+from _serving_rows import (
+    WORKLOADS,
+    Cell,
+    Pool,
+    Row,
+    append_row,
+    cells_of,
+    key_of,
+    make_row,
+    read_rows,
+    settings_of,
+    split_policies,
+)
+from _serving_server import (
+    Server,
+    ServerError,
+    exit_on_signals,
+    policy_arguments,
+    serving,
+)
+from rich.console import Console
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.errors import KVPolicyError
+
+WARM_UP_SEED = 99
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All that is measured in one run, beside the policies and rates."""
+
+    pool: Pool
+    chat: ChatLoad
+    random: RandomLoad
+    slo: Slo
+    seed: int
+    request_timeout_s: float
+    start_timeout_s: float
+
+    def row(self, cell: Cell, found: dict[str, Any]) -> Row:
+        """A row of this comparison."""
+        load = self.chat if cell.workload == "chat" else self.random
+        return make_row(cell, settings_of(self.pool, self.seed, load, self.slo), found)
+
+
+# -- one measurement ------------------------------------------------------------
+
+
+def warm_up(server: Server, comparison: Comparison) -> None:
+    """Two short conversations that do not count, and a look at the pool's size.
+
+    Raises:
+        ServerError: they fail, or the pool is not what was asked for.
+    """
+    load = replace(comparison.chat, users=2, turns=1, answer_tokens=8, texts="")
+    model, timeout_s = comparison.pool.model, comparison.request_timeout_s
+    for answer in chat(server.url, model, load, 10.0, WARM_UP_SEED, timeout_s):
+        if answer.error:
+            raise ServerError(f"a request to warm up failed: {answer.error}")
+    blocks = read_metrics(server.url).get("blocks")
+    if blocks != comparison.pool.blocks:
+        raise ServerError(f"a pool of {blocks} blocks, not {comparison.pool.blocks}")
+
+
+def measure(server: Server, comparison: Comparison, cell: Cell) -> dict[str, Any]:
+    """Put one load on a server.
+
+    Returns:
+        ``figures``, ``samples`` over time, and ``first_error`` where one failed.
+
+    Raises:
+        ServerError: the server ended, or not one request succeeded.
+    """
+    model, seed = comparison.pool.model, cell.seed(comparison.seed)
+    with Sampler(server.url) as sampler:
+        if cell.workload == "chat":
+            began = time.perf_counter()
+            answers = chat(
+                server.url,
+                model,
+                comparison.chat,
+                cell.rate,
+                seed,
+                comparison.request_timeout_s,
+            )
+            # Nothing arrives at the very start: the first user's gap is not load.
+            start_s = min((answer.start_s for answer in answers), default=began)
+            end_s = time.perf_counter()
+            figures = latency_figures(answers, end_s - start_s, comparison.slo)
+            errors = [answer.error for answer in answers if answer.error]
+        else:
+            result = bench(
+                bench_arguments(
+                    server.url,
+                    model,
+                    comparison.random,
+                    cell.rate,
+                    seed,
+                    comparison.slo,
+                )
+            )
+            figures = bench_figures(result)
+            start_s, end_s = bench_window(result)
+            errors = [error for error in result["errors"] if error]
+    server.require_alive()
+    if not figures["completed"]:
+        raise ServerError(f"no request succeeded; the first said: {errors[:1]}")
+    figures |= server_figures(sampler.samples, start_s, end_s)
+    samples = figures.pop("samples", {})
+    found = {"figures": figures, "samples": samples}
+    return found | ({"first_error": errors[0][:300]} if errors else {})
+
+
+# -- all of them ----------------------------------------------------------------
+
+
+def run_all(
+    comparison: Comparison,
+    cells: list[Cell],
+    out: Path,
+    say: Callable[[str], None],
+) -> list[str]:
+    """Measure what ``out`` does not have yet.
+
+    Args:
+        comparison: what the measurements share.
+        cells: them, those of one server next to each other.
+        out: file of rows.
+        say: shows a line of progress.
+
+    Returns:
+        Labels of policies whose server failed; they are not tried again.
+    """
+    earlier = read_rows(out)
+    todo = [c for c in cells if key_of(comparison.row(c, {})) not in earlier]
+    say(f"{len(todo)} of {len(cells)} measurements to come, see {out}")
+    source = provenance()
+    failed: list[str] = []
+    while todo:
+        cell = todo[0]
+        same = [c for c in todo if (c.repetition, c.label) == turn_of(cell)]
+        todo = [c for c in todo if (c.repetition, c.label) != turn_of(cell)]
+        if cell.label in failed:
+            continue
+        arguments = comparison.pool.arguments(comparison.seed)
+        try:
+            with serving(
+                [*arguments, *policy_arguments(cell.policy)],
+                comparison.start_timeout_s,
+            ) as server:
+                warm_up(server, comparison)
+                say(f"{cell.label}: ready after {server.start_s:.0f} s")
+                for each in same:
+                    found = measure(server, comparison, each)
+                    append_row(out, comparison.row(each, found | {"source": source}))
+                    say(line_of(each, found["figures"]))
+        except ServerError as error:
+            failed.append(cell.label)
+            say(f"{cell.label}: {error}")
+    return failed
+
+
+def turn_of(cell: Cell) -> tuple[int, str]:
+    """What one server is started for."""
+    return cell.repetition, cell.label
+
+
+def line_of(cell: Cell, figures: dict[str, Any]) -> str:
+    """One line about a finished measurement."""
+    return (
+        f"{cell.label}: {cell.workload} at {cell.rate:g}/s, repetition "
+        f"{cell.repetition + 1}: TTFT {figures['p50_ttft_ms']:.0f} ms, "
+        f"{figures['output_throughput_tokens_per_s']:.1f} tokens/s, "
+        f"{figures['completed']} done, {figures['failed']} failed"
+    )
+
+
+def read_policies(text: str) -> list[dict[str, Any]]:
+    """The policies of the command line, checked before a server starts."""
+    try:
+        policies = split_policies(text)
+        for policy in policies:
+            if policy:
+                parse_policy(dict(policy))
+    except (ValueError, KVPolicyError) as error:
+        raise typer.BadParameter(f"--policies: {error}") from error
+    return policies
+
+
+def read_texts(path: Path) -> None:
+    """Refuse a file that has nothing to say, before a server starts."""
+    try:
+        paragraphs(path)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"--texts: {error}") from error
+
+
+def read_rates(text: str) -> list[float]:
+    """The rates of the command line."""
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"--rates must be numbers, got {text!r}") from error
+    if not all(0 < rate < 1e6 for rate in rates):
+        raise typer.BadParameter(f"--rates must be positive and finite, got {text!r}")
+    return rates
+
+
+def read_workloads(text: str) -> list[str]:
+    """The workloads of the command line."""
+    workloads = text.split(",")
+    if unknown := sorted(set(workloads) - set(WORKLOADS)):
+        raise typer.BadParameter(f"--workloads: {unknown} is none of {WORKLOADS}")
+    return workloads
+
+
+def main(
+    model: Annotated[str, typer.Argument()] = "",
+    policies: Annotated[
+        str,
+        typer.Option(help="names or JSON, with commas between; stock is vLLM's own"),
+    ] = "stock,full,snapkv",
+    pool_tokens: Annotated[int, typer.Option(help="KV cache of every server")] = 16384,
+    rates: Annotated[
+        str, typer.Option(help="requests (random) or users (chat) per second")
+    ] = "0.5,1,2",
+    workloads: Annotated[str, typer.Option(help="of chat, random")] = "chat,random",
+    repetitions: int = 3,
+    users: Annotated[int, typer.Option(help="chat: conversations")] = 16,
+    turns: Annotated[int, typer.Option(help="chat: messages per user")] = 4,
+    think_s: Annotated[float, typer.Option(help="chat: mean pause")] = 2.0,
+    first_words: Annotated[int, typer.Option(help="chat: first message")] = 400,
+    next_words: Annotated[int, typer.Option(help="chat: later messages")] = 50,
+    answer_tokens: Annotated[int, typer.Option(help="chat: every answer")] = 128,
+    texts: Annotated[
+        Path | None, typer.Option(help="chat: send this file's paragraphs")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="random: requests")] = 32,
+    input_tokens: Annotated[int, typer.Option(help="random: prompt")] = 1024,
+    output_tokens: Annotated[int, typer.Option(help="random: answer")] = 128,
+    slo_ttft_ms: Annotated[float, typer.Option(help="for goodput")] = 2000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(help="for goodput")] = 100.0,
+    block_size: int = 32,
+    max_model_len: int = 4096,
+    dtype: str = "auto",
+    prefix_caching: bool = True,
+    eager: Annotated[bool, typer.Option(help="pass --enforce-eager")] = True,
+    server_args: Annotated[str, typer.Option(help="more for vllm serve")] = "",
+    seed: int = 0,
+    request_timeout_s: Annotated[float, typer.Option(help="chat only")] = 600.0,
+    start_timeout_s: float = 600.0,
+    out: Path = Path("serving.jsonl"),
+    csv: Annotated[Path | None, typer.Option(help="table as CSV")] = None,
+    json_out: Annotated[Path | None, typer.Option(help="table as JSON")] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="folder for PNG and SVG; needs matplotlib")
+    ] = None,
+    report_only: Annotated[bool, typer.Option(help="measure nothing")] = False,
+) -> None:
+    """Compare POLICIES under load, then report all rows of OUT."""
+    # A file or a pipe takes lines of any length; rich would assume 80.
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    if plots and not find_spec("matplotlib"):  # told now rather than at the end
+        raise typer.BadParameter("--plots needs matplotlib: pip install matplotlib")
+    failed: list[str] = []
+    if not report_only:
+        if not model:
+            raise typer.BadParameter("give a MODEL, or --report-only")
+        if texts:
+            read_texts(texts)
+        if Path(model).is_dir():
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing to look up
+        comparison = Comparison(
+            pool=Pool(
+                model,
+                pool_tokens,
+                block_size,
+                max_model_len,
+                dtype,
+                prefix_caching,
+                eager,
+                tuple(shlex.split(server_args)),
+            ),
+            chat=ChatLoad(
+                users,
+                turns,
+                think_s,
+                first_words,
+                next_words,
+                answer_tokens,
+                str(texts or ""),
+            ),
+            random=RandomLoad(requests, input_tokens, output_tokens),
+            slo=Slo(slo_ttft_ms, slo_tpot_ms),
+            seed=seed,
+            request_timeout_s=request_timeout_s,
+            start_timeout_s=start_timeout_s,
+        )
+        cells = cells_of(
+            read_policies(policies),
+            read_workloads(workloads),
+            read_rates(rates),
+            repetitions,
+        )
+        exit_on_signals()
+        try:
+            failed = run_all(comparison, cells, out, say)
+        except KeyboardInterrupt:
+            say("stopped; the same command goes on from here")
+            raise typer.Exit(130) from None
+    report(list(read_rows(out).values()), console, csv, json_out, plots)
+    if failed:
+        say(f"failed, see above: {', '.join(failed)}")
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
