@@ -47,7 +47,7 @@ def explain(
         check_targets(json_path, html_path)
         prompt = read_prompt(prompt_file)
         with quiet_engine(verbose) as progress:
-            from vllm_kvplugins.vllm_adapter.frontend import explain as engine
+            from vllm_kvplugins.vllm_adapter.offline import explain as engine
 
             found = engine.explain(
                 model, request, prompt, dtype, max_model_len, progress

@@ -49,7 +49,7 @@ def record(
         check_targets(run_path)
         prompt = read_prompt(prompt_file)
         with quiet_engine(verbose) as progress:
-            from vllm_kvplugins.vllm_adapter.frontend import record as engine
+            from vllm_kvplugins.vllm_adapter.offline import record as engine
 
             run = engine.record(
                 model,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvplugins.vllm_adapter.frontend.offline import Engine, engine
+from vllm_kvplugins.vllm_adapter.offline.engine import Engine, engine
 
 
 @dataclass(frozen=True, slots=True)

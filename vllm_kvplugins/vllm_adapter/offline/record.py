@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_kvplugins.engine.recorded_run import Fetch, Header, RecordedRun
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.vllm_adapter.frontend.offline import Engine, engine
+from vllm_kvplugins.vllm_adapter.offline.engine import Engine, engine
 
 
 def record(

@@ -1,0 +1,1 @@
+"""Engines without a server, for the command line: ``explain`` and ``record``."""
