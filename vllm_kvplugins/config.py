@@ -1,4 +1,4 @@
-"""From what a user wrote to a validated policy."""
+"""Parses and validates the policy configuration that a user wrote."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_kvplugins.errors import KVPolicyError, refuse
+from vllm_kvplugins.errors import KVPolicyError, coded, codes_in, refuse
 from vllm_kvplugins.policies.base import KVCachePolicy, Retention
 from vllm_kvplugins.policies.registry import get_policy_class
 from vllm_kvplugins.sessions.settings import (
@@ -45,8 +45,11 @@ def parse_policy(request: Any) -> KVCachePolicy:
         request = {"name": request}
     if not isinstance(request, dict) or not isinstance(request.get("name"), str):
         raise KVPolicyError(
-            "kv_policy must be a policy's name or a mapping with a 'name', such as "
-            f'{{"name": "snapkv", "budget": 512}}; got {request!r}'
+            coded(
+                "KVP029",
+                "kv_policy must be the name of a policy or a mapping with a 'name', "
+                f'such as {{"name": "snapkv", "budget": 512}}; got {request!r}',
+            )
         )
     name = request["name"]
     cls = get_policy_class(name)
@@ -72,13 +75,18 @@ def parse_policy(request: Any) -> KVCachePolicy:
     reasons = policy.problems() + reasons
     if policy.retention is Retention.RECONSTRUCT and sessions.get("sessions", sessions):
         reasons.append(
-            f"sessions do not work with {name}, whose spans are not kept when a "
-            f"request ends; remove {', '.join(sessions)}"
+            coded(
+                "KVP034",
+                f"{name} does not support sessions; remove {', '.join(sessions)}",
+            )
         )
     if written and policy.retention is Retention.OFFLOAD:
         reasons.append(
-            f"session_dir does not work with {name}, whose indices are not written to "
-            "files; remove it, and sessions stay in memory"
+            coded(
+                "KVP035",
+                f"{name} does not support session_dir, because its indices are not "
+                "written to files; remove it to keep sessions in memory",
+            )
         )
     refuse(f"KV policy {name!r} cannot be configured like this", reasons)
     return policy
@@ -110,18 +118,27 @@ def parse_options(text: str) -> dict[str, Any]:
         options = json.loads(text)
     except json.JSONDecodeError as error:
         raise KVPolicyError(
-            f"--kv-policy-config is not JSON ({error.msg} at character {error.pos}): "
-            f"{text!r}; write for example '{{\"budget\": 512}}'"
+            coded(
+                "KVP028",
+                f"--kv-policy-config is not JSON ({error.msg} at character "
+                f"{error.pos}): {text!r}; write for example '{{\"budget\": 512}}'",
+            )
         ) from error
     if not isinstance(options, dict):
         raise KVPolicyError(
-            "--kv-policy-config must be a JSON object such as "
-            f"'{{\"budget\": 512}}', got {text!r}"
+            coded(
+                "KVP028",
+                "--kv-policy-config must be a JSON object such as "
+                f"'{{\"budget\": 512}}'; got {text!r}",
+            )
         )
     if "name" in options:
         raise KVPolicyError(
-            f"--kv-policy-config must not hold 'name' ({options['name']!r}); "
-            "the policy's name goes after --kv-policy"
+            coded(
+                "KVP028",
+                f"--kv-policy-config must not contain 'name' ({options['name']!r}); "
+                "give the name with --kv-policy",
+            )
         )
     return options
 
@@ -145,8 +162,10 @@ def _explain(cls: type[BaseModel], item: Any) -> str:
         near = difflib.get_close_matches(where, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
         listed = ", ".join(known) or "none"
-        return f"unknown setting {where!r}: {hint}(settings: {listed})"
+        return coded("KVP036", f"unknown setting {where!r}: {hint}(settings: {listed})")
     message: str = item["msg"].removeprefix("Value error, ")
-    if not where:
+    if codes_in(message):
         return message
-    return f"{where}: {message} (got {item['input']!r})"
+    if not where:
+        return coded("KVP037", message)
+    return coded("KVP037", f"{where}: {message} (got {item['input']!r})")

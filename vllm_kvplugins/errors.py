@@ -16,11 +16,54 @@ from collections.abc import Iterable
 # 600 command line, models and training. Never reuse a number.
 CODES: dict[str, str] = {
     # 001-099: engine and vLLM settings
+    "KVP001": "this version of vLLM is not supported",
+    "KVP002": "this vLLM lacks a function or parameter that the plugin uses",
+    "KVP003": "the platform is neither a CPU nor CUDA",
+    "KVP004": "speculative decoding is not supported",
+    "KVP005": "another KV connector is configured",
+    "KVP006": "vLLM's KV offloading is configured",
+    "KVP007": "another scheduler class is configured",
+    "KVP008": "another worker class is configured",
+    "KVP009": "the plugin's worker runs without a policy",
+    "KVP010": "the model does not generate text",
+    "KVP011": "the model uses multi-head latent attention (MLA)",
+    "KVP012": "the model has sliding-window layers",
+    "KVP013": "the model has layers without a KV cache (Mamba, linear attention)",
+    "KVP014": "the model is an encoder-decoder model",
+    "KVP015": "the model caps attention logits",
+    "KVP016": "a layer uses ALiBi",
+    "KVP017": "a layer has learned attention sinks",
+    "KVP018": "a layer shares the KV cache of another layer",
+    "KVP019": "the KV cache is quantized",
+    "KVP020": "the block size does not fit the attention kernels",
+    "KVP021": "--kv-sharing-fast-prefill is set",
+    "KVP022": "pipeline or context parallelism is not supported",
+    "KVP023": "microbatching is not supported",
+    "KVP024": "--attention-backend is set",
+    "KVP025": "the requested attention kernel cannot run here",
+    "KVP026": "the policy is configured twice",
+    "KVP027": "--kv-policy-config is given without --kv-policy",
+    "KVP028": "--kv-policy-config is not a JSON object of settings",
+    "KVP029": "kv_policy is neither a name nor a mapping with a name",
+    "KVP030": "the policy does not support float16",
+    "KVP031": "the policy cannot undo the model's RoPE",
+    "KVP032": "the packages for episodes are not installed",
+    "KVP033": "host_fetch 'direct' cannot work here",
+    "KVP034": "the policy does not support sessions",
+    "KVP035": "the policy does not support session files",
+    "KVP036": "the policy has no setting of this name",
+    "KVP037": "a setting has an invalid value",
     # 100-199: policies, budgets and plans
     # 200-299: worker and attention
     # 300-399: sessions
     # 400-499: native operations and indices
     # 500-599: requests and chats
+    "KVP500": "streaming input is not supported",
+    "KVP501": "the request can need more host memory than the policy has",
+    "KVP502": "the request can need more blocks than the pool has",
+    "KVP503": "the policy needs token IDs, not embeddings",
+    "KVP504": "turn_ends is invalid",
+    "KVP505": "patched_prompt is invalid or not used by this policy",
     # 600-699: command line, models and training
 }
 

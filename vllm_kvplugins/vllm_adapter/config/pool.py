@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_kvplugins.errors import coded
 from vllm_kvplugins.plan.residency_plan import ResidencyPlan
 from vllm_kvplugins.policies.base import KVCachePolicy
 
@@ -34,23 +35,23 @@ def too_large(
     pool_blocks: int,
     runs_ahead: bool,
 ) -> str | None:
-    """Why a request can never run in a pool, if so; vLLM would preempt it forever.
+    """Why a request can never run in this pool, if so. vLLM would preempt it forever.
 
     Args:
         plan: of the request.
-        answer_tokens: the most that it may generate.
-        runs_ahead: asynchronous scheduling: a step takes its block before what the
-            step in flight frees is back.
+        answer_tokens: the maximum that it may generate.
+        runs_ahead: async scheduling: a step takes its block before the blocks that the
+            step in flight frees are available.
     """
     # the answer's last token is never computed
     last = prompt_tokens + max(answer_tokens, 1) - 1
     need = plan.peak_blocks(last) + runs_ahead
     if need <= pool_blocks:
         return None
-    return (
+    return coded(
+        "KVP502",
         f"a prompt of {prompt_tokens} tokens and an answer of up to {answer_tokens} "
-        f"hold up to {need} blocks of {plan.block_size} tokens at once under KV policy "
-        f"{policy.name!r}, and the pool has {pool_blocks}; lower max_tokens, give the "
-        "policy a decode_budget, which bounds what an answer holds, or give vLLM a "
-        "larger KV cache"
+        f"tokens need up to {need} blocks of {plan.block_size} tokens under KV policy "
+        f"{policy.name!r}, and the pool has {pool_blocks}; lower max_tokens, set a "
+        "decode_budget, or give vLLM a larger KV cache",
     )

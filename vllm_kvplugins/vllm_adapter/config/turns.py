@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm_kvplugins.errors import coded
 from vllm_kvplugins.policies.base import KVCachePolicy
 
 logger = logging.getLogger("vllm.kv_policy")
@@ -38,9 +39,10 @@ def turn_ends_problem(sampling_params: Any, prompt_tokens: int) -> str | None:
         or asked != sorted(set(asked))
         or any(not 0 < end <= prompt_tokens for end in asked)
     ):
-        return (
+        return coded(
+            "KVP504",
             f"turn_ends must be ascending token counts from 1 to {prompt_tokens}, the "
-            f"length of the prompt, got {asked!r}"
+            f"length of the prompt; got {str(asked)[:100]}",
         )
     return None
 
@@ -60,18 +62,25 @@ def patched_prompt_problem(
     if not asked:
         return None
     if not most:
-        return f"KV policy {policy.name!r} takes no patched_prompt; leave it out"
+        return coded(
+            "KVP505",
+            f"KV policy {policy.name!r} does not use patched_prompt; remove it",
+        )
     if (
         not isinstance(asked, list)
         or not all(type(token) is int and 0 <= token < vocabulary for token in asked)
         or len(asked) > most
     ):
-        return (
-            f"patched_prompt must be a list of up to {most} token ids below "
-            f"{vocabulary}, got {str(asked)[:100]}"
+        return coded(
+            "KVP505",
+            f"patched_prompt must be a list of up to {most} token IDs below "
+            f"{vocabulary}; got {str(asked)[:100]}",
         )
     if not asked_turn_ends(sampling_params):
-        return "patched_prompt needs turn_ends, which say where the history ends"
+        return coded(
+            "KVP505",
+            "patched_prompt needs turn_ends, which state where the history ends",
+        )
     return None
 
 

@@ -1,8 +1,8 @@
-"""What cannot run with a policy, each with what to do about it.
+"""Models and engine settings that cannot run with a policy, each with a remedy.
 
-Everything is checked at start-up and reported together. What only the loaded
-model shows (attention sinks, ALiBi, shared caches) is checked by the attention
-backend, still before the first request.
+Start-up checks everything and reports all reasons in one message. The attention backend
+checks what only the loaded model shows (attention sinks, ALiBi, shared caches), before
+the first request.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvplugins.episodes.encoder import missing
+from vllm_kvplugins.errors import coded
 from vllm_kvplugins.policies.base import Retention
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _STOCK_WORKERS = (
 
 
 def episode_problems(policy: KVCachePolicy) -> list[str]:
-    """What a policy that cuts conversations into episodes lacks."""
+    """Packages that a policy with episodes needs and that are not installed."""
     settings = policy.episode_settings
     problem = missing(settings.encoder) if settings is not None else None
     return [] if problem is None else [problem]
@@ -42,48 +43,66 @@ def argument_problems(args: EngineArgs) -> list[str]:
     found = []
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         found.append(
-            f"platform {current_platform.device_name!r}: there are attention backends "
-            "for CPUs and for CUDA; run with one of these builds of vLLM"
+            coded(
+                "KVP003",
+                f"platform {current_platform.device_name!r} is not supported; use a "
+                "build of vLLM for CPUs or for CUDA",
+            )
         )
     if args.speculative_config:
         found.append(
-            "speculative decoding is not supported; remove --speculative-config"
+            coded(
+                "KVP004",
+                "speculative decoding is not supported; remove --speculative-config",
+            )
         )
     if args.kv_transfer_config is not None:
         found.append(
-            f"KV connector {args.kv_transfer_config.kv_connector!r}: other stores "
-            "would save compressed blocks as if they were exact; remove "
-            "--kv-transfer-config"
+            coded(
+                "KVP005",
+                f"KV connector {args.kv_transfer_config.kv_connector!r} would store "
+                "compressed blocks as if they were exact; remove --kv-transfer-config",
+            )
         )
     if getattr(args, "kv_offloading_size", None):
         found.append(
-            f"KV offloading ({args.kv_offloading_size} GiB) would save compressed "
-            "blocks as if they were exact; remove --kv-offloading-size"
+            coded(
+                "KVP006",
+                f"KV offloading ({args.kv_offloading_size} GiB) would store compressed "
+                "blocks as if they were exact; remove --kv-offloading-size",
+            )
         )
     if args.scheduler_cls is not None:
         found.append(
-            f"scheduler {args.scheduler_cls!r}: a policy brings its own; remove "
-            "--scheduler-cls"
+            coded(
+                "KVP007",
+                f"scheduler {args.scheduler_cls!r} conflicts with the scheduler of the "
+                "KV policy; remove --scheduler-cls",
+            )
         )
     if args.worker_cls not in _STOCK_WORKERS:
         found.append(
-            f"worker {args.worker_cls!r}: a policy brings its own; remove --worker-cls"
+            coded(
+                "KVP008",
+                f"worker {args.worker_cls!r} conflicts with the worker of the KV "
+                "policy; remove --worker-cls",
+            )
         )
     return found
 
 
 def platform_in_use() -> tuple[str, list[str]]:
-    """The platform that vLLM chose, and why a policy cannot run there, if so."""
+    """The platform that vLLM selected, and reasons why no policy can run on it."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
     name = current_platform.device_type or "none"
-    # Any folder will do as a model: offline, vLLM looks its default one up.
+    # A folder as the model: vLLM would look up its default model on the network.
     return name, argument_problems(EngineArgs(model=os.curdir))
 
 
 def config_problems(vllm_config: VllmConfig) -> list[str]:
-    """What the resolved configuration and the model rule out."""
+    """Reasons in the resolved configuration and the model."""
     return [
         *model_problems(vllm_config.model_config),
         *cache_problems(vllm_config.cache_config, _page_tokens()),
@@ -95,37 +114,55 @@ def model_problems(model: Any) -> list[str]:
     """Models that policies cannot run with.
 
     Args:
-        model: vLLM's ModelConfig, or what is known of it without vLLM.
+        model: vLLM's ModelConfig, or an equivalent read from ``config.json``.
     """
     found = []
     if model.runner_type != "generate":
         found.append(
-            f"runner {model.runner_type!r} does not generate text; policies are "
-            "for text generation"
+            coded(
+                "KVP010",
+                f"runner {model.runner_type!r} does not generate text; serve it "
+                "without a policy",
+            )
         )
     if model.use_mla:
         found.append(
-            f"{model.model} uses multi-head latent attention (MLA), which has no "
-            "KV heads to evict from; serve it without a policy"
+            coded(
+                "KVP011",
+                f"{model.model} uses multi-head latent attention (MLA), which has no "
+                "KV heads; serve it without a policy",
+            )
         )
     if _has_sliding_window(model):
         found.append(
-            f"{model.model} has sliding-window layers, which already drop tokens; "
-            "not supported yet, serve it without a policy"
+            coded(
+                "KVP012",
+                f"{model.model} has sliding-window layers, which are not supported "
+                "yet; serve it without a policy",
+            )
         )
     if model.is_hybrid or model.is_attention_free:
         found.append(
-            f"{model.model} has layers without a KV cache (Mamba or linear "
-            "attention); not supported yet, serve it without a policy"
+            coded(
+                "KVP013",
+                f"{model.model} has layers without a KV cache (Mamba or linear "
+                "attention), which are not supported yet; serve it without a policy",
+            )
         )
     if model.is_encoder_decoder:
         found.append(
-            f"{model.model} is an encoder-decoder model; policies are for decoders"
+            coded(
+                "KVP014",
+                f"{model.model} is an encoder-decoder model; serve it without a policy",
+            )
         )
     if getattr(model.hf_text_config, "attn_logit_softcapping", None):
         found.append(
-            f"{model.model} caps attention logits, which the policies' scores do "
-            "not model; serve it without a policy"
+            coded(
+                "KVP015",
+                f"{model.model} caps attention logits, which scores do not model; "
+                "serve it without a policy",
+            )
         )
     return found
 
@@ -145,30 +182,39 @@ def cache_problems(cache: Any, page_tokens: int = 32) -> list[str]:
     """Caches that policies cannot run with.
 
     Args:
-        cache: vLLM's CacheConfig, or anything with its dtype and block size.
-        page_tokens: kernels read pages of multiples of so many; of vLLM's CPU kernel
-            unless it is said.
+        cache: vLLM's CacheConfig, or an object with its dtype and block size.
+        page_tokens: the kernels read pages of a multiple of this many tokens; the
+            default is that of vLLM's CPU kernel.
     """
     found = []
     if cache.cache_dtype not in _PLAIN_KV_DTYPES:
         found.append(
-            f"KV cache dtype {cache.cache_dtype!r} is quantized; use one of "
-            f"{', '.join(_PLAIN_KV_DTYPES)}"
+            coded(
+                "KVP019",
+                f"KV cache dtype {cache.cache_dtype!r} is quantized; set "
+                f"--kv-cache-dtype to one of {', '.join(_PLAIN_KV_DTYPES)}",
+            )
         )
     if cache.block_size % page_tokens:
         found.append(
-            f"block size {cache.block_size}: kernels here read pages of a "
-            f"multiple of {page_tokens} tokens; use --block-size 32"
+            coded(
+                "KVP020",
+                f"block size {cache.block_size} is not a multiple of {page_tokens}, "
+                "which the attention kernels need; use --block-size 32",
+            )
         )
     if getattr(cache, "kv_sharing_fast_prefill", False):
         found.append(
-            "--kv-sharing-fast-prefill skips the layers that policies score; remove it"
+            coded(
+                "KVP021",
+                "--kv-sharing-fast-prefill skips layers that policies score; remove it",
+            )
         )
     return found
 
 
 def _page_tokens() -> int:
-    """Pages of vLLM's CPU kernel are multiples of 32 tokens, on GPUs of 16."""
+    """Page granularity in tokens: 32 for vLLM's CPU kernel, 16 for GPU kernels."""
     from vllm.platforms import current_platform
 
     return 16 if current_platform.is_cuda() else 32
@@ -181,41 +227,62 @@ def _parallel_problems(parallel: Any) -> list[str]:
         "prefill_context_parallel_size": "--prefill-context-parallel-size",
     }
     found = [
-        f"{flag} {value}: not supported; leave it at 1"
+        coded("KVP022", f"{flag} {value} is not supported; use 1")
         for name, flag in limits.items()
         if (value := getattr(parallel, name, 1)) > 1
     ]
     if getattr(parallel, "use_ubatching", False):
         found.append(
-            "--enable-dbo and --ubatch-size run a step in parts, whose requests a "
-            "policy would take for each other's; remove them"
+            coded(
+                "KVP023",
+                "microbatching is not supported with a KV policy; remove --enable-dbo "
+                "and --ubatch-size",
+            )
         )
     return found
 
 
 def layer_problems(name: str, impl: Any) -> list[str]:
-    """What a built attention layer shows that no configuration does."""
+    """Reasons that only a built attention layer shows."""
     found = []
     if impl.alibi_slopes is not None:
-        found.append(f"layer {name} uses ALiBi; serve this model without a policy")
+        found.append(
+            coded(
+                "KVP016",
+                f"layer {name} uses ALiBi; serve this model without a policy",
+            )
+        )
     if impl.sinks is not None:
         found.append(
-            f"layer {name} has learned attention sinks; serve this model without a "
-            "policy"
+            coded(
+                "KVP017",
+                f"layer {name} has learned attention sinks; serve this model without a "
+                "policy",
+            )
         )
     if impl.sliding_window not in (-1, (-1, -1)):
         found.append(
-            f"layer {name} has a sliding window; serve this model without a policy"
+            coded(
+                "KVP012",
+                f"layer {name} has a sliding window; serve this model without a policy",
+            )
         )
     if impl.kv_sharing_target_layer_name is not None:
         found.append(
-            f"layer {name} shares the cache of {impl.kv_sharing_target_layer_name}; "
-            "serve this model without a policy"
+            coded(
+                "KVP018",
+                f"layer {name} shares the KV cache of "
+                f"{impl.kv_sharing_target_layer_name}; serve this model without a "
+                "policy",
+            )
         )
     if impl.logits_soft_cap:
         found.append(
-            f"layer {name} caps its logits at {impl.logits_soft_cap}; serve this "
-            "model without a policy"
+            coded(
+                "KVP015",
+                f"layer {name} caps its logits at {impl.logits_soft_cap}; serve this "
+                "model without a policy",
+            )
         )
     return found
 
@@ -225,16 +292,22 @@ def dtype_problems(policy: KVCachePolicy, model: Any) -> list[str]:
     if policy.retention is Retention.DROP or str(model.dtype) != "torch.float16":
         return []
     return [
-        f"{policy.name} indexes keys in bfloat16 or float32, and this model runs in "
-        "float16; use --dtype bfloat16"
+        coded(
+            "KVP030",
+            f"{policy.name} needs keys in bfloat16 or float32, and this model runs in "
+            "float16; use --dtype bfloat16",
+        )
     ]
 
 
 def rotary_problems(policy: KVCachePolicy, rotary: Rotary | None) -> list[str]:
-    """A policy that undoes RoPE needs one that it can undo."""
+    """Whether the policy needs to undo RoPE and cannot with this model."""
     if not policy.needs_rotary or rotary is not None:
         return []
     return [
-        f"{policy.name} works on queries before RoPE, and this model has none, "
-        "several, or one over more than one position index; use another policy"
+        coded(
+            "KVP031",
+            f"{policy.name} needs queries before RoPE, and this model has no RoPE, "
+            "several, or multi-dimensional positions (M-RoPE); use another policy",
+        )
     ]

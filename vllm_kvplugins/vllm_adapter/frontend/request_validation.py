@@ -1,4 +1,4 @@
-"""What single requests may not ask for under a policy, refused to their client."""
+"""Validates single requests under a policy. A rejected client gets HTTP 400."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
 
+from vllm_kvplugins.errors import coded
 from vllm_kvplugins.plan.geometry import Lengths
 from vllm_kvplugins.policies.base import KVCachePolicy, Retention
 from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of, policy_of
@@ -39,9 +40,11 @@ def install() -> None:
         policy = policy_of(self.vllm_config)
         if policy is not None and asked.get("resumable"):
             raise VLLMValidationError(
-                f"streaming input is not supported with KV policy {policy.name!r}: "
-                "each part would lengthen the prompt after it was compacted; send "
-                "the whole prompt in one request",
+                coded(
+                    "KVP500",
+                    f"streaming input is not supported with KV policy {policy.name!r}; "
+                    "send the whole prompt in one request",
+                ),
                 parameter="resumable",
                 value=True,
             )
@@ -74,8 +77,11 @@ def _check_host_memory(vllm_config: Any, policy: KVCachePolicy, request: Any) ->
 def _check_tokens(policy: KVCachePolicy, request: Any) -> None:
     if request.prompt_token_ids is None:
         raise VLLMValidationError(
-            f"KV policy {policy.name!r} needs to know how surprising each token of a "
-            "prompt is, and embeddings have none; send token ids or text",
+            coded(
+                "KVP503",
+                f"KV policy {policy.name!r} needs the surprisal of each prompt token, "
+                "which embeddings do not have; send token IDs or text",
+            ),
             parameter="prompt_embeds",
         )
 
@@ -99,7 +105,7 @@ def _check_patched_prompt(
 
 
 def _check_pool(vllm_config: Any, policy: KVCachePolicy, request: Any) -> None:
-    """Refuse what never fits, where vLLM's start-up check does not rule it out."""
+    """Reject requests that never fit and that vLLM's start-up check admits."""
     geometry, longest = geometry_of(vllm_config), vllm_config.model_config.max_model_len
     bounded = policy.prompt_blocks(longest, geometry) is not None
     if request.sampling_params is None or not bounded:

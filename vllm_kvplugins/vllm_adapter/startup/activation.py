@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvplugins.config import CONFIG_KEY, parse_sessions
 from vllm_kvplugins.engine.runtime import PolicyRuntime
-from vllm_kvplugins.errors import KVPolicyError, refuse
+from vllm_kvplugins.errors import KVPolicyError, coded, refuse
 from vllm_kvplugins.policies.base import KVCachePolicy, Retention
 from vllm_kvplugins.sessions.store import SessionStore
 from vllm_kvplugins.sessions.transfer import Transfer
@@ -201,8 +201,11 @@ def activate(vllm_config: VllmConfig) -> PolicyRuntime:
     policy = policy_of(vllm_config)
     if policy is None:
         raise KVPolicyError(
-            "a worker of vllm_kvplugins was started without a kv_policy in "
-            "additional_config; use --kv-policy instead of --worker-cls"
+            coded(
+                "KVP009",
+                "the worker of vllm_kvplugins was started without a KV policy; use "
+                "--kv-policy instead of --worker-cls",
+            )
         )
     request = request_of(vllm_config)
     assert isinstance(request, dict), "not settled"

@@ -14,7 +14,7 @@ from typing import Any
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_kvplugins.config import CONFIG_KEY, parse_options, parse_policy
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.policies.registry import available_policies
 
 _INSTALLED = "_kvplugins_installed"
@@ -69,8 +69,11 @@ def _wrap_from_cli_args() -> None:
             config = dict(getattr(args, "additional_config", None) or {})
             if CONFIG_KEY in config:
                 raise KVPolicyError(
-                    f"--kv-policy {request['name']} and --additional-config with "
-                    f"{CONFIG_KEY!r} are both given; use one of them"
+                    coded(
+                        "KVP026",
+                        f"--kv-policy {request['name']} and {CONFIG_KEY!r} in "
+                        "--additional-config are both set; use one of them",
+                    )
                 )
             args.additional_config = config | {CONFIG_KEY: request}
         engine_args: EngineArgs = original(cls, args)
@@ -85,7 +88,11 @@ def _request_from_flags(args: argparse.Namespace) -> dict[str, Any] | None:
     if name is None:
         if options is not None:
             raise KVPolicyError(
-                f"--kv-policy-config {options!r} needs a --kv-policy to configure"
+                coded(
+                    "KVP027",
+                    f"--kv-policy-config {options!r} has no effect alone; add "
+                    "--kv-policy NAME",
+                )
             )
         return None
     request = {"name": name} | (parse_options(options) if options else {})
