@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_kvplugins.errors import KVPolicyError, coded, codes_in, refuse
-from vllm_kvplugins.policies.base import KVCachePolicy, Retention
+from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.policies.registry import get_policy_class
 from vllm_kvplugins.sessions.settings import (
     SESSION_SETTINGS,
@@ -73,14 +73,14 @@ def parse_policy(request: Any) -> KVCachePolicy:
         refuse(f"KV policy {name!r} cannot be configured like this", reasons)
         raise AssertionError("unreachable") from error
     reasons = policy.problems() + reasons
-    if policy.retention is Retention.RECONSTRUCT and sessions.get("sessions", sessions):
+    if policy.spans is not None and sessions.get("sessions", sessions):
         reasons.append(
             coded(
                 "KVP034",
                 f"{name} does not support sessions; remove {', '.join(sessions)}",
             )
         )
-    if written and policy.retention is Retention.OFFLOAD:
+    if written and policy.retrieval is not None:
         reasons.append(
             coded(
                 "KVP035",

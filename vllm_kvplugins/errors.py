@@ -54,6 +54,28 @@ CODES: dict[str, str] = {
     "KVP036": "the policy has no setting of this name",
     "KVP037": "a setting has an invalid value",
     # 100-199: policies, budgets and plans
+    "KVP100": "no policy has this name",
+    "KVP101": "the import path of a policy is not 'module:Class'",
+    "KVP102": "another policy has this name already",
+    "KVP103": "the policy's module cannot be imported, or has no such class",
+    "KVP104": "the class is not a policy",
+    "KVP105": "the policy's `name` differs from the name under which it is listed",
+    "KVP106": "the policy class defines a hook of an earlier version of the contract",
+    "KVP107": "a setting of the policy class has the name of a hook",
+    "KVP108": "the policy has no `score`, so it cannot choose tokens",
+    "KVP111": "the base of a wrapper policy (flowkv, epicache) is not a compressor",
+    "KVP112": "base_config contains a setting that the wrapper policy sets itself",
+    "KVP113": "base_config is not valid for the base policy",
+    "KVP130": "check-policy: the policy does not drop tokens by a score",
+    "KVP131": "check-policy: the policy runs probes, which need a model",
+    "KVP132": "check-policy: `score` or `observe` raised an exception",
+    "KVP133": "check-policy: `score` changed tensors of the cache",
+    "KVP134": "check-policy: `score` returned NaN for a slot that holds a token",
+    "KVP135": "check-policy: `score` is not deterministic",
+    "KVP136": "check-policy: scores depend on slots that hold no token",
+    "KVP137": "check-policy: infinite scores do not leave the budget a choice",
+    "KVP138": "check-policy: a session cannot store what `observe` returned",
+    "KVP139": "check-policy: all scores are equal",
     # 200-299: worker and attention
     # 300-399: sessions
     # 400-499: native operations and indices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from _resolved_model import Resolved, ResolvedBranches, ResolvedModel, surprisals
@@ -10,8 +10,6 @@ from _selection import Probing, Selector
 from transformers import AutoTokenizer
 
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.policies.base import Retention
-from vllm_kvplugins.policies.span_policy import SpanPolicy
 
 BLOCK_SIZE = 32
 
@@ -38,12 +36,7 @@ class Answers:
         )
         full = {"name": "full"}
         parsed = [parse_policy(policy or full) for policy in policies]
-        resolvers = [
-            cast(SpanPolicy, policy)
-            if policy.retention is Retention.RECONSTRUCT
-            else None
-            for policy in parsed
-        ]
+        resolvers = [policy.spans for policy in parsed]
         prompt = self.model.read(tokens, logits=len(tokens) if any(resolvers) else 1)
         probing = Probing(self.model, tokens, self._encode)
         selector = Selector(prompt, self.model.rotary(), BLOCK_SIZE, probing)

@@ -18,13 +18,13 @@ from _masked_model import Branches, MaskedModel, Prompt
 
 from vllm_kvplugins.config import describe
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
-from vllm_kvplugins.policies.base import (
+from vllm_kvplugins.policies import capabilities
+from vllm_kvplugins.policies.base import KVCachePolicy, LayerView
+from vllm_kvplugins.policies.capabilities import (
     Encode,
-    KVCachePolicy,
-    LayerView,
+    Observation,
     Probe,
     ProbeOccasion,
-    Trigger,
 )
 from vllm_kvplugins.policies.registry import available_policies, get_policy_class
 from vllm_kvplugins.scoring.rotary import Rotary
@@ -113,14 +113,9 @@ class Selector:
 
     def _observations(self, policy: KVCachePolicy) -> list[Any]:
         """What ``observe`` returns for the whole prompt or its probes, per layer."""
-        occasions = {
-            Trigger.PREFILL_CHUNK: self._observe_prompt,
-            Trigger.PROBE: self._observe_probes,
-        }
-        asked = [run for when, run in occasions.items() if when in policy.observes]
-        if not asked:
+        observation, probing = policy.observation, policy.probing
+        if observation is None and probing is None:
             return [None] * self.geometry.num_layers
-        (run,) = asked
         defaults = {
             field: info.default
             for field, info in type(policy).model_fields.items()
@@ -128,28 +123,31 @@ class Selector:
         }
         key = describe(policy.model_copy(update=defaults))
         if key not in self._observed:
-            self._observed[key] = run(policy)
+            if observation is not None:
+                self._observed[key] = self._observe_prompt(observation)
+            if probing is not None:
+                self._observed[key] = self._observe_probes(probing)
         return self._observed[key]
 
-    def _observe_prompt(self, policy: KVCachePolicy) -> list[Any]:
+    def _observe_prompt(self, observation: Observation) -> list[Any]:
         layers, tokens = range(self.geometry.num_layers), self.prompt.tokens
-        return [policy.observe(self._view(i, tokens, None, 0)) for i in layers]
+        return [observation.observe(self._view(i, tokens, None, 0)) for i in layers]
 
-    def _observe_probes(self, policy: KVCachePolicy) -> list[Any]:
+    def _observe_probes(self, asked: capabilities.Probing) -> list[Any]:
         """Run the policy's probes, each behind the whole prompt."""
         probing, prompt = self.probing, self.prompt
-        assert probing is not None, f"{policy.name} needs a model to probe"
+        assert probing is not None, "the policy needs a model to probe"
         layers, heads = self.geometry.num_layers, self.geometry.num_kv_heads
         room = probing.model.max_positions - prompt.tokens
         occasion = ProbeOccasion(probing.prompt, 0, prompt.tokens, room, probing.encode)
         everything = torch.ones(1, layers, heads, prompt.tokens, dtype=torch.bool)
         observed: list[Any] = [None] * layers
-        for probe in policy.probes(occasion):
+        for probe in asked.probes(occasion):
             ran = Branches(prompt, everything)
             probing.model.go_on(ran, torch.tensor([list(probe.token_ids)]), logits=1)
             for layer in range(layers):
                 view = self._probe_view(layer, ran, probe, observed[layer])
-                observed[layer] = policy.observe(view)
+                observed[layer] = asked.observe(view)
         return observed
 
     def _probe_view(

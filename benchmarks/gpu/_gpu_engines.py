@@ -15,7 +15,6 @@ from typing import Any
 
 from _engine import EngineProcess, synthetic_prompt
 
-from vllm_kvplugins.policies.base import Retention
 from vllm_kvplugins.policies.registry import available_policies, get_policy_class
 
 LLAMA_8B: dict[str, Any] = {
@@ -154,7 +153,7 @@ def _settings(name: str, model: str) -> Row:
         found["budget"] = 256
     if "encoder" in cls.model_fields:
         found["encoder"] = model  # nothing is routed here; the default is a download
-    if cls.retention is not Retention.DROP:
+    if "host_memory" in cls.model_fields:
         found["host_memory"] = 1 << 30
     return found
 

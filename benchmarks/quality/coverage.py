@@ -27,8 +27,7 @@ from transformers import AutoTokenizer
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.index import Keys
-from vllm_kvplugins.policies import available_policies, get_policy_class
-from vllm_kvplugins.policies.base import Retention
+from vllm_kvplugins.policies import available_policies
 
 BUDGETS = (64, 128, 256)
 
@@ -44,9 +43,7 @@ def retrievers() -> list[dict[str, Any]]:
     """All that are installed, and some with other settings than their defaults."""
     names = available_policies()
     found = [
-        {"name": name}
-        for name in names
-        if get_policy_class(name).retention is Retention.OFFLOAD
+        {"name": name} for name in names if parse_policy(name).retrieval is not None
     ]
     return [*found, *VARIANTS]
 

@@ -74,7 +74,7 @@ def run_engine(
         (output,) = llm.chat([messages], sampling, use_tqdm=False)
         (records,) = llm.collective_rpc("kv_policy_take_records")
         prompt = list(output.prompt_token_ids)
-        ends = list(active.turn_ends(prompt, None))
+        ends = list(active.find_turn_ends(prompt, None))
         if len(ends) < 3:
             raise RuntimeError(f"this model's prompts show {len(ends)} turns")
         plan = active.plan(Lengths(len(prompt), tuple(ends)), geometry)

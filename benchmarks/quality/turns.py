@@ -180,7 +180,7 @@ def _resident_tokens(llm: Any, job: Job) -> Any:
     assert policy is not None, f"{job.label} was asked for and is not on"
 
     def count(prompt: list[int]) -> int:
-        ends = policy.turn_ends(prompt, None)
+        ends = policy.find_turn_ends(prompt, None)
         if not ends:
             raise RuntimeError("this model's prompts show no turns")
         blocks = policy.plan(Lengths(len(prompt), ends), geometry)

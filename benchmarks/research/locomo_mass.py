@@ -98,10 +98,10 @@ class Guides:
         from vllm_kvplugins.episodes.utterances import utterances_of
 
         policy = parse_policy(work.options["policy"])
-        settings = policy.episode_settings
-        assert settings is not None, "epicache has some"
-        self._most, self._tokenizer = policy.patched_prompt_tokens, tokenizer
-        self._book = EpisodeRouter(settings, load_encoder)
+        routing = policy.episode_routing
+        assert routing is not None, "epicache routes episodes"
+        self._most, self._tokenizer = routing.patched_prompt_tokens, tokenizer
+        self._book = EpisodeRouter(routing.settings, load_encoder)
         self._history = utterances_of(history)
 
     def of(self, question: str) -> tuple[int, ...]:

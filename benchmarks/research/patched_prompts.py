@@ -144,8 +144,9 @@ def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> No
     history, questions = excerpt(setting, lambda text: len(tokenizer.encode(text)))
     lines = history[0]["content"].split("\n")
     encoder = load_encoder()
-    settings = parse_policy(policy).episode_settings
-    assert settings is not None, "epicache has some"
+    routing = parse_policy(policy).episode_routing
+    assert routing is not None, "epicache routes episodes"
+    settings = routing.settings
     book = EpisodeRouter(settings, lambda name: encoder)
     vectors = embed(encoder, lines)
     end = len(rendered(tokenizer, history))

@@ -107,7 +107,9 @@ class Fuzzer:
         spec = self.driver.manager.kv_cache_spec
         policy = getattr(spec, "policy", None)
         history = len(sent.prompt) - 20
-        ends = [history] if policy and policy.wants_history and history > 0 else None
+        turns = policy.turns if policy else None
+        has_history = turns is not None and turns.history_only and history > 0
+        ends = [history] if has_history else None
         self.driver.add(name, sent.prompt, sent.max_tokens, margins, ends)
 
     def _abort(self, name: str) -> None:

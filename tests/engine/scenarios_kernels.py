@@ -54,7 +54,7 @@ def under_policies(
         runs = worker.kv_policy_runtime.policy
         for name, prompt in prompts.items():
             # a history, and what is asked about it
-            turns = [len(prompt) - 20] if runs.needs_turns else None
+            turns = [len(prompt) - 20] if runs.turns is not None else None
             driver.add(name, prompt, MAX_TOKENS, turn_ends=turns)
         driver.run()
         found.append(

@@ -19,6 +19,8 @@ from harness import INTERPRETED, run_scenario
 from policy_settings import (
     SMALL_BUDGETS,
     configure,
+    drop,
+    keep_spans,
     policies_that,
     shares_pages,
     write_weights,
@@ -26,8 +28,6 @@ from policy_settings import (
 from tiny_model import KV_HEADS, LAYERS
 
 from vllm_kvplugins.budgets import ALLOCATORS
-from vllm_kvplugins.policies.base import Retention
-from vllm_kvplugins.policies.registry import get_policy_class
 
 pytestmark = pytest.mark.engine
 
@@ -39,7 +39,7 @@ PROCESSES = 2
 
 def turns() -> dict[str, str]:
     """Policy -> its allocator; those that share nothing have none."""
-    names = policies_that(Retention.DROP) + policies_that(Retention.RECONSTRUCT)
+    names = policies_that(drop) + policies_that(keep_spans)
     sharing = [name for name in names if shares_pages(name)]
     allocators = sorted(ALLOCATORS)
     chosen = {n: allocators[i % len(allocators)] for i, n in enumerate(sharing)}
@@ -100,7 +100,7 @@ def test_traffic_among_poison(tiny_model, name, allocator):
     assert counts["unscored"] == 0, "a score read what nobody owns"
     for event in ("aborts", "preemptions"):
         assert counts[event] > ROUNDS / 12, counts
-    if allocator == "none" and get_policy_class(name).retention is Retention.DROP:
+    if allocator == "none" and name in policies_that(drop):
         assert counts["compactions"] == 0
     else:
         assert counts["compactions"] > ROUNDS / 3, counts

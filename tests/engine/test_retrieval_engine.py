@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 from harness import INTERPRETED, run_scenario
-from policy_settings import policies_that
-
-from vllm_kvplugins.policies.base import Retention
+from policy_settings import policies_that, retrieve
 
 pytestmark = pytest.mark.engine
 
-RETRIEVERS = policies_that(Retention.OFFLOAD)
+RETRIEVERS = policies_that(retrieve)
 SMALL = {"skip_layers": 1, "sinks": 16, "window": 32}
 LENGTHS = [100, 700, 1500]
 ROUNDS, SAMPLES = (20, 3) if INTERPRETED else (40, 6)

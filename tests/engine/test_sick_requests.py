@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 from harness import run_scenario
-from policy_settings import SMALL_BUDGETS, configure, policies_that
+from policy_settings import SMALL_BUDGETS, configure, policies_that, retrieve
 from safetensors.torch import load_file, save_file
 from texts import random_tokens
 from tiny_model import VOCABULARY, write_tiny_model
 
-from vllm_kvplugins.policies.base import Retention
 from vllm_kvplugins.policies.registry import available_policies
 
 pytestmark = pytest.mark.engine
@@ -69,7 +68,7 @@ def settings(name: str) -> dict[str, Any]:
     turn = available_policies().index(name) // PROCESSES % len(ALLOCATORS)
     chosen = SMALL_BUDGETS | {"skip_layers": 0, "allocator": ALLOCATORS[turn]}
     found = configure(name, chosen) | {"sessions": False}
-    if name in policies_that(Retention.OFFLOAD):
+    if name in policies_that(retrieve):
         found["host_memory"] = 1 << 26
     return found
 

@@ -26,7 +26,6 @@ from vllm_kvplugins.ops import gather_keys, gather_values, scatter_tokens
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.plan.residency_plan import Compaction, ResidencyPlan
-from vllm_kvplugins.policies.base import Retention
 
 LAYERS, KV_HEADS, GROUP, HEAD_DIM = 3, 2, 2, 8
 SCALE = HEAD_DIM**-0.5
@@ -132,7 +131,7 @@ class FakeEngine:
         scales = [SCALE] * LAYERS
         self.runtime.attach(self.heap, scales, rotary, model, FakeLosses())
         self.runtime.records = []
-        self.fetches = self.runtime.policy.retention is Retention.OFFLOAD
+        self.fetches = self.runtime.policy.retrieval is not None
         self.free = list(range(blocks - 1, 0, -1))
         self.requests: dict[str, Request] = {}
         # the worker hears of them with the next step

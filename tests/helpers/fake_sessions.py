@@ -101,7 +101,7 @@ class SessionEngine(FakeEngine):
         request.computed = tokens = self.plan(old.name).can_start_at(
             tokens, at, wanted, saved.first_query
         )
-        if self.runtime.policy.observes_steps and tokens < saved.tokens:
+        if self.runtime.policy.observation is not None and tokens < saved.tokens:
             # what was observed of later tokens cannot be taken back
             request.restored = None
             request.start_over()

@@ -31,7 +31,6 @@ from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.ops.triton import paged_attention
 from vllm_kvplugins.plan.geometry import Geometry
-from vllm_kvplugins.policies.base import Retention
 from vllm_kvplugins.policies.registry import available_policies
 from vllm_kvplugins.vllm_adapter.attention import flash, flat, graphs, triton
 from vllm_kvplugins.vllm_adapter.startup import activation
@@ -117,7 +116,7 @@ def test_who_may_be_in_graphs(monkeypatch):
             found[name, sessions] = said == (
                 AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
             )
-        if policy.retention is not Retention.DROP or policy.observes_steps:
+        if policy.host_storage is not None or policy.observation is not None:
             assert not found[name, True]
         if policy.queries_needed:
             assert not found[name, True], "sessions keep the newest queries"

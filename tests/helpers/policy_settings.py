@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_kvplugins.policies.base import Retention
+from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.policies.registry import available_policies, get_policy_class
 
 # budgets that prompts of a few hundred tokens exceed
@@ -20,10 +21,24 @@ SMALL_BUDGETS = {
 }
 
 
-def policies_that(retention: Retention) -> tuple[str, ...]:
-    """Names of the policies that do this with what is not resident."""
-    names = available_policies()
-    return tuple(n for n in names if get_policy_class(n).retention is retention)
+def drop(policy: KVCachePolicy) -> bool:
+    """Tokens that are not resident are gone."""
+    return policy.host_storage is None
+
+
+def retrieve(policy: KVCachePolicy) -> bool:
+    """Tokens that are not resident are fetched from host memory."""
+    return policy.retrieval is not None
+
+
+def keep_spans(policy: KVCachePolicy) -> bool:
+    """Tokens that are not resident are reconstructed from spans."""
+    return policy.spans is not None
+
+
+def policies_that(do: Callable[[KVCachePolicy], bool]) -> tuple[str, ...]:
+    """Names of the policies that do this with tokens that are not resident."""
+    return tuple(n for n in available_policies() if do(get_policy_class(n)()))
 
 
 def configure(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +58,8 @@ def configure(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def wants_history(name: str) -> bool:
     """Whether a policy compresses only what a request calls its history."""
-    return get_policy_class(name)().wants_history
+    turns = get_policy_class(name)().turns
+    return turns is not None and turns.history_only
 
 
 def shares_pages(name: str) -> bool:

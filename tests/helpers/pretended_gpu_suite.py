@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from policy_settings import drop
 from pretend_cuda import CUDA, PretendedGPU
 from pretended_life import ANSWER, PROMPTS, Life, numbers, on, policies
 
 from vllm_kvplugins.engine import views
 from vllm_kvplugins.ops.device import AsyncHostCopy
 from vllm_kvplugins.ops.page_votes import page_votes
-from vllm_kvplugins.policies.base import Retention
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_what_is_on_its_way_to_the_host_is_not_there(gpu: PretendedGPU):
         assert found.result().tolist() == [1]
 
 
-@pytest.mark.parametrize("policy", policies(Retention.DROP), ids=lambda p: p["name"])
+@pytest.mark.parametrize("policy", policies(drop), ids=lambda p: p["name"])
 def test_eviction_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]):
     monkeypatch.setenv("KVP_OPS", "torch")
     found, waits = {}, []
@@ -86,7 +86,7 @@ def test_eviction_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any])
         found[device.type] = [numbers(t) for t in (*tables, life.heap.pages)]
     for here, there in zip(found["cpu"], found["cuda"], strict=True):
         torch.testing.assert_close(here, there, rtol=0, atol=0)
-    if not life.runtime.policy.observes_steps:
+    if life.runtime.policy.observation is None:
         assert waits == []
 
 
@@ -94,7 +94,7 @@ ASK_PAGES = {"snapkv", "pyramidkv", "chunkkv", "protokv", "tova", "h2o"}
 ASK_PAGES |= {"infinipot", "epicache"}
 
 
-@pytest.mark.parametrize("policy", policies(Retention.DROP), ids=lambda p: p["name"])
+@pytest.mark.parametrize("policy", policies(drop), ids=lambda p: p["name"])
 def test_pages_are_asked_for_the_same_choice(monkeypatch, policy: dict[str, Any]):
     """With our kernels on a GPU; here the same ops on a CPU."""
     asked = []

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from policy_settings import configure
+from policy_settings import configure, retrieve
 from pretend_cuda import CUDA, PretendedGPU, Pretending
 from pretended_life import (
     ANSWER,
@@ -43,13 +43,12 @@ from vllm_kvplugins.ops import torch_ops
 from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
-from vllm_kvplugins.policies.base import Retention
 from vllm_kvplugins.policies.retrieval import SearchedTokens
 from vllm_kvplugins.sessions import snapshot as saved_caches
 from vllm_kvplugins.sessions.transfer import Transfer
 
 AHEAD = [{"prefetch": "step"}, {"prefetch": "layer"}, {"reuse_every": 2}]
-RETRIEVERS = policies(Retention.OFFLOAD)
+RETRIEVERS = policies(retrieve)
 RETRIEVERS += [configure("exact-topk", RETRIEVERS[0] | more) | more for more in AHEAD]
 RETRIEVERS += [configure("icecache", RETRIEVERS[0] | {"lazy_index": True})]
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any
 
 import torch
 from fake_text import POSITIONS, encode, make_rotary
-from policy_settings import configure, policies_that, shares_pages
+from policy_settings import configure, drop, policies_that, retrieve, shares_pages
 from pretend_cuda import PretendedGPU, Pretending
 
 from vllm_kvplugins.config import parse_policy
@@ -20,7 +20,7 @@ from vllm_kvplugins.engine.requests import Row
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.plan.geometry import Geometry
-from vllm_kvplugins.policies.base import Retention
+from vllm_kvplugins.policies.base import KVCachePolicy
 
 SEED = 20261122
 LAYERS, KV_HEADS, GROUP, HEAD_DIM = 3, 2, 2, 8
@@ -74,8 +74,9 @@ class Life:
         order = (torch.randperm(BLOCKS - 1, generator=rng) + 1).int()
         self.tables = dict(zip(PROMPTS, order.split(WIDTH), strict=True))
         for name, prompt in PROMPTS.items():
-            wants = self.runtime.policy.wants_history
-            self.turns[name] = (prompt - 3,) if wants else ()
+            turns = self.runtime.policy.turns
+            ends = turns is not None and turns.history_only
+            self.turns[name] = (prompt - 3,) if ends else ()
             self.runtime.learn(name, range(prompt), self.turns[name])
 
     def here(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -128,13 +129,13 @@ class Life:
         return [flat.pages, flat.lengths, *seen]
 
 
-def policies(retention: Retention) -> list[dict[str, Any]]:
+def policies(do: Callable[[KVCachePolicy], bool]) -> list[dict[str, Any]]:
     found = []
-    for name in policies_that(retention):
+    for name in policies_that(do):
         wanted = dict(SETTINGS)
-        if retention is Retention.DROP and not shares_pages(name):
+        if do is drop and not shares_pages(name):
             wanted.pop("allocator")
-        if retention is Retention.OFFLOAD:
+        if do is retrieve:
             wanted = {"budget": 12, "sinks": 2, "window": 8, "skip_layers": 1}
             wanted |= {"host_memory": 4 << 20, "bits": 3, "page_tokens": 4}
         found.append(configure(name, wanted))

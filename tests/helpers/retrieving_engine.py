@@ -6,19 +6,15 @@ from typing import Any
 
 import torch
 from fake_engine import GROUP, KV_HEADS, LAYERS, SCALE, FakeEngine, Request, attend
+from policy_settings import policies_that, retrieve
 
 from vllm_kvplugins.engine.requests import Row
 from vllm_kvplugins.ops import gather_keys, gather_values
-from vllm_kvplugins.policies import available_policies, get_policy_class
-from vllm_kvplugins.policies.base import Retention
+from vllm_kvplugins.policies import get_policy_class
 
 BLOCK, BLOCKS, SINKS, WINDOW, SKIP = 4, 120, 2, 5, 1
 MOST_ASKING = 32
-RETRIEVERS = sorted(
-    name
-    for name in available_policies()
-    if get_policy_class(name).retention is Retention.OFFLOAD
-)
+RETRIEVERS = list(policies_that(retrieve))
 
 
 class RetrievingEngine(FakeEngine):

@@ -354,7 +354,7 @@ class Schedule:
         most = life.plan.peak_blocks(life.slots)
         prompt = request.num_prompt_tokens
         if life.slots <= prompt:
-            bound = self.policy.prompt_blocks(prompt, GEOMETRY)
+            bound = self.policy.max_prompt_blocks(prompt, GEOMETRY)
             most = most if bound is None else min(most, bound)
         elif self.asynchronous:
             most += 1  # takes its block before what the step in flight frees is back

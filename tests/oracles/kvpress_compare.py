@@ -275,7 +275,6 @@ def our_scores(recorded: dict[str, Any], index: int, policy: Any) -> torch.Tenso
     """float32 [num_kv_heads, num_slots] of one layer."""
     from views import make_layer_view
 
-    from vllm_kvplugins.policies.base import Trigger
     from vllm_kvplugins.scoring.rotary import Rotary
 
     layer = recorded["layers"][index]
@@ -296,8 +295,8 @@ def our_scores(recorded: dict[str, Any], index: int, policy: Any) -> torch.Tenso
         )
 
     observed = None
-    if Trigger.PREFILL_CHUNK in policy.observes:
-        observed = policy.observe(view(slots, None))
+    if policy.observation is not None:
+        observed = policy.observation.observe(view(slots, None))
     return policy.score(view(policy.queries_needed, observed))
 
 

@@ -195,7 +195,7 @@ def test_the_history_ends_before_the_last_question():
     assert history_of([*conversation("uau"), {"role": "tool", "content": "42"}]) == [2]
     assert history_of(conversation("u")) == []
     assert history_of(conversation("s")) == []
-    assert parse_policy("epicache").wants_history
+    assert parse_policy("epicache").turns.history_only
 
 
 def test_segments_that_no_query_waits_for_are_learned_later(encoded):

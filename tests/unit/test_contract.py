@@ -22,8 +22,11 @@ import torch
 from fake_engine import KV_HEADS, LAYERS, FakeEngine, Kept, Request
 from policy_settings import (
     configure,
+    drop,
     folds,
+    keep_spans,
     policies_that,
+    retrieve,
     shares_pages,
     wants_history,
     write_weights,
@@ -33,7 +36,6 @@ from profiles import write_made
 from vllm_kvplugins.budgets import ALLOCATORS
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.policies.base import Retention
 from vllm_kvplugins.policies.compressor import Compressor
 from vllm_kvplugins.policies.registry import get_policy_class
 
@@ -68,7 +70,7 @@ def pairs() -> list[tuple[str, str]]:
     """(policy, allocator); a policy that shares out nothing comes once."""
     return [
         (name, allocator)
-        for name in policies_that(Retention.DROP) + policies_that(Retention.RECONSTRUCT)
+        for name in policies_that(drop) + policies_that(keep_spans)
         for allocator in (sorted(ALLOCATORS) if shares_pages(name) else ["none"])
     ]
 
@@ -224,7 +226,7 @@ def test_preempted_requests_keep_the_same_again(case):
 
 
 @pytest.mark.parametrize("budget", ["one-page", "half"])
-@pytest.mark.parametrize("name", policies_that(Retention.OFFLOAD))
+@pytest.mark.parametrize("name", policies_that(retrieve))
 def test_policies_that_fetch_own_what_they_read(name, budget):
     """What is resident changes with every query, so only the engine's checks."""
     case = (name, "none", budget)

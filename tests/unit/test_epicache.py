@@ -69,7 +69,7 @@ def talk(engine: SessionEngine, chunk: int, patched: tuple[int, ...]) -> Request
         request = engine.resume(request, saved, PROMPTS[turn], 9, ends(turn))
         if saved.compaction:
             cut = saved.compaction.at_tokens + PREFILL_BLOCK
-        if not engine.runtime.policy.observes_steps:
+        if engine.runtime.policy.observation is None:
             assert request.computed >= min(saved.tokens, cut) - 6, "recomputed"
         run(engine, request, chunk)
     return request
@@ -200,9 +200,9 @@ def test_a_prompt_without_a_history_stays_whole():
         ({"budget": 0.5}, "histories grow"),
         ({"episodes": 0}, "episodes"),
         ({"base": "snapkv", "prefill_block": 32}, "newest 64 tokens"),
-        ({"base": "flowkv"}, "does not compress"),
+        ({"base": "flowkv"}, "KVP111"),
         ({"base_config": {"allocator": "uniform"}}, "its own budget"),
-        ({"base_config": {"sinks": -1}}, "does not fit infinipot"),
+        ({"base_config": {"sinks": -1}}, "KVP113"),
     ],
 )
 def test_settings_that_do_not_work_are_refused(wrong, said):
@@ -212,9 +212,9 @@ def test_settings_that_do_not_work_are_refused(wrong, said):
 
 def test_only_a_base_that_asks_it_takes_a_patched_prompt():
     policy = parse_policy({"name": "epicache", "episodes": "auto"})
-    assert policy.patched_prompt_tokens == policy.probe_room(len) == 256
-    assert policy.episode_settings.episodes == "auto"
+    assert policy.max_patched_prompt_tokens == 256
+    assert policy.episode_routing.settings.episodes == "auto"
     other = parse_policy({"name": "epicache", "base": "keydiff"})
-    assert other.patched_prompt_tokens == 0
-    assert other.episode_settings is None
-    assert other.wants_history
+    assert other.max_patched_prompt_tokens == 0
+    assert other.episode_routing is None
+    assert other.turns.history_only

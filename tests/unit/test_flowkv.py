@@ -169,18 +169,18 @@ def test_turns_end_after_the_system_prompt_and_after_answers(messages, ends):
         if kind in ends and kind != "q":
             expected.append(len(prompt))
     prompt += [1, 2]  # the opening words of the answer
-    assert policy.turn_ends(prompt, None) == tuple(expected)
-    assert policy.turn_ends(prompt, [2, 4]) == (2, 4), "what is asked counts"
-    assert parse_policy("flowkv").turn_ends(prompt, None) == ()
+    assert policy.turns.turn_ends(prompt, None) == tuple(expected)
+    assert policy.turns.turn_ends(prompt, [2, 4]) == (2, 4), "what is asked counts"
+    assert parse_policy("flowkv").turns.turn_ends(prompt, None) == ()
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"base": "snapvk"}, "mean 'snapkv'"),
-        ({"base": "icecache"}, "'icecache' does not compress"),
-        ({"base": "flowkv"}, "'flowkv' does not compress"),
-        ({"base_config": {"budget": 5}}, "must not hold budget"),
+        ({"base": "icecache"}, "KVP111"),
+        ({"base": "flowkv"}, "KVP111"),
+        ({"base_config": {"budget": 5}}, "KVP112"),
         ({"base_config": {"windw": 5}}, "windw"),
         ({"base_config": {"kernel_size": 4}}, "kernel_size 4 must be odd"),
         ({"ratio": 1.0}, "ratio"),

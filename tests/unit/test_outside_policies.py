@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
+from vllm_kvplugins.errors import codes_in
 from vllm_kvplugins.policies.registry import ENTRY_POINTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-policy.md"
@@ -88,37 +89,48 @@ def test_the_documented_policy_keeps_the_contract(documented):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+OLD_HOOK = """
+from typing import ClassVar
+from vllm_kvplugins.policies import Compressor
+class Toy(Compressor):
+    name: ClassVar[str] = 'toy'
+    summary: ClassVar[str] = 'looks at each step, by the name of an earlier version'
+    @property
+    def observes(self):
+        return 1
+"""
+# case: entry point, module, code of the refusal
 BROKEN = {
-    "does not exist": ("toy", "my_policy:Missing", "", "AttributeError"),
-    "fails": ("toy", "my_policy:Toy", "raise OSError('no disk')", "OSError: no disk"),
-    "no policy": ("toy", "my_policy:Toy", "class Toy: name = 'toy'", "derives from"),
+    "no such class": ("my_policy:Missing", "", "KVP103"),
+    "import fails": ("my_policy:Toy", "raise OSError('no disk')", "KVP103"),
+    "not a policy": ("my_policy:Toy", "class Toy: name = 'toy'", "KVP104"),
     "another name": (
-        "toy",
         "my_policy:Toy",
         "from vllm_kvplugins.policies.snapkv import SnapKV as Toy",
-        "calls itself 'snapkv'",
+        "KVP105",
     ),
+    "a removed hook": ("my_policy:Toy", OLD_HOOK, "KVP106"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_one_that_cannot_be_loaded_is_named_and_stops_nobody(tmp_path, case):
-    name, path, module, said = BROKEN[case]
-    install(tmp_path, module, {name: path})
+def test_a_policy_that_cannot_be_loaded_is_named_and_the_others_work(tmp_path, case):
+    path, module, code = BROKEN[case]
+    install(tmp_path, module, {"toy": path})
     done = run(tmp_path, "-m", "vllm_kvplugins.cli", "list", "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    (broken,) = found["broken"]
-    assert broken["name"] == name
-    assert said in broken["problem"]
-    assert "snapkv" in {entry["name"] for entry in found["policies"]}
+    listed = json.loads(done.stdout)
+    (broken,) = listed["broken"]
+    assert broken["name"] == "toy"
+    assert codes_in(broken["problem"]) == (code,)
+    assert "snapkv" in {entry["name"] for entry in listed["policies"]}
     shown = run(tmp_path, "-m", "vllm_kvplugins.cli", "list")
-    assert "cannot be loaded" in shown.stdout or said.split("'")[0] in shown.stdout
-    asked = "from vllm_kvplugins.cli.checks import other_policies as c; print(c())"
-    assert said in run(tmp_path, "-c", asked).stdout
+    assert "toy" in shown.stdout
+    doctor = "from vllm_kvplugins.cli.checks import other_policies as c; print(c())"
+    assert code in run(tmp_path, "-c", doctor).stdout
 
 
-def test_one_without_a_score_is_told_before_it_runs(tmp_path):
+def test_a_policy_without_a_score_is_refused_before_it_runs(tmp_path):
     module = (
         "from typing import ClassVar\n"
         "from vllm_kvplugins.policies import Compressor\n"
@@ -130,7 +142,7 @@ def test_one_without_a_score_is_told_before_it_runs(tmp_path):
     code = "from vllm_kvplugins.config import parse_policy; parse_policy('toy')"
     done = run(tmp_path, "-c", code)
     assert done.returncode
-    assert "toy has no score(view)" in done.stderr
+    assert "KVP108" in codes_in(done.stderr)
 
 
 def test_a_name_of_ours_stays_ours(tmp_path):

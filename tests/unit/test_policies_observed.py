@@ -55,7 +55,7 @@ def test_h2o_accumulates_the_whole_causal_attention(group):
     for first, stop in [(0, 40), (40, 77), (77, 90)]:
         order = shuffled[shuffled < stop]  # slots in no order
         view = view_of(keys, queries[:, first:stop], first, observed, order)
-        observed = policy.observe(view)
+        observed = policy.observation.observe(view)
     torch.testing.assert_close(observed[:, :tokens], expected, atol=1e-5, rtol=1e-5)
 
     view = view_of(keys, queries[:, :0], tokens, observed, budget=32)
@@ -117,7 +117,7 @@ def test_expected_attention_against_its_formula(group):
         view = view_of(
             keys[:, :stop], queries[:, first:stop], first, observed, rotary=rotary
         )
-        observed = policy.observe(view)
+        observed = policy.observation.observe(view)
     view = view_of(keys, queries[:, :0], tokens, observed, rotary=rotary, values=values)
     scores = policy.score(view)
 
@@ -148,7 +148,9 @@ def test_expected_attention_lets_go_of_the_largest_tensor_before_it_reads_values
     keys = torch.randn(heads, tokens, dim)
     queries = torch.randn(heads * group, 30, dim)
     policy = parse_policy({"name": "expected-attention", "future": 100})
-    observed = policy.observe(view_of(keys, queries, 40, None, rotary=rotary))
+    observed = policy.observation.observe(
+        view_of(keys, queries, 40, None, rotary=rotary)
+    )
     alive = []
 
     def values() -> torch.Tensor:

@@ -17,7 +17,7 @@ from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction, ResidencyPlan
 from vllm_kvplugins.policies import available_policies, get_policy_class
-from vllm_kvplugins.policies.base import ProbeOccasion
+from vllm_kvplugins.policies.capabilities import ProbeOccasion
 from vllm_kvplugins.policies.compressor import Compressor
 
 SEED = 20261124
@@ -89,7 +89,7 @@ def test_no_count_of_the_prompt_holds_more_than_budget_and_block(case):
         held = max(held, before, plan.resident_blocks(cut.at_tokens))
     assert held <= most, (held, most)
     if lengths.restored is None:
-        assert plan.peak_blocks(prompt) <= policy.prompt_blocks(prompt, shape)
+        assert plan.peak_blocks(prompt) <= policy.max_prompt_blocks(prompt, shape)
         assert held == plan.peak_blocks(prompt)
 
 
@@ -152,9 +152,9 @@ def test_the_bound_does_not_grow_with_the_prompt():
         policy.plan(Lengths(n), shape).peak_blocks(n) for n in range(2000, 90000, 777)
     }
     assert peaks <= {32, 33}
-    assert policy.prompt_blocks(90000, shape) == 33
-    assert policy.prompt_blocks(320, shape) == 10
-    assert parse_policy({"name": "snapkv"}).prompt_blocks(90000, shape) is None
+    assert policy.max_prompt_blocks(90000, shape) == 33
+    assert policy.max_prompt_blocks(320, shape) == 10
+    assert parse_policy({"name": "snapkv"}).max_prompt_blocks(90000, shape) is None
 
 
 def test_plans_that_skip_what_is_held_are_refused():
@@ -171,7 +171,7 @@ def test_plans_that_skip_what_is_held_are_refused():
 def test_every_compressor_has_it_and_refuses_less_than_it_scores_by(name):
     policy = parse_policy({"name": name, "prefill_block": 2048})
     assert len(policy.plan(Lengths(9000), geometry(32)).compactions) > 3
-    least = policy.least_new_tokens
+    least = policy.min_new_tokens
     parse_policy({"name": name, "prefill_block": least})
     if least > 1:
         with pytest.raises(KVPolicyError, match=f"prefill_block {least - 1} is below"):
@@ -240,14 +240,16 @@ def test_kvzip_repeats_the_block_just_read():
     policy = parse_policy({"name": "kvzip", "chunk": 100, "prefill_block": 150})
     prompt = list(range(10_000, 10_400))
     occasion = ProbeOccasion(prompt, 150, 300, 4000, lambda text: [1] * 5)
-    first, second = policy.probes(occasion)
+    first, second = policy.probing.probes(occasion)
     assert (first.about, second.about) == (range(150, 250), range(250, 300))
     assert list(first.token_ids)[-100:] == prompt[150:250]
     assert list(first.token_ids)[5:13] == prompt[142:150], "announced by what leads"
     assert list(second.token_ids)[-50:] == prompt[250:300]
-    assert first.also == second.also == range(150), "survivors compete in each"
+    assert first.survivors == second.survivors == range(150), (
+        "survivors compete in each"
+    )
     whole = ProbeOccasion(prompt, 0, 400, 4000, lambda text: [1] * 5)
-    assert [p.about.start for p in policy.probes(whole)] == [0, 100, 200, 300]
+    assert [p.about.start for p in policy.probing.probes(whole)] == [0, 100, 200, 300]
 
 
 # -- what never fits ---------------------------------------------------------

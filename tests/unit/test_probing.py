@@ -10,7 +10,8 @@ import torch
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.engine import probing
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.policies.base import LayerView, Probe, ProbeOccasion
+from vllm_kvplugins.policies.base import LayerView
+from vllm_kvplugins.policies.capabilities import Probe, ProbeOccasion
 
 SEED = 23
 HEADS, GROUP, DIM = 2, 3, 16
@@ -75,7 +76,7 @@ def test_dense_attention(gone, most, monkeypatch):
 
 def test_kvzip_repeats_the_whole_prompt_once():
     policy = parse_policy({"name": "kvzip", "chunk": 100})
-    probes = policy.probes(occasion(250, 4000))
+    probes = policy.probing.probes(occasion(250, 4000))
     assert [p.about for p in probes] == [
         range(100),
         range(100, 200),
@@ -86,8 +87,11 @@ def test_kvzip_repeats_the_whole_prompt_once():
         assert list(probe.token_ids)[-len(repeated) :] == repeated
     announced = list(probes[1].token_ids)[-108:-100]
     assert announced == list(range(92, 100)), "the part is announced by what precedes"
-    room = policy.probe_room(encode)
-    assert max(len(p.token_ids) for p in policy.probes(occasion(990, room))) <= room
+    room = policy.probing.room(encode)
+    assert (
+        max(len(p.token_ids) for p in policy.probing.probes(occasion(990, room)))
+        <= room
+    )
 
 
 @pytest.mark.parametrize("gone", [False, True])
@@ -106,7 +110,7 @@ def test_kvzip_scores_by_the_most_attention(gone):
                 if 0 <= position < 40:
                     best = max(float(expected[head, position]), float(peak[head, slot]))
                     expected[head, position] = best
-        observed = policy.observe(
+        observed = policy.probing.observe(
             dataclasses.replace(view, probe=probe, observed=observed)
         )
     torch.testing.assert_close(observed, expected, atol=1e-6, rtol=1e-5)
@@ -122,13 +126,15 @@ def test_kvzip_scores_by_the_most_attention(gone):
 @pytest.mark.parametrize("aggregate", ["max", "avg"])
 def test_infinipot_scores_by_the_instructions_attention(aggregate):
     policy = parse_policy({"name": "infinipot", "aggregate": aggregate})
-    (probe,) = policy.probes(occasion(40, 4000))
+    (probe,) = policy.probing.probes(occasion(40, 4000))
     assert list(probe.token_ids) == encode(policy.instruction)
     view = probe_view(40, 7, gone=False)
     weights = weights_of(view, view.positions >= 0)
     paid = weights.amax((1, 2)) if aggregate == "max" else weights.sum(2).mean(1)
     expected = torch.zeros(HEADS, 40).scatter(1, view.positions[:, :40], paid[:, :40])
-    torch.testing.assert_close(policy.observe(view), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        policy.probing.observe(view), expected, atol=1e-6, rtol=1e-5
+    )
 
 
 def test_kvzip_refuses_to_fold():

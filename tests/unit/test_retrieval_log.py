@@ -15,6 +15,7 @@ from fake_engine import (
     SCALE,
     FakeEngine,
 )
+from policy_settings import policies_that, retrieve
 
 from vllm_kvplugins.engine.recorded_run import (
     Fetch,
@@ -26,16 +27,11 @@ from vllm_kvplugins.engine.recorded_run import (
 )
 from vllm_kvplugins.engine.retrieval import log
 from vllm_kvplugins.engine.retrieval.log import RetrievalLog, covered
-from vllm_kvplugins.policies import available_policies, get_policy_class
-from vllm_kvplugins.policies.base import Retention
+from vllm_kvplugins.policies import get_policy_class
 
 BLOCK, BLOCKS, SINKS, WINDOW, SKIP = 4, 120, 2, 5, 1
 TOKEN_BYTES = 2 * HEAD_DIM * 4
-RETRIEVERS = sorted(
-    name
-    for name in available_policies()
-    if get_policy_class(name).retention is Retention.OFFLOAD
-)
+RETRIEVERS = list(policies_that(retrieve))
 
 
 def engine(name: str, **settings: Any) -> FakeEngine:

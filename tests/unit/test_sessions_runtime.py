@@ -9,21 +9,17 @@ import pytest
 import torch
 from fake_engine import LAYERS, Request
 from fake_sessions import SessionEngine
+from policy_settings import drop, policies_that
 from test_flowkv import COMPRESSORS, SMALL, contents, flow
 
-from vllm_kvplugins.policies import available_policies, get_policy_class
-from vllm_kvplugins.policies.base import Retention
+from vllm_kvplugins.policies import get_policy_class
 from vllm_kvplugins.sessions import snapshot as saved_caches
 from vllm_kvplugins.sessions.commands import Session
 from vllm_kvplugins.sessions.files import Identity, SessionFolder
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot, misfit
 
 BLOCK = 4
-DROPPING = sorted(
-    name
-    for name in available_policies()
-    if get_policy_class(name).retention is Retention.DROP and name != "flowkv"
-)
+DROPPING = [name for name in policies_that(drop) if name != "flowkv"]
 # where turns end, and where the prompts of the requests do; the first request has no
 # turn that is over
 ENDS = (52, 71)

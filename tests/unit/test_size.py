@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policy_settings import wants_history
 from typer.testing import CliRunner
 
 from vllm_kvplugins.cli import app
@@ -20,7 +21,7 @@ from vllm_kvplugins.model_config import ConfigOnlyModel
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.residency_plan import ResidencyPlan
 from vllm_kvplugins.plan.sizing import Footprint, Limit, blocks_for, capacity, footprint
-from vllm_kvplugins.policies import available_policies, get_policy_class
+from vllm_kvplugins.policies import available_policies
 
 runner = CliRunner()
 ROOT = Path(__file__).parents[2]
@@ -175,7 +176,7 @@ def test_a_history_holds_budget_and_block(folder):
 @pytest.mark.parametrize("name", available_policies())
 def test_every_policy_has_figures(folder, name):
     held = figures(folder, context=2000, policy=name)["request"]
-    most = 48 if get_policy_class(name)().wants_history else 63
+    most = 48 if wants_history(name) else 63
     assert held["prefill_peak"]["blocks"] == most
     assert held["decode_peak"]["blocks"] <= held["full"]["blocks"]
     assert run(folder, context=2000, policy=name).exit_code == 0

@@ -17,7 +17,7 @@ def check_policy(policy: Policy, policy_config: PolicyConfig = None) -> None:
         from vllm_kvplugins.testing import contract_check
 
         made = parse_policy(request)
-        found = contract_check.try_policy(made)
+        found = contract_check.check_contract(made)
         took_ms = None if found else contract_check.score_ms(made)
     console = out()
     for shape in contract_check.SHAPES:

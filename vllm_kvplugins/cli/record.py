@@ -73,22 +73,26 @@ def _settings(request: dict[str, Any]) -> dict[str, Any]:
     """
     from vllm_kvplugins.cli.settings import written_settings
     from vllm_kvplugins.config import parse_policy
-    from vllm_kvplugins.policies.base import Retention
-    from vllm_kvplugins.policies.registry import available_policies, get_policy_class
+    from vllm_kvplugins.policies.registry import available_policies
 
     policy = parse_policy(request)
-    if policy.retention is not Retention.OFFLOAD:
-        others = [
-            name
-            for name in available_policies()
-            if get_policy_class(name).retention is Retention.OFFLOAD
-        ]
+    if policy.retrieval is None:
+        others = [name for name in available_policies() if _fetches(name)]
         raise KVPolicyError(
             f"{policy.name} fetches nothing, so that there is nothing to record; "
             f"policies that do: {', '.join(others)}. What {policy.name} keeps is shown "
             "by `kvplugins explain`"
         )
     return written_settings(policy)
+
+
+def _fetches(name: str) -> bool:
+    from vllm_kvplugins.config import parse_policy
+
+    try:
+        return parse_policy(name).retrieval is not None
+    except KVPolicyError:  # it has no default settings, or cannot be loaded
+        return False
 
 
 def _print_summary(run: RecordedRun, path: Path) -> None:

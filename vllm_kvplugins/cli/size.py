@@ -127,19 +127,21 @@ def sizing(
     tokens = prompt_tokens + answer_tokens
     _refuse_impossible_lengths(policy, geometry, tokens)
 
-    history = (prompt_tokens,) if policy.wants_history else ()
+    history_only = policy.turns is not None and policy.turns.history_only
+    history = (prompt_tokens,) if history_only else ()
     held = footprint(
         policy.plan(Lengths(prompt_tokens, history), geometry),
         prompt_tokens,
         answer_tokens,
-        policy.prompt_blocks(tokens, geometry),
+        policy.max_prompt_blocks(tokens, geometry),
     )
     stock = footprint(ResidencyPlan(block_size), prompt_tokens, answer_tokens)
     block_bytes = block_size * geometry.kv_bytes_per_token
-    host_bytes = policy.host_bytes(tokens, geometry)
+    storage = policy.host_storage
+    host_bytes = storage.host_bytes(tokens, geometry) if storage else 0
     pool = None
     if pool_bytes is not None:
-        limit = policy.host_memory_bytes
+        limit = storage.host_memory_bytes if storage else None
         host_requests = limit // host_bytes if limit and host_bytes else None
         ours = capacity(held, pool_bytes, block_bytes, host_requests)
         theirs = capacity(stock, pool_bytes, block_bytes, None)
@@ -229,8 +231,6 @@ def _refuse_impossible_lengths(
 
 def _notes(policy: KVCachePolicy, model: ConfigOnlyModel, tokens: int) -> list[str]:
     """What the figures leave out, where it matters for this request."""
-    from vllm_kvplugins.policies.base import Retention, Trigger
-
     found = []
     positions = model.max_positions
     if positions is not None and tokens > positions:
@@ -238,22 +238,23 @@ def _notes(policy: KVCachePolicy, model: ConfigOnlyModel, tokens: int) -> list[s
             f"config.json allows {positions} positions; vLLM takes {tokens} only if "
             "the model's RoPE is scaled"
         )
-    if policy.retention is not Retention.DROP and policy.host_memory_bytes is None:
+    storage, turns = policy.host_storage, policy.turns
+    if storage is not None and storage.host_memory_bytes is None:
         found.append(
             "host_memory is not set: the engine takes half of what is free when it "
             "starts, and requests wait for it"
         )
-    if policy.wants_history:
+    if turns is not None and turns.history_only:
         found.append(
             f"{policy.name} compresses histories, not queries: the figures are those "
             "of a prompt that is all history"
         )
-    elif policy.needs_turns:
+    elif turns is not None:
         found.append(
             f"{policy.name} frees blocks at the ends of turns, which only a prompt "
             "tells: the figures are those of a prompt without turns"
         )
-    if Trigger.PROBE in policy.observes:
+    if policy.probing is not None:
         found.append(
             f"{policy.name} runs tokens of its own behind the prompt; they need no "
             "blocks, but positions: keep --max-model-len below the model's"

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 
 from vllm_kvplugins.engine.requests import PageList
 from vllm_kvplugins.engine.views import Views
-from vllm_kvplugins.policies.base import (
+from vllm_kvplugins.policies.base import LayerView
+from vllm_kvplugins.policies.capabilities import (
     Encode,
-    KVCachePolicy,
-    LayerView,
     Probe,
     ProbeOccasion,
+    Probing,
 )
 from vllm_kvplugins.scoring.attention_votes import valid_keys
 
@@ -84,8 +84,8 @@ class _Part:
 class Prober:
     """Runs a policy's probes against requests of one worker."""
 
-    def __init__(self, policy: KVCachePolicy, views: Views, model: ProbeModel) -> None:
-        self._policy = policy
+    def __init__(self, probing: Probing, views: Views, model: ProbeModel) -> None:
+        self._probing = probing
         self._views = views
         self._model = model
         self._running: list[_Part] = []
@@ -116,7 +116,7 @@ class Prober:
 
     def _probes(self, asked: ProbeRequest) -> Sequence[Probe]:
         room = min(self._model.max_positions - asked.tokens, self._model.max_tokens)
-        probes = self._policy.probes(
+        probes = self._probing.probes(
             ProbeOccasion(
                 asked.prompt,
                 asked.since,
@@ -176,7 +176,7 @@ class Prober:
         for part in self._running:
             view = self._probe_view(part, layer, queries, keys, values)
             output[part.tokens] = dense_attention(view).transpose(0, 1)
-            part.asked.observed[layer] = self._policy.observe(view)
+            part.asked.observed[layer] = self._probing.observe(view)
         return output
 
     def _probe_view(

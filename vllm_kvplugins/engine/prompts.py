@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_kvplugins.policies.base import KVCachePolicy, Trigger
+from vllm_kvplugins.policies.base import KVCachePolicy
 
 
 class Prompts:
@@ -28,10 +28,10 @@ class Prompts:
     ) -> None:
         """A new request."""
         policy = self._policy
-        if Trigger.PROBE in policy.observes or policy.needs_surprisal:
+        if policy.probing is not None or policy.spans is not None:
             self.tokens[request_id] = prompt, patched_prompt
-        if policy.needs_turns:
-            self._turn_ends[request_id] = policy.turn_ends(prompt, turn_ends)
+        if policy.turns is not None:
+            self._turn_ends[request_id] = policy.turns.turn_ends(prompt, turn_ends)
 
     def turn_ends(self, request_id: str) -> tuple[int, ...]:
         """Of a request whose prompt has turns, else none."""

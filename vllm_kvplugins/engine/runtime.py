@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -47,12 +47,11 @@ from vllm_kvplugins.engine.windows import StepQueries
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.plan_cache import PlanCache
 from vllm_kvplugins.plan.residency_plan import Compaction, ResidencyPlan
-from vllm_kvplugins.policies.base import KVCachePolicy, Retention, Trigger
+from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.scoring.rotary import Rotary
 
 if TYPE_CHECKING:
-    from vllm_kvplugins.policies.retrieval import Retriever
-    from vllm_kvplugins.policies.span_policy import SpanPolicy
+    pass
 
 
 class PolicyRuntime:
@@ -106,17 +105,18 @@ class PolicyRuntime:
             losses: needed by policies that need surprisal.
         """
         self.heap, views = heap, Views(heap, list(scales), rotary)
-        if Trigger.PROBE in self.policy.observes:
-            assert model is not None, f"{self.policy.name} needs a model to probe"
-            self.prober = Prober(self.policy, views, model)
-        if self.policy.retention is Retention.OFFLOAD:
+        policy = self.policy
+        if policy.probing is not None:
+            assert model is not None, f"{policy.name} needs a model to probe"
+            self.prober = Prober(policy.probing, views, model)
+        if policy.retrieval is not None:
             share = heap.bytes_per_token / self.geometry.kv_bytes_per_token
-            policy = cast("Retriever", self.policy)
-            self.retrieval = RetrievalController(policy, heap, scales, share)
-        if self.policy.retention is Retention.RECONSTRUCT:
-            assert losses is not None, f"{self.policy.name} needs surprisal"
-            resolver = cast("SpanPolicy", self.policy)
-            self.zooming = SpanController(resolver, heap, self.geometry, scales, losses)
+            self.retrieval = RetrievalController(policy.retrieval, heap, scales, share)
+        if policy.spans is not None:
+            assert losses is not None, f"{policy.name} needs surprisal"
+            self.zooming = SpanController(
+                policy.spans, heap, self.geometry, scales, losses
+            )
         self.tables = PageTables(
             heap.num_layers,
             heap.num_kv_heads,
@@ -270,7 +270,9 @@ class PolicyRuntime:
         self._unheard -= self._unheard > 0
         if len(self._kept):
             self._kept.put(layer, queries)
+        observation = self.policy.observation if self._seen else None
         for row, owned in self._seen:
+            assert observation is not None
             tracked = self._requests.setdefault(row.request_id, RequestState())
             part = queries[row.first_query : row.first_query + row.new_tokens]
             observed = tracked.observed.get(layer)
@@ -278,11 +280,11 @@ class PolicyRuntime:
             view = self._compactor.views.view(
                 layer, owned, row.after_tokens, part.transpose(0, 1), observed
             )
-            tracked.observed[layer] = self.policy.observe(view)
+            tracked.observed[layer] = observation.observe(view)
 
     def end_step(self) -> None:
         """Run the compactions that this step completed. Call it when all layers have
-        attended, or as the next step begins (``compacts_late``)."""
+        attended, or as the next step begins (policies with ``spans``)."""
         assert not self._unheard, "a step went by that layers had to tell of"
         due_now, self._due, self._leaving = self._due, [], []
         if self.zooming is not None:

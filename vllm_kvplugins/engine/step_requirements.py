@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from vllm_kvplugins.engine.requests import Row
 from vllm_kvplugins.engine.windows import first_kept
 from vllm_kvplugins.plan.residency_plan import Compaction, ResidencyPlan
-from vllm_kvplugins.policies.base import KVCachePolicy, Retention, Trigger
+from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.policies.capabilities import Trigger
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,10 @@ class StepObserver:
 
     def __init__(self, policy: KVCachePolicy, sessions: bool = False) -> None:
         self._policy = policy
-        self._observes = policy.observes
+        observation = policy.observation
+        self._observes = observation.triggers if observation else Trigger(0)
         # also requests that are never compacted: one that goes on may be
-        observes_all = sessions and policy.observes_steps
+        observes_all = sessions and observation is not None
         if observes_all:
             self._observes |= Trigger.DECODE_STEP
         self._keeps_newest = sessions and policy.queries_needed > 0
@@ -63,7 +65,7 @@ class StepObserver:
     def lets_decode_alone(self) -> bool:
         """Whether most decoding steps need nothing from the host but page lists."""
         observes = Trigger.DECODE_STEP in self._observes
-        drops = self._policy.retention is Retention.DROP
+        drops = self._policy.host_storage is None
         return drops and not observes and not self._keeps_newest
 
     def of(self, row: Row, plan: ResidencyPlan) -> StepRequirements:

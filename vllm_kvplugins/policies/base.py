@@ -1,14 +1,18 @@
 """The contract between a KV-cache policy and the engine.
 
-A policy is a frozen pydantic model: its fields are its hyperparameters, and all
-state is passed in. The engine asks it three questions:
+A policy is a frozen pydantic model. Its fields are its settings; it holds no state.
+Most policies derive from ``Compressor`` and write one method, ``score``. The whole
+contract:
 
-* ``plan``: which blocks are resident after which token count (scheduler AND
-  worker ask; pure and tensor-free);
-* ``score``: how much each slot is worth (worker; torch);
-* ``allocator``: how many pages each (layer, KV head) may keep.
+* ``plan``: which blocks are resident after how many tokens. The scheduler and the
+  worker both call it, so it is pure and uses no tensors.
+* ``score``: the worth of each slot of a layer.
+* ``page_allocator``: how many pages each (layer, KV head) keeps.
+* ``problems``, ``model_problems``, ``remarks``: what to tell the user at start-up.
+* optional capabilities, each a property that returns an object or ``None``; see
+  ``policies.capabilities``.
 
-Everything else (moving pages, freeing blocks, page tables) is the engine's.
+The engine does the rest: it moves and frees pages and builds page tables.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, Flag, auto
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -26,107 +30,54 @@ from vllm_kvplugins.budgets import PageAllocator, Uniform
 from vllm_kvplugins.budgets.base import LoadFingerprint
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.residency_plan import ResidencyPlan
+from vllm_kvplugins.policies.hook_names import refuse_hook_names
 from vllm_kvplugins.scoring.rotary import Rotary
 
 if TYPE_CHECKING:
-    from vllm_kvplugins.episodes.settings import EpisodeSettings
-
-
-class Trigger(Flag):
-    """Steps after which the engine calls ``observe``."""
-
-    NEVER = 0
-    PREFILL_CHUNK = auto()
-    DECODE_STEP = auto()
-    PROBE = auto()
-
-
-class Retention(Enum):
-    """What becomes of slots that are not resident."""
-
-    DROP = "drop"
-    # They stay in host memory and come back when a query asks for them; such a
-    # policy is a ``Retriever``.
-    OFFLOAD = "offload"
-    # They lie in host memory as factors, from which some are made again when a query
-    # asks for them; such a policy is a ``Resolver``.
-    RECONSTRUCT = "reconstruct"
-
-
-# Text to token ids, without special tokens.
-Encode = Callable[[str], list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Tokens that run through the model behind a request's cache, to be looked at.
-
-    They attend to the cache and to each other and leave nothing behind.
-
-    Attributes:
-        token_ids: what runs.
-        about: positions that the policy asks about; the engine ignores it.
-        also: more of them, which an earlier compaction left.
-    """
-
-    token_ids: Sequence[int]
-    about: range
-    also: range = range(0)
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeOccasion:
-    """What a policy knows when it writes its probes, just before a compaction.
-
-    Attributes:
-        prompt: the request's prompt.
-        since: token count at the compaction before, 0 if there was none; of the
-            tokens before it only survivors are in the cache.
-        tokens: token count now, the position of a probe's first token.
-        room: most tokens that one probe may have.
-        encode: the model's tokenizer.
-        patched_prompt: token ids that the request wants to be asked; empty = none.
-    """
-
-    prompt: Sequence[int]
-    since: int
-    tokens: int
-    room: int
-    encode: Encode
-    patched_prompt: Sequence[int] = ()
+    from vllm_kvplugins.policies.capabilities import (
+        EpisodeRouting,
+        HostStorage,
+        Observation,
+        Probe,
+        Probing,
+        Turns,
+    )
+    from vllm_kvplugins.policies.retrieval import Retriever
+    from vllm_kvplugins.policies.span_policy import SpanPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class LayerView:
-    """One request, one layer, read-only, all slots up to now.
+    """The cache of one request in one layer. Read-only.
 
-    In ``score`` slots are in order of position, newest last; KV heads with fewer
-    slots than others start with invalid ones. In ``observe`` they are as they
-    lie in the cache; a probe's own come last.
+    In ``score``, slots are sorted by position, newest last. KV heads that hold fewer
+    tokens than others start with invalid slots. In ``observe``, slots come in the order
+    of the cache, and those of a probe come last.
 
     Attributes:
-        layer: index of the layer, 0 first.
-        keys: [num_kv_heads, num_slots, head_dim], after RoPE, cache dtype.
-        positions: int64 [num_kv_heads, num_slots], RoPE position of each slot,
-            -1 where there is none.
-        valid: bool [num_kv_heads, num_slots], whether there is a token; None
-            when all are. Invalid keys and values hold anything.
-        queries: [num_q_heads, num_queries, head_dim], after RoPE, newest last;
-            in ``score`` as many as ``queries_needed`` asks for (fewer when the
-            compaction before was closer), in ``observe`` those of the step.
-            They belong to the newest slots.
+        layer: index of the layer, from 0.
+        keys: [num_kv_heads, num_slots, head_dim], after RoPE, dtype of the cache.
+        positions: int64 [num_kv_heads, num_slots], RoPE position of each slot; -1
+            where there is no token.
+        valid: bool [num_kv_heads, num_slots], whether the slot holds a token; None if
+            all do. Keys and values of invalid slots are undefined and may be NaN.
+        queries: [num_q_heads, num_queries, head_dim], after RoPE, newest last. In
+            ``score``: the number that ``queries_needed`` names, or fewer if the
+            previous compaction was closer. In ``observe``: the step's queries. They
+            belong to the newest slots.
         query_positions: int64 [num_queries].
         scale: softmax scale of the layer.
-        rotary: the model's RoPE; None if it has none that policies can undo.
-        observed: what ``observe`` last returned for this layer, or None; a
-            compaction's first probe starts from None.
-        budget_tokens: in ``score``, tokens that stay per KV head on average; 0
-            in ``observe``.
-        load_values: reads the values when first asked; see ``values``.
-        probe: in ``observe``, the probe whose tokens the queries are; else None.
-        page_votes: what ``policies.votes`` asks, if the pages can say it: whether the
-            largest weight is wanted instead of their sum -> float32 [num_kv_heads,
-            group, num_slots].
+        rotary: the model's RoPE; None if the model has none that can be undone.
+        observed: what ``Observation.observe`` or ``Probing.observe`` last returned
+            for this layer; None if neither has run.
+        budget_tokens: in ``score``, tokens to keep per KV head on average; 0 in
+            ``observe``.
+        load_values: reads the values; use ``values``.
+        probe: the probe in ``Probing.observe``, else None.
+        page_votes: reads attention from the pages without a copy of the keys; use
+            ``policies.votes``. Takes whether to return the largest weight instead of
+            the sum, returns float32 [num_kv_heads, group, num_slots]. None if the
+            device has no kernel for it.
     """
 
     layer: int
@@ -145,170 +96,102 @@ class LayerView:
 
     @property
     def values(self) -> torch.Tensor:
-        """[num_kv_heads, num_slots, head_dim]; gathered from the pages anew at
-        each access, so that policies that never look at values pay nothing."""
+        """[num_kv_heads, num_slots, head_dim].
+
+        Each access gathers them from the pages, so policies that do not read values
+        do not pay for them.
+        """
         return self.load_values()
 
 
 class KVCachePolicy(BaseModel, ABC):
-    """Base of all policies. Subclasses declare fields, a plan and a score."""
+    """Base class of all policies.
+
+    Subclasses set ``name`` and ``summary``, declare their settings as fields, and
+    override hooks. Every public property and method of this class is a hook, except
+    those marked ``@final``; only ``plan`` has no default.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    retention: ClassVar[Retention] = Retention.DROP
-    # Whether it keeps the best-scoring tokens of a budget, which others may set.
+    # Whether it keeps the best-scoring tokens of a budget. Wrappers take such a policy
+    # as their base.
     compresses: ClassVar[bool] = False
-    # Whether ``view.rotary`` must be there; the engine refuses other models.
-    needs_rotary: ClassVar[bool] = False
-    # Whether its probes ask what the request wants, ``ProbeOccasion.patched_prompt``.
-    asks_patched_prompt: ClassVar[bool] = False
 
-    @property
-    def knows_query_heads(self) -> bool:
-        """Whether it has numbers of its own for each of the model's query heads."""
-        return False
-
-    @property
-    def queries_needed(self) -> int:
-        """Newest queries that ``score`` wants; 0 = none."""
-        return 0
-
-    @property
-    def observes(self) -> Trigger:
-        """Steps after which the engine calls ``observe``."""
-        return Trigger.NEVER
-
-    @property
-    def observes_steps(self) -> bool:
-        """Whether what it observed depends on every token so far."""
-        return bool(self.observes & (Trigger.PREFILL_CHUNK | Trigger.DECODE_STEP))
-
-    @property
-    def needs_surprisal(self) -> bool:
-        """Whether it wants to know how surprising each token of the prompt is."""
-        return False
-
-    @property
-    def compacts_late(self) -> bool:
-        """Whether a compaction takes so long that the step's tokens leave before: it
-        runs when the next step begins, before anything is written."""
-        return self.needs_surprisal
-
-    @property
-    def needs_tokenizer(self) -> bool:
-        """Whether ``probe_room`` and ``probes`` encode text."""
-        return False
-
-    @property
-    def minimum_budget_tokens(self) -> int:
-        """Smallest budget that leaves this policy anything to choose."""
-        return 1
-
-    @property
-    def least_new_tokens(self) -> int:
-        """Fewest new tokens with which it can score what a prompt holds."""
-        return max(self.queries_needed, 1)
-
-    @property
-    def needs_turns(self) -> bool:
-        """Whether ``turn_ends`` has anything to say."""
-        return False
-
-    @property
-    def finds_turns(self) -> bool:
-        """Whether it finds them in a prompt by the token that ends its messages, the
-        setting ``turn_end_token``; else only requests say them."""
-        return False
-
-    def turn_ends(
-        self, prompt: Sequence[int], asked: Sequence[int] | None
-    ) -> tuple[int, ...]:
-        """Where turns of a prompt end, for ``plan``. Pure, like ``plan``.
-
-        Args:
-            prompt: token ids.
-            asked: what the request says about it, if anything; checked.
-
-        Returns:
-            Token counts, ascending, none beyond the prompt.
-        """
-        return ()
-
-    @property
-    def wants_history(self) -> bool:
-        """Whether chat requests are told where their history ends, which is before
-        the query: the only one of their turn ends."""
-        return False
-
-    @property
-    def episode_settings(self) -> EpisodeSettings | None:
-        """How histories are cut into episodes; None = they are not."""
-        return None
-
-    @property
-    def patched_prompt_tokens(self) -> int:
-        """Most tokens of a request's patched prompt; 0 = requests bring none."""
-        return 0
+    # -- what stays --------------------------------------------------------------
 
     @abstractmethod
     def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
         """Which blocks are resident when. Pure: same arguments, same plan."""
 
-    def prompt_blocks(self, tokens: int, geometry: Geometry) -> int | None:
-        """Most blocks that a prompt of up to so many tokens holds while it is read;
-        None: the policy sets no bound, it may hold all of them."""
+    def max_prompt_blocks(self, tokens: int, geometry: Geometry) -> int | None:
+        """Maximum number of blocks held while a prompt of ``tokens`` tokens is read.
+
+        None: no limit; the request may hold the whole prompt.
+        """
         return None
 
-    @property
-    def has_score(self) -> bool:
-        """Whether a class derived from this one says what slots are worth."""
-        return type(self).score.__module__ != __name__
+    def page_allocator(self) -> PageAllocator:
+        """How a compaction divides pages among layers and KV heads."""
+        return Uniform()
+
+    def with_allocator(
+        self, request: dict[str, Any], allocator: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the policy's configuration with another allocator.
+
+        Args:
+            request: the configuration from which this policy was parsed.
+            allocator: as ``parse_allocator`` takes it.
+        """
+        return request | {"allocator": allocator}
+
+    # -- scores ------------------------------------------------------------------
 
     def score(self, view: LayerView) -> torch.Tensor:
         """Worth of each slot of one layer; larger means keep.
 
+        The engine calls it at each compaction, once per layer.
+
         Returns:
-            float32 [num_kv_heads, num_slots]. ``inf`` marks slots that must
-            stay (a window, sinks), ``-inf`` slots that must go.
+            float32 [num_kv_heads, num_slots]. ``inf`` marks slots that must stay (a
+            window, sinks), ``-inf`` slots that must go. Scores of invalid slots are
+            ignored.
         """
         raise AssertionError(f"{self.name} has no compaction, so nothing to score")
 
-    def observe(self, view: LayerView) -> Any:
-        """Look at a step without changing anything; see ``observes``.
+    @property
+    def queries_needed(self) -> int:
+        """Number of newest queries that ``score`` reads; 0 = none."""
+        return 0
 
-        Called once per layer when the step's tokens have attended.
+    @property
+    def needs_rotary(self) -> bool:
+        """Whether ``score`` needs ``view.rotary``; other models are refused then."""
+        return False
 
-        Returns:
-            The new ``view.observed``, for ``score`` and the next ``observe``;
-            dropped with the request.
+    @property
+    def minimum_budget_tokens(self) -> int:
+        """Smallest budget that leaves the policy a choice.
+
+        For example its sinks and its window, plus one.
         """
-        raise AssertionError(f"{self.name} observes nothing")
+        return 1
 
-    def pack_observed(self, observed: Any) -> dict[str, torch.Tensor]:
-        """What ``observe`` returned, as tensors of its own, to be stored."""
-        return {"observed": observed.clone()}
+    # -- what to tell the user -----------------------------------------------------
 
-    def unpack_observed(self, packed: dict[str, torch.Tensor]) -> Any:
-        """The same as ``observe`` returned it; may not change ``packed`` later."""
-        return packed["observed"].clone()
-
-    def probe_room(self, encode: Encode) -> int:
-        """Fewest tokens that a probe must have; the engine keeps so many
-        positions of the model free. Asked if ``observes`` has PROBE."""
-        raise AssertionError(f"{self.name} does not probe")
-
-    def probes(self, occasion: ProbeOccasion) -> Sequence[Probe]:
-        """What to run before a compaction, if ``observes`` has PROBE.
-
-        Each probe is a forward pass of its own, after which ``observe`` has
-        been called for every layer. Their time is part of the compaction's.
-        """
-        raise AssertionError(f"{self.name} does not probe")
+    def problems(self) -> list[str]:
+        """Contradictions between the settings, each a sentence with a remedy."""
+        return []
 
     def model_problems(self, model: LoadFingerprint) -> list[str]:
-        """Why this policy, as it is set, cannot run on this model; for start-up."""
+        """Why the policy cannot run on a model with these settings.
+
+        Args:
+            model: reads the model's fingerprint when called.
+        """
         return []
 
     @property
@@ -316,30 +199,86 @@ class KVCachePolicy(BaseModel, ABC):
         """What a user should know about these settings; logged at start-up."""
         return []
 
+    # -- optional capabilities: None = not used ------------------------------------
+
     @property
-    def host_memory_bytes(self) -> int | None:
-        """Most host memory for what is offloaded; None: the engine decides."""
+    def observation(self) -> Observation | None:
+        """Looks at every step of a request."""
         return None
 
-    def host_bytes(self, tokens: int, geometry: Geometry) -> int:
-        """Most host memory of a request that ends with so many tokens."""
-        return 0
+    @property
+    def probing(self) -> Probing | None:
+        """Runs extra tokens through the model before a compaction."""
+        return None
 
-    def page_allocator(self) -> PageAllocator:
-        """How a compaction shares pages between layers and KV heads."""
-        return Uniform()
+    @property
+    def turns(self) -> Turns | None:
+        """Says where turns of a conversation end."""
+        return None
 
-    def with_allocator(
-        self, request: dict[str, Any], allocator: dict[str, Any]
-    ) -> dict[str, Any]:
-        """The request for this policy, asking for another allocator.
+    @property
+    def episode_routing(self) -> EpisodeRouting | None:
+        """Divides histories into episodes and routes queries to them."""
+        return None
 
-        Args:
-            request: what this policy was parsed from.
-            allocator: as ``parse_allocator`` takes it.
-        """
-        return request | {"allocator": allocator}
+    @property
+    def retrieval(self) -> Retriever | None:
+        """Fetches offloaded tokens for each query."""
+        return None
 
-    def problems(self) -> list[str]:
-        """Contradictions between this policy's own settings, for the user."""
-        return []
+    @property
+    def spans(self) -> SpanPolicy | None:
+        """Keeps spans of tokens at two resolutions."""
+        return None
+
+    # -- derived; not hooks --------------------------------------------------------
+
+    @property
+    @final
+    def host_storage(self) -> HostStorage | None:
+        """What lies in host memory; None: tokens that are not resident are gone."""
+        return self.retrieval if self.retrieval is not None else self.spans
+
+    @property
+    @final
+    def min_new_tokens(self) -> int:
+        """Fewest new tokens of a prompt with which a compaction can score."""
+        probing = self.probing
+        return max(self.queries_needed, probing.min_new_tokens if probing else 1, 1)
+
+    @property
+    @final
+    def max_patched_prompt_tokens(self) -> int:
+        """Maximum length of a request's patched prompt; 0: none is accepted."""
+        routing = self.episode_routing
+        return routing.patched_prompt_tokens if routing else 0
+
+    @final
+    def find_turn_ends(
+        self, prompt: Sequence[int], requested: Sequence[int] | None
+    ) -> tuple[int, ...]:
+        """``Turns.turn_ends``; none if the policy does not use turns."""
+        turns = self.turns
+        return turns.turn_ends(prompt, requested) if turns else ()
+
+    @property
+    @final
+    def has_score(self) -> bool:
+        """Whether the class of this policy defines ``score``."""
+        return type(self).score.__module__ != __name__
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        refuse_hook_names(cls, contract_hooks(), cls.model_fields)
+
+
+def contract_hooks() -> tuple[str, ...]:
+    """Names of all hooks: the public properties and methods that are not final."""
+    return tuple(
+        name
+        for name, hook in vars(KVCachePolicy).items()
+        if not name.startswith("_")
+        and isinstance(hook, property | FunctionType)
+        and not getattr(getattr(hook, "fget", hook), "__final__", False)
+    )

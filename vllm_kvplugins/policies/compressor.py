@@ -13,10 +13,12 @@ from vllm_kvplugins.budgets import (
     Uniform,
     parse_allocator,
 )
+from vllm_kvplugins.errors import coded
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.prompt_cuts import Blockwise, prompt_compactions
 from vllm_kvplugins.plan.residency_plan import DecodeCompaction, ResidencyPlan
 from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.policies.capabilities import Trigger
 
 
 class Compressor(KVCachePolicy):
@@ -85,7 +87,7 @@ class Compressor(KVCachePolicy):
         fold = self._fold(full_blocks, held_blocks, prompt_tokens, geometry)
         return ResidencyPlan(size, compactions, fold)
 
-    def prompt_blocks(self, tokens: int, geometry: Geometry) -> int | None:
+    def max_prompt_blocks(self, tokens: int, geometry: Geometry) -> int | None:
         if self._blockwise is None:
             return None
         budget_tokens = self._tokens(self.budget, tokens, geometry)
@@ -96,7 +98,7 @@ class Compressor(KVCachePolicy):
     def _blockwise(self) -> Blockwise | None:
         if self.prefill_block is None:
             return None
-        return Blockwise(self.prefill_block, self.least_new_tokens)
+        return Blockwise(self.prefill_block, self.min_new_tokens)
 
     def _tokens(self, budget: Budget, prompt_tokens: int, geometry: Geometry) -> int:
         asked = budget.resolve(prompt_tokens, geometry.kv_bytes_per_token)
@@ -117,6 +119,16 @@ class Compressor(KVCachePolicy):
         grow = max(keep_blocks + self.fold_blocks - held_blocks, 1)
         return DecodeCompaction(full_blocks + grow, self.fold_blocks, keep_blocks)
 
+    @property
+    def observed_steps(self) -> Trigger:
+        """The steps that count if tokens are scored by all queries so far.
+
+        Those of the prompt and, with a ``decode_budget``, those that generate.
+        """
+        if self.decode_budget is None:
+            return Trigger.PREFILL_CHUNK
+        return Trigger.PREFILL_CHUNK | Trigger.DECODE_STEP
+
     def page_allocator(self) -> PageAllocator:
         return self.allocator
 
@@ -125,8 +137,11 @@ class Compressor(KVCachePolicy):
         found = []
         if not self.has_score:
             found.append(
-                f"{self.name} has no score(view), by which it would choose tokens; "
-                "write it (docs/adding-a-policy.md)"
+                coded(
+                    "KVP108",
+                    f"{self.name} has no score(view), so it cannot choose tokens; write "
+                    "one (docs/adding-a-policy.md)",
+                )
             )
         for setting in ("budget", "decode_budget"):
             budget = getattr(self, setting)
@@ -136,7 +151,7 @@ class Compressor(KVCachePolicy):
                     f"{self.name} always keeps (its sinks and window); raise the "
                     "budget or shrink them"
                 )
-        least = self.least_new_tokens
+        least = self.min_new_tokens
         if self.prefill_block is not None and self.prefill_block < least:
             found.append(
                 f"prefill_block {self.prefill_block} is below the {least} new tokens "

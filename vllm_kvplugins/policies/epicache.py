@@ -18,8 +18,20 @@ from vllm_kvplugins.episodes.settings import DEFAULT_ENCODER, Build, EpisodeSett
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.prompt_cuts import Blockwise
 from vllm_kvplugins.plan.residency_plan import ResidencyPlan
-from vllm_kvplugins.policies.base import Encode
+from vllm_kvplugins.policies.capabilities import EpisodeRouting, Turns
 from vllm_kvplugins.policies.wrapper import Wrapper
+
+
+class HistoryEnd(Turns):
+    """One turn, the history, which ends where the request says."""
+
+    history_only: ClassVar[bool] = True
+
+    def turn_ends(
+        self, prompt: Sequence[int], requested: Sequence[int] | None
+    ) -> tuple[int, ...]:
+        """The last turn end that the request names."""
+        return tuple(requested[-1:]) if requested else ()
 
 
 class EpiCache(Wrapper):
@@ -106,16 +118,6 @@ class EpiCache(Wrapper):
         "about yet: lazy, while it is idle; eager, at once; never, when one does.",
     )
 
-    @property
-    def needs_turns(self) -> bool:
-        return True
-
-    def turn_ends(
-        self, prompt: Sequence[int], asked: Sequence[int] | None
-    ) -> tuple[int, ...]:
-        """The end of the history, as the request says it."""
-        return tuple(asked[-1:]) if asked else ()
-
     def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
         size, restored = geometry.block_size, lengths.restored
         budget_tokens = self._budget_tokens(geometry)
@@ -130,7 +132,7 @@ class EpiCache(Wrapper):
             )
         return ResidencyPlan(size, found, notes=notes)
 
-    def prompt_blocks(self, tokens: int, geometry: Geometry) -> int | None:
+    def max_prompt_blocks(self, tokens: int, geometry: Geometry) -> int | None:
         most = self._blockwise.most_blocks(
             self._budget_tokens(geometry), geometry.block_size
         )
@@ -147,24 +149,19 @@ class EpiCache(Wrapper):
     def page_allocator(self) -> PageAllocator:
         return self.allocator
 
-    def probe_room(self, encode: Encode) -> int:
-        return self.patched_prompt_tokens or self._base.probe_room(encode)
-
     # -- episodes ---------------------------------------------------------------
 
     @property
-    def wants_history(self) -> bool:
-        return True
+    def turns(self) -> HistoryEnd:
+        return HistoryEnd()
 
     @property
-    def patched_prompt_tokens(self) -> int:
-        return self.longest_patched_prompt if self._base.asks_patched_prompt else 0
-
-    @property
-    def episode_settings(self) -> EpisodeSettings | None:
-        if not self._base.asks_patched_prompt:
+    def episode_routing(self) -> EpisodeRouting | None:
+        """None if the compressor takes no patched prompt: caches are all alike then."""
+        probing = self._base.probing
+        if probing is None or not probing.uses_patched_prompt:
             return None
-        return EpisodeSettings(
+        settings = EpisodeSettings(
             episodes=self.episodes,
             segment_utterances=self.segment_utterances,
             guide_utterances=self.patched_utterances,
@@ -173,6 +170,7 @@ class EpiCache(Wrapper):
             seed=self.episode_seed,
             build=self.build,
         )
+        return EpisodeRouting(settings, self.longest_patched_prompt)
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -183,7 +181,7 @@ class EpiCache(Wrapper):
             )
         if isinstance(self.episodes, int) and self.episodes < 1:
             found.append(f"episodes is 1 or more, or auto, got {self.episodes}")
-        least = self._base.least_new_tokens
+        least = self._base.min_new_tokens
         if self.prefill_block < least:
             found.append(
                 f"{self.base} scores with the newest {least} tokens; prefill_block "

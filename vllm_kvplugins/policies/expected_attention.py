@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from vllm_kvplugins.policies.base import LayerView, Trigger
+from vllm_kvplugins.policies.base import LayerView
+from vllm_kvplugins.policies.capabilities import Observation, Trigger
 from vllm_kvplugins.policies.compressor import Compressor
 
 
@@ -25,6 +26,43 @@ class QueryStatistics:
     count: int
     total: torch.Tensor
     outer: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class QueryMoments(Observation):
+    """Mean and covariance of all observed queries, as sums.
+
+    Attributes:
+        triggers: the steps to observe.
+        sinks: queries of this many first tokens do not count.
+    """
+
+    triggers: Trigger
+    sinks: int
+
+    def observe(self, view: LayerView) -> QueryStatistics:
+        chosen = view.query_positions >= self.sinks
+        assert view.rotary is not None
+        queries = view.rotary.undo(
+            view.queries[:, chosen], view.query_positions[chosen]
+        ).double()
+        seen = view.observed or QueryStatistics(
+            0,
+            queries.new_zeros(queries.shape[0], queries.shape[2]),
+            queries.new_zeros(queries.shape[0], *queries.shape[2:] * 2),
+        )
+        return QueryStatistics(
+            seen.count + queries.shape[1],
+            seen.total + queries.sum(1),
+            seen.outer + queries.transpose(1, 2) @ queries,
+        )
+
+    def pack(self, observed: QueryStatistics) -> dict[str, torch.Tensor]:
+        count = torch.tensor(observed.count)
+        return {"count": count, "total": observed.total, "outer": observed.outer}
+
+    def unpack(self, packed: dict[str, torch.Tensor]) -> QueryStatistics:
+        return QueryStatistics(int(packed["count"]), packed["total"], packed["outer"])
 
 
 class ExpectedAttention(Compressor):
@@ -46,7 +84,6 @@ class ExpectedAttention(Compressor):
 
     name: ClassVar[str] = "expected-attention"
     summary: ClassVar[str] = "tokens that future queries are expected to attend to"
-    needs_rotary: ClassVar[bool] = True
 
     future: int = Field(
         default=512, ge=1, description="Positions to come, averaged over."
@@ -65,38 +102,16 @@ class ExpectedAttention(Compressor):
     )
 
     @property
-    def observes(self) -> Trigger:
-        if self.decode_budget is None:
-            return Trigger.PREFILL_CHUNK
-        return Trigger.PREFILL_CHUNK | Trigger.DECODE_STEP
+    def needs_rotary(self) -> bool:
+        return True
+
+    @property
+    def observation(self) -> QueryMoments:
+        return QueryMoments(self.observed_steps, self.sinks)
 
     @property
     def minimum_budget_tokens(self) -> int:
         return self.sinks + 1
-
-    def observe(self, view: LayerView) -> QueryStatistics:
-        chosen = view.query_positions >= self.sinks
-        assert view.rotary is not None
-        queries = view.rotary.undo(
-            view.queries[:, chosen], view.query_positions[chosen]
-        ).double()
-        seen = view.observed or QueryStatistics(
-            0,
-            queries.new_zeros(queries.shape[0], queries.shape[2]),
-            queries.new_zeros(queries.shape[0], *queries.shape[2:] * 2),
-        )
-        return QueryStatistics(
-            seen.count + queries.shape[1],
-            seen.total + queries.sum(1),
-            seen.outer + queries.transpose(1, 2) @ queries,
-        )
-
-    def pack_observed(self, observed: QueryStatistics) -> dict[str, torch.Tensor]:
-        count = torch.tensor(observed.count)
-        return {"count": count, "total": observed.total, "outer": observed.outer}
-
-    def unpack_observed(self, packed: dict[str, torch.Tensor]) -> QueryStatistics:
-        return QueryStatistics(int(packed["count"]), packed["total"], packed["outer"])
 
     def score(self, view: LayerView) -> torch.Tensor:
         keys = view.keys.to(torch.float32)

@@ -3,13 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from pydantic import Field
 
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction, ResidencyPlan
+from vllm_kvplugins.policies.capabilities import Turns
 from vllm_kvplugins.policies.wrapper import Wrapper
+
+
+@dataclass(frozen=True, slots=True)
+class MessageTurns(Turns):
+    """Turns as a request names them, or else as the chat template closes messages.
+
+    Attributes:
+        turn_end_token: the token that closes a message; None: unknown.
+    """
+
+    turn_end_token: int | None
+    finds_in_prompt: ClassVar[bool] = True
+
+    def turn_ends(
+        self, prompt: Sequence[int], requested: Sequence[int] | None
+    ) -> tuple[int, ...]:
+        """Ends of finished turns: of the system prompt, then of every second message.
+
+        The last message is the current query. An answer ends before it, another one
+        two messages earlier, and so on, up to the end of the system prompt if there is
+        one (equation 10 compresses it first).
+        """
+        if requested is not None:
+            return tuple(requested)
+        if self.turn_end_token is None:
+            return ()
+        message_ends = [
+            index + 1
+            for index, token in enumerate(prompt)
+            if token == self.turn_end_token
+        ]
+        return tuple(message_ends[:-1][::-2][::-1])
 
 
 class FlowKV(Wrapper):
@@ -65,35 +99,9 @@ class FlowKV(Wrapper):
         "puts behind messages.",
     )
 
-    # -- turns ----------------------------------------------------------------
-
     @property
-    def needs_turns(self) -> bool:
-        return True
-
-    @property
-    def finds_turns(self) -> bool:
-        return True
-
-    def turn_ends(
-        self, prompt: Sequence[int], asked: Sequence[int] | None
-    ) -> tuple[int, ...]:
-        """Ends of finished turns: the system prompt's, then every second message's.
-
-        The last message is the current query; an answer ends before it, another one
-        two messages earlier, and so on up to the system prompt's end, if there is one
-        (equation 10 compresses that first).
-        """
-        if asked is not None:
-            return tuple(asked)
-        if self.turn_end_token is None:
-            return ()
-        ends = [
-            place + 1
-            for place, token in enumerate(prompt)
-            if token == self.turn_end_token
-        ]
-        return tuple(ends[:-1][::-2][::-1])
+    def turns(self) -> MessageTurns:
+        return MessageTurns(self.turn_end_token)
 
     def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
         size = geometry.block_size

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from pydantic import Field
 
-from vllm_kvplugins.policies.base import LayerView, Trigger
+from vllm_kvplugins.policies.base import LayerView
+from vllm_kvplugins.policies.capabilities import Observation, Trigger
 from vllm_kvplugins.policies.compressor import Compressor
 from vllm_kvplugins.policies.votes import attention_mass
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedAttention(Observation):
+    """Attention that each token has received from all observed queries."""
+
+    triggers: Trigger
+
+    def observe(self, view: LayerView) -> torch.Tensor:
+        """float32 [num_kv_heads, at least newest position + 1], by position."""
+        mass = attention_mass(view)
+        newest = int(view.query_positions[-1])
+        total = view.observed
+        if total is None or total.shape[1] <= newest:
+            # twice the size, so that decoding does not copy at every token
+            room = mass.new_zeros(mass.shape[0], 2 * (newest + 1))
+            if total is not None:
+                room[:, : total.shape[1]] = total
+            total = room
+        return total.scatter_add_(1, view.positions.clamp(min=0), mass)
 
 
 class H2O(Compressor):
@@ -39,27 +61,12 @@ class H2O(Compressor):
     )
 
     @property
-    def observes(self) -> Trigger:
-        if self.decode_budget is None:
-            return Trigger.PREFILL_CHUNK
-        return Trigger.PREFILL_CHUNK | Trigger.DECODE_STEP
+    def observation(self) -> ReceivedAttention:
+        return ReceivedAttention(self.observed_steps)
 
     @property
     def minimum_budget_tokens(self) -> int:
         return (self.recent or 0) + 1
-
-    def observe(self, view: LayerView) -> torch.Tensor:
-        """float32 [num_kv_heads, at least newest position + 1], by position."""
-        mass = attention_mass(view)
-        newest = int(view.query_positions[-1])
-        total = view.observed
-        if total is None or total.shape[1] <= newest:
-            # double, so that generating does not copy at every token
-            room = mass.new_zeros(mass.shape[0], 2 * (newest + 1))
-            if total is not None:
-                room[:, : total.shape[1]] = total
-            total = room
-        return total.scatter_add_(1, view.positions.clamp(min=0), mass)
 
     def score(self, view: LayerView) -> torch.Tensor:
         scores = view.observed.gather(1, view.positions.clamp(min=0))

@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 
-from vllm_kvplugins.policies.base import (
+from vllm_kvplugins.policies.base import LayerView
+from vllm_kvplugins.policies.capabilities import (
     Encode,
-    LayerView,
     Probe,
     ProbeOccasion,
-    Trigger,
+    Probing,
 )
 from vllm_kvplugins.policies.compressor import Compressor
 from vllm_kvplugins.policies.votes import attention_mass, attention_peak
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction(Probing):
+    """An instruction, or the request's patched prompt in its place.
+
+    Attributes:
+        instruction: the text to run.
+        aggregate: "max" or "avg", over the tokens of the probe and a group's heads.
+    """
+
+    instruction: str
+    aggregate: str
+    uses_patched_prompt: ClassVar[bool] = True
+
+    def room(self, encode: Encode) -> int:
+        return len(encode(self.instruction))
+
+    def probes(self, occasion: ProbeOccasion) -> list[Probe]:
+        tokens = occasion.patched_prompt or occasion.encode(self.instruction)
+        return [Probe(tokens, range(occasion.tokens))]
+
+    def observe(self, view: LayerView) -> torch.Tensor:
+        """float32 [num_kv_heads, tokens in the cache], by position."""
+        tokens = int(view.query_positions[0])
+        attention = attention_peak if self.aggregate == "max" else attention_mass
+        paid = attention(view)
+        worth = paid.new_zeros(paid.shape[0], tokens)
+        cached = (view.positions >= 0) & (view.positions < tokens)
+        places = view.positions.masked_fill(~cached, 0)
+        return worth.scatter_reduce(1, places, paid.masked_fill(~cached, 0), "amax")
 
 
 class InfiniPot(Compressor):
@@ -38,7 +70,6 @@ class InfiniPot(Compressor):
 
     name: ClassVar[str] = "infinipot"
     summary: ClassVar[str] = "tokens that a request to summarise looks back at"
-    asks_patched_prompt: ClassVar[bool] = True
 
     instruction: str = Field(
         default="Summarize the previous context highlighting the most important parts.",
@@ -52,33 +83,12 @@ class InfiniPot(Compressor):
     recent: int = Field(default=32, ge=0, description="Newest tokens, which stay.")
 
     @property
-    def observes(self) -> Trigger:
-        return Trigger.PROBE
-
-    @property
-    def needs_tokenizer(self) -> bool:
-        return True
+    def probing(self) -> Instruction:
+        return Instruction(self.instruction, self.aggregate)
 
     @property
     def minimum_budget_tokens(self) -> int:
         return self.sinks + self.recent + 1
-
-    def probe_room(self, encode: Encode) -> int:
-        return len(encode(self.instruction))
-
-    def probes(self, occasion: ProbeOccasion) -> list[Probe]:
-        tokens = occasion.patched_prompt or occasion.encode(self.instruction)
-        return [Probe(tokens, range(occasion.tokens))]
-
-    def observe(self, view: LayerView) -> torch.Tensor:
-        """float32 [num_kv_heads, tokens in the cache], by position."""
-        tokens = int(view.query_positions[0])
-        attention = attention_peak if self.aggregate == "max" else attention_mass
-        paid = attention(view)
-        worth = paid.new_zeros(paid.shape[0], tokens)
-        cached = (view.positions >= 0) & (view.positions < tokens)
-        places = view.positions.masked_fill(~cached, 0)
-        return worth.scatter_reduce(1, places, paid.masked_fill(~cached, 0), "amax")
 
     def score(self, view: LayerView) -> torch.Tensor:
         positions = view.positions

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
 from pydantic import BeforeValidator, Field
 
 from vllm_kvplugins.budgets import CrossLayer, PageAllocator, parse_allocator
-from vllm_kvplugins.policies.base import (
+from vllm_kvplugins.policies.base import LayerView
+from vllm_kvplugins.policies.capabilities import (
     Encode,
-    LayerView,
     Probe,
     ProbeOccasion,
-    Trigger,
+    Probing,
 )
 from vllm_kvplugins.policies.compressor import Compressor
 from vllm_kvplugins.scoring.attention_votes import attention_peak
@@ -24,6 +25,64 @@ _PART = "\n\nRepeat the part of the previous context exactly, starting with"
 _LEAD_TOKENS = 8
 # A prompt is not repeated in smaller parts, which would cost a pass each.
 _LEAST_CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition(Probing):
+    """Chunks of the prompt, each after the request to repeat it.
+
+    Attributes:
+        chunk: maximum tokens of the prompt in one probe.
+        sinks: first tokens, which every probe's softmax contains.
+    """
+
+    chunk: int
+    sinks: int
+    min_new_tokens: ClassVar[int] = _LEAST_CHUNK
+
+    def room(self, encode: Encode) -> int:
+        longest = max(len(encode(_ALL)), len(encode(_PART)) + _LEAD_TOKENS)
+        return longest + _LEAST_CHUNK
+
+    def probes(self, occasion: ProbeOccasion) -> list[Probe]:
+        prompt, whole = occasion.prompt, occasion.encode(_ALL)
+        part = occasion.encode(_PART)
+        announced = max(len(whole), len(part) + _LEAD_TOKENS)
+        size = min(self.chunk, occasion.room - announced)
+        found = []
+        survivors = range(occasion.since)
+        for start in range(occasion.since, occasion.tokens, size):
+            stop = min(start + size, occasion.tokens)
+            lead = [*part, *prompt[start - _LEAD_TOKENS : start]] if start else whole
+            again = [*lead, *prompt[start:stop]]
+            found.append(Probe(again, range(start, stop), survivors))
+        return found
+
+    def observe(self, view: LayerView) -> torch.Tensor:
+        """float32 [num_kv_heads, tokens in the cache], by position."""
+        assert view.probe is not None
+        about, positions = view.probe.about, view.positions
+        tokens = int(view.query_positions[0])
+        asked = (positions >= about.start) & (positions < about.stop)
+        always = max(self.sinks, view.probe.survivors.stop)
+        asked |= (positions >= 0) & (positions < always)
+        asked |= positions >= tokens
+        columns = asked.any(0).nonzero().squeeze(1)
+        places = positions.masked_fill(~asked, -1)[:, columns]
+        peak = attention_peak(
+            view.queries,
+            view.keys[:, columns],
+            view.scale,
+            view.query_positions,
+            places,
+        )
+        worth = view.observed
+        if worth is None:
+            worth = peak.new_zeros(positions.shape[0], tokens)
+        own = places >= tokens
+        peak = peak.masked_fill(own, 0)
+        places = places.masked_fill(own, 0).clamp(min=0)
+        return worth.scatter_reduce(1, places, peak, "amax")
 
 
 class KVzip(Compressor):
@@ -65,64 +124,12 @@ class KVzip(Compressor):
     recent: int = Field(default=32, ge=0, description="Newest tokens, which stay.")
 
     @property
-    def observes(self) -> Trigger:
-        return Trigger.PROBE
-
-    @property
-    def needs_tokenizer(self) -> bool:
-        return True
-
-    @property
     def minimum_budget_tokens(self) -> int:
         return self.sinks + self.recent + 1
 
     @property
-    def least_new_tokens(self) -> int:
-        return _LEAST_CHUNK
-
-    def probe_room(self, encode: Encode) -> int:
-        longest = max(len(encode(_ALL)), len(encode(_PART)) + _LEAD_TOKENS)
-        return longest + _LEAST_CHUNK
-
-    def probes(self, occasion: ProbeOccasion) -> list[Probe]:
-        prompt, whole = occasion.prompt, occasion.encode(_ALL)
-        part = occasion.encode(_PART)
-        announced = max(len(whole), len(part) + _LEAD_TOKENS)
-        size = min(self.chunk, occasion.room - announced)
-        found = []
-        survivors = range(occasion.since)
-        for start in range(occasion.since, occasion.tokens, size):
-            stop = min(start + size, occasion.tokens)
-            lead = [*part, *prompt[start - _LEAD_TOKENS : start]] if start else whole
-            again = [*lead, *prompt[start:stop]]
-            found.append(Probe(again, range(start, stop), survivors))
-        return found
-
-    def observe(self, view: LayerView) -> torch.Tensor:
-        """float32 [num_kv_heads, tokens in the cache], by position."""
-        assert view.probe is not None
-        about, positions = view.probe.about, view.positions
-        tokens = int(view.query_positions[0])
-        asked = (positions >= about.start) & (positions < about.stop)
-        always = max(self.sinks, view.probe.also.stop)
-        asked |= (positions >= 0) & (positions < always)
-        asked |= positions >= tokens
-        columns = asked.any(0).nonzero().squeeze(1)
-        places = positions.masked_fill(~asked, -1)[:, columns]
-        peak = attention_peak(
-            view.queries,
-            view.keys[:, columns],
-            view.scale,
-            view.query_positions,
-            places,
-        )
-        worth = view.observed
-        if worth is None:
-            worth = peak.new_zeros(positions.shape[0], tokens)
-        own = places >= tokens
-        peak = peak.masked_fill(own, 0)
-        places = places.masked_fill(own, 0).clamp(min=0)
-        return worth.scatter_reduce(1, places, peak, "amax")
+    def probing(self) -> Repetition:
+        return Repetition(self.chunk, self.sinks)
 
     def score(self, view: LayerView) -> torch.Tensor:
         positions = view.positions

@@ -1,4 +1,4 @@
-"""The list of policies: one line each, and those of other packages."""
+"""The registry: one line per policy of this package, plus those of other packages."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, cast
 
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 
 if TYPE_CHECKING:
     from vllm_kvplugins.policies.base import KVCachePolicy
 
-# Where other packages list theirs, as "name = module:Class".
+# The entry-point group in which other packages list policies, "name = module:Class".
 ENTRY_POINTS = "vllm_kvplugins.policies"
 
-# name on the command line -> "module:class"; modules are imported on first use.
+# Name on the command line -> "module:Class". The module is imported on first use.
 _POLICIES: dict[str, str] = {
     "expected-attention": (
         "vllm_kvplugins.policies.expected_attention:ExpectedAttention"
@@ -46,14 +46,14 @@ _POLICIES: dict[str, str] = {
 
 
 @functools.cache
-def _of_other_packages() -> dict[str, str]:
-    """Policies of installed packages; a name of ours stays ours."""
-    found = entry_points(group=ENTRY_POINTS)
-    return {entry.name: entry.value for entry in found if entry.name not in _POLICIES}
+def _outside() -> dict[str, str]:
+    """Policies of installed packages. Names of this package take precedence."""
+    entries = entry_points(group=ENTRY_POINTS)
+    return {entry.name: entry.value for entry in entries if entry.name not in _POLICIES}
 
 
 def _all() -> dict[str, str]:
-    return _of_other_packages() | _POLICIES
+    return _outside() | _POLICIES
 
 
 def available_policies() -> tuple[str, ...]:
@@ -62,63 +62,79 @@ def available_policies() -> tuple[str, ...]:
 
 
 def outside_policies() -> dict[str, str]:
-    """Those of other packages: name to ``"module:Class"``, not loaded yet."""
-    return dict(sorted(_of_other_packages().items()))
+    """Policies of other packages: name to ``"module:Class"``, not yet imported."""
+    return dict(sorted(_outside().items()))
 
 
 def register_policy(name: str, path: str) -> None:
-    """Add a policy in this process alone, before the engine starts.
+    """Add a policy in this process only, before the engine starts.
 
-    For scripts and tests. A package lists its policies in its metadata, in the entry
-    points ``vllm_kvplugins.policies``, from which every process has them.
+    For scripts and tests. A package should list its policies under the entry point
+    ``vllm_kvplugins.policies``, where every process finds them.
 
     Args:
         name: what the user writes after ``--kv-policy``.
-        path: ``"package.module:Class"``; imported in every vLLM process, so it
-            must be importable and registered there too.
+        path: ``"package.module:Class"``. Every vLLM process imports it, so it must be
+            importable and registered there too.
 
     Raises:
-        KVPolicyError: the name is taken by another class, or the path is not
-            of the form ``module:Class``.
+        KVPolicyError: KVP101, the path is not of the form ``module:Class``; KVP102,
+            another class has the name.
     """
     if path.count(":") != 1:
-        raise KVPolicyError(f"policy path must be 'module:Class', got {path!r}")
+        raise KVPolicyError(
+            coded("KVP101", f"policy path must be 'module:Class', got {path!r}")
+        )
     taken = _all().get(name, path)
     if taken != path:
-        raise KVPolicyError(f"policy name {name!r} is taken by {taken}")
+        raise KVPolicyError(
+            coded(
+                "KVP102",
+                f"policy name {name!r} belongs to {taken}; choose another name",
+            )
+        )
     _POLICIES[name] = path
 
 
 def get_policy_class(name: str) -> type[KVCachePolicy]:
-    """The class behind a policy name.
+    """The class of a policy.
 
     Raises:
-        KVPolicyError: no such policy (the message names the nearest one), or it
-            cannot be loaded, or is no policy of this name.
+        KVPolicyError: KVP100, no policy has this name (the message suggests one);
+            KVP103, it cannot be imported; KVP104 to KVP107, it is not a policy of this
+            name and this version of the contract.
     """
     path = _all().get(name)
     if path is None:
         near = difflib.get_close_matches(str(name), available_policies(), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise KVPolicyError(
-            f"unknown KV policy {name!r}.{hint} "
-            f"Available: {', '.join(available_policies())}. One of your own must be in "
-            f"an installed package that lists it in its entry points "
-            f"{ENTRY_POINTS!r} (docs/adding-a-policy.md)."
+            coded(
+                "KVP100",
+                f"unknown KV policy {name!r}.{hint} Available: "
+                f"{', '.join(available_policies())}. To use your own policy, install a "
+                f"package that lists it under the entry point {ENTRY_POINTS!r} "
+                "(docs/adding-a-policy.md).",
+            )
         )
     module, _, attribute = path.partition(":")
     try:
         cls = getattr(import_module(module), attribute)
-    except Exception as error:  # whatever another package does when it is imported
+    except KVPolicyError as error:  # the class does not fit the contract
+        raise KVPolicyError(f"policy {name!r} of {path!r}: {error}") from error
+    except Exception as error:  # importing another package may raise anything
         raise KVPolicyError(
-            f"policy {name!r} cannot be loaded from {path!r}: "
-            f"{type(error).__name__}: {error}"
+            coded(
+                "KVP103",
+                f"policy {name!r} cannot be loaded from {path!r}: "
+                f"{type(error).__name__}: {error}",
+            )
         ) from error
     return _checked(name, path, cls)
 
 
 def problem_of(name: str) -> str | None:
-    """Why the policy of this name cannot be used; None: it can."""
+    """Why the policy of this name cannot be used; None if it can."""
     try:
         get_policy_class(name)
     except KVPolicyError as error:
@@ -127,15 +143,22 @@ def problem_of(name: str) -> str | None:
 
 
 def _checked(name: str, path: str, cls: object) -> type[KVCachePolicy]:
-    # the contract is what it has, not which class it is
+    # by what the class has, so that a policy need not derive from a certain base class
     if not (isinstance(cls, type) and hasattr(cls, "plan") and hasattr(cls, "name")):
         raise KVPolicyError(
-            f"policy {name!r}: {path!r} is no class that derives from KVCachePolicy"
+            coded(
+                "KVP104",
+                f"policy {name!r}: {path!r} is not a class that derives from "
+                "KVCachePolicy",
+            )
         )
-    found = cast("type[KVCachePolicy]", cls)
-    if found.name != name:
+    policy_class = cast("type[KVCachePolicy]", cls)
+    if policy_class.name != name:
         raise KVPolicyError(
-            f"policy {name!r}: the class {path!r} calls itself {found.name!r}; its "
-            "`name` must be the one under which it is listed"
+            coded(
+                "KVP105",
+                f"policy {name!r}: the `name` of the class {path!r} is "
+                f"{policy_class.name!r}; it must equal the name in the entry point",
+            )
         )
-    return found
+    return policy_class

@@ -33,7 +33,7 @@ from vllm_kvplugins.plan.residency_plan import (
     DecodeCompaction,
     ResidencyPlan,
 )
-from vllm_kvplugins.policies.base import KVCachePolicy, LayerView, Retention
+from vllm_kvplugins.policies.base import KVCachePolicy, LayerView
 
 
 class TokenIndex(ABC):
@@ -166,7 +166,9 @@ class Retriever(KVCachePolicy):
     first layers that retrieve.
     """
 
-    retention: ClassVar[Retention] = Retention.OFFLOAD
+    @property
+    def retrieval(self) -> Retriever:
+        return self
 
     budget: Annotated[Budget, BeforeValidator(Budget.parse)] = Field(
         default=Budget(tokens=256),

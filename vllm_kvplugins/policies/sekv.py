@@ -184,7 +184,7 @@ class SeKV(SpanPolicy):
         return int(tokens * geometry.kv_bytes_per_token * (1 + per_token))
 
     @property
-    def most_rank(self) -> int:
+    def max_rank(self) -> int:
         return self.rank
 
     # -- spans ------------------------------------------------------------------
@@ -279,7 +279,7 @@ class SeKV(SpanPolicy):
         ]
 
     @property
-    def knows_query_heads(self) -> bool:
+    def uses_query_heads(self) -> bool:
         return self.trained is not None
 
     @property

@@ -12,7 +12,6 @@ spans are reconstructed.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
 
 import torch
 
@@ -20,7 +19,7 @@ from vllm_kvplugins.ops.components import keep_components
 from vllm_kvplugins.ops.device import moved
 from vllm_kvplugins.ops.svd import LowRank, truncated_svd
 from vllm_kvplugins.plan.geometry import Geometry
-from vllm_kvplugins.policies.base import KVCachePolicy, LayerView, Retention
+from vllm_kvplugins.policies.base import KVCachePolicy, LayerView
 from vllm_kvplugins.spans.coarse import CoarseSpans
 from vllm_kvplugins.spans.segmentation import Segments
 
@@ -31,11 +30,23 @@ class SpanPolicy(KVCachePolicy):
     Subclasses say where spans begin, how many tokens are zoomed, and on which spans.
     """
 
-    retention: ClassVar[Retention] = Retention.RECONSTRUCT
+    @property
+    def spans(self) -> SpanPolicy:
+        return self
 
     @property
-    def needs_surprisal(self) -> bool:
-        return True
+    def uses_query_heads(self) -> bool:
+        """Whether it has separate numbers for each of the model's query heads."""
+        return False
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        """Maximum host memory of all requests; None: the engine decides."""
+        return None
+
+    @abstractmethod
+    def host_bytes(self, tokens: int, geometry: Geometry) -> int:
+        """Maximum host memory of a request that ends with this many tokens."""
 
     @abstractmethod
     def segment(
@@ -54,7 +65,7 @@ class SpanPolicy(KVCachePolicy):
 
     @property
     @abstractmethod
-    def most_rank(self) -> int:
+    def max_rank(self) -> int:
         """Largest rank of a span's factors."""
 
     def summarize(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
@@ -86,7 +97,7 @@ class SpanPolicy(KVCachePolicy):
         return None
 
     @property
-    def least_gate(self) -> float:
+    def min_gate(self) -> float:
         """Components that count less are dropped: "negligible gates" of SeKV,
         section 3.2, which names no number."""
         return 0.05
@@ -102,11 +113,11 @@ class SpanPolicy(KVCachePolicy):
         """
         starts = spans.sizes.cumsum(0) - spans.sizes
         rows = torch.cat([keys, values])
-        factors = truncated_svd(rows, starts, spans.sizes, self.most_rank)
+        factors = truncated_svd(rows, starts, spans.sizes, self.max_rank)
         gates = self.component_gates(layer, factors, spans)
         if gates is None:
             return factors
-        return keep_components(factors, gates, self.least_gate)
+        return keep_components(factors, gates, self.min_gate)
 
     @abstractmethod
     def gates(

@@ -1,42 +1,38 @@
-"""The base of policies that decide when and how much, and leave what to another."""
+"""Base class of policies that decide when to compress and let another policy score."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
-from vllm_kvplugins.budgets import PageAllocator
-from vllm_kvplugins.policies.base import (
-    Encode,
-    KVCachePolicy,
-    LayerView,
-    Probe,
-    ProbeOccasion,
-    Trigger,
-)
+from vllm_kvplugins.budgets.base import LoadFingerprint
+from vllm_kvplugins.errors import KVPolicyError, coded
+from vllm_kvplugins.plan.geometry import Geometry
+from vllm_kvplugins.policies.base import KVCachePolicy, contract_hooks
 
 
 class Wrapper(KVCachePolicy):
-    """A policy around any compressor, which scores for it.
+    """A policy around any compressor.
 
-    Subclasses write ``plan``; budgets are theirs, so ``base_config`` has none.
+    Subclasses write ``plan`` and set the budget, so ``base_config`` has none. Every
+    hook that neither this class nor the subclass overrides goes to the compressor. This
+    covers hooks that are added later, too (see the end of this file).
     """
 
-    # Settings of the base that the wrapper decides, and what to use instead.
+    # Settings of the compressor that the wrapper sets itself.
     taken_settings: ClassVar[tuple[str, ...]] = (
         "budget",
         "decode_budget",
         "fold_blocks",
         "prefill_block",
     )
+    # What the user sets in their place; a clause of an error message.
     instead: ClassVar[str]
 
     base: str = Field(
         default="snapkv",
-        description="The compressor: a policy that drops tokens.",
+        description="The compressor that scores tokens: a policy that drops tokens.",
     )
     base_config: dict[str, Any] = Field(
         default_factory=dict, description="Its settings, without a budget."
@@ -46,15 +42,20 @@ class Wrapper(KVCachePolicy):
     @field_validator("base")
     @classmethod
     def _is_a_compressor(cls, name: str) -> str:
-        from vllm_kvplugins.errors import KVPolicyError
         from vllm_kvplugins.policies.registry import get_policy_class
 
         try:
-            found = get_policy_class(name)
+            policy_class = get_policy_class(name)
         except KVPolicyError as error:
             raise ValueError(str(error)) from error
-        if not found.compresses:
-            raise ValueError(f"{name!r} does not compress; give a compressor")
+        if not policy_class.compresses:
+            raise ValueError(
+                coded(
+                    "KVP111",
+                    f"base {name!r} does not compress; use a compressor, such as "
+                    "snapkv",
+                )
+            )
         return name
 
     def model_post_init(self, context: Any) -> None:
@@ -63,70 +64,76 @@ class Wrapper(KVCachePolicy):
         taken = [key for key in self.taken_settings if key in self.base_config]
         if taken:
             raise ValueError(
-                f"base_config must not hold {', '.join(taken)}: {self.instead}"
+                coded(
+                    "KVP112",
+                    f"base_config must not contain {', '.join(taken)}: {self.instead}",
+                )
             )
         try:
             self._base = get_policy_class(self.base).model_validate(self.base_config)
         except ValidationError as error:
-            said = "; ".join(
+            reasons = "; ".join(
                 f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()
             )
-            raise ValueError(f"base_config does not fit {self.base}: {said}") from error
+            raise ValueError(
+                coded(
+                    "KVP113",
+                    f"base_config is not valid for {self.base}: {reasons}; see "
+                    "`kvplugins list` for its settings",
+                )
+            ) from error
 
     def __hash__(self) -> int:
-        # vLLM hashes it as a part of the cache's description; a dict has no hash
+        # vLLM hashes the policy as a part of the cache's spec, and a dict has no hash
         return hash(repr(self))
 
-    # -- what the base does ------------------------------------------------------
+    # -- hooks that the compressor does not decide ----------------------------------
 
-    @property
-    def needs_rotary(self) -> bool:  # type: ignore[override]
-        return self._base.needs_rotary
+    def max_prompt_blocks(self, tokens: int, geometry: Geometry) -> int | None:
+        """No limit, unless a subclass compresses the prompt in blocks.
 
-    @property
-    def queries_needed(self) -> int:
-        return self._base.queries_needed
-
-    @property
-    def observes(self) -> Trigger:
-        return self._base.observes
-
-    @property
-    def needs_tokenizer(self) -> bool:
-        return self._base.needs_tokenizer
-
-    @property
-    def minimum_budget_tokens(self) -> int:
-        return self._base.minimum_budget_tokens
-
-    def score(self, view: LayerView) -> torch.Tensor:
-        return self._base.score(view)
-
-    def observe(self, view: LayerView) -> Any:
-        return self._base.observe(view)
-
-    def pack_observed(self, observed: Any) -> dict[str, torch.Tensor]:
-        return self._base.pack_observed(observed)
-
-    def unpack_observed(self, packed: dict[str, torch.Tensor]) -> Any:
-        return self._base.unpack_observed(packed)
-
-    def probe_room(self, encode: Encode) -> int:
-        return self._base.probe_room(encode)
-
-    def probes(self, occasion: ProbeOccasion) -> Sequence[Probe]:
-        return self._base.probes(occasion)
-
-    def page_allocator(self) -> PageAllocator:
-        return self._base.page_allocator()
+        The compressor's own limit belongs to its own plan.
+        """
+        return None
 
     def with_allocator(
         self, request: dict[str, Any], allocator: dict[str, Any]
     ) -> dict[str, Any]:
+        """Set the allocator where the user sets it: here, or in ``base_config``."""
         if "allocator" in self.taken_settings:
             return super().with_allocator(request, allocator)
         base = self._base.with_allocator(self.base_config, allocator)
         return request | {"base_config": base}
 
     def problems(self) -> list[str]:
+        """Problems of the compressor, with its name."""
         return [f"{self.base}: {problem}" for problem in self._base.problems()]
+
+    def model_problems(self, model: LoadFingerprint) -> list[str]:
+        """Reasons of the compressor, with its name."""
+        return [f"{self.base}: {why}" for why in self._base.model_problems(model)]
+
+    @property
+    def remarks(self) -> list[str]:
+        """Remarks of the compressor, with its name."""
+        return [f"{self.base}: {remark}" for remark in self._base.remarks]
+
+
+def _forwarding(name: str) -> Any:
+    """A hook that asks the wrapped compressor."""
+    if isinstance(vars(KVCachePolicy)[name], property):
+        return property(lambda self: getattr(self._base, name))
+
+    def method(self: Wrapper, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._base, name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+# ``plan`` is abstract: each wrapper writes its own. Hooks that the class above does not
+# override go to the compressor.
+_overridden = {"plan", *vars(Wrapper)}
+for _hook in contract_hooks():
+    if _hook not in _overridden:
+        setattr(Wrapper, _hook, _forwarding(_hook))

@@ -87,9 +87,10 @@ class Transfer:
             if window is None or not window.has(first_query, tokens):
                 raise ValueError(f"no queries of tokens {first_query} to {tokens}")
             saved.queries = window.take(first_query, tokens)
-        if runtime.policy.observes_steps:
+        observation = runtime.policy.observation
+        if observation is not None:
             for layer, observed in tracked.observed.items():
-                saved.observed[layer] = runtime.policy.pack_observed(observed)
+                saved.observed[layer] = observation.pack(observed)
         if retrieval is not None:
             saved.offloaded = retrieval.detach(request_id)
         return saved.on(torch.device("cpu"))
@@ -168,9 +169,12 @@ class Transfer:
             saved.offloaded = None  # the request's from now on
             pages, _ = runtime.tables.retained(resident.slot_index)
             runtime.retrieval.settle(request_id, pages, resident.positions)
+        observation = runtime.policy.observation
+        assert observation is not None or not there.observed
         observed = {
-            layer: runtime.policy.unpack_observed(packed)
+            layer: observation.unpack(packed)
             for layer, packed in there.observed.items()
+            if observation is not None
         }
         window = None
         if there.queries is not None:

@@ -1,8 +1,7 @@
-"""Does a policy's score keep the contract? Asked on made-up caches, without a model.
+"""Checks a policy's ``score`` against the contract, on synthetic caches.
 
-What a model would show late and one request at a time is asked of a few small tensors:
-unlike lengths per KV head, positions with gaps, memory that holds NaN where there is no
-token.
+No model is needed. The caches contain what a real engine shows rarely: KV heads of
+different lengths, gaps in the positions, and NaN in slots that hold no token.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from time import perf_counter
 import torch
 
 from vllm_kvplugins.engine.scores import check_scores
-from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.policies.base import KVCachePolicy, LayerView, Retention, Trigger
+from vllm_kvplugins.errors import KVPolicyError, coded
+from vllm_kvplugins.policies.base import KVCachePolicy, LayerView
 from vllm_kvplugins.scoring.rotary import Rotary
 
-_STEPS = 8  # queries that ``observe`` is shown
+_OBSERVED_QUERIES = 8  # queries in the step that ``observe`` sees
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A made-up cache of one request and layer.
+    """A synthetic cache of one request in one layer.
 
     Attributes:
         group: query heads per KV head.
-        slots: of the longest KV head.
-        uneven: other KV heads have fewer tokens.
-        gaps: tokens in between are gone already.
+        slots: slots of the longest KV head.
+        uneven: the other KV heads hold fewer tokens.
+        gaps: an earlier compaction removed tokens in between.
     """
 
     name: str
@@ -47,97 +46,109 @@ class Shape:
 SHAPES = (
     Shape("a prompt"),
     Shape("one KV head, float32", num_kv_heads=1, group=1, dtype=torch.float32),
-    Shape("heads of 128, float16", group=1, head_dim=128, dtype=torch.float16),
+    Shape("head dimension 128, float16", group=1, head_dim=128, dtype=torch.float16),
     Shape("after a compaction", gaps=True),
-    Shape("KV heads of unlike length", num_kv_heads=3, uneven=True, gaps=True),
+    Shape("KV heads of different lengths", num_kv_heads=3, uneven=True, gaps=True),
 )
 LARGE = Shape("8 KV heads x 8192 tokens", 8, 4, 8192, 128)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a policy does on one cache that the contract does not allow."""
+    """A violation of the contract.
+
+    Attributes:
+        shape: name of the cache that shows it.
+        problem: what is wrong, with its code and remedy.
+    """
 
     shape: str
     problem: str
 
 
-def untried(policy: KVCachePolicy) -> str | None:
-    """Why a policy cannot be tried without a model; None if it can."""
-    if not policy.has_score or policy.retention is not Retention.DROP:
-        return f"{policy.name} drops no tokens by a score, so there is nothing to try"
-    if policy.observes & Trigger.PROBE:
-        return f"{policy.name} probes the model; `kvplugins explain` runs it with one"
+def unsupported(policy: KVCachePolicy) -> str | None:
+    """Why a policy cannot be checked without a model; None if it can."""
+    if not policy.has_score or policy.host_storage is not None:
+        return coded(
+            "KVP130",
+            f"{policy.name} does not drop tokens by a score, so there is nothing to "
+            "check; use `kvplugins explain` with a model",
+        )
+    if policy.probing is not None:
+        return coded(
+            "KVP131",
+            f"{policy.name} runs probes, which need a model; use `kvplugins explain`",
+        )
     return None
 
 
-def try_policy(policy: KVCachePolicy, seed: int = 0) -> list[Finding]:
-    """Score made-up caches, and list what breaks the contract.
+def check_contract(policy: KVCachePolicy, seed: int = 0) -> list[Finding]:
+    """Score synthetic caches and list the violations of the contract.
 
     Args:
-        policy: a compressor that can be tried; see ``untried``.
-        seed: of all tensors.
+        policy: a compressor that ``unsupported`` accepts.
+        seed: seed of all tensors.
 
     Raises:
-        KVPolicyError: it cannot be tried.
+        KVPolicyError: KVP130 or KVP131, the policy cannot be checked.
     """
-    if (why := untried(policy)) is not None:
-        raise KVPolicyError(why)
+    if (reason := unsupported(policy)) is not None:
+        raise KVPolicyError(reason)
     return [
         Finding(shape.name, problem)
         for shape in SHAPES
-        for problem in _problems(policy, grown(shape, policy), seed)
+        for problem in _violations(policy, _with_room(shape, policy), seed)
     ]
 
 
 def score_ms(policy: KVCachePolicy, seed: int = 0, repeats: int = 5) -> float:
-    """Median milliseconds of one ``score`` of ``LARGE`` on this machine."""
-    view = observed(policy, made_view(policy, LARGE, seed), [])
+    """Median milliseconds of one ``score`` of ``LARGE`` on this machine's CPU."""
+    view = _observed(policy, synthetic_view(policy, LARGE, seed), [])
     policy.score(view)
-    taken = []
+    times_ms = []
     for _ in range(repeats):
-        started = perf_counter()
+        start = perf_counter()
         policy.score(view)
-        taken.append((perf_counter() - started) * 1e3)
-    return median(taken)
+        times_ms.append((perf_counter() - start) * 1e3)
+    return median(times_ms)
 
 
-def grown(shape: Shape, policy: KVCachePolicy) -> Shape:
-    """With room for twice the smallest budget that the policy takes."""
-    least = 2 * policy.minimum_budget_tokens + 2 * policy.queries_needed
-    return replace(shape, slots=max(shape.slots, least))
+def _with_room(shape: Shape, policy: KVCachePolicy) -> Shape:
+    """The shape with slots for twice the smallest budget that the policy accepts."""
+    slots = 2 * policy.minimum_budget_tokens + 2 * policy.queries_needed
+    return replace(shape, slots=max(shape.slots, slots))
 
 
 # -- caches ------------------------------------------------------------------------
 
 
-def made_view(
-    policy: KVCachePolicy, shape: Shape, seed: int, empty: float = 0.0
+def synthetic_view(
+    policy: KVCachePolicy, shape: Shape, seed: int, fill: float = 0.0
 ) -> LayerView:
-    """A view as the engine shows it to ``score``.
+    """A view as the engine passes it to ``score``.
 
     Args:
-        empty: what lies in slots without a token.
+        fill: content of slots that hold no token.
     """
     generator = torch.Generator().manual_seed(seed)
     heads, slots, dim = shape.num_kv_heads, shape.slots, shape.head_dim
     tokens = slots + slots // 2 if shape.gaps else slots
-    wanted = max(policy.queries_needed, 1)
+    num_queries = max(policy.queries_needed, 1)
     positions = torch.full((heads, slots), -1)
     for head in range(heads):
         count = slots - (slots // 3) * head // heads if shape.uneven else slots
-        newest = torch.arange(tokens - wanted, tokens)  # queries belong to these
-        older = torch.randperm(tokens - wanted, generator=generator)
-        kept = torch.cat([older[: count - wanted], newest]).sort().values
+        newest = torch.arange(tokens - num_queries, tokens)  # the queries' own slots
+        older = torch.randperm(tokens - num_queries, generator=generator)
+        kept = torch.cat([older[: count - num_queries], newest]).sort().values
         positions[head, slots - count :] = kept
     valid = positions >= 0
 
-    def states() -> torch.Tensor:
-        found = torch.randn(heads, slots, dim, generator=generator)
-        return found.masked_fill(~valid[..., None], empty).to(shape.dtype)
+    def random_states() -> torch.Tensor:
+        states = torch.randn(heads, slots, dim, generator=generator)
+        return states.masked_fill(~valid[..., None], fill).to(shape.dtype)
 
-    keys, values = states(), states()
-    queries = torch.randn(heads * shape.group, wanted, dim, generator=generator)
+    keys, values = random_states(), random_states()
+    queries = torch.randn(heads * shape.group, num_queries, dim, generator=generator)
     frequencies = 10000.0 ** -(torch.arange(dim // 2) / (dim // 2))
     angles = torch.arange(2 * tokens)[:, None] * frequencies
     return LayerView(
@@ -155,93 +166,117 @@ def made_view(
     )
 
 
-def observed(policy: KVCachePolicy, view: LayerView, faults: list[str]) -> LayerView:
-    """With what the policy makes of the newest queries, if it observes steps."""
-    if not policy.observes_steps:
+def _observed(policy: KVCachePolicy, view: LayerView, faults: list[str]) -> LayerView:
+    """The view after the policy has observed the newest queries, if it observes."""
+    observation = policy.observation
+    if observation is None:
         return view
     heads, _, dim = view.queries.shape
     generator = torch.Generator().manual_seed(1)
-    newest = int(view.positions.max()) + 1
-    count = min(_STEPS, newest)
-    asked = torch.randn(heads, count, dim, generator=generator)
+    tokens = int(view.positions.max()) + 1
+    count = min(_OBSERVED_QUERIES, tokens)
+    queries = torch.randn(heads, count, dim, generator=generator)
     step = replace(
         view,
-        queries=asked.to(view.keys.dtype),
-        query_positions=torch.arange(newest - count, newest),
+        queries=queries.to(view.keys.dtype),
+        query_positions=torch.arange(tokens - count, tokens),
         budget_tokens=0,
     )
-    found = policy.observe(step)
+    observed = observation.observe(step)
     try:
-        again = policy.unpack_observed(policy.pack_observed(found))
-    except Exception as error:  # a policy's own code, which may raise anything
+        restored = observation.unpack(observation.pack(observed))
+    except Exception as error:  # code of another package may raise anything
         faults.append(
-            f"what observe returned cannot be kept with a session ({_said(error)}); "
-            "write pack_observed and unpack_observed"
+            coded(
+                "KVP138",
+                f"a session cannot store what observe returned ({_describe(error)}); "
+                "override pack and unpack",
+            )
         )
-        again = found
-    return replace(view, observed=again)
+        restored = observed
+    return replace(view, observed=restored)
 
 
 # -- rules -------------------------------------------------------------------------
 
 
-def _problems(policy: KVCachePolicy, shape: Shape, seed: int) -> Iterator[str]:
+def _violations(policy: KVCachePolicy, shape: Shape, seed: int) -> Iterator[str]:
     faults: list[str] = []
 
-    def scored(empty: float) -> torch.Tensor:
-        view = observed(policy, made_view(policy, shape, seed, empty), faults)
-        return policy.score(view)
+    def score_with(fill: float) -> torch.Tensor:
+        view = synthetic_view(policy, shape, seed, fill)
+        return policy.score(_observed(policy, view, faults))
 
     try:
-        view = observed(policy, made_view(policy, shape, seed), faults)
-        before = [part.clone() for part in _parts(view)]
+        view = _observed(policy, synthetic_view(policy, shape, seed), faults)
+        before = [tensor.clone() for tensor in _tensors(view)]
         score = policy.score(view)
         check_scores(policy, 0, score, view)
-        again, other = policy.score(view), scored(torch.nan)
+        repeated, with_nan = policy.score(view), score_with(torch.nan)
     except KVPolicyError as error:
         yield str(error)
         return
-    except Exception as error:  # a policy's own code, which may raise anything
-        yield _said(error)
+    except Exception as error:  # code of another package may raise anything
+        yield coded("KVP132", f"score raised {_describe(error)}")
         return
     yield from dict.fromkeys(faults)
-    if not all(map(torch.equal, before, _parts(view))):
-        yield "score changed keys, values, queries or positions; they are the cache's"
+    if not all(map(torch.equal, before, _tensors(view))):
+        yield coded(
+            "KVP133",
+            "score() changed keys, values, queries or positions; they belong to the "
+            "cache, so copy them before changing them",
+        )
     valid = view.positions >= 0
     if bool(torch.isnan(score[valid]).any()):
-        yield "score is NaN for a token"
+        yield coded("KVP134", "score() returned NaN for a slot that holds a token")
         return
-    if not torch.equal(score[valid], again[valid]):
-        yield "score is another one when asked again"
-    if not torch.equal(score[valid], other[valid]):
-        yield "what lies in slots without a token changes scores; see view.valid"
-    yield from _room(score, valid, view.budget_tokens)
-
-
-def _room(score: torch.Tensor, valid: torch.Tensor, budget: int) -> Iterator[str]:
-    stay = ((score == torch.inf) & valid).sum(1)
-    if int(stay.max()) > budget:
-        yield (
-            f"{int(stay.max())} tokens of a KV head must stay (inf) at a budget of "
-            f"{budget}; minimum_budget_tokens says the smallest one that has room"
+    if not torch.equal(score[valid], repeated[valid]):
+        yield coded(
+            "KVP135",
+            "score() is not deterministic: two calls with the same view differ; seed "
+            "its random numbers",
         )
-    left = ((score > -torch.inf) & valid).sum(1)
-    if int(left.min()) < min(budget, int(valid.sum(1).min())):
-        yield (
-            f"only {int(left.min())} tokens of a KV head may stay (not -inf), fewer "
-            f"than the budget of {budget}"
+    if not torch.equal(score[valid], with_nan[valid]):
+        yield coded(
+            "KVP136",
+            "scores depend on slots that hold no token; mask them with view.valid",
         )
-    free = score[valid & score.isfinite()]
-    if len(free) > 1 and bool((free == free[0]).all()):
-        yield "all tokens that may stay or go have one score: the oldest would stay"
+    yield from _budget_violations(score, valid, view.budget_tokens)
 
 
-def _parts(view: LayerView) -> tuple[torch.Tensor, ...]:
+def _budget_violations(
+    score: torch.Tensor, valid: torch.Tensor, budget: int
+) -> Iterator[str]:
+    must_stay = int(((score == torch.inf) & valid).sum(1).max())
+    if must_stay > budget:
+        yield coded(
+            "KVP137",
+            f"{must_stay} tokens of a KV head must stay (inf), more than the budget of "
+            f"{budget}; return the smallest budget with room for them as "
+            "minimum_budget_tokens",
+        )
+    may_stay = int(((score > -torch.inf) & valid).sum(1).min())
+    if may_stay < min(budget, int(valid.sum(1).min())):
+        yield coded(
+            "KVP137",
+            f"only {may_stay} tokens of a KV head may stay (not -inf), fewer than the "
+            f"budget of {budget}; use finite scores for the others",
+        )
+    finite = score[valid & score.isfinite()]
+    if len(finite) > 1 and bool((finite == finite[0]).all()):
+        yield coded(
+            "KVP139",
+            "all tokens with a finite score have the same score, so the oldest stay; "
+            "return different scores",
+        )
+
+
+def _tensors(view: LayerView) -> tuple[torch.Tensor, ...]:
     return view.keys, view.values, view.queries, view.positions
 
 
-def _said(error: Exception) -> str:
-    """An error of a policy's code, and the line that it came from."""
+def _describe(error: Exception) -> str:
+    """An error and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {error}{at}"

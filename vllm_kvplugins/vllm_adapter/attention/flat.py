@@ -115,7 +115,7 @@ class PolicyBuilder(ABC):
             [layer.impl.scale for layer in self.layers],
             self.rotary,
             probe_model(self.vllm_config, model, self.layer_names),
-            activation.losses(model) if self.runtime.policy.needs_surprisal else None,
+            activation.losses(model) if self.runtime.policy.spans else None,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 
@@ -11,25 +11,22 @@ from vllm_kvplugins.engine.retrieval.pinned import CHUNK_BYTES, PinnedArena
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.ops.host_fetch import direct_problem
 from vllm_kvplugins.plan.geometry import Geometry
-from vllm_kvplugins.policies.base import KVCachePolicy, Retention
-
-if TYPE_CHECKING:
-    from vllm_kvplugins.policies.retrieval import Retriever
+from vllm_kvplugins.policies.base import KVCachePolicy
 
 _MIB = 1 << 20
 
 
 def measured(policy: KVCachePolicy) -> dict[str, int]:
     """The default host-memory limit, measured once so that all processes agree."""
-    if policy.retention is Retention.DROP or policy.host_memory_bytes:
+    storage = policy.host_storage
+    if storage is None or storage.host_memory_bytes:
         return {}
     return {"host_memory": default_limit_bytes()}
 
 
 def _is_read_directly(policy: KVCachePolicy) -> bool:
-    if policy.retention is not Retention.OFFLOAD:
-        return False
-    return cast("Retriever", policy).host_fetch == "direct"
+    retrieval = policy.retrieval
+    return retrieval is not None and retrieval.host_fetch == "direct"
 
 
 def fetch_problems(policy: KVCachePolicy) -> list[str]:
@@ -88,7 +85,7 @@ class HostReservations:
     """
 
     def __init__(self, policy: KVCachePolicy, geometry: Geometry) -> None:
-        self._policy = policy
+        self._storage = policy.host_storage
         self._geometry = geometry
         self._reserved: dict[str, int] = {}
         # of sessions, whose tokens stay on the host between requests
@@ -98,7 +95,7 @@ class HostReservations:
 
     def fits(self, request: Any) -> bool:
         """Whether a request can be scheduled now. Changes nothing but ``held``."""
-        limit = self._policy.host_memory_bytes
+        limit = self._limit
         if limit is None or request.request_id in self._reserved:
             return True
         # Alone a request always runs; the front end refuses what never fits.
@@ -112,7 +109,7 @@ class HostReservations:
 
     def reserve(self, request: Any) -> None:
         """A request was scheduled for the first time, or again."""
-        if self._policy.host_memory_bytes is not None:
+        if self._limit is not None:
             self._reserved.setdefault(request.request_id, self._need(request))
 
     def release(self, request: Any) -> None:
@@ -132,15 +129,22 @@ class HostReservations:
     def reserved_bytes(self) -> int:
         return sum(self._reserved.values()) + sum(self._held.values())
 
+    @property
+    def _limit(self) -> int | None:
+        return self._storage.host_memory_bytes if self._storage else None
+
     def _need(self, request: Any) -> int:
+        assert self._storage is not None
         tokens = request.num_prompt_tokens + request.max_tokens
-        return self._policy.host_bytes(tokens, self._geometry)
+        return self._storage.host_bytes(tokens, self._geometry)
 
 
 def too_long(policy: KVCachePolicy, geometry: Geometry, tokens: int) -> str | None:
     """Why a request of so many tokens can never run, if so."""
-    limit = policy.host_memory_bytes
-    need = policy.host_bytes(tokens, geometry)
+    storage = policy.host_storage
+    if storage is None:
+        return None
+    limit, need = storage.host_memory_bytes, storage.host_bytes(tokens, geometry)
     if limit is None or need <= limit:
         return None
     return coded(

@@ -58,7 +58,8 @@ def patched_prompt_problem(
     sampling_params: Any, policy: KVCachePolicy, vocabulary: int
 ) -> str | None:
     """What is wrong with the patched prompt of a request, if anything."""
-    asked, most = asked_patched_prompt(sampling_params), policy.patched_prompt_tokens
+    asked = asked_patched_prompt(sampling_params)
+    most = policy.max_patched_prompt_tokens
     if not asked:
         return None
     if not most:
@@ -100,7 +101,8 @@ def settled(
     Args:
         load_tokenizer: the model's; gives None if the engine has none.
     """
-    if not policy.finds_turns or request.get("turn_end_token") is not None:
+    finds_turns = policy.turns is not None and policy.turns.finds_in_prompt
+    if not finds_turns or request.get("turn_end_token") is not None:
         return request
     tokenizer = load_tokenizer()
     if tokenizer is None:

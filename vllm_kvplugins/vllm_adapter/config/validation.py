@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvplugins.episodes.encoder import missing
 from vllm_kvplugins.errors import coded
-from vllm_kvplugins.policies.base import Retention
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,8 +30,8 @@ _STOCK_WORKERS = (
 
 def episode_problems(policy: KVCachePolicy) -> list[str]:
     """Packages that a policy with episodes needs and that are not installed."""
-    settings = policy.episode_settings
-    problem = missing(settings.encoder) if settings is not None else None
+    routing = policy.episode_routing
+    problem = missing(routing.settings.encoder) if routing is not None else None
     return [] if problem is None else [problem]
 
 
@@ -289,7 +288,7 @@ def layer_problems(name: str, impl: Any) -> list[str]:
 
 def dtype_problems(policy: KVCachePolicy, model: Any) -> list[str]:
     """Why a policy cannot run with the model's dtype."""
-    if policy.retention is Retention.DROP or str(model.dtype) != "torch.float16":
+    if policy.host_storage is None or str(model.dtype) != "torch.float16":
         return []
     return [
         coded(

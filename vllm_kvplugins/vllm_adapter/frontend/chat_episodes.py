@@ -100,8 +100,8 @@ def parameters(
     if plan.is_static:
         return {}
     found: dict[str, Any] = {TURN_ENDS: ends}
-    settings = policy.episode_settings
-    if settings is None:
+    routing = policy.episode_routing
+    if routing is None:
         return found
     (count,) = history_of(messages)
     try:
@@ -112,7 +112,7 @@ def parameters(
         return {}
     if not history:
         return {}
-    desk = _desk(renderer, settings)
+    desk = _desk(renderer, routing.settings)
     owner = prompt.get("cache_salt") or ""
     try:
         route = desk.book.route(owner, history, query)
@@ -128,7 +128,7 @@ def parameters(
         route.encode_ms,
         route.match_ms,
     )
-    most = policy.patched_prompt_tokens
+    most = routing.patched_prompt_tokens
     told = {g: found | {PATCHED_PROMPT: desk.tokens(g, most)} for g in route.guides}
     mine = told.pop(route.guide)
     prompt[OTHERS] = list(told.values())

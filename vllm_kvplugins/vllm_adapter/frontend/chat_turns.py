@@ -80,7 +80,7 @@ def pass_on(policy: KVCachePolicy, prompt: Any, sampling_params: Any) -> None:
     """Put what was found of a rendered prompt into the request's own parameters,
     unless they say something already."""
     found = prompt.get(_FOUND) if isinstance(prompt, dict) else None
-    if not policy.needs_turns or found is None or sampling_params is None:
+    if policy.turns is None or found is None or sampling_params is None:
         return
     if asked_turn_ends(sampling_params) is None:
         sampling_params.extra_args = (sampling_params.extra_args or {}) | found
@@ -94,19 +94,21 @@ def requests_of_episodes(prompt: Any) -> list[dict[str, Any]]:
 
 def _prepare(renderer: BaseRenderer, conversations: Any) -> None:
     policy = policy_of(renderer.config)
-    if policy is not None and (policy.finds_turns or policy.wants_history):
+    turns = policy.turns if policy is not None else None
+    if turns is not None and (turns.finds_in_prompt or turns.history_only):
         chat_episodes.keep_parts(conversations)
 
 
 def _unseen_turns(renderer: BaseRenderer, messages: Any, prompt: Any) -> list[int]:
     """How many messages close a turn each, where the prompt's tokens do not show it."""
     policy, tokens = policy_of(renderer.config), prompt.get("prompt_token_ids")
-    if policy is None or not tokens:
+    turns = policy.turns if policy is not None else None
+    if turns is None or not tokens:
         return []
-    if policy.wants_history:
+    if turns.history_only:
         return chat_episodes.history_of(messages)
     # where it is known which token ends a message, and there is one, it says more
-    if not policy.finds_turns or policy.turn_ends(tokens, None):
+    if not turns.finds_in_prompt or turns.turn_ends(tokens, None):
         return []
     return closed_turns(messages)
 
@@ -117,7 +119,7 @@ def _parameters(
     """What a request is told of its turns, and of its episode."""
     policy = policy_of(renderer.config)
     assert policy is not None, "nothing was looked for"
-    if policy.wants_history:
+    if policy.turns is not None and policy.turns.history_only:
         return chat_episodes.parameters(renderer, policy, messages, prompt, ends)
     return {TURN_ENDS: ends}
 

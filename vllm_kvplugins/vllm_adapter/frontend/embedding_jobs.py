@@ -175,9 +175,10 @@ def install() -> None:
 def _builder(engine: Any) -> Builder | None:
     """The engine's; None if its policy has no episodes."""
     policy = policy_of(engine.vllm_config)
-    settings = policy.episode_settings if policy is not None else None
-    if settings is None:
+    routing = policy.episode_routing if policy is not None else None
+    if routing is None:
         return None
+    settings = routing.settings
     if engine not in _builders:
         _builders[engine] = Builder(
             functools.partial(_run, engine),

@@ -27,7 +27,7 @@ def build(llm: Any, messages: Sequence[dict[str, Any]]) -> int:
         KVPolicyError: the engine's policy has no episodes.
     """
     policy = policy_of(llm.llm_engine.vllm_config)
-    if policy is None or policy.episode_settings is None:
+    if policy is None or policy.episode_routing is None:
         name = "no policy" if policy is None else policy.name
         raise KVPolicyError(
             f"the engine runs {name}, which has no episodes; start it with "

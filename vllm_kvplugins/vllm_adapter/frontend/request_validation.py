@@ -11,7 +11,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.plan.geometry import Lengths
-from vllm_kvplugins.policies.base import KVCachePolicy, Retention
+from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of, policy_of
 from vllm_kvplugins.vllm_adapter.config.host_memory import too_long
 from vllm_kvplugins.vllm_adapter.config.pool import blocks_per_engine, too_large
@@ -49,11 +49,11 @@ def install() -> None:
                 value=True,
             )
         request = original(self, *args, **kwargs)
-        if policy is not None and policy.retention is not Retention.DROP:
+        if policy is not None and policy.host_storage is not None:
             _check_host_memory(self.vllm_config, policy, request)
-        if policy is not None and policy.needs_surprisal:
+        if policy is not None and policy.spans is not None:
             _check_tokens(policy, request)
-        if policy is not None and policy.needs_turns:
+        if policy is not None and policy.turns is not None:
             chat_turns.pass_on(policy, asked.get("prompt"), request.sampling_params)
             _check_turn_ends(request)
         if policy is not None:
@@ -107,7 +107,7 @@ def _check_patched_prompt(
 def _check_pool(vllm_config: Any, policy: KVCachePolicy, request: Any) -> None:
     """Reject requests that never fit and that vLLM's start-up check admits."""
     geometry, longest = geometry_of(vllm_config), vllm_config.model_config.max_model_len
-    bounded = policy.prompt_blocks(longest, geometry) is not None
+    bounded = policy.max_prompt_blocks(longest, geometry) is not None
     if request.sampling_params is None or not bounded:
         return
     ids, embeds = request.prompt_token_ids, request.prompt_embeds
@@ -115,7 +115,7 @@ def _check_pool(vllm_config: Any, policy: KVCachePolicy, request: Any) -> None:
     answer = request.sampling_params.max_tokens or 0
     pool = blocks_per_engine(vllm_config)
     assert pool is not None, "a request before the engine's start-up"
-    turns = policy.turn_ends(ids or (), asked_turn_ends(request.sampling_params))
+    turns = policy.find_turn_ends(ids or (), asked_turn_ends(request.sampling_params))
     plan = policy.plan(Lengths(prompt, turns), geometry)
     ahead = bool(vllm_config.scheduler_config.async_scheduling)
     problem = too_large(policy, plan, prompt, answer, pool, ahead)

@@ -13,7 +13,7 @@ from vllm_kvplugins.log_throttle import LogThrottle
 from vllm_kvplugins.plan.geometry import Lengths
 from vllm_kvplugins.plan.plan_cache import PlanCache
 from vllm_kvplugins.plan.residency_plan import Compaction, ResidencyPlan
-from vllm_kvplugins.policies.base import Trigger
+from vllm_kvplugins.policies.capabilities import Trigger
 from vllm_kvplugins.sessions.commands import Session
 from vllm_kvplugins.sessions.directory import Match
 from vllm_kvplugins.vllm_adapter.config.turns import asked_turn_ends
@@ -62,10 +62,11 @@ class ResidencyBlockManager(FullAttentionManager):
         # requests that were given the blocks that their session was saved from
         self._in_place: set[str] = set()
         policy, geometry = kv_cache_spec.policy, kv_cache_spec.geometry
-        self.observes_prompt = (
-            Trigger.PREFILL_CHUNK in policy.observes or policy.needs_surprisal
+        observation = policy.observation
+        self.observes_prompt = policy.spans is not None or (
+            observation is not None and Trigger.PREFILL_CHUNK in observation.triggers
         )
-        self._bounds_prompts = policy.prompt_blocks(1, geometry) is not None
+        self._bounds_prompts = policy.max_prompt_blocks(1, geometry) is not None
 
     def plan(self, request: Any) -> ResidencyPlan:
         """The plan of a request."""
@@ -73,9 +74,9 @@ class ResidencyBlockManager(FullAttentionManager):
         if lengths is None:
             policy = self.kv_cache_spec.policy
             turns: tuple[int, ...] = ()
-            if policy.needs_turns:
+            if policy.turns is not None:
                 asked = asked_turn_ends(request.sampling_params)
-                turns = policy.turn_ends(request.prompt_token_ids or (), asked)
+                turns = policy.turns.turn_ends(request.prompt_token_ids or (), asked)
             start = self._starts.get(request)
             restored = start.session.compaction if start else None
             lengths = Lengths(request.num_prompt_tokens, turns, restored)
@@ -123,7 +124,7 @@ class ResidencyBlockManager(FullAttentionManager):
         if done == int(match.session.compaction is not None):
             return new_tokens
         spec, size = self.kv_cache_spec, self.block_size
-        most = spec.policy.prompt_blocks(request.num_tokens, spec.geometry)
+        most = spec.policy.max_prompt_blocks(request.num_tokens, spec.geometry)
         most = self._pool_blocks if most is None else min(most, self._pool_blocks)
         stop = max(match.session.first_block + most, computed_tokens // size + 1)
         return int(min(new_tokens, stop * size - computed_tokens))

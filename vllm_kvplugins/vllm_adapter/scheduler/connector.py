@@ -97,7 +97,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         """All layers have attended: run the compactions of this step, unless they
         wait until its tokens have left."""
         assert self._runtime is not None
-        if not self._runtime.policy.compacts_late:
+        if self._runtime.policy.spans is None:
             self._runtime.end_step()
 
     def build_connector_worker_meta(self) -> SessionAckMetadata | None:

@@ -20,7 +20,7 @@ from vllm_kvplugins.config import describe, parse_policy, parse_sessions
 from vllm_kvplugins.engine.retrieval.host_tier import default_limit_bytes
 from vllm_kvplugins.engine.windows import first_saved
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
-from vllm_kvplugins.policies.base import KVCachePolicy, Retention
+from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.sessions.commands import Session, Tokens
 from vllm_kvplugins.sessions.directory import Match, SessionDirectory
 from vllm_kvplugins.sessions.files import (
@@ -58,7 +58,8 @@ NO_SESSIONS = {"sessions": 0, "session_bytes": 0, "session_disk_bytes": 0}
 def settled(request: dict[str, Any], policy: KVCachePolicy) -> dict[str, Any]:
     """The settings with whether sessions are kept, so that all processes know the
     same."""
-    return request | {"sessions": parse_sessions(request).on_for(policy.needs_turns)}
+    has_turns = policy.turns is not None
+    return request | {"sessions": parse_sessions(request).on_for(has_turns)}
 
 
 def measured(request: dict[str, Any]) -> dict[str, int]:
@@ -155,7 +156,7 @@ class SchedulerSessions:
             disk_bytes=settings.session_disk,
             max_age_s=settings.session_max_age_s,
             # what lies on the host is not copied
-            moves=self._policy.retention is Retention.OFFLOAD,
+            moves=self._policy.retrieval is not None,
             on_gone=host.let_go,
             on_leave=manager.parked.drop,
         )
@@ -226,7 +227,7 @@ class SchedulerSessions:
             session.first_query,
         )
         # what was observed of later tokens cannot be taken back
-        if self._policy.observes_steps and tokens < len(session.tokens):
+        if self._policy.observation is not None and tokens < len(session.tokens):
             return 0
         return tokens if self._manager.can_start(request, session, tokens) else 0
 
@@ -274,7 +275,8 @@ class SchedulerSessions:
         blocks = held[first : self._blocks_of(tokens)]
         assert not any(block.is_null for block in blocks), "a resident block is gone"
         size = self._manager.block_size * self._geometry.kv_bytes_per_token
-        host_bytes = self._policy.host_bytes(tokens, self._geometry)
+        storage = self._policy.host_storage
+        host_bytes = storage.host_bytes(tokens, self._geometry) if storage else 0
         patched = asked_patched_prompt(request.sampling_params) if compaction else ()
         first_query = first_saved(
             tokens,

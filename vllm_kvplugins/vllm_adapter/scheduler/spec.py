@@ -35,7 +35,7 @@ class ResidencySpec(FullAttentionSpec):
         """
         whole: int = super().max_memory_usage_bytes(vllm_config)
         longest = vllm_config.model_config.max_model_len
-        blocks = self.policy.prompt_blocks(longest, self.geometry)
+        blocks = self.policy.max_prompt_blocks(longest, self.geometry)
         return whole if blocks is None else min(whole, blocks * self.page_size_bytes)
 
     @classmethod

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvplugins.config import CONFIG_KEY, parse_sessions
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.errors import KVPolicyError, coded, refuse
-from vllm_kvplugins.policies.base import KVCachePolicy, Retention
+from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.sessions.store import SessionStore
 from vllm_kvplugins.sessions.transfer import Transfer
 from vllm_kvplugins.vllm_adapter.config import (
@@ -148,11 +148,11 @@ def _install_front_end(policy: KVCachePolicy) -> None:
     from vllm_kvplugins.vllm_adapter.frontend import request_validation
 
     request_validation.install()
-    if policy.needs_turns:
+    if policy.turns is not None:
         from vllm_kvplugins.vllm_adapter.frontend import chat_turns
 
         chat_turns.install()
-    if policy.episode_settings is not None:
+    if policy.episode_routing is not None:
         from vllm_kvplugins.vllm_adapter.frontend import embedding_jobs
 
         embedding_jobs.install()
@@ -217,7 +217,7 @@ def activate(vllm_config: VllmConfig) -> PolicyRuntime:
     _process.runner = _process.attach = _process.vault = None
     if kept:
         files = sessions.session_dir(vllm_config)
-        moves = policy.retention is Retention.OFFLOAD
+        moves = policy.retrieval is not None
         _process.vault = SessionStore(
             Transfer(_process.runtime), files, vllm_config.parallel_config.rank, moves
         )

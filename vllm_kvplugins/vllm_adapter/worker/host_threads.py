@@ -8,7 +8,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import startup_omp_num_threads
 
-from vllm_kvplugins.policies.base import KVCachePolicy, Retention
+from vllm_kvplugins.policies.base import KVCachePolicy
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
@@ -30,7 +30,7 @@ def restore(policy: KVCachePolicy, parallel: ParallelConfig, threads: int) -> No
     # a share of the cores already, unless the engine runs in the user's own process
     ranks = parallel.local_world_size * max(1, parallel.data_parallel_size_local)
     share = min(threads, startup_omp_num_threads(ranks))
-    if policy.retention is Retention.DROP or share <= now:
+    if policy.host_storage is None or share <= now:
         return
     torch.set_num_threads(share)
     logger.info(

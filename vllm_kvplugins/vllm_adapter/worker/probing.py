@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_kvplugins.engine.probing import ProbeModel
-from vllm_kvplugins.policies.base import Encode, Trigger
+from vllm_kvplugins.policies.capabilities import Encode, Probing
 from vllm_kvplugins.vllm_adapter.config import compat
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ def encoder(vllm_config: VllmConfig) -> Encode:
 
 def problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
     """What stands in the way of a policy that probes."""
-    if Trigger.PROBE not in policy.observes:
+    probing = policy.probing
+    if probing is None:
         return []
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     why = f"{policy.name} runs tokens of its own through the model"
@@ -90,14 +91,16 @@ def problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
             f"{why}, which the other ranks of --data-parallel-size "
             f"{parallel.data_parallel_size} would not know of; leave it at 1"
         )
-    if policy.needs_tokenizer and model.skip_tokenizer_init:
+    if probing.needs_tokenizer and model.skip_tokenizer_init:
         return [*found, f"{policy.name} encodes text; remove --skip-tokenizer-init"]
-    return found + _room_problems(vllm_config, policy)
+    return found + _room_problems(vllm_config, policy, probing)
 
 
-def _room_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
+def _room_problems(
+    vllm_config: VllmConfig, policy: KVCachePolicy, probing: Probing
+) -> list[str]:
     """A probe needs positions behind the longest sequence, and one batch."""
-    room = policy.probe_room(encoder(vllm_config))
+    room = max(probing.room(encoder(vllm_config)), policy.max_patched_prompt_tokens)
     longest = vllm_config.model_config.max_model_len
     positions = compat.max_positions(vllm_config)
     batch = vllm_config.scheduler_config.max_num_batched_tokens

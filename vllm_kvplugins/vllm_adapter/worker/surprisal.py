@@ -72,7 +72,7 @@ def _replay_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str
     from vllm import envs
     from vllm.config import CUDAGraphMode
 
-    if not policy.needs_surprisal or not envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
+    if policy.spans is None or not envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
         return []
     if vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
         return []
@@ -85,7 +85,7 @@ def _replay_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str
 def _head_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
     """What tensor parallelism stands in the way of."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    if not policy.knows_query_heads or ranks == 1:
+    if policy.spans is None or not policy.spans.uses_query_heads or ranks == 1:
         return []
     return [
         f"{policy.name} has numbers for each query head of the model, of which each of "

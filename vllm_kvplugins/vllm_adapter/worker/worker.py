@@ -49,7 +49,7 @@ class PolicyWorker:
             vault.take_in(meta.orders)
         runtime.finish(scheduler_output.finished_req_ids)
         runtime.forget(getattr(scheduler_output, "preempted_req_ids", None) or ())
-        if runtime.policy.compacts_late:
+        if runtime.policy.spans is not None:
             # before this step writes: blocks that are read may be another's by now
             with torch.inference_mode():
                 runtime.end_step()
