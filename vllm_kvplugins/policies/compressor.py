@@ -139,7 +139,7 @@ class Compressor(KVCachePolicy):
             found.append(
                 coded(
                     "KVP108",
-                    f"{self.name} has no score(view), so it cannot choose tokens; write "
+                    f"{self.name} has no score(view), so it cannot choose tokens; add "
                     "one (docs/adding-a-policy.md)",
                 )
             )
