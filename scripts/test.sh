@@ -4,12 +4,14 @@ set -euo pipefail
 
 usage() {
   cat <<'HELP'
-Usage: bash scripts/test.sh [pytest arguments]
+Usage: bash scripts/test.sh [--all] [pytest arguments]
 
 Sets up the same environment as serve.sh plus the test tools and the default
 model, then runs the checks of .pre-commit-config.yaml (ruff, mypy, clang-format,
 codespell) and pytest, which also builds and runs the C++ tests and the site of the
-documentation. With pytest arguments only pytest runs, with these:
+documentation. Default tier: everything but tests marked slow and whole engines on
+model runner V2. --all runs the full tier, with random tests at full length. With
+pytest arguments only pytest runs, with these:
 
   bash scripts/test.sh tests/unit -k snapkv
 
@@ -65,7 +67,9 @@ export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
 export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
 
 lint=0
-if (($# == 0)); then
+everything=""
+if (($# == 0)) || { (($# == 1)) && [[ "$1" == --all ]]; }; then everything=1; fi
+if [[ -n "$everything" ]]; then
   if git rev-parse --git-dir >/dev/null 2>&1; then
     say "• ruff, mypy, clang-format, codespell"
     PRE_COMMIT_HOME="$KVP_STATE/pre-commit" "$PY" -m pre_commit run --all-files || lint=1

@@ -17,6 +17,38 @@ sys.path.insert(0, str(_TESTS / "helpers"))
 sys.path.extend(map(str, sorted((_TESTS.parent / "benchmarks").glob("*/"))))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="run the full tier: tests marked slow, and random tests at full length",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--all"):  # for workers, and for what tests start
+        os.environ["KVP_TEST_TIER"] = "all"
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leave the full tier out, unless it is asked for. Deselected is not skipped."""
+    if os.environ.get("KVP_TEST_TIER") == "all":
+        return
+    left_out = [item for item in items if in_full_tier_only(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not in_full_tier_only(item)]
+
+
+def in_full_tier_only(item: pytest.Item) -> bool:
+    """Marked slow, or a whole engine on model runner V2, which is interpreted."""
+    call = getattr(item, "callspec", None)
+    v2 = call is not None and call.params.get("runner") == "V2"
+    return v2 or item.get_closest_marker("slow") is not None
+
+
 @pytest.fixture(scope="session")
 def model_path() -> str:
     """Folder of the real model; engine tests that need one are skipped without."""

@@ -4,6 +4,10 @@ vLLM keeps much of its state per process, so tests do not build engines
 themselves: they name a function in a ``scenarios_*`` module, give it plain
 arguments and get back what it returned, through JSON files.
 
+An import of vLLM takes longer than most scenarios. So each pytest process starts a
+fork server (``runner.py``) that imports vLLM once and forks a child per scenario.
+Scenarios whose environment differs in more than ``_READ_LATE`` get another server.
+
 ``KVP_TEST_RUNNER=V2 KVP_TEST_KERNEL=triton python -m pytest tests/engine`` runs them on
 model runner V2, with our Triton kernel in its interpreter; with
 ``KVP_TEST_INTERPRETER=torch``, too, in one that is much faster
@@ -14,8 +18,11 @@ choose a runner themselves keep theirs.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -27,6 +34,18 @@ _ROOT = _HERE.parent.parent
 # Steps take several times as long: random traffic is shorter then.
 INTERPRETED = os.environ.get("KVP_TEST_RUNNER") == "V2"
 _PATIENCE = 6 if INTERPRETED else 1
+# Variables that vLLM, this package and the tests' own patches read when an engine
+# starts, or later; all others may be read by an import.
+_READ_LATE = {
+    "KVP_OPS",
+    "KVP_TEST_ASYNC",
+    "KVP_TEST_OPERATIONS",
+    "VLLM_CPU_CI_ENV",
+    "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_PLUGINS",
+}
+_MOST_SERVERS = 2  # each holds what vLLM's import needs, some 700 MB
 
 
 def engine_environment(**changes: str | None) -> dict[str, str]:
@@ -43,10 +62,10 @@ def engine_environment(**changes: str | None) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONHASHSEED": "0",
     }
-    paths = [str(_ROOT), str(_HERE), str(_HERE.parent / "helpers")]
+    helpers = _HERE.parent / "helpers"
+    paths = [str(_ROOT), str(_HERE), str(helpers), str(helpers / "cpu_v2")]
     if INTERPRETED:
         env |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
-        paths.append(str(_HERE.parent / "helpers" / "cpu_v2"))
     if env.get("PYTHONPATH"):
         paths.append(env["PYTHONPATH"])
     env["PYTHONPATH"] = os.pathsep.join(paths)
@@ -64,9 +83,10 @@ def run_scenario(
     environment: dict[str, str | None] | None = None,
     timeout: float = 400,
 ) -> Any:
-    """Call ``module:function(**arguments)`` in a fresh process.
+    """Call ``module:function(**arguments)`` in a process of its own.
 
     Args:
+        environment: changes to ``engine_environment()``.
         timeout: in seconds; longer where kernels are interpreted.
 
     Returns:
@@ -74,21 +94,99 @@ def run_scenario(
 
     Raises:
         AssertionError: the process failed; carries the end of its output.
+        subprocess.TimeoutExpired: the process took too long and was killed.
     """
+    env = engine_environment(**(environment or {}))
     with tempfile.TemporaryDirectory() as folder:
         request, result = Path(folder, "request.json"), Path(folder, "result.json")
+        output = Path(folder, "output.txt")
         request.write_text(json.dumps({"scenario": scenario, "arguments": arguments}))
-        done = subprocess.run(
-            [sys.executable, str(_HERE / "runner.py"), str(request), str(result)],
-            env=engine_environment(**(environment or {})),
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_PATIENCE * timeout,
-            check=False,
+        code = _server(env).call(
+            {
+                "arguments": str(request),
+                "result": str(result),
+                "output": str(output),
+                "folder": folder,
+                "environment": env,
+            },
+            _PATIENCE * timeout,
         )
-        assert done.returncode == 0, (
-            f"{scenario} ended with {done.returncode}:\n{done.stdout[-6000:]}"
-        )
+        assert code == 0, f"{scenario} ended with {code}:\n{_end_of(output)}"
         return json.loads(result.read_text())
+
+
+class _Server:
+    """A fork server, and the log of what it says outside its children."""
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, str(_HERE / "runner.py")],
+            env=env,
+            cwd=tempfile.gettempdir(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
+
+    def call(self, request: dict[str, Any], timeout: float) -> int:
+        """The exit code of one child.
+
+        A timeout, and any other exception, ends the server and the child with it.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+            if not select.select([self._process.stdout], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(
+                    "scenario", timeout, _end_of(Path(request["output"])).encode()
+                )
+            reply = self._process.stdout.readline()
+            if not reply:
+                said = _end_of(Path(self._log.name))
+                raise AssertionError(f"the fork server ended:\n{said}")
+            return int(reply)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the server; it kills a child that still runs."""
+        for key, server in list(_servers.items()):
+            if server is self:
+                del _servers[key]
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate(timeout=60)
+        self._log.close()
+
+
+_Key = frozenset[tuple[str, str]]
+_servers: dict[_Key, _Server] = {}  # the one used last comes last
+
+
+def _server(env: dict[str, str]) -> _Server:
+    """The server that was started in this environment, or a new one."""
+    key = frozenset(
+        (name, value)
+        for name, value in env.items()
+        if name not in _READ_LATE and not name.startswith("PYTEST_")
+    )
+    server = _servers.pop(key, None)
+    if server is None:
+        if len(_servers) >= _MOST_SERVERS:
+            next(iter(_servers.values())).close()
+        server = _Server(env)
+    _servers[key] = server
+    return server
+
+
+@atexit.register
+def _close_servers() -> None:
+    for server in list(_servers.values()):
+        server.close()
+
+
+def _end_of(path: Path) -> str:
+    return path.read_text(errors="replace")[-6000:] if path.exists() else ""

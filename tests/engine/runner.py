@@ -1,19 +1,104 @@
-"""The process behind ``harness.run_scenario``."""
+"""The processes behind ``harness.run_scenario``.
+
+``runner.py`` is a fork server: it imports vLLM once, then forks one child process per
+scenario. It reads requests, one JSON object per line, from standard input and answers
+each with one line, the child's exit code, on standard output. It ends, and kills a
+running child, when its standard input is closed.
+
+A request names the files of the scenario's arguments, of its result and of the child's
+output, the child's working directory and its whole environment.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
+import os
+import select
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
+
+# Seconds of imports that every scenario needs. Not this package: an engine that runs
+# without its plugin must not find it loaded.
+_PRELOADED = (
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+)
+_POLL_SECONDS = 0.02
 
 
-def main(request_path: str, result_path: str) -> None:
-    request = json.loads(Path(request_path).read_text())
+def serve() -> None:
+    """Fork a child for each request until standard input is closed."""
+    # Replies go through a descriptor that no import prints to and no child inherits.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for name in _PRELOADED:
+        import_module(name)
+    threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1
+    assert threads == 1, f"{threads} threads; a fork would copy one of them"
+    gc.collect()
+    gc.freeze()  # the collector of a child does not write to shared pages
+    while line := sys.stdin.buffer.readline():
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            replies.close()
+            _become(request)
+            return run(Path(request["arguments"]), Path(request["result"]))
+        print(_wait(child), file=replies, flush=True)
+    return None
+
+
+def run(request_path: Path, result_path: Path) -> None:
+    """Call the scenario that a file names; write what it returns."""
+    request = json.loads(request_path.read_text())
     module, _, function = request["scenario"].partition(":")
     result = getattr(import_module(module), function)(**request["arguments"])
-    Path(result_path).write_text(json.dumps(result))
+    result_path.write_text(json.dumps(result))
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Give the child its own session, environment, folder and output."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.close(nothing)
+    os.close(output)
+
+
+def _wait(child: int) -> int:
+    """The child's exit code; kill it when standard input is closed meanwhile."""
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            _kill_group(child)
+            return os.waitstatus_to_exitcode(status)
+        if select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:  # no request: the end
+            _kill_group(child)
+            os.waitpid(child, 0)
+            raise SystemExit(1)
+
+
+def _kill_group(child: int) -> None:
+    """Kill a child and the processes that it started and left running."""
+    # PermissionError: on macOS, only zombies are left
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve()

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers" / "cpu_v2"))
 
 import runners
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 POLICY: dict[str, Any] = {
     "name": "epicache",

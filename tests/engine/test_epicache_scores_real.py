@@ -16,7 +16,7 @@ from test_masked_reference import visible_positions
 from test_prefill_reference import behind
 from texts import english_tokens
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SEED = 29
 LENGTH, QUERY = 430, 20

@@ -12,7 +12,7 @@ import pytest
 from harness import INTERPRETED, run_scenario
 from tiny_model import VOCABULARY
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCK, POOL = 32, 260  # vLLM wants room for one request of max_model_len
 PROMPT, TOKENS = 150, 2000 if INTERPRETED else 8000

@@ -16,7 +16,7 @@ import torch
 from harness import run_scenario
 from tiny_model import masked_logits
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 LENGTHS = (300, 555, 1100)
 TOKENS = 70

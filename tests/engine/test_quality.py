@@ -11,6 +11,7 @@ TOKEN_BYTES = 2 * 4 * HEAD_DIM * LAYERS * KV_HEADS  # K and V in float32
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_resident_bytes_are_what_the_gauges_say(tiny_model):
     words = ["Repeat", "the", "context", "Summarize", "the"]
     prompts = [" ".join(words[(i + k) % 5] for i in range(500)) for k in range(3)]

@@ -15,7 +15,7 @@ from tiny_model import KV_HEADS, LAYERS
 
 from vllm_kvplugins.engine.recorded_run import RecordedRun, read_run
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SEED, PROMPT, ANSWER, BLOCK, HEAD_DIM = 3, 900, 70, 32, 32
 SINKS, WINDOW, SKIP, BUDGET = 16, 32, 1, 64

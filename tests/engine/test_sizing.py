@@ -9,7 +9,7 @@ from harness import run_scenario
 
 from vllm_kvplugins.cli.size import sizing
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PROMPT, ANSWER = 2900, 70  # of scenarios_tiny.observe_reclaim
 FOLDING = {"name": "snapkv", "budget": 512, "decode_budget": 512, "fold_blocks": 1}

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 STEPS = 200  # of one sequence, as many as hypothesis likes
-OPERATIONS = int(os.environ.get("KVP_TEST_OPERATIONS", "100000"))
+_BY_TIER = "100000" if os.environ.get("KVP_TEST_TIER") == "all" else "5000"
+OPERATIONS = int(os.environ.get("KVP_TEST_OPERATIONS", _BY_TIER))
 
 
 def run_machine(machine: type[RuleBasedStateMachine]) -> None:

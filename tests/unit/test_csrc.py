@@ -51,6 +51,7 @@ def test_core_matches_its_definition(tmp_path, name):
     build_and_run(tmp_path, name)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 @pytest.mark.parametrize(
     "name", ["emulation", "page_copy", "bulk_copy", "page_votes", "low_rank", "assign"]

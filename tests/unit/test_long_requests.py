@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from fake_engine import KV_HEADS, LAYERS, FakeEngine
 
+pytestmark = pytest.mark.slow  # minutes
+
 BLOCK = 16
 PROMPT, ANSWER = 70, 8000
 KEEP, FOLD = 6, 2  # blocks

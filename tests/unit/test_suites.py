@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow  # minutes
+
 HELPERS = Path(__file__).parents[1] / "helpers"
 
 
@@ -31,7 +33,6 @@ def run_suite(name: str, **environment: str) -> int:
     return int(passed[1])
 
 
-@pytest.mark.slow
 def test_kernels():
     """Of attention: on a GPU where there is one, else in Triton's interpreter."""
     pytest.importorskip("triton")
@@ -53,14 +54,12 @@ def test_kernels_on_torch():
     assert passed >= 48
 
 
-@pytest.mark.slow
 def test_a_pretended_gpu():
     assert run_suite("pretended_gpu_suite.py") >= 34
     assert run_suite("pretended_host_suite.py") >= 13
     assert run_suite("pretended_direct_suite.py") >= 18
 
 
-@pytest.mark.slow
 def test_pretended_graphs():
     pytest.importorskip("vllm")
     pytest.importorskip("triton")

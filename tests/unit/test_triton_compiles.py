@@ -26,9 +26,12 @@ from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.ops.triton import clusters, paged_attention
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter"
+    ),
+]
 # bytes of shared memory that a program may have, by compute capability
 SHARED = {90: 227 << 10, 80: 163 << 10}
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -132,7 +135,6 @@ def assert_fits(made: list[Any], capability: int, names: list[str]) -> None:
         assert kernel.metadata.shared <= SHARED[capability]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "case"),
     [
@@ -159,7 +161,6 @@ def test_attention(request, made, case):
     assert_fits(made, request.node.callspec.params["made"], names)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_clusters(made, head_dim, masked):

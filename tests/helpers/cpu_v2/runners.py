@@ -8,7 +8,6 @@ from typing import Any
 
 from harness import engine_environment, run_scenario
 
-_HERE = Path(__file__).parent
 # Of tests that do not choose a runner themselves.
 CHOSEN = os.environ.get("KVP_TEST_RUNNER", "V1")
 FULL = {"name": "full"}
@@ -28,15 +27,16 @@ def environment(
         asynchronous: switch on what vLLM's CPU platform switches off.
         vllm_folder: holds the ``vllm`` package to import; None = the installed.
     """
-    paths = [str(_HERE), engine_environment()["PYTHONPATH"]]
+    path = engine_environment()["PYTHONPATH"]
     if vllm_folder is not None:
-        paths.insert(0, str(vllm_folder))
+        path = os.pathsep.join([str(vllm_folder), path])
     interpreted = runner == "V2"
     return {
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": path,
         # nothing else runs our Triton kernel
         "KVP_TEST_KERNEL": os.environ.get("KVP_TEST_KERNEL") if interpreted else None,
-        "VLLM_USE_V2_MODEL_RUNNER": "1" if interpreted else "0",
+        # unset, vLLM chooses runner V1 on a CPU
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if interpreted else None,
         "TRITON_INTERPRET": "1" if interpreted else None,
         "KVP_TEST_ASYNC": "1" if asynchronous else None,
     }

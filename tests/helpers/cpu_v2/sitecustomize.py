@@ -60,7 +60,8 @@ def _allow_async_scheduling(platform):
 
     def check_and_update_config(cls, vllm_config):
         update(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
+        if os.environ.get("KVP_TEST_ASYNC") == "1":  # of this engine, not of the import
+            vllm_config.scheduler_config.async_scheduling = True
 
     platform.CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
@@ -94,5 +95,4 @@ if os.environ.get("KVP_TEST_KERNEL") == "triton":
     on_torch = os.environ.get("KVP_TEST_INTERPRETER") == "torch"
     change = _run_on_torch if on_torch else use_large_tiles
     sys.meta_path.insert(0, _AfterImport(attention, change))
-if os.environ.get("KVP_TEST_ASYNC") == "1":
-    sys.meta_path.insert(0, _AfterImport("vllm.platforms.cpu", _allow_async_scheduling))
+sys.meta_path.insert(0, _AfterImport("vllm.platforms.cpu", _allow_async_scheduling))
