@@ -78,6 +78,15 @@ CODES: dict[str, str] = {
     "KVP139": "check-policy: all scores are equal",
     # 200-299: worker and attention
     # 300-399: sessions
+    "KVP301": "sessions is false, but a setting that needs sessions is set",
+    "KVP302": "session_disk is set without session_dir",
+    "KVP303": "a session setting is given under its old and its new name",
+    "KVP304": "session_dir cannot be created or written to",
+    "KVP305": "a session could not be saved and is not kept; logged",
+    "KVP306": "a session file could not be written; it stays in memory; logged",
+    "KVP307": "a session could not be loaded; its request recomputes; logged",
+    "KVP308": "a session is larger than session_memory and is not kept; logged",
+    "KVP309": "a session file was skipped at start-up; logged",
     # 400-499: native operations and indices
     # 500-599: requests and chats
     "KVP500": "streaming input is not supported",

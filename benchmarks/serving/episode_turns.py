@@ -66,7 +66,7 @@ def run_engine(setting: Setting) -> None:
     length = setting.dialogue.history_tokens + SPARE_TOKENS
     policy = {"name": "epicache", "budget": setting.budget}
     policy |= {"prefill_block": setting.block, "session_memory": "3GiB"}
-    policy |= {"session_park": setting.park}
+    policy |= {"session_keep_on_device": setting.park}
     asked = {"additional_config": {"kv_policy": policy}} if setting.budget else {}
     llm = LLM(
         setting.dialogue.model,

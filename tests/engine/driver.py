@@ -66,7 +66,7 @@ class Driver:
 
         def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
             self.preemptions += 1
-            freed = getattr(self.manager, "_freed_up_to", {})
+            freed = getattr(self.manager, "freed_compactions", {})
             self.preempted_compacted += request.request_id in freed
             return preempt(request, *args, **kwargs)
 

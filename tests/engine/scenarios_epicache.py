@@ -101,7 +101,7 @@ def conversation(
                 found["restored"].append(now - before)
         prompt = prompt + found["answers"][-1]
     driver.check_blocks()
-    driver.scheduler.connector.sessions.keeper.check_integrity()
+    driver.scheduler.connector.sessions.directory.check_integrity()
     tracked = driver.check_policy_state()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return found | {"tracked": tracked, "probed": watch.probed, "graphs": graphs}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from driver import Driver, make_llm
-from scenarios_sessions import counts, keeper, settle
+from scenarios_sessions import counts, directory, settle
 from texts import random_tokens
 from tiny_model import VOCABULARY
 
@@ -58,7 +58,7 @@ def aborted(
             state = {
                 "held": len(driver.held_blocks()),
                 "tracked": driver.check_policy_state(),
-                "orders": _open_orders(driver),
+                "commands": _num_pending(driver),
             }
             before = counts(driver)["restored_tokens"]
             answer = ask(f"{salt} again", salt, prompt, guides[0])
@@ -69,7 +69,7 @@ def aborted(
                 | {"company": (driver.tokens[company], alone)}
                 | {"answers": (answer, anew), "said": driver.tokens[salt]}
             )
-            keeper(driver).check_integrity()
+            directory(driver).check_integrity()
     return found
 
 
@@ -83,10 +83,9 @@ def _leave(driver: Driver, name: str, place: int) -> int:
     return read
 
 
-def _open_orders(driver: Driver) -> int:
+def _num_pending(driver: Driver) -> int:
     """Sessions that are still on their way into memory."""
-    kept = keeper(driver)._kept.values()
-    return sum(each.memory == "under way" for each in kept)
+    return len(directory(driver).pending)
 
 
 def full(
@@ -110,7 +109,7 @@ def full(
             driver.run()
             settle(driver)
             driver.check_blocks()
-            keeper(driver).check_integrity()
+            directory(driver).check_integrity()
             answers.append(driver.tokens[name])
             restored.append(counts(driver)["restored_tokens"] - before)
             prompt = prompt + answers[-1]

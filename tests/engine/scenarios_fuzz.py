@@ -71,8 +71,8 @@ class Fuzzer:
         assert driver.free_blocks == driver.total_blocks, "blocks leaked"
         assert not driver.scheduler.requests, "requests leaked in the scheduler"
         assert not driver.manager.req_to_blocks, "block lists leaked"
-        if hasattr(driver.manager, "_freed_up_to"):
-            assert not driver.manager._freed_up_to, "plan state leaked"
+        if hasattr(driver.manager, "freed_compactions"):
+            assert not driver.manager.freed_compactions, "plan state leaked"
             assert driver.check_policy_state() == 0, "requests leaked in the worker"
             assert runtime().tables.num_slot_indices == 0, "seats leaked"
         self.counts["hits"] += sum(driver.cached.get(name, 0) > 0 for name in self.sent)
@@ -119,7 +119,7 @@ class Fuzzer:
 
     def _check_state(self) -> None:
         driver = self.driver
-        if not hasattr(driver.manager, "_freed_up_to"):
+        if not hasattr(driver.manager, "freed_compactions"):
             return
         driver.check_policy_state()
         live = set(driver.scheduler.requests)

@@ -38,7 +38,7 @@ def turns(
         most_held = max(most_held, int(_metric(driver, "held_requests")))
     driver.step()
     assert driver.check_policy_state() == 0
-    host = driver.scheduler.connector._host
+    host = driver.scheduler.connector.host
     return {
         "refused": refused,
         "finished": len(driver.finished),

@@ -39,15 +39,15 @@ class Talk:
         self.ends.append(len(self.prompt))
 
 
-def keeper(driver: Driver) -> Any:
-    return driver.scheduler.connector.sessions.keeper
+def directory(driver: Driver) -> Any:
+    return driver.scheduler.connector.sessions.directory
 
 
 def counts(driver: Driver) -> dict[str, int]:
     from dataclasses import asdict
 
     sessions = driver.scheduler.connector.sessions
-    return asdict(sessions.keeper.counts) if sessions else {}
+    return asdict(sessions.directory.counts) if sessions else {}
 
 
 def settle(driver: Driver) -> None:
@@ -105,14 +105,13 @@ def finish(driver: Driver) -> None:
     """Everything that is being written is written, and the books are right."""
     from vllm_kvplugins.vllm_adapter.startup import activation
 
-    vault = activation.vault()
-    if vault is not None:
-        for future in list(vault._writing.values()):
-            future.exception()
+    store = activation.vault()
+    if store is not None:
+        store.wait_for_writes()
         settle(driver)
-        keeper(driver).check_integrity()
+        directory(driver).check_integrity()
         (told,) = driver.llm.collective_rpc("kv_policy_held_sessions")
-        assert told == [vault.num_held, keeper(driver).held_bytes]
+        assert told == [store.num_held, directory(driver).held_bytes]
 
 
 def odds(model: str, policy: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +170,7 @@ def odds(model: str, policy: dict[str, Any]) -> dict[str, Any]:
     found["twins_restored"] = [driver.cached.get(twin, 0) for twin in twins]
     # one that began in the prefix cache, whose tokens are asked for nothing
     ask(first[:192], [], "carol", 3)
-    keeper(driver).clear()
+    directory(driver).clear()
     short, found["hit_restored"] = ask(first[:210], [], "carol", 9)
     long = [*first[:210], *short, *random_tokens(8, 150, VOCABULARY)]
     theirs, found["cached_restored"] = ask(long, [219], "carol")
@@ -206,7 +205,7 @@ def faults(model: str, policy: dict[str, Any], folder: str) -> dict[str, Any]:
     found["files"] = len(list(Path(folder).glob("*/*.safetensors")))
     found["failures"] = counts(driver)["failures"]
     paths = {}
-    for session in keeper(driver)._index:
+    for session in directory(driver):
         for i, prompt in prompts.items():
             if session.tokens[:400].tolist() == prompt:
                 paths[i] = activation.vault()._files.path(session.session_id, 0)
@@ -241,12 +240,12 @@ def retrieved(model: str, policy: dict[str, Any]) -> dict[str, Any]:
             talk.hear()
         settle(driver)
         driver.check_blocks()
-    held = driver.scheduler.connector._host.reserved_bytes
+    held = driver.scheduler.connector.host.reserved_bytes
     # larger than what the sessions leave: they give way
     driver.add("large", random_tokens(77, 3000, VOCABULARY), 8)
     driver.run()
     settle(driver)
-    keeper(driver).check_integrity()
+    directory(driver).check_integrity()
     return {
         "answers": [talk.answers for talk in several],
         "restored": restored,
@@ -324,7 +323,7 @@ def failed_loads(
     ends = [212, len(both) + len(more)]
     settle(driver)
     assert driver.llm.reset_prefix_cache()
-    found: dict[str, Any] = {"sessions": keeper(driver).num_sessions}
+    found: dict[str, Any] = {"sessions": directory(driver).num_sessions}
     saved_caches.copy_pages, left[0] = no_room, after
     driver.add("other", random_tokens(9, 50, VOCABULARY), 40, salt="other")
     driver.step_until(lambda: len(driver.tokens["other"]) >= 3)
@@ -346,9 +345,9 @@ def failed_loads(
     ]
     found["preemptions"] = driver.preemptions
     settle(driver)
-    keeper(driver).check_integrity()
+    directory(driver).check_integrity()
     # not their bytes: those of what a retriever has on the host are counted elsewhere
     (held,) = driver.llm.collective_rpc("kv_policy_held_sessions")
-    assert held[0] == keeper(driver).num_sessions
+    assert held[0] == directory(driver).num_sessions
     driver.check_blocks()
     return found | {"tracked": driver.check_policy_state(), "counts": counts(driver)}

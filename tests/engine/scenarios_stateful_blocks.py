@@ -155,10 +155,15 @@ class Blocks(RuleBasedStateMachine):
             self.whole()
         assert they.pool.get_num_free_blocks() == BLOCKS - 1
         manager = they.manager
-        left = (manager.req_to_blocks, manager.num_cached_block, manager._freed_up_to)
+        left = (
+            manager.req_to_blocks,
+            manager.num_cached_block,
+            manager.freed_compactions,
+        )
         assert not any(left), f"left behind: {left}"
-        alive = (manager._requests, manager._lengths, manager._starts, manager._noted)
-        assert not any(map(len, alive)), "ended requests are kept alive"
+        assert not len(manager.plans) + len(manager.starts), (
+            "ended requests are kept alive"
+        )
         self.counts["compactions"] += manager.compactions
 
 

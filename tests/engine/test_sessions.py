@@ -142,7 +142,7 @@ def test_who_finds_no_room_begins_anew(tiny_model, policy, after, ahead):
         "scenarios_sessions:failed_loads",
         {
             "model": tiny_model,
-            "policy": policy | {"session_park": False},
+            "policy": policy | {"session_keep_on_device": False},
             "settings": {"async_scheduling": ahead},
             "after": after,
         },

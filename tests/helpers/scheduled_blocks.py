@@ -29,8 +29,15 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.plan.residency_plan import Compaction, ResidencyPlan
 from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.vllm_adapter.config.host_memory import HostReservations
 from vllm_kvplugins.vllm_adapter.config.pool import too_large
-from vllm_kvplugins.vllm_adapter.scheduler.scheduler import ResidencyScheduling
+from vllm_kvplugins.vllm_adapter.scheduler.admission_controller import (
+    AdmissionController,
+)
+from vllm_kvplugins.vllm_adapter.scheduler.scheduler import (
+    ResidencyScheduling,
+    residency_manager,
+)
 from vllm_kvplugins.vllm_adapter.scheduler.spec import with_policy
 
 SIZE, BLOCKS, MODEL_LENGTH = 4, 24, 120  # tokens; with the null block; tokens
@@ -42,7 +49,6 @@ class Stock:
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
         self.kv_cache_manager, self.block_size = kv_cache_manager, SIZE
-        self.connector = SimpleNamespace(sessions=None)
 
     def _reserve_prefill_lookahead(self, request: Any, done: int, new: int) -> int:
         return new
@@ -129,7 +135,10 @@ class Schedule:
             KVCacheConfig(BLOCKS, [], [group]), MODEL_LENGTH, SIZE, SIZE
         )
         self.ours = Scheduling(self.vllm)
-        self.manager = self.ours._residency_manager
+        self.manager = residency_manager(self.vllm)
+        host = HostReservations(policy, GEOMETRY)
+        admission = AdmissionController(self.manager, host)
+        self.ours.connector = SimpleNamespace(admission=admission)
         self.pool = self.vllm.block_pool
         self.hasher = get_request_block_hasher(SIZE, sha256)
         self.waiting: deque[Life] = deque()
@@ -154,7 +163,7 @@ class Schedule:
             arrival_time=0.0,
             block_hasher=self.hasher,
         )
-        plan, pool = self.manager.plan(request), BLOCKS - 1
+        plan, pool = self.manager.plans.of(request), BLOCKS - 1
         if too_large(self.policy, plan, len(prompt), answer, pool, self.asynchronous):
             self.counts["too large"] += 1
             return

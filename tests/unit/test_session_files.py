@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tracemalloc
 from pathlib import Path
@@ -16,8 +17,9 @@ from typer.testing import CliRunner
 
 from vllm_kvplugins.cli.app import app
 from vllm_kvplugins.config import parse_policy, parse_sessions
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, codes_in
 from vllm_kvplugins.sessions import files as session_files
+from vllm_kvplugins.sessions import settings as session_settings
 from vllm_kvplugins.sessions.directory import SessionDirectory
 from vllm_kvplugins.sessions.files import Identity, SessionFileError, SessionFolder
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot
@@ -76,7 +78,7 @@ def test_another_model_finds_nothing(tmp_path):
     assert list(folder(tmp_path, model="other").scan()) == []
     moved = folder(tmp_path, policy="q")
     os.replace(folder(tmp_path).path("s", 0), moved.path("s", 0))
-    with pytest.raises(SessionFileError, match="another model or policy"):
+    with pytest.raises(SessionFileError, match="another model"):
         moved.read("s", 0)
     (problem,) = moved.scan()
     assert isinstance(problem, SessionFileError)
@@ -147,8 +149,9 @@ def test_a_file_is_its_owners_and_takes_no_memory_to_write(tmp_path, monkeypatch
 
 def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(KVPolicyError, match="cannot be written to"):
+    with pytest.raises(KVPolicyError) as refused:
         folder(tmp_path / "file" / "below")
+    assert refused.value.codes == ("KVP304",)
 
 
 class Caches:
@@ -162,7 +165,7 @@ class Caches:
     def restore(self, request_id, *arguments):
         raise RuntimeError(f"no room for {request_id}")
 
-    def misfit(self, saved):
+    def mismatch(self, saved):
         return None
 
     def discard(self, saved):
@@ -170,70 +173,70 @@ class Caches:
 
 
 def test_a_save_without_memory_is_reported_and_not_raised():
-    vault, keeper = SessionStore(Caches()), SessionDirectory(10)
-    keeper.save(session("s", tokens(1, 2, 3)), "no memory", ())
-    vault.take_in(keeper.take_orders())
-    reports = vault.take_reports()
-    assert "none left" in str(reports[0].problem)
-    keeper.hear(reports)
-    assert (keeper.num_sessions, keeper.counts.failures) == (0, 1)
-    vault.close()
+    store, directory = SessionStore(Caches()), SessionDirectory(10)
+    directory.save(session("s", tokens(1, 2, 3)), "no memory", ())
+    store.save(directory.take_commands())
+    reports = store.take_acks()
+    assert codes_in(str(reports[0].problem)) == ("KVP305",)
+    directory.process(reports)
+    assert (directory.num_sessions, directory.counts.failures) == (0, 1)
+    store.close()
 
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_load_without_memory_is_reported_and_not_raised(moves):
     """On both ranks, for two requests; it is one session that is lost."""
-    vaults = [SessionStore(Caches(), moves=moves) for _ in range(2)]
-    keeper = SessionDirectory(10, ranks=2, moves=moves)
-    keeper.save(session("s", tokens(1, 2, 3)), "p", ())
-    orders = keeper.take_orders()
-    for vault in vaults:
-        vault.take_in(orders)
-    keeper.hear([report for vault in vaults for report in vault.take_reports()])
-    match = keeper.match("o", tokens(1, 2, 3, 9), lambda s, shared: shared)
+    stores = [SessionStore(Caches(), moves=moves) for _ in range(2)]
+    directory = SessionDirectory(10, ranks=2, moves=moves)
+    directory.save(session("s", tokens(1, 2, 3)), "p", ())
+    commands = directory.take_commands()
+    for store in stores:
+        store.save(commands)
+    directory.process([report for store in stores for report in store.take_acks()])
+    match = next(directory.find("o", tokens(1, 2, 3, 9)), None)
     for request in ("q",) if moves else ("q", "r"):
-        keeper.load(match, request, 4, (7, 8))
-    orders = keeper.take_orders()
-    for vault in vaults:
-        vault.hand_out(orders)
-    reports = [report for vault in vaults for report in vault.take_reports()]
-    assert {report.problem for report in reports} == {
-        f"cannot be loaded: no room for {load.request_id}" for load in orders.loads
-    }
-    assert [report.load for report in reports] == 2 * orders.loads
-    keeper.hear(reports)
-    assert (keeper.num_sessions, keeper.counts.failures) == (0, 1)
-    keeper.check_integrity()
-    orders = keeper.take_orders()
-    for vault in vaults:
-        vault.hand_out(orders)
-        assert vault.num_held == 0
-        vault.close()
+        directory.load(match, request, 4, (7, 8))
+    commands = directory.take_commands()
+    for store in stores:
+        store.execute(commands)
+    reports = [report for store in stores for report in store.take_acks()]
+    problems = [str(ack.problem) for ack in reports]
+    assert {codes_in(problem) for problem in problems} == {("KVP307",)}
+    assert {ack.load for ack in reports} == set(commands.loads)
+    assert [report.load for report in reports] == 2 * commands.loads
+    directory.process(reports)
+    assert (directory.num_sessions, directory.counts.failures) == (0, 1)
+    directory.check_integrity()
+    commands = directory.take_commands()
+    for store in stores:
+        store.execute(commands)
+        assert store.num_held == 0
+        store.close()
 
 
 def test_a_session_dropped_and_wanted_in_one_step_is_read(tmp_path):
     files = folder(tmp_path)
-    vault, keeper = SessionStore(Caches(), files), SessionDirectory(1, writes=True)
+    store, directory = SessionStore(Caches(), files), SessionDirectory(1, writes=True)
     for name, ids in (("s", tokens(1, 2, 3)), ("t", tokens(4, 5, 6))):
-        keeper.save(session(name, ids), name, ())
-        orders = keeper.take_orders()
-        vault.take_in(orders)
-        vault._writing[name].result()
-        vault.hand_out(orders)
-        keeper.hear(vault.take_reports())
-    assert vault.num_held == 1
-    match = keeper.match("o", tokens(1, 2, 3, 9), lambda s, shared: shared)
-    keeper.fetch(match, "r")  # drops t, which was in memory
-    other = keeper.match("o", tokens(4, 5, 6, 9), lambda s, shared: shared)
+        directory.save(session(name, ids), name, ())
+        commands = directory.take_commands()
+        store.save(commands)
+        store._writes[name].result()
+        store.execute(commands)
+        directory.process(store.take_acks())
+    assert store.num_held == 1
+    match = next(directory.find("o", tokens(1, 2, 3, 9)), None)
+    directory.fetch(match, "r")  # drops t, which was in memory
+    other = next(directory.find("o", tokens(4, 5, 6, 9)), None)
     assert not other.ready
-    orders = keeper.take_orders()
-    assert (orders.drop, orders.stage) == (["t"], ["s"])
-    orders.drop.append("s")  # as after an eviction earlier in the same step
-    vault.hand_out(orders)
-    vault._reading["s"].result()
-    keeper.hear(vault.take_reports())
-    assert keeper.match("o", tokens(1, 2, 3, 9), lambda s, shared: shared).ready
-    vault.close()
+    commands = directory.take_commands()
+    assert (commands.drop, commands.stage) == (["t"], ["s"])
+    commands.drop.append("s")  # as after an eviction earlier in the same step
+    store.execute(commands)
+    store._reads["s"].result()
+    directory.process(store.take_acks())
+    assert next(directory.find("o", tokens(1, 2, 3, 9)), None).ready
+    store.close()
 
 
 # -- settings and the command line --------------------------------------------------
@@ -246,24 +249,49 @@ def test_sessions_are_on_for_policies_that_work_by_turns():
     assert not parse_sessions({"sessions": False}).on_for(works_by_turns=True)
     assert parse_sessions({"sessions": True}).on_for(works_by_turns=False)
     # said, but nothing is set by it, or nothing that asks for them
-    unset = {"session_memory": None, "session_max_age_s": None, "session_park": False}
+    unset = {
+        "session_memory": None,
+        "session_max_age_s": None,
+        "session_keep_on_device": False,
+    }
     assert not parse_sessions(unset).on_for(works_by_turns=False)
 
 
 @pytest.mark.parametrize(
-    ("request_", "words"),
+    ("settings", "code"),
     [
-        ({"name": "snapkv", "session_memory": "much"}, "amount of memory"),
-        ({"name": "snapkv", "session_disk": "1GiB"}, "needs a session_dir"),
-        ({"name": "snapkv", "sessions": False, "session_memory": 9}, "is false, but"),
-        ({"name": "snapkv", "session_memroy": 9}, "did you mean 'session_memory'"),
-        ({"name": "icecache", "session_dir": "d"}, "session_dir does not work with"),
-        ({"name": "snapkv", "session_max_age_s": 0}, "session_max_age_s"),
+        ({"session_disk": "1GiB"}, "KVP302"),
+        ({"sessions": False, "session_memory": 9}, "KVP301"),
+        ({"session_park": False, "session_keep_on_device": False}, "KVP303"),
+        ({"name": "icecache", "session_dir": "d"}, "KVP311"),
+        ({"name": "sekv", "sessions": True}, "KVP310"),
     ],
 )
-def test_mistakes_are_refused(request_, words):
-    with pytest.raises(KVPolicyError, match=words):
-        parse_policy(request_)
+def test_settings_that_contradict_each_other_are_refused(settings, code):
+    with pytest.raises(KVPolicyError) as refused:
+        parse_policy({"name": "snapkv"} | settings)
+    assert code in refused.value.codes
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"session_memory": "much"}, {"session_memroy": 9}, {"session_max_age_s": 0}],
+)
+def test_an_invalid_setting_is_named(settings):
+    (name,) = settings
+    with pytest.raises(KVPolicyError, match=name):
+        parse_policy({"name": "snapkv"} | settings)
+
+
+def test_the_old_name_of_a_setting_works_and_warns_once(monkeypatch, caplog):
+    monkeypatch.setattr(session_settings, "_warned", set())
+    with caplog.at_level(logging.WARNING, "vllm.kv_policy"):
+        for _ in range(2):
+            parsed = parse_sessions({"name": "flowkv", "session_park": False})
+            assert not parsed.session_keep_on_device
+    (warning,) = caplog.messages
+    assert "session_keep_on_device" in warning
+    parse_policy({"name": "flowkv", "session_park": False})
 
 
 def test_the_command_line_lists_and_removes(tmp_path):

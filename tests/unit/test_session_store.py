@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions import index as session_index
-from vllm_kvplugins.sessions.commands import Session, SessionAcks
+from vllm_kvplugins.sessions.commands import Session, SessionAck
 from vllm_kvplugins.sessions.directory import Match, SessionDirectory
 from vllm_kvplugins.sessions.index import SessionIndex
 
@@ -78,39 +78,37 @@ def look_at_all_tokens(data: st.DataObject) -> None:
     assert [shared for shared, _ in found] == sorted(expected.values(), reverse=True)
 
 
-# -- the keeper, with a worker that does as it is told -------------------------------
+# -- the directory, with a worker that executes its commands -------------------------
 
 
 class FakeWorker:
-    """Sessions in memory and on disk as orders leave them; reports come late."""
+    """Sessions in memory and on disk as commands leave them; reports come late."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.memory: set[str] = set()
         self.disk: set[str] = set()
-        self.under_way: list[SessionAcks] = []
+        self.under_way: list[SessionAck] = []
 
-    def step(self, keeper: SessionDirectory) -> None:
-        orders = keeper.take_orders()
-        for save in orders.saves:
+    def step(self, directory: SessionDirectory) -> None:
+        commands = directory.take_commands()
+        for save in commands.saves:
             name = save.session.session_id
             self.memory.add(name)
-            self.under_way.append(SessionAcks("saved", name))
+            self.under_way.append(SessionAck("saved", name))
             fails = self.rng.random() < 0.1
             self.under_way.append(
-                SessionAcks("written", name, "full" if fails else None)
+                SessionAck("written", name, "full" if fails else None)
             )
-        for load in orders.loads:
+        for load in commands.loads:
             assert load.session_id in self.memory, "loaded what is not in memory"
-        for name in orders.drop:
+        for name in commands.drop:
             self.memory.discard(name)
-        for name in orders.unlink:
+        for name in commands.unlink:
             self.disk.discard(name)
-        for name in orders.stage:
+        for name in commands.stage:
             fails = name not in self.disk or self.rng.random() < 0.1
-            self.under_way.append(
-                SessionAcks("staged", name, "torn" if fails else None)
-            )
+            self.under_way.append(SessionAck("staged", name, "torn" if fails else None))
         late = [r for r in self.under_way if self.rng.random() < 0.5]
         self.under_way = [r for r in self.under_way if r not in late]
         for report in late:
@@ -118,7 +116,7 @@ class FakeWorker:
                 self.disk.add(report.session_id)
             if report.problem is None and report.event == "staged":
                 self.memory.add(report.session_id)
-        keeper.hear(late)
+        directory.process(late)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -127,7 +125,7 @@ def test_a_keeper_knows_where_its_sessions_are(seed):
     print("seed", seed)
     rng = random.Random(seed)
     now = [0.0]
-    keeper = SessionDirectory(
+    directory = SessionDirectory(
         memory_bytes=10,
         writes=True,
         disk_bytes=rng.choice([None, 25]),
@@ -143,160 +141,162 @@ def test_a_keeper_knows_where_its_sessions_are(seed):
                 "int32"
             )
         for name, prompt in list(waiting.items()):
-            match = keeper.match("o", prompt, lambda s, shared: shared)
+            match = next(directory.find("o", prompt), None)
             if match is not None and not match.ready:
-                keeper.fetch(match, name)
+                directory.fetch(match, name)
                 continue
             if match is not None:
                 same = match.session.tokens[: match.tokens] == prompt[: match.tokens]
                 assert same.all()
-                keeper.load(match, name, len(prompt), ())
+                directory.load(match, name, len(prompt), ())
             else:
-                keeper.missed()
+                directory.count_miss()
             del waiting[name]
-            keeper.give_up(name)
+            directory.stop_waiting(name)
             histories.append(prompt)
             done = session(f"s{number}{name}", prompt, 0, size=rng.randrange(1, 5))
-            keeper.save(done, name, ())
+            directory.save(done, name, ())
             if rng.random() < 0.2:
                 break
-        keeper.check_integrity()
-        worker.step(keeper)
+        directory.check_integrity()
+        worker.step(directory)
     for _ in range(60):
         for name, prompt in list(waiting.items()):
-            match = keeper.match("o", prompt, lambda s, shared: shared)
+            match = next(directory.find("o", prompt), None)
             if match is None or match.ready:
-                keeper.give_up(name)
+                directory.stop_waiting(name)
                 del waiting[name]
             else:
-                keeper.fetch(match, name)
-        worker.step(keeper)
+                directory.fetch(match, name)
+        worker.step(directory)
     assert not waiting, "a request waits for ever"
-    keeper.check_integrity()
-    kept = keeper._kept.items()
-    assert {n for n, k in kept if k.memory == "done"} == worker.memory
-    assert {n for n, k in kept if k.disk == "done"} == worker.disk
-    assert keeper.counts.hits > 20
-    assert keeper.counts.evictions > 5
+    directory.check_integrity()
+    assert directory.in_memory == worker.memory
+    assert directory.on_disk == worker.disk
+    assert directory.counts.hits > 20
+    assert directory.counts.evictions > 5
 
 
 def test_old_sessions_go():
     now = [0.0]
-    keeper = SessionDirectory(10, max_age_s=5, clock=lambda: now[0])
-    keeper.save(session("s", tokens(1, 2, 3)), "r", ())
-    keeper.take_orders()
-    keeper.hear([SessionAcks("saved", "s")])
-    usable = lambda s, shared: shared  # noqa: E731
-    assert keeper.match("o", tokens(1, 2, 3, 4), usable) is not None
+    directory = SessionDirectory(10, max_age_s=5, clock=lambda: now[0])
+    directory.save(session("s", tokens(1, 2, 3)), "r", ())
+    directory.take_commands()
+    directory.process([SessionAck("saved", "s")])
+    assert next(directory.find("o", tokens(1, 2, 3, 4)), None) is not None
     now[0] = 6.0
-    assert keeper.match("o", tokens(1, 2, 3, 4), usable) is None
-    keeper.expire()
-    assert keeper.num_sessions == 0
-    assert keeper.take_orders().drop == ["s"]
+    assert next(directory.find("o", tokens(1, 2, 3, 4)), None) is None
+    directory.expire()
+    assert directory.num_sessions == 0
+    assert directory.take_commands().drop == ["s"]
 
 
 def test_new_weights_leave_no_session():
-    keeper = SessionDirectory(10, writes=True)
+    directory = SessionDirectory(10, writes=True)
     for name, ids in (("s", tokens(1, 2, 3)), ("t", tokens(4, 5, 6))):
-        keeper.save(session(name, ids), name, ())
-    keeper.take_orders()
-    keeper.hear(
+        directory.save(session(name, ids), name, ())
+    directory.take_commands()
+    directory.process(
         [
-            SessionAcks("saved", "s"),
-            SessionAcks("written", "s"),
-            SessionAcks("saved", "t"),
+            SessionAck("saved", "s"),
+            SessionAck("written", "s"),
+            SessionAck("saved", "t"),
         ]
     )
-    keeper.clear()
-    orders = keeper.take_orders()
-    assert (orders.drop, orders.unlink) == (["s", "t"], ["s", "t"])
-    keeper.hear([SessionAcks("written", "t")])
-    keeper.check_integrity()
-    assert (keeper.num_sessions, keeper.held_bytes, keeper.written_bytes) == (0, 0, 0)
+    directory.clear()
+    commands = directory.take_commands()
+    assert (commands.drop, commands.unlink) == (["s", "t"], ["s", "t"])
+    directory.process([SessionAck("written", "t")])
+    directory.check_integrity()
+    assert (directory.num_sessions, directory.held_bytes, directory.written_bytes) == (
+        0,
+        0,
+        0,
+    )
 
 
 def two_on_disk(memory_bytes: int = 2) -> SessionDirectory:
-    """A keeper with the sessions s and t of 2 bytes in their files."""
-    keeper = SessionDirectory(memory_bytes, writes=True)
+    """A directory with the sessions s and t of 2 bytes in their files."""
+    directory = SessionDirectory(memory_bytes, writes=True)
     for name, ids in (("s", tokens(1, 2, 3)), ("t", tokens(4, 5, 6))):
-        keeper.found(session(name, ids, size=2), 0.0)
-    return keeper
+        directory.add_file(session(name, ids, size=2), 0.0)
+    return directory
 
 
-def fetch_s(keeper: SessionDirectory, request: str = "r") -> Match:
-    match = keeper.match("o", tokens(1, 2, 3, 9), lambda s, shared: shared)
-    keeper.fetch(match, request)
+def fetch_s(directory: SessionDirectory, request: str = "r") -> Match:
+    match = next(directory.find("o", tokens(1, 2, 3, 9)), None)
+    directory.fetch(match, request)
     return match
 
 
 def test_a_session_that_is_waited_for_stays_until_the_request_starts():
-    keeper = two_on_disk()
-    fetch_s(keeper)
-    assert keeper.take_orders().stage == ["s"]
-    keeper.hear([SessionAcks("staged", "s")])
+    directory = two_on_disk()
+    fetch_s(directory)
+    assert directory.take_commands().stage == ["s"]
+    directory.process([SessionAck("staged", "s")])
     new = session("u", tokens(7, 8, 9), size=2)
-    assert not keeper.save(new, "q", ()), "drove out what is waited for"
-    assert not keeper.drop_oldest(), "dropped what is waited for"
-    keeper.load(fetch_s(keeper), "r", 4, ())
-    assert keeper.save(new, "q", ()), "nobody waits any longer"
-    assert keeper.take_orders().drop == ["s"]
-    keeper.check_integrity()
+    assert not directory.save(new, "q", ()), "drove out what is waited for"
+    assert not directory.drop_oldest(), "dropped what is waited for"
+    directory.load(fetch_s(directory), "r", 4, ())
+    assert directory.save(new, "q", ()), "nobody waits any longer"
+    assert directory.take_commands().drop == ["s"]
+    directory.check_integrity()
 
 
 def test_who_gives_up_waits_for_nothing():
-    keeper = two_on_disk()
+    directory = two_on_disk()
     for request in ("r", "q"):
-        fetch_s(keeper, request)
-    keeper.hear([SessionAcks("staged", "s")])
-    keeper.give_up("r")
-    assert not keeper.drop_oldest(), "somebody else waits"
-    keeper.give_up("q")
-    assert keeper.drop_oldest()
+        fetch_s(directory, request)
+    directory.process([SessionAck("staged", "s")])
+    directory.stop_waiting("r")
+    assert not directory.drop_oldest(), "somebody else waits"
+    directory.stop_waiting("q")
+    assert directory.drop_oldest()
 
 
 def test_what_is_gone_is_not_read():
-    keeper = two_on_disk()
-    fetch_s(keeper)
-    keeper.clear()
-    orders = keeper.take_orders()
-    assert (orders.stage, sorted(orders.unlink)) == ([], ["s", "t"])
+    directory = two_on_disk()
+    fetch_s(directory)
+    directory.clear()
+    commands = directory.take_commands()
+    assert (commands.stage, sorted(commands.unlink)) == ([], ["s", "t"])
 
 
 def test_the_same_conversation_is_kept_once():
-    keeper = SessionDirectory(10)
+    directory = SessionDirectory(10)
     for name, owner in (("s", "o"), ("t", "o"), ("u", "other")):
-        assert keeper.save(session(name, tokens(1, 2, 3), owner=owner), name, ())
-    assert keeper.take_orders().drop == ["s"]
-    assert keeper.num_sessions == 2
-    keeper.save(session("v", tokens(1, 2, 3, 4)), "v", ())
-    assert keeper.num_sessions == 3, "its beginning may still be branched off from"
-    keeper.check_integrity()
+        assert directory.save(session(name, tokens(1, 2, 3), owner=owner), name, ())
+    assert directory.take_commands().drop == ["s"]
+    assert directory.num_sessions == 2
+    directory.save(session("v", tokens(1, 2, 3, 4)), "v", ())
+    assert directory.num_sessions == 3, "its beginning may still be branched off from"
+    directory.check_integrity()
 
 
 def test_who_looks_after_other_copies_hears_when_a_session_leaves_memory():
     """To its file or for ever; the last copy is the one in memory."""
     left: list[str] = []
-    keeper = SessionDirectory(3, writes=True, on_leave=left.append)
+    directory = SessionDirectory(3, writes=True, on_memory_freed=left.append)
     for name, first in (("s", 1), ("t", 2)):
-        keeper.save(session(name, tokens(first, 2, 3), size=2), name, ())
-        reports = [SessionAcks("saved", name), SessionAcks("written", name)]
-        keeper.hear(reports)
+        directory.save(session(name, tokens(first, 2, 3), size=2), name, ())
+        reports = [SessionAck("saved", name), SessionAck("written", name)]
+        directory.process(reports)
         assert left == ([] if name == "s" else ["s"])
-    assert keeper.num_sessions == 2, "one is in its file"
-    keeper.clear()
+    assert directory.num_sessions == 2, "one is in its file"
+    directory.clear()
     assert set(left) == {"s", "t"}
 
 
 def test_what_is_taken_in_place_is_counted_and_said():
-    keeper = SessionDirectory(10)
-    keeper.save(session("s", tokens(1, 2, 3)), "s", ())
-    keeper.hear([SessionAcks("saved", "s")])
+    directory = SessionDirectory(10)
+    directory.save(session("s", tokens(1, 2, 3)), "s", ())
+    directory.process([SessionAck("saved", "s")])
     for request, in_place in (("r", True), ("q", False)):
-        match = keeper.match("o", tokens(1, 2, 3, 4), lambda session, shared: shared)
+        match = next(directory.find("o", tokens(1, 2, 3, 4)), None)
         assert match is not None
-        keeper.load(match, request, 4, (7,), in_place)
-    assert [load.in_place for load in keeper.take_orders().loads] == [True, False]
-    assert (keeper.counts.hits, keeper.counts.parked_hits) == (2, 1)
+        directory.load(match, request, 4, (7,), in_place)
+    assert [load.in_place for load in directory.take_commands().loads] == [True, False]
+    assert (directory.counts.hits, directory.counts.device_hits) == (2, 1)
 
 
 def test_a_session_too_large_for_memory_is_not_kept_and_drives_nobody_out(
@@ -305,18 +305,18 @@ def test_a_session_too_large_for_memory_is_not_kept_and_drives_nobody_out(
     # vLLM, where it has been imported, keeps its loggers to itself
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     memory = 10 << 10
-    keeper = SessionDirectory(memory)
-    assert keeper.save(session("s", tokens(1, 2, 3), size=memory), "r", ())
+    directory = SessionDirectory(memory)
+    assert directory.save(session("s", tokens(1, 2, 3), size=memory), "r", ())
     # one that is under way cannot leave; that passes, and nobody has to be told
-    assert not keeper.save(session("u", tokens(7, 8, 9), size=3), "p", ())
+    assert not directory.save(session("u", tokens(7, 8, 9), size=3), "p", ())
     assert not caplog.records
-    keeper.take_orders()
-    keeper.hear([SessionAcks("saved", "s")])
+    directory.take_commands()
+    directory.process([SessionAck("saved", "s")])
     for number in range(2):
         large = session(f"t{number}", tokens(4, 5, number), size=memory + 1)
-        assert not keeper.save(large, "q", ())
-    assert keeper.num_sessions == 1
-    assert (keeper.counts.refused, keeper.counts.evictions) == (3, 0)
+        assert not directory.save(large, "q", ())
+    assert directory.num_sessions == 1
+    assert (directory.counts.refused, directory.counts.evictions) == (3, 0)
     (said,) = caplog.records
     # both sides tell which is larger, however small the memory is
     assert (

@@ -16,7 +16,7 @@ from vllm_kvplugins.policies import get_policy_class
 from vllm_kvplugins.sessions import snapshot as saved_caches
 from vllm_kvplugins.sessions.commands import Session
 from vllm_kvplugins.sessions.files import Identity, SessionFolder
-from vllm_kvplugins.sessions.snapshot import CacheSnapshot, misfit
+from vllm_kvplugins.sessions.snapshot import CacheSnapshot, mismatch
 
 BLOCK = 4
 DROPPING = [name for name in policies_that(drop) if name != "flowkv"]
@@ -281,7 +281,7 @@ def test_what_was_written_is_what_is_read(tmp_path, name):
     assert saved.tail.isfinite().all()
     for layer, packed in saved.observed.items():
         assert torch.equal(read.observed[layer]["observed"], packed["observed"])
-    assert misfit(engine.heap, read) is None
+    assert mismatch(engine.heap, read) is None
 
 
 def test_a_cache_of_another_layout_does_not_fit():
@@ -289,9 +289,9 @@ def test_a_cache_of_another_layout_does_not_fit():
     run(engine, engine.add("r", 40, 2), 9)
     saved = engine.save("r")
     other = SessionEngine(small("snapkv"), 2 * BLOCK, 80, sessions=True)
-    assert "pages of" in str(misfit(other.heap, saved))
+    assert "pages of" in str(mismatch(other.heap, saved))
     saved.layout = "other"
-    assert "instruction set" in str(misfit(engine.heap, saved))
+    assert "instruction set" in str(mismatch(engine.heap, saved))
 
 
 def test_a_request_compacted_elsewhere_is_not_saved():

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 from stateful import run_machine
 
-from vllm_kvplugins.sessions.commands import Session, SessionAcks, SessionCommands
+from vllm_kvplugins.sessions.commands import Session, SessionAck, SessionCommands
 from vllm_kvplugins.sessions.directory import SessionDirectory
 
 MEMORY_BYTES, DISK_BYTES, MAX_AGE_S = 10, 25, 200.0
@@ -35,45 +35,45 @@ class Worker:
         self.moves, self.writes = moves, writes
         self.memory: set[str] = set()
         self.files: set[str] = set()
-        self.under_way: list[SessionAcks] = []
+        self.under_way: list[SessionAck] = []
 
-    def carry_out(self, orders: SessionCommands, fails: random.Random) -> None:
+    def carry_out(self, commands: SessionCommands, fails: random.Random) -> None:
         """In the order that ``Orders`` promises."""
 
         def problem(why: str) -> str | None:
             return why if fails.random() < 0.1 else None
 
-        for save in orders.saves:
+        for save in commands.saves:
             name = save.session.session_id
             failed = problem("no memory")
-            self.under_way.append(SessionAcks("saved", name, failed))
+            self.under_way.append(SessionAck("saved", name, failed))
             if failed is None:
                 self.memory.add(name)
                 if self.writes:
-                    self.under_way.append(SessionAcks("written", name, problem("full")))
-        for load in orders.loads:
+                    self.under_way.append(SessionAck("written", name, problem("full")))
+        for load in commands.loads:
             assert load.session_id in self.memory, "loaded what is not in memory"
             if self.moves:
                 self.memory.discard(load.session_id)
-        self.memory -= set(orders.drop)
-        for name in orders.drop:
+        self.memory -= set(commands.drop)
+        for name in commands.drop:
             self.under_way = [
                 r for r in self.under_way if (r.event, r.session_id) != ("staged", name)
             ]
-        self.files -= set(orders.unlink)
-        for name in orders.unlink:
+        self.files -= set(commands.unlink)
+        for name in commands.unlink:
             self.under_way = [
                 r
                 for r in self.under_way
                 if (r.event, r.session_id) != ("written", name)
             ]
-        for name in orders.stage:
+        for name in commands.stage:
             missing = None if name in self.files else "no such file"
             self.under_way.append(
-                SessionAcks("staged", name, missing or problem("it is torn"))
+                SessionAck("staged", name, missing or problem("it is torn"))
             )
 
-    def report(self, late: random.Random) -> list[SessionAcks]:
+    def report(self, late: random.Random) -> list[SessionAck]:
         """Some of what has been done by now."""
         out = [r for r in self.under_way if late.random() < 0.5]
         self.under_way = [r for r in self.under_way if r not in out]
@@ -94,14 +94,14 @@ class Store(RuleBasedStateMachine):
     def start(self, ranks: int, kind: str) -> None:
         self.now, self.number = 0.0, 0
         self.workers = [Worker(kind == "moves", kind == "writes") for _ in range(ranks)]
-        self.keeper = SessionDirectory(
+        self.directory = SessionDirectory(
             MEMORY_BYTES,
             ranks,
             writes=kind == "writes",
             disk_bytes=DISK_BYTES,
             max_age_s=MAX_AGE_S,
             moves=kind == "moves",
-            on_leave=lambda name: self.parked.discard(name),
+            on_memory_freed=lambda name: self.parked.discard(name),
             clock=lambda: self.now,
         )
         # sessions that are on the device, too, for the one who comes first
@@ -129,23 +129,23 @@ class Store(RuleBasedStateMachine):
         owner, prompt = self.waiting.pop(name)
         self.histories = [*self.histories[-8:], prompt[:60]]
         done = Session(f"s-{name}", owner, prompt, None, size, len(prompt))
-        if self.keeper.save(done, name, ()):
+        if self.directory.save(done, name, ()):
             self.parked.add(done.session_id)
 
     def starts(self, name: str) -> bool:
         owner, prompt = self.waiting[name]
-        match = self.keeper.match(owner, prompt, lambda session, shared: shared)
+        match = next(self.directory.find(owner, prompt), None)
         if match is None:
-            self.keeper.missed()
-            self.keeper.give_up(name)
+            self.directory.count_miss()
+            self.directory.stop_waiting(name)
             return True
         assert match.session.owner == owner
         assert (match.session.tokens[: match.tokens] == prompt[: match.tokens]).all()
         if not match.ready:
-            self.keeper.fetch(match, name)
+            self.directory.fetch(match, name)
             return False
         of = match.session.session_id
-        self.keeper.load(match, name, len(prompt), (), of in self.parked)
+        self.directory.load(match, name, len(prompt), (), of in self.parked)
         self.parked.discard(of)
         return True
 
@@ -153,15 +153,17 @@ class Store(RuleBasedStateMachine):
     @rule(which=anyone)
     def abort(self, which: int) -> None:
         name = list(self.waiting)[which % len(self.waiting)]
-        self.keeper.give_up(name)
+        self.directory.stop_waiting(name)
         del self.waiting[name]
 
     @rule(seed=seeds)
     def step(self, seed: int) -> None:
-        orders, chance = self.keeper.take_orders(), random.Random(seed)
+        commands, chance = self.directory.take_commands(), random.Random(seed)
         for worker in self.workers:
-            worker.carry_out(orders, chance)
-        self.keeper.hear(r for worker in self.workers for r in worker.report(chance))
+            worker.carry_out(commands, chance)
+        self.directory.process(
+            r for worker in self.workers for r in worker.report(chance)
+        )
 
     @rule(seconds=st.sampled_from((0.5, 5.0, 150.0)))
     def wait(self, seconds: float) -> None:
@@ -169,33 +171,31 @@ class Store(RuleBasedStateMachine):
 
     @rule()
     def expire(self) -> None:
-        self.keeper.expire()
+        self.directory.expire()
 
     @rule()
     def drop_oldest(self) -> None:
-        before = self.keeper.held_bytes
-        assert self.keeper.drop_oldest() == (self.keeper.held_bytes < before)
+        before = self.directory.held_bytes
+        assert self.directory.drop_oldest() == (self.directory.held_bytes < before)
 
     @rule(which=st.integers(0, 9))
     def forget_all(self, which: int) -> None:
         """As with new weights; rarely, for there is nothing to see afterwards."""
         if which == 0:
-            self.keeper.clear()
+            self.directory.clear()
 
     @invariant()
     def whole(self) -> None:
         type(self).operations += 1
-        if hasattr(self, "keeper"):
-            self.keeper.check_integrity()
-            kept = self.keeper._kept
-            nowhere = [
-                n for n in self.parked if n not in kept or kept[n].memory == "no"
-            ]
+        if hasattr(self, "directory"):
+            self.directory.check_integrity()
+            held = self.directory.in_memory | self.directory.pending
+            nowhere = self.parked - held
             assert not nowhere, f"parked, and not in memory: {nowhere}"
 
     def teardown(self) -> None:
         """Everybody starts in the end, and both sides agree on what is where."""
-        if not hasattr(self, "keeper"):
+        if not hasattr(self, "directory"):
             return
         for seed in range(60):
             for name in list(self.waiting):
@@ -204,10 +204,9 @@ class Store(RuleBasedStateMachine):
             self.step(seed)
         assert not self.waiting, "a request waits for ever"
         assert not any(worker.under_way for worker in self.workers)
-        kept = self.keeper._kept.items()
         for worker in self.workers:
-            assert {n for n, k in kept if k.memory == "done"} == worker.memory
-            assert {n for n, k in kept if k.disk == "done"} == worker.files
+            assert self.directory.in_memory == worker.memory
+            assert self.directory.on_disk == worker.files
 
 
 def test_any_operations_leave_the_store_whole(caplog):

@@ -1,10 +1,15 @@
-"""Sessions: what a request computed, kept for the one that continues it.
+"""Sessions: the cache of a request, kept for the request that continues it.
 
 ::
 
-    request ends ──> Keeper (scheduler) ──Save──> Vault (worker): pages to host memory
-    prompt that begins with those tokens ──Load──> pages back into the pool
-    no room ──> dropped, or left to its file; restart ──> files are found again
+    scheduler: SessionDirectory                        worker: SessionStore
+      request ends            ──────────── Save ──────>  copy pages to host memory
+      prompt continues it     ──────────── Load ──────>  copy pages into the pool
+      no room, too old        ─────── drop, unlink ───>  delete, or leave the file
+      session only in a file  ──────────── stage ─────>  read the file
+                              <───────── SessionAck ───
+    restart: SessionFolder.scan finds the files again
 
-The keeper decides and counts, tensor-free; the vault holds the bytes and obeys.
+The directory decides and counts, without tensors. The store holds the bytes and
+executes commands.
 """

@@ -19,13 +19,13 @@ class Session:
 
     Attributes:
         session_id: unique, and safe in file names.
-        owner: digest of who may continue it (salt, adapter).
-        tokens: int32 [n], those whose keys and values are kept.
-        compaction: the last one that ran, its candidates counted from block 0;
-            None = every token is there.
-        num_bytes: on all ranks together.
-        first_query: position of the first of its tokens' queries that are kept;
-            the number of tokens = none are.
+        owner: digest of who may continue it (salt, adapter, patched prompt).
+        tokens: int32 [n], ids of the tokens that it covers.
+        compaction: the last one that ran, with candidates counted from block 0;
+            None = the keys and values of all tokens are there.
+        num_bytes: host memory on all ranks together.
+        first_query: position of the first token whose query is kept; the number of
+            tokens = none is.
     """
 
     session_id: str
@@ -37,7 +37,7 @@ class Session:
 
     @property
     def compacted_at(self) -> int:
-        """Tokens without which the cache makes no sense."""
+        """Fewest tokens that a request can restore: compaction cannot be undone."""
         return self.compaction.at_tokens if self.compaction else 0
 
     @property
@@ -51,7 +51,7 @@ class Save:
     """Copy a request's resident pages before its blocks are used again.
 
     Attributes:
-        blocks: physical ids, from ``session.first_block`` on.
+        blocks: physical ids, from the session's first resident block on.
     """
 
     session: Session
@@ -64,10 +64,10 @@ class Load:
     """Fill a request's blocks with the first ``tokens`` tokens of a session.
 
     Attributes:
-        prompt_tokens: of the request.
+        prompt_tokens: length of the request's prompt.
         blocks: physical ids, from the session's first resident block on.
-        in_place: they are those that the session was saved from, and nobody has
-            written to them since.
+        in_place: the session was saved from these blocks, and no other request has
+            written to them since; nothing is copied.
     """
 
     session_id: str
@@ -80,13 +80,13 @@ class Load:
 
 @dataclass(slots=True)
 class SessionCommands:
-    """One step's orders, carried out in this order.
+    """Commands of one step, executed in the order of the fields.
 
     Attributes:
-        drop: sessions to remove from memory.
-        unlink: sessions whose files to remove.
-        stage: sessions to read from their files into memory; may have been dropped
-            in the same step.
+        drop: sessions to delete from memory.
+        unlink: sessions whose files to delete.
+        stage: sessions to read from their files into memory; a session may be dropped
+            and staged in the same step.
     """
 
     saves: list[Save] = field(default_factory=list)
@@ -100,12 +100,13 @@ Event = Literal["saved", "written", "staged", "loaded"]
 
 
 @dataclass(frozen=True, slots=True)
-class SessionAcks:
-    """What became of one order on one rank; of loads, only that one failed.
+class SessionAck:
+    """The outcome of one command on one rank.
 
     Attributes:
-        problem: why it failed; None = it did not.
-        load: what was to be loaded, of "loaded".
+        event: "loaded" is sent only when a load failed.
+        problem: why the command failed; None = it succeeded.
+        load: the command, for "loaded".
     """
 
     event: Event

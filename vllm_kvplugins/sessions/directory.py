@@ -1,18 +1,19 @@
-"""The scheduler's side of sessions: which there are, where, and which must go."""
+"""The scheduler's side of sessions: which ones exist, where, and which must go."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vllm_kvplugins.errors import coded
 from vllm_kvplugins.sessions.commands import (
     Load,
     Save,
     Session,
-    SessionAcks,
+    SessionAck,
     SessionCommands,
     Tokens,
 )
@@ -20,23 +21,23 @@ from vllm_kvplugins.sessions.index import SessionIndex
 
 logger = logging.getLogger("vllm.kv_policy")
 
-Progress = Literal["no", "under way", "done"]
+Presence = Literal["absent", "pending", "present"]
 
 
 @dataclass(slots=True)
-class _Kept:
-    """Where a session is.
+class _Entry:
+    """Where one session is.
 
     Attributes:
-        memory, disk: whether it is there; "under way" until all ranks said so.
-        waiting: reports that are still to come, per event.
-        last_used: seconds, on the keeper's clock.
+        memory, disk: "pending" until all ranks have acknowledged.
+        last_used: seconds, on the directory's clock.
+        acks_due: acknowledgements still to come, per event.
     """
 
-    memory: Progress
-    disk: Progress
+    memory: Presence
+    disk: Presence
     last_used: float
-    waiting: dict[str, int] = field(default_factory=dict)
+    acks_due: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ class Match:
 
     Attributes:
         tokens: how many of its tokens to restore.
-        shared: how many it has in common with the prompt.
-        ready: whether it is in memory; else it will be, or be gone.
+        shared: how many first tokens it has in common with the prompt.
+        ready: whether it is in memory; else a ``fetch`` brings it there.
     """
 
     session: Session
@@ -57,10 +58,20 @@ class Match:
 
 @dataclass(slots=True)
 class Counts:
-    """What has happened since the start."""
+    """Events since the start.
+
+    Attributes:
+        hits: requests that continued a session.
+        device_hits: hits whose pages were still on the device.
+        restored_tokens: prompt tokens restored from sessions.
+        recomputed_tokens: prompt tokens that a session shares but does not restore.
+        evictions: sessions that left memory or disk for room, or expired.
+        refused: sessions that were not saved for want of memory.
+        failures: sessions lost to an error.
+    """
 
     hits: int = 0
-    parked_hits: int = 0
+    device_hits: int = 0
     misses: int = 0
     restored_tokens: int = 0
     recomputed_tokens: int = 0
@@ -73,87 +84,91 @@ class SessionDirectory:
     """All sessions of an engine.
 
     Args:
-        memory_bytes: most host memory, all ranks together.
-        ranks: workers that hold a part of every session.
-        least_tokens: see ``SessionIndex``.
-        writes: whether workers write every session to its file.
-        disk_bytes: most bytes in files; None = no limit.
-        max_age_s: seconds after which an unused session goes; None = never.
-        moves: a session goes to the request that continues it, instead of a copy.
-        on_gone: called with the id of every session that is no longer here.
-        on_leave: the same, also of those that only leave memory.
-        clock: seconds since the epoch, comparable to the times of files.
+        memory_bytes: host memory for sessions, all ranks together.
+        ranks: workers that each hold a part of every session.
+        min_tokens: see ``SessionIndex``.
+        writes: whether workers write every session to a file.
+        disk_bytes: limit on files; None = no limit.
+        max_age_s: seconds after which an unused session expires; None = never.
+        moves: a session moves into the request that continues it; otherwise it is
+            copied.
+        on_forgotten: called with the id of each session that leaves the directory.
+        on_memory_freed: called with the id of each session that leaves memory, also
+            if its file stays.
+        clock: seconds since the epoch, comparable to file times.
+
+    Attributes:
+        held_bytes: of sessions in memory, pending ones included.
+        written_bytes: of sessions in files.
     """
 
     def __init__(
         self,
         memory_bytes: int,
         ranks: int = 1,
-        least_tokens: int = 1,
+        min_tokens: int = 1,
         writes: bool = False,
         disk_bytes: int | None = None,
         max_age_s: float | None = None,
         moves: bool = False,
-        on_gone: Callable[[str], None] = lambda session_id: None,
-        on_leave: Callable[[str], None] = lambda session_id: None,
+        on_forgotten: Callable[[str], None] = lambda session_id: None,
+        on_memory_freed: Callable[[str], None] = lambda session_id: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.memory_bytes = memory_bytes
         self.counts = Counts()
+        self.held_bytes = 0
+        self.written_bytes = 0
         self._ranks = ranks
         self._writes = writes
         self._disk_bytes = disk_bytes
         self._max_age_s = max_age_s
         self._moves = moves
-        self._on_gone, self._on_leave = on_gone, on_leave
+        self._on_forgotten = on_forgotten
+        self._on_memory_freed = on_memory_freed
         self._clock = clock
-        self._index = SessionIndex(least_tokens)
-        self._kept: dict[str, _Kept] = {}  # least recently used first
-        # bytes of all sessions in memory, those under way included; in files
-        self.held_bytes = 0
-        self.written_bytes = 0
-        self._orders = SessionCommands()
-        self._said_too_large = False
-        # request that waits -> session that it waits for
-        self._wanted: dict[str, str] = {}
+        self._index = SessionIndex(min_tokens)
+        self._entries: dict[str, _Entry] = {}  # least recently used first
+        self._commands = SessionCommands()
+        self._warned_too_large = False
+        # waiting request -> session that it waits for
+        self._waiting: dict[str, str] = {}
 
-    # -- a prompt comes -------------------------------------------------------
+    # -- a request starts -----------------------------------------------------
 
-    def match(
-        self, owner: str, prompt: Tokens, usable: Callable[[Session, int], int]
-    ) -> Match | None:
-        """The session that saves a prompt most; changes nothing.
+    def find(self, owner: str, prompt: Tokens) -> Iterator[Match]:
+        """Sessions that a prompt can continue. Changes nothing.
 
         Args:
-            prompt: int32 token ids.
-            usable: how many of the shared tokens can be restored; 0 = none.
+            prompt: int32 [n], token ids.
+
+        Yields:
+            A match that restores all shared tokens; the one that shares most first,
+            then the newest. The caller lowers ``tokens`` if it can use fewer.
         """
-        best: Match | None = None
         for shared, session in self._index.find(owner, prompt):
-            if best is not None and best.tokens >= shared:
-                break
             if session.num_bytes > self.memory_bytes:
-                continue  # a file from days of more memory
-            tokens = usable(session, shared)
-            if tokens > (best.tokens if best else 0) and not self._too_old(session):
-                ready = self._kept[session.session_id].memory == "done"
-                best = Match(session, tokens, shared, ready)
-        return best
+                continue  # its file was written when memory_bytes was larger
+            if not self._is_expired(session):
+                ready = self._entries[session.session_id].memory == "present"
+                yield Match(session, shared, shared, ready)
 
     def fetch(self, match: Match, request_id: str) -> None:
-        """See to it that a session that is not ready will be, or be gone. It stays
-        until the request starts or gives up; else two that wait could take turns in
-        driving each other's session out."""
+        """Bring a session into memory, and keep it there for a request.
+
+        It stays until the request starts or stops waiting. Otherwise two waiting
+        requests could take turns at evicting each other's session.
+        """
         session_id = match.session.session_id
-        kept = self._kept[session_id]
-        self._wanted[request_id] = session_id
-        if kept.memory != "no" or kept.disk != "done":
+        entry = self._entries[session_id]
+        self._waiting[request_id] = session_id
+        if entry.memory != "absent" or entry.disk != "present":
             return
         self._touch(session_id)
         if self._make_room(match.session.num_bytes):
-            self._place(session_id, memory="under way")
-            kept.waiting["staged"] = self._ranks
-            self._orders.stage.append(session_id)
+            self._set_presence(session_id, memory="pending")
+            entry.acks_due["staged"] = self._ranks
+            self._commands.stage.append(session_id)
 
     def load(
         self,
@@ -163,18 +178,18 @@ class SessionDirectory:
         blocks: Iterable[int],
         in_place: bool = False,
     ) -> None:
-        """A request starts from a session.
+        """Start a request from a session.
 
         Args:
             blocks, in_place: see ``Load``.
         """
         session_id = match.session.session_id
-        self.give_up(request_id)
-        assert self._kept[session_id].memory == "done", "not in memory"
+        self.stop_waiting(request_id)
+        assert self._entries[session_id].memory == "present", "not in memory"
         args = (session_id, request_id, prompt_tokens, match.tokens, tuple(blocks))
-        self._orders.loads.append(Load(*args, in_place))
+        self._commands.loads.append(Load(*args, in_place))
         self.counts.hits += 1
-        self.counts.parked_hits += in_place
+        self.counts.device_hits += in_place
         self.counts.restored_tokens += match.tokens
         self.counts.recomputed_tokens += match.shared - match.tokens
         if self._moves:
@@ -182,219 +197,249 @@ class SessionDirectory:
         else:
             self._touch(session_id)
 
-    def give_up(self, request_id: str) -> None:
-        """A request waits for its session no longer."""
-        self._wanted.pop(request_id, None)
+    def stop_waiting(self, request_id: str) -> None:
+        """A request no longer waits for a session; it started, or it ended."""
+        self._waiting.pop(request_id, None)
 
-    def missed(self) -> None:
-        """A request starts from nothing."""
+    def count_miss(self) -> None:
+        """A request starts without a session."""
         self.counts.misses += 1
 
-    # -- a request ends ---------------------------------------------------------
+    # -- a request ends -------------------------------------------------------
 
     def save(self, session: Session, request_id: str, blocks: Iterable[int]) -> bool:
-        """Keep what a request has computed.
+        """Save what a request has computed.
+
+        A session of the same owner with exactly the same tokens is replaced.
 
         Args:
             blocks: physical ids, from ``session.first_block`` on.
 
         Returns:
-            Whether it will be; False if there is no memory for it.
+            False if there is no memory for it.
         """
         self.expire()
         for shared, other in self._index.find(session.owner, session.tokens):
             if shared == len(session.tokens) == len(other.tokens):
-                self._remove(other.session_id)  # the same conversation again
+                self._remove(other.session_id)
                 break
         if not self._make_room(session.num_bytes):
             self._refuse(session)
             return False
         self._index.add(session)
-        kept = _Kept("no", "no", self._clock(), {"saved": self._ranks})
-        self._kept[session.session_id] = kept
-        self._place(session.session_id, memory="under way")
+        entry = _Entry("absent", "absent", self._clock(), {"saved": self._ranks})
+        self._entries[session.session_id] = entry
+        self._set_presence(session.session_id, memory="pending")
         if self._writes:
-            self._place(session.session_id, disk="under way")
-            kept.waiting["written"] = self._ranks
-        self._orders.saves.append(Save(session, request_id, tuple(blocks)))
+            self._set_presence(session.session_id, disk="pending")
+            entry.acks_due["written"] = self._ranks
+        self._commands.saves.append(Save(session, request_id, tuple(blocks)))
         return True
 
     def _refuse(self, session: Session) -> None:
         self.counts.refused += 1
-        if session.num_bytes > self.memory_bytes and not self._said_too_large:
-            self._said_too_large = True
-            logger.warning(
-                "a session of %d tokens takes %d KiB, more than all of session_memory "
-                "(%d KiB): it is not kept, nor are others as large, and their next "
-                "requests compute everything anew; raise session_memory",
-                len(session.tokens),
-                -(-session.num_bytes >> 10),
-                self.memory_bytes >> 10,
+        if session.num_bytes > self.memory_bytes and not self._warned_too_large:
+            self._warned_too_large = True
+            text = (
+                f"a session of {len(session.tokens)} tokens takes "
+                f"{-(-session.num_bytes >> 10)} KiB, more than all of session_memory "
+                f"({self.memory_bytes >> 10} KiB). Sessions of this size are not kept, "
+                "and the requests that continue them recompute everything; raise "
+                "session_memory"
             )
+            logger.warning("%s", coded("KVP308", text))
 
-    def found(self, session: Session, last_used: float) -> None:
-        """A session lies in its file since before the start.
+    def add_file(self, session: Session, last_used: float) -> None:
+        """Add a session that an earlier engine left in a file.
 
-        Call with the least recently used first.
+        Call with the least recently used one first.
         """
         self._index.add(session)
-        self._kept[session.session_id] = _Kept("no", "no", last_used)
-        self._place(session.session_id, disk="done")
+        self._entries[session.session_id] = _Entry("absent", "absent", last_used)
+        self._set_presence(session.session_id, disk="present")
 
-    # -- orders and reports -------------------------------------------------------
+    # -- commands and acknowledgements ------------------------------------------
 
-    def take_orders(self) -> SessionCommands:
-        """Orders since the last call."""
-        taken, self._orders = self._orders, SessionCommands()
+    def take_commands(self) -> SessionCommands:
+        """Commands since the last call."""
+        taken, self._commands = self._commands, SessionCommands()
         return taken
 
-    def hear(self, reports: Iterable[SessionAcks]) -> None:
-        """What workers report; a session that failed on one rank is gone."""
-        reports = list(reports)
-        lost = {r.session_id for r in reports if r.event == "loaded" and self._moves}
-        self.counts.failures += len(lost)  # not here since they were to be loaded
-        for report in reports:
-            kept = self._kept.get(report.session_id)
-            if kept is None:
-                continue  # dropped in the meantime
-            if report.problem is not None:
-                self._failed(report, kept)
+    def process(self, acks: Iterable[SessionAck]) -> None:
+        """Process acknowledgements; a session that failed on one rank is gone."""
+        acks = list(acks)
+        # A session that moves left the directory with its load command.
+        lost = {a.session_id for a in acks if a.event == "loaded" and self._moves}
+        self.counts.failures += len(lost)
+        for ack in acks:
+            entry = self._entries.get(ack.session_id)
+            if entry is None:
+                continue  # removed in the meantime
+            if ack.problem is not None:
+                self._process_failure(ack, entry)
                 continue
-            kept.waiting[report.event] -= 1
-            if kept.waiting[report.event]:
+            entry.acks_due[ack.event] -= 1
+            if entry.acks_due[ack.event]:
                 continue
-            if report.event == "written":
-                self._place(report.session_id, disk="done")
-                self._clear_disk()
+            if ack.event == "written":
+                self._set_presence(ack.session_id, disk="present")
+                self._make_disk_room()
             else:
-                self._place(report.session_id, memory="done")
+                self._set_presence(ack.session_id, memory="present")
 
-    def _failed(self, report: SessionAcks, kept: _Kept) -> None:
+    def _process_failure(self, ack: SessionAck, entry: _Entry) -> None:
         self.counts.failures += 1
-        if report.event == "written" and kept.memory != "no":
-            self._place(report.session_id, disk="no")
-            self._orders.unlink.append(report.session_id)  # other ranks' parts
+        if ack.event == "written" and entry.memory != "absent":
+            self._set_presence(ack.session_id, disk="absent")
+            self._commands.unlink.append(ack.session_id)  # parts of other ranks
         else:
-            self._remove(report.session_id)
+            self._remove(ack.session_id)
 
-    # -- limits ---------------------------------------------------------------
+    # -- limits -----------------------------------------------------------------
 
     def _touch(self, session_id: str) -> None:
-        kept = self._kept.pop(session_id)
-        kept.last_used = self._clock()
-        self._kept[session_id] = kept
+        entry = self._entries.pop(session_id)
+        entry.last_used = self._clock()
+        self._entries[session_id] = entry
 
-    def _too_old(self, session: Session) -> bool:
+    def _is_expired(self, session: Session) -> bool:
         if self._max_age_s is None:
             return False
-        used = self._kept[session.session_id].last_used
-        return self._clock() - used > self._max_age_s
+        last_used = self._entries[session.session_id].last_used
+        return self._clock() - last_used > self._max_age_s
 
     def expire(self) -> None:
-        """Drop what has not been used for too long."""
-        for session in [s for s in self._index if self._too_old(s)]:
+        """Remove sessions that were not used for ``max_age_s``."""
+        for session in [s for s in self._index if self._is_expired(s)]:
             self.counts.evictions += 1
             self._remove(session.session_id)
 
     def drop_oldest(self) -> bool:
-        """Drop the session that was least recently used, if any can be dropped."""
-        wanted = set(self._wanted.values())
-        for session_id, kept in self._kept.items():
-            if kept.memory == "done" and session_id not in wanted:
+        """Remove the least recently used session in memory that no request waits for.
+
+        Returns:
+            False if there is none.
+        """
+        awaited = set(self._waiting.values())
+        for session_id, entry in self._entries.items():
+            if entry.memory == "present" and session_id not in awaited:
                 self.counts.evictions += 1
                 self._remove(session_id)
                 return True
         return False
 
     def clear(self) -> None:
-        """Drop all sessions, files and all: their keys and values hold no longer."""
-        for session_id in list(self._kept):
+        """Remove all sessions and their files; they do not fit the model any more."""
+        for session_id in list(self._entries):
             self._remove(session_id)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Least recently used sessions leave memory until so many bytes are free.
+        """Evict least recently used sessions from memory until ``num_bytes`` are free.
 
         Returns:
-            Whether they are; what is under way or waited for cannot leave.
+            Whether they are; pending and awaited sessions stay.
         """
         if num_bytes > self.memory_bytes:
             return False
-        wanted = set(self._wanted.values())
-        for session_id, kept in list(self._kept.items()):
+        awaited = set(self._waiting.values())
+        for session_id, entry in list(self._entries.items()):
             if self.held_bytes + num_bytes <= self.memory_bytes:
                 break
-            if kept.memory != "done" or session_id in wanted:
+            if entry.memory != "present" or session_id in awaited:
                 continue
             self.counts.evictions += 1
-            if kept.disk == "no":
+            if entry.disk == "absent":
                 self._remove(session_id)
             else:
-                self._place(session_id, memory="no")
-                self._orders.drop.append(session_id)
+                self._set_presence(session_id, memory="absent")
+                self._commands.drop.append(session_id)
         return self.held_bytes + num_bytes <= self.memory_bytes
 
-    def _clear_disk(self) -> None:
-        """Least recently used files go until the others fit."""
+    def _make_disk_room(self) -> None:
+        """Delete least recently used files until the others fit."""
         if self._disk_bytes is None:
             return
-        for session_id, kept in list(self._kept.items()):
+        for session_id, entry in list(self._entries.items()):
             if self.written_bytes <= self._disk_bytes:
                 return
-            if kept.disk != "done" or kept.memory == "under way":
+            if entry.disk != "present" or entry.memory == "pending":
                 continue
-            if kept.memory == "no":
+            if entry.memory == "absent":
                 self.counts.evictions += 1
                 self._remove(session_id)
             else:
-                self._place(session_id, disk="no")
-                self._orders.unlink.append(session_id)
+                self._set_presence(session_id, disk="absent")
+                self._commands.unlink.append(session_id)
 
-    def _place(
+    def _set_presence(
         self,
         session_id: str,
-        memory: Progress | None = None,
-        disk: Progress | None = None,
+        memory: Presence | None = None,
+        disk: Presence | None = None,
     ) -> None:
-        """Note where a session is now, and count its bytes there."""
-        kept, size = self._kept[session_id], self._index.get(session_id).num_bytes
+        """Note where a session is, and count its bytes there."""
+        entry, size = self._entries[session_id], self._index.get(session_id).num_bytes
         if memory is not None:
-            self.held_bytes += size * ((memory != "no") - (kept.memory != "no"))
-            kept.memory = memory
-            if memory == "no":
-                self._on_leave(session_id)
+            was, now = entry.memory != "absent", memory != "absent"
+            self.held_bytes += size * (now - was)
+            entry.memory = memory
+            if memory == "absent":
+                self._on_memory_freed(session_id)
         if disk is not None:
-            self.written_bytes += size * ((disk == "done") - (kept.disk == "done"))
-            kept.disk = disk
+            was, now = entry.disk == "present", disk == "present"
+            self.written_bytes += size * (now - was)
+            entry.disk = disk
 
     def _forget(self, session_id: str) -> None:
-        self._place(session_id, memory="no", disk="no")
+        self._set_presence(session_id, memory="absent", disk="absent")
         self._index.remove(session_id)
-        del self._kept[session_id]
-        self._on_gone(session_id)
+        del self._entries[session_id]
+        self._on_forgotten(session_id)
 
     def _remove(self, session_id: str) -> None:
-        if session_id in self._orders.stage:
-            self._orders.stage.remove(session_id)
-        self._orders.drop.append(session_id)
-        if self._kept[session_id].disk != "no":
-            self._orders.unlink.append(session_id)
+        """Forget a session, and delete it from memory and disk."""
+        if session_id in self._commands.stage:
+            self._commands.stage.remove(session_id)
+        self._commands.drop.append(session_id)
+        if self._entries[session_id].disk != "absent":
+            self._commands.unlink.append(session_id)
         self._forget(session_id)
 
-    # -- numbers --------------------------------------------------------------
+    # -- numbers ----------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Session]:
+        """All sessions, wherever they are."""
+        return iter(self._index)
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that can be continued, now or when they have been read."""
-        return len(self._kept)
+        """Sessions that can be continued, at once or after a fetch."""
+        return len(self._entries)
+
+    @property
+    def pending(self) -> set[str]:
+        """Sessions that are being copied or read into memory."""
+        return {i for i, e in self._entries.items() if e.memory == "pending"}
+
+    @property
+    def in_memory(self) -> set[str]:
+        """Sessions that all ranks have in memory."""
+        return {i for i, e in self._entries.items() if e.memory == "present"}
+
+    @property
+    def on_disk(self) -> set[str]:
+        """Sessions that all ranks have in files."""
+        return {i for i, e in self._entries.items() if e.disk == "present"}
 
     def check_integrity(self) -> None:
-        """Every session is filed once and somewhere, and memory suffices."""
-        filed = {session.session_id for session in self._index}
-        assert filed == set(self._kept), "filed and kept sessions differ"
-        sizes = {s.session_id: s.num_bytes for s in self._index}
-        held = [sizes[i] for i, k in self._kept.items() if k.memory != "no"]
-        written = [sizes[i] for i, k in self._kept.items() if k.disk == "done"]
+        """Every session is indexed once and is somewhere, and the sizes are right."""
+        sizes = {session.session_id: session.num_bytes for session in self._index}
+        assert set(sizes) == set(self._entries), "indexed and known sessions differ"
+        held = [sizes[i] for i, e in self._entries.items() if e.memory != "absent"]
+        written = [sizes[i] for i, e in self._entries.items() if e.disk == "present"]
         assert self.held_bytes == sum(held) <= self.memory_bytes, "memory miscounted"
         assert self.written_bytes == sum(written), "files miscounted"
-        lost = [i for i, k in self._kept.items() if k.memory == k.disk == "no"]
-        assert not lost, f"sessions that are nowhere: {lost}"
+        nowhere = [
+            i for i, e in self._entries.items() if e.memory == e.disk == "absent"
+        ]
+        assert not nowhere, f"sessions that are nowhere: {nowhere}"

@@ -4,9 +4,9 @@
 
     DIR/<fingerprint>/<session>.r0of1.safetensors
 
-Written beside its place and moved there, with a digest of its contents, so that a
-file is either whole or not there; what is not ours, not whole, or of another model,
-policy or layout is never loaded.
+A file is written under a temporary name and then moved, and it holds a digest of its
+contents. A file of another program, model, policy or layout, or one that is damaged,
+is never loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions.commands import Session, Tokens
 from vllm_kvplugins.sessions.snapshot import CacheSnapshot
@@ -42,10 +42,10 @@ class SessionFileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a cache must have in common with the engine that loads it.
+    """What the engine that saves a cache and the one that loads it must share.
 
     Attributes:
-        facts: names and values: model, policy, dtype, layout, versions.
+        facts: names and values: model, policy, dtype, block size, versions.
     """
 
     facts: tuple[tuple[str, str], ...]
@@ -56,7 +56,7 @@ class Identity:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all facts, as long as a directory's name may well be."""
+        """Digest of all facts; names a directory."""
         return hashlib.sha256(json.dumps(self.facts).encode()).hexdigest()[:32]
 
 
@@ -66,7 +66,7 @@ class SessionFolder:
 
     Attributes:
         root: ``session_dir``.
-        ranks: workers that write a part of every session.
+        ranks: workers that each write a part of every session.
     """
 
     root: Path
@@ -75,33 +75,35 @@ class SessionFolder:
 
     @property
     def folder(self) -> Path:
+        """Where the files of this engine's model and policy are."""
         return self.root / self.identity.fingerprint
 
     def path(self, session_id: str, rank: int) -> Path:
-        """Where a rank's part of a session lies."""
+        """The file of a rank's part of a session."""
         return self.folder / f"{session_id}.r{rank}of{self.ranks}{_SUFFIX}"
 
     def prepare(self) -> None:
-        """Make the folder, for its owner alone.
+        """Create the folder, readable by its owner only.
 
         Raises:
-            KVPolicyError: it cannot be made or written to.
+            KVPolicyError: it cannot be created or written to.
         """
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
         except OSError as error:
-            raise KVPolicyError(
+            text = (
                 f"session_dir {str(self.root)!r} cannot be written to: {error}; "
-                "choose another directory, or leave session_dir out"
-            ) from error
+                "choose another directory, or remove session_dir"
+            )
+            raise KVPolicyError(coded("KVP304", text)) from error
 
     def write(self, session: Session, rank: int, saved: CacheSnapshot) -> None:
-        """Store a rank's part.
+        """Write a rank's part.
 
         Raises:
-            OSError: no room, no permission; nothing is left behind.
+            OSError: no room or no permission; no file is left.
         """
         tensors = _tensors(session, saved)
         about = {
@@ -119,31 +121,31 @@ class SessionFolder:
         _write_atomically(self.path(session.session_id, rank), tensors, about)
 
     def read(self, session_id: str, rank: int) -> CacheSnapshot:
-        """Load a rank's part.
+        """Read a rank's part.
 
         Raises:
-            SessionFileError: the file is gone, torn, changed or foreign.
+            SessionFileError: the file is missing, damaged, or of another engine.
         """
         path = self.path(session_id, rank)
         about, tensors = _read(path)
         self._check(path, about)
-        said = about.pop("digest", None)
-        if said != _digest(about, tensors):
+        digest = about.pop("digest", None)
+        if digest != _digest(about, tensors):
             raise SessionFileError(f"{path.name}: its contents have changed")
         with contextlib.suppress(OSError):
-            os.utime(path)  # it was used now
+            os.utime(path)  # the file time is when the session was last used
         return _saved(about, tensors)
 
     def unlink(self, session_id: str, rank: int) -> None:
-        """Remove a rank's part, if it is there."""
+        """Delete a rank's part, if it exists."""
         self.path(session_id, rank).unlink(missing_ok=True)
 
     def scan(self) -> Iterator[tuple[Session, float] | SessionFileError]:
-        """All sessions whose every part is there, least recently used first.
+        """All sessions of which every rank's part exists, least recently used first.
 
         Yields:
-            A session and when it was last used, in seconds since the epoch, or why
-            a file is none.
+            A session and when it was last used, in seconds since the epoch; or why a
+            file is not a session of this engine.
         """
         suffix = f".r0of{self.ranks}{_SUFFIX}"
         paths = {p: p.stat().st_mtime for p in self.folder.glob(f"*{suffix}")}
@@ -152,20 +154,24 @@ class SessionFolder:
             try:
                 for rank in range(1, self.ranks):
                     if not self.path(session_id, rank).exists():
-                        raise SessionFileError(f"{path.name}: rank {rank}'s is missing")
+                        raise SessionFileError(
+                            f"{path.name}: the part of rank {rank} is missing"
+                        )
                 about, tensors = _read(path, only=("tokens",))
                 self._check(path, about)
                 if about.get("session") != session_id:
-                    raise SessionFileError(f"{path.name}: belongs to another session")
+                    raise SessionFileError(f"{path.name}: holds another session")
                 yield _session(about, tensors["tokens"]), paths[path]
             except SessionFileError as error:
                 yield error
 
     def _check(self, path: Path, about: Mapping[str, str]) -> None:
         if about.get("format") != FORMAT:
-            raise SessionFileError(f"{path.name}: not a file of {FORMAT}")
+            raise SessionFileError(f"{path.name}: not in format {FORMAT}")
         if about.get("fingerprint") != self.identity.fingerprint:
-            raise SessionFileError(f"{path.name}: of another model or policy")
+            raise SessionFileError(
+                f"{path.name}: from another model, policy or version"
+            )
 
 
 # -- one file ------------------------------------------------------------------------
@@ -174,12 +180,15 @@ class SessionFolder:
 def _write_atomically(
     path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]
 ) -> None:
-    """Tensor by tensor: a session may take as much memory as there is."""
+    """Write a temporary file and move it.
+
+    ``save_file`` writes tensor by tensor, so that no second copy is in memory.
+    """
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
     os.close(handle)
     try:
         save_file(dict(tensors), name, dict(about))
-        # opened now: it may have been written as another file, and moved there
+        # open it only now: save_file may have replaced the file that mkstemp made
         with open(name, "rb") as file:
             os.fchmod(file.fileno(), 0o600)
             os.fsync(file.fileno())
@@ -261,7 +270,8 @@ def _session(about: Mapping[str, str], tokens: torch.Tensor) -> Session:
     )
 
 
-# Files of earlier versions call the retained region "zone", and so do these.
+# Key in files -> field. Files call the retained region "zone"; earlier versions wrote
+# them so, and they must stay loadable.
 _SPANS = {"candidates": "candidates", "zone": "retained"}
 
 
@@ -280,7 +290,7 @@ def _unpacked(packed: dict[str, Any] | None) -> Compaction | None:
     return Compaction(**(numbers | spans))
 
 
-# -- all of a directory, for the command line ------------------------------------------
+# -- a whole directory, for the command line ---------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,9 +298,9 @@ class FoundFile:
     """A file in a session directory.
 
     Attributes:
-        facts: of its identity.
-        tokens: in its session.
-        problem: why it cannot be loaded; None = it looks whole.
+        facts: facts of its identity.
+        tokens: length of its session.
+        problem: why it cannot be loaded; None = its header is valid.
     """
 
     path: Path
@@ -311,7 +321,7 @@ def list_files(root: Path) -> list[FoundFile]:
         try:
             about, tensors = _read(path, only=("tokens",))
             if about.get("format") != FORMAT:
-                raise SessionFileError(f"not a file of {FORMAT}")
+                raise SessionFileError(f"not in format {FORMAT}")
             facts, tokens = dict(json.loads(about["facts"])), tensors["tokens"].numel()
             problem = None
         except SessionFileError as error:

@@ -1,9 +1,9 @@
 """Which sessions begin a prompt: a hash chain over token ids.
 
-A session can be continued from any of its tokens that lies behind its last
-compaction: what came later can be cut off. So it is filed under the digest of its
-owner and the tokens up to there, and a prompt is hashed once, with a stop at every
-length under which anything is filed.
+A session can be continued from any of its tokens at or after its last compaction;
+later tokens can be cut off. So it is filed under the digest of its owner and its
+tokens up to there. A prompt is hashed once, and the chain is read off at every length
+under which some session is filed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from vllm_kvplugins.sessions.commands import Session, Tokens
 
 
 class SessionIndex:
-    """Sessions by their beginnings.
+    """Sessions by their first tokens.
 
     Args:
-        least_tokens: sessions that are whole are filed under so many tokens, and
-            not found by prompts that share fewer.
+        min_tokens: a session that was never compacted is filed under this many
+            tokens; prompts that share fewer do not find it.
     """
 
-    def __init__(self, least_tokens: int) -> None:
-        self._least = least_tokens
+    def __init__(self, min_tokens: int) -> None:
+        self._min_tokens = min_tokens
         self._sessions: dict[str, Session] = {}
-        self._added = 0  # sessions so far
-        self._number: dict[str, int] = {}  # which of these a session was
-        # length -> digest of so many tokens -> sessions
+        self._num_added = 0
+        # session -> how many were added before it
+        self._number: dict[str, int] = {}
+        # length -> digest of the first tokens -> sessions
         self._filed: dict[int, dict[bytes, list[str]]] = {}
         self._lengths: list[int] = []  # ascending
 
@@ -47,53 +48,53 @@ class SessionIndex:
         """The session of this id."""
         return self._sessions[session_id]
 
-    def _filed_under(self, session: Session) -> int:
-        return max(session.compacted_at, min(self._least, len(session.tokens)))
+    def _filed_length(self, session: Session) -> int:
+        return max(session.compacted_at, min(self._min_tokens, len(session.tokens)))
 
     def add(self, session: Session) -> None:
         """File a session."""
         assert session.session_id not in self._sessions, "filed twice"
-        length = self._filed_under(session)
+        length = self._filed_length(session)
         if length not in self._filed:
             self._filed[length] = {}
             insort(self._lengths, length)
         digest = _chain(session.owner, session.tokens, [length])[0]
         self._filed[length].setdefault(digest, []).append(session.session_id)
         self._sessions[session.session_id] = session
-        self._number[session.session_id] = self._added
-        self._added += 1
+        self._number[session.session_id] = self._num_added
+        self._num_added += 1
 
     def remove(self, session_id: str) -> Session:
-        """Forget a session."""
+        """Remove a session and return it."""
         session = self._sessions.pop(session_id)
         del self._number[session_id]
-        length = self._filed_under(session)
+        length = self._filed_length(session)
         digest = _chain(session.owner, session.tokens, [length])[0]
-        here = self._filed[length]
-        here[digest].remove(session_id)
-        if not here[digest]:
-            del here[digest]
-        if not here:
+        by_digest = self._filed[length]
+        by_digest[digest].remove(session_id)
+        if not by_digest[digest]:
+            del by_digest[digest]
+        if not by_digest:
             del self._filed[length]
             self._lengths.remove(length)
         return session
 
     def find(self, owner: str, prompt: Tokens) -> list[tuple[int, Session]]:
-        """Sessions of this owner that the prompt continues or branches off.
+        """Sessions of an owner that the prompt continues or branches off from.
 
         Returns:
-            How many first tokens they share with the prompt, at least
-            ``compacted_at`` of them, and the session; longest first, then newest.
+            How many first tokens session and prompt share, at least the session's
+            ``compacted_at``, and the session; longest first, then newest first.
 
-        Cost: one digest of the prompt, a digest more per distinct length filed.
+        Cost: one pass over the prompt, and one digest per distinct length filed.
         """
         lengths = [n for n in self._lengths if n <= len(prompt)]
         found: list[tuple[int, Session]] = []
         for length, digest in zip(lengths, _chain(owner, prompt, lengths), strict=True):
             for session_id in self._filed[length].get(digest, ()):
                 session = self._sessions[session_id]
-                shared = _shared(session.tokens, prompt)
-                # the digest says so; the tokens themselves decide
+                shared = _num_shared(session.tokens, prompt)
+                # digests may collide; owner and tokens decide
                 if session.owner == owner and shared >= length:
                     found.append((shared, session))
         found.sort(key=lambda item: (-item[0], -self._number[item[1].session_id]))
@@ -111,8 +112,8 @@ def _chain(owner: str, tokens: Tokens, lengths: list[int]) -> list[bytes]:
     return digests
 
 
-def _shared(first: Tokens, second: Tokens) -> int:
-    """Length of the common beginning."""
+def _num_shared(first: Tokens, second: Tokens) -> int:
+    """Length of the common prefix."""
     n = min(len(first), len(second))
     differs = np.flatnonzero(first[:n] != second[:n])
     return int(differs[0]) if len(differs) else n

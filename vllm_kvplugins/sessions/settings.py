@@ -1,13 +1,42 @@
-"""What a user can say about sessions, beside the policy's own settings."""
+"""Session settings that a user can set next to the policy's own."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from vllm_kvplugins.budgets import parse_bytes
+from vllm_kvplugins.errors import coded
+
+logger = logging.getLogger("vllm.kv_policy")
+
+# Old name -> name. The old names still work in this version.
+DEPRECATED_SETTINGS = {"session_park": "session_keep_on_device"}
+
+_warned: set[str] = set()
+
+
+def rename_deprecated(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings under their present names; warns once per old name.
+
+    Raises:
+        ValueError: a setting is given under both names.
+    """
+    renamed = dict(settings)
+    for old, new in DEPRECATED_SETTINGS.items():
+        if old not in renamed:
+            continue
+        if new in renamed:
+            text = f"{old} is the old name of {new}, and both are set; remove {old}"
+            raise ValueError(coded("KVP303", text))
+        renamed[new] = renamed.pop(old)
+        if old not in _warned:
+            _warned.add(old)
+            logger.warning("%s is deprecated; use %s", old, new)
+    return renamed
 
 
 class SessionSettings(BaseModel):
@@ -17,60 +46,71 @@ class SessionSettings(BaseModel):
 
     sessions: bool | None = Field(
         default=None,
-        description="Keep what a request computed for the one that continues it; "
-        "null: if the policy works turn by turn.",
+        description="Keep the KV cache of a request for the request that continues "
+        "it; null: if the policy works turn by turn.",
     )
     session_memory: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
         default=None,
         ge=1,
-        description='Most host memory for sessions ("2GiB"), all ranks together; '
-        "null: a quarter of what is free at start-up.",
+        description='Host memory for sessions ("2GiB"), all ranks together; null: a '
+        "quarter of the memory that is free at start-up.",
     )
     session_max_age_s: float | None = Field(
         default=None,
         gt=0,
-        description="Sessions unused for so long are dropped; null: never.",
+        description="Seconds after which an unused session is dropped; null: never.",
     )
-    session_park: bool = Field(
+    session_keep_on_device: bool = Field(
         default=True,
-        description="Leave what a request computed on the device, too, until somebody "
-        "needs the room.",
+        description="Also leave a session's blocks on the device until other requests "
+        "need them.",
     )
     session_dir: Path | None = Field(
         default=None,
-        description="Directory for sessions that outlive memory and restarts; null: "
-        "memory only. Whoever can read it can read the conversations.",
+        description="Directory for session files, which outlive memory and restarts; "
+        "null: memory only. Whoever can read it can read the conversations.",
     )
     session_disk: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
         default=None,
         ge=1,
-        description='Most bytes in session_dir ("20GiB"); null: no limit.',
+        description='Limit on files in session_dir ("20GiB"); null: no limit.',
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, settings: Any) -> Any:
+        return rename_deprecated(settings) if isinstance(settings, dict) else settings
+
     @property
-    def _given(self) -> list[str]:
-        """Settings that only sessions can be about, and that the user has set."""
-        others = {"sessions", "session_park"}
+    def _needs_sessions(self) -> list[str]:
+        """Settings that the user has set and that mean nothing without sessions."""
+        others = {"sessions", "session_keep_on_device"}
         return sorted(self.model_dump(exclude=others, exclude_none=True))
 
     @model_validator(mode="after")
-    def _consistent(self) -> SessionSettings:
-        if self.sessions is False and self._given:
-            raise ValueError(f"sessions is false, but {', '.join(self._given)} is set")
+    def _check_consistency(self) -> SessionSettings:
+        if self.sessions is False and self._needs_sessions:
+            names = ", ".join(self._needs_sessions)
+            raise ValueError(
+                coded("KVP301", f"sessions is false, but {names} is set; remove one")
+            )
         if self.session_disk is not None and self.session_dir is None:
-            raise ValueError("session_disk needs a session_dir")
+            raise ValueError(
+                coded("KVP302", "session_disk needs a session_dir; set one")
+            )
         return self
 
     def on_for(self, works_by_turns: bool) -> bool:
-        """Whether sessions are kept under a policy that does or does not."""
+        """Whether sessions are on under a policy that works turn by turn, or not."""
         if self.sessions is None:
-            return works_by_turns or bool(self._given)
+            return works_by_turns or bool(self._needs_sessions)
         return self.sessions
 
 
 SESSION_SETTINGS = tuple(SessionSettings.model_fields)
 
 
-def session_part(request: dict[str, Any]) -> dict[str, Any]:
-    """Of a kv_policy request, what is about sessions."""
-    return {key: request[key] for key in SESSION_SETTINGS if key in request}
+def session_part(settings: dict[str, Any]) -> dict[str, Any]:
+    """The session settings among all settings of a policy."""
+    names = (*SESSION_SETTINGS, *DEPRECATED_SETTINGS)
+    return {key: settings[key] for key in names if key in settings}

@@ -156,7 +156,7 @@ def take_out(
     )
 
 
-def misfit(heap: Heap, saved: CacheSnapshot) -> str | None:
+def mismatch(heap: Heap, saved: CacheSnapshot) -> str | None:
     """Why a saved cache cannot go into this heap, if so."""
     elems, dtype = heap.pages.shape[1], heap.pages.dtype
     if saved.counts.shape != (heap.rows,):

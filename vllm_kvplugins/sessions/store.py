@@ -1,4 +1,4 @@
-"""A worker's side of sessions: holds the bytes and carries out orders."""
+"""A worker's side of sessions: holds the bytes and executes commands."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import logging
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
+from vllm_kvplugins.errors import coded
 from vllm_kvplugins.plan.residency_plan import Compaction
 from vllm_kvplugins.sessions.commands import (
     Event,
     Load,
     Save,
-    SessionAcks,
+    SessionAck,
     SessionCommands,
 )
 from vllm_kvplugins.sessions.files import SessionFileError, SessionFolder
@@ -19,11 +20,11 @@ from vllm_kvplugins.sessions.snapshot import COPY_ERRORS, CacheSnapshot
 
 logger = logging.getLogger("vllm.kv_policy")
 
-_REST_S = 0.02
+_READ_WAIT_S = 0.02
 
 
-class Caches(Protocol):
-    """What a vault needs of the runtime."""
+class CacheTransfer(Protocol):
+    """Copies caches out of the pool and into it; see ``transfer.Transfer``."""
 
     def save(
         self,
@@ -44,97 +45,109 @@ class Caches(Protocol):
         blocks: tuple[int, ...],
         in_place: bool,
     ) -> None:
-        """Let a request go on from a saved cache, or from what it was saved from.
+        """Let a request continue from a snapshot.
 
-        If that raises, the request is lost: what it computes is not looked at.
+        If this raises, the request's KV is invalid until it is recomputed.
         """
 
     def discard(self, saved: CacheSnapshot) -> None:
-        """Free what a saved cache has besides its pages."""
+        """Free what a snapshot holds outside of its own tensors."""
 
-    def misfit(self, saved: CacheSnapshot) -> str | None:
-        """Why a saved cache cannot be restored here, if so."""
+    def mismatch(self, saved: CacheSnapshot) -> str | None:
+        """Why a snapshot does not fit this worker; None = it does."""
 
 
 class SessionStore:
-    """Sessions of one worker.
+    """The sessions of one worker.
 
     Args:
         files: where they are written; None = memory only.
-        moves: a session goes to the request that continues it.
+        moves: a session moves into the request that continues it.
     """
 
     def __init__(
         self,
-        caches: Caches,
+        transfer: CacheTransfer,
         files: SessionFolder | None = None,
         rank: int = 0,
         moves: bool = False,
     ) -> None:
-        self._caches = caches
+        self._transfer = transfer
         self._files = files
         self._rank = rank
         self._moves = moves
-        self._held: dict[str, CacheSnapshot] = {}
-        self._reports: list[SessionAcks] = []
-        # separate, so that nobody who waits to read waits for writers
+        self._snapshots: dict[str, CacheSnapshot] = {}
+        self._acks: list[SessionAck] = []
+        # separate threads, so that reads do not queue behind writes
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvp-session-write")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvp-session-read")
-        self._writing: dict[str, Future[None]] = {}
-        self._reading: dict[str, Future[CacheSnapshot]] = {}
+        self._writes: dict[str, Future[None]] = {}
+        self._reads: dict[str, Future[CacheSnapshot]] = {}
 
-    def take_in(self, orders: SessionCommands) -> None:
-        """Save; call before the worker forgets who has ended, and before the step
-        runs: the blocks may belong to others in this step already."""
-        for save in orders.saves:
+    def save(self, commands: SessionCommands) -> None:
+        """Execute the saves.
+
+        Call before the worker forgets ended requests and before the step runs, whose
+        requests may own the blocks already.
+        """
+        for save in commands.saves:
             self._save(save)
 
-    def hand_out(self, orders: SessionCommands) -> None:
-        """All other orders; call when the worker has forgotten, before the step."""
-        for load in orders.loads:
+    def execute(self, commands: SessionCommands) -> None:
+        """Execute all other commands.
+
+        Call after the worker has forgotten ended requests, before the step runs.
+        """
+        for load in commands.loads:
             self._load(load)
-        for session_id in orders.drop:
-            dropped = self._held.pop(session_id, None)
+        for session_id in commands.drop:
+            dropped = self._snapshots.pop(session_id, None)
             if dropped is not None:
-                self._caches.discard(dropped)
-            self._reading.pop(session_id, None)
-        for session_id in orders.unlink:
+                self._transfer.discard(dropped)
+            self._reads.pop(session_id, None)
+        for session_id in commands.unlink:
             self._unlink(session_id)
-        for session_id in orders.stage:
+        for session_id in commands.stage:
             self._stage(session_id)
 
-    def rest(self) -> None:
-        """Wait a moment for files that are being read; call when a step computes
-        nothing, so that the engine does not spin until they are there."""
-        wait(self._reading.values(), timeout=_REST_S, return_when=FIRST_COMPLETED)
+    def wait_for_reads(self) -> None:
+        """Wait up to 20 ms for files that are being read.
 
-    def take_reports(self) -> list[SessionAcks]:
-        """What has come of orders since the last call."""
+        Call when a step computes nothing, so that the engine does not spin.
+        """
+        wait(self._reads.values(), timeout=_READ_WAIT_S, return_when=FIRST_COMPLETED)
+
+    def wait_for_writes(self) -> None:
+        """Wait until all files are written, or have failed."""
+        wait(list(self._writes.values()))
+
+    def take_acks(self) -> list[SessionAck]:
+        """Acknowledgements since the last call."""
         self._collect()
-        taken, self._reports = self._reports, []
+        taken, self._acks = self._acks, []
         return taken
 
     def close(self) -> None:
-        """Wait until all files are written."""
+        """Wait until all files are written; the store cannot be used afterwards."""
         self._writer.shutdown()
         self._reader.shutdown()
 
     @property
     def held_bytes(self) -> int:
         """Memory of this worker's sessions."""
-        return sum(saved.num_bytes for saved in self._held.values())
+        return sum(saved.num_bytes for saved in self._snapshots.values())
 
     @property
     def num_held(self) -> int:
         """Sessions in memory."""
-        return len(self._held)
+        return len(self._snapshots)
 
-    # -- orders -----------------------------------------------------------------
+    # -- commands ---------------------------------------------------------------
 
     def _save(self, save: Save) -> None:
         session = save.session
         try:
-            saved = self._caches.save(
+            saved = self._transfer.save(
                 save.request_id,
                 session.compaction,
                 len(session.tokens),
@@ -142,22 +155,23 @@ class SessionStore:
                 session.first_query,
             )
         except COPY_ERRORS as error:
-            self._say("saved", session.session_id, f"cannot be kept: {error}")
+            problem = coded("KVP305", f"cannot be saved: {error}")
+            self._ack("saved", session.session_id, problem)
             return
-        self._held[session.session_id] = saved
-        self._say("saved", session.session_id)
+        self._snapshots[session.session_id] = saved
+        self._ack("saved", session.session_id)
         if self._files is not None:
-            self._writing[session.session_id] = self._writer.submit(
+            self._writes[session.session_id] = self._writer.submit(
                 self._files.write, session, self._rank, saved
             )
 
     def _load(self, load: Load) -> None:
         if self._moves:
-            saved = self._held.pop(load.session_id)
+            saved = self._snapshots.pop(load.session_id)
         else:
-            saved = self._held[load.session_id]
+            saved = self._snapshots[load.session_id]
         try:
-            self._caches.restore(
+            self._transfer.restore(
                 load.request_id,
                 load.prompt_tokens,
                 saved,
@@ -166,46 +180,50 @@ class SessionStore:
                 load.in_place,
             )
         except COPY_ERRORS as error:
-            # held until the scheduler says otherwise: others may go on from it in
-            # steps that it has planned already
-            self._say("loaded", load.session_id, f"cannot be loaded: {error}", load)
+            # Held until the scheduler drops it: steps that it has already scheduled
+            # may load it again.
+            problem = coded("KVP307", f"cannot be loaded: {error}")
+            self._ack("loaded", load.session_id, problem, load)
 
     def _stage(self, session_id: str) -> None:
         assert self._files is not None, "there are no files"
-        self._reading[session_id] = self._reader.submit(
+        self._reads[session_id] = self._reader.submit(
             self._files.read, session_id, self._rank
         )
 
     def _unlink(self, session_id: str) -> None:
         assert self._files is not None, "there are no files"
-        # behind whatever is being written for it
-        self._writing.pop(session_id, None)
+        # the writer deletes the file after it has written it
+        self._writes.pop(session_id, None)
         self._writer.submit(self._files.unlink, session_id, self._rank)
 
-    # -- reports ----------------------------------------------------------------
+    # -- acknowledgements -------------------------------------------------------
 
     def _collect(self) -> None:
-        for session_id in [i for i, f in self._writing.items() if f.done()]:
-            error = self._writing.pop(session_id).exception()
-            problem = None if error is None else f"cannot be written: {error}"
-            self._say("written", session_id, problem)
-        for session_id in [i for i, f in self._reading.items() if f.done()]:
-            self._finish_reading(session_id, self._reading.pop(session_id))
+        for session_id in [i for i, f in self._writes.items() if f.done()]:
+            error = self._writes.pop(session_id).exception()
+            problem = None
+            if error is not None:
+                problem = coded("KVP306", f"cannot be written: {error}")
+            self._ack("written", session_id, problem)
+        for session_id in [i for i, f in self._reads.items() if f.done()]:
+            self._finish_read(session_id, self._reads.pop(session_id))
 
-    def _finish_reading(self, session_id: str, read: Future[CacheSnapshot]) -> None:
+    def _finish_read(self, session_id: str, read: Future[CacheSnapshot]) -> None:
         try:
             saved = read.result()
         except (SessionFileError, MemoryError, RuntimeError, OSError) as error:
-            self._say("staged", session_id, f"cannot be loaded: {error}")
-            return
-        problem = self._caches.misfit(saved)
+            problem: str | None = str(error)
+        else:
+            problem = self._transfer.mismatch(saved)
         if problem is not None:
-            self._say("staged", session_id, f"cannot be loaded: {problem}")
+            problem = coded("KVP307", f"cannot be loaded: {problem}")
+            self._ack("staged", session_id, problem)
             return
-        self._held[session_id] = saved
-        self._say("staged", session_id)
+        self._snapshots[session_id] = saved
+        self._ack("staged", session_id)
 
-    def _say(
+    def _ack(
         self,
         event: Event,
         session_id: str,
@@ -213,5 +231,5 @@ class SessionStore:
         load: Load | None = None,
     ) -> None:
         if problem is not None:
-            logger.warning("session %s %s", session_id, problem)
-        self._reports.append(SessionAcks(event, session_id, problem, load))
+            logger.warning("session %s: %s", session_id, problem)
+        self._acks.append(SessionAck(event, session_id, problem, load))

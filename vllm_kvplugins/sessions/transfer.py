@@ -14,7 +14,7 @@ from vllm_kvplugins.plan.residency_plan import Compaction
 from vllm_kvplugins.sessions.snapshot import (
     COPY_ERRORS,
     CacheSnapshot,
-    misfit,
+    mismatch,
     put_back,
     take_out,
     take_over,
@@ -102,9 +102,9 @@ class Transfer:
             self._runtime.retrieval.discard(saved.offloaded)
             saved.offloaded = None
 
-    def misfit(self, saved: CacheSnapshot) -> str | None:
+    def mismatch(self, saved: CacheSnapshot) -> str | None:
         """Why a saved cache cannot be restored here, if so."""
-        return misfit(self._heap, saved)
+        return mismatch(self._heap, saved)
 
     @torch.inference_mode()
     def restore(

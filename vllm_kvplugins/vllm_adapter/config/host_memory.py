@@ -117,12 +117,12 @@ class HostReservations:
         self._reserved.pop(request.request_id, None)
         self.held.discard(request.request_id)
 
-    def hold(self, session_id: str, num_bytes: int) -> None:
-        """A session keeps so much on the host."""
+    def hold_session(self, session_id: str, num_bytes: int) -> None:
+        """A session keeps ``num_bytes`` of host memory."""
         self._held[session_id] = num_bytes
 
-    def let_go(self, session_id: str) -> None:
-        """A session has gone, or is a request again."""
+    def release_session(self, session_id: str) -> None:
+        """A session was dropped, or a request continues it."""
         self._held.pop(session_id, None)
 
     @property

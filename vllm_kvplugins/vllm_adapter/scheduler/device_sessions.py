@@ -1,13 +1,14 @@
-"""Blocks of requests that have ended, and still hold what sessions were saved from.
+"""Device-resident sessions: free blocks that still hold what a session was saved from.
 
 ::
 
-    free queue   [ empty ... | prefix cache | parked: oldest ... newest ]
-    taken here ──┘                                          └── parked here
+    vLLM's free queue   [ empty ... | prefix cache | kept here: oldest ... newest ]
+    next allocation ────┘                                          └── newly freed
 
-Parked blocks are free: vLLM counts them as such, and hands them out when it has none
-that were given back before. A session that goes on before that gets its own back, and
-nothing is copied. Its copy on the host is the truth, so they can go at any time.
+These blocks are free: vLLM counts them as free, and allocates them after all blocks
+that were freed before them. A request that continues the session before that gets the
+blocks back, and nothing is copied. The copy in host memory is the session itself, so
+the blocks can be reused at any time.
 """
 
 from __future__ import annotations
@@ -17,80 +18,100 @@ from typing import Any
 
 
 class DeviceSessions:
-    """Which blocks of a pool hold which sessions.
+    """Which free blocks hold which session.
+
+    A session is first *pending* (its request has ended, but steps in flight may still
+    read its blocks), then *kept* (its blocks are free).
 
     Args:
-        pool: vLLM's.
+        pool: vLLM's block pool.
     """
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        # of requests that end, and may have steps in flight that read them
-        self._ending: dict[str, list[Any]] = {}
-        self._lying: dict[str, list[Any]] = {}  # oldest first
-        self._session_of: dict[int, str] = {}
+        self._pending: dict[str, list[Any]] = {}
+        self._kept: dict[str, list[Any]] = {}  # oldest first
+        self._session_of: dict[int, str] = {}  # of kept blocks, by block id
+
+    @staticmethod
+    def can_keep(blocks: Sequence[Any]) -> bool:
+        """Whether only the request that ends uses these blocks.
+
+        Blocks that the prefix cache knows stay with it: other requests may share
+        them, and the request that continues the session would rewrite them.
+        """
+        return all(block.ref_cnt == 1 and block.block_hash is None for block in blocks)
 
     def add(self, session_id: str, blocks: Sequence[Any]) -> None:
-        """Park a request's blocks as soon as it has given them back.
+        """Keep a request's blocks once they are free, if they can be kept."""
+        if self.can_keep(blocks):
+            self._pending[session_id] = list(blocks)
 
-        Those that the prefix cache knows are left to it: others may share them, and
-        the request that goes on would rewrite them.
+    def keep_freed_blocks(self) -> None:
+        """Keep the pending blocks that are free by now.
+
+        Call before vLLM allocates blocks in a step.
         """
-        if all(block.ref_cnt == 1 and block.block_hash is None for block in blocks):
-            self._ending[session_id] = list(blocks)
-
-    def settle(self) -> None:
-        """Park what has been given back; call before anybody is given blocks."""
-        for session_id, blocks in list(self._ending.items()):
+        for session_id, blocks in list(self._pending.items()):
             if any(block.ref_cnt for block in blocks):
                 continue
-            self._lying[session_id] = self._ending.pop(session_id)
+            self._kept[session_id] = self._pending.pop(session_id)
             self._session_of.update((b.block_id, session_id) for b in blocks)
-            # from the front of the queue to its end
+            # move them from the front of the free queue to its end
             self._pool.touch(blocks)
-            self._pool.unpin_blocks(blocks, self._reused)
+            self._pool.unpin_blocks(blocks, self._on_block_reused)
 
     def take(self, session_id: str, count: int) -> list[Any]:
-        """The first ``count`` blocks of a session, no longer free; the others hold
-        nothing any more. Empty if it is not parked."""
+        """Allocate the first ``count`` blocks of a kept session and forget it.
+
+        Returns:
+            The blocks; empty if the session is not kept.
+        """
         blocks = self._forget(session_id)
         self._pool.touch(blocks[:count])
-        self._give_up(blocks[count:])
+        self._free_first(blocks[count:])
         return blocks[:count]
 
     def drop(self, session_id: str) -> None:
-        """A session that is no longer on the host."""
-        self._ending.pop(session_id, None)
-        self._give_up(self._forget(session_id))
+        """Forget a session that has left host memory."""
+        self._pending.pop(session_id, None)
+        self._free_first(self._forget(session_id))
+
+    @property
+    def session_ids(self) -> list[str]:
+        """Kept sessions, oldest first."""
+        return list(self._kept)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that hold sessions."""
+        """Free blocks that hold sessions."""
         return len(self._session_of)
 
     def check_integrity(self) -> None:
-        """Each parked block is free, and holds one session."""
-        blocks = [block for lying in self._lying.values() for block in lying]
-        assert {b.block_id for b in blocks} == set(self._session_of), "not the same"
-        assert len(blocks) == len(self._session_of), "blocks of several sessions"
+        """Each kept block is free and holds one session."""
+        blocks = [block for kept in self._kept.values() for block in kept]
+        assert {b.block_id for b in blocks} == set(self._session_of), "blocks differ"
+        assert len(blocks) == len(self._session_of), "a block of several sessions"
         used = [block.block_id for block in blocks if block.ref_cnt]
-        assert not used, f"parked blocks that somebody has: {used}"
+        assert not used, f"kept blocks that a request holds: {used}"
 
-    def _reused(self, block: Any) -> None:
-        """Somebody else is given a block, or vLLM forgets all that blocks hold. Also
-        called for blocks that were parked once and no longer are."""
+    def _on_block_reused(self, block: Any) -> None:
+        """vLLM allocates a block to another request, or resets its prefix cache.
+
+        vLLM calls this also for blocks that were kept once and no longer are.
+        """
         session_id = self._session_of.get(block.block_id)
         if session_id is not None:
-            # its other blocks come next in the queue
+            # its other blocks are the next ones in the queue
             self._forget(session_id)
 
     def _forget(self, session_id: str) -> list[Any]:
-        blocks = self._lying.pop(session_id, [])
+        blocks = self._kept.pop(session_id, [])
         for block in blocks:
             del self._session_of[block.block_id]
         return blocks
 
-    def _give_up(self, blocks: list[Any]) -> None:
-        """To the front of the queue, before what others would miss."""
+    def _free_first(self, blocks: list[Any]) -> None:
+        """Move free blocks to the front of the queue; they hold nothing of use."""
         self._pool.touch(blocks)
         self._pool.free_blocks(blocks)

@@ -35,7 +35,7 @@ from vllm_kvplugins.vllm_adapter.config.engine_config import (
     remember_measured,
     request_of,
 )
-from vllm_kvplugins.vllm_adapter.scheduler import sessions
+from vllm_kvplugins.vllm_adapter.scheduler import session_config
 from vllm_kvplugins.vllm_adapter.worker import probing, surprisal
 
 if TYPE_CHECKING:
@@ -124,10 +124,10 @@ def finish_config(
         request, policy, lambda: fingerprint_of(vllm_config)
     )
     request = turns.settled(request, policy, lambda: _tokenizer(vllm_config))
-    request = sessions.settled(request, policy)
+    request = session_config.resolve(request, policy)
     request = kernel_choice.settled(request, vllm_config)
     vllm_config.additional_config = config | {CONFIG_KEY: request}
-    measured = host_memory.measured(policy) | sessions.measured(request)
+    measured = host_memory.measured(policy) | session_config.measured(request)
     remember_measured(vllm_config, measured)
     scheduler = vllm_config.scheduler_config
     kind = (
@@ -216,7 +216,7 @@ def activate(vllm_config: VllmConfig) -> PolicyRuntime:
     _process.runtime = PolicyRuntime(policy, geometry_of(vllm_config), bool(kept))
     _process.runner = _process.attach = _process.vault = None
     if kept:
-        files = sessions.session_dir(vllm_config)
+        files = session_config.session_folder(vllm_config)
         moves = policy.retrieval is not None
         _process.vault = SessionStore(
             Transfer(_process.runtime), files, vllm_config.parallel_config.rank, moves

@@ -41,12 +41,12 @@ class PolicyWorker:
         activation.set_runner(compat.runner_adapter(self.model_runner))
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        runtime, vault = self.kv_policy_runtime, activation.vault()
+        runtime, store = self.kv_policy_runtime, activation.vault()
         meta = scheduler_output.kv_connector_metadata
-        if vault is not None and meta is not None:
-            if meta.orders.saves or meta.orders.loads or meta.orders.stage:
+        if store is not None and meta is not None:
+            if meta.commands.saves or meta.commands.loads or meta.commands.stage:
                 activation.attach()
-            vault.take_in(meta.orders)
+            store.save(meta.commands)
         runtime.finish(scheduler_output.finished_req_ids)
         runtime.forget(getattr(scheduler_output, "preempted_req_ids", None) or ())
         if runtime.policy.spans is not None:
@@ -58,10 +58,10 @@ class PolicyWorker:
             turns = asked_turn_ends(new.sampling_params)
             patched = asked_patched_prompt(new.sampling_params)
             runtime.learn(new.req_id, new.prompt_token_ids or (), turns, patched)
-        if vault is not None and meta is not None:
-            vault.hand_out(meta.orders)
+        if store is not None and meta is not None:
+            store.execute(meta.commands)
             if not scheduler_output.total_num_scheduled_tokens:
-                vault.rest()
+                store.wait_for_reads()
         run = super().execute_model  # type: ignore[misc]
         return run(scheduler_output, *args, **kwargs)
 
@@ -117,5 +117,5 @@ class PolicyWorker:
         Returns:
             Number of sessions in memory, and bytes of their pages and queries.
         """
-        vault = activation.vault()
-        return [vault.num_held, vault.held_bytes] if vault is not None else [0, 0]
+        store = activation.vault()
+        return [store.num_held, store.held_bytes] if store is not None else [0, 0]

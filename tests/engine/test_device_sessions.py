@@ -24,10 +24,10 @@ GUIDES = [[5, 9, 11, 300, 7], [400, 17, 23]]
 def test_who_goes_on_where_a_session_ended_copies_nothing(tiny_model, asynchronous):
     runs = [
         run_scenario(
-            "scenarios_parked:turns",
+            "scenarios_device_sessions:turns",
             {
                 "model": tiny_model,
-                "policy": FLOW | {"session_park": parks},
+                "policy": FLOW | {"session_keep_on_device": parks},
                 "guides": [None] * 5,
                 "settings": {},
             },
@@ -45,10 +45,10 @@ def test_an_episode_that_stays_is_not_loaded(tiny_model):
     route = [0, 0, 1, 0, 1, 1]
     runs = [
         run_scenario(
-            "scenarios_parked:turns",
+            "scenarios_device_sessions:turns",
             {
                 "model": tiny_model,
-                "policy": EPI | {"session_park": parks},
+                "policy": EPI | {"session_keep_on_device": parks},
                 "guides": [GUIDES[episode] for episode in route],
                 "settings": {},
             },
@@ -74,7 +74,7 @@ def check(parked, loaded):
 
 def test_others_are_given_the_room_of_who_ended_first(tiny_model):
     found = run_scenario(
-        "scenarios_parked:others", {"model": tiny_model, "policy": FLOW}
+        "scenarios_device_sessions:others", {"model": tiny_model, "policy": FLOW}
     )
     assert len(found["parked"]) == 2
     assert found["after some"] == found["parked"][1:]
@@ -90,7 +90,7 @@ def test_others_are_given_the_room_of_who_ended_first(tiny_model):
 @pytest.fixture(scope="module")
 def odds(tiny_model):
     arguments = {"model": tiny_model, "policy": FLOW}
-    return run_scenario("scenarios_parked:odds", arguments)
+    return run_scenario("scenarios_device_sessions:odds", arguments)
 
 
 @pytest.mark.parametrize(

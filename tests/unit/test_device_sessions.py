@@ -28,7 +28,7 @@ def ends(
     """A request with these blocks ends, and the next step begins."""
     parked.add(session, blocks)
     pool.free_blocks(reversed(blocks))
-    parked.settle()
+    parked.keep_freed_blocks()
     parked.check_integrity()
 
 
@@ -103,13 +103,13 @@ def test_blocks_are_parked_when_the_last_step_has_left_them(pool):
     blocks = pool.get_new_blocks(3)
     parked.add("s", blocks)
     parked.add("t", other := pool.get_new_blocks(2))
-    parked.settle()
+    parked.keep_freed_blocks()
     assert parked.take("s", 3) == []
     assert parked.num_blocks == 0
     parked.drop("t")
     pool.free_blocks(blocks)
     pool.free_blocks(other)
-    parked.settle()
+    parked.keep_freed_blocks()
     assert ids(parked.take("s", 3)) == ids(blocks)
     assert parked.take("t", 2) == []
 
@@ -154,9 +154,9 @@ def test_any_order_gives_nobody_a_block_that_another_wrote(pool, seed):
             parked.add(name, blocks)
             held[name] = ids(blocks)
             if do == "late":
-                parked.settle()
+                parked.keep_freed_blocks()
             pool.free_blocks(reversed(blocks))
-            parked.settle()
+            parked.keep_freed_blocks()
         elif do == "take" and held:
             of = rng.choice(sorted(held))
             count = rng.randint(1, len(held[of]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from driver import Driver, make_llm, runtime
-from scenarios_sessions import counts, finish, keeper, settle
+from scenarios_sessions import counts, directory, finish, settle
 from texts import random_tokens
 from tiny_model import VOCABULARY
 
@@ -41,14 +41,14 @@ class Parking(Driver):
     @property
     def parked(self) -> int:
         """Blocks that hold sessions and are free."""
-        return int(self.manager.parked.num_blocks)
+        return int(self.manager.device_sessions.num_blocks)
 
     def idle(self) -> None:
         """What has ended is saved and parked, and nothing is lost by that."""
         settle(self)
         self.check_blocks()
         self.check_policy_state()
-        keeper(self).check_integrity()
+        directory(self).check_integrity()
 
     def ask(
         self,
@@ -68,7 +68,7 @@ class Parking(Driver):
         return {
             "answer": self.tokens[name],
             "restored": now["restored_tokens"] - before["restored_tokens"],
-            "in_place": now["parked_hits"] - before["parked_hits"],
+            "in_place": now["device_hits"] - before["device_hits"],
             "copied": self.copied - pages,
         }
 
@@ -142,7 +142,7 @@ def others(model: str, policy: Policy) -> dict[str, Any]:
     for _ in range(3):
         for talk in talks:
             talk.turn()
-    parked = driver.manager.parked
+    parked = driver.manager.device_sessions
     found: dict[str, Any] = {"parked": _sessions(driver)}
     free = driver.total_blocks - driver.parked
 
@@ -155,9 +155,9 @@ def others(model: str, policy: Policy) -> dict[str, Any]:
             driver.step()
             held.append(len(driver.held_blocks()))
         assert max(held) == blocks
-        keeper(driver).check_integrity()
-        (left,) = (s for s in keeper(driver)._index if len(s.tokens) == len(prompt) + 1)
-        keeper(driver)._remove(left.session_id)
+        directory(driver).check_integrity()
+        (left,) = (s for s in directory(driver) if len(s.tokens) == len(prompt) + 1)
+        directory(driver)._remove(left.session_id)
         driver.idle()
 
     want("some", free + 1)
@@ -171,8 +171,8 @@ def others(model: str, policy: Policy) -> dict[str, Any]:
 
 def _sessions(driver: Parking) -> list[int]:
     """Tokens of the sessions that are parked, oldest first."""
-    index = keeper(driver)._index
-    return [len(index.get(session).tokens) for session in driver.manager.parked._lying]
+    lengths = {s.session_id: len(s.tokens) for s in directory(driver)}
+    return [lengths[i] for i in driver.manager.device_sessions.session_ids]
 
 
 def odds(model: str, policy: Policy) -> dict[str, Any]:
@@ -200,14 +200,14 @@ def odds(model: str, policy: Policy) -> dict[str, Any]:
     again(of, "aborted")
     # it has the blocks, and loses them
     of = talk("loses")
-    expected, before = of.anew(), counts(driver)["parked_hits"]
+    expected, before = of.anew(), counts(driver)["device_hits"]
     driver.add("loses", of.prompt, ANSWER, turn_ends=of.ends, salt=of.owner)
     driver.step_until(lambda: len(driver.tokens["loses"]) >= 3)
-    assert counts(driver)["parked_hits"] == before + 1
+    assert counts(driver)["device_hits"] == before + 1
     driver.scheduler.reset_prefix_cache(reset_running_requests=True)
     driver.run()
     driver.idle()
-    took = counts(driver)["parked_hits"] - before
+    took = counts(driver)["device_hits"] - before
     found["preempted"] = {"answer": driver.tokens["loses"], "anew": expected}
     found["preempted"] |= {"in_place": took, "times": driver.preemptions}
     # two go on from one session at once, and one more when they have ended
@@ -222,7 +222,7 @@ def odds(model: str, policy: Policy) -> dict[str, Any]:
         "answers": [driver.tokens["one"], driver.tokens["two"]],
         "anew": expected,
         "hits": now["hits"] - before["hits"],
-        "in_place": now["parked_hits"] - before["parked_hits"],
+        "in_place": now["device_hits"] - before["device_hits"],
         "copied": driver.copied - pages,
     }
     # the last question is another one: only what was before it is taken
@@ -239,7 +239,7 @@ def odds(model: str, policy: Policy) -> dict[str, Any]:
     # the session is dropped, or all of them are
     of = talk("old")
     was = driver.parked
-    while keeper(driver).drop_oldest():
+    while directory(driver).drop_oldest():
         pass
     found["dropped"] = {"was": was, "parked": driver.parked}
     again(of, "evicted")

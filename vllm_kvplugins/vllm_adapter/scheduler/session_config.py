@@ -1,0 +1,79 @@
+"""Session settings of an engine, and the identity that its session files share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm_kvplugins import __version__
+from vllm_kvplugins.config import describe, parse_policy, parse_sessions
+from vllm_kvplugins.engine.retrieval.host_tier import default_limit_bytes
+from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.sessions.files import FORMAT, Identity, SessionFolder
+from vllm_kvplugins.sessions.settings import rename_deprecated
+from vllm_kvplugins.vllm_adapter.config.engine_config import request_of
+
+
+def resolve(settings: dict[str, Any], policy: KVCachePolicy) -> dict[str, Any]:
+    """The settings with ``sessions`` true or false, so that all processes agree.
+
+    Deprecated names are replaced, so that no other process warns about them.
+    """
+    on = parse_sessions(settings).on_for(policy.turns is not None)
+    return rename_deprecated(settings) | {"sessions": on}
+
+
+def measured(settings: dict[str, Any]) -> dict[str, int]:
+    """``session_memory`` from the memory that is free now.
+
+    Empty if the user has set it, or if sessions are off.
+    """
+    sessions = parse_sessions(settings)
+    if not sessions.sessions or sessions.session_memory:
+        return {}
+    return {"session_memory": default_limit_bytes() // 2}
+
+
+def session_folder(vllm_config: Any) -> SessionFolder | None:
+    """Where this engine's session files are; None if it writes none."""
+    settings = request_of(vllm_config)
+    sessions = parse_sessions(settings)
+    if not sessions.sessions or sessions.session_dir is None:
+        return None
+    ranks = vllm_config.parallel_config.world_size
+    return SessionFolder(sessions.session_dir, _identity(vllm_config, settings), ranks)
+
+
+def _identity(vllm_config: Any, settings: Any) -> Identity:
+    """Everything that a cache depends on, except the layout of its pages."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    config = model.hf_config.to_dict()
+    return Identity.of(
+        model=model.model,
+        revision=getattr(model.hf_config, "_commit_hash", None) or model.revision,
+        quantization=model.quantization,
+        config=_digest(json.dumps(config, sort_keys=True, default=str)),
+        weights=_digest_of_weights(Path(model.model)),
+        policy=describe(parse_policy(settings)),
+        dtype=model.dtype,
+        cache_dtype=cache.cache_dtype,
+        block_size=cache.block_size,
+        max_model_len=model.max_model_len,
+        plugin=__version__,
+        format=FORMAT,
+    )
+
+
+def _digest_of_weights(folder: Path) -> str:
+    """Digest of names, sizes and times of local weights; "" for models from a hub."""
+    if not folder.is_dir():
+        return ""
+    files = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin"))
+    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return _digest(json.dumps(stats))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,156 @@
+"""Requests that continue a session: which one, and in which blocks.
+
+The block table of a request that restores ``n`` tokens of a session::
+
+    block      0 ... first) [first ........ ceil(n / block_size))  [...
+               null         what the session kept                  new
+               dropped by   device-resident blocks, or new ones    allocated by
+               the session  that the workers fill                  vLLM as usual
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from vllm_kvplugins.plan.geometry import Geometry
+from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.sessions.commands import Session
+from vllm_kvplugins.vllm_adapter.scheduler.admission import Admission
+from vllm_kvplugins.vllm_adapter.scheduler.device_sessions import DeviceSessions
+from vllm_kvplugins.vllm_adapter.scheduler.request_plans import RequestPlans
+
+_FROM_NOTHING = Admission()
+
+
+class SessionStarts:
+    """The admission of every waiting and running request.
+
+    Args:
+        pool: vLLM's block pool.
+        block_tables: vLLM's lists of blocks, by request id; a request that waits has
+            none.
+    """
+
+    def __init__(
+        self,
+        policy: KVCachePolicy,
+        geometry: Geometry,
+        plans: RequestPlans,
+        pool: Any,
+        block_tables: Mapping[str, Sequence[Any]],
+        device_sessions: DeviceSessions,
+    ) -> None:
+        self._policy = policy
+        self._geometry = geometry
+        self._plans = plans
+        self._pool = pool
+        self._block_tables = block_tables
+        self._device_sessions = device_sessions
+        # entries disappear with their requests
+        self._admissions: WeakKeyDictionary[Any, Admission] = WeakKeyDictionary()
+        # requests that took the blocks that their session was saved from
+        self._in_place: set[str] = set()
+
+    def __len__(self) -> int:
+        """Requests with an admission."""
+        return len(self._admissions)
+
+    # -- which session ------------------------------------------------------------
+
+    def of(self, request: Any) -> Admission:
+        """The last decision about a request; from nothing if there is none."""
+        return self._admissions.get(request, _FROM_NOTHING)
+
+    def of_id(self, request_id: str) -> Admission:
+        """The same by request id."""
+        request = self._plans.request(request_id)
+        return _FROM_NOTHING if request is None else self.of(request)
+
+    def record(self, request: Any, admission: Admission) -> None:
+        """Remember a decision, and plan the request accordingly."""
+        session = admission.session
+        self._admissions[request] = admission
+        self._plans.restart(request, session.compaction if session else None)
+
+    # -- whether and how far it fits ------------------------------------------------
+
+    def can_start(self, request: Any, session: Session, tokens: int) -> bool:
+        """Whether the pool can ever hold a request that restores so many tokens.
+
+        It holds one block next to those of a compaction that is due at once. From
+        nothing the same request may need fewer.
+        """
+        first = session.first_block
+        peak = self._plans.continuing(request, session.compaction).peak_blocks(
+            request.num_prompt_tokens, since=int(first > 0)
+        )
+        at_start = tokens // self._geometry.block_size + 1 - first
+        return max(peak, at_start) <= self._max_request_blocks
+
+    def clip_first_chunk(
+        self, request: Any, computed_tokens: int, new_tokens: int
+    ) -> int:
+        """How many new tokens a request may compute in its first step.
+
+        A compaction that is due by then runs before that step, but vLLM gets the
+        freed blocks back after it. Until then the request holds old and new blocks.
+
+        Returns:
+            ``new_tokens`` unless the request continues a session and has such a
+            compaction; never less than what the last block has room for.
+        """
+        session = self.of(request).session
+        if session is None or request.request_id in self._block_tables:
+            return new_tokens
+        due = self._plans.of(request).num_done(computed_tokens)
+        if due == int(session.compaction is not None):
+            return new_tokens
+        size, max_blocks = self._geometry.block_size, self._max_request_blocks
+        bound = self._policy.max_prompt_blocks(request.num_tokens, self._geometry)
+        if bound is not None:
+            max_blocks = min(max_blocks, bound)
+        stop = max(session.first_block + max_blocks, computed_tokens // size + 1)
+        return min(new_tokens, stop * size - computed_tokens)
+
+    @property
+    def _max_request_blocks(self) -> int:
+        """Blocks that one request can hold when it has the pool for itself.
+
+        All but vLLM's null block and one spare, which steps in flight may hold a
+        little longer.
+        """
+        blocks: int = self._pool.num_gpu_blocks
+        return blocks - 2
+
+    # -- in which blocks ------------------------------------------------------------
+
+    def take_blocks(self, request_id: str) -> list[Any]:
+        """First entries of the block table of a request that starts.
+
+        Null blocks for what its session dropped, then the blocks that the session was
+        saved from, if they still hold it. vLLM allocates the others.
+        """
+        match = self.of_id(request_id).match
+        if match is None:
+            return []
+        first = match.session.first_block
+        count = -(-match.tokens // self._geometry.block_size) - first
+        own = self._device_sessions.take(match.session.session_id, count)
+        if own:
+            self._in_place.add(request_id)
+        return [self._pool.null_block] * first + own
+
+    def is_in_place(self, request_id: str) -> bool:
+        """Whether a request has the blocks that its session was saved from."""
+        return request_id in self._in_place
+
+    def release(self, request_id: str) -> None:
+        """The request gives up its blocks."""
+        self._in_place.discard(request_id)
+
+    def check_integrity(self) -> None:
+        """Only requests with blocks continue a session in place."""
+        stray = self._in_place - set(self._block_tables)
+        assert not stray, f"continued in place without blocks: {sorted(stray)}"
