@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_kvplugins.config import parse_kernel, parse_policy
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, codes_in
 from vllm_kvplugins.vllm_adapter.attention import cpu, flash, flashinfer, triton
 from vllm_kvplugins.vllm_adapter.attention.flat import PolicyImpl
 from vllm_kvplugins.vllm_adapter.config import kernel_choice, validation
@@ -131,7 +131,8 @@ def test_flash_attention_must_have_a_version_for_the_gpu(monkeypatch):
     """vLLM may come without its libraries, or for other GPUs, and says so late."""
     monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: None)
     (problem,) = kernel_choice.problems(config(), asked("flash"))
-    assert "no version of FlashAttention" in problem
+    assert codes_in(problem) == ("KVP025",)
+    assert "FlashAttention" in problem
     assert kernel_choice.settled(asked(), config()) == asked("triton")
 
 
