@@ -108,7 +108,7 @@ def copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*arguments: object) -> None:
         raise AssertionError("pages that are there are copied")
 
-    monkeypatch.setattr(saved_caches, "_scatter", refused)
+    monkeypatch.setattr(saved_caches, "_copy_to_pool", refused)
 
 
 @pytest.mark.parametrize("base", COMPRESSORS)
@@ -289,7 +289,7 @@ def test_a_cache_of_another_layout_does_not_fit():
     run(engine, engine.add("r", 40, 2), 9)
     saved = engine.save("r")
     other = SessionEngine(small("snapkv"), 2 * BLOCK, 80, sessions=True)
-    assert "pages of" in str(mismatch(other.heap, saved))
+    assert "its pages are" in str(mismatch(other.heap, saved))
     saved.layout = "other"
     assert "instruction set" in str(mismatch(engine.heap, saved))
 
