@@ -1,5 +1,4 @@
-"""Blocks that stay on the device after a turn: taken back, or given up, without a
-trace in any token."""
+"""Device-resident sessions: blocks are reused or lost without changing any token."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ GUIDES = [[5, 9, 11, 300, 7], [400, 17, 23]]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_who_goes_on_where_a_session_ended_copies_nothing(tiny_model, asynchronous):
+def test_the_next_turn_copies_nothing(tiny_model, asynchronous):
     runs = [
         run_scenario(
             "scenarios_device_sessions:turns",
@@ -40,8 +39,8 @@ def test_who_goes_on_where_a_session_ended_copies_nothing(tiny_model, asynchrono
     assert [turn["in_place"] for turn in runs[0]["turns"]] == [0, 0, 1, 1, 1]
 
 
-def test_an_episode_that_stays_is_not_loaded(tiny_model):
-    """Nor is one that comes back while nobody needed its room."""
+def test_the_next_turn_of_an_episode_copies_nothing(tiny_model):
+    """Also when it comes back later, if no request needed its blocks."""
     route = [0, 0, 1, 0, 1, 1]
     runs = [
         run_scenario(
@@ -60,7 +59,7 @@ def test_an_episode_that_stays_is_not_loaded(tiny_model):
 
 
 def check(parked, loaded):
-    """The same, turn by turn, but for what is copied."""
+    """Both runs are equal turn by turn, except for the copies."""
     for here, there in zip(parked["turns"], loaded["turns"], strict=True):
         assert here["answer"] == there["answer"]
         assert here["restored"] == there["restored"]
@@ -72,7 +71,7 @@ def check(parked, loaded):
         assert run["tracked"] == 0
 
 
-def test_others_are_given_the_room_of_who_ended_first(tiny_model):
+def test_other_requests_reuse_the_oldest_blocks_first(tiny_model):
     found = run_scenario(
         "scenarios_device_sessions:others", {"model": tiny_model, "policy": FLOW}
     )
@@ -103,32 +102,32 @@ def odds(tiny_model):
         ("after clearing", 0),
     ],
 )
-def test_whatever_happened_the_answer_is_the_same(odds, what, in_place):
+def test_the_answer_equals_that_of_a_new_conversation(odds, what, in_place):
     assert odds[what]["answer"] == odds[what]["anew"]
     assert odds[what]["in_place"] == in_place
     assert (odds[what]["copied"] == 0) == (in_place or not odds[what]["restored"])
 
 
-def test_who_loses_the_blocks_gets_the_session_from_the_host(odds):
+def test_a_preempted_request_loads_its_session_from_the_host(odds):
     found = odds["preempted"]
     assert found["times"] == 1
     assert found["answer"] == found["anew"]
     assert found["in_place"] == 1
 
 
-def test_one_of_two_takes_the_blocks(odds):
+def test_one_of_two_requests_takes_the_blocks(odds):
     found = odds["twins"]
     assert found["answers"] == [found["anew"]] * 2
     assert (found["hits"], found["in_place"]) == (2, 1)
     assert found["copied"] > 0
 
 
-def test_nobody_gets_the_blocks_of_others(odds):
+def test_another_owner_gets_no_blocks(odds):
     assert odds["mallory"]["restored"] == 0
     assert odds["mallory"]["in_place"] == 0
 
 
-def test_blocks_of_sessions_that_are_gone_hold_nothing(odds):
+def test_dropped_sessions_keep_no_blocks(odds):
     assert odds["dropped"]["was"] > odds["dropped"]["parked"] == 0
     assert odds["reset"]["parked"] == odds["cleared"]["parked"] == 0
     assert odds["tracked"] == 0

@@ -1,4 +1,4 @@
-"""Sessions in a real engine: restored equals resident, whatever happens between."""
+"""Sessions in a real engine: answers equal those of one long request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def computed(found, questions):
     ]
 
 
-def test_a_conversation_goes_on_as_if_all_were_one_request(tiny_model, anew):
+def test_a_conversation_equals_one_long_request(tiny_model, anew):
     kept = talks(tiny_model, FLOW)
     assert kept["answers"] == anew["answers"]
     assert kept["counts"]["hits"] == 6 * (len(QUESTIONS) - 1)
@@ -52,7 +52,7 @@ def test_a_conversation_goes_on_as_if_all_were_one_request(tiny_model, anew):
 
 
 def test_in_a_small_pool_and_little_memory(tiny_model, anew, tmp_path):
-    """Preempted requests start from their session again; sessions come from disk."""
+    """Preempted requests continue their session again; sessions come from disk."""
     settings = {
         "num_gpu_blocks_override": 40,
         "max_model_len": 1150,
@@ -90,7 +90,7 @@ def test_after_a_restart(tiny_model, anew, tmp_path):
     assert after["counts"]["failures"] == 0, "found when the directory was read"
 
 
-def test_what_else_happens_to_conversations(tiny_model):
+def test_edits_aborts_and_branches_of_conversations(tiny_model):
     found = run_scenario(
         "scenarios_sessions:odds", {"model": tiny_model, "policy": FLOW}
     )
@@ -111,7 +111,7 @@ def test_what_else_happens_to_conversations(tiny_model):
     assert found["tracked"] == 0
 
 
-def test_faults_cost_a_computation_and_nothing_else(tiny_model, tmp_path):
+def test_damaged_files_trigger_recomputation_only(tiny_model, tmp_path):
     found = run_scenario(
         "scenarios_sessions:faults",
         {"model": tiny_model, "policy": FLOW, "folder": str(tmp_path)},
@@ -136,8 +136,8 @@ def test_faults_cost_a_computation_and_nothing_else(tiny_model, tmp_path):
     ids=["nothing", "a-part", "whole", "retrieval"],
 )
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
-def test_who_finds_no_room_begins_anew(tiny_model, policy, after, ahead):
-    """A load that fails costs a computation, and the engine and others nothing."""
+def test_a_failed_load_triggers_recomputation(tiny_model, policy, after, ahead):
+    """The engine keeps running, and other requests are not affected."""
     found = run_scenario(
         "scenarios_sessions:failed_loads",
         {
@@ -153,7 +153,7 @@ def test_who_finds_no_room_begins_anew(tiny_model, policy, after, ahead):
     assert found["tracked"] == 0
 
 
-def test_other_policies_go_on_too(tiny_model):
+def test_other_policies_continue_sessions(tiny_model):
     policies = [
         {"name": "snapkv", "budget": 100, "window": 16, "sessions": True},
         {"name": "h2o", "budget": 100, "sessions": True},
@@ -174,9 +174,9 @@ def test_other_policies_go_on_too(tiny_model):
         assert each["warm"] == each["cold"]
 
 
-def test_what_lies_on_the_host_is_not_read_again(tiny_model):
-    """Sessions of a retriever move to the request that goes on; requests that need
-    their host memory drive them out."""
+def test_a_retrievers_tokens_stay_on_the_host(tiny_model):
+    """Sessions move to the request that continues them; requests that need their host
+    memory evict them."""
     policy = {
         "name": "icecache",
         "budget": 64,

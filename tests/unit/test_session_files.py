@@ -1,4 +1,4 @@
-"""Sessions on disk and in a worker's memory, and what users say about them."""
+"""Session files, the worker's session store, and session settings."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_scan_finds_whole_sessions_oldest_first(tmp_path):
     assert found[0][0].tokens.tolist() == list(range(11))
 
 
-def test_nothing_is_left_of_a_write_that_fails(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
     files = folder(tmp_path)
 
     def full(handle: int) -> None:
@@ -107,7 +107,7 @@ def test_nothing_is_left_of_a_write_that_fails(tmp_path, monkeypatch):
     assert list(files.folder.iterdir()) == []
 
 
-def test_why_a_file_cannot_be_written_is_one_kind_of_error(tmp_path, monkeypatch):
+def test_every_failed_write_raises_oserror(tmp_path, monkeypatch):
     def full(tensors: object, path: str, about: object) -> None:
         Path(path).write_bytes(b"a part")
         raise SafetensorError("No space left on device")
@@ -119,8 +119,8 @@ def test_why_a_file_cannot_be_written_is_one_kind_of_error(tmp_path, monkeypatch
     assert list(files.folder.iterdir()) == []
 
 
-def test_a_file_is_its_owners_and_takes_no_memory_to_write(tmp_path, monkeypatch):
-    """Synced as what it is: whoever wrote it may have made another file of it."""
+def test_a_file_is_private_synced_and_written_without_a_copy(tmp_path, monkeypatch):
+    """Syncs the final file: save_file may have replaced the temporary one."""
     files, large = folder(tmp_path), cache()
     large.tail = torch.zeros(6000, 1000)
     synced = []
@@ -155,7 +155,7 @@ def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path):
 
 
 class Caches:
-    """A worker's caches: whatever is asked for."""
+    """A transfer that saves anything and restores nothing."""
 
     def save(self, request_id, compaction, tokens, blocks, first_query):
         if request_id == "no memory":
@@ -169,7 +169,7 @@ class Caches:
         return None
 
     def discard(self, saved):
-        """It has nothing but pages."""
+        """Nothing to free."""
 
 
 def test_a_save_without_memory_is_reported_and_not_raised():
@@ -185,7 +185,7 @@ def test_a_save_without_memory_is_reported_and_not_raised():
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_load_without_memory_is_reported_and_not_raised(moves):
-    """On both ranks, for two requests; it is one session that is lost."""
+    """On both ranks, for two requests; one session is lost."""
     stores = [SessionStore(Caches(), moves=moves) for _ in range(2)]
     directory = SessionDirectory(10, ranks=2, moves=moves)
     directory.save(session("s", tokens(1, 2, 3)), "p", ())
@@ -214,7 +214,7 @@ def test_a_load_without_memory_is_reported_and_not_raised(moves):
         store.close()
 
 
-def test_a_session_dropped_and_wanted_in_one_step_is_read(tmp_path):
+def test_a_session_dropped_and_staged_in_one_step_is_read(tmp_path):
     files = folder(tmp_path)
     store, directory = SessionStore(Caches(), files), SessionDirectory(1, writes=True)
     for name, ids in (("s", tokens(1, 2, 3)), ("t", tokens(4, 5, 6))):
@@ -263,8 +263,8 @@ def test_sessions_are_on_for_policies_that_work_by_turns():
         ({"session_disk": "1GiB"}, "KVP302"),
         ({"sessions": False, "session_memory": 9}, "KVP301"),
         ({"session_park": False, "session_keep_on_device": False}, "KVP303"),
-        ({"name": "icecache", "session_dir": "d"}, "KVP311"),
-        ({"name": "sekv", "sessions": True}, "KVP310"),
+        ({"name": "icecache", "session_dir": "d"}, "KVP035"),
+        ({"name": "sekv", "sessions": True}, "KVP034"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, code):

@@ -1,4 +1,4 @@
-"""Sessions without an engine: which are found, and which go."""
+"""The session directory and its index, without an engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def session(name: str, ids: np.ndarray, at: int = 0, owner: str = "o", size: int
 @pytest.mark.parametrize("collide", [False, True])
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_found_is_what_a_look_at_all_tokens_finds(collide, data):
+def test_the_index_finds_what_a_full_comparison_finds(collide, data):
     """Against comparing the prompt with every session, token by token; also where
     all digests are the same."""
     with pytest.MonkeyPatch.context() as patch:
@@ -46,7 +46,7 @@ def test_found_is_what_a_look_at_all_tokens_finds(collide, data):
         look_at_all_tokens(data)
 
 
-def test_owners_have_other_digests():
+def test_digests_depend_on_the_owner():
     of = {owner: session_index._chain(owner, tokens(1, 2, 3), [2, 3]) for owner in "ab"}
     assert not set(of["a"]) & set(of["b"])
 
@@ -82,7 +82,7 @@ def look_at_all_tokens(data: st.DataObject) -> None:
 
 
 class FakeWorker:
-    """Sessions in memory and on disk as commands leave them; reports come late."""
+    """Executes commands at once; its acknowledgements come late."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -120,8 +120,8 @@ class FakeWorker:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_keeper_knows_where_its_sessions_are(seed):
-    """Random conversations; every request starts in the end, from what is there."""
+def test_the_directory_knows_where_its_sessions_are(seed):
+    """Random conversations; every request starts in the end."""
     print("seed", seed)
     rng = random.Random(seed)
     now = [0.0]
@@ -177,7 +177,7 @@ def test_a_keeper_knows_where_its_sessions_are(seed):
     assert directory.counts.evictions > 5
 
 
-def test_old_sessions_go():
+def test_unused_sessions_expire():
     now = [0.0]
     directory = SessionDirectory(10, max_age_s=5, clock=lambda: now[0])
     directory.save(session("s", tokens(1, 2, 3)), "r", ())
@@ -191,7 +191,7 @@ def test_old_sessions_go():
     assert directory.take_commands().drop == ["s"]
 
 
-def test_new_weights_leave_no_session():
+def test_clear_removes_sessions_from_memory_and_disk():
     directory = SessionDirectory(10, writes=True)
     for name, ids in (("s", tokens(1, 2, 3)), ("t", tokens(4, 5, 6))):
         directory.save(session(name, ids), name, ())
@@ -229,7 +229,7 @@ def fetch_s(directory: SessionDirectory, request: str = "r") -> Match:
     return match
 
 
-def test_a_session_that_is_waited_for_stays_until_the_request_starts():
+def test_an_awaited_session_stays_until_its_request_starts():
     directory = two_on_disk()
     fetch_s(directory)
     assert directory.take_commands().stage == ["s"]
@@ -243,7 +243,7 @@ def test_a_session_that_is_waited_for_stays_until_the_request_starts():
     directory.check_integrity()
 
 
-def test_who_gives_up_waits_for_nothing():
+def test_a_request_that_stops_waiting_frees_its_session():
     directory = two_on_disk()
     for request in ("r", "q"):
         fetch_s(directory, request)
@@ -254,7 +254,7 @@ def test_who_gives_up_waits_for_nothing():
     assert directory.drop_oldest()
 
 
-def test_what_is_gone_is_not_read():
+def test_a_removed_session_is_not_staged():
     directory = two_on_disk()
     fetch_s(directory)
     directory.clear()
@@ -262,7 +262,7 @@ def test_what_is_gone_is_not_read():
     assert (commands.stage, sorted(commands.unlink)) == ([], ["s", "t"])
 
 
-def test_the_same_conversation_is_kept_once():
+def test_a_session_with_the_same_tokens_is_replaced():
     directory = SessionDirectory(10)
     for name, owner in (("s", "o"), ("t", "o"), ("u", "other")):
         assert directory.save(session(name, tokens(1, 2, 3), owner=owner), name, ())
@@ -273,8 +273,8 @@ def test_the_same_conversation_is_kept_once():
     directory.check_integrity()
 
 
-def test_who_looks_after_other_copies_hears_when_a_session_leaves_memory():
-    """To its file or for ever; the last copy is the one in memory."""
+def test_on_memory_freed_is_called_when_a_session_leaves_memory():
+    """Also if its file stays."""
     left: list[str] = []
     directory = SessionDirectory(3, writes=True, on_memory_freed=left.append)
     for name, first in (("s", 1), ("t", 2)):
@@ -287,7 +287,7 @@ def test_who_looks_after_other_copies_hears_when_a_session_leaves_memory():
     assert set(left) == {"s", "t"}
 
 
-def test_what_is_taken_in_place_is_counted_and_said():
+def test_loads_in_place_are_counted():
     directory = SessionDirectory(10)
     directory.save(session("s", tokens(1, 2, 3)), "s", ())
     directory.process([SessionAck("saved", "s")])
@@ -299,9 +299,7 @@ def test_what_is_taken_in_place_is_counted_and_said():
     assert (directory.counts.hits, directory.counts.device_hits) == (2, 1)
 
 
-def test_a_session_too_large_for_memory_is_not_kept_and_drives_nobody_out(
-    caplog, monkeypatch
-):
+def test_a_session_too_large_for_memory_is_refused_and_evicts_none(caplog, monkeypatch):
     # vLLM, where it has been imported, keeps its loggers to itself
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     memory = 10 << 10

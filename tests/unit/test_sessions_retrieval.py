@@ -1,4 +1,4 @@
-"""Requests that go on from what others offloaded: nothing is copied, nothing lost."""
+"""Sessions of retrieval policies: offloaded tokens move, and none is copied or lost."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_conversation_keeps_its_index(name, more, in_place):
     ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_a_load_that_fails_leaves_nothing_on_the_host(monkeypatch, owner, what):
-    """Before the request has its tokens there, and after."""
+    """Whether it fails before or after the tokens have moved."""
     fake, source = engine("icecache"), Request.make("r", 140, 0)
     request = fake.add("r", 40, 15)
     request.keys, request.values = source.keys, source.values
@@ -119,8 +119,8 @@ def test_a_load_that_fails_leaves_nothing_on_the_host(monkeypatch, owner, what):
     fake.check_idle()
 
 
-def test_what_is_saved_waits_for_what_is_being_fetched(monkeypatch):
-    """Else positions would be those before the fetch, and pages those behind it."""
+def test_a_save_waits_for_fetches_under_way(monkeypatch):
+    """Otherwise positions and pages would be of different fetches."""
     fake, gate = engine("exact-topk", prefetch="step"), Event()
     request, source = fake.add("r", PROMPTS[0], 15), Request.make("r", 140, 0)
     request.keys, request.values = source.keys, source.values
@@ -155,7 +155,7 @@ def test_what_is_saved_waits_for_what_is_being_fetched(monkeypatch):
     fake.check_idle()
 
 
-def test_of_a_long_question_only_some_tokens_ask():
+def test_a_long_question_is_searched_with_some_of_its_queries():
     """The oracle takes 32 queries, first and last and evenly in between."""
     fake = engine("exact-topk")
     asked = []
@@ -186,8 +186,8 @@ def test_of_a_long_question_only_some_tokens_ask():
     fake.check_idle()
 
 
-def test_company_comes_and_goes():
-    """Seats of those that left are taken by others; sessions take new ones."""
+def test_requests_reuse_slot_indices_of_ended_ones():
+    """Continued sessions get new ones."""
     fake = engine("exact-topk")
     sources, saved = {}, {}
     for number in range(3):

@@ -80,7 +80,7 @@ def talk(
 
 
 def alone(policy: dict[str, object], chunk: int) -> tuple[SessionEngine, Request]:
-    """One request that has all the turns; stays in its engine."""
+    """One request with all the turns."""
     engine = SessionEngine(policy, BLOCK, 80, sessions=True)
     request = says(engine.add("r", PROMPTS[-1], 20, ENDS))
     run(engine, request, chunk)
@@ -89,8 +89,8 @@ def alone(policy: dict[str, object], chunk: int) -> tuple[SessionEngine, Request
 
 @pytest.mark.parametrize("base", COMPRESSORS)
 @pytest.mark.parametrize("chunk", [7, 200])
-def test_several_requests_keep_what_one_would(base, chunk):
-    """FlowKV: the same retained region, bit for bit, as if nobody had ever left."""
+def test_several_requests_keep_the_same_tokens_as_one(base, chunk):
+    """FlowKV: the retained region is bitwise equal."""
     policy = flow(base, ratio=0.4)
     parts = SessionEngine(policy, BLOCK, 80, sessions=True)
     request = talk(parts, chunk, by_turns=True)
@@ -103,17 +103,17 @@ def test_several_requests_keep_what_one_would(base, chunk):
 
 
 def copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on nothing may be written from the host to the pool."""
+    """Fail on any copy from the host to the pool from now on."""
 
     def refused(*arguments: object) -> None:
         raise AssertionError("pages that are there are copied")
 
-    monkeypatch.setattr(saved_caches, "_scatter", refused)
+    monkeypatch.setattr(saved_caches, "_copy_to_pool", refused)
 
 
 @pytest.mark.parametrize("base", COMPRESSORS)
-def test_who_finds_its_blocks_goes_on_in_them(base, monkeypatch):
-    """Bit for bit as if the request before it had gone on, and nothing is copied."""
+def test_a_session_in_place_copies_nothing(base, monkeypatch):
+    """The pages equal those of one long request."""
     copies_nothing(monkeypatch)
     policy = flow(base, ratio=0.4)
     parts = SessionEngine(policy, BLOCK, 80, sessions=True)
@@ -125,7 +125,7 @@ def test_who_finds_its_blocks_goes_on_in_them(base, monkeypatch):
     parts.check_idle()
 
 
-def test_who_branches_off_goes_on_in_the_first_of_the_blocks(monkeypatch):
+def test_a_branch_continues_in_the_first_of_the_blocks(monkeypatch):
     copies_nothing(monkeypatch)
     runs = []
     for in_place in (True, False):
@@ -145,7 +145,7 @@ def test_who_branches_off_goes_on_in_the_first_of_the_blocks(monkeypatch):
     assert runs[0] == runs[1]
 
 
-def test_only_the_blocks_that_it_was_saved_from_hold_a_session():
+def test_other_blocks_cannot_be_reused_in_place():
     engine = SessionEngine(small("snapkv"), BLOCK, 80, sessions=True)
     run(engine, says(engine.add("r", 40, 12)), 9)
     saved, blocks = engine.save("r"), [3, 2, 1]
@@ -157,7 +157,7 @@ def test_only_the_blocks_that_it_was_saved_from_hold_a_session():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_queries_are_there_whatever_happens_in_between(seed):
+def test_needed_queries_survive_aborts_preemptions_and_branches(seed):
     """Cut short with steps in flight, preempted, branched off, in chunks of any
     size: the same queries choose what stays, and who goes on where a session ended
     computes nothing again."""
@@ -204,7 +204,7 @@ def test_queries_are_there_whatever_happens_in_between(seed):
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["loaded", "parked"])
 @pytest.mark.parametrize("name", DROPPING)
-def test_any_policy_goes_on_from_what_it_kept(name, in_place):
+def test_every_policy_continues_from_its_snapshot(name, in_place):
     """The fake engine checks every step against a dense copy of the request."""
     engine = SessionEngine(small(name), BLOCK, 80, sessions=True)
     request = talk(engine, 9, by_turns=False, in_place=in_place)
@@ -216,7 +216,7 @@ def test_any_policy_goes_on_from_what_it_kept(name, in_place):
 
 
 @pytest.mark.parametrize("name", ["full", "snapkv", "pyramidkv"])
-def test_two_requests_go_on_from_one_session(name):
+def test_two_requests_continue_one_session(name):
     """A fork disturbs neither its sibling nor what was saved."""
     engine = SessionEngine(small(name), BLOCK, 120, sessions=True)
     first = says(engine.add("r", 40, 12))
@@ -246,7 +246,7 @@ def test_two_requests_go_on_from_one_session(name):
 
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv"])
-def test_what_was_written_is_what_is_read(tmp_path, name):
+def test_a_snapshot_survives_its_file(tmp_path, name):
     engine = SessionEngine(small(name), BLOCK, 80, sessions=True)
     request = engine.add("r", 40, 12)
     run(engine, request, 9)
@@ -284,12 +284,12 @@ def test_what_was_written_is_what_is_read(tmp_path, name):
     assert mismatch(engine.heap, read) is None
 
 
-def test_a_cache_of_another_layout_does_not_fit():
+def test_a_snapshot_of_another_layout_does_not_fit():
     engine = SessionEngine(small("snapkv"), BLOCK, 80, sessions=True)
     run(engine, engine.add("r", 40, 2), 9)
     saved = engine.save("r")
     other = SessionEngine(small("snapkv"), 2 * BLOCK, 80, sessions=True)
-    assert "pages of" in str(mismatch(other.heap, saved))
+    assert "its pages are" in str(mismatch(other.heap, saved))
     saved.layout = "other"
     assert "instruction set" in str(mismatch(engine.heap, saved))
 

@@ -38,7 +38,7 @@ class Worker:
         self.under_way: list[SessionAck] = []
 
     def carry_out(self, commands: SessionCommands, fails: random.Random) -> None:
-        """In the order that ``Orders`` promises."""
+        """In the order of the fields of ``SessionCommands``."""
 
         def problem(why: str) -> str | None:
             return why if fails.random() < 0.1 else None
@@ -74,7 +74,7 @@ class Worker:
             )
 
     def report(self, late: random.Random) -> list[SessionAck]:
-        """Some of what has been done by now."""
+        """Acknowledge some of the commands."""
         out = [r for r in self.under_way if late.random() < 0.5]
         self.under_way = [r for r in self.under_way if r not in out]
         for report in out:
@@ -86,7 +86,7 @@ class Worker:
 
 
 class Store(RuleBasedStateMachine):
-    """Conversations that go on and branch off, of two owners."""
+    """Conversations of two owners that continue and branch."""
 
     operations = 0
 
@@ -112,7 +112,7 @@ class Store(RuleBasedStateMachine):
     @precondition(lambda self: len(self.waiting) < 5)
     @rule(which=anyone, seed=seeds, owner=st.sampled_from("ab"), back=st.integers(0, 3))
     def arrive(self, which: int, seed: int, owner: str, back: int) -> None:
-        """A prompt goes on behind an earlier one, or a little before its end."""
+        """A prompt continues an earlier one, from its end or a little before."""
         known = self.histories[which % len(self.histories)]
         new = np.random.default_rng(seed).integers(0, 5, 4, np.int32)
         prompt = np.concatenate([known[: max(1, len(known) - back)], new])
@@ -180,7 +180,7 @@ class Store(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9))
     def forget_all(self, which: int) -> None:
-        """As with new weights; rarely, for there is nothing to see afterwards."""
+        """As when weights change; seldom, because it empties the directory."""
         if which == 0:
             self.directory.clear()
 
@@ -194,7 +194,7 @@ class Store(RuleBasedStateMachine):
             assert not nowhere, f"parked, and not in memory: {nowhere}"
 
     def teardown(self) -> None:
-        """Everybody starts in the end, and both sides agree on what is where."""
+        """All requests start in the end, and directory and workers agree."""
         if not hasattr(self, "directory"):
             return
         for seed in range(60):
@@ -209,6 +209,6 @@ class Store(RuleBasedStateMachine):
             assert self.directory.on_disk == worker.files
 
 
-def test_any_operations_leave_the_store_whole(caplog):
+def test_any_operations_leave_the_directory_consistent(caplog):
     caplog.set_level(logging.ERROR, "vllm.kv_policy")  # of sessions that are too large
     run_machine(Store)

@@ -1,8 +1,8 @@
-"""A request's resident cache outside the pool, to go on from later.
+"""Snapshots: a request's resident cache, copied to host memory.
 
 ::
 
-    retained region: counts differ by row      tail: plain blocks, the last one partial
+    retained region: counts differ by row     tail: whole blocks, the last one partial
     [ p p p ][ p ][ p p ] ...               [ b b b ] of every row
 """
 
@@ -20,22 +20,22 @@ from vllm_kvplugins.engine.retrieval.offloaded import Offloaded
 from vllm_kvplugins.ops.bulk import copy_pages
 from vllm_kvplugins.plan.residency_plan import Compaction
 
-# Pages go to the host and come back in pieces of so many bytes: a GPU whose pool has
-# taken its memory has no room for a second copy of a long request.
+# Pages are copied in pieces of this size. A GPU whose memory belongs to the pool has no
+# room for a second copy of a long request.
 PIECE_BYTES = 128 << 20
 
-# What may go wrong with a copy without costing more than that; torch raises
-# RuntimeError where there is no memory. All else is a fault of ours.
+# Copy errors that count as a session miss; torch raises RuntimeError when it is out of
+# memory. Any other exception is a bug.
 COPY_ERRORS = (MemoryError, RuntimeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in the pool a cache was saved from.
+    """Where in the pool a cache was when it was saved.
 
     Attributes:
         blocks: physical ids, from its first resident block on.
-        zone: int64 [sum of counts], page ids of its retained region, row by row.
+        retained: int64 [sum of counts], page ids of its retained region, row by row.
     """
 
     blocks: tuple[int, ...]
@@ -47,18 +47,18 @@ class CacheSnapshot:
     """Pages of one request on one worker, in host memory.
 
     Attributes:
-        tokens: whose keys and values are there, or were compacted away.
-        compaction: the last one, candidates counted from block 0; None = none.
-        counts: int64 [rows], retained region pages per (layer, KV head).
-        positions: int32 [rows, most pages * block_size], of the retained region.
-        zone: [sum of counts, page_elems], row by row.
-        tail: [rows * tail blocks, page_elems], row by row.
-        layout: digest of the layout of its pages.
+        tokens: how many tokens it covers, dropped ones included.
+        compaction: the last one, with candidates counted from block 0; None = none.
+        counts: int64 [rows], pages of the retained region per (layer, KV head).
+        positions: int32 [rows, max pages * block_size], of the retained region.
+        retained: [sum of counts, page_elems], pages of the retained region, row by row.
+        tail: [rows * tail blocks, page_elems], pages behind it, row by row.
+        layout: digest of the layout inside a page.
         queries: [num_layers, n, num_q_heads, head_dim], of its newest tokens; None =
             the policy needs none.
-        observed: per layer, what the policy's ``observe`` last returned, packed.
-        offloaded: what it has on the host, which moves with it; None = nothing.
-        place: None = it was read from a file.
+        observed: per layer, the packed result of the policy's last observation.
+        offloaded: its tokens in the host tier, which move with it; None = none.
+        place: where it was saved from; None = it was read from a file.
     """
 
     tokens: int
@@ -75,12 +75,12 @@ class CacheSnapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of its pages and queries."""
+        """Memory of pages and queries."""
         queries = self.queries.nbytes if self.queries is not None else 0
         return int(self.retained.nbytes + self.tail.nbytes + queries)
 
     def on(self, device: torch.device) -> CacheSnapshot:
-        """The same with all but its pages there; itself if it is there.
+        """A copy whose small tensors are on ``device``; pages stay in host memory.
 
         Cost: on CUDA the host waits for the copies.
         """
@@ -108,7 +108,7 @@ class CacheSnapshot:
         return self.tokens - (self.queries.shape[1] if self.queries is not None else 0)
 
 
-def take_out(
+def copy_out(
     heap: Heap,
     tables: PageTables,
     resident: Resident | None,
@@ -119,14 +119,14 @@ def take_out(
     """Copy a request's pages out of the pool.
 
     Args:
-        resident: its retained region, if it was compacted.
+        resident: its retained region; None = it was never compacted.
         blocks: int64, physical ids, from its first resident block on.
 
     Returns:
-        Its pages, and on the pool's device all else.
+        A snapshot with pages in host memory and the other tensors on the pool's device.
 
-    Cost: each page read once, in bulk; on a GPU ``PIECE_BYTES`` there, and the host
-        waits for each piece.
+    Cost: reads each page once, in bulk. On a GPU it takes ``PIECE_BYTES`` of device
+        memory, and the host waits for each piece.
     """
     size = heap.layout.block_size
     first = compaction.retained.start if compaction else 0
@@ -141,7 +141,7 @@ def take_out(
         place = torch.arange(pages.shape[1], device=pages.device)
         retained_ids = pages[place < counts[:, None]]
         positions = resident.positions.clone()
-    tail = _gathered(heap, tail_ids.reshape(-1))
+    tail = _copy_to_host(heap, tail_ids.reshape(-1))
     if tokens % size:
         _clear(heap, tail.view(heap.rows, -1, tail.shape[1])[:, -1], tokens % size)
     return CacheSnapshot(
@@ -149,7 +149,7 @@ def take_out(
         compaction=compaction,
         counts=counts,
         positions=positions,
-        retained=_gathered(heap, retained_ids),
+        retained=_copy_to_host(heap, retained_ids),
         tail=tail,
         layout=heap.layout.digest,
         place=Place(tuple(blocks.tolist()), retained_ids),
@@ -157,95 +157,106 @@ def take_out(
 
 
 def mismatch(heap: Heap, saved: CacheSnapshot) -> str | None:
-    """Why a saved cache cannot go into this heap, if so."""
+    """Why a snapshot does not fit this heap; None = it does."""
     elems, dtype = heap.pages.shape[1], heap.pages.dtype
     if saved.counts.shape != (heap.rows,):
-        return f"it has {saved.counts.numel()} rows of pages, not {heap.rows}"
+        return f"it has {saved.counts.numel()} rows of pages, the model {heap.rows}"
     for pages in (saved.retained, saved.tail):
         if pages.dtype != dtype or pages.shape[1:] != (elems,):
-            return f"pages of {pages.dtype} {list(pages.shape)} do not fit {dtype}"
+            return f"its pages are {pages.dtype} {list(pages.shape)}, not {dtype}"
     if saved.layout != heap.layout.digest:
-        return "its pages are laid out for another instruction set"
+        return "its pages have the layout of another instruction set"
     return None
 
 
-def put_back(
+def copy_in(
     heap: Heap,
     tables: PageTables,
     saved: CacheSnapshot,
     tokens: int,
     blocks: torch.Tensor,
 ) -> Resident | None:
-    """Fill blocks of the pool with the first ``tokens`` tokens of a saved cache.
+    """Fill blocks of the pool with the first ``tokens`` tokens of a snapshot.
 
     Args:
         blocks: int64, physical ids, from the first resident block on.
 
     Returns:
-        The request's retained region, seated; None if it has none.
+        The request's retained region, with a slot index; None if it has none.
 
-    Cost: each page written once, in bulk; on a GPU ``PIECE_BYTES`` there, and the host
-        waits for each piece.
+    Cost: writes each page once, in bulk. On a GPU it takes ``PIECE_BYTES`` of device
+        memory, and the host waits for each piece.
     """
     size, rows = heap.layout.block_size, heap.rows
     first = saved.compaction.retained.start if saved.compaction else 0
     in_retained = len(saved.compaction.retained) if saved.compaction else 0
     tail_blocks = -(-tokens // size) - first - in_retained
-    assert 0 <= tail_blocks <= saved.tail.shape[0] // rows, "no such tokens"
+    assert 0 <= tail_blocks <= saved.tail.shape[0] // rows, (
+        "the snapshot has fewer tokens"
+    )
     tail_ids = heap.page_ids(blocks[in_retained : in_retained + tail_blocks])
     which = None
     if tail_blocks < saved.tail.shape[0] // rows:
         every = torch.arange(saved.tail.shape[0], device="cpu")
         which = every.view(rows, -1)[:, :tail_blocks].reshape(-1)
-    _scatter(heap, tail_ids.reshape(-1), saved.tail, which)
+    _copy_to_pool(heap, tail_ids.reshape(-1), saved.tail, which)
     if saved.compaction is None:
         return None
     pool = heap.page_ids(blocks[:in_retained]).reshape(-1)
     assert pool.numel() == int(saved.counts.sum()), "pages must balance"
-    _scatter(heap, pool, saved.retained)
-    return _seated(tables, saved, saved.compaction, pool)
+    _copy_to_pool(heap, pool, saved.retained)
+    return _register(tables, saved, saved.compaction, pool)
 
 
-def take_over(
+def reuse_in_place(
     tables: PageTables, saved: CacheSnapshot, blocks: Sequence[int]
 ) -> Resident | None:
-    """Go on in the blocks that a saved cache was copied from.
+    """Continue in the blocks that a snapshot was copied from.
 
     Args:
-        blocks: physical ids, from the first resident block on; nobody has written to
-            them since.
+        blocks: physical ids, from the first resident block on; no request has written
+            to them since.
 
     Returns:
-        The request's retained region, seated; None if it has none.
+        The request's retained region, with a slot index; None if it has none.
 
-    Cost: no page is read or written.
+    Cost: reads and writes no page.
     """
     place = saved.place
-    assert place is not None, "read from a file, which lies nowhere in the pool"
-    assert tuple(blocks) == place.blocks[: len(blocks)], "saved from other blocks"
+    assert place is not None, "it was read from a file"
+    assert tuple(blocks) == place.blocks[: len(blocks)], (
+        "it was saved from other blocks"
+    )
     if saved.compaction is None:
         return None
-    return _seated(tables, saved, saved.compaction, place.retained)
+    return _register(tables, saved, saved.compaction, place.retained)
 
 
-def _seated(
+def _register(
     tables: PageTables,
     saved: CacheSnapshot,
     compaction: Compaction,
     retained: torch.Tensor,
 ) -> Resident:
-    """A retained region in these pages, int64 [sum of counts], row by row."""
+    """Register a retained region.
+
+    Args:
+        retained: int64 [sum of counts], page ids, row by row.
+    """
     place = torch.arange(int(saved.counts.max()), device=retained.device)
     pages = retained.new_zeros(saved.counts.numel(), place.numel())
     pages[place < saved.counts[:, None]] = retained
     tail_block, positions = compaction.retained.stop, saved.positions.clone()
-    # last: who finds no memory before it has no seat
+    # last, so that an error before it leaves no slot index taken
     slot_index = tables.assign(pages, saved.counts, tail_block)
     return Resident(slot_index, compaction.at_tokens, tail_block, positions)
 
 
 def _clear(heap: Heap, pages: torch.Tensor, used: int) -> None:
-    """Remove what others left in the unused slots of partial pages, on the host."""
+    """Zero the unused slots of partial pages in host memory.
+
+    They may hold tokens of other requests.
+    """
     layout = heap.layout
     for offsets in (layout.k_offsets, layout.v_offsets):
         unused = offsets.view(layout.block_size, -1)[used:].flatten().long()
@@ -253,37 +264,37 @@ def _clear(heap: Heap, pages: torch.Tensor, used: int) -> None:
 
 
 def _pieces(heap: Heap, pages: int) -> Iterator[slice]:
-    """So many pages, some at a time."""
+    """Slices of up to ``PIECE_BYTES`` that cover ``pages`` pages."""
     at_once = max(PIECE_BYTES // heap.pages[:1].nbytes, 1)
     for first in range(0, pages, at_once):
         yield slice(first, min(first + at_once, pages))
 
 
-def _gathered(heap: Heap, ids: torch.Tensor) -> torch.Tensor:
-    """[n, page_elems]: pages of the pool, on the host."""
+def _copy_to_host(heap: Heap, ids: torch.Tensor) -> torch.Tensor:
+    """Copy pages of the pool to host memory: [n, page_elems]."""
     pool = heap.pages
-    here = pool.device.type == "cpu"
+    on_host = pool.device.type == "cpu"
     out = torch.empty(len(ids), pool.shape[1], dtype=pool.dtype, device="cpu")
     for piece in _pieces(heap, len(ids)):
-        part = out[piece] if here else pool.new_empty(out[piece].shape)
+        part = out[piece] if on_host else pool.new_empty(out[piece].shape)
         copy_pages(part, None, pool, ids[piece])
-        if not here:
+        if not on_host:
             out[piece] = part
     return out
 
 
-def _scatter(
+def _copy_to_pool(
     heap: Heap,
     ids: torch.Tensor,
     pages: torch.Tensor,
     which: torch.Tensor | None = None,
 ) -> None:
-    """Write pages of the host to the pool.
+    """Copy pages from host memory into the pool.
 
     Args:
-        ids: int64 [n], where to; on the pool's device.
-        pages: [at least n, page_elems].
-        which: int64 [n], which of them, on the host; None = the first n.
+        ids: int64 [n], target page ids, on the pool's device.
+        pages: [at least n, page_elems], in host memory.
+        which: int64 [n], rows of ``pages``, in host memory; None = the first n.
     """
     for piece in _pieces(heap, len(ids)):
         part = pages[piece] if which is None else pages[which[piece]]

@@ -1,4 +1,4 @@
-"""Requests' caches out of a worker, and back into it for those who go on."""
+"""Saves the caches of a worker's requests, and restores them into other requests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vllm_kvplugins.plan.residency_plan import Compaction
 from vllm_kvplugins.sessions.snapshot import (
     COPY_ERRORS,
     CacheSnapshot,
+    copy_in,
+    copy_out,
     mismatch,
-    put_back,
-    take_out,
-    take_over,
+    reuse_in_place,
 )
 
 
@@ -25,7 +25,7 @@ class Transfer:
     """Saves and restores requests of one worker.
 
     Args:
-        runtime: of the worker; must be attached before the first call.
+        runtime: the worker's; it must be attached before the first call.
     """
 
     def __init__(self, runtime: PolicyRuntime) -> None:
@@ -40,7 +40,7 @@ class Transfer:
         device = self._heap.pages.device
         return torch.tensor(blocks, dtype=torch.int64, device=device)
 
-    # vLLM calls outside of steps, whose tensors are written here.
+    # Called outside of a step, but the pool's tensors are inference tensors.
     @torch.inference_mode()
     def save(
         self,
@@ -50,31 +50,35 @@ class Transfer:
         blocks: Sequence[int],
         first_query: int,
     ) -> CacheSnapshot:
-        """Copy a request's cache out of the pool; call before it is forgotten.
+        """Copy a request's cache out of the pool.
+
+        Call before the runtime forgets the request.
 
         Args:
-            compaction: its last one, candidates counted from block 0.
-            tokens: whose cache to save.
+            compaction: its last one, with candidates counted from block 0.
+            tokens: how many of its tokens to save.
             blocks: physical ids, from its first resident block on.
             first_query: position of the first query to save; ``tokens`` = none.
 
         Raises:
             ValueError: the request was last compacted at another token count, or its
-                queries were not kept, or it has nothing of its own to save.
+                queries were not kept, or its own session failed to load.
         """
         runtime = self._runtime
         assert runtime.tables is not None, "not attached"
         tracked = runtime.tracked(request_id)
-        here, said = tracked.compacted_at, compaction.at_tokens if compaction else 0
+        compacted_at = compaction.at_tokens if compaction else 0
         if tracked.lost:
-            raise ValueError("what it started from could not be loaded")
-        if here != said:
-            raise ValueError(f"compacted at {here} tokens, not at {said}")
+            raise ValueError("its own session failed to load")
+        if tracked.compacted_at != compacted_at:
+            raise ValueError(
+                f"compacted at {tracked.compacted_at} tokens, not at {compacted_at}"
+            )
         retrieval = runtime.retrieval
         if retrieval is not None and tracked.resident is not None:
-            # the retained region's positions say what was fetched last
+            # the positions must be those of the tokens that were fetched last
             retrieval.refresh_positions(request_id, tracked.resident.positions)
-        saved = take_out(
+        saved = copy_out(
             self._heap,
             runtime.tables,
             tracked.resident,
@@ -85,7 +89,7 @@ class Transfer:
         if first_query < tokens:
             window = tracked.window
             if window is None or not window.has(first_query, tokens):
-                raise ValueError(f"no queries of tokens {first_query} to {tokens}")
+                raise ValueError(f"queries {first_query} to {tokens} were not kept")
             saved.queries = window.take(first_query, tokens)
         observation = runtime.policy.observation
         if observation is not None:
@@ -96,14 +100,14 @@ class Transfer:
         return saved.on(torch.device("cpu"))
 
     def discard(self, saved: CacheSnapshot) -> None:
-        """Nobody will restore it."""
+        """Free the host tier that a snapshot holds; it will not be restored."""
         if saved.offloaded is not None:
             assert self._runtime.retrieval is not None
             self._runtime.retrieval.discard(saved.offloaded)
             saved.offloaded = None
 
     def mismatch(self, saved: CacheSnapshot) -> str | None:
-        """Why a saved cache cannot be restored here, if so."""
+        """Why a snapshot does not fit this worker; None = it does."""
         return mismatch(self._heap, saved)
 
     @torch.inference_mode()
@@ -116,18 +120,19 @@ class Transfer:
         blocks: Sequence[int],
         in_place: bool = False,
     ) -> None:
-        """Let a request go on from a saved cache; call before its first step, and
-        after ``learn``.
+        """Let a request continue from a snapshot.
+
+        Call after the runtime has learned of the request, before its first step.
 
         Args:
-            tokens: how many of the saved ones.
+            tokens: how many of the saved tokens to restore.
             blocks: physical ids, from its first resident block on.
-            in_place: they are those that it was saved from, as they were.
+            in_place: the snapshot was saved from these blocks, and they still hold it.
 
         Raises:
-            COPY_ERRORS: there is no memory on the device, say. The request's blocks
-                may hold anything then: it is lost (:class:`Tracked`), and so is what
-                the session had on the host.
+            COPY_ERRORS: a copy failed, for example for want of device memory. The
+                request's KV is invalid until it is recomputed, and the session's
+                tokens in the host tier are freed.
         """
         runtime, resident = self._runtime, None
         assert runtime.tables is not None, "not attached"
@@ -135,10 +140,10 @@ class Transfer:
         try:
             ids, there = self._ids(blocks), saved.on(self._heap.pages.device)
             if in_place:
-                resident = take_over(runtime.tables, there, blocks)
+                resident = reuse_in_place(runtime.tables, there, blocks)
             else:
-                resident = put_back(self._heap, runtime.tables, there, tokens, ids)
-            tracked = self._tracked(request_id, saved, there, tokens, resident)
+                resident = copy_in(self._heap, runtime.tables, there, tokens, ids)
+            tracked = self._restored_state(request_id, saved, there, tokens, resident)
             runtime.adopt(request_id, prompt_tokens, tracked, tokens, ids)
         except COPY_ERRORS:
             if resident is not None and runtime.tracked(request_id).resident is None:
@@ -147,7 +152,7 @@ class Transfer:
             self.discard(saved)
             raise
 
-    def _tracked(
+    def _restored_state(
         self,
         request_id: str,
         saved: CacheSnapshot,
@@ -155,18 +160,18 @@ class Transfer:
         tokens: int,
         resident: Resident | None,
     ) -> RequestState:
-        """What is known of a request that goes on; it has its pages already.
+        """The runtime's state of a request whose pages are restored.
 
         Args:
-            there: the same on the pool's device.
+            there: ``saved`` with its small tensors on the pool's device.
         """
         runtime = self._runtime
         if saved.offloaded is not None:
             assert runtime.retrieval is not None
             assert runtime.tables is not None
-            assert resident is not None, "nothing is offloaded before a compaction"
+            assert resident is not None, "tokens are offloaded by compactions only"
             runtime.retrieval.attach(request_id, saved.offloaded)
-            saved.offloaded = None  # the request's from now on
+            saved.offloaded = None  # the request owns it from now on
             pages, _ = runtime.tables.retained(resident.slot_index)
             runtime.retrieval.settle(request_id, pages, resident.positions)
         observation = runtime.policy.observation

@@ -1,27 +1,27 @@
-"""Statistics of a policy, from scheduler and worker to Prometheus.
+"""Metrics of a policy: collected in scheduler and workers, exported to Prometheus.
 
 | metric | kind | meaning |
 |---|---|---|
-| ``vllm:kv_policy_resident_tokens`` | gauge | token slots held, per KV head |
-| ``vllm:kv_policy_budget_ratio`` | gauge | slots held / tokens in context |
-| ``vllm:kv_policy_blocks_freed_total`` | counter | blocks that plans gave back |
+| ``vllm:kv_policy_resident_tokens`` | gauge | resident token slots per KV head |
+| ``vllm:kv_policy_budget_ratio`` | gauge | resident slots / context tokens |
+| ``vllm:kv_policy_blocks_freed_total`` | counter | blocks freed by compaction |
 | ``vllm:kv_policy_compressions_total`` | counter | compactions |
-| ``vllm:kv_policy_compression_seconds`` | histogram | score, select and move |
-| ``vllm:kv_policy_selected_tokens_total`` | counter | fetched or zoomed slots |
-| ``vllm:kv_policy_fetched_tokens_total`` | counter | of these, not there before |
-| ``vllm:kv_policy_failed_indices_total`` | counter | scans, no zoom instead |
-| ``vllm:kv_policy_host_reserved_bytes`` | gauge | host memory promised to requests |
-| ``vllm:kv_policy_held_requests`` | gauge | requests that wait for host memory |
+| ``vllm:kv_policy_compression_seconds`` | histogram | time of one compaction |
+| ``vllm:kv_policy_selected_tokens_total`` | counter | slots filled by retrieval |
+| ``vllm:kv_policy_fetched_tokens_total`` | counter | of these, read from the host |
+| ``vllm:kv_policy_failed_indices_total`` | counter | indices that failed to build |
+| ``vllm:kv_policy_host_reserved_bytes`` | gauge | host memory reserved |
+| ``vllm:kv_policy_held_requests`` | gauge | requests waiting for host memory |
 | ``vllm:kv_policy_sessions`` | gauge | sessions that can be continued |
 | ``vllm:kv_policy_session_bytes`` | gauge | host memory of sessions |
 | ``vllm:kv_policy_session_disk_bytes`` | gauge | bytes of session files |
 | ``vllm:kv_policy_session_hits_total`` | counter | requests that continued a session |
-| ``vllm:kv_policy_session_parked_hits_total`` | counter | of these, not copied |
-| ``vllm:kv_policy_session_misses_total`` | counter | requests that found none |
-| ``vllm:kv_policy_session_restored_tokens_total`` | counter | saved by sessions |
-| ``vllm:kv_policy_session_recomputed_tokens_total`` | counter | not saved |
-| ``vllm:kv_policy_session_evictions_total`` | counter | gone for room, age |
-| ``vllm:kv_policy_session_refused_total`` | counter | not kept, no room |
+| ``vllm:kv_policy_session_parked_hits_total`` | counter | of these, on the device |
+| ``vllm:kv_policy_session_misses_total`` | counter | requests without a session |
+| ``vllm:kv_policy_session_restored_tokens_total`` | counter | prompt tokens restored |
+| ``vllm:kv_policy_session_recomputed_tokens_total`` | counter | shared, yet computed |
+| ``vllm:kv_policy_session_evictions_total`` | counter | dropped for room or age |
+| ``vllm:kv_policy_session_refused_total`` | counter | not kept for want of room |
 | ``vllm:kv_policy_session_failures_total`` | counter | sessions lost to an error |
 """
 
@@ -66,7 +66,7 @@ _BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 @dataclass
 class PolicyStats(KVConnectorStats):
-    """``data`` holds plain numbers and lists, so that any transport takes it."""
+    """``data`` holds plain numbers and lists, which vLLM can serialize."""
 
     @classmethod
     def from_worker(
@@ -117,34 +117,47 @@ class PolicyPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._gauge("resident_tokens", "Token slots held by requests, per KV head.")
-        self._gauge("budget_ratio", "Token slots held over tokens in context.")
-        self._counter("blocks_freed", "Blocks that policies freed.")
-        self._counter("compressions", "Compactions of requests.")
-        self._counter("selected_tokens", "Slots filled by retrieval or a zoom.")
-        self._counter("fetched_tokens", "Of these, brought from host memory.")
-        self._counter("failed_indices", "Indices and spans' factors that failed.")
-        self._gauge("host_reserved_bytes", "Host memory promised to requests.")
-        self._gauge("held_requests", "Requests that wait for host memory.")
+        self._gauge("resident_tokens", "Token slots that requests hold, per KV head.")
+        self._gauge(
+            "budget_ratio", "Token slots that requests hold, divided by their tokens."
+        )
+        self._counter("blocks_freed", "Blocks freed by compaction.")
+        self._counter("compressions", "Compactions that have run.")
+        self._counter(
+            "selected_tokens", "Token slots that retrieval selected for attention."
+        )
+        self._counter(
+            "fetched_tokens", "Selected tokens that were read from host memory."
+        )
+        self._counter(
+            "failed_indices", "Indices or span factors that could not be built."
+        )
+        self._gauge(
+            "host_reserved_bytes", "Host memory reserved for requests and sessions."
+        )
+        self._gauge("held_requests", "Requests waiting for host memory.")
         self._gauge("sessions", "Sessions that can be continued.")
-        self._gauge("session_bytes", "Host memory of sessions.")
-        self._gauge("session_disk_bytes", "Bytes of session files.")
+        self._gauge("session_bytes", "Host memory that sessions use.")
+        self._gauge("session_disk_bytes", "Disk space that session files use.")
         self._counter("session_hits", "Requests that continued a session.")
         self._counter(
-            "session_parked_hits", "Of these, found on the device: nothing was copied."
+            "session_parked_hits",
+            "Session hits whose blocks were still on the device; nothing was copied.",
         )
-        self._counter("session_misses", "Requests that found no session.")
+        self._counter("session_misses", "Requests that started without a session.")
         self._counter(
             "session_restored_tokens", "Prompt tokens restored from sessions."
         )
         self._counter(
             "session_recomputed_tokens",
-            "Prompt tokens that a session had, computed again.",
+            "Prompt tokens that a session shares but that were computed again.",
         )
         self._counter("session_evictions", "Sessions dropped for room or age.")
-        self._counter("session_refused", "Sessions not kept, as there was no room.")
+        self._counter(
+            "session_refused", "Sessions that were not saved because memory was full."
+        )
         self._counter("session_failures", "Sessions lost to an error.")
-        self._histogram(_SECONDS, "Seconds to score, select and move one request.")
+        self._histogram(_SECONDS, "Seconds that the compaction of one request takes.")
 
     def _add(self, name: str, metric: Any) -> None:
         bound = {

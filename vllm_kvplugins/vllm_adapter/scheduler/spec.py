@@ -1,7 +1,7 @@
-"""The KV cache spec of a layer under a policy, and its block manager's name.
+"""The KV cache spec of an attention layer under a policy.
 
-Importing this module registers the pair, also in processes that only unpickle
-the spec.
+Importing this module registers the spec with its block manager, also in processes that
+only unpickle the spec.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class ResidencySpec(FullAttentionSpec):
     geometry: Geometry
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """What vLLM wants to have for one request before it starts.
+        """Smallest pool with which vLLM starts: room for one longest request.
 
-        A policy that bounds prompts needs no pool for ``--max-model-len``; answers
-        that outgrow the pool are refused one by one, see ``pool``.
+        A policy that bounds prompts needs less than ``--max-model-len`` tokens. Request
+        validation refuses a request whose answer would outgrow the pool.
         """
         whole: int = super().max_memory_usage_bytes(vllm_config)
         longest = vllm_config.model_config.max_model_len
@@ -48,15 +48,15 @@ class ResidencySpec(FullAttentionSpec):
 def with_policy(
     spec: FullAttentionSpec, policy: KVCachePolicy, geometry: Geometry
 ) -> ResidencySpec:
-    """The same layer under a policy."""
-    found: ResidencySpec = replace_as(
+    """The spec of the same layer under a policy."""
+    converted: ResidencySpec = replace_as(
         spec, ResidencySpec, policy=policy, geometry=geometry
     )
-    return found
+    return converted
 
 
-# The registry fills itself with the built-ins only while it is empty; without
-# this line ours would be the only one.
+# The registry adds the built-in specs only while it is empty. Without this call, ours
+# would be the only one.
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(
     ResidencySpec, ResidencyBlockManager, uniform_type_base_spec=FullAttentionSpec

@@ -1,4 +1,4 @@
-"""Pages of a session go to the host and come back in pieces."""
+"""Snapshots: pages are copied to the host and back in pieces; a load may fail."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def go_on(name: str, most: int | None) -> tuple[CacheSnapshot, list[object]]:
-    """A request, and one that goes on from it; what it has in the end."""
+    """Save a request and continue it; returns what the second one holds at its end."""
     engine = SessionEngine(small(name), BLOCK, 80, sessions=True)
     request = says(engine.add("r", 40, 20))
     run(engine, request, 9)
@@ -90,7 +90,7 @@ def test_a_page_larger_than_a_piece_is_one(monkeypatch):
 def fails(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str, after: int
 ) -> None:
-    """From the call on that comes behind so many."""
+    """Let all calls but the first ``after`` ones fail."""
     whole, left = getattr(owner, name), [after]
 
     def no_room(*args, **kwargs):
@@ -103,7 +103,7 @@ def fails(
 
 
 def lost(engine: SessionEngine, request: Request) -> None:
-    """It has nothing, nothing is wanted of it, and it cannot be saved."""
+    """It holds no state, no layer observes it, and it cannot be saved."""
     runtime, tokens = engine.runtime, request.computed
     assert runtime.tracked("r").lost
     assert runtime.tables is not None
@@ -114,11 +114,11 @@ def lost(engine: SessionEngine, request: Request) -> None:
     step = runtime.begin_step([row], torch.tensor([tokens + 1]), table)
     assert step.lengths.eq(tokens + 1).all()
     runtime.end_step()
-    with pytest.raises(ValueError, match="could not be loaded"):
+    with pytest.raises(ValueError, match="session failed to load"):
         engine.transfer.save("r", None, tokens, request.table, tokens)
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["loaded", "parked"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["loaded", "in place"])
 @pytest.mark.parametrize(
     ("owner", "name", "after"),
     [
@@ -129,12 +129,12 @@ def lost(engine: SessionEngine, request: Request) -> None:
         (Heap, "apply", 0),
         (Window, "restored", 0),
     ],
-    ids=["tail", "zone", "seat", "later-seat", "compaction", "queries"],
+    ids=["tail", "retained", "slot", "later-slot", "compaction", "queries"],
 )
-def test_who_could_not_be_loaded_begins_anew(
+def test_a_request_whose_session_fails_to_load_is_recomputed(
     monkeypatch, owner: object, name: str, after: int, in_place: bool
 ):
-    """Whatever failed, and however much had been written by then."""
+    """Whichever copy fails, and however much was written before."""
     engine = SessionEngine(flow("snapkv", ratio=0.4), BLOCK, 80, sessions=True)
     request = says(engine.add("r", 60, 25, (30,)))
     run(engine, request, 9)

@@ -1,0 +1,146 @@
+"""Admission: one decision about a waiting request, on a real block manager.
+
+Sessions are a stand-in with a directory that can drop a number of idle sessions.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
+
+from scheduled_blocks import GEOMETRY, SIZE, Schedule
+from vllm import SamplingParams
+from vllm.v1.request import Request
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
+from vllm_kvplugins.sessions.commands import Session
+from vllm_kvplugins.sessions.directory import Match
+from vllm_kvplugins.vllm_adapter.config.host_memory import HostReservations
+from vllm_kvplugins.vllm_adapter.scheduler.admission_controller import (
+    AdmissionController,
+)
+
+SNAPKV = {"name": "snapkv", "window": 3, "budget": 10}
+QUEST = {
+    "name": "quest",
+    "budget": 8,
+    "sinks": 2,
+    "window": 5,
+    "skip_layers": 1,
+    "host_memory": "1MiB",
+}
+
+
+class Sessions:
+    """One session, or none; and idle ones that can be dropped."""
+
+    def __init__(self, match: Match | None = None, idle: int = 0) -> None:
+        self.found, self.idle = match, idle
+        self.directory = self
+        self.fetched: list[str] = []
+
+    def match(self, request: Any, more_than: int) -> Match | None:
+        found = self.found
+        return found if found is not None and found.tokens > more_than else None
+
+    def fetch(self, match: Match, request_id: str) -> None:
+        self.fetched.append(request_id)
+
+    def drop_oldest(self) -> bool:
+        self.idle -= 1
+        return self.idle >= 0
+
+
+def request(tokens: int = 40, max_tokens: int = 4) -> Request:
+    params = SamplingParams(max_tokens=max_tokens)
+    return Request("r", list(range(tokens)), params, None, arrival_time=0.0)
+
+
+def match_of(tokens: int, ready: bool = True, first_query: int = 33) -> Match:
+    compaction = Compaction(32, BlockSpan(0, 8), BlockSpan(5, 8))
+    ids = np.arange(36, dtype=np.int32)
+    session = Session("s", "owner", ids, compaction, 1, first_query)
+    return Match(session, tokens, tokens, ready)
+
+
+def controller(settings: dict[str, Any], sessions: Any = None) -> Any:
+    """A controller and its block manager and host memory."""
+    policy = parse_policy(settings)
+    manager = Schedule(policy, False, True, {}).manager
+    host = HostReservations(policy, GEOMETRY)
+    return SimpleNamespace(
+        admission=AdmissionController(manager, host, sessions),
+        manager=manager,
+        host=host,
+    )
+
+
+def test_a_hit_is_used_up_to_the_first_block_that_is_rewritten():
+    made, waiting = controller(SNAPKV), request()
+    admission = made.admission.admit(waiting, 36)
+    exact = made.manager.plans.of(waiting).exact_prefix_blocks * SIZE
+    assert 0 < exact < 36
+    assert (admission.cached_tokens, admission.external_tokens) == (exact, 0)
+    assert admission.first_query == exact, "cached tokens have no queries"
+    assert made.admission.admit(waiting, 4).cached_tokens == 4
+
+
+def test_a_policy_that_observes_the_prompt_uses_no_hit():
+    made = controller({"name": "h2o", "budget": 12, "prefill_block": 16})
+    assert made.admission.admit(request(), 36).cached_tokens == 0
+
+
+@pytest.mark.parametrize(("tokens", "continues"), [(35, True), (28, False)])
+def test_a_session_replaces_a_hit_that_saves_less(tokens, continues):
+    made = controller(SNAPKV, Sessions(match_of(tokens)))
+    waiting = request()
+    hit = made.admission.usable_hit(waiting, 40)
+    assert hit == 28
+    admission = made.admission.admit(waiting, 40)
+    assert made.manager.starts.of(waiting) is admission
+    if continues:
+        assert (admission.cached_tokens, admission.external_tokens) == (0, tokens)
+        assert (admission.first_block, admission.first_query) == (5, 33)
+    else:
+        assert (admission.cached_tokens, admission.external_tokens) == (hit, 0)
+        assert admission.session is None
+    restored = made.manager.plans.of(waiting).compactions[0].at_tokens == 32
+    assert restored == continues, "the plan begins with the session's compaction"
+
+
+def test_a_request_waits_while_its_session_is_read():
+    sessions = Sessions(match_of(35, ready=False))
+    made = controller(SNAPKV, sessions)
+    admission = made.admission.admit(request(), 0)
+    assert (admission.waits_for, admission.external_tokens) == ("session", None)
+    assert sessions.fetched == ["r"]
+    sessions.found = None  # its file is damaged, say
+    assert made.admission.admit(request(), 0).external_tokens == 0
+
+
+@pytest.mark.parametrize(("idle", "waits"), [(0, True), (1, True), (2, False)])
+def test_idle_sessions_make_room_in_host_memory(idle, waits):
+    sessions = Sessions(idle=idle)
+    made = controller(QUEST, sessions)
+    for name in ("one", "two"):
+        made.host.hold_session(name, 1 << 20)
+    names = ["one", "two"]
+
+    def drop_oldest() -> bool:
+        dropped = Sessions.drop_oldest(sessions)
+        if dropped:
+            made.host.release_session(names.pop())
+        return dropped
+
+    sessions.drop_oldest = drop_oldest  # type: ignore[method-assign]
+    waiting = request()
+    admission = made.admission.admit(waiting, 0)
+    assert (admission.waits_for == "host memory") == waits
+    assert (admission.external_tokens is None) == waits
+    assert len(made.host.held) == waits
