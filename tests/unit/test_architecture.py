@@ -231,7 +231,7 @@ def test_the_scans_find_the_policies():
 
 
 def class_tests(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Every name that ``isinstance``, ``match`` or a comparison tests for, and where."""
+    """Names that ``isinstance``, ``match`` or a comparison tests for, with lines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and len(node.args) > 1:
             called = getattr(node.func, "id", "")
