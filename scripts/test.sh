@@ -9,17 +9,23 @@ Usage: bash scripts/test.sh [--all] [pytest arguments]
 Sets up the same environment as serve.sh plus the test tools and the default
 model, then runs the checks of .pre-commit-config.yaml (ruff, mypy, clang-format,
 codespell) and pytest, which also builds and runs the C++ tests and the site of the
-documentation. Default tier: everything but tests marked slow and whole engines on
-model runner V2. --all runs the full tier, with random tests at full length. With
-pytest arguments only pytest runs, with these:
+documentation.
+
+  --all   the full tier. The default tier leaves out tests marked slow and whole
+          engines on model runner V2, and makes random tests shorter; see
+          "Two test tiers" in CONTRIBUTING.md.
+
+With pytest arguments only pytest runs, with these:
 
   bash scripts/test.sh tests/unit -k snapkv
 
-Results also go to build/test-results.xml (JUnit). The exit code is pytest's,
+It prints the 25 slowest tests, the tier and the wall time. Results also go to
+build/test-results.xml (JUnit). The exit code is pytest's,
 or 1 if only another check failed. Environment: as in serve.sh --help, and
 
   KVP_TEST_WORKERS   test files that run at a time (default: one per core, four
                      at most)
+  KVP_TEST_TIER      "all" is another way to say --all
 HELP
 }
 
@@ -66,6 +72,13 @@ export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
 # makes engines that run side by side crawl.
 export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
 
+tier=default
+for argument in "$@"; do
+  if [[ "$argument" == --all ]]; then tier=full; fi
+done
+if [[ "${KVP_TEST_TIER:-}" == all ]]; then tier=full; fi
+
+SECONDS=0
 lint=0
 everything=""
 if (($# == 0)) || { (($# == 1)) && [[ "$1" == --all ]]; }; then everything=1; fi
@@ -78,15 +91,19 @@ if [[ -n "$everything" ]]; then
   fi
 fi
 
-say "• pytest"
+checks=$SECONDS
+say "• pytest, $tier tier"
 code=0
 cores="$(nproc 2>/dev/null || echo 1)"
 workers="${KVP_TEST_WORKERS:-$((cores < 4 ? cores : 4))}"
-# Whole files, whose tests share engines; each engine has one thread. In their own
-# order: the engines' files, which take longest, come first.
+# Whole files, whose tests share engines; each engine has one thread. In the order of
+# tests/conftest.py: those that take longest come first.
 # coverage.sh sets KVP_COVERAGE.
-"$PY" ${KVP_COVERAGE:+-m coverage run} -m pytest --durations=10 --junitxml=build/test-results.xml \
+"$PY" ${KVP_COVERAGE:+-m coverage run} -m pytest --durations=25 --junitxml=build/test-results.xml \
   -n "$workers" --dist loadfile --no-loadscope-reorder "$@" || code=$?
+minutes() { printf '%d:%02d' $(($1 / 60)) $(($1 % 60)); }
+say "$tier tier: $(minutes "$SECONDS") minutes after the set-up, of which" \
+  "$(minutes "$checks") before pytest"
 if ((code == 0 && lint)); then
   say "error: pytest passed, but a check before it failed"
   code=1

@@ -17,6 +17,12 @@ sys.path.insert(0, str(_TESTS / "helpers"))
 sys.path.extend(map(str, sorted((_TESTS.parent / "benchmarks").glob("*/"))))
 
 
+_LEFT_OUT = pytest.StashKey[int]()
+# Each test of these runs an engine of its own, for minutes.
+_INDEPENDENT = ("tests/engine/test_fuzz.py",)
+_LONGEST = _INDEPENDENT
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
@@ -34,12 +40,22 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Leave the full tier out, unless it is asked for. Deselected is not skipped."""
+    items.sort(key=_start_order)
     if os.environ.get("KVP_TEST_TIER") == "all":
         return
     left_out = [item for item in items if in_full_tier_only(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not in_full_tier_only(item)]
+    config.stash[_LEFT_OUT] = len(left_out)
+    if (output := getattr(config, "workeroutput", None)) is not None:
+        output["left_out"] = len(left_out)
+
+
+def _start_order(item: pytest.Item) -> int:
+    """Longest files first, so that workers end together; others keep their order."""
+    file = item.nodeid.partition("::")[0]
+    return _LONGEST.index(file) if file in _LONGEST else len(_LONGEST)
 
 
 def in_full_tier_only(item: pytest.Item) -> bool:
@@ -47,6 +63,38 @@ def in_full_tier_only(item: pytest.Item) -> bool:
     call = getattr(item, "callspec", None)
     v2 = call is not None and call.params.get("runner") == "V2"
     return v2 or item.get_closest_marker("slow") is not None
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """Say which tier ran."""
+    if os.environ.get("KVP_TEST_TIER") == "all":
+        line = "full tier"
+    else:
+        count = config.stash.get(_LEFT_OUT, 0)
+        line = f"default tier; {count} tests of the full tier were left out (--all)"
+    terminalreporter.write_line(line)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    """Learn from a worker of pytest-xdist how many tests it left out: all the same."""
+    output = getattr(node, "workeroutput", None) or {}
+    node.config.stash[_LEFT_OUT] = output.get("left_out", 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Hand out files, whose tests share engines, or single tests that share none."""
+    if config.getvalue("dist") == "no":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return nodeid if file in _INDEPENDENT else file
+
+    return ByGroup(config, log)
 
 
 @pytest.fixture(scope="session")

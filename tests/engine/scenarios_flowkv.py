@@ -50,7 +50,7 @@ def conversation(
             if r.request_id.startswith(name) and r.request_id not in others
         )
         driver.step_until(lambda name=name: len(driver.tokens[name]) >= 3)
-        plan = driver.manager.plan(request)
+        plan = driver.manager.plans.of(request)
         held = _held(driver, request.request_id)
         planned = plan.resident_blocks(request.num_computed_tokens)
         driver.run()

@@ -10,6 +10,7 @@ prompts block by block.
 from __future__ import annotations
 
 import functools
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from vllm_kvplugins.budgets import ALLOCATORS
 pytestmark = pytest.mark.engine
 
 SEED = 20261121
-ROUNDS, SAMPLES = (30, 3) if INTERPRETED else (60, 6)
+_ALL = os.environ.get("KVP_TEST_TIER") == "all"
+ROUNDS, SAMPLES = (60, 6) if _ALL and not INTERPRETED else (30, 3)
 BLOCKS = 26
 PROCESSES = 2
 

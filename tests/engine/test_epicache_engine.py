@@ -73,6 +73,7 @@ def test_a_pool_that_is_as_small_as_the_bound(tiny_model, asynchronous):
     assert max(run["held"]) == BOUND
 
 
+@pytest.mark.slow
 def test_a_compiled_model_answers_as_an_eager_one(tiny_model):
     compiled, eager = (
         run_scenario(

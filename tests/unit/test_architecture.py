@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -16,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vllm_kvplugins"
 ADAPTER = "vllm_kvplugins.vllm_adapter"
 FILES = sorted(PACKAGE.rglob("*.py"))
-NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 
 
+@functools.cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
@@ -70,43 +71,55 @@ def within(module: str, package: str) -> bool:
 
 
 def offences(path: Path, *forbidden: str) -> list[str]:
+    """Imports of forbidden modules, each with its place."""
     return sorted(
-        f"line {line}: {module}"
+        f"{at(path, line)}: {module}"
         for line, module in imported(parsed(path), path)
         if any(within(module, package) for package in forbidden)
     )
 
 
+def at(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def files_of(*parts: str) -> list[Path]:
+    found = [path for path in FILES if part_of(path) in parts]
+    assert found, f"no part is called {parts}"
+    return found
+
+
+def files_outside(*parts: str) -> list[Path]:
+    return [path for path in FILES if part_of(path) not in parts]
+
+
 # -- who may import what ------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_only_the_adapter_imports_vllm(path):
-    if part_of(path) != "vllm_adapter":
-        assert offences(path, "vllm") == []
+def test_only_the_adapter_imports_vllm():
+    files = files_outside("vllm_adapter")
+    assert [found for path in files for found in offences(path, "vllm")] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_only_entry_points_import_the_adapter(path):
-    if part_of(path) not in ("vllm_adapter", "plugin", "cli", "episodic"):
-        assert offences(path, ADAPTER) == []
+def test_only_entry_points_import_the_adapter():
+    files = files_outside("vllm_adapter", "plugin", "cli", "episodic")
+    assert [found for path in files for found in offences(path, ADAPTER)] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_policies_and_episodes_know_neither_engine_nor_device(path):
-    if part_of(path) not in ("policies", "episodes"):
-        return
+def test_policies_and_episodes_know_neither_engine_nor_device():
     forbidden = ("vllm", "triton", "cuda", "cupy", "torch.cuda", ADAPTER)
-    assert offences(path, *forbidden) == []
+    files = files_of("policies", "episodes")
+    assert [found for path in files for found in offences(path, *forbidden)] == []
     uses = [
-        node.lineno
+        at(path, node.lineno)
+        for path in files
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.Attribute)
         and node.attr == "cuda"
         and isinstance(node.value, ast.Name)
         and node.value.id == "torch"
     ]
-    assert uses == [], "torch.cuda in it"
+    assert uses == [], "torch.cuda"
 
 
 def test_no_files_import_each_other():
@@ -217,11 +230,9 @@ def test_the_scans_find_the_policies():
     assert {"full", "snapkv", "streaming-llm"} <= policy_names()
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_nothing_asks_for_the_class_of_a_policy(path):
-    classes = policy_classes()
-    asked = []
-    for node in ast.walk(parsed(path)):
+def class_tests(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Names that ``isinstance``, ``match`` or a comparison tests for, with lines."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and len(node.args) > 1:
             called = getattr(node.func, "id", "")
             tested = node.args[1] if called in ("isinstance", "issubclass") else None
@@ -231,20 +242,40 @@ def test_nothing_asks_for_the_class_of_a_policy(path):
             tested = ast.Tuple(node.comparators)
         else:
             continue
-        inside = ast.walk(tested) if tested is not None else ()
-        names = {getattr(n, "id", getattr(n, "attr", "")) for n in inside}
-        asked += [f"line {node.lineno}: {name}" for name in names & classes]
-    assert asked == []
+        for inner in ast.walk(tested) if tested is not None else ():
+            yield node.lineno, getattr(inner, "id", getattr(inner, "attr", ""))
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_the_engine_never_names_a_policy(path):
-    if part_of(path) not in ("engine", "vllm_adapter"):
-        return
+def test_nothing_tests_for_the_class_of_a_policy():
+    classes = policy_classes()
+    found = [
+        f"{at(path, line)}: {name}"
+        for path in FILES
+        for line, name in class_tests(parsed(path))
+        if name in classes
+    ]
+    assert found == []
+
+
+def test_the_scan_sees_every_test_for_a_class():
+    source = """
+isinstance(p, (int, policies.SnapKV))
+issubclass(p, H2O)
+type(p) is Quest
+match p:
+    case IceCache(): pass
+"""
+    seen = {name for _, name in class_tests(ast.parse(source))}
+    assert {"SnapKV", "H2O", "Quest", "IceCache"} <= seen
+
+
+def test_the_engine_never_names_a_policy():
+    names = policy_names()
     named = [
-        f"line {node.lineno}: {node.value!r}"
+        f"{at(path, node.lineno)}: {node.value!r}"
+        for path in files_of("engine", "vllm_adapter")
         for node in ast.walk(parsed(path))
-        if isinstance(node, ast.Constant) and node.value in policy_names()
+        if isinstance(node, ast.Constant) and node.value in names
     ]
     assert named == []
 
@@ -252,18 +283,19 @@ def test_the_engine_never_names_a_policy(path):
 # -- what a reader can expect -------------------------------------------------
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_public_functions_and_classes_are_explained(path):
+def test_public_functions_and_classes_are_explained():
     """Module level; methods are left to the reader of their class."""
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    tree = parsed(path)
-    missing = [
-        f"line {node.lineno}: {node.name}"
-        for node in tree.body
-        if isinstance(node, definitions)
-        and not node.name.startswith("_")
-        and not ast.get_docstring(node)
-    ]
-    if not ast.get_docstring(tree):
-        missing.insert(0, "the module itself")
+    missing = []
+    for path in FILES:
+        tree = parsed(path)
+        if not ast.get_docstring(tree):
+            missing.append(f"{at(path, 1)}: the module itself")
+        missing += [
+            f"{at(path, node.lineno)}: {node.name}"
+            for node in tree.body
+            if isinstance(node, definitions)
+            and not node.name.startswith("_")
+            and not ast.get_docstring(node)
+        ]
     assert missing == []

@@ -258,8 +258,10 @@ def test_prompts_within_the_budget_stay_whole():
 
 @pytest.mark.parametrize("budget", [1, 5, 33])
 def test_tiny_budgets_work(budget):
+    """Prompts beyond the budget have spans; the engine checks its own attention."""
     engine = ZoomingEngine(POLICY | {"budget": budget})
     run(engine, {"a": 61, "b": 34, "c": 3}, 5, 20, SEED)
+    assert {name for name, _ in engine.seen} == {"a", "b"}
 
 
 @pytest.mark.parametrize(
