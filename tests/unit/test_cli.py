@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from vllm_kvplugins.budgets import ALLOCATORS
@@ -29,6 +30,25 @@ SNAPKV = {"name": "snapkv", "budget": 16, "window": 4}
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
+
+
+# -- help -------------------------------------------------------------------------
+
+
+def test_help_groups_the_commands_by_purpose():
+    panels = {
+        name: command.rich_help_panel
+        for name, command in get_command(app).commands.items()
+    }
+    groups = {
+        panel: {name for name in panels if panels[name] == panel}
+        for panel in panels.values()
+    }
+    assert groups == {
+        "Serving": {"list", "doctor", "size", "model", "sessions"},
+        "Inspect": {"explain", "check-policy"},
+        "Research": {"calibrate", "train-router", "record", "plot"},
+    }
 
 
 # -- list -------------------------------------------------------------------------
