@@ -96,6 +96,12 @@ CODES: dict[str, str] = {
     "KVP504": "turn_ends is invalid",
     "KVP505": "patched_prompt is invalid or not used by this policy",
     # 600-699: command line, models and training
+    "KVP620": "the default model cannot be downloaded",
+    "KVP621": "the downloaded file is not the expected default model",
+    "KVP622": "the converted default model fails a check",
+    "KVP623": "the packages that convert the default model cannot be installed",
+    "KVP624": "the target folder of the default model contains other files",
+    "KVP646": "the router file is missing, damaged or of another kind",
 }
 
 _CODE = re.compile(r"\[(KVP\d{3})\]")
