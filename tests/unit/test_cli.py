@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from vllm_kvplugins.budgets import ALLOCATORS
@@ -20,6 +21,7 @@ from vllm_kvplugins.cli.explain import build_document
 from vllm_kvplugins.cli.explain_html import LEVELS, render, visible
 from vllm_kvplugins.cli.settings import settings_of, written_settings
 from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.errors import codes_in
 from vllm_kvplugins.policies.registry import available_policies, get_policy_class
 
 runner = CliRunner()
@@ -29,6 +31,25 @@ SNAPKV = {"name": "snapkv", "budget": 16, "window": 4}
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
+
+
+# -- help -------------------------------------------------------------------------
+
+
+def test_help_groups_the_commands_by_purpose():
+    panels = {
+        name: command.rich_help_panel
+        for name, command in get_command(app).commands.items()
+    }
+    groups = {
+        panel: {name for name in panels if panels[name] == panel}
+        for panel in panels.values()
+    }
+    assert groups == {
+        "Serving": {"list", "doctor", "size", "model", "sessions"},
+        "Inspect": {"explain", "check-policy"},
+        "Research": {"calibrate", "train-router", "record", "plot"},
+    }
 
 
 # -- list -------------------------------------------------------------------------
@@ -202,21 +223,21 @@ def test_cpu_flags_and_memory_are_read_within_a_container_limit(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "code", "value"),
     [
-        ({"--policy": "snapkw"}, ["unknown KV policy 'snapkw'", "'snapkv'"]),
-        ({"--policy-config": "{budget"}, ["not JSON", "{budget"]),
-        ({"--policy-config": "[1]"}, ["JSON object"]),
-        ({"--policy-config": '{"windw": 3}'}, ["'windw'", "did you mean 'window'"]),
-        ({"--prompt-file": "absent.txt"}, ["absent.txt", "No such file"]),
-        ({"--prompt-file": "empty.txt"}, ["empty.txt", "is empty"]),
-        ({"--prompt-file": "latin.txt"}, ["latin.txt", "not UTF-8"]),
-        ({"--json": "nowhere/o.json"}, ["cannot write", "does not exist"]),
-        ({"--html": "folder"}, ["cannot write", "is a folder"]),
-        ({"--html": "o.json"}, ["different files"]),
+        ({"--policy": "snapkw"}, "KVP100", "snapkw"),
+        ({"--policy-config": "{budget"}, "KVP028", "{budget"),
+        ({"--policy-config": "[1]"}, "KVP028", "--kv-policy-config"),
+        ({"--policy-config": '{"windw": 3}'}, "KVP036", "windw"),
+        ({"--prompt-file": "absent.txt"}, "KVP601", "absent.txt"),
+        ({"--prompt-file": "empty.txt"}, "KVP601", "empty.txt"),
+        ({"--prompt-file": "latin.txt"}, "KVP601", "latin.txt"),
+        ({"--json": "nowhere/o.json"}, "KVP602", "nowhere"),
+        ({"--html": "folder"}, "KVP602", "folder"),
+        ({"--html": "o.json"}, "KVP602", "o.json"),
     ],
 )
-def test_mistakes_give_one_message(tmp_path, monkeypatch, change, words):
+def test_mistakes_give_one_message(tmp_path, monkeypatch, change, code, value):
     monkeypatch.chdir(tmp_path)
     Path("p.txt").write_text("some text")
     Path("empty.txt").write_text(" \n")
@@ -232,8 +253,8 @@ def test_mistakes_give_one_message(tmp_path, monkeypatch, change, words):
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.output
     assert isinstance(done.exception, SystemExit), "nothing else escapes"
-    for word in words:
-        assert word in done.stderr
+    assert codes_in(done.stderr) == (code,)
+    assert value in done.stderr
     assert not Path("o.json").exists()
 
 
@@ -392,4 +413,4 @@ def test_model_prints_the_folder_or_one_message(monkeypatch, tmp_path):
     done = runner.invoke(app, ["model", "--out", str(tmp_path / "mine")])
     assert done.exit_code == 1
     assert done.stderr.startswith("error: ")
-    assert "was not made by this program" in done.stderr
+    assert codes_in(done.stderr) == ("KVP624",)

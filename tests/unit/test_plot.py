@@ -105,8 +105,8 @@ def test_an_svg_names_both_panels_and_what_ran(tmp_path, requests, steps):
     texts = " | ".join("".join(e.itertext()) for e in root.iter() if "text" in e.tag)
     for words in (
         "Tokens fetched per KV head, in pages of 16",
-        "pages (hot zone: 2)",
-        "Mass covered: attention over offloaded tokens",
+        "pages (hot slots: 2)",
+        "Mass covered: share of the attention over offloaded tokens",
         "All layers together",
         "quest, budget 32 tokens per KV head",
         "tiny$model$",
@@ -209,12 +209,12 @@ def test_places_that_cannot_be_drawn_to(tmp_path, name, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"--policy": "snapkv"}, ["snapkv fetches nothing", "exact-topk, icecache"]),
-        ({"--policy": "full"}, ["full fetches nothing"]),
-        ({"--policy": "qest"}, ["unknown KV policy 'qest'"]),
-        ({"--policy-config": '{"windw": 3}'}, ["did you mean 'window'"]),
-        ({"--prompt-file": "absent.txt"}, ["No such file"]),
-        ({"--out": "nowhere/o.jsonl"}, ["cannot write", "does not exist"]),
+        ({"--policy": "snapkv"}, ["KVP604", "exact-topk, icecache"]),
+        ({"--policy": "full"}, ["KVP604", "full"]),
+        ({"--policy": "qest"}, ["KVP100", "qest"]),
+        ({"--policy-config": '{"windw": 3}'}, ["KVP036", "windw"]),
+        ({"--prompt-file": "absent.txt"}, ["KVP601", "absent.txt"]),
+        ({"--out": "nowhere/o.jsonl"}, ["KVP602", "nowhere"]),
     ],
 )
 def test_mistakes_give_one_message(tmp_path, monkeypatch, change, words):

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from vllm_kvplugins.cli import app
 from vllm_kvplugins.cli.retention import Retention, Run, write_retention
+from vllm_kvplugins.errors import codes_in
 
 runner = CliRunner()
 POLICY = {"base": "snapkv", "base_config": {}, "ratio": 0.3, "floor": 16}
@@ -57,7 +58,7 @@ def test_an_svg_says_what_it_shows(tmp_path):
         "nested baseline, mean and range of 3",
         "model: r = 0.52",
         "model: r^t",
-        "turns that are over",
+        "finished turns",
         "attention to turn 1 still covered",
         "snapkv, ratio 0.3, floor 16",
         "tiny$m$",
@@ -91,16 +92,16 @@ def test_a_missing_matplotlib_is_said(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "code"),
     [
-        (None, "No such file"),
-        ("", "is not a file of"),
-        ("[1]", "is not a file of"),
-        ({"format": "other"}, "is not a file of"),
-        ({"version": 9}, "has version 9"),
-        ({"runs": []}, "lacks a part"),
-        ({"runs": [{"strategy": "flowkv"}]}, "lacks a part"),
-        ({"more": 1}, "lacks a part"),
+        (None, "KVP601"),
+        ("", "KVP607"),
+        ("[1]", "KVP607"),
+        ({"format": "other"}, "KVP607"),
+        ({"version": 9}, "KVP607"),
+        ({"runs": []}, "KVP607"),
+        ({"runs": [{"strategy": "flowkv"}]}, "KVP607"),
+        ({"more": 1}, "KVP607"),
         (
             {
                 "runs": [
@@ -108,18 +109,18 @@ def test_a_missing_matplotlib_is_said(monkeypatch, tmp_path):
                     for name in ("flowkv", "nested")
                 ]
             },
-            "runs without turns",
+            "KVP606",
         ),
     ],
 )
-def test_foreign_files_give_one_line(tmp_path, change, words):
+def test_foreign_files_give_one_line(tmp_path, change, code):
     file, out = tmp_path / "r.json", tmp_path / "plot.svg"
     if isinstance(change, dict):
         found = json.loads(write(file).read_text()) | change
         change = json.dumps(found)
     if change is not None:
         file.write_text(change)
-    assert words in refused(plot(file, out))
+    assert codes_in(refused(plot(file, out))) == (code,)
     assert not out.exists()
 
 

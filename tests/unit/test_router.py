@@ -109,7 +109,7 @@ def test_more_components_than_a_router_knows_are_an_error(random):
     summary = router.summarize(torch.ones(SHAPE.kv_heads, 1, SHAPE.head_dim), 0)
     rows = torch.randn(2 * SHAPE.kv_heads, 5, SHAPE.head_dim, generator=random)
     factors = truncated_svd(rows, torch.tensor([0]), torch.tensor([5]), 3)
-    with pytest.raises(ValueError, match="rank 3, and a router that knows 2"):
+    with pytest.raises(ValueError, match="rank 3, but the router knows 2"):
         router.component_gates(factors, summary)
 
 
@@ -163,22 +163,25 @@ def damage(path, how):
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("how", "value"),
     [
-        ("cut", "cannot read the router"),
-        ("bytes", "cannot read the router"),
-        ("facts", "is not a router that this program reads"),
-        ("missing", "is not a router that this program reads"),
-        ("shape", r"threshold is \(3, 3\), not \(2, 4\)"),
-        ("nan", "projection holds NaN"),
+        ("cut", ""),
+        ("bytes", ""),
+        ("facts", ""),
+        ("missing", ""),
+        ("shape", "(3, 3)"),
+        ("nan", "projection"),
     ],
 )
-def test_what_is_no_router_is_refused_at_start(random, tmp_path, how, words):
+def test_a_damaged_router_file_is_refused_at_start(random, tmp_path, how, value):
     path = tmp_path / "router.safetensors"
     write_random_router(path, MODEL, random)
     damage(path, how)
-    with pytest.raises(KVPolicyError, match=words):
+    with pytest.raises(KVPolicyError) as caught:
         parse_policy({"name": "sekv", "router": str(path)})
+    assert "KVP646" in caught.value.codes
+    assert value in str(caught.value)
+    assert path.name in str(caught.value)
 
 
 def test_a_router_of_another_model_is_refused(random, tmp_path):

@@ -279,7 +279,8 @@ def test_calibrated_thresholds_decide_better_than_any_one(random):
 
     def f1(threshold):
         above = logits > threshold[..., None, None]
-        return report.Counts.of(above, example.targets).f1_per_head
+        counts = report.Counts.of(above, example.targets)
+        return 2 * counts.right / (counts.zoomed + counts.targets).clamp(min=1)
 
     for level in logits.flatten()[::997]:
         flat = torch.full_like(router.threshold, float(level))

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm_kvplugins.budgets.sensitivity_profile import MeasureSettings, read_profile
 from vllm_kvplugins.cli import app
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, codes_in
 from vllm_kvplugins.training import sensitivity
 
 SEED = 20261122
@@ -131,7 +131,7 @@ def test_a_text_in_which_nothing_is_masked_is_refused(model, tokens):
 def test_a_model_with_its_own_attention_is_refused(model, tokens, monkeypatch):
     layer = model.model.layers[1].self_attn
     monkeypatch.setattr(layer, "forward", lambda hidden_states, **_: (hidden_states, 0))
-    with pytest.raises(KVPolicyError, match="of 2 layers 1 attend through"):
+    with pytest.raises(KVPolicyError, match=r"KVP626.*1 of 2 layers"):
         sensitivity.layer_sensitivity(model, tokens, settings())
 
 
@@ -142,7 +142,7 @@ def test_keys_that_are_not_finite_are_refused(folder, tokens, tmp_path):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     broken = sensitivity.load_model(str(tmp_path), "float32")
-    with pytest.raises(KVPolicyError, match="keys of layer 1 are not finite"):
+    with pytest.raises(KVPolicyError, match=r"KVP627.*layer 1"):
         sensitivity.layer_sensitivity(broken, tokens, settings())
 
 
@@ -220,32 +220,32 @@ def test_a_profile_serves_its_own_model_and_no_other(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "code"),
     [
-        (["--document", "none.txt"], "cannot read the document file none.txt"),
-        (["--document", "EMPTY"], "is empty; write a document into it"),
-        (["--document", "SHORT"], "nothing would be masked"),
-        (["--document", "SHORT", "--document", "SHORT"], "the same file name"),
-        (["--budget", "100", "--max-tokens", "100"], "nothing would be masked"),
-        (["--budget", "4"], "4 sinks leave nothing of a budget of 4 tokens"),
-        (["-o", "missing/p.json"], "the folder"),
+        (["--document", "none.txt"], "KVP601"),
+        (["--document", "EMPTY"], "KVP601"),
+        (["--document", "SHORT"], "KVP640"),
+        (["--document", "SHORT", "--document", "SHORT"], "KVP641"),
+        (["--budget", "100", "--max-tokens", "100"], "KVP640"),
+        (["--budget", "4"], "KVP603"),
+        (["-o", "missing/p.json"], "KVP602"),
     ],
 )
-def test_what_cannot_be_measured_is_one_message(folder, tmp_path, arguments, words):
+def test_mistakes_give_one_message(folder, tmp_path, arguments, code):
     files = {"SHORT": write_text(tmp_path / "short.txt", 0, 30)}
     files["EMPTY"] = tmp_path / "empty.txt"
     files["EMPTY"].write_text(" \n")
     out = tmp_path / "p.json"
     done = calibrate(folder, out, *(files.get(a, a) for a in arguments))
     assert done.exit_code == 1, done.output
-    assert words in done.stderr
+    assert codes_in(done.stderr) == (code,)
     assert "Traceback" not in done.output
     assert not out.exists()
 
 
 def test_no_model_is_one_line(tmp_path):
     said = refused(calibrate(tmp_path / "none", tmp_path / "p.json"))
-    assert "no config.json" in said
+    assert codes_in(said) == ("KVP628",)
 
 
 def test_a_folder_without_weights_is_said(folder, tmp_path):
@@ -253,11 +253,11 @@ def test_a_folder_without_weights_is_said(folder, tmp_path):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     done = calibrate(tmp_path, tmp_path / "p.json")
     assert done.exit_code == 1
-    assert "transformers cannot load the model" in done.stderr
+    assert codes_in(done.stderr) == ("KVP625",)
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer_config.json").unlink()
     done = calibrate(tmp_path, tmp_path / "p.json")
-    assert "transformers finds no tokenizer" in done.stderr
+    assert codes_in(done.stderr) == ("KVP625",)
 
 
 def test_models_that_no_policy_runs_on_are_refused(folder, tmp_path):

@@ -1,4 +1,4 @@
-"""The subcommands of ``kvplugins``: one module and one line each."""
+"""The subcommands of ``kvplugins``: one module and one line each, by help panel."""
 
 from __future__ import annotations
 
@@ -26,17 +26,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-app.command("calibrate")(calibrate.calibrate)
-app.command("check-policy")(check_policy.check_policy)
-app.command("list")(listing.list_policies)
-app.command("doctor")(doctor.doctor)
-app.command("explain")(explain.explain)
-app.command("model")(model.model)
-app.command("record")(record.record)
-app.add_typer(plot.plots)
-app.add_typer(sessions.sessions)
-app.command("size")(size.size)
-app.command("train-router")(train_router.train_router)
+# Panels of `kvplugins --help`, in this order.
+_SERVING, _INSPECT, _RESEARCH = "Serving", "Inspect", "Research"
+
+app.command("list", rich_help_panel=_SERVING)(listing.list_policies)
+app.command("doctor", rich_help_panel=_SERVING)(doctor.doctor)
+app.command("size", rich_help_panel=_SERVING)(size.size)
+app.command("model", rich_help_panel=_SERVING)(model.model)
+app.add_typer(sessions.sessions, rich_help_panel=_SERVING)
+app.command("explain", rich_help_panel=_INSPECT)(explain.explain)
+app.command("check-policy", rich_help_panel=_INSPECT)(check_policy.check_policy)
+app.command("calibrate", rich_help_panel=_RESEARCH)(calibrate.calibrate)
+app.command("train-router", rich_help_panel=_RESEARCH)(train_router.train_router)
+app.command("record", rich_help_panel=_RESEARCH)(record.record)
+app.add_typer(plot.plots, rich_help_panel=_RESEARCH)
 
 
 def main() -> None:

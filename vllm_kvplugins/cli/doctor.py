@@ -1,4 +1,4 @@
-"""``kvplugins doctor``: can this machine run a policy, and if not, what to do."""
+"""``kvplugins doctor``: check whether this machine can run a policy."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def doctor(
 
 
 def run_check(check: Callable[[], Check]) -> Check:
-    """Run one check; if it breaks, that is a failed check, not a traceback."""
+    """Run one check; an exception is a failed check, not a traceback."""
     try:
         return check()
     except Exception as error:
         return Check(
             check.__name__.replace("_", " "),
             Status.FAIL,
-            f"the check itself broke: {type(error).__name__}: {error}",
+            f"the check raised {type(error).__name__}: {error}",
             "report this with the output of kvplugins doctor --json",
         )
 
 
 def worst_status(results: Iterable[Check]) -> Status:
-    """The worst status among results; OK when there are none."""
+    """The worst status among results; OK if there are none."""
     found = {Status.OK, *(result.status for result in results)}
     return next(s for s in (Status.FAIL, Status.WARN, Status.OK) if s in found)
 

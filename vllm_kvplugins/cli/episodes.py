@@ -1,4 +1,4 @@
-"""The plot of ``kvplugins plot episodes``. Only drawing itself needs matplotlib."""
+"""The plot of ``kvplugins plot episodes``. Only drawing needs matplotlib."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from vllm_kvplugins.episodes.clustering import cluster, full_segments, silhouett
 from vllm_kvplugins.episodes.encoder import Encoder, embed
 from vllm_kvplugins.episodes.settings import EpisodeSettings
 from vllm_kvplugins.episodes.utterances import Utterance, dialogue_text
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Text stays text, and the same history gives the same file.
+# Text stays text in SVG, and equal input gives an equal file.
 _STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "kvp", "font.size": 9}
-# Okabe and Ito's, with marks of their own: apart also in grey.
+# Okabe and Ito's colours; marks differ too, for grey prints.
 _COLOURS = (
     "#0072B2",
     "#D55E00",
@@ -34,23 +34,23 @@ _COLOURS = (
     "#000000",
 )
 _MARKS = "osD^vPX*"
-_LEAST = 4  # segments that a map of neighbours needs
-_NEIGHBOURS = 30  # t-SNE's perplexity, or a third of the segments
-_WIDTH, _LINES = 58, 4  # of a medoid's text beside the plot
+_MIN_SEGMENTS = 4  # t-SNE needs neighbours
+_NEIGHBOURS = 30  # perplexity of t-SNE; at most a third of the segments
+_WIDTH, _LINES = 58, 4  # of the text of a medoid in the legend
 _PNG_DPI = 150
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeMap:
-    """A history's segments in the plane.
+    """The segments of a history in the plane.
 
     Attributes:
-        utterances: how many the history has.
+        utterances: number of utterances in the history.
         points: float [K, 2].
-        labels: int [K], episodes.
-        medoids: int [E], segments.
+        labels: int [K], episode of each segment.
+        medoids: int [E], segment of each medoid.
         texts: of the medoids.
-        silhouette: of the embeddings, not of the plane; NaN for one episode.
+        silhouette: of the embeddings, not of the points; NaN for one episode.
         encoder: its name.
     """
 
@@ -66,37 +66,38 @@ class EpisodeMap:
 def episode_map(
     history: Sequence[Utterance], settings: EpisodeSettings, encoder: Encoder
 ) -> EpisodeMap:
-    """Cluster a history and lay its segments out by t-SNE.
-
-    EpiCache, figure A3.
+    """Cluster a history and place its segments with t-SNE (EpiCache, figure A3).
 
     Raises:
-        KVPolicyError: too few different segments, a library is missing, or the encoder
-            fails.
+        KVPolicyError: there are too few different segments, a library is missing, or
+            the encoder fails.
     """
     spans = full_segments(history, settings.segment_utterances)
     texts = [dialogue_text(history[span.start : span.stop]) for span in spans]
-    if len(set(texts)) < _LEAST:
+    if len(set(texts)) < _MIN_SEGMENTS:
         raise KVPolicyError(
-            f"{len(history)} utterances have {len(set(texts))} different segments of "
-            f"{settings.segment_utterances}, a plot needs {_LEAST}; take a longer "
-            "history or a smaller --segment-utterances"
+            coded(
+                "KVP606",
+                f"{len(history)} utterances have {len(set(texts))} different segments "
+                f"of {settings.segment_utterances}, a plot needs {_MIN_SEGMENTS}; give "
+                "a longer history or a smaller --segment-utterances",
+            )
         )
     embeddings = embed(encoder, texts)
-    found = cluster(embeddings, settings)
+    clusters = cluster(embeddings, settings)
     return EpisodeMap(
         len(history),
         _plane(embeddings, settings.seed),
-        found.labels,
-        found.medoids,
-        tuple(texts[medoid] for medoid in found.medoids),
-        silhouette(embeddings, found.labels),
+        clusters.labels,
+        clusters.medoids,
+        tuple(texts[medoid] for medoid in clusters.medoids),
+        silhouette(embeddings, clusters.labels),
         settings.encoder,
     )
 
 
 def _plane(embeddings: np.ndarray, seed: int) -> np.ndarray:
-    from sklearn.manifold import TSNE  # there since it clustered
+    from sklearn.manifold import TSNE  # installed: clustering needs it
 
     perplexity = min(_NEIGHBOURS, (len(embeddings) - 1) / 3)
     layout = TSNE(perplexity=perplexity, init="random", random_state=seed)
@@ -105,10 +106,10 @@ def _plane(embeddings: np.ndarray, seed: int) -> np.ndarray:
 
 
 def draw(found: EpisodeMap, path: Path) -> None:
-    """Segments by episode, and beside them what the medoids say.
+    """Draw the segments by episode, with the texts of the medoids in the legend.
 
     Args:
-        path: its suffix says which format; SVG and PNG are meant.
+        path: ends in .svg or .png.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -118,7 +119,7 @@ def draw(found: EpisodeMap, path: Path) -> None:
     from matplotlib.figure import Figure  # without pyplot: needs no display
 
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        # a picture in a message is not in every font
+        # emojis are not in every font
         warnings.filterwarnings("ignore", "Glyph .* missing from")
         height = max(4.4, 0.3 + 0.2 * (_LINES + 2) * len(found.medoids))
         figure = Figure(figsize=(9, height), layout="constrained")
@@ -136,7 +137,7 @@ def draw(found: EpisodeMap, path: Path) -> None:
 
 
 def _episode(axes: Axes, found: EpisodeMap, episode: int) -> None:
-    """Its segments, its medoid, and its line of the legend."""
+    """Draw the segments and the medoid of an episode, with a legend entry."""
     colour = _COLOURS[episode % len(_COLOURS)]
     members = found.points[found.labels == episode]
     axes.scatter(

@@ -1,4 +1,4 @@
-"""``kvplugins explain``: which tokens of a prompt a policy keeps, really run."""
+"""``kvplugins explain``: run a prompt and show which tokens a policy keeps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def explain(
     policy_config: PolicyConfig = None,
     html_path: Annotated[
         Path | None,
-        typer.Option("--html", metavar="OUT.html", help="A page to look at."),
+        typer.Option("--html", metavar="OUT.html", help="Also write an HTML page."),
     ] = None,
     max_model_len: MaxModelLen = None,
     dtype: Dtype = "auto",
@@ -70,18 +70,18 @@ def build_document(
     tokens: list[str],
     kept_positions: list[list[list[int]]],
 ) -> dict[str, Any]:
-    """What ``--json`` writes.
+    """The document that ``--json`` writes.
 
     Args:
-        model: as the user named it.
-        request: the policy as ``parse_policy`` takes it.
+        model: as named by the user.
+        request: the policy, as an argument of ``parse_policy``.
         prompt_token_ids: the prompt.
         tokens: one string per token.
-        kept_positions: per layer, per KV head: ascending positions.
+        kept_positions: per layer and KV head, ascending positions.
 
     Returns:
-        A mapping of plain values; ``config`` holds all settings, so that
-        ``{"name": policy, **config}`` asks for the same policy again.
+        Plain values. ``config`` contains all settings: ``{"name": policy, **config}``
+        specifies the same policy.
     """
     from vllm_kvplugins.cli.settings import written_settings
     from vllm_kvplugins.config import parse_policy

@@ -1,8 +1,8 @@
-"""The page of ``kvplugins explain --html``: one file, nothing loaded from outside.
+"""The page of ``kvplugins explain --html``: one file without external resources.
 
-What each head kept travels as bitmaps (bit ``p % 8`` of byte ``p // 8`` is
-position p, base64), about 1 KB per head and 8000 tokens. The script counts and
-shades; the rest of the page is plain HTML.
+The kept positions of each head are stored as a bitmap in base64 (bit ``p % 8`` of byte
+``p // 8`` is position p), about 1 KB per head and 8000 tokens. A script counts them and
+shades the text; the rest of the page is plain HTML.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_kvplugins.cli.explain_assets import SCRIPT, STYLE
 
-LEVELS = 7  # steps of the ramp; level 0 = kept by none
+LEVELS = 7  # shades; level 0: kept by no head
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -63,10 +63,10 @@ _PAGE = """<!doctype html>
 
 
 def render(document: dict[str, Any]) -> str:
-    """The page for what ``explain --json`` wrote.
+    """Render the page for a document of ``explain --json``.
 
     Args:
-        document: as ``build_document`` makes it.
+        document: from ``build_document``.
 
     Cost: O(tokens + kept positions); the page holds one element per token.
     """
@@ -114,14 +114,14 @@ def bitmap(positions: list[int], num_tokens: int) -> str:
 
 
 def visible(token: str) -> str:
-    """A token's text with a sign for what cannot be seen; line ends stay too."""
+    """The text of a token with symbols for invisible characters; keeps line ends."""
     signs = {"\n": "↵\n", "\t": "⇥\t"}
     shown = [signs.get(c, chr(0x2400 + ord(c)) if c < " " else c) for c in token]
     return "".join(shown) or "∅"
 
 
 def _embedded(data: Any) -> str:
-    """JSON that no HTML parser takes for markup."""
+    """JSON without characters that an HTML parser could read as markup."""
     text = json.dumps(data, separators=(",", ":"))
     for char in "<>&":
         text = text.replace(char, f"\\u{ord(char):04x}")
@@ -168,7 +168,7 @@ def _spread(counts: list[list[int]]) -> str:
 
 
 def _strip(counts: list[list[int]]) -> str:
-    """Columns are layers, rows are KV heads; the shade is relative to the most."""
+    """Table of layers (columns) and KV heads (rows), shaded up to the maximum."""
     most = max(count for heads in counts for count in heads)
     top = "".join(
         f'<th scope="col" data-layer="{layer}">{layer}</th>'

@@ -1,4 +1,4 @@
-"""The plot of ``kvplugins plot hit-rate``. Only drawing itself needs matplotlib."""
+"""The plot of ``kvplugins plot hit-rate``. Only drawing needs matplotlib."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Text stays text, and the same run gives the same file.
+# Text stays text in SVG, and equal input gives an equal file.
 _STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "kvp", "font.size": 9}
 _COLOURS = "viridis"  # perceptually uniform, safe for the colour-blind
 _KEEPS_ALL = "0.85"
-# Okabe and Ito's, dashed and solid: apart also in grey.
+# Okabe and Ito's colours; line styles differ too, for grey prints.
 _BLUE, _ORANGE = "#0072B2", "#D55E00"
 _PNG_DPI = 150
 
 
 @dataclass(frozen=True, slots=True)
 class Grids:
-    """Means over requests; NaN where nothing was fetched or asked for.
+    """Means over requests; NaN where a layer did not retrieve in a step.
 
     Attributes:
-        pages: [layers, steps], tokens fetched per KV head, in pages.
-        hot_pages: [layers, steps], all hot slots per KV head, in pages.
-        mass: [layers, steps], share of the attention that is covered.
+        pages: [layers, steps], fetched tokens per KV head, in pages.
+        hot_pages: [layers, steps], hot slots per KV head, in pages.
+        mass: [layers, steps], covered share of the attention.
     """
 
     pages: np.ndarray
@@ -39,19 +39,19 @@ class Grids:
 
     @property
     def fetched_share(self) -> np.ndarray:
-        """[steps], of the hot slots of all layers that retrieve."""
+        """[steps], fetched share of the hot slots of all retrieving layers."""
         share: np.ndarray = np.nansum(self.pages, 0) / np.nansum(self.hot_pages, 0)
         return share
 
     @property
     def mean_mass(self) -> np.ndarray:
-        """[steps], mean over layers that retrieve."""
+        """[steps], mean over retrieving layers."""
         mean: np.ndarray = np.nanmean(self.mass, 0)
         return mean
 
 
 def grids_of(run: RecordedRun) -> Grids:
-    """The run on a grid of layers and steps."""
+    """Arrange a run on a grid of layers and steps."""
     header = run.header
     steps = 1 + max(fetch.step for fetch in run.fetches)
     sums = np.zeros((3, header.num_layers, steps))
@@ -69,10 +69,10 @@ def grids_of(run: RecordedRun) -> Grids:
 
 
 def draw(run: RecordedRun, path: Path) -> None:
-    """Two heat maps over layers and steps, and their means per step.
+    """Draw two heat maps over layers and steps, and their means per step.
 
     Args:
-        path: its suffix says which format; SVG and PNG are meant.
+        path: ends in .svg or .png.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -94,17 +94,17 @@ def draw(run: RecordedRun, path: Path) -> None:
             figure,
             fetched,
             grids.pages,
-            # the hot zone itself would leave little of the scale to what is fetched
+            # a scale up to all hot slots would hide the few fetched pages
             float(np.nanmax(grids.pages)) or 1.0,
             f"Tokens fetched per KV head, in pages of {header.block_size}",
-            f"pages (hot zone: {hot})",
+            f"pages (hot slots: {hot})",
         )
         _heat_map(
             figure,
             mass,
             grids.mass,
             1.0,
-            "Mass covered: attention over offloaded tokens that falls on hot ones",
+            "Mass covered: share of the attention over offloaded tokens on hot ones",
             "share",
         )
         _lines(means, grids)
@@ -142,20 +142,20 @@ def _heat_map(
     figure: Figure,
     axes: Axes,
     values: np.ndarray,
-    most: float,
+    maximum: float,
     title: str,
     unit: str,
 ) -> None:
-    """One grid; layers that keep everything stay grey."""
+    """Draw one grid; layers that keep all tokens are grey."""
     from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator
 
-    # an image, so that an SVG holds one picture and not a path per cell
+    # imshow, so that an SVG contains one image instead of a path per cell
     image = axes.imshow(
         values,
         cmap=colormaps[_COLOURS].with_extremes(bad=_KEEPS_ALL),
         vmin=0,
-        vmax=most,
+        vmax=maximum,
         origin="lower",
         aspect="auto",
         interpolation="nearest",
@@ -167,7 +167,7 @@ def _heat_map(
 
 
 def _lines(axes: Axes, grids: Grids) -> None:
-    """What all layers fetched and covered, per step."""
+    """Draw the fetched and the covered share of all layers, per step."""
     from matplotlib.ticker import MaxNLocator
 
     steps = np.arange(len(grids.mean_mass))

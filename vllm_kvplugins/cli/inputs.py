@@ -1,4 +1,4 @@
-"""What the subcommands that run a model share: options, prompt, places for results."""
+"""Shared by subcommands that run a model: options, inputs, result files."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 
-Model = Annotated[str, typer.Argument(help="Folder or Hugging Face id.")]
+Model = Annotated[str, typer.Argument(help="Folder or Hugging Face ID.")]
 Policy = Annotated[
     str, typer.Option("--policy", "--kv-policy", help="See `kvplugins list`.")
 ]
@@ -20,25 +20,25 @@ PolicyConfig = Annotated[
         "--policy-config",
         "--kv-policy-config",
         metavar="JSON",
-        help="The policy's settings, such as '{\"budget\": 512}'.",
+        help="Settings of the policy, for example '{\"budget\": 512}'.",
     ),
 ]
-PromptFile = Annotated[
-    Path, typer.Option(metavar="F", help="Text of the prompt, UTF-8.")
-]
+PromptFile = Annotated[Path, typer.Option(metavar="F", help="Prompt as UTF-8 text.")]
 MaxModelLen = Annotated[
     int | None,
-    typer.Option(metavar="N", min=2, help="Context; default: the model's."),
+    typer.Option(
+        metavar="N", min=2, help="Context length; default: that of the model."
+    ),
 ]
 Dtype = Annotated[str, typer.Option(metavar="D", help="vLLM's dtype.")]
-Verbose = Annotated[bool, typer.Option(help="Show what vLLM prints.")]
+Verbose = Annotated[bool, typer.Option(help="Show the output of vLLM.")]
 
 
 def load_tokenizer(model: str) -> Any:
-    """The model's tokenizer, without transformers' bars and notes.
+    """Load the tokenizer of a model, without progress bars of transformers.
 
     Raises:
-        KVPolicyError: it has none here.
+        KVPolicyError: there is no tokenizer.
     """
     from transformers import AutoTokenizer
     from transformers.utils import logging
@@ -49,12 +49,12 @@ def load_tokenizer(model: str) -> Any:
         return AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError) as error:
         raise KVPolicyError(
-            f"transformers finds no tokenizer for {model}: {error}"
+            coded("KVP625", f"transformers finds no tokenizer for {model}: {error}")
         ) from error
 
 
 def policy_request(policy: str, policy_config: str | None) -> dict[str, Any]:
-    """What ``parse_policy`` takes, and takes indeed.
+    """The argument of ``parse_policy`` for these options, validated.
 
     Raises:
         KVPolicyError: unknown policy or setting, or not a JSON object.
@@ -68,52 +68,63 @@ def policy_request(policy: str, policy_config: str | None) -> dict[str, Any]:
 
 
 def read_prompt(path: Path) -> str:
-    """The prompt's text.
+    """Read the prompt.
 
     Raises:
-        KVPolicyError: as ``read_text``.
+        KVPolicyError: see ``read_text``.
     """
     return read_text(path, "prompt", "--prompt-file")
 
 
-def read_text(path: Path, what: str, option: str) -> str:
-    """A text that the user gives.
+def read_text(path: Path, role: str, option: str) -> str:
+    """Read a text file of the user.
 
     Args:
-        what: it is for, for messages.
-        option: the one that named it.
+        role: "prompt" or "document", for messages.
+        option: that passed the path, for messages.
 
     Raises:
-        KVPolicyError: no such file, not UTF-8, or nothing in it.
+        KVPolicyError: the file is missing, not UTF-8, or empty.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise KVPolicyError(
-            f"cannot read the {what} file {path}: {error.strerror}; pass a text file "
-            f"with {option}"
+            coded(
+                "KVP601",
+                f"cannot read the {role} file {path}: {error.strerror}; pass a text "
+                f"file with {option}",
+            )
         ) from error
     except UnicodeDecodeError as error:
         raise KVPolicyError(
-            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); "
-            "convert it first"
+            coded(
+                "KVP601",
+                f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); "
+                "convert it first",
+            )
         ) from error
     if not text.strip():
-        raise KVPolicyError(f"the {what} file {path} is empty; write a {what} into it")
+        raise KVPolicyError(
+            coded("KVP601", f"the {role} file {path} is empty; pass a text file")
+        )
     return text
 
 
 def check_targets(*paths: Path | None) -> None:
-    """Find out before the long run whether the results can be written.
+    """Check before a long run that its results can be written.
 
     Raises:
         KVPolicyError: a folder is missing or read-only, a path is a folder, or
-            two paths are the same.
+            two paths are equal.
     """
     given = [path for path in paths if path is not None]
     if len({path.resolve() for path in given}) < len(given):
         raise KVPolicyError(
-            f"two results would go to {given[0]}; give them different files"
+            coded(
+                "KVP602",
+                f"two results would be written to {given[0]}; give different files",
+            )
         )
     for path in given:
         folder = path.absolute().parent
@@ -122,21 +133,23 @@ def check_targets(*paths: Path | None) -> None:
         elif path.is_dir():
             reason = "it is a folder; name a file"
         elif not os.access(path if path.exists() else folder, os.W_OK):
-            reason = "no permission; choose another place"
+            reason = "no permission; choose another path"
         else:
             continue
-        raise KVPolicyError(f"cannot write {path}: {reason}")
+        raise KVPolicyError(coded("KVP602", f"cannot write {path}: {reason}"))
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a result.
 
     Raises:
-        KVPolicyError: it cannot be written there.
+        KVPolicyError: the file cannot be written.
     """
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise KVPolicyError(
-            f"cannot write {path}: {error.strerror}; choose another place"
+            coded(
+                "KVP602", f"cannot write {path}: {error.strerror}; choose another path"
+            )
         ) from error

@@ -20,35 +20,36 @@ def list_policies(
 ) -> None:
     """List every policy with its settings, and the page allocators."""
     with user_errors():
-        found = catalogue()
+        listed = catalogue()
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(listed, indent=2))
         return
     console = out()
     console.print("[bold]Policies[/]  (--kv-policy NAME --kv-policy-config JSON)\n")
-    for entry in found["policies"]:
+    for entry in listed["policies"]:
         _print_entry(console, entry)
-    for entry in found["broken"]:
+    for entry in listed["broken"]:
         console.print(
             f"[bold red]{escape(entry['name'])}[/]  {escape(entry['problem'])}\n"
         )
-    console.print("[bold]Sessions[/]  (beside the settings of any policy)\n")
-    _print_entry(console, found["sessions"])
-    console.print("[bold]Kernel[/]  (beside the settings of any policy)\n")
-    _print_entry(console, found["kernel"])
+    console.print("[bold]Sessions[/]  (with any policy)\n")
+    _print_entry(console, listed["sessions"])
+    console.print("[bold]Kernel[/]  (with any policy)\n")
+    _print_entry(console, listed["kernel"])
     console.print('[bold]Allocators[/]  ("allocator" in --kv-policy-config)\n')
-    for entry in found["allocators"]:
+    for entry in listed["allocators"]:
         _print_entry(console, entry)
 
 
 def catalogue() -> dict[str, Any]:
-    """All policies and allocators as plain data; what ``--json`` prints.
+    """All policies and allocators as plain data, as printed by ``--json``.
 
     Returns:
-        ``policies`` and ``allocators``, each a list of, and ``sessions`` and
-        ``kernel``, one of ``name``, ``summary`` and ``settings`` (``name``, ``type``,
-        ``default``, ``required``, ``description``). ``broken``: policies of other
-        packages that cannot be loaded, ``name`` and ``problem``.
+        ``policies`` and ``allocators``: lists of entries; ``sessions`` and ``kernel``:
+        one entry each. An entry has ``name``, ``summary`` and ``settings`` (each with
+        ``name``, ``type``, ``default``, ``required``, ``description``). ``broken``:
+        ``name`` and ``problem`` of each policy of another package that cannot be
+        loaded.
     """
     from vllm_kvplugins.budgets import ALLOCATORS
     from vllm_kvplugins.cli.settings import first_line, settings_of
@@ -62,11 +63,14 @@ def catalogue() -> dict[str, Any]:
 
     problems = {name: problem_of(name) for name in available_policies()}
     policies = {
-        name: get_policy_class(name) for name, said in problems.items() if not said
+        name: get_policy_class(name)
+        for name, problem in problems.items()
+        if not problem
     }
-    # those of other packages; the rest can be used
     broken = [
-        {"name": name, "problem": said} for name, said in problems.items() if said
+        {"name": name, "problem": problem}
+        for name, problem in problems.items()
+        if problem
     ]
     return {
         "policies": [
@@ -80,12 +84,12 @@ def catalogue() -> dict[str, Any]:
         "broken": broken,
         "sessions": {
             "name": "sessions",
-            "summary": "what a request computed, kept for the one that continues it",
+            "summary": "keep the compressed cache of a request for its continuation",
             "settings": [setting.as_dict() for setting in settings_of(SessionSettings)],
         },
         "kernel": {
             "name": "kernel",
-            "summary": "what attends to the pages",
+            "summary": "the attention kernel",
             "settings": [setting.as_dict() for setting in settings_of(KernelSettings)],
         },
         "allocators": [

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from vllm_kvplugins.cli.console import fail, user_errors
+from vllm_kvplugins.cli.console import user_errors
 from vllm_kvplugins.default_model import SMOLLM2, materialise
+from vllm_kvplugins.errors import KVPolicyError, coded
 
 
 def model(
@@ -19,10 +20,15 @@ def model(
         ),
     ] = None,
 ) -> None:
-    """Make the default model, once, and print its folder."""
+    """Make the default model if it does not exist, and print its folder."""
     with user_errors():
         try:
             folder = materialise(out_dir)
         except OSError as error:
-            fail(f"cannot write {SMOLLM2.name}: {error}; choose another --out")
+            raise KVPolicyError(
+                coded(
+                    "KVP602",
+                    f"cannot write {SMOLLM2.name}: {error}; choose another --out",
+                )
+            ) from error
     typer.echo(folder)

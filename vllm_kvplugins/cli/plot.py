@@ -1,4 +1,4 @@
-"""``kvplugins plot``: pictures of recorded runs, one subcommand each."""
+"""``kvplugins plot``: one subcommand per kind of plot."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from vllm_kvplugins.engine.recorded_run import read_run
 from vllm_kvplugins.episodes.encoder import load_encoder
 from vllm_kvplugins.episodes.histories import read_history
 from vllm_kvplugins.episodes.settings import DEFAULT_ENCODER, EpisodeSettings
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 
 plots = typer.Typer(
-    name="plot", help="Draw what was recorded or measured.", no_args_is_help=True
+    name="plot", help="Draw a recorded run or a measurement.", no_args_is_help=True
 )
 _KINDS = (".svg", ".png")
 
 
 @plots.callback()
 def _keep_subcommands() -> None:
-    """Draw what was recorded or measured."""
+    """Draw a recorded run or a measurement."""
 
 
 PlotPath = Annotated[
@@ -36,11 +36,11 @@ PlotPath = Annotated[
 @plots.command("hit-rate")
 def hit_rate(
     run_path: Annotated[
-        Path, typer.Argument(metavar="RUN.jsonl", help="What `record` wrote.")
+        Path, typer.Argument(metavar="RUN.jsonl", help="File written by `record`.")
     ],
     plot_path: PlotPath,
 ) -> None:
-    """Pages fetched and attention mass covered, per layer and step."""
+    """Draw pages fetched and attention mass covered, per layer and step."""
     with user_errors():
         _check_plot(plot_path)
         from vllm_kvplugins.cli.hit_rate import draw
@@ -54,12 +54,13 @@ def retention(
     file_path: Annotated[
         Path,
         typer.Argument(
-            metavar="RETENTION.json", help="What benchmarks/quality/retention.py wrote."
+            metavar="RETENTION.json",
+            help="File written by benchmarks/quality/retention.py.",
         ),
     ],
     plot_path: PlotPath,
 ) -> None:
-    """Attention to the first turn that is still covered, turn by turn."""
+    """Draw the share of attention to the first turn that remains after each turn."""
     with user_errors():
         _check_plot(plot_path)
         from vllm_kvplugins.cli.retention import draw, read_retention
@@ -78,19 +79,19 @@ def episodes(
     ],
     plot_path: PlotPath,
     dialogue: Annotated[
-        int | None, typer.Option(metavar="N", help="Of a LoCoMo file, from 0.")
+        int | None, typer.Option(metavar="N", help="Dialogue of a LoCoMo file, from 0.")
     ] = None,
     count: Annotated[
-        str, typer.Option("--episodes", metavar="N|auto", help="How many.")
+        str, typer.Option("--episodes", metavar="N|auto", help="Number of episodes.")
     ] = "4",
     segment_utterances: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Embedded together.")
+        int, typer.Option(metavar="N", min=1, help="Utterances per segment.")
     ] = 4,
     encoder: Annotated[
-        str, typer.Option(metavar="E", help="Folder or model id.")
+        str, typer.Option(metavar="E", help="Folder or Hugging Face ID.")
     ] = DEFAULT_ENCODER,
 ) -> None:
-    """Segments of a conversation by episode, with the medoids' texts."""
+    """Draw the segments of a conversation by episode, with the texts of medoids."""
     with user_errors():
         _check_plot(plot_path)
         from vllm_kvplugins.cli.episodes import draw, episode_map
@@ -109,7 +110,9 @@ def _episodes(given: str) -> int | Literal["auto"]:
     if given == "auto":
         return "auto"
     if not given.isdecimal():
-        raise KVPolicyError(f'--episodes is {given!r}; give a whole number, or "auto"')
+        raise KVPolicyError(
+            coded("KVP603", f'--episodes is {given!r}; give a number, or "auto"')
+        )
     return int(given)
 
 
@@ -117,7 +120,7 @@ def _episodes(given: str) -> int | Literal["auto"]:
 def sensitivity(
     profile_path: Annotated[
         list[Path],
-        typer.Argument(metavar="PROFILE.json", help="What `calibrate` wrote."),
+        typer.Argument(metavar="PROFILE.json", help="File written by `calibrate`."),
     ],
     plot_path: PlotPath,
     budget: Annotated[
@@ -128,7 +131,7 @@ def sensitivity(
     ] = 1.1,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per page.")] = 32,
 ) -> None:
-    """Key similarity per layer, and what each layer gets of a budget."""
+    """Draw the key similarity and the budget of each layer."""
     with user_errors():
         _check_plot(plot_path)
         from vllm_kvplugins.budgets.sensitivity_profile import read_profile
@@ -151,11 +154,13 @@ def sensitivity(
 def zoom(
     router_path: Annotated[
         Path,
-        typer.Argument(metavar="ROUTER.safetensors", help="What `train-router` wrote."),
+        typer.Argument(
+            metavar="ROUTER.safetensors", help="File written by `train-router`."
+        ),
     ],
     plot_path: PlotPath,
 ) -> None:
-    """Which query heads of which layers zoom into spans, under a trained router."""
+    """Draw how often each query head zooms into spans under a trained router."""
     with user_errors():
         _check_plot(plot_path)
         from vllm_kvplugins.cli.zoom import draw
@@ -166,27 +171,35 @@ def zoom(
 
 
 def _check_plot(path: Path) -> None:
-    """Refuse a place that cannot be written, or that says no format."""
+    """Refuse a path that cannot be written or that has an unknown suffix."""
     if path.suffix.lower() not in _KINDS:
         raise KVPolicyError(
-            f"cannot draw {path}: its name must end in {' or '.join(_KINDS)}"
+            coded(
+                "KVP603",
+                f"cannot draw {path}: its name must end in {' or '.join(_KINDS)}",
+            )
         )
     check_targets(path)
 
 
 def _save(draw: Callable[[], None], path: Path) -> None:
-    """Draw, and say in one line what is missing if that fails."""
+    """Draw; report a missing package or an unwritable path in one message."""
     try:
         draw()
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         raise KVPolicyError(
-            "plots need matplotlib, which is not installed: pip install "
-            "matplotlib, or this package with its extra, pip install '.[plot]'"
+            coded(
+                "KVP600",
+                "plots need matplotlib, which is not installed: pip install "
+                "matplotlib, or this package with its extra: pip install '.[plot]'",
+            )
         ) from error
     except OSError as error:
         raise KVPolicyError(
-            f"cannot write {path}: {error.strerror}; choose another place"
+            coded(
+                "KVP602", f"cannot write {path}: {error.strerror}; choose another path"
+            )
         ) from error
     out().print(f"wrote {escape(str(path))}", soft_wrap=True)

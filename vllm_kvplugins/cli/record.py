@@ -1,4 +1,4 @@
-"""``kvplugins record``: what retrieval fetches while a model generates."""
+"""``kvplugins record``: write what retrieval fetches in each decode step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm_kvplugins.cli.inputs import (
     write_text,
 )
 from vllm_kvplugins.engine.recorded_run import RecordedRun, lines_of
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 
 
 def record(
@@ -31,7 +31,8 @@ def record(
     policy: Policy,
     prompt_file: PromptFile,
     max_tokens: Annotated[
-        int, typer.Option(metavar="N", min=2, help="Most tokens to generate.")
+        int,
+        typer.Option(metavar="N", min=2, help="Maximum number of generated tokens."),
     ],
     run_path: Annotated[
         Path, typer.Option("--out", metavar="RUN.jsonl", help="Where to write.")
@@ -41,8 +42,10 @@ def record(
     dtype: Dtype = "auto",
     verbose: Verbose = False,
 ) -> None:
-    """Generate with vLLM under a policy that retrieves, and write what each step
-    fetched. Slower than usual: every step also scans all offloaded tokens."""
+    """Generate with vLLM under a retrieval policy; write what each step fetches.
+
+    Slower than serving: every step also scans all offloaded tokens.
+    """
     with user_errors():
         request = policy_request(policy, policy_config)
         config = _settings(request)
@@ -69,7 +72,7 @@ def _settings(request: dict[str, Any]) -> dict[str, Any]:
     """All settings of the policy.
 
     Raises:
-        KVPolicyError: it never fetches.
+        KVPolicyError: the policy never fetches.
     """
     from vllm_kvplugins.cli.settings import written_settings
     from vllm_kvplugins.config import parse_policy
@@ -79,9 +82,12 @@ def _settings(request: dict[str, Any]) -> dict[str, Any]:
     if policy.retrieval is None:
         others = [name for name in available_policies() if _fetches(name)]
         raise KVPolicyError(
-            f"{policy.name} fetches nothing, so that there is nothing to record; "
-            f"policies that do: {', '.join(others)}. What {policy.name} keeps is shown "
-            "by `kvplugins explain`"
+            coded(
+                "KVP604",
+                f"{policy.name} fetches nothing, so there is nothing to record; these "
+                f"policies fetch: {', '.join(others)}. `kvplugins explain` shows what "
+                f"{policy.name} keeps",
+            )
         )
     return written_settings(policy)
 
@@ -91,7 +97,7 @@ def _fetches(name: str) -> bool:
 
     try:
         return parse_policy(name).retrieval is not None
-    except KVPolicyError:  # it has no default settings, or cannot be loaded
+    except KVPolicyError:  # no default settings, or it cannot be loaded
         return False
 
 

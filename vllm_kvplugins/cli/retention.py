@@ -1,4 +1,4 @@
-"""The plot of ``kvplugins plot retention``, and the file that it is drawn from.
+"""The plot of ``kvplugins plot retention``, and its input file.
 
 ``benchmarks/quality/retention.py`` writes the file. Only drawing needs matplotlib.
 """
@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FORMAT, VERSION = "kvplugins-retention", 1
-# Text stays text, and the same file gives the same picture.
+# Text stays text in SVG, and equal input gives an equal file.
 _STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "kvp", "font.size": 9}
-# Okabe and Ito's, with marks and lines of their own: apart also in grey.
+# Okabe and Ito's colours; marks and line styles differ too, for grey prints.
 _LOOKS = {"flowkv": ("#0072B2", "o", "-"), "nested": ("#D55E00", "s", "--")}
 _NAMES = {"flowkv": "FlowKV", "nested": "nested baseline"}
 _MODEL = "0.35"
@@ -31,9 +31,9 @@ class Run:
 
     Attributes:
         strategy: ``flowkv`` or ``nested``.
-        dialogue: which one.
-        shares: after turn 1, 2 and so on, how much of the attention that the last
-            question pays to turn 1 is still covered.
+        dialogue: its index.
+        shares: after turns 1, 2, ..., the share of the attention of the last question
+            to turn 1 that falls on tokens still kept.
     """
 
     strategy: str
@@ -43,7 +43,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A file's contents: all runs of one policy.
+    """The contents of a file: all runs of one policy.
 
     Attributes:
         policy: its settings without ``nested``.
@@ -58,23 +58,23 @@ class Retention:
 
     @property
     def turns(self) -> int:
-        """As many as all runs have."""
+        """Number of turns that all runs have."""
         return min(len(run.shares) for run in self.runs)
 
     def shares(self, strategy: str) -> list[list[float]]:
-        """Of each dialogue."""
+        """Shares of each dialogue under one strategy."""
         return [run.shares for run in self.runs if run.strategy == strategy]
 
     def mean(self, strategy: str) -> list[float]:
-        """Per turn, over dialogues."""
-        found = self.shares(strategy)
-        return [sum(s[t] for s in found) / len(found) for t in range(self.turns)]
+        """Mean share per turn, over dialogues."""
+        shares = self.shares(strategy)
+        return [sum(s[t] for s in shares) / len(shares) for t in range(self.turns)]
 
     def modelled(self, strategy: str) -> list[float]:
-        """Appendix C: what turn 1 left stays, or is left of what is there each time."""
+        """Appendix C: retention stays at r, or falls as r^t for the nested baseline."""
         r = self.mean("flowkv")[0]
-        again = 1 if strategy == "nested" else 0
-        return [r ** (1 + again * turn) for turn in range(self.turns)]
+        repeated = 1 if strategy == "nested" else 0
+        return [r ** (1 + repeated * turn) for turn in range(self.turns)]
 
 
 def write_retention(retention: Retention, path: Path) -> None:
@@ -84,24 +84,28 @@ def write_retention(retention: Retention, path: Path) -> None:
 
 
 def read_retention(path: Path) -> Retention:
-    """Read what ``write_retention`` wrote.
+    """Read a file of ``write_retention``.
 
     Raises:
-        KVPolicyError: no such file, another kind of file, another version, or one
-            that lacks something.
+        KVPolicyError: the file is missing, incomplete, or of another kind or version.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise KVPolicyError(f"cannot read {path}: {error.strerror}") from error
+        raise KVPolicyError(
+            coded("KVP601", f"cannot read {path}: {error.strerror}")
+        ) from error
     except ValueError as error:
         raise KVPolicyError(_foreign(path)) from error
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
         raise KVPolicyError(_foreign(path))
     if (version := found.pop("version", None)) != VERSION:
         raise KVPolicyError(
-            f"{path} has version {version!r} of the format, this program reads "
-            f"{VERSION}; measure again"
+            coded(
+                "KVP607",
+                f"{path} has version {version!r} of the format, this program reads "
+                f"version {VERSION}; measure again",
+            )
         )
     try:
         found["runs"] = [Run(**run) for run in found["runs"]]
@@ -109,22 +113,25 @@ def read_retention(path: Path) -> Retention:
         complete = all(read.mean(strategy) for strategy in _LOOKS)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise KVPolicyError(
-            f"{path} lacks a part of what {FORMAT} holds ({error}); measure again"
+            coded("KVP607", f"{path} is incomplete ({error}); measure again")
         ) from error
     if not complete:
-        raise KVPolicyError(f"{path} has runs without turns; measure longer dialogues")
+        raise KVPolicyError(
+            coded("KVP606", f"{path} has runs without turns; measure longer dialogues")
+        )
     return read
 
 
 def _foreign(path: Path) -> str:
-    return f"{path} is not a file of benchmarks/quality/retention.py"
+    message = f"{path} was not written by benchmarks/quality/retention.py"
+    return coded("KVP607", message)
 
 
 def draw(retention: Retention, path: Path) -> None:
-    """Retention by turn: each dialogue, the means, and the models of appendix C.
+    """Draw retention by turn: means and ranges, and the models of appendix C.
 
     Args:
-        path: its suffix says which format; SVG and PNG are meant.
+        path: ends in .svg or .png.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -143,7 +150,7 @@ def draw(retention: Retention, path: Path) -> None:
         _models(axes, retention, turns)
         axes.set(
             ylim=(0, 1.02),
-            xlabel="turns that are over",
+            xlabel="finished turns",
             ylabel="attention to turn 1 still covered",
         )
         axes.set_title(_title(retention), fontsize=9)
@@ -158,7 +165,7 @@ def draw(retention: Retention, path: Path) -> None:
 
 
 def _runs(axes: Axes, retention: Retention, strategy: str, turns: list[int]) -> None:
-    """The mean of a strategy, and the range of its dialogues."""
+    """Draw the mean of a strategy and the range of its dialogues."""
     colour, mark, line = _LOOKS[strategy]
     dialogues = len(retention.shares(strategy))
     columns = list(zip(*retention.shares(strategy), strict=False))[: len(turns)]
@@ -181,7 +188,7 @@ def _runs(axes: Axes, retention: Retention, strategy: str, turns: list[int]) -> 
 
 
 def _models(axes: Axes, retention: Retention, turns: list[int]) -> None:
-    """Appendix C: r after every turn against r^t, with the r of turn 1."""
+    """Draw the models of appendix C, r and r^t, with the r of turn 1."""
     constant, falling = map(retention.modelled, ("flowkv", "nested"))
     grey: dict[str, Any] = {"color": _MODEL, "linewidth": 1}
     label = f"model: r = {constant[0]:.2f}"

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvplugins.budgets.sensitivity_profile import SensitivityProfile
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Text stays text, and the same file gives the same picture.
+# Text stays text in SVG, and equal input gives an equal file.
 _STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "kvp", "font.size": 9}
-# Okabe and Ito's, with marks and lines of their own: apart also in grey.
+# Okabe and Ito's colours; marks and line styles differ too, for grey prints.
 _LOOKS = (
     ("#0072B2", "o", "-"),
     ("#D55E00", "s", "--"),
@@ -28,26 +28,31 @@ _PNG_DPI = 150
 
 
 def check_count(profiles: list[SensitivityProfile]) -> None:
-    """Refuse more profiles than can be told apart.
+    """Refuse more profiles than there are line styles.
 
     Raises:
-        KVPolicyError: there are too many.
+        KVPolicyError: there are too many profiles.
     """
     if len(profiles) > len(_LOOKS):
         raise KVPolicyError(
-            f"{len(profiles)} profiles are too many for one plot; give at most "
-            f"{len(_LOOKS)}"
+            coded(
+                "KVP606",
+                f"{len(profiles)} profiles are too many for one plot; give at most "
+                f"{len(_LOOKS)}",
+            )
         )
 
 
 def layer_tokens(
     profile: SensitivityProfile, path: Path, budget: int, block_size: int, alpha: float
 ) -> list[float]:
-    """Tokens per KV head that each layer gets of a long prompt, as the allocator says.
+    """Tokens per KV head that the allocator gives each layer of a long prompt.
 
     Args:
         path: of the profile.
-        budget: M, tokens per KV head on average, rounded up to whole pages.
+        budget: M, mean tokens per KV head, rounded up to whole pages.
+        block_size: tokens per page.
+        alpha: setting of the allocator.
     """
     import torch
 
@@ -56,7 +61,7 @@ def layer_tokens(
     allocator = Sensitivity(profile=path, alpha=alpha, heads="uniform")
     layers, heads = profile.fingerprint.num_layers, profile.fingerprint.num_kv_heads
     pages = -(-budget // block_size)
-    scores = torch.zeros(layers, heads, 1)  # nobody has to stay, all are alike
+    scores = torch.zeros(layers, heads, 1)  # equal scores: no token is required
     available = torch.full((layers, heads), pages * layers)
     counts = allocator.allocate(scores, pages, block_size, available)
     return [float(row.double().mean()) * block_size for row in counts]
@@ -68,12 +73,12 @@ def draw(
     title: str,
     path: Path,
 ) -> None:
-    """Key similarity by layer, as in EpiCache's figure 4a, and the layers' budgets.
+    """Draw key similarity (as in EpiCache's figure 4a) and budgets by layer.
 
     Args:
-        tokens: what each layer of each profile gets.
-        title: of the budgets.
-        path: its suffix says which format; SVG and PNG are meant.
+        tokens: per profile, tokens per KV head of each layer.
+        title: of the lower plot.
+        path: ends in .svg or .png.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -107,7 +112,7 @@ def draw(
 
 
 def _places(profile: SensitivityProfile) -> list[float]:
-    """Layers from 0 to 1, so that models of different depth lie on one another."""
+    """Layer indices scaled to [0, 1], to compare models of different depth."""
     last = max(len(profile.sensitivity) - 1, 1)
     return [layer / last for layer in range(len(profile.sensitivity))]
 
@@ -115,7 +120,7 @@ def _places(profile: SensitivityProfile) -> list[float]:
 def _similarity(
     axes: Axes, profile: SensitivityProfile, look: tuple[str, str, str]
 ) -> None:
-    """Mean over documents, and their range."""
+    """Draw the mean over documents and their range."""
     colour, mark, line = look
     columns = list(zip(*(d.sensitivity for d in profile.documents), strict=True))
     axes.fill_between(

@@ -1,4 +1,4 @@
-"""``kvplugins sessions``: what lies in a ``session_dir``."""
+"""``kvplugins sessions``: list and remove the sessions in a ``session_dir``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from vllm_kvplugins.cli.console import fail, out, user_errors
+from vllm_kvplugins.errors import coded
 
 if TYPE_CHECKING:
     from vllm_kvplugins.sessions.files import FoundFile
@@ -58,22 +59,27 @@ def list_sessions(
 def remove_sessions(
     folder: Folder,
     names: Annotated[
-        list[str] | None, typer.Argument(help="Beginnings of session ids.")
+        list[str] | None, typer.Argument(help="First characters of session IDs.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Remove all sessions.")
+    ] = False,
     older_than_h: Annotated[
         float | None,
-        typer.Option("--older-than", help="Those unused for so many hours.", min=0),
+        typer.Option(
+            "--older-than", help="Remove sessions unused for this many hours.", min=0
+        ),
     ] = None,
 ) -> None:
-    """Remove sessions. A server that still knows them computes them anew."""
+    """Remove sessions. A server that still knows them recomputes them."""
     if bool(names) + everything + (older_than_h is not None) != 1:
-        fail("say which sessions: their ids, --all or --older-than HOURS", 2)
+        message = "choose sessions: give IDs, or --all, or --older-than HOURS"
+        fail(coded("KVP603", message), 2)
     found = _files(folder)
     if names:
         unknown = [n for n in names if not any(_named(f, [n]) for f in found)]
         if unknown:
-            fail(f"no such session in {folder}: {', '.join(unknown)}")
+            fail(coded("KVP605", f"no such session in {folder}: {', '.join(unknown)}"))
         found = [file for file in found if _named(file, names)]
     elif older_than_h is not None:
         before = time.time() - 3600 * older_than_h
@@ -92,7 +98,8 @@ def _files(folder: Path) -> list[FoundFile]:
         from vllm_kvplugins.sessions.files import list_files
 
         if not folder.is_dir():
-            fail(f"{folder} is not a directory; give a server's session_dir")
+            message = f"{folder} is not a folder; give the session_dir of a server"
+            fail(coded("KVP605", message))
         return list_files(folder)
 
 

@@ -1,4 +1,4 @@
-"""Settings of policies and allocators: described, and written back as JSON."""
+"""Describe settings of policies and allocators, and write them as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_kvplugins.budgets import Budget
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting as ``kvplugins list`` shows it."""
+    """One setting, as shown by ``kvplugins list``."""
 
     name: str
     type: str
@@ -25,17 +25,17 @@ class Setting:
     description: str
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Plain values for ``--json``."""
         return asdict(self)
 
 
 def settings_of(cls: type[BaseModel]) -> list[Setting]:
-    """The settings of a policy or allocator, in the order of their definition."""
+    """The settings of a policy or allocator, in order of definition."""
     return [
         Setting(
             name=name,
             type=type_name(field),
-            default=None if field.is_required() else written(_default(field)),
+            default=None if field.is_required() else as_json_value(_default(field)),
             required=field.is_required(),
             description=field.description or "",
         )
@@ -48,32 +48,32 @@ def _default(field: FieldInfo) -> Any:
 
 
 def written_settings(model: BaseModel) -> dict[str, Any]:
-    """All settings of a validated policy as a user would write them in JSON."""
-    return {key: written(getattr(model, key)) for key in type(model).model_fields}
+    """All settings of a validated policy, as a user would write them in JSON."""
+    return {key: as_json_value(getattr(model, key)) for key in type(model).model_fields}
 
 
-def written(value: Any) -> Any:
-    """One setting's value in the form that its parser takes."""
+def as_json_value(value: Any) -> Any:
+    """The value of a setting in the form that its parser takes."""
     if isinstance(value, Budget):
         if value.num_bytes is not None:
             return f"{value.num_bytes}B"
         return value.tokens if value.tokens is not None else value.fraction
     if isinstance(value, BaseModel):
-        # An allocator, or a policy inside another: a name, with options if any.
+        # an allocator, or the base of a wrapper policy: a name, or name and options
         name = getattr(type(value), "name", None)
         options = written_settings(value)
         if name is None:
             return options
         return {"name": name, **options} if options else name
     if isinstance(value, dict):
-        return {key: written(item) for key, item in value.items()}
+        return {key: as_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [written(item) for item in value]
+        return [as_json_value(item) for item in value]
     return to_jsonable_python(value)
 
 
 def type_name(field: FieldInfo) -> str:
-    """A field's type with its bounds, such as ``int, >= 1``."""
+    """The type of a field with its bounds, for example ``int, >= 1``."""
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "multiple_of": "multiple of"}
     bounds = [
         f"{sign} {getattr(item, key):g}"

@@ -1,4 +1,4 @@
-"""``kvplugins size``: how much memory requests need, computed without a model."""
+"""``kvplugins size``: compute the memory of requests without loading a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_kvplugins.cli.console import out, user_errors
-from vllm_kvplugins.errors import KVPolicyError, refuse
+from vllm_kvplugins.errors import KVPolicyError, coded, refuse
 
 if TYPE_CHECKING:
     from vllm_kvplugins.model_config import ConfigOnlyModel
@@ -26,7 +26,7 @@ _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 def size(
     model: Annotated[
-        str, typer.Argument(help="Folder, or Hugging Face id that is in the cache.")
+        str, typer.Argument(help="Folder, or Hugging Face ID in the cache.")
     ],
     context: Annotated[
         int, typer.Option(metavar="N", min=1, help="Tokens of each prompt.")
@@ -40,21 +40,21 @@ def size(
             "--policy-config",
             "--kv-policy-config",
             metavar="JSON",
-            help="The policy's settings, such as '{\"budget\": 512}'.",
+            help="Settings of the policy, for example '{\"budget\": 512}'.",
         ),
     ] = None,
     answer: Annotated[
         int, typer.Option(metavar="M", min=2, help="Tokens of each answer.")
     ] = 512,
     concurrency: Annotated[
-        int, typer.Option(metavar="C", min=1, help="Requests wanted at once.")
+        int, typer.Option(metavar="C", min=1, help="Concurrent requests.")
     ] = 1,
     pool_gib: Annotated[
         float | None,
         typer.Option(metavar="G", min=0, help="vLLM's KV cache in GiB."),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(metavar="D", help="Of keys and values.")
+        str, typer.Option(metavar="D", help="Type of keys and values.")
     ] = "bfloat16",
     block_size: Annotated[
         int, typer.Option(metavar="B", min=1, help="Tokens per block.")
@@ -65,10 +65,11 @@ def size(
 ) -> None:
     """Compute the KV memory of requests under a policy, from config.json alone.
 
-    Exit status 1 if the pool does not carry the requests wanted.
+    Exit status 1 if fewer requests fit the pool than --concurrency.
     """
     if pool_gib is not None and not math.isfinite(pool_gib):
-        raise typer.BadParameter(f"{pool_gib} GiB are no pool", param_hint="--pool-gib")
+        message = f"{pool_gib} GiB is not the size of a pool; give a finite number"
+        raise typer.BadParameter(coded("KVP603", message), param_hint="--pool-gib")
     with user_errors():
         found = sizing(
             model,
@@ -101,10 +102,10 @@ def sizing(
     dtype: str,
     block_size: int,
 ) -> dict[str, Any]:
-    """All figures as plain data; what ``--json`` prints.
+    """All figures as plain data, as printed by ``--json``.
 
     Raises:
-        KVPolicyError: policy, model or settings cannot run; all reasons.
+        KVPolicyError: policy, model or settings cannot run; lists all reasons.
     """
     from vllm_kvplugins.cli.settings import written_settings
     from vllm_kvplugins.config import parse_options, parse_policy
@@ -116,7 +117,7 @@ def sizing(
     options = parse_options(policy_config) if policy_config is not None else {}
     policy = parse_policy({"name": policy_name, **options})
     model = read_model_config(model_name, dtype)
-    _refuse_what_the_engine_refuses(policy, model, dtype, block_size)
+    _check_start_up(policy, model, dtype, block_size)
     shape = model.cache_shape()
     geometry = Geometry(
         block_size=block_size,
@@ -190,10 +191,10 @@ def sizing(
     }
 
 
-def _refuse_what_the_engine_refuses(
+def _check_start_up(
     policy: KVCachePolicy, model: ConfigOnlyModel, dtype: str, block_size: int
 ) -> None:
-    """The checks of the engine's start-up that need no engine."""
+    """Run the start-up checks of the engine that need no engine."""
     from vllm_kvplugins.vllm_adapter.config import validation
 
     cache = SimpleNamespace(cache_dtype=dtype, block_size=block_size)
@@ -204,8 +205,10 @@ def _refuse_what_the_engine_refuses(
         *validation.dtype_problems(policy, model),
     ]
     if dtype == "auto":
-        reasons.append("--dtype auto depends on the machine; name the dtype")
-    title = f"KV policy {policy.name!r} cannot run like this"
+        reasons.append(
+            coded("KVP603", "--dtype auto depends on the machine; give a dtype")
+        )
+    title = f"KV policy {policy.name!r} cannot run with these settings"
     refuse(title, reasons)
     shape = model.cache_shape()
     allocator = policy.page_allocator()
@@ -230,36 +233,36 @@ def _refuse_impossible_lengths(
 
 
 def _notes(policy: KVCachePolicy, model: ConfigOnlyModel, tokens: int) -> list[str]:
-    """What the figures leave out, where it matters for this request."""
-    found = []
+    """Limits of the figures that matter for this request."""
+    notes = []
     positions = model.max_positions
     if positions is not None and tokens > positions:
-        found.append(
-            f"config.json allows {positions} positions; vLLM takes {tokens} only if "
-            "the model's RoPE is scaled"
+        notes.append(
+            f"config.json allows {positions} positions; vLLM accepts {tokens} only "
+            "with scaled RoPE"
         )
     storage, turns = policy.host_storage, policy.turns
     if storage is not None and storage.host_memory_bytes is None:
-        found.append(
-            "host_memory is not set: the engine takes half of what is free when it "
-            "starts, and requests wait for it"
+        notes.append(
+            "host_memory is not set: the engine uses half of the memory that is free "
+            "at start-up, and requests wait for it"
         )
     if turns is not None and turns.history_only:
-        found.append(
-            f"{policy.name} compresses histories, not queries: the figures are those "
-            "of a prompt that is all history"
+        notes.append(
+            f"{policy.name} compresses histories, not queries: the figures assume "
+            "a prompt that is all history"
         )
     elif turns is not None:
-        found.append(
-            f"{policy.name} frees blocks at the ends of turns, which only a prompt "
-            "tells: the figures are those of a prompt without turns"
+        notes.append(
+            f"{policy.name} frees blocks at the ends of turns: the figures assume a "
+            "prompt without turns"
         )
     if policy.probing is not None:
-        found.append(
-            f"{policy.name} runs tokens of its own behind the prompt; they need no "
-            "blocks, but positions: keep --max-model-len below the model's"
+        notes.append(
+            f"{policy.name} runs probe tokens after the prompt. They need positions, "
+            "but no blocks: keep --max-model-len below the limit of the model"
         )
-    return found
+    return notes
 
 
 # -- tables -----------------------------------------------------------------------
@@ -283,7 +286,7 @@ def _print(console: Console, found: dict[str, Any]) -> None:
         f"{found['head_dim']}, {found['dtype']}: "
         f"{found['kv_bytes_per_token']:,} bytes per token, "
         f"{amount(found['block_bytes'])} per block of {found['block_size']} tokens; "
-        f"nothing freed, a request needs {amount(request['full']['bytes'])}\n"
+        f"without a policy, a request needs {amount(request['full']['bytes'])}\n"
     )
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("one request", no_wrap=True)
@@ -297,7 +300,7 @@ def _print(console: Console, found: dict[str, Any]) -> None:
         ]
         table.add_row(label, *cells)
     if request["host_bytes"]:
-        table.add_row("host memory, at most", "", amount(request["host_bytes"]))
+        table.add_row("host memory, maximum", "", amount(request["host_bytes"]))
     console.print(table)
     for line in (*_wanted_lines(found["wanted"]), *_pool_lines(found)):
         console.print(line)
@@ -322,30 +325,31 @@ def _pool_lines(found: dict[str, Any]) -> list[str]:
         return []
     enough = pool["requests"] >= found["wanted"]["requests"]
     colour = "green" if enough else "bold red"
-    times = ""
+    ratio = ""
     if pool["stock_requests"] and pool["requests"]:
-        times = f", {pool['requests'] / pool['stock_requests']:.1f} times as many"
+        ratio = f" (ratio {pool['requests'] / pool['stock_requests']:.1f})"
     return [
-        f"[bold]A pool of {amount(pool['bytes'])} carries[/] [{colour}]"
-        f"{_requests(pool['requests'])}[/] at once, each at its longest; stock "
-        f"{pool['stock_requests']:,}{times}",
+        f"[bold]A pool of {amount(pool['bytes'])} fits[/] [{colour}]"
+        f"{_requests(pool['requests'])}[/] at once, each at full length; stock "
+        f"{pool['stock_requests']:,}{ratio}",
         f"[bold]Limit:[/] {_limit(found)}",
     ]
 
 
 def _limit(found: dict[str, Any]) -> str:
-    """What keeps one more request out, in words."""
+    """The reason why no further request fits."""
     pool, held = found["pool"], found["request"]
     prefill, decode = amount(held["prefill_peak"]["bytes"]), held["decode_peak"]
     return {
-        "prefill-never-fits": f"one prompt's prefill needs {prefill}, more than the "
-        "pool. What a policy frees when the prompt is in comes too late: no such "
-        "request can run, unless prefill_block has it free while the prompt is read",
-        "start-up": "vLLM starts only if a whole request of --max-model-len fits "
-        f"the pool, here {found['prompt_tokens'] + found['answer_tokens']:,} tokens, "
-        "whatever a policy frees; with prefill_block, what a prompt holds of it",
-        "prefill": f"the prefill. A prompt needs {prefill} beside the requests that "
-        f"decode; without it {pool['decoding_alone']:,} could decode",
+        "prefill-never-fits": f"the prefill of one prompt needs {prefill}, more than "
+        "the pool. A policy frees blocks only after the prompt, so no such request can "
+        "run; with prefill_block it frees blocks during the prompt",
+        "start-up": "vLLM starts only if a whole request of --max-model-len fits the "
+        f"pool, here {found['prompt_tokens'] + found['answer_tokens']:,} tokens, "
+        "before a policy frees anything; with prefill_block, only the part of a prompt "
+        "that is held at once must fit",
+        "prefill": f"the prefill. A prompt needs {prefill} in addition to the decoding "
+        f"requests; without it {pool['decoding_alone']:,} could decode",
         "decoding": f"decoding, {amount(decode['bytes'])} per request",
         "host-memory": f"host memory, {amount(held['host_bytes'])} per request; "
         "raise host_memory",
@@ -357,7 +361,7 @@ def _requests(count: int) -> str:
 
 
 def amount(num_bytes: int) -> str:
-    """Bytes in the largest unit that leaves a whole number before the point."""
+    """Format bytes in the largest unit in which the value is at least 1."""
     for unit, unit_bytes in (("GiB", _GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= unit_bytes:
             return f"{num_bytes / unit_bytes:,.2f} {unit}"

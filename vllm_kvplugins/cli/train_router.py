@@ -1,4 +1,4 @@
-"""``kvplugins train-router``: teach SeKV which spans a model's queries want to see."""
+"""``kvplugins train-router``: train a router that chooses spans for SeKV."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from vllm_kvplugins.cli.console import out, user_errors
 from vllm_kvplugins.cli.inputs import Model, load_tokenizer
-from vllm_kvplugins.errors import KVPolicyError, refuse
+from vllm_kvplugins.errors import KVPolicyError, coded, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,65 +35,75 @@ ROUTER, CHECKPOINT, REPORT = (
     "checkpoint.safetensors",
     "report.json",
 )
-# Texts are cut as for a pool of such blocks, which moves a cut by less than that.
+# Block size for which texts are cut into spans; shifts a cut by less than a block.
 _BLOCK_SIZE = 16
 
 
 def train_router(
     model: Model,
     data: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder of texts, .txt or .md, UTF-8.")
+        Path, typer.Option(metavar="DIR", help="Folder of UTF-8 texts, .txt or .md.")
     ],
     out_dir: Annotated[
         Path,
         typer.Option(
             "--out",
             metavar="DIR",
-            help=f"Gets {ROUTER}, {REPORT} and {CHECKPOINT}, from which the same "
-            "command goes on.",
+            help=f"Folder for {ROUTER}, {REPORT} and {CHECKPOINT}; the same command "
+            "continues from the checkpoint.",
         ),
     ],
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="In all.")] = 1500,
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Training steps in total.")
+    ] = 1500,
     lengths: Annotated[
-        str, typer.Option(metavar="N,N", help="Tokens of a text, stage by stage.")
+        str, typer.Option(metavar="N,N", help="Tokens per text in each stage.")
     ] = "1024,2048",
     examples: Annotated[
         int, typer.Option(metavar="N", min=1, help="Texts per stage.")
     ] = 64,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of all that is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed.")] = 0,
     dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Of the model.")
+        Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")
     ] = "bfloat16",
     device: Annotated[
-        str, typer.Option(metavar="D", help="Of the model, as torch calls it.")
+        str, typer.Option(metavar="D", help="torch device of the model.")
     ] = "cpu",
     settings: Annotated[
         str | None,
         typer.Option(
-            metavar="JSON", help="Others, such as '{\"rank_weight\": 0.1}'; see docs."
+            metavar="JSON",
+            help="Other settings, for example '{\"rank_weight\": 0.1}'; see docs.",
         ),
     ] = None,
     save_every: Annotated[
         int, typer.Option(metavar="N", min=1, help="Steps between checkpoints.")
     ] = 25,
 ) -> None:
-    """Train a router for `sekv`; the model itself stays as it is."""
+    """Train a router for `sekv`; the weights of the model do not change."""
     with user_errors():
         chosen = _settings(steps, lengths, examples, seed, dtype, settings)
         try:
             out_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise KVPolicyError(
-                f"cannot write into {out_dir}: {error.strerror}; choose another place"
+                coded(
+                    "KVP602",
+                    f"cannot write into {out_dir}: {error.strerror}; choose another "
+                    "folder",
+                )
             ) from error
         try:
-            found = _run(model, data, out_dir, chosen, device, save_every)
+            held_out_report = _run(model, data, out_dir, chosen, device, save_every)
         except (OSError, SafetensorError) as error:
             raise KVPolicyError(
-                f"cannot write into {out_dir}: {error}; make room, and give the same "
-                "command again to go on"
+                coded(
+                    "KVP602",
+                    f"cannot write into {out_dir}: {error}; free some space, then "
+                    "repeat the command to continue",
+                )
             ) from error
-    _print_report(found, out_dir)
+    _print_report(held_out_report, out_dir)
 
 
 def _settings(
@@ -109,19 +119,25 @@ def _settings(
         "seed": seed,
         "dtype": dtype,
     }
-    told = parse_options(others) if others is not None else {}
-    if twice := sorted(named.keys() & told.keys()):
+    options = parse_options(others) if others is not None else {}
+    if repeated := sorted(named.keys() & options.keys()):
         raise KVPolicyError(
-            f"--settings holds {', '.join(twice)}, which have options of their own"
+            coded(
+                "KVP603",
+                f"--settings contains {', '.join(repeated)}; use the option of that "
+                "name instead",
+            )
         )
     try:
-        return TrainSettings.model_validate(named | told)
+        return TrainSettings.model_validate(named | options)
     except ValidationError as error:
-        said = "; ".join(
+        problems = "; ".join(
             ": ".join([".".join(map(str, item["loc"])), item["msg"]]).removeprefix(": ")
             for item in error.errors()
         )
-        raise KVPolicyError(f"these settings cannot be: {said}") from error
+        raise KVPolicyError(
+            coded("KVP603", f"these settings are invalid: {problems}")
+        ) from error
 
 
 def _run(
@@ -167,21 +183,21 @@ def _run(
             _BLOCK_SIZE, shape.num_layers, shape.num_kv_heads, shape.bytes_per_token(2)
         )
         maker = _Maker(loaded, settings, texts, geometry, progress)
-        held_out = maker.held_out()  # first: unfit texts are said before the long run
+        held_out = maker.held_out()  # first, to refuse unsuitable texts early
         if run is None:
             router = loop.starting_router(maker.stage(0), settings)
             run = loop.Training.begin(router, settings, of, loaded.device)
         task = progress.add_task("training", total=settings.steps, completed=run.step)
 
         def done(step: int, terms: Terms) -> None:
-            said = (
+            status = (
                 f"training: zoom {float(terms.zoom):.3f}, lost energy "
                 f"{float(terms.reconstruction):.3f}"
             )
-            progress.update(task, completed=step, description=said)
+            progress.update(task, completed=step, description=status)
             if step % save_every == 0 or step == settings.steps:
                 run.save(checkpoint)
-                _log(progress, f"step {step} of {settings.steps}, {said}")
+                _log(progress, f"step {step} of {settings.steps}, {status}")
 
         router = loop.train(loaded, run, maker.stage, done)
         seen = maker.stage(len(settings.lengths) - 1)
@@ -190,41 +206,47 @@ def _run(
             on_device = thresholds.calibrated(router.on(loaded.device), seen)
             router = on_device.on(torch.device("cpu"))
         with torch.no_grad():
-            found = report.report(loaded, router.on(loaded.device), seen, held_out)
+            figures = report.report(loaded, router.on(loaded.device), seen, held_out)
     facts = RouterFacts(
         plugin=__version__,
         model=Path(model).name,
         fingerprint=fingerprint,
         settings=settings.model_dump(mode="json"),
         texts=texts.digests,
-        report=found,
+        report=figures,
     )
     (out_dir / REPORT).write_text(
         json.dumps(facts.model_dump(mode="json"), indent=1), encoding="utf-8"
     )
     write_router(router, facts, out_dir / ROUTER)
-    return found
+    return figures
 
 
 def _shape_problems(settings: TrainSettings, config: ConfigOnlyModel) -> list[str]:
-    """What does not fit the model's sizes."""
+    """Settings that do not fit the sizes of the model."""
     problems, head_dim = [], config.cache_shape().head_dim
-    longest, most = max(settings.lengths), config.max_positions
-    if most is not None and longest > most:
+    longest, max_positions = max(settings.lengths), config.max_positions
+    if max_positions is not None and longest > max_positions:
         problems.append(
-            f"--lengths holds {longest}, and the model takes {most} tokens; give "
-            "smaller ones"
+            coded(
+                "KVP643",
+                f"--lengths contains {longest}, but the model takes at most "
+                f"{max_positions} tokens; give smaller lengths",
+            )
         )
     if settings.routing_dim > head_dim:
         problems.append(
-            f"routing_dim {settings.routing_dim} is more than the {head_dim} "
-            "dimensions of a head; give at most that"
+            coded(
+                "KVP643",
+                f"routing_dim {settings.routing_dim} exceeds the {head_dim} dimensions "
+                "of a head; give a smaller one",
+            )
         )
     return problems
 
 
 class _Maker:
-    """Makes examples of texts when they are wanted."""
+    """Makes the examples of a stage when the stage begins."""
 
     def __init__(
         self,
@@ -240,10 +262,10 @@ class _Maker:
         self._made: dict[int, list[Example]] = {}
 
     def stage(self, number: int) -> Sequence[Example]:
-        """The examples of a stage; only those of the last one asked for are kept."""
+        """The examples of a stage; only those of the latest stage stay in memory."""
         if number not in self._made:
             length = self._settings.lengths[number]
-            self._made.clear()  # first, as they fill the memory
+            self._made.clear()  # before the next ones are made: they fill the memory
             settings = self._settings
             self._made[number] = self._make(
                 self._texts.training,
@@ -251,13 +273,13 @@ class _Maker:
                 settings.examples,
                 settings.passages,
                 "training",
-                # each stage goes on where the one before has stopped
+                # start after the texts of the previous stage
                 first_text=number * settings.examples,
             )
         return self._made[number]
 
     def held_out(self) -> Sequence[Example]:
-        """Those of texts that no step has seen."""
+        """The examples of held-out texts."""
         return self._make(
             self._texts.held_out,
             self._settings.lengths[-1],
@@ -273,7 +295,7 @@ class _Maker:
         length: int,
         count: int,
         passages: int,
-        what: str,
+        purpose: str,
         first_text: int,
     ) -> list[Example]:
         from vllm_kvplugins.training.examples import Cut, make_example
@@ -289,15 +311,15 @@ class _Maker:
             max_rank=settings.max_rank,
         )
         task: TaskID = self._progress.add_task(
-            f"reading {what} texts of {length} tokens", total=count
+            f"reading {purpose} texts of {length} tokens", total=count
         )
-        found = list["Example"]()
+        made = list["Example"]()
         for number, (_, tokens) in enumerate(
             parts(
                 texts,
                 length,
                 count,
-                f"{settings.seed} {what}",
+                f"{settings.seed} {purpose}",
                 first_text,
                 settings.ends,
             )
@@ -308,19 +330,22 @@ class _Maker:
                 cut,
                 self._geometry,
                 settings.seed + number,
-                with_passage=len(found) < passages,
+                with_passage=len(made) < passages,
             )
             if example is not None:
-                found.append(example.to(self._model.device))
+                made.append(example.to(self._model.device))
             self._progress.update(task, advance=1)
-            _log(self._progress, f"{number + 1} of {count} {what} texts of {length}")
+            _log(self._progress, f"{number + 1} of {count} {purpose} texts of {length}")
         self._progress.remove_task(task)
-        if not found:
+        if not made:
             raise KVPolicyError(
-                f"none of the {what} texts of {length} tokens has two spans; give "
-                "longer --lengths"
+                coded(
+                    "KVP642",
+                    f"none of the {purpose} texts of {length} tokens has two spans; "
+                    "give longer --lengths",
+                )
             )
-        return found
+        return made
 
 
 @contextmanager
@@ -335,13 +360,13 @@ def _progress() -> Iterator[Progress]:
         yield progress
 
 
-def _log(progress: Progress, said: str) -> None:
-    """A line where no bar is seen, as in a log file."""
+def _log(progress: Progress, line: str) -> None:
+    """Print a line if there is no terminal to show a bar, as in a log file."""
     if not progress.console.is_terminal:
-        progress.console.print(said)
+        progress.console.print(line)
 
 
-def _print_report(found: RouterReport, out_dir: Path) -> None:
+def _print_report(figures: RouterReport, out_dir: Path) -> None:
     console = out()
     table = Table("held-out", "router", "mean-key", "others")
     for name, others in (
@@ -351,7 +376,7 @@ def _print_report(found: RouterReport, out_dir: Path) -> None:
         ("covered_in_room", ("teacher",)),
         ("divergence", ("none", "all")),
     ):
-        row = getattr(found, name)
+        row = getattr(figures, name)
         table.add_row(
             name,
             f"{row['router']:.3f}",
@@ -360,7 +385,7 @@ def _print_report(found: RouterReport, out_dir: Path) -> None:
         )
     console.print(table)
     console.print(
-        f"gates keep {found.kept_energy:.1%} of the squared norm with "
-        f"{found.mean_rank:.1f} components on average"
+        f"gates keep {figures.kept_energy:.1%} of the squared norm with "
+        f"{figures.mean_rank:.1f} components on average"
     )
     console.print(f"wrote {out_dir / ROUTER} and {REPORT}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The plot of ``kvplugins plot zoom``: which heads of which layers zoom in."""
+"""The plot of ``kvplugins plot zoom``: share of zoomed spans by layer and head."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 from vllm_kvplugins.routers.files import RouterFacts
 
-# Text stays text, and the same file gives the same picture.
+# Text stays text in SVG, and equal input gives an equal file.
 _STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "kvp", "font.size": 9}
 _COLOURS = "viridis"  # perceptually uniform, safe for the colour-blind
 _PNG_DPI = 150
 
 
 def draw(facts: RouterFacts, path: Path) -> None:
-    """Share of spans that each query head zooms into, layer by layer, on held-out
-    texts (SeKV, figures 5 and 6).
+    """Draw the share of spans that each query head zooms into (SeKV, figures 5, 6).
 
     Args:
-        path: its suffix says which format; SVG and PNG are meant.
+        facts: of a router; its report has the shares on held-out texts.
+        path: ends in .svg or .png.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Routers as files: safetensors, with what they were made of beside the numbers."""
+"""Router files: safetensors whose metadata describes how the router was trained."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.routers.router import Router
 
-_AGAIN = "make one with `kvplugins train-router MODEL --data DIR --out DIR`"
+_REMEDY = "make one with `kvplugins train-router MODEL --data DIR --out DIR`"
 
 
 class RouterReport(BaseModel):
-    """Held-out figures of a router, beside others; see ``report.py``.
+    """Figures of a router on held-out texts, with baselines (``training/report.py``).
+
+    Dictionaries map a method (``router``, ``mean_key``, ...) to its figure.
 
     Attributes:
-        zoom_f1: of decisions by thresholds, against the teacher's targets (equation
-            12), by what decides.
-        zoom_f1_in_room: of what is zoomed where spans compete for a quarter of the
-            tokens, against what the teacher's attention would choose there.
-        zoomed: share of (query, query head, span) that is seen token by token.
-        covered_in_room: share of the attention to spans that zoomed ones hold there.
-        divergence: from full attention, nats per token.
+        zoom_f1: F1 of threshold decisions against the teacher's targets (equation 12).
+        zoom_f1_in_room: F1 when spans compete for a quarter of the tokens, against
+            the choice that the teacher's attention makes.
+        zoomed: share of (query, query head, span) triples that are zoomed.
+        covered_in_room: share of the attention to spans that falls on the zoomed
+            ones, with the same room.
+        divergence: KL divergence from full attention, nats per token.
         kept_energy: share of the squared norm that gated components keep.
-        mean_rank: components that a span keeps of keys, or of values.
-        zoom_rate: [layers][num_q_heads], share of spans that each zooms into.
-        tau: [layers][num_q_heads].
+        mean_rank: components that a span keeps of its keys or of its values.
+        zoom_rate: [layers][num_q_heads], share of spans that each head zooms into.
+        tau: [layers][num_q_heads], thresholds.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,13 +52,15 @@ class RouterReport(BaseModel):
 
 
 class RouterFacts(BaseModel):
-    """What a router was trained for and on.
+    """The model, settings and texts that a router was trained with.
 
     Attributes:
+        plugin: version of this package.
         model: name of the model.
-        settings: of the training.
-        texts: name of each text -> sha256.
-        report: held-out figures.
+        fingerprint: of the model; compared with the served model at start-up.
+        settings: ``TrainSettings`` as plain values.
+        texts: SHA-256 of each text, by name.
+        report: figures on held-out texts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,64 +76,71 @@ class RouterFacts(BaseModel):
 
 
 def write_router(router: Router, facts: RouterFacts, path: Path) -> None:
-    """Write a file for :func:`read_router`; projections in bfloat16.
+    """Write a file for :func:`read_router`, with projections in bfloat16.
 
     Raises:
-        OSError: it cannot be written there.
+        OSError: the file cannot be written.
     """
     tensors = {
         name: tensor.detach().float().contiguous()
         for name, tensor in router.tensors.items()
     }
     tensors["projection"] = tensors["projection"].bfloat16()
-    told = {"facts": json.dumps(facts.model_dump(mode="json"))}
-    save_file(tensors, path, told)
+    metadata = {"facts": json.dumps(facts.model_dump(mode="json"))}
+    save_file(tensors, path, metadata)
 
 
 def read_router(path: Path) -> tuple[Router, RouterFacts]:
-    """Read what :func:`write_router` wrote.
+    """Read a file of :func:`write_router`.
 
     Raises:
-        KVPolicyError: no such file, or it is no router of this version.
+        KVPolicyError: the file is missing, damaged or of another version.
     """
     try:
         with safe_open(path, "pt") as file:
-            told = file.metadata() or {}
+            metadata = file.metadata() or {}
             names = file.keys()
             tensors = {name: file.get_tensor(name).float() for name in names}
     except (OSError, SafetensorError) as error:
-        raise KVPolicyError(f"cannot read the router {path}: {error}; {_AGAIN}") from (
-            error
-        )
+        raise KVPolicyError(
+            coded("KVP646", f"cannot read the router {path}: {error}; {_REMEDY}")
+        ) from error
     try:
-        facts = RouterFacts.model_validate(json.loads(told.get("facts", "{}")))
+        facts = RouterFacts.model_validate(json.loads(metadata.get("facts", "{}")))
         router = Router(**tensors)
     except (ValidationError, ValueError, TypeError) as error:
         raise KVPolicyError(
-            f"{path} is not a router that this program reads ({error}); {_AGAIN}"
+            coded(
+                "KVP646",
+                f"{path} is not a router file of this version ({error}); {_REMEDY}",
+            )
         ) from error
     problems = _shape_problems(router, facts.fingerprint)
     if problems:
-        raise KVPolicyError(f"{path} is damaged ({'; '.join(problems)}); {_AGAIN}")
+        raise KVPolicyError(
+            coded("KVP646", f"{path} is damaged ({'; '.join(problems)}); {_REMEDY}")
+        )
     return router, facts
 
 
 def shipped_router() -> Path:
-    """The file of the router that comes with this package. There is one, so that no
-    model need be known to find it; the model that it is for stands in it, and is held
-    against the one that is served at start-up."""
+    """Path of the router that comes with this package.
+
+    The package contains one router. Its file names its model, which is compared with
+    the served model at start-up.
+    """
     folder = Path(str(resources.files(__package__))) / "shipped"
     (path,) = folder.glob("*.safetensors")
     return path
 
 
 def _shape_problems(router: Router, model: ModelFingerprint) -> list[str]:
-    """Where numbers do not fit each other, or the model that they are said to fit."""
+    """Tensors whose shapes do not fit each other or the model, or are not finite."""
     if router.projection.dim() != 4 or router.rank_out.dim() != 2:
-        return ["a tensor has other dimensions than it should"]
+        return ["a tensor has the wrong number of dimensions"]
     layers, heads, routing_dim, _ = router.projection.shape
     hidden, rank = router.rank_out.shape
-    wanted = {
+    expected = {
         "projection": (
             model.num_layers,
             heads if model.num_heads is None else model.num_heads,
@@ -141,13 +152,13 @@ def _shape_problems(router: Router, model: ModelFingerprint) -> list[str]:
         "rank_hidden_bias": (hidden,),
         "rank_out_bias": (rank,),
     }
-    found = router.tensors
+    tensors = router.tensors
     return [
-        f"{name} is {tuple(found[name].shape)}, not {shape}"
-        for name, shape in wanted.items()
-        if tuple(found[name].shape) != shape
+        f"{name} is {tuple(tensors[name].shape)}, not {shape}"
+        for name, shape in expected.items()
+        if tuple(tensors[name].shape) != shape
     ] + [
         f"{name} holds NaN or infinity"
-        for name, tensor in found.items()
+        for name, tensor in tensors.items()
         if not bool(torch.isfinite(tensor).all())
     ]

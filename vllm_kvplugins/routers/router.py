@@ -1,4 +1,4 @@
-"""What is learned: projections, thresholds and the predictor of rank gates."""
+"""The learned tensors of SeKV, and the gates computed from them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch.nn.functional as F
 
 from vllm_kvplugins.ops.svd import LowRank
 
-# Gates of components are predicted by a network of so many hidden numbers.
+# Hidden width of the network that predicts gates of components.
 _HIDDEN = 32
 _TINY = 1e-12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Router:
-    """The learned part of SeKV (section 3.3), the same object in training and serving.
+    """The learned part of SeKV (section 3.3), in training and in serving.
 
     Attributes:
         projection: W, float32 [layers, num_q_heads, routing_dim, head_dim].
         threshold: logit of tau, float32 [layers, num_q_heads].
-        rank_hidden, rank_hidden_bias: float32 [features, 32] and [32], the predictor
-            g_phi of rank gates, first half.
-        rank_out, rank_out_bias: float32 [32, max_rank] and [max_rank].
+        rank_hidden, rank_hidden_bias: float32 [features, 32] and [32], first layer of
+            g_phi, which predicts rank gates.
+        rank_out, rank_out_bias: float32 [32, max_rank] and [max_rank], second layer.
     """
 
     projection: torch.Tensor
@@ -36,11 +36,13 @@ class Router:
 
     @staticmethod
     def new(projection: torch.Tensor, tau: float, max_rank: int, seed: int) -> Router:
-        """Before training: a threshold for all heads, all components kept.
+        """An untrained router: one threshold for all heads, all components kept.
 
         Args:
-            projection: as the attribute.
-            tau: in (0, 1).
+            projection: initial value of the attribute.
+            tau: threshold in (0, 1).
+            max_rank: R, components that the predictor knows.
+            seed: of the first layer of g_phi.
         """
         layers, heads, routing_dim, _ = projection.shape
         features = max_rank + routing_dim + 2
@@ -61,7 +63,7 @@ class Router:
 
     @property
     def routing_dim(self) -> int:
-        """d', numbers per span and query head."""
+        """d', size of a summary key."""
         return int(self.projection.shape[2])
 
     @property
@@ -75,19 +77,22 @@ class Router:
         return self.threshold.sigmoid()
 
     def on(self, device: torch.device) -> Router:
-        """A copy there, apart from any computation of gradients."""
+        """A copy on ``device``, detached from gradients."""
         tensors = self.tensors.items()
         return Router(**{k: t.detach().to(device, copy=True) for k, t in tensors})
 
     # -- routing ------------------------------------------------------------------
 
     def summarize(self, keys: torch.Tensor, layer: int | slice) -> torch.Tensor:
-        """Summary keys (equation 3): the projection is linear, so that of the mean is
-        the mean of projections.
+        """Summary keys (equation 3).
+
+        The projection is linear, so it is applied to the mean key of a span instead of
+        to each key.
 
         Args:
-            keys: float32 [..., num_kv_heads, spans, head_dim], weighted mean keys; as
-                many layers in front as ``layer`` has.
+            keys: float32 [..., num_kv_heads, spans, head_dim], weighted mean keys; the
+                leading dimensions are those of ``layer``.
+            layer: index, or a slice of layers.
 
         Returns:
             [..., num_q_heads, spans, routing_dim], of length 1.
@@ -104,21 +109,21 @@ class Router:
         log_sizes: torch.Tensor,
         layer: int | slice,
     ) -> torch.Tensor:
-        """What the sigmoid of equation 5 is taken of.
+        """Routing logits: equation 5 before its sigmoid.
 
         Args:
             queries: [..., num_q_heads, queries, head_dim], after RoPE.
-            summary: of :meth:`summarize`.
-            log_sizes: float32 [spans].
+            summary: from :meth:`summarize`.
+            log_sizes: float32 [spans], logarithm of the span lengths.
 
         Returns:
             [..., num_q_heads, queries, spans].
         """
-        asked = queries.float() @ self.projection[layer].mT
-        return asked @ summary.float().mT / self.routing_dim**0.5 + log_sizes
+        projected = queries.float() @ self.projection[layer].mT
+        return projected @ summary.float().mT / self.routing_dim**0.5 + log_sizes
 
     def per_length(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
-        """One over the length that equation 3 divides by.
+        """Reciprocal of the norm that equation 3 divides by.
 
         Args:
             keys: float32 [num_kv_heads, spans, head_dim], weighted mean keys.
@@ -139,22 +144,23 @@ class Router:
         log_sizes: torch.Tensor,
         layer: int,
     ) -> torch.Tensor:
-        """:meth:`logits` of one token's queries, without summaries: ``W q`` times
-        ``W k / |W k|`` is ``W^T W q`` times ``k / |W k|``, and the mean keys lie there
-        anyway.
+        """:meth:`logits` for the queries of one token, without summary keys.
+
+        ``W q`` times ``W k / |W k|`` equals ``W^T W q`` times ``k / |W k|``, and the
+        mean keys are in memory anyway.
 
         Args:
             queries: [num_kv_heads, group, head_dim], after RoPE.
             keys: float32 [num_kv_heads, spans, head_dim], weighted mean keys.
-            per_length: of :meth:`per_length`.
+            per_length: from :meth:`per_length`.
             log_sizes: float32 [spans].
 
         Returns:
             float32 [num_kv_heads, group, spans].
         """
         weight = self.projection[layer].unflatten(0, queries.shape[:2])
-        asked = queries.float()[:, :, None] @ weight.mT @ weight
-        scores = asked[:, :, 0] @ keys.mT * per_length.unflatten(0, queries.shape[:2])
+        folded = queries.float()[:, :, None] @ weight.mT @ weight
+        scores = folded[:, :, 0] @ keys.mT * per_length.unflatten(0, queries.shape[:2])
         return scores / self.routing_dim**0.5 + log_sizes
 
     # -- ranks --------------------------------------------------------------------
@@ -162,42 +168,42 @@ class Router:
     def rank_logits(
         self, spectrum: torch.Tensor, summary: torch.Tensor, is_value: torch.Tensor
     ) -> torch.Tensor:
-        """What the sigmoid of equation 7 is taken of.
+        """Rank-gate logits: equation 7 before its sigmoid.
 
-        The predictor sees each component's share of the span's squared norm, the
-        logarithm of that norm and the summary.
+        The input of the predictor is each component's share of the span's squared
+        norm, the logarithm of that norm, and the summary key.
 
         Args:
-            spectrum: float32 [..., max_rank], singular values, 0 where there is none.
+            spectrum: float32 [..., max_rank], singular values, padded with 0.
             summary: [..., routing_dim], the mean over the query heads that share a
                 KV head.
             is_value: float32 [..., 1], 1 for factors of values, 0 for those of keys.
         """
         energy = spectrum.square()
         total = energy.sum(-1, keepdim=True).clamp(min=_TINY)
-        # a whole range of magnitudes, so that small components can be told apart
+        # logarithmic, so that the predictor can distinguish small components
         shares = (energy / total).clamp(min=1e-6).log10() / 6 + 1
         size = total.log10() / 6
-        seen = torch.cat([shares, summary.float(), is_value, size], -1)
-        hidden = F.gelu(seen @ self.rank_hidden + self.rank_hidden_bias)
+        features = torch.cat([shares, summary.float(), is_value, size], -1)
+        hidden = F.gelu(features @ self.rank_hidden + self.rank_hidden_bias)
         return hidden @ self.rank_out + self.rank_out_bias
 
     def component_gates(self, factors: LowRank, summary: torch.Tensor) -> torch.Tensor:
-        """Equation 7 for the factors of one layer.
+        """Rank gates (equation 7) for the factors of one layer.
 
         Args:
-            factors: of keys, KV head by KV head, and then of values.
+            factors: of keys, by KV head, followed by those of values.
             summary: [num_q_heads, spans, routing_dim].
 
         Returns:
-            float32, a number in (0, 1) per singular value, matrix by matrix.
+            float32, one gate in (0, 1) per singular value, matrix by matrix.
 
         Raises:
-            ValueError: a rank is larger than this router knows.
+            ValueError: a rank exceeds ``max_rank``.
         """
         if int(factors.ranks.max()) > self.max_rank:
             raise ValueError(
-                f"factors of rank {int(factors.ranks.max())}, and a router that knows "
+                f"factors have rank {int(factors.ranks.max())}, but the router knows "
                 f"{self.max_rank} components"
             )
         spans = summary.shape[1]
@@ -214,13 +220,15 @@ class Router:
 
 
 def group_mean(summary: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """[..., num_q_heads, spans, d'] -> [..., num_kv_heads, spans, d']."""
+    """Mean over the query heads that share a KV head.
+
+    [..., num_q_heads, spans, d'] -> [..., num_kv_heads, spans, d'].
+    """
     return summary.float().unflatten(-3, (num_kv_heads, -1)).mean(-3)
 
 
 def spectra(factors: LowRank, max_rank: int) -> torch.Tensor:
-    """Singular values of all matrices, float32 [matrices, max_rank], 0 where a matrix
-    has no more."""
+    """Singular values of all matrices, float32 [matrices, max_rank], padded with 0."""
     wide = 4 // factors.factors.itemsize
     within = torch.arange(max_rank)[None] < factors.ranks[:, None]
     last = max(factors.factors.numel() - wide, 0)
@@ -228,5 +236,5 @@ def spectra(factors: LowRank, max_rank: int) -> torch.Tensor:
     if not within.any():
         return torch.zeros(within.shape)
     parts = (at[..., None] + torch.arange(wide)).flatten()
-    found = factors.factors[parts].view(torch.float32).view(within.shape)
-    return found.where(within, 0.0)
+    values = factors.factors[parts].view(torch.float32).view(within.shape)
+    return values.where(within, 0.0)

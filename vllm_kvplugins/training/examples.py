@@ -1,4 +1,4 @@
-"""Training examples: a text cut into spans, and what full attention looked at."""
+"""Training examples: the spans of a text, and the attention that each receives."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from vllm_kvplugins.training.teacher import Reading
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How texts become examples.
+    """How a text becomes an example.
 
     Attributes:
-        budget: smallest and largest share of the prefix that stays on the device;
-            drawn anew for each text, so that a router knows long and short spans.
-        queries: tokens behind the prefix that may ask.
-        mined: of those, the ones that look farthest, whose choice is learned.
-        window: of those, in one run, that the student reads for the distillation.
-        coverage: rho, share of a query's attention to spans that its targets hold.
+        budget: smallest and largest share of the prefix that stays on the device.
+            A share is drawn for each text, so a router learns long and short spans.
+        queries: number of query tokens after the prefix.
+        mined: number of these queries that targets are made of; those with the most
+            attention to spans.
+        window: length of the run of queries that the student reads.
+        coverage: rho, share of a query's attention to spans that its targets cover.
         max_rank: R.
     """
 
@@ -41,14 +42,14 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Tokens that the student reads, and what lies before them.
+    """Tokens that the student reads, and their context.
 
     Attributes:
         tokens: int64 [window].
-        first_position: of the first.
-        hidden: [window, hidden], the teacher's, before the output layer.
-        keys, values: [layers, num_kv_heads, first_position, head_dim]; those of spans
-            as their factors give them.
+        first_position: position of the first token.
+        hidden: [window, hidden], of the teacher, before the output layer.
+        keys, values: [layers, num_kv_heads, first_position, head_dim], the context;
+            tokens of spans are reconstructed from their factors.
     """
 
     tokens: torch.Tensor
@@ -58,6 +59,7 @@ class Passage:
     values: torch.Tensor
 
     def to(self, device: torch.device) -> Passage:
+        """A copy whose activations are on ``device``."""
         return replace(
             self,
             hidden=self.hidden.to(device),
@@ -68,17 +70,18 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One text.
+    """One text, prepared for training.
 
     Attributes:
         segments: of the prefix.
         means: float32 [2, layers, num_kv_heads, spans, head_dim], of keys and values.
-        log_sizes: float32 [spans].
-        spectrum: float32 [2, layers, num_kv_heads, spans, R], of keys and of values.
+        log_sizes: float32 [spans], logarithm of the span lengths.
+        spectrum: float32 [2, layers, num_kv_heads, spans, R], singular values of keys
+            and values.
         queries: [layers, num_q_heads, mined, head_dim].
-        mass: [layers, num_q_heads, mined, spans], teacher attention to each.
-        targets: bool, as ``mass`` (equation 12).
-        passage: for the distillation; None: not for this one.
+        mass: [layers, num_q_heads, mined, spans], teacher attention to each span.
+        targets: bool, same shape as ``mass`` (equation 12).
+        passage: for the distillation; None if the student does not read this text.
         scale: softmax scale of the model.
     """
 
@@ -93,8 +96,7 @@ class Example:
     scale: float
 
     def to(self, device: torch.device) -> Example:
-        """The same with all that a training step computes with on ``device``; what
-        says where spans lie stays on the CPU."""
+        """A copy whose tensors are on ``device``; segments stay on the CPU."""
         return replace(
             self,
             means=self.means.to(device),
@@ -110,11 +112,18 @@ class Example:
 def make_example(
     reading: Reading, cut: Cut, geometry: Geometry, seed: int, with_passage: bool
 ) -> Example | None:
-    """Turn a reading into an example; None if the prefix has fewer than two spans.
+    """Make an example of a reading.
 
     Args:
-        seed: of the budget that is drawn.
-        with_passage: for the student, which takes the memory of all keys and values.
+        reading: activations of the text.
+        cut: how to make the example.
+        geometry: of the cache for which the policy would plan.
+        seed: of the drawn budget.
+        with_passage: also keep a passage for the student, which needs memory for all
+            keys and values.
+
+    Returns:
+        The example, or None if the prefix has fewer than two spans.
 
     Cost: attention scores of ``cut.queries`` queries and the decomposition of all
         spans, layer by layer.
@@ -125,15 +134,15 @@ def make_example(
     if segments is None or segments.num_spans < 2:
         return None
     layers = list(zip(reading.queries, reading.keys, reading.values, strict=True))
-    masses, means, spectrums, again = [], [], [], []
+    masses, means, spectra_of_layers, reconstructed = [], [], [], []
     for query, key, value in layers:
         masses.append(span_mass(query, key, segments, prefix, reading.scale))
         rows = torch.stack([key, value])[:, :, segments.positions]
         coarse = CoarseSpans.of(rows[0], rows[1], segments, torch.clone)
         means.append(torch.stack([coarse.keys, coarse.values]))
-        found, made = _factored(rows, segments, cut.max_rank)
-        spectrums.append(found)
-        again.append(made)
+        spectrum, rebuilt = _factored(rows, segments, cut.max_rank)
+        spectra_of_layers.append(spectrum)
+        reconstructed.append(rebuilt)
     mass = torch.stack(masses)
     far = mass.sum(-1).mean((0, 1))  # [queries]
     mined = far.topk(min(cut.mined, len(far))).indices.sort().values
@@ -142,11 +151,11 @@ def make_example(
         segments=segments,
         means=torch.stack(means, 1),
         log_sizes=segments.sizes.float().log(),
-        spectrum=torch.stack(spectrums, 1),
+        spectrum=torch.stack(spectra_of_layers, 1),
         queries=reading.queries[:, :, mined],
         mass=mass,
         targets=covering(mass, cut.coverage),
-        passage=_passage(reading, cut, far, segments, torch.stack(again, 1))
+        passage=_passage(reading, cut, far, segments, torch.stack(reconstructed, 1))
         if with_passage
         else None,
         scale=reading.scale,
@@ -156,7 +165,7 @@ def make_example(
 def _segments(
     surprisal: torch.Tensor, share: float, geometry: Geometry
 ) -> Segments | None:
-    """As the policy would cut the same prompt at that budget; None: it would not."""
+    """Segments that the policy makes of this prefix; None if it compacts nothing."""
     policy = SeKV(budget=Budget(fraction=share))
     plan = policy.plan(Lengths(surprisal.numel()), geometry)
     if not plan.compactions:
@@ -173,10 +182,10 @@ def span_mass(
     first_query: int,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of each query to each span as a whole, a_S of section 3.3.
+    """Attention of each query to each whole span, a_S of section 3.3.
 
     Args:
-        queries: [num_q_heads, queries, head_dim], one after the other.
+        queries: [num_q_heads, queries, head_dim], consecutive.
         keys: [num_kv_heads, tokens, head_dim].
         first_query: position of the first query.
 
@@ -188,36 +197,47 @@ def span_mass(
     count, tokens = scores.shape[-2:]
     later = torch.arange(tokens) > torch.arange(count)[:, None] + first_query
     weights = scores.masked_fill_(later, -torch.inf).softmax(-1)
-    found = torch.zeros(*scores.shape[:2], segments.num_spans)
-    return found.index_add_(2, segments.span, weights[:, :, segments.positions])
+    mass = torch.zeros(*scores.shape[:2], segments.num_spans)
+    return mass.index_add_(2, segments.span, weights[:, :, segments.positions])
 
 
 def covering(mass: torch.Tensor, coverage: float) -> torch.Tensor:
-    """The smallest sets of spans that hold this share of the mass on all spans
-    (equation 12); ties go to the lower number.
+    """The smallest sets of spans with this share of the mass of all spans (eq. 12).
+
+    Ties go to the lower index.
 
     Args:
         mass: [..., spans].
+        coverage: rho, in (0, 1].
+
+    Returns:
+        bool, same shape as ``mass``.
     """
     order = mass.argsort(dim=-1, descending=True, stable=True)
     sorted_mass = mass.gather(-1, order)
     before = sorted_mass.cumsum(-1) - sorted_mass
-    wanted = before < coverage * mass.sum(-1, keepdim=True)
-    return torch.zeros_like(wanted).scatter_(-1, order, wanted)
+    selected = before < coverage * mass.sum(-1, keepdim=True)
+    return torch.zeros_like(selected).scatter_(-1, order, selected)
 
 
 def _factored(
     rows: torch.Tensor, segments: Segments, max_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Spectra, float32 [2, num_kv_heads, spans, R], of keys and values [2,
-    num_kv_heads, n, head_dim], and what their factors give back."""
+    """Decompose the keys and values of all spans in one layer.
+
+    Args:
+        rows: [2, num_kv_heads, n, head_dim].
+
+    Returns:
+        Spectra, float32 [2, num_kv_heads, spans, R], and the reconstructed rows.
+    """
     starts = segments.sizes.cumsum(0) - segments.sizes
     factors = truncated_svd(
         rows.flatten(0, 1).contiguous(), starts, segments.sizes, max_rank
     )
-    found = spectra(factors, max_rank).view(*rows.shape[:2], -1, max_rank)
-    again = reconstruct(factors, torch.arange(len(factors)))
-    return found, again.view(rows.shape)
+    spectrum = spectra(factors, max_rank).view(*rows.shape[:2], -1, max_rank)
+    rebuilt = reconstruct(factors, torch.arange(len(factors)))
+    return spectrum, rebuilt.view(rows.shape)
 
 
 def _passage(
@@ -225,18 +245,18 @@ def _passage(
     cut: Cut,
     far: torch.Tensor,
     segments: Segments,
-    again: torch.Tensor,
+    reconstructed: torch.Tensor,
 ) -> Passage:
-    """The run of queries that looks farthest."""
+    """The run of queries with the most attention to spans."""
     start = int(far.unfold(0, min(cut.window, len(far)), 1).mean(1).argmax())
     window = slice(start, start + cut.window)
     first = len(reading.tokens) - cut.queries + start
-    before = torch.stack([reading.keys[:, :, :first], reading.values[:, :, :first]])
-    before[:, :, :, segments.positions] = again.to(before.dtype)
+    context = torch.stack([reading.keys[:, :, :first], reading.values[:, :, :first]])
+    context[:, :, :, segments.positions] = reconstructed.to(context.dtype)
     return Passage(
         tokens=reading.tokens[first : first + cut.window],
         first_position=first,
         hidden=reading.hidden[window].clone(),
-        keys=before[0],
-        values=before[1],
+        keys=context[0],
+        values=context[1],
     )

@@ -1,4 +1,4 @@
-"""Training a router: a curriculum of lengths, one example a step, resumable."""
+"""Train a router: length curriculum, one example per step, resumable."""
 
 from __future__ import annotations
 
@@ -14,41 +14,47 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.routers.router import Router
 from vllm_kvplugins.training.examples import Example
 from vllm_kvplugins.training.losses import Terms, Weights, terms
 from vllm_kvplugins.training.settings import TrainSettings
 from vllm_kvplugins.training.student import routed, student_logits
 
-# Gradients longer than this are shortened to it.
+# Gradients are clipped to this norm.
 _LONGEST_GRADIENT = 1.0
 
 
 def starting_router(examples: Sequence[Example], settings: TrainSettings) -> Router:
-    """A router that ranks about as means do: its projections pick the coordinates of
-    a head in which products of queries and mean keys vary most from span to span,
-    scaled so that gates are as steep as attention.
+    """An untrained router that ranks spans approximately as their mean keys do.
 
-    Coordinates, not directions: RoPE turns each pair of them alone, so what picks
-    pairs depends on distances, as attention does, and not on positions.
+    The projection of a head selects the coordinates in which products of queries and
+    mean keys vary most between spans. It is scaled so that gates are as steep as
+    attention.
 
-    Differs from the paper, which does not say how projections start.
+    Selecting coordinates instead of general directions keeps RoPE intact: RoPE rotates
+    each pair of coordinates separately, so selected pairs depend on distances, as
+    attention does, and not on positions.
+
+    The paper does not describe how projections are initialized.
+
+    Args:
+        examples: of the first stage.
     """
     layers, heads, _, dim = examples[0].queries.shape
     group = heads // examples[0].means.shape[2]
-    varies = torch.zeros(layers, heads, dim)
+    variation = torch.zeros(layers, heads, dim)
     for example in examples:
-        asked = example.queries.float().square().mean(2)
+        energy = example.queries.float().square().mean(2)
         spread = example.means[0].var(2, correction=0).repeat_interleave(group, 1)
-        varies += (asked * spread).cpu()
-    chosen = varies.topk(settings.routing_dim, -1).indices.sort(-1).values
-    directions = F.one_hot(chosen, dim).float()
+        variation += (energy * spread).cpu()
+    selected = variation.topk(settings.routing_dim, -1).indices.sort(-1).values
+    directions = F.one_hot(selected, dim).float()
     length = torch.zeros(layers, heads)
     for example in examples:
         keys = example.means[0].cpu().repeat_interleave(group, 1) @ directions.mT
         length += keys.norm(dim=-1).mean(-1) / len(examples)
-    # of (W q)(W k) / (|W k| sqrt(d')), so that it is q k / sqrt(d) on average
+    # makes (W q)(W k) / (|W k| sqrt(d')) equal to q k / sqrt(d) on average
     size = length * (settings.routing_dim / dim) ** 0.5
     projection = directions * size[..., None, None]
     return Router.new(projection, settings.tau, settings.max_rank, settings.seed)
@@ -56,13 +62,13 @@ def starting_router(examples: Sequence[Example], settings: TrainSettings) -> Rou
 
 @dataclass(slots=True, eq=False)
 class Training:
-    """A router on its way, with all that is needed to go on later.
+    """A router in training, with the state that a checkpoint needs.
 
     Attributes:
-        of: what it is trained for and on, as text; nothing else may go on.
-        projection_size: mean size of the projections' numbers at the start, which
-            their learning rate is relative to.
-        step: how many are done.
+        of: identifies model and texts; a checkpoint continues only with the same.
+        projection_size: mean absolute value of the initial projections; their learning
+            rate is relative to it.
+        step: number of finished steps.
     """
 
     router: Router
@@ -76,7 +82,7 @@ class Training:
     def begin(
         router: Router, settings: TrainSettings, of: str, device: torch.device
     ) -> Training:
-        """From a router that no step has seen."""
+        """Start with an untrained router."""
         size = float(router.projection.detach().abs().mean())
         return Training._of(router, settings, of, device, size)
 
@@ -103,11 +109,15 @@ class Training:
 
     @property
     def distills(self) -> bool:
-        """Whether the next step's example is read by the student, too."""
+        """Whether the student reads the example of the next step."""
         return self.step % self.settings.distill_every == 0
 
     def advance(self, model: Any, example: Example) -> Terms:
-        """One step on one example."""
+        """Run one training step on one example.
+
+        Raises:
+            KVPolicyError: the loss is not finite.
+        """
         settings = self.settings
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * rate(self.step, settings)
@@ -117,12 +127,15 @@ class Training:
             teacher = model.get_output_embeddings()(example.passage.hidden).float()
             student = student_logits(model, example, routed(self.router, example))
         weights = Weights.of(settings)
-        found = terms(self.router, example, weights, student, teacher)
-        total = found.total(weights, min(2 * self.step / settings.steps, 1.0))
+        losses = terms(self.router, example, weights, student, teacher)
+        total = losses.total(weights, min(2 * self.step / settings.steps, 1.0))
         if not bool(torch.isfinite(total)):
             raise KVPolicyError(
-                f"the loss is {float(total.detach())} at step {self.step}; try a "
-                "smaller learning_rate, or --dtype float32"
+                coded(
+                    "KVP645",
+                    f"the loss is {float(total.detach())} at step {self.step}; try a "
+                    "smaller learning_rate, or --dtype float32",
+                )
             )
         self.optimizer.zero_grad()
         total.backward()
@@ -131,67 +144,77 @@ class Training:
         )
         self.optimizer.step()
         self.step += 1
-        return found.detached()
+        return losses.detached()
 
     # -- checkpoints --------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Write all there is; whoever is interrupted finds the one before."""
+        """Write a checkpoint; an interrupted write leaves the previous one intact."""
         tensors = {f"router.{n}": t.detach() for n, t in self.router.tensors.items()}
         for name, tensor in self.router.tensors.items():
             for what, moment in self.optimizer.state.get(tensor, {}).items():
                 tensors[f"{what}.{name}"] = moment
-        told = {
+        metadata = {
             "step": str(self.step),
             "projection_size": str(self.projection_size),
             "of": self.of,
             "settings": self.settings.model_dump_json(),
         }
-        fresh = path.with_suffix(".new")
-        save_file(tensors, fresh, told)
-        fresh.replace(path)
+        temporary = path.with_suffix(".new")
+        save_file(tensors, temporary, metadata)
+        temporary.replace(path)
 
     @staticmethod
     def load(
         path: Path, settings: TrainSettings, of: str, device: torch.device
     ) -> Training:
-        """Go on from :meth:`save`.
+        """Continue from a checkpoint of :meth:`save`.
 
         Raises:
-            KVPolicyError: it is no checkpoint, or one of other settings, or of
+            KVPolicyError: the file is not a checkpoint, or belongs to other settings,
                 another model or other texts.
         """
         try:
             with safe_open(path, "pt") as file:
-                told = file.metadata() or {}
+                metadata = file.metadata() or {}
                 names = file.keys()
                 tensors = {name: file.get_tensor(name) for name in names}
-            step, size = int(told["step"]), float(told["projection_size"])
-            before = TrainSettings.model_validate_json(told["settings"])
-            begun_for = told["of"]
+            step, size = int(metadata["step"]), float(metadata["projection_size"])
+            before = TrainSettings.model_validate_json(metadata["settings"])
+            saved_of = metadata["of"]
             parts = [name.partition(".")[::2] for name in tensors]
             router = Router(
                 **{n: tensors[f"router.{n}"] for what, n in parts if what == "router"}
             )
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             raise KVPolicyError(
-                f"{path} is no checkpoint of a router ({error}); remove it, or give "
-                "another --out"
+                coded(
+                    "KVP644",
+                    f"{path} is not a checkpoint of a router ({error}); remove it, or "
+                    "give another --out",
+                )
             ) from error
         if before != settings:
             raise KVPolicyError(
-                f"{path} was begun with other settings "
-                f"({_differences(before, settings)}); give the same, or another --out"
+                coded(
+                    "KVP644",
+                    f"{path} belongs to a run with other settings "
+                    f"({_differences(before, settings)}); give the same settings, or "
+                    "another --out",
+                )
             )
-        if begun_for != of:
+        if saved_of != of:
             raise KVPolicyError(
-                f"{path} was begun for another model or with other texts; give the "
-                "same, or another --out"
+                coded(
+                    "KVP644",
+                    f"{path} belongs to a run with another model or other texts; give "
+                    "the same, or another --out",
+                )
             )
         training = Training._of(router, settings, of, device, size)
         for name, tensor in training.router.tensors.items():
             state = {
-                # AdamW wants its count of steps on the CPU
+                # AdamW keeps its step count on the CPU
                 what: tensors[f"{what}.{name}"].to("cpu" if what == "step" else device)
                 for what, owner in parts
                 if owner == name and what != "router"
@@ -210,7 +233,7 @@ def _differences(before: TrainSettings, now: TrainSettings) -> str:
 
 
 def rate(step: int, settings: TrainSettings) -> float:
-    """Share of the peak learning rate: a linear rise, then half a cosine to zero."""
+    """Factor of the peak learning rate: linear warm-up, then cosine decay to zero."""
     rising = settings.warmup * settings.steps
     if step < rising:
         return (step + 1) / (rising + 1)
@@ -219,7 +242,7 @@ def rate(step: int, settings: TrainSettings) -> float:
 
 
 def stage_of(step: int, settings: TrainSettings) -> int:
-    """Index of the length that a step learns from."""
+    """Index of the length stage to which a step belongs."""
     return step * len(settings.lengths) // settings.steps
 
 
@@ -229,17 +252,19 @@ def train(
     stage_examples: Callable[[int], Sequence[Example]],
     done: Callable[[int, Terms], None],
 ) -> Router:
-    """All steps that are left.
+    """Run all remaining steps.
 
     Args:
-        stage_examples: of a stage, asked for when it begins.
-        done: after each step.
+        model: frozen, from ``teacher.load_model``.
+        training: its state; advanced in place.
+        stage_examples: returns the examples of a stage; called when the stage begins.
+        done: called after each step with the step and its loss terms.
 
     Returns:
-        The router, apart from gradients.
+        The trained router on the CPU, without gradients.
 
-    Cost: per step a forward and a backward pass of the gates of all layers; every
-        ``distill_every`` steps one of the model, over ``window`` tokens, on top.
+    Cost: per step, a forward and a backward pass of the gates of all layers; every
+        ``distill_every`` steps also one of the model over ``window`` tokens.
     """
     settings = training.settings
     stage, examples = -1, list[Example]()
@@ -247,8 +272,8 @@ def train(
         if stage != stage_of(training.step, settings):
             stage = stage_of(training.step, settings)
             examples = list(stage_examples(stage))
-        some = [e for e in examples if e.passage] if training.distills else examples
-        pick = random.Random(f"{settings.seed} {training.step}").randrange(len(some))
-        found = training.advance(model, some[pick])
-        done(training.step, found)
+        pool = [e for e in examples if e.passage] if training.distills else examples
+        pick = random.Random(f"{settings.seed} {training.step}").randrange(len(pool))
+        losses = training.advance(model, pool[pick])
+        done(training.step, losses)
     return training.router.on(torch.device("cpu"))

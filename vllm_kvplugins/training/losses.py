@@ -1,4 +1,4 @@
-"""What training minimizes (SeKV, equations 10 to 15)."""
+"""The training loss (SeKV, equations 10 to 15)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from vllm_kvplugins.training.student import straight_through
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How much each term counts.
+    """Weights of the terms.
 
-    Differs from the paper: its terms are sums over layers, heads and spans, whose
-    sizes change with model and text; these are means, and energies are shares of a
-    span's squared norm. So the numbers beside the paper's symbols are not the
-    paper's, except by chance.
+    Differs from the paper: its terms are sums over layers, heads and spans, which grow
+    with model and text. Ours are means, and energies are shares of the squared norm of
+    a span. Our values of the paper's symbols therefore differ from the paper's values.
 
     Attributes:
         zoom: lambda_1.
-        ranking: of the term that the paper does not have.
+        ranking: of :func:`ranking_loss`, which is not in the paper.
         reconstruction: lambda_2.
         budget: lambda_3.
-        rank: beta, of a component beside that of a zoom.
-        positive: w+, of a span that should be zoomed beside one that should not.
+        rank: beta, cost of a component relative to a zoom.
+        positive: w+, weight of a span that should be zoomed, relative to others.
     """
 
     zoom: float
@@ -55,10 +54,11 @@ class Terms:
     """The parts of equation 10 for one example; scalars.
 
     Attributes:
-        ranking: not in the paper, see :func:`ranking_loss`.
+        ranking: not in the paper; see :func:`ranking_loss`.
         rank: components that a span keeps, the second half of equation 15.
-        distill, zoomed: None where no student has read; the share of zoomed spans is
-            the first half of equation 15 and belongs beside what it costs.
+        distill: divergence of the student; None in steps without the student.
+        zoomed: share of zoomed spans, the first half of equation 15; None in steps
+            without the student.
     """
 
     zoom: torch.Tensor
@@ -72,21 +72,21 @@ class Terms:
         """Equation 10.
 
         Args:
-            budget_ramp: in [0, 1], how much of lambda_3 counts by now.
+            budget_ramp: in [0, 1], factor of lambda_3.
         """
         budget = weights.budget * budget_ramp
-        found = (
+        total = (
             weights.zoom * self.zoom
             + weights.ranking * self.ranking
             + weights.reconstruction * self.reconstruction
             + budget * weights.rank * self.rank
         )
         if self.distill is None or self.zoomed is None:
-            return found
-        return found + self.distill + budget * self.zoomed
+            return total
+        return total + self.distill + budget * self.zoomed
 
     def detached(self) -> Terms:
-        """Numbers to show."""
+        """The same values without gradients."""
 
         def number(term: torch.Tensor | None) -> torch.Tensor | None:
             return None if term is None else term.detach()
@@ -120,7 +120,7 @@ def terms(
     distill = zoomed = None
     if student is not None and teacher is not None:
         distill = divergence(teacher, student)
-        # what a zoom costs moves thresholds alone: projections learn from targets
+        # the cost of a zoom trains only thresholds; projections learn from targets
         above = straight_through(logits.detach(), router.threshold[..., None, None])
         zoomed = above.mean()
     return Terms(
@@ -146,31 +146,33 @@ def divergence(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
 def zoom_loss(
     logits: torch.Tensor, targets: torch.Tensor, positive: float
 ) -> torch.Tensor:
-    """Binary cross-entropy of the gates, wanted spans counting more (equation 13)."""
+    """Binary cross-entropy of the gates, with weighted targets (equation 13)."""
     return F.binary_cross_entropy_with_logits(
         logits, targets.float(), pos_weight=torch.tensor(positive, device=logits.device)
     )
 
 
 def ranking_loss(logits: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """KL divergence of the router's shares of spans (a softmax of its logits) from the
-    teacher's, in nats; queries count by the attention that they give to spans.
+    """KL divergence of the router's shares of spans from the teacher's, in nats.
 
-    Not in the paper, whose targets (equation 12) do not tell the span that a query
-    looks for from one that completes 90 % of its attention. Where spans compete for
-    room, that is what counts.
+    The router's shares are a softmax of its logits. Queries are weighted by their
+    attention to spans.
+
+    Not in the paper, whose targets (equation 12) do not distinguish the span that a
+    query looks for from one that completes 90 % of its attention. The difference
+    matters when spans compete for room.
 
     Args:
-        mass: as logits, teacher attention to each span.
+        mass: teacher attention to each span, same shape as ``logits``.
     """
     total = mass.sum(-1, keepdim=True)
-    wanted = mass / total.clamp(min=1e-12)
-    distance = torch.xlogy(wanted, wanted) - wanted * logits.log_softmax(-1)
+    shares = mass / total.clamp(min=1e-12)
+    distance = torch.xlogy(shares, shares) - shares * logits.log_softmax(-1)
     return (total * distance).sum() / total.sum().clamp(min=1e-12)
 
 
 def rank_gates(router: Router, example: Example, summary: torch.Tensor) -> torch.Tensor:
-    """Equation 7 for all spans: [2, layers, num_kv_heads, spans, R]."""
+    """Rank gates (equation 7) of all spans: [2, layers, num_kv_heads, spans, R]."""
     spectrum = example.spectrum
     shared = group_mean(summary, spectrum.shape[2])
     kinds = torch.tensor([0.0, 1.0], device=spectrum.device)
@@ -180,8 +182,7 @@ def rank_gates(router: Router, example: Example, summary: torch.Tensor) -> torch
 
 
 def lost_energy(gates: torch.Tensor, spectrum: torch.Tensor) -> torch.Tensor:
-    """What the gates take from a span's squared norm (equation 14), as a share of it;
-    the mean over spans."""
+    """Share of a span's squared norm that gates remove (eq. 14), mean over spans."""
     energy = spectrum.square()
     lost = ((1 - gates).square() * energy).sum(-1)
     total = energy.sum(-1)

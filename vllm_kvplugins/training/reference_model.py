@@ -1,4 +1,4 @@
-"""A transformers model that attends as we say, to look at or to train beside."""
+"""Load a transformers model whose attention is replaced by a function of ours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 
 
 def load_attending(
@@ -16,11 +16,12 @@ def load_attending(
     """Load a model on the CPU, for inference.
 
     Args:
-        name: that the attention function has in transformers' registry.
-        attention: what each layer calls, as transformers' own ones are called.
+        name: under which ``attention`` is registered with transformers.
+        attention: called by each layer, with the arguments of transformers' own
+            attention functions.
 
     Raises:
-        KVPolicyError: there is none, or it cannot be loaded.
+        KVPolicyError: the model is missing or cannot be loaded.
     """
     from transformers import AttentionInterface, AutoModelForCausalLM
 
@@ -34,6 +35,6 @@ def load_attending(
         )
     except (OSError, ValueError, ImportError) as error:
         raise KVPolicyError(
-            f"transformers cannot load the model {folder}: {error}"
+            coded("KVP625", f"transformers cannot load the model {folder}: {error}")
         ) from error
     return model.eval()

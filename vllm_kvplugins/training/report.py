@@ -1,4 +1,4 @@
-"""What a router is worth on texts that it has not seen."""
+"""Evaluate a router on held-out texts."""
 
 from __future__ import annotations
 
@@ -16,21 +16,30 @@ from vllm_kvplugins.training.losses import divergence, lost_energy, rank_gates
 from vllm_kvplugins.training.student import Decide, routed, student_logits
 from vllm_kvplugins.training.thresholds import Gates, best_thresholds, router_logits
 
-# Share of the tokens of spans that may be zoomed where choices compete for room.
+# Share of the tokens of spans that may be zoomed when spans compete for room.
 _ROOM = 0.25
 
 
 @dataclass(slots=True)
 class Counts:
-    """Of decisions, per layer and query head; F1 comes of them."""
+    """Decision counts per layer and query head.
+
+    Attributes:
+        right: zoomed spans that are targets.
+        zoomed: zoomed spans.
+        targets: spans that should be zoomed.
+        decisions: all decisions.
+    """
 
     right: torch.Tensor
     zoomed: torch.Tensor
-    wanted: torch.Tensor
-    asked: torch.Tensor
+    targets: torch.Tensor
+    decisions: torch.Tensor
 
     @staticmethod
     def of(chosen: torch.Tensor, targets: torch.Tensor) -> Counts:
+        """Counts of one example; both bool [layers, heads, queries, spans]."""
+
         def count(marks: torch.Tensor) -> torch.Tensor:
             return marks.sum((-1, -2)).float()
 
@@ -41,23 +50,18 @@ class Counts:
         return Counts(
             self.right + other.right,
             self.zoomed + other.zoomed,
-            self.wanted + other.wanted,
-            self.asked + other.asked,
+            self.targets + other.targets,
+            self.decisions + other.decisions,
         )
 
     @property
     def f1(self) -> float:
         """Over all layers and heads."""
-        return float(2 * self.right.sum() / (self.zoomed + self.wanted).sum())
-
-    @property
-    def f1_per_head(self) -> torch.Tensor:
-        """[layers, num_q_heads]; 0 where nothing is wanted or zoomed."""
-        return 2 * self.right / (self.zoomed + self.wanted).clamp(min=1)
+        return float(2 * self.right.sum() / (self.zoomed + self.targets).sum())
 
 
 def summed(counts: Sequence[Counts]) -> Counts:
-    """Of several examples together; at least one."""
+    """Sum over at least one example."""
     total = counts[0]
     for more in counts[1:]:
         total = total + more
@@ -65,53 +69,56 @@ def summed(counts: Sequence[Counts]) -> Counts:
 
 
 def mean_key_gates(example: Example) -> torch.Tensor:
-    """Attention to means, as a share: [layers, num_q_heads, queries, spans]."""
+    """Attention shares of span means: [layers, num_q_heads, queries, spans]."""
     keys = example.means[0]
     group = example.queries.shape[1] // keys.shape[1]
-    asked = example.queries.float() * example.scale
-    scores = asked @ keys.repeat_interleave(group, 1).mT + example.log_sizes
+    queries = example.queries.float() * example.scale
+    scores = queries @ keys.repeat_interleave(group, 1).mT + example.log_sizes
     return scores.softmax(-1)
 
 
 def grouped(gates: torch.Tensor, example: Example) -> torch.Tensor:
-    """[layers, num_kv_heads, group, queries, spans]."""
+    """Gates by KV head: [layers, num_kv_heads, group, queries, spans], on the CPU."""
     return gates.unflatten(1, (example.means.shape[2], -1)).cpu()
 
 
 def mean_key_ranking(example: Example) -> torch.Tensor:
-    """What ``router: mean-key`` zooms by: [layers, num_kv_heads, queries, spans]."""
+    """Ranking of ``router: mean-key``: [layers, num_kv_heads, queries, spans]."""
     return grouped(mean_key_gates(example), example).sum(2)
 
 
 def router_ranking(router: Router, example: Example) -> torch.Tensor:
-    """What a router zooms by, spans below all thresholds of a KV head left out."""
+    """Ranking of a router; -inf for spans below all thresholds of a KV head."""
     logits = router_logits(router, example)
-    wanted = grouped(logits > router.threshold[..., None, None], example).any(2)
+    above = grouped(logits > router.threshold[..., None, None], example).any(2)
     shares = mean_key_ranking(example) + grouped(logits.softmax(-1), example).sum(2)
-    return shares.masked_fill(~wanted, -torch.inf)
+    return shares.masked_fill(~above, -torch.inf)
 
 
 def teacher_ranking(example: Example) -> torch.Tensor:
-    """Attention to each span."""
+    """Ranking by the teacher's attention: [layers, num_kv_heads, queries, spans]."""
     return grouped(example.mass, example).sum(2)
 
 
 def chosen_in_room(ranking: torch.Tensor, example: Example) -> torch.Tensor:
-    """What is zoomed, best first, until a quarter of the tokens is in: bool, as
-    ``ranking``."""
+    """Spans zoomed in order of rank until a quarter of the tokens is used.
+
+    Returns:
+        bool, same shape as ``ranking``.
+    """
     sizes = example.segments.sizes
     room = int(_ROOM * int(sizes.sum()))
     return within_room(ranking.flatten(0, -2), sizes, room).view(ranking.shape)
 
 
 def covered_in_room(ranking: torch.Tensor, example: Example) -> float:
-    """Share of the attention to spans that the chosen ones hold."""
+    """Share of the attention to spans that falls on the chosen spans."""
     mass = teacher_ranking(example)
     return float((mass * chosen_in_room(ranking, example)).sum() / mass.sum())
 
 
 def f1_in_room(ranking: Gates, examples: Sequence[Example]) -> float:
-    """F1 of what is chosen, against what the teacher's attention would choose."""
+    """F1 of the chosen spans against those that the teacher's attention chooses."""
     counts = []
     for example in examples:
         best = chosen_in_room(teacher_ranking(example), example)
@@ -125,13 +132,14 @@ def report(
     training: Sequence[Example],
     held_out: Sequence[Example],
 ) -> RouterReport:
-    """Figures of a router beside those of the mean-key gate.
+    """Figures of a router and of the mean-key gate on held-out examples.
 
-    The mean-key gate gets the best threshold per head on the training examples; so
-    does the router for "router_tuned".
+    The mean-key gate uses the best threshold per head on the training examples, and so
+    does "router_tuned".
 
     Args:
-        training: to choose those thresholds on.
+        training: examples on which these thresholds are chosen.
+        held_out: examples that no training step has used; all with a passage.
     """
 
     def routing(example: Example) -> torch.Tensor:
@@ -169,9 +177,9 @@ def report(
             "mean_key": f1_in_room(mean_key_ranking, held_out),
         },
         zoomed={
-            "router": float(ours.zoomed.sum() / ours.asked.sum()),
-            "mean_key": float(theirs.zoomed.sum() / theirs.asked.sum()),
-            "wanted": float(ours.wanted.sum() / ours.asked.sum()),
+            "router": float(ours.zoomed.sum() / ours.decisions.sum()),
+            "mean_key": float(theirs.zoomed.sum() / theirs.decisions.sum()),
+            "wanted": float(ours.targets.sum() / ours.decisions.sum()),
         },
         covered_in_room={
             "router": covered(ranking),
@@ -181,14 +189,16 @@ def report(
         divergence=_divergences(model, router, shares[..., None, None], held_out),
         kept_energy=average([energy for energy, _ in ranks]),
         mean_rank=average([rank for _, rank in ranks]),
-        zoom_rate=(ours.zoomed / ours.asked).tolist(),
+        zoom_rate=(ours.zoomed / ours.decisions).tolist(),
         tau=router.tau.tolist(),
     )
 
 
 def _ranks(router: Router, example: Example) -> tuple[float, float]:
-    """Share of the squared norm that gated components keep, and how many they are, as
-    the sum of their gates (section 3.2)."""
+    """Share of the squared norm that gated components keep, and their number.
+
+    The number of components is the sum of their gates (section 3.2).
+    """
     gates = rank_gates(router, example, router.summarize(example.means[0], slice(None)))
     kept = (gates * (example.spectrum > 0)).sum(-1).mean()
     return 1 - float(lost_energy(gates, example.spectrum)), float(kept)
@@ -200,7 +210,7 @@ def _divergences(
     thresholds: torch.Tensor,
     examples: Sequence[Example],
 ) -> dict[str, float]:
-    """From full attention, of each way to decide; the mean over examples."""
+    """Divergence from full attention of each way to decide, mean over examples."""
 
     def constant(value: float) -> Callable[[Example], Decide]:
         def with_example(example: Example) -> Decide:
@@ -227,11 +237,11 @@ def _divergences(
         "none": constant(0.0),
         "all": constant(1.0),
     }
-    found = dict.fromkeys(ways, 0.0)
+    divergences = dict.fromkeys(ways, 0.0)
     for example in examples:
         assert example.passage is not None
         teacher = model.get_output_embeddings()(example.passage.hidden).float()
         for name, way in ways.items():
             student = student_logits(model, example, way(example))
-            found[name] += float(divergence(teacher, student)) / len(examples)
-    return found
+            divergences[name] += float(divergence(teacher, student)) / len(examples)
+    return divergences

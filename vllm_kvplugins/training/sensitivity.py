@@ -1,4 +1,4 @@
-"""Measuring how much a layer's keys change when queries see less (EpiCache)."""
+"""Measure how much the keys of each layer change under eviction (EpiCache)."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 import torch.nn.functional as F
 
 from vllm_kvplugins.budgets.sensitivity_profile import MeasureSettings
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.training.reference_model import load_attending
 
 ATTENTION = "kvp-sensitivity"
-# Queries at a time, so that masks and scores stay small however long the text is.
+# Queries per chunk; bounds the memory of masks and scores for long texts.
 _QUERIES_AT_A_TIME = 512
 
 
 def block_mask(
     first_query: int, queries: int, settings: MeasureSettings
 ) -> torch.Tensor:
-    """What queries see when only sinks and the most recent tokens are left.
+    """Mask that leaves queries only the sinks and the most recent tokens.
 
-    The mask M' of EpiCache, section 3.2. With M = 4 and one sink, a row per query:
+    The mask M' of EpiCache, section 3.2. With M = 4 and one sink, one row per query:
 
         1 . . . . .
         1 1 . . . .
@@ -34,11 +34,11 @@ def block_mask(
 
     Args:
         first_query: position of the first query.
-        queries: how many follow one another from there.
+        queries: number of consecutive queries.
 
     Returns:
-        bool [queries, first_query + queries]; True: seen. With a budget of at least
-        all tokens it is the causal mask.
+        bool [queries, first_query + queries]; True where a query sees a key. Equal to
+        the causal mask if the budget covers all tokens.
     """
     query = torch.arange(first_query, first_query + queries)[:, None]
     key = torch.arange(first_query + queries)[None]
@@ -47,7 +47,7 @@ def block_mask(
 
 
 def mean_cosine(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Mean over KV heads and tokens of the cosine of two layers of keys (equation 9).
+    """Cosine similarity of two sets of keys, mean over KV heads and tokens (eq. 9).
 
     Args:
         first, second: [num_kv_heads, tokens, head_dim].
@@ -58,7 +58,7 @@ def mean_cosine(first: torch.Tensor, second: torch.Tensor) -> float:
 
 @dataclass(slots=True)
 class _Pass:
-    """What the attention function of a running measurement knows."""
+    """State of a running measurement, shared with the attention function."""
 
     settings: MeasureSettings
     progress: Callable[[int], None]
@@ -73,29 +73,30 @@ def layer_sensitivity(
 ) -> list[float]:
     """s_l = 1 - sigma_l of every layer, for one text (EpiCache, equations 8 and 9).
 
-    The two forward passes run side by side, as a batch of two: row 0 under the causal
-    mask, row 1 under ``block_mask``. A layer's keys of both are compared as soon as
-    they are there, so that no pass has to be kept.
+    Both forward passes run as a batch of two: row 0 with the causal mask, row 1 with
+    ``block_mask``. The keys of a layer are compared as soon as they are computed, so no
+    pass has to be stored.
 
-    Keys are taken as they are cached, after RoPE. Their cosine is the same before it:
-    both passes rotate the key of a position by the same angles.
+    Keys are compared after RoPE, as cached. RoPE does not change their cosine: both
+    passes rotate the key of a position by the same angles.
 
     Args:
-        model: of ``load_model``.
+        model: from ``load_model``.
         tokens: of the text, more than ``settings.budget``.
-        progress: called with the index of each layer that is done.
+        progress: called with the index of each finished layer.
 
     Returns:
-        A float >= 0 per layer. The first ``budget`` tokens see the same in both passes
-        and count with a cosine of 1, so values grow with the text's length; their
-        proportions, which is all that budgets use, hardly do.
+        A float >= 0 per layer. The first ``budget`` tokens see the same keys in both
+        passes and count with a cosine of 1, so values grow with the length of the
+        text. Budgets use only their proportions, which hardly change.
 
     Raises:
-        ValueError: no query sees less than all before it.
-        KVPolicyError: keys are not finite, or the model called no such attention.
+        ValueError: the text is not longer than the budget.
+        KVPolicyError: keys are not finite, or a layer does not use the attention
+            interface of transformers.
 
-    Cost: two forward passes; activations of two sequences and, per layer, scores of
-    512 queries at a time. Neither attention maps nor keys of other layers are kept.
+    Cost: two forward passes; memory for the activations of two sequences and, per
+    layer, scores of 512 queries at a time.
     """
     if len(tokens) <= settings.budget:
         raise ValueError(
@@ -118,17 +119,20 @@ def layer_sensitivity(
     layers = model.config.get_text_config().num_hidden_layers
     if sorted(running.similarity) != list(range(layers)):
         raise KVPolicyError(
-            f"of {layers} layers {len(running.similarity)} attend through the "
-            "attention interface of transformers; this model cannot be calibrated"
+            coded(
+                "KVP626",
+                f"only {len(running.similarity)} of {layers} layers use the attention "
+                "interface of transformers; this model cannot be calibrated",
+            )
         )
     return [max(1 - running.similarity[layer], 0.0) for layer in range(layers)]
 
 
 def load_model(folder: str, dtype: str) -> Any:
-    """A transformers model whose attention can be measured; on the CPU.
+    """Load a transformers model for :func:`layer_sensitivity`, on the CPU.
 
     Raises:
-        KVPolicyError: there is none, or it cannot be loaded.
+        KVPolicyError: the model is missing or cannot be loaded.
     """
     return load_attending(folder, dtype, ATTENTION, _attention)
 
@@ -142,30 +146,33 @@ def _attention(
     scaling: float,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls with [2, heads, tokens, head_dim] each."""
+    """Attention function for transformers; tensors are [2, heads, tokens, head_dim]."""
     running: _Pass = module.kvp_sensitivity
     similarity = mean_cosine(key[0], key[1])
     if similarity != similarity:  # NaN
         raise KVPolicyError(
-            f"keys of layer {module.layer_idx} are not finite; try --dtype float32, "
-            "and check the model's weights"
+            coded(
+                "KVP627",
+                f"keys of layer {module.layer_idx} are not finite; try --dtype "
+                "float32, and check the model's weights",
+            )
         )
     running.similarity[module.layer_idx] = similarity
     running.progress(module.layer_idx)
     parts = []
     for first in range(0, query.shape[2], _QUERIES_AT_A_TIME):
-        asked = query[:, :, first : first + _QUERIES_AT_A_TIME]
-        seen = first + asked.shape[2]
-        everything = block_mask(
-            first, asked.shape[2], MeasureSettings(budget=seen, sinks=0, dtype="")
+        chunk = query[:, :, first : first + _QUERIES_AT_A_TIME]
+        seen = first + chunk.shape[2]
+        causal = block_mask(
+            first, chunk.shape[2], MeasureSettings(budget=seen, sinks=0, dtype="")
         )
-        less = block_mask(first, asked.shape[2], running.settings)
+        evicted = block_mask(first, chunk.shape[2], running.settings)
         parts.append(
             F.scaled_dot_product_attention(
-                asked,
+                chunk,
                 key[:, :, :seen],
                 value[:, :, :seen],
-                attn_mask=torch.stack([everything, less])[:, None].to(key.device),
+                attn_mask=torch.stack([causal, evicted])[:, None].to(key.device),
                 scale=scaling,
                 enable_gqa=True,
             )

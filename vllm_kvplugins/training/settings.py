@@ -1,4 +1,4 @@
-"""How a router is trained."""
+"""Settings of router training."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ class TrainSettings(BaseModel):
     """Settings of ``kvplugins train-router``.
 
     Attributes:
-        lengths: tokens of the texts, stage by stage (the length curriculum).
+        lengths: tokens per text in each stage (the length curriculum).
         examples: texts per stage.
-        passages: of those, as many are read by the student, too.
-        held_out: texts of the last stage's length that are only for the report.
-        steps: in all stages together; one example each.
-        distill_every: steps from one with the student to the next.
-        learning_rate: AdamW's, at its peak: of projections, relative to the size of
-            their first numbers; of the logits of thresholds; a tenth of it for the
+        passages: number of these texts that the student also reads.
+        held_out: texts for the report only, with the length of the last stage.
+        steps: over all stages; one example per step.
+        distill_every: interval, in steps, at which the student runs.
+        learning_rate: peak rate of AdamW, for logits of thresholds; relative to the
+            initial size of the projections for these; a tenth of it for the
             predictor of rank gates.
-        warmup: share of the steps in which the rate rises; it falls as a cosine then.
+        warmup: share of the steps in which the rate rises; then it falls as a cosine.
         routing_dim: d'.
         max_rank: R.
         tau: threshold of all heads before training.
-        calibrate: thresholds become those with the best F1 on the last stage's texts,
-            once training is over.
+        calibrate: after training, choose the thresholds with the best F1 on the
+            texts of the last stage.
         coverage: rho.
         zoom_weight: lambda_1.
-        ranking_weight: of the distance from the teacher's shares of attention.
+        ranking_weight: weight of the KL divergence from the teacher's attention shares.
         reconstruction_weight: lambda_2.
-        budget_weight: lambda_3; rises from 0 in the first half.
+        budget_weight: lambda_3; rises from 0 during the first half of the steps.
         rank_weight: beta.
         positive_weight: w+.
-        mined: queries per text whose choice is learned.
+        mined: queries per text for which targets are learned.
         window: tokens per text for the distillation.
-        queries: tokens at a text's end of which both are taken.
-        ends: texts are their last tokens, not drawn ones.
+        queries: tokens at the end of each text that mined queries and the window
+            are taken from.
+        ends: use the last tokens of each text instead of a random part.
         dtype: of the model.
         seed: of texts, their parts and their order.
     """
@@ -73,12 +74,12 @@ class TrainSettings(BaseModel):
         if not self.lengths or min(self.lengths) < 2 * self.queries:
             raise ValueError(
                 f"lengths {list(self.lengths)} must all be at least "
-                f"{2 * self.queries}: the last {self.queries} tokens ask, and there "
-                "must be something to ask about"
+                f"{2 * self.queries}: the last {self.queries} tokens are queries and "
+                "need at least as many tokens before them"
             )
         if self.window > self.queries:
             raise ValueError(
                 f"a window of {self.window} tokens does not fit into the "
-                f"{self.queries} that ask"
+                f"{self.queries} query tokens"
             )
         return self

@@ -1,4 +1,4 @@
-"""The model again, with spans at two resolutions as a router says (SeKV, 3.3)."""
+"""Run the model with spans at two resolutions, chosen by a router (SeKV, 3.3)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ Decide = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 def student_logits(model: Any, example: Example, decide: Decide) -> torch.Tensor:
-    """Logits, float32 [window, vocabulary], of the example's passage, when ``decide``
-    says which spans its queries see token by token."""
+    """Logits of the example's passage when ``decide`` chooses the zoomed spans.
+
+    Returns:
+        float32 [window, vocabulary].
+    """
     passage = example.passage
     assert passage is not None
 
@@ -37,8 +40,7 @@ def student_logits(model: Any, example: Example, decide: Decide) -> torch.Tensor
 
 
 def routed(router: Router, example: Example) -> Decide:
-    """What a router decides; gradients flow to its projections and thresholds,
-    straight through the decisions."""
+    """The decisions of a router, with straight-through gradients."""
 
     def decide(layer: int, queries: torch.Tensor) -> torch.Tensor:
         summary = router.summarize(example.means[0, layer], layer)
@@ -49,8 +51,10 @@ def routed(router: Router, example: Example) -> Decide:
 
 
 def straight_through(logits: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-    """Whether each gate lies above its threshold (equation 9): 1.0 or 0.0, with the
-    gradient of the gate minus the threshold (Bengio et al., 2013)."""
+    """1.0 where a gate exceeds its threshold, else 0.0 (equation 9).
+
+    The gradient is that of the gate minus the threshold (Bengio et al., 2013).
+    """
     gap = logits.sigmoid() - threshold.sigmoid()
     hard = (logits > threshold).float()
     return hard + gap - gap.detach()
@@ -58,11 +62,11 @@ def straight_through(logits: torch.Tensor, threshold: torch.Tensor) -> torch.Ten
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What lies before the passage, in one layer.
+    """The context of the passage in one layer.
 
     Attributes:
-        keys, values: [num_kv_heads, tokens, head_dim], all of them.
-        span: int64 [tokens], of each token, -1 = it is at full resolution.
+        keys, values: [num_kv_heads, tokens, head_dim], of all tokens.
+        span: int64 [tokens], span of each token; -1 for a token outside of spans.
         mean_keys, mean_values: [num_kv_heads, spans, head_dim].
         log_sizes: float32 [spans].
     """
@@ -98,16 +102,18 @@ def mixed_attention(
     zoom: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attention to tokens, means and zoomed tokens in one softmax.
+    """Attention to tokens, span means and zoomed tokens in one softmax.
 
-    A token of a span counts ``zoom`` times, its span's mean ``1 - zoom`` times: with
-    zoom 0 or 1 that is SeKV's attention, and it is linear in zoom before the
-    normalization, so that a gradient says what the other choice would have changed.
+    A token of a span has weight ``zoom``, the mean of its span ``1 - zoom``. With zoom
+    0 or 1 this is SeKV's attention. It is linear in zoom before the normalization, so
+    the gradient shows the effect of the other choice.
 
     Args:
         query: [num_q_heads, n, head_dim], of the passage.
         key, value: [num_kv_heads, n, head_dim], of the passage; causal.
+        memory: the context.
         zoom: float32 [num_q_heads, n, spans].
+        scale: softmax scale.
 
     Returns:
         float32 [num_q_heads, n, head_dim].
@@ -117,10 +123,10 @@ def mixed_attention(
     def wide(rows: torch.Tensor) -> torch.Tensor:
         return rows.float().repeat_interleave(group, 0)
 
-    asked = query.float() * scale
+    scaled_query = query.float() * scale
     keys = torch.cat([wide(memory.keys), wide(key), wide(memory.mean_keys)], 1)
     values = torch.cat([wide(memory.values), wide(value), wide(memory.mean_values)], 1)
-    scores = asked @ keys.mT
+    scores = scaled_query @ keys.mT
     before, spans = memory.keys.shape[1], zoom.shape[-1]
     later = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
     scores[..., before : before + count].masked_fill_(later, -torch.inf)

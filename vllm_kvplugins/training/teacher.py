@@ -1,4 +1,4 @@
-"""Running a model of transformers: as it is, or with attention of our own."""
+"""Run a transformers model with full attention, or with a replaced attention."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.training.reference_model import load_attending
 
 ATTENTION = "kvp-router"
-# Tokens whose scores or logits are held at once, so that long texts need little.
+# Tokens per chunk of logits; bounds the memory of long texts.
 _AT_A_TIME = 512
 
 # (layer, softmax scale, queries, keys, values) -> output; all tensors are
@@ -23,46 +23,52 @@ Attend = Callable[[int, float, torch.Tensor, torch.Tensor, torch.Tensor], torch.
 
 
 def load_model(folder: str, dtype: str, device: str) -> Any:
-    """A frozen transformers model that attends as :func:`attending` says.
+    """Load a frozen transformers model for :func:`attending`.
 
     Raises:
-        KVPolicyError: there is none, or it cannot be loaded.
+        KVPolicyError: the model cannot be loaded, or not on this device.
     """
     model = load_attending(folder, dtype, ATTENTION, _attention)
     try:
         return model.requires_grad_(False).to(device)
-    except (RuntimeError, AssertionError) as error:  # torch's, of what is not there
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # torch's errors for a missing device
         raise KVPolicyError(
-            f"the model cannot be put on --device {device}: {error}"
+            coded("KVP603", f"cannot move the model to --device {device}: {error}")
         ) from error
 
 
 @contextmanager
 def attending(model: Any, attend: Attend) -> Iterator[None]:
-    """Within, every layer of the model attends with ``attend``.
+    """Replace the attention of every layer by ``attend`` within the context.
 
     Raises:
-        KVPolicyError: a layer did not.
+        KVPolicyError: a layer did not call ``attend``.
     """
-    asked: set[int] = set()
+    called: set[int] = set()
 
-    def noted(layer: int, scale: float, *tensors: torch.Tensor) -> torch.Tensor:
-        asked.add(layer)
+    def recorded(layer: int, scale: float, *tensors: torch.Tensor) -> torch.Tensor:
+        called.add(layer)
         return attend(layer, scale, *tensors)
 
     modules = [m for m in model.base_model.modules() if hasattr(m, "layer_idx")]
     for module in modules:
-        module.kvp_attend = noted
+        module.kvp_attend = recorded
     try:
         yield
     finally:
         for module in modules:
             del module.kvp_attend
     layers = model.config.get_text_config().num_hidden_layers
-    if sorted(asked) != list(range(layers)):
+    if sorted(called) != list(range(layers)):
         raise KVPolicyError(
-            f"of {layers} layers {len(asked)} attend through the attention interface "
-            "of transformers; no router can be trained for this model"
+            coded(
+                "KVP626",
+                f"only {len(called)} of {layers} layers use the attention interface of "
+                "transformers; no router can be trained for this model",
+            )
         )
 
 
@@ -75,22 +81,22 @@ def _attention(
     scaling: float,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls with [1, heads, tokens, head_dim] each."""
-    made = module.kvp_attend(module.layer_idx, scaling, query[0], key[0], value[0])
-    return made.transpose(0, 1)[None], None
+    """Attention function for transformers; tensors are [1, heads, tokens, head_dim]."""
+    output = module.kvp_attend(module.layer_idx, scaling, query[0], key[0], value[0])
+    return output.transpose(0, 1)[None], None
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a model computed of one text.
+    """Activations of a model for one text.
 
     Attributes:
         tokens: int64 [tokens].
-        surprisal: float32 [tokens], nats; 0 for the first.
+        surprisal: float32 [tokens], nats; 0 for the first token.
         keys, values: [layers, num_kv_heads, tokens, head_dim], as cached.
         queries: [layers, num_q_heads, tokens - prefix, head_dim], after RoPE, of the
-            tokens behind the prefix.
-        hidden: [tokens - prefix, hidden], what the output layer gets of them.
+            tokens after the prefix.
+        hidden: [tokens - prefix, hidden], input of the output layer for these tokens.
         scale: softmax scale.
     """
 
@@ -105,10 +111,13 @@ class Reading:
 
 @torch.no_grad()
 def read(model: Any, tokens: list[int], prefix: int) -> Reading:
-    """One forward pass with full attention, and what it leaves behind.
+    """Run one forward pass with full attention and return its activations.
 
     Args:
-        prefix: tokens whose queries nobody will ask for.
+        prefix: number of leading tokens whose queries are not needed.
+
+    Raises:
+        KVPolicyError: softmax scales differ by layer, or logits are not finite.
 
     Cost: a forward pass and the output layer for all tokens; memory for keys and
         values of all layers.
@@ -126,7 +135,7 @@ def read(model: Any, tokens: list[int], prefix: int) -> Reading:
         values.append(value.cpu())
         queries.append(query[:, prefix:].cpu())
         scales.add(scale)
-        # with a batch dimension, or torch writes all scores out: 6 times slower
+        # without a batch dimension torch materializes all scores: 6 times slower
         rows = (query[None], key[None], value[None])
         return F.scaled_dot_product_attention(
             *rows, is_causal=True, scale=scale, enable_gqa=True
@@ -144,11 +153,16 @@ def read(model: Any, tokens: list[int], prefix: int) -> Reading:
         surprisal[first + 1 : first + 1 + len(part)] = loss.cpu()
     if len(scales) > 1:
         raise KVPolicyError(
-            f"layers have different softmax scales, {sorted(scales)}; no router can be "
-            "trained for this model"
+            coded(
+                "KVP626",
+                f"layers have different softmax scales, {sorted(scales)}; no router "
+                "can be trained for this model",
+            )
         )
     if not bool(torch.isfinite(surprisal).all()):
-        raise KVPolicyError("the model's logits are not finite; try --dtype float32")
+        raise KVPolicyError(
+            coded("KVP627", "the model's logits are not finite; try --dtype float32")
+        )
     return Reading(
         ids[0].cpu(),
         surprisal,
@@ -163,12 +177,15 @@ def read(model: Any, tokens: list[int], prefix: int) -> Reading:
 def continue_with(
     model: Any, tokens: torch.Tensor, first_position: int, attend: Attend
 ) -> torch.Tensor:
-    """Logits, float32 [tokens, vocabulary], of tokens that follow others.
+    """Logits of tokens that continue a text, with a replaced attention.
 
     Args:
         tokens: int64 [tokens].
-        first_position: RoPE position of the first.
-        attend: knows what lies before them.
+        first_position: RoPE position of the first token.
+        attend: attention over the preceding text and these tokens.
+
+    Returns:
+        float32 [tokens, vocabulary].
     """
     positions = torch.arange(len(tokens), device=model.device) + first_position
     ids = tokens.to(model.device)[None]

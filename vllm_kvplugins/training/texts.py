@@ -1,4 +1,4 @@
-"""Texts to train on, and the parts of them that become examples."""
+"""Read training texts, and draw the parts that become examples."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_kvplugins.errors import KVPolicyError, refuse
+from vllm_kvplugins.errors import KVPolicyError, coded, refuse
 
 KINDS = (".txt", ".md")
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text's tokens and what tells it from others."""
+    """The tokens of a text, with its name and digest."""
 
     name: str
     tokens: Sequence[int]
@@ -25,32 +25,38 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What is learned from, and what is not.
-
-    Attributes:
-        training, held_out: no text is in both.
-    """
+    """Texts for training and texts for the report; no text is in both."""
 
     training: Sequence[Text]
     held_out: Sequence[Text]
 
     @property
     def digests(self) -> dict[str, str]:
+        """SHA-256 of each text, by name."""
         return {text.name: text.sha256 for text in (*self.training, *self.held_out)}
 
 
 def read_texts(
     folder: Path, tokenizer: Any, least_tokens: int, held_out: int, seed: int
 ) -> Texts:
-    """All texts of a folder that are long enough, the held-out ones drawn by ``seed``.
+    """Read all texts of a folder that are long enough.
+
+    Args:
+        least_tokens: shorter texts are left out.
+        held_out: number of texts that are drawn for the report.
+        seed: of that draw.
 
     Raises:
-        KVPolicyError: too few of them.
+        KVPolicyError: the folder is missing, a text cannot be read, or there are too
+            few texts.
     """
     if not folder.is_dir():
         raise KVPolicyError(
-            f"{folder} is no folder; put texts into one ({', '.join(KINDS)}) and give "
-            "it with --data"
+            coded(
+                "KVP601",
+                f"{folder} is not a folder; pass a folder of texts "
+                f"({', '.join(KINDS)}) with --data",
+            )
         )
     files = sorted(path for path in folder.rglob("*") if path.suffix in KINDS)
     read = [_read(path, folder, tokenizer) for path in files]
@@ -58,9 +64,12 @@ def read_texts(
     refuse(
         f"cannot train on {folder}",
         [
-            f"{len(long)} of {len(read)} texts have {least_tokens} tokens; there must "
-            f"be more than the {held_out} that are held out: add longer ones, or give "
-            "smaller --lengths"
+            coded(
+                "KVP642",
+                f"{len(long)} of {len(read)} texts have {least_tokens} tokens, but "
+                f"more than the {held_out} held-out ones are needed; add longer texts, "
+                "or give smaller --lengths",
+            )
         ]
         if len(long) <= held_out
         else [],
@@ -73,7 +82,7 @@ def _read(path: Path, folder: Path, tokenizer: Any) -> Text:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise KVPolicyError(f"cannot read {path}: {error}") from error
+        raise KVPolicyError(coded("KVP601", f"cannot read {path}: {error}")) from error
     digest = hashlib.sha256(text.encode()).hexdigest()
     tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return Text(str(path.relative_to(folder)), tokens, digest)
@@ -87,17 +96,20 @@ def parts(
     first_text: int,
     ends: bool,
 ) -> list[tuple[str, list[int]]]:
-    """``count`` runs of ``length`` tokens, from one text after the other, from number
-    ``first_text`` on and round; drawn, or the ``ends`` of the texts.
+    """Take ``count`` runs of ``length`` tokens, one per text, cycling through texts.
+
+    Args:
+        first_text: index of the first text.
+        ends: take the last tokens of each text instead of a random run.
 
     Returns:
-        Names and tokens; the same for the same arguments.
+        Names and tokens; equal arguments give equal results.
     """
     draw = random.Random(f"{seed} {length}")
-    found = []
+    runs = []
     for number in range(count):
         text = texts[(first_text + number) % len(texts)]
         last = len(text.tokens) - length
         first = last if ends else draw.randrange(last + 1)
-        found.append((text.name, list(text.tokens[first : first + length])))
-    return found
+        runs.append((text.name, list(text.tokens[first : first + length])))
+    return runs
