@@ -208,8 +208,6 @@ std::string index_check(std::int64_t handle, const Tensor& keys, const Tensor& t
       by_page);
 }
 
-std::string index_kernels() { return index::select_kernels().name; }
-
 }  // namespace
 }  // namespace kvp::binding
 
@@ -230,7 +228,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
   m.def("index_places(int handle, int first) -> Tensor");
   m.def("index_stats(int handle) -> Tensor");
   m.def("index_check(int handle, Tensor keys, Tensor table, bool by_page) -> str");
-  m.def("index_kernels() -> str");
 }
 
 // Not under CPU: half of them take no tensor, and none has another device.
@@ -243,5 +240,4 @@ STABLE_TORCH_LIBRARY_IMPL(kvp, CompositeExplicitAutograd, m) {
   m.impl("index_places", TORCH_BOX(&kvp::binding::index_places));
   m.impl("index_stats", TORCH_BOX(&kvp::binding::index_stats));
   m.impl("index_check", TORCH_BOX(&kvp::binding::index_check));
-  m.impl("index_kernels", TORCH_BOX(&kvp::binding::index_kernels));
 }

@@ -6,7 +6,7 @@
 
 #include "binding.hpp"
 #include "kvp/factor_record.hpp"
-#include "kvp/vectors.hpp"
+#include "kvp/elements.hpp"
 
 namespace kvp::binding {
 

@@ -68,7 +68,7 @@ inline void read_queries(const char* op, const Tensor& queries, Question& questi
       out = static_cast<const float*>(queries.const_data_ptr())[i];
     } else if (type == ScalarType::BFloat16) {
       out =
-          index::widen(static_cast<const std::uint16_t*>(queries.const_data_ptr())[i]);
+          widen(static_cast<const std::uint16_t*>(queries.const_data_ptr())[i]);
     } else {
       fail(op, "queries must be float32 or bfloat16, got ",
            torch::headeronly::toString(type));

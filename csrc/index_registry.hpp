@@ -57,7 +57,7 @@ template <typename Tree>
 class OneIndex final : public AnyIndex {
  public:
   OneIndex(const Settings& settings, std::int64_t num_heads)
-      : forest_(settings, num_heads, index::select_kernels()) {}
+      : forest_(settings, num_heads, kvp::select_kernels<index::Kernels>()) {}
 
   const Settings& settings() const override { return forest_.settings(); }
   std::int64_t num_heads() const override { return forest_.num_heads(); }

@@ -180,9 +180,8 @@ def test_page_votes(device, dtype, kind, most):
         assert torch.equal(*votes)
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reconstruction(device, dtype, kind):
+def test_reconstruction(device, dtype):
     print("seed 7")
     generator = torch.Generator().manual_seed(7)
     rows = torch.randn(2, 130, 80, generator=generator).to(dtype)
@@ -194,15 +193,6 @@ def test_reconstruction(device, dtype, kind):
     found = ops.reconstruct(there, which)
     near = {"rtol": 1e-2, "atol": 1e-5} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(found.cpu(), expected, **near)
-    layout = make_layout(kind, 16, 80, seed=7)
-    heap = random_bits(generator, 9, layout.page_elems, dtype=dtype).to(device)
-    places = torch.randperm(144, generator=generator)[:113].to(device)
-    pages, slots = places // 16, places % 16
-    wanted = heap.clone()
-    layout = layout.to(device)
-    ops.scatter_tokens(wanted, pages, slots, found, found, layout)
-    ops.reconstruct_tokens(heap, pages, slots, there, there, which, layout)
-    assert torch.equal(heap.view(torch.uint8), wanted.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

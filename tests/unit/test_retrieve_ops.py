@@ -274,10 +274,10 @@ def test_bad_fills_are_refused(random):
     wanted = torch.zeros(1, HEADS, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="beyond the 96 tokens"):
         scene.fill(wanted + 96, [0])
-    with pytest.raises(ValueError, match="table must be"):
+    with pytest.raises(ValueError, match="table must have shape"):
         scene.fill(wanted[:, :1], [0])
     scene.counts[0] = WIDTH + 1
-    with pytest.raises(ValueError, match="seat 0"):
+    with pytest.raises(ValueError, match="slot index 0"):
         scene.fill(wanted, [0])
     scene.counts[0] = WIDTH
     scene.page[0, 0, 2] = len(scene.heap)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vllm_kvplugins.errors import coded
 from vllm_kvplugins.index import reference
 from vllm_kvplugins.index.base import Pages, TopKeys
 from vllm_kvplugins.index.keys import Keys
@@ -257,20 +258,20 @@ def _torch_topk(
 
 
 def extension_problem() -> str:
-    """Why the compiled index cannot be used, or nothing."""
-    compiled, reason = compiled_for(_CPU)
-    if not compiled:
-        return reason
-    # A library built before the index was added has the other ops only.
-    return "" if hasattr(torch.ops.kvp, "index_create") else "it lacks the index"
+    """Why the compiled index cannot be used; empty if it can."""
+    return compiled_for(_CPU)[1]
 
 
-def require_extension(what: str) -> None:
-    """Raise RuntimeError if the compiled index cannot be used, with the remedy."""
+def require_extension(feature: str) -> None:
+    """Raise RuntimeError with the remedy if the compiled index cannot be used."""
     problem = extension_problem()
     if problem:
         raise RuntimeError(
-            f"{what} needs the compiled extension ({problem}). Install with a C++ "
-            "compiler and CMake: KVP_BUILD=require pip install --no-build-isolation "
-            "-e . Or use BruteForceIndex, which also runs in torch."
+            coded(
+                "KVP403",
+                f"{feature} needs the compiled extension ({problem}). Install with a "
+                "C++ compiler and CMake: KVP_BUILD=require pip install "
+                "--no-build-isolation -e . Or use BruteForceIndex, which also runs in "
+                "torch.",
+            )
         )

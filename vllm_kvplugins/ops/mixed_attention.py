@@ -1,8 +1,7 @@
 """Attention of new tokens to pages and coarse entries under one softmax.
 
-Compiled on CPUs if built, in Triton on CUDA, in torch otherwise; ``KVP_OPS`` chooses
-(``extension.py``). Where a stock kernel attends to the pages, :func:`merge_by_lse`
-adds the coarse entries to what it found.
+Runs the compiled kernel on CPUs if it is built, a Triton kernel on CUDA, and torch
+otherwise; the environment variable ``KVP_OPS`` overrides this (``extension.py``).
 """
 
 from __future__ import annotations
@@ -97,51 +96,6 @@ def attend_mixed(
     return torch_ops.attend_mixed(
         queries, heap, layout, page_table, lengths, scale, every.tensors
     )
-
-
-def merge_by_lse(
-    first: torch.Tensor,
-    first_lse: torch.Tensor,
-    second: torch.Tensor,
-    second_lse: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What attention over two disjoint sets of tokens is over both of them.
-
-    The merge of FlashDecoding: outputs weighted by the exponentials of their
-    log-sum-exps. Does not modify its arguments.
-
-    Args:
-        first, second: [..., head_dim], any float type, on one device.
-        first_lse, second_lse: float32 [...], natural logarithm; -inf where that side
-            had nothing to attend to, its output is then ignored.
-
-    Returns:
-        The merged output, of the dtype of ``first``, and its float32 log-sum-exp;
-        0 and -inf where neither side had anything.
-
-    Raises:
-        ValueError: shapes differ.
-
-    Cost: a few passes over the outputs; no host sync.
-    """
-    if first.shape != second.shape:
-        raise ValueError(
-            f"outputs must have one shape, got {list(first.shape)} and "
-            f"{list(second.shape)}"
-        )
-    for lse in (first_lse, second_lse):
-        if lse.shape != first.shape[:-1]:
-            raise ValueError(
-                f"log-sum-exps must have shape {list(first.shape[:-1])}, got "
-                f"{list(lse.shape)}"
-            )
-    both = torch.logaddexp(first_lse.float(), second_lse.float())
-    merged = torch.zeros_like(first, dtype=torch.float32)
-    for out, lse in ((first, first_lse), (second, second_lse)):
-        nothing = (lse == -math.inf)[..., None]
-        share = (lse.float() - both).exp()[..., None]
-        merged += (share * out.float()).masked_fill(nothing, 0)
-    return merged.to(first.dtype), both
 
 
 def _check(

@@ -12,10 +12,8 @@ from typing import NoReturn
 
 import torch
 
-from vllm_kvplugins.ops import checks
-from vllm_kvplugins.ops.dispatch import call_compiled, scatter_tokens
+from vllm_kvplugins.ops.dispatch import call_compiled
 from vllm_kvplugins.ops.extension import compiled_for
-from vllm_kvplugins.ops.layout import PageLayout
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512  # kMaxHeadDim in csrc/include/kvp/vectors.hpp
@@ -189,74 +187,6 @@ def reconstruct(
     return torch.cat([nothing, *made])
 
 
-def reconstruct_tokens(
-    heap: torch.Tensor,
-    pages: torch.Tensor,
-    slots: torch.Tensor,
-    keys: LowRank,
-    values: LowRank,
-    which: torch.Tensor,
-    layout: PageLayout,
-) -> None:
-    """The same of keys and values, written into slots of the heap, in place.
-
-    Token j of the list that the chosen matrices' tokens make, one matrix behind the
-    other, goes to ``(pages[j], slots[j])``. Slots side by side are written together.
-
-    Args:
-        heap: float32 or bfloat16 [num_pages, page_elems].
-        pages, slots: int64 [sum of tokens], where each goes; pairs must differ.
-        keys, values: factors of the same spans, of either dtype.
-        which: int64 [n], matrices of both; may repeat.
-        layout: order of elements in a page.
-
-    Raises:
-        ValueError: a shape, dtype, matrix, page or slot does not fit, or a destination
-            repeats. The heap is then unchanged.
-
-    On CUDA factors lie with the heap; places are checked as ``dispatch.py`` says.
-    Cost: that of two :func:`reconstruct`; nothing but the slots is written.
-    """
-    op = "reconstruct_tokens"
-    check_placement(op, heap.dtype, "heap", heap)
-    if keys.head_dim != layout.head_dim or values.head_dim != layout.head_dim:
-        _fail(
-            op,
-            f"keys and values must have head_dim {layout.head_dim}, that of the pages, "
-            f"got {keys.head_dim} and {values.head_dim}",
-        )
-    if not torch.equal(keys.tokens, values.tokens):
-        _fail(op, "keys and values must be of the same spans")
-    if compiled_for(heap.device)[0]:
-        call_compiled(
-            op,
-            heap,
-            pages.contiguous(),
-            slots.contiguous(),
-            layout.k_offsets,
-            layout.v_offsets,
-            layout.block_size,
-            keys.factors,
-            keys.offsets,
-            keys.ranks,
-            values.factors,
-            values.offsets,
-            values.ranks,
-            keys.tokens,
-            which.contiguous(),
-        )
-        return
-    checks.check_heap(op, heap, layout)
-    _check_which(op, keys, which)
-    total = int(keys.tokens[which].sum())
-    for name, places in (("pages", pages), ("slots", slots)):
-        checks.check_indices(op, name, places, heap)
-        checks.check_size(op, name, places, total)
-    key_rows = reconstruct(keys, which, heap.dtype)
-    value_rows = reconstruct(values, which, heap.dtype)
-    scatter_tokens(heap, pages, slots, key_rows, value_rows, layout)
-
-
 def _rows(low_rank: LowRank, matrix: int) -> torch.Tensor:
     scaled = low_rank.left(matrix).float() * low_rank.singular_values(matrix)
     return scaled @ low_rank.right(matrix).float().t()
@@ -332,7 +262,7 @@ def check_placement(
 
     Reconstructions run anywhere; without kernels in torch, matrix by matrix.
     """
-    if tensor.device.type != "cpu" and not op.startswith("reconstruct"):
+    if tensor.device.type != "cpu" and op != "reconstruct":
         _fail(op, f"{name} must be on the CPU, got {tensor.device}")
     if dtype not in DTYPES:
         _fail(op, f"dtype must be float32 or bfloat16, got {dtype}")

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
+from vllm_kvplugins.errors import coded
 from vllm_kvplugins.index import DCIIndex, Keys
 from vllm_kvplugins.index.compiled import extension_problem
 from vllm_kvplugins.policies.retrieval import (
@@ -98,9 +99,12 @@ class IceCache(Retriever):
         missing = extension_problem()
         if missing:
             found.append(
-                f"icecache needs the compiled extension ({missing}); install with a "
-                "C++ compiler and CMake, KVP_BUILD=require pip install "
-                "--no-build-isolation -e ., or use exact-topk"
+                coded(
+                    "KVP403",
+                    f"icecache needs the compiled extension ({missing}); install with "
+                    "a C++ compiler and CMake, KVP_BUILD=require pip install "
+                    "--no-build-isolation -e ., or use exact-topk",
+                )
             )
         return found
 

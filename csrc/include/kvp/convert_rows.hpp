@@ -7,7 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kvp/vectors.hpp"
+#include "kvp/elements.hpp"
+#include "kvp/simd.hpp"
 
 namespace kvp::svd {
 
@@ -35,7 +36,7 @@ inline BFloat16 narrow(float value, BFloat16*) {
 
 // Each number in the lower half of a word.
 template <Simd kSimd>
-KVP_ALWAYS_INLINE void widen_lanes(const Halves<kSimd>& half, Words<kSimd>& words) {
+KVP_INLINE void widen_lanes(const Halves<kSimd>& half, Words<kSimd>& words) {
 #if defined(__x86_64__)
   if constexpr (kSimd >= Simd::kAvx512) {  // of which GCC 12 makes two and an insertion
     asm("vpmovzxwd %1, %0" : "=v"(words) : "vm"(half));
@@ -48,7 +49,7 @@ KVP_ALWAYS_INLINE void widen_lanes(const Halves<kSimd>& half, Words<kSimd>& word
 // out[r][i] = in[r][i] * scales[r], or in[r][i] without scales; rows of `cols` numbers
 // without gaps.
 template <Simd kSimd>
-KVP_ALWAYS_INLINE void widen_body(const BFloat16* in, std::int64_t rows,
+KVP_INLINE void widen_body(const BFloat16* in, std::int64_t rows,
                                   std::int64_t cols, const float* scales, float* out) {
   constexpr std::int64_t kLanes = lanes_of(kSimd);
   for (std::int64_t r = 0; r < rows; ++r, in += cols, out += cols) {
@@ -72,7 +73,7 @@ KVP_ALWAYS_INLINE void widen_body(const BFloat16* in, std::int64_t rows,
 // The nearest bfloat16 of each, as round_to_bfloat16(), but that kAvx512Bf16 counts
 // what is below 2^-126 as zero; or all as they are.
 template <Simd kSimd>
-KVP_ALWAYS_INLINE void narrow_lanes(const Floats<kSimd>& value, Halves<kSimd>& half) {
+KVP_INLINE void narrow_lanes(const Floats<kSimd>& value, Halves<kSimd>& half) {
 #if defined(__x86_64__)
   if constexpr (kSimd == Simd::kAvx512Bf16) {
     asm("vcvtneps2bf16 %1, %0" : "=v"(half) : "v"(value));
@@ -86,13 +87,13 @@ KVP_ALWAYS_INLINE void narrow_lanes(const Floats<kSimd>& value, Halves<kSimd>& h
   half = __builtin_convertvector(kept, Halves<kSimd>);
 }
 template <Simd kSimd>
-KVP_ALWAYS_INLINE void narrow_lanes(const Floats<kSimd>& value, Floats<kSimd>& same) {
+KVP_INLINE void narrow_lanes(const Floats<kSimd>& value, Floats<kSimd>& same) {
   same = value;
 }
 
 // Stores two vectors side by side. Whole lines at once wait the least for memory.
 template <Simd kSimd>
-KVP_ALWAYS_INLINE void store_two(const Floats<kSimd>& first,
+KVP_INLINE void store_two(const Floats<kSimd>& first,
                                  const Floats<kSimd>& second, BFloat16* to) {
   Halves<kSimd> halves[2];
 #if defined(__x86_64__)
@@ -108,7 +109,7 @@ KVP_ALWAYS_INLINE void store_two(const Floats<kSimd>& first,
   std::memcpy(to, halves, sizeof halves);
 }
 template <Simd kSimd>
-KVP_ALWAYS_INLINE void store_two(const Floats<kSimd>& first,
+KVP_INLINE void store_two(const Floats<kSimd>& first,
                                  const Floats<kSimd>& second, float* to) {
   std::memcpy(to, &first, sizeof first);
   std::memcpy(to + lanes_of(kSimd), &second, sizeof second);

@@ -19,12 +19,10 @@
 
 #include "kvp/exponential.hpp"
 #include "kvp/index_common.hpp"
-#include "kvp/simd.hpp"
+#include "kvp/dot_products.hpp"
 
 namespace kvp::decode {
 
-using index::load;
-using index::Vec;
 
 // Tokens whose scores are held at once; a page may be larger.
 constexpr std::int64_t kTileSlots = 256;
@@ -259,7 +257,7 @@ KVP_INLINE float soften(float* scores, std::int64_t n, float& peak, float& sum) 
     load<W>(scores + i, some);
     parts += some;
   }
-  const Vec<4>::F four = index::fold(parts);
+  const Vec<4>::F four = fold(parts);
   const float factor = index::exp_of_logit(peak - top);
   sum = sum * factor + ((four[0] + four[1]) + (four[2] + four[3]));
   peak = top;

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "kvp/vectors.hpp"
+#include "kvp/elements.hpp"
 
 namespace kvp::cuda {
 

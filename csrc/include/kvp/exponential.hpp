@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kvp/vectors.hpp"
+#include "kvp/elements.hpp"
 
 namespace kvp::index {
 

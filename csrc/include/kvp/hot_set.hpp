@@ -87,20 +87,17 @@ std::int64_t swap_hot_slots(std::int64_t capacity, const std::int64_t* wanted,
   return swapped;
 }
 
-// The same, and the copying.
+// Like swap_hot_slots, and copies the tokens from the host into the pages.
 template <typename Element>
 std::int64_t fill_hot_slots(const HostTokens<Element>& host, std::int64_t capacity,
                             const std::int64_t* wanted, std::int64_t num_wanted,
-                            const HotSlots& hot, Element* heap,
-                            std::int64_t page_stride, const PageLayout& layout,
+                            const HotSlots& hot, const PagedKV<Element>& kv,
                             std::vector<std::uint8_t>& mark) {
   const auto copy = [&](std::int64_t place, std::int64_t token) {
-    Element* page = heap + hot.page[place] * page_stride;
-    const std::int64_t slot = hot.slot[place];
-    store_row(page, layout.keys, slot, layout.block_size, host.head_dim,
-              host.key(token));
-    store_row(page, layout.values, slot, layout.block_size, host.head_dim,
-              host.value(token));
+    Element* page = kv.page(hot.page[place]);
+    const std::int64_t slot = hot.slot[place], size = kv.block_size();
+    store_row(page, kv.layout.keys, slot, size, host.head_dim, host.key(token));
+    store_row(page, kv.layout.values, slot, size, host.head_dim, host.value(token));
   };
   return swap_hot_slots(capacity, wanted, num_wanted, hot, mark, copy);
 }

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "kvp/simd.hpp"
+#include "kvp/dot_products.hpp"
 
 namespace kvp::index {
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kvp/simd.hpp"
+#include "kvp/dot_products.hpp"
 
 namespace kvp::index {
 

@@ -28,7 +28,8 @@
 #include "kvp/for_all.hpp"
 #include "kvp/key_view.hpp"
 #include "kvp/page_copy.hpp"
-#include "kvp/vectors.hpp"
+#include "kvp/paged_kv.hpp"
+#include "kvp/elements.hpp"
 
 namespace kvp::decode {
 
@@ -48,13 +49,10 @@ struct Call {
   const void* queries;  // [rows, kv_heads * group, head_dim]
   ElementType query_type;
 
-  const void* heap;
+  PagedKV<const void> kv;
   ElementType page_type;
-  std::int64_t page_stride;  // elements
-  PageLayout layout;
-  const std::int32_t* page_table;  // [sequences, most_pages]
-  std::int64_t most_pages;
-  const std::int32_t* lengths;  // [sequences], tokens
+  PageTable<std::int32_t> table;  // one row per sequence
+  const std::int32_t* lengths;    // [sequences], tokens
 
   const void* coarse_keys;  // [entries, head_dim]
   const void* coarse_values;
@@ -68,7 +66,7 @@ struct Call {
   float* lse;  // [rows, kv_heads * group]
 
   std::int64_t sequences() const { return rows * kv_heads; }
-  std::int64_t head_dim() const { return layout.head_dim; }
+  std::int64_t head_dim() const { return kv.head_dim(); }
 };
 
 // Calls body with a pointer of the elements' type.
@@ -97,7 +95,7 @@ struct Parts {
 
 inline Parts list_parts(const Call& call) {
   Parts parts;
-  const std::int64_t step = index::round_up(kPartTokens, call.layout.block_size);
+  const std::int64_t step = index::round_up(kPartTokens, call.kv.block_size());
   for (std::int64_t s = 0; s < call.sequences(); ++s) {
     parts.first.push_back(static_cast<std::int64_t>(parts.list.size()));
     const std::int64_t length = call.lengths[s];
@@ -156,7 +154,7 @@ inline void attend_part(const Kernels& kernels, const Call& call, const Part& pa
   float* queries = index::at_least(scratch.queries, elems);
   with_type(call.query_type, call.queries, [&](const auto* base) {
     for (std::int64_t i = 0; i < elems; ++i) {
-      queries[i] = index::widen(base[part.sequence * elems + i]) * call.scale;
+      queries[i] = widen(base[part.sequence * elems + i]) * call.scale;
     }
   });
   const Heads heads = partials.part(number, queries);
@@ -168,13 +166,11 @@ inline void attend_part(const Kernels& kernels, const Call& call, const Part& pa
     });
     return;
   }
-  with_type(call.page_type, call.heap, [&](const auto* heap) {
-    const std::int32_t* list = call.page_table + part.sequence * call.most_pages +
-                               part.first / call.layout.block_size;
-    kernels.attend(
-        Pages<std::remove_cv_t<std::remove_pointer_t<decltype(heap)>>>{
-            heap, call.page_stride, call.layout},
-        list, part.count, heads, scratch.of(heap));
+  with_type(call.page_type, call.kv.pages, [&](const auto* pages) {
+    using Element = std::remove_pointer_t<decltype(pages)>;  // const
+    const std::int32_t* list =
+        call.table.row(part.sequence) + part.first / call.kv.block_size();
+    kernels.attend(call.kv.as<Element>(), list, part.count, heads, scratch.of(pages));
   });
 }
 

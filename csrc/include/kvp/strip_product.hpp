@@ -12,7 +12,8 @@
 #include <type_traits>
 
 #include "kvp/convert_rows.hpp"
-#include "kvp/vectors.hpp"
+#include "kvp/elements.hpp"
+#include "kvp/simd.hpp"
 
 namespace kvp::svd {
 
@@ -44,7 +45,7 @@ struct StripProduct {
 // are powers of two: the compiler knows them, and the CPU guesses once per part and not
 // once per row.
 template <Simd kSimd, int kRows, typename Element>
-KVP_ALWAYS_INLINE void store_strip(const Floats<kSimd> (&sums)[kRows],
+KVP_INLINE void store_strip(const Floats<kSimd> (&sums)[kRows],
                                    const std::int64_t* row_to, std::int64_t count,
                                    Element* to) {
   constexpr std::int64_t kLanes = lanes_of(kSimd);
@@ -83,17 +84,17 @@ inline bool side_by_side(const Strip* strips, std::int64_t lanes) {
   return kStrips > 1;
 }
 
-// kRows rows of kStrips strips. kRowStep: a_row, where the compiler may know it, else 0.
+// kRows rows of kStrips strips.
 // joined: they lie side by side.
-template <Simd kSimd, int kRows, int kStrips, int kRowStep, typename Element>
-KVP_ALWAYS_INLINE void strip_tile(const StripProduct<Element>& x, std::int64_t i,
+template <Simd kSimd, int kRows, int kStrips, typename Element>
+KVP_INLINE void strip_tile(const StripProduct<Element>& x, std::int64_t i,
                                   const Strip* strips, bool joined) {
   using V = Floats<kSimd>;
   V sums[kStrips][kRows];
   for (int r = 0; r < kRows; ++r) {
     for (int s = 0; s < kStrips; ++s) sums[s][r] = V{};
   }
-  const std::int64_t a_row = kRowStep == 0 ? x.a_row : kRowStep;
+  const std::int64_t a_row = x.a_row;
   const float* a = x.a + i * a_row;
   const float* b = x.b;
   for (std::int64_t k = 0; k < x.depth; ++k, a += x.a_step, b += x.b_row) {
@@ -130,18 +131,18 @@ KVP_ALWAYS_INLINE void strip_tile(const StripProduct<Element>& x, std::int64_t i
 // kStrips strips of all rows, kRows at once. What is left is made together with rows
 // that were made before, and come out the same: one row after the other would wait for
 // every sum.
-template <Simd kSimd, int kRows, int kStrips, int kRowStep, typename Element>
-KVP_ALWAYS_INLINE void strip_column(const StripProduct<Element>& x,
+template <Simd kSimd, int kRows, int kStrips, typename Element>
+KVP_INLINE void strip_column(const StripProduct<Element>& x,
                                     const Strip* strips) {
   const bool joined = side_by_side<kStrips>(strips, lanes_of(kSimd));
   if (x.rows < kRows) {
     for (std::int64_t i = 0; i < x.rows; ++i) {
-      strip_tile<kSimd, 1, kStrips, kRowStep>(x, i, strips, joined);
+      strip_tile<kSimd, 1, kStrips>(x, i, strips, joined);
     }
     return;
   }
   for (std::int64_t i = 0; i < x.rows; i += kRows) {
-    strip_tile<kSimd, kRows, kStrips, kRowStep>(x, std::min(i, x.rows - kRows), strips,
+    strip_tile<kSimd, kRows, kStrips>(x, std::min(i, x.rows - kRows), strips,
                                                 joined);
   }
 }
@@ -149,27 +150,21 @@ KVP_ALWAYS_INLINE void strip_column(const StripProduct<Element>& x,
 // All strips behind the first ones, at most kStrips at once, a power of two. What
 // belongs to a strip is stored from its beginning to its end: a run in memory, where
 // rows lie side by side.
-template <Simd kSimd, int kRows, int kStrips, int kRowStep, typename Element>
-KVP_ALWAYS_INLINE void strip_columns(const StripProduct<Element>& x,
+template <Simd kSimd, int kRows, int kStrips, typename Element>
+KVP_INLINE void strip_columns(const StripProduct<Element>& x,
                                      std::int64_t first = 0) {
   for (; first + kStrips <= x.num_strips; first += kStrips) {
-    strip_column<kSimd, kRows, kStrips, kRowStep>(x, x.strips + first);
+    strip_column<kSimd, kRows, kStrips>(x, x.strips + first);
   }
   if constexpr (kStrips > 1) {
-    strip_columns<kSimd, kRows, kStrips / 2, kRowStep>(x, first);
+    strip_columns<kSimd, kRows, kStrips / 2>(x, first);
   }
 }
 
-// Tiles as large as the registers hold. Rows of `a` that lie side by side cost no
-// registers for their places, so that there can be more of them and fewer strips.
+// Tiles as large as the registers hold.
 template <Simd kSimd, typename Element>
-KVP_ALWAYS_INLINE void strip_body(const StripProduct<Element>& x) {
-  constexpr int kWide = kSimd >= Simd::kAvx512 ? 2 : 1;
-  if (x.a_row == 1) {
-    strip_columns<kSimd, 4 * kWide, 2, 1>(x);
-  } else {
-    strip_columns<kSimd, 4, 2 * kWide, 0>(x);
-  }
+KVP_INLINE void strip_body(const StripProduct<Element>& x) {
+  strip_columns<kSimd, 4, kSimd >= Simd::kAvx512 ? 4 : 2>(x, 0);
 }
 
 }  // namespace kvp::svd
