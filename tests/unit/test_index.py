@@ -13,7 +13,7 @@ from vllm_kvplugins.index import (
     compiled,
     query_pages,
     query_topk,
-    reference,
+    scan,
 )
 
 SEEDS = [20261121, 7]
@@ -60,7 +60,7 @@ def test_the_scan_equals_torch(random, n, dtype):
     index = BruteForceIndex(HEADS, DIM)
     index.build(Keys.dense(keys))
     found = index.query_topk(queries, Keys.dense(keys), 20)
-    exact = reference.topk(queries[None], keys[None], 20)
+    exact = scan.topk(queries[None], keys[None], 20)
     torch.testing.assert_close(found.scores, exact.scores[0], rtol=0, atol=1e-4)
     valid = found.slots >= 0
     assert valid.sum() == HEADS * 3 * min(n, 20)
@@ -128,7 +128,7 @@ def test_keys_are_read_where_they_lie(random):
         indexes.append(index)
     queries = torch.randn(2, HEADS, 3, DIM, generator=random)
     found = query_topk(indexes, queries, Keys.paged(view, table), 10, 0)
-    exact = reference.topk(queries, torch.stack(wide), 10)
+    exact = scan.topk(queries, torch.stack(wide), 10)
     assert torch.equal(found.slots, exact.slots)
     # And each request alone gives the same.
     alone = indexes[1].query_topk(queries[1], Keys.paged(view, table[1]), 10, 0)
@@ -237,7 +237,7 @@ def test_thousands_of_random_inserts(random):
     assert torch.equal(index.places(2990), places[:, 2990:])
     queries = torch.randn(HEADS, 2, DIM, generator=random)
     found = index.query_topk(queries, Keys.dense(keys), 10, 0)
-    exact = reference.topk(queries[None], keys[None], 10)
+    exact = scan.topk(queries[None], keys[None], 10)
     assert torch.equal(found.slots, exact.slots[0])
 
 
@@ -276,7 +276,7 @@ def test_pages_are_those_of_the_best_keys(random, kind):
     queries = torch.randn(HEADS, 3, DIM, generator=random)
     slots = index.query_topk(queries, view, 12).slots
     for limit in (1, 5, 100):
-        expected = reference.pages(slots, index.places(), 8, limit)
+        expected = scan.pages(slots, index.places(), 8, limit)
         found = index.query_pages(queries, view, 12, limit)
         assert torch.equal(found.counts, expected.counts)
         assert torch.equal(found.pages, expected.pages)

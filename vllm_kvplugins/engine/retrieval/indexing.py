@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvplugins.index import Keys
+from vllm_kvplugins.index import ExactScan, KeyIndex, Keys
 from vllm_kvplugins.ops.threads import helper
-from vllm_kvplugins.policies.retrieval import ExactScan, Retriever, TokenIndex
+from vllm_kvplugins.policies.retrieval import Retriever
 
 # vLLM configures only the loggers below its own name.
 logger = logging.getLogger("vllm.kv_policy")
@@ -32,8 +32,8 @@ class OffloadedLayer:
         meanwhile: what to ask until then, if it is lazy.
     """
 
-    index: TokenIndex
-    meanwhile: TokenIndex | None = None
+    index: KeyIndex
+    meanwhile: KeyIndex | None = None
     tokens: int = 0
     under_way: Future[None] | None = None
 
@@ -75,13 +75,13 @@ class Indexer:
         """
         layer.tokens = first + keys.shape[1]
         if read is None:
-            layer.under_way = self._thread.submit(layer.index.insert, keys, first)
+            layer.under_way = self._thread.submit(layer.index.append, keys, first)
         else:
-            layer.under_way = self._thread.submit(_insert, layer.index, read, first)
+            layer.under_way = self._thread.submit(_append, layer.index, read, first)
         if layer.meanwhile is None:
             return
         try:
-            layer.meanwhile.insert(keys, first)
+            layer.meanwhile.append(keys, first)
         except (RuntimeError, ValueError) as error:
             self._scan_instead(layer, error)
 
@@ -113,7 +113,7 @@ class Indexer:
         ]
         return torch.cat(chosen)
 
-    def _ready(self, layer: OffloadedLayer) -> TokenIndex:
+    def _ready(self, layer: OffloadedLayer) -> KeyIndex:
         if layer.under_way is None:
             return layer.index
         if layer.meanwhile is not None and not layer.under_way.done():
@@ -139,5 +139,5 @@ class Indexer:
         layer.under_way = None
 
 
-def _insert(index: TokenIndex, read: Callable[[], torch.Tensor], first: int) -> None:
-    index.insert(read(), first)
+def _append(index: KeyIndex, read: Callable[[], torch.Tensor], first: int) -> None:
+    index.append(read(), first)
