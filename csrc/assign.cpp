@@ -14,7 +14,7 @@
 namespace kvp::binding {
 namespace {
 
-// What is no token forms a cluster of its own, of value 0.
+// Slots without a token form their own cluster of value 0.
 void mark_absent(const float* values, const bool* valid, const AssignSizes& size,
                  std::int64_t* clusters, float* kept) {
   for (std::int64_t t = 0; t < size.slots; ++t) {

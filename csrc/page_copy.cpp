@@ -42,7 +42,8 @@ void scatter_tokens_cpu(const Tensor& heap, const Tensor& pages, const Tensor& s
   const char* op = "scatter_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const PageLayout layout = checked_layout(op, heap, view, k_offsets, v_offsets);
-  const TokenSlots to = checked_tokens(op, "pages", "slots", heap, view, pages, slots, -1);
+  const TokenSlots to =
+      checked_tokens(op, "pages", "slots", heap, view, pages, slots, -1);
   Argument{op, "keys", keys}.require_rows(heap, to.n, view.head_dim);
   Argument{op, "values", values}.require_rows(heap, to.n, view.head_dim);
   check_writes(op, view, to, nullptr);
@@ -73,7 +74,8 @@ void fetch_tokens_cpu(const Tensor& heap, const Tensor& pages, const Tensor& slo
   const char* op = "fetch_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const PageLayout layout = checked_layout(op, heap, view, k_offsets, v_offsets);
-  const TokenSlots to = checked_tokens(op, "pages", "slots", heap, view, pages, slots, -1);
+  const TokenSlots to =
+      checked_tokens(op, "pages", "slots", heap, view, pages, slots, -1);
   require_host_rows(op, view, heap, rows);
   const std::int64_t count = rows.size(0);
   const std::int64_t* key = checked_rows(op, "key_rows", heap, key_rows, to.n, count);
@@ -97,9 +99,9 @@ void move_tokens_cpu(const Tensor& heap, const Tensor& src_pages,
   const HeapView view = view_heap(op, heap, block_size);
   const PageLayout layout = checked_layout(op, heap, view, k_offsets, v_offsets);
   const TokenSlots from = checked_tokens(op, "src_pages", "src_slots", heap, view,
-                                     src_pages, src_slots, -1);
-  const TokenSlots to = checked_tokens(op, "dst_pages", "dst_slots", heap, view, dst_pages,
-                                   dst_slots, from.n);
+                                         src_pages, src_slots, -1);
+  const TokenSlots to = checked_tokens(op, "dst_pages", "dst_slots", heap, view,
+                                       dst_pages, dst_slots, from.n);
   check_writes(op, view, to, &from);
   with_element(view, [&](auto* tag) {
     move_tokens(view.paged(write(heap, tag), layout), from, to);
@@ -114,7 +116,8 @@ Tensor gather_pages_cpu(const Tensor& heap, const Tensor& page_table,
   const Plane plane = make_plane(checked_offsets(op, "offsets", heap, view, offsets),
                                  view.block_size, view.head_dim);
   const PageTable<std::int64_t> table = page_list(op, heap, page_table);
-  require_ok(op, "page_table", check_pages(table.ids, page_table.numel(), view.num_pages),
+  require_ok(op, "page_table",
+             check_pages(table.ids, page_table.numel(), view.num_pages),
              view.num_pages);
   Tensor out = torch::stable::new_empty(
       heap, {table.rows, table.pages_per_row * view.block_size, view.head_dim});

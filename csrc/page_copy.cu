@@ -28,10 +28,10 @@ PageLayout layout_of(const char* op, const Tensor& heap, const HeapView& view,
   require_rows_inside(op, "key_base", view, key_base, slot_stride);
   require_rows_inside(op, "value_base", view, value_base, slot_stride);
   const Argument keys{op, "k_offsets", k_offsets}, values{op, "v_offsets", v_offsets};
-  return {view.block_size, view.head_dim,
-          device_plane(keys.offsets(heap, view.plane_elems), key_base, slot_stride),
-          device_plane(values.offsets(heap, view.plane_elems), value_base,
-                       slot_stride)};
+  return {
+      view.block_size, view.head_dim,
+      device_plane(keys.offsets(heap, view.plane_elems), key_base, slot_stride),
+      device_plane(values.offsets(heap, view.plane_elems), value_base, slot_stride)};
 }
 
 // (page, slot) pairs; kernels check their range.
@@ -50,7 +50,7 @@ std::tuple<Tensor, Tensor> gather_tokens_cuda(
   const char* op = "gather_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const PageLayout layout = layout_of(op, heap, view, k_offsets, v_offsets, key_base,
-                                        value_base, slot_stride);
+                                      value_base, slot_stride);
   const TokenSlots tokens = tokens_of(op, "pages", "slots", heap, pages, slots, -1);
   const DeviceGuard guard(heap.get_device_index());
   Tensor keys = torch::stable::new_empty(heap, {tokens.n, view.head_dim});
@@ -70,7 +70,7 @@ void scatter_tokens_cuda(const Tensor& heap, const Tensor& pages, const Tensor& 
   const char* op = "scatter_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const PageLayout layout = layout_of(op, heap, view, k_offsets, v_offsets, key_base,
-                                        value_base, slot_stride);
+                                      value_base, slot_stride);
   const TokenSlots tokens = tokens_of(op, "pages", "slots", heap, pages, slots, -1);
   Argument{op, "keys", keys}.require_rows(heap, tokens.n, view.head_dim);
   Argument{op, "values", values}.require_rows(heap, tokens.n, view.head_dim);
@@ -90,11 +90,12 @@ void fetch_tokens_cuda(const Tensor& heap, const Tensor& pages, const Tensor& sl
   const char* op = "fetch_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const PageLayout layout = layout_of(op, heap, view, k_offsets, v_offsets, key_base,
-                                        value_base, slot_stride);
+                                      value_base, slot_stride);
   const TokenSlots tokens = tokens_of(op, "pages", "slots", heap, pages, slots, -1);
   require_host_rows(op, view, heap, rows);
   const std::int64_t* key = Argument{op, "key_rows", key_rows}.indices(heap, tokens.n);
-  const std::int64_t* value = Argument{op, "value_rows", value_rows}.indices(heap, tokens.n);
+  const std::int64_t* value =
+      Argument{op, "value_rows", value_rows}.indices(heap, tokens.n);
   const DeviceGuard guard(heap.get_device_index());
   launch(view, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;
@@ -113,7 +114,7 @@ void move_tokens_cuda(const Tensor& heap, const Tensor& src_pages,
   const char* op = "move_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const PageLayout layout = layout_of(op, heap, view, k_offsets, v_offsets, key_base,
-                                        value_base, slot_stride);
+                                      value_base, slot_stride);
   const TokenSlots from =
       tokens_of(op, "src_pages", "src_slots", heap, src_pages, src_slots, -1);
   const TokenSlots to =
@@ -130,9 +131,9 @@ Tensor gather_pages_cuda(const Tensor& heap, const Tensor& page_table,
   const char* op = "gather_pages";
   const HeapView view = view_heap(op, heap, block_size);
   require_rows_inside(op, "base", view, base, slot_stride);
-  const Plane plane = device_plane(
-      Argument{op, "offsets", offsets}.offsets(heap, view.plane_elems), base,
-      slot_stride);
+  const Plane plane =
+      device_plane(Argument{op, "offsets", offsets}.offsets(heap, view.plane_elems),
+                   base, slot_stride);
   const PageLayout layout{view.block_size, view.head_dim, plane, plane};
   const PageTable<std::int64_t> table = page_list(op, heap, page_table);
   const DeviceGuard guard(heap.get_device_index());

@@ -37,20 +37,19 @@ Tensor page_votes_cpu(const Tensor& heap, const Tensor& page_table,
   Tensor votes = new_votes(heap, of);
   with_vote_element(heap, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;
-    const page_votes::Call<Element> call{
-        of.kv_heads,
-        of.group,
-        of.num_queries,
-        of.slots,
-        static_cast<float>(scale),
-        most,
-        read(queries, tag),
-        of.query_positions,
-        own_keys ? read(*own_keys, tag) : nullptr,
-        of.view.paged(read(heap, tag), layout),
-        of.table,
-        of.positions,
-        votes.mutable_data_ptr<float>()};
+    const page_votes::Call<Element> call{of.kv_heads,
+                                         of.group,
+                                         of.num_queries,
+                                         of.slots,
+                                         static_cast<float>(scale),
+                                         most,
+                                         read(queries, tag),
+                                         of.query_positions,
+                                         own_keys ? read(*own_keys, tag) : nullptr,
+                                         of.view.paged(read(heap, tag), layout),
+                                         of.table,
+                                         of.positions,
+                                         votes.mutable_data_ptr<float>()};
     page_votes::vote(kvp::select_kernels<page_votes::Kernels>(), call);
   });
   return votes;

@@ -82,8 +82,8 @@ struct HotCall {
 };
 
 HotCall ask_hot(const char* op, const Tensor& host, const Tensor& table,
-                    const Tensor& wanted, const Tensor& slot_indices, const Tensor& token,
-                    const Tensor& page, const Tensor& slot, const Tensor& counts) {
+                const Tensor& wanted, const Tensor& slot_indices, const Tensor& token,
+                const Tensor& page, const Tensor& slot, const Tensor& counts) {
   Argument{op, "host", host}.require_dim(4);
   Argument{op, "host", host}.require_contiguous();
   Argument{op, "wanted", wanted}.require_dim(3);
@@ -179,7 +179,8 @@ Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets, const Tensor& v_off
           from, call.pages(task), call.page_tokens, view.head_dim};
       copied[static_cast<std::size_t>(task)] = call.run(
           task, [&](const std::int64_t* wanted_here, std::int64_t n, auto& mark) {
-            return fill_hot_slots(tokens, call.capacity(), wanted_here, n, hot, kv, mark);
+            return fill_hot_slots(tokens, call.capacity(), wanted_here, n, hot, kv,
+                                  mark);
           });
     });
   });
@@ -204,8 +205,8 @@ std::tuple<Tensor, Tensor> swap_hot(const Tensor& host, const Tensor& table,
   for_all(call.tasks(), [&](std::int64_t task) {
     const auto i = static_cast<std::size_t>(task);
     const HotSlots hot = call.slots(task);
-    const HostTokens<std::uint16_t> tokens{nullptr, call.pages(task),
-                                           call.page_tokens, 0};
+    const HostTokens<std::uint16_t> tokens{nullptr, call.pages(task), call.page_tokens,
+                                           0};
     const auto note = [&](std::int64_t place, std::int64_t token_there) {
       found[i].push_back({tokens.row(token_there), hot.page[place], hot.slot[place]});
     };

@@ -28,7 +28,7 @@ Spans checked_spans(const char* op, const Tensor& rows, const Tensor& starts,
     fail(op, "head_dim must be 1 to ", kMaxHeadDim, ", got ", rows.size(2));
   }
   if (rows.size(2) > 1 && rows.stride(2) != 1) {
-    fail(op, "the elements of a row must lie side by side");
+    fail(op, "the elements of a row must be contiguous");
   }
   const Index* start = numbers(op, "starts", starts, -1);
   const Index count = starts.size(0);
@@ -61,7 +61,7 @@ void require_sound(const char* op, const std::vector<svd::Fault>& faults, Index 
   }
 }
 
-// Where each matrix is decomposed to, as if none had a lower rank than it may have.
+// Where each matrix is decomposed to, assuming the largest possible ranks.
 template <typename Factor>
 std::vector<Index> roomy_offsets(const Spans& spans, Index planes, Index head_dim,
                                  Index max_rank) {
@@ -75,8 +75,8 @@ std::vector<Index> roomy_offsets(const Spans& spans, Index planes, Index head_di
   return offsets;
 }
 
-// Multiply-adds that take as long as the decompositions do, by measurement: the
-// eigenvectors' part, most of whose operations wait for the one before.
+// Multiply-adds that take as long as the decompositions, by measurement. The
+// eigenvectors dominate, because most of their operations depend on each other.
 Index decompose_work(const Spans& spans, Index planes, Index head_dim) {
   Index sum = 0;
   for (Index s = 0; s < spans.count; ++s) {
@@ -86,7 +86,7 @@ Index decompose_work(const Spans& spans, Index planes, Index head_dim) {
   return sum * planes;
 }
 
-// Decomposes all matrices and closes the gaps that lower ranks left.
+// Decomposes all matrices and removes the gaps that lower ranks leave.
 template <typename Element, typename Factor>
 Tensor decompose_all(const char* op, const Tensor& rows, const Spans& spans,
                      const svd::Options& options, ScalarType type, Index* ranks,

@@ -15,7 +15,7 @@
 namespace kvp::binding {
 namespace {
 
-// The work of all chosen matrices, copied to the device behind what is queued there.
+// The work of all chosen matrices, copied to the device in stream order.
 struct DeviceWork {
   Tensor memory;
   std::int64_t n;

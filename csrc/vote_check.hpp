@@ -61,8 +61,8 @@ inline VoteArguments view_votes(const char* op, const Tensor& heap,
   made.slots = positions.size(1);
   const std::int64_t room = made.table.pages_per_row * block_size;
   if (positions.size(0) != made.kv_heads || made.slots > room) {
-    fail(op, "positions must be of at most ", room,
-         " slots of ", made.kv_heads, " KV heads, got shape ", shape_of(positions));
+    fail(op, "positions must be of at most ", room, " slots of ", made.kv_heads,
+         " KV heads, got shape ", shape_of(positions));
   }
   require_numbers({op, "queries", queries}, -1);
   made.num_queries = queries.size(1);

@@ -124,7 +124,8 @@ int main() {
   const unsigned seed = 20263;
   std::printf("seed %u\n", seed);
   std::mt19937 random(seed);
-  for (const kvp::bulk::Kernels* kernels : kvp::runnable_kernels<kvp::bulk::Kernels>()) {
+  for (const kvp::bulk::Kernels* kernels :
+       kvp::runnable_kernels<kvp::bulk::Kernels>()) {
     current_kernels = kvp::name_of(kernels->simd);
     test_single_pages(*kernels, random);
     for (Index page_bytes : {1, 48, 1000, 2048, 8192}) {

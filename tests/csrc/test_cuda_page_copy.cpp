@@ -262,10 +262,9 @@ void test_fetch_traps(std::mt19937& random) {
     const Index limits[] = {f.num_pages, f.block_size, kRows, kRows};
     const auto fetch = [&](const Indices(&ids)[4]) {
       std::vector<Element> heap = f.heap;
-      kvp::cuda::fetch_tokens(device_pages(f, heap.data(), named),
-                              {ids[0].data(), ids[1].data(), f.n},
-                              {host.data, kRows, ids[2].data(), ids[3].data()},
-                              nullptr);
+      kvp::cuda::fetch_tokens(
+          device_pages(f, heap.data(), named), {ids[0].data(), ids[1].data(), f.n},
+          {host.data, kRows, ids[2].data(), ids[3].data()}, nullptr);
     };
     CHECK(!traps([&] { fetch(lists); }));
     for (int which = 0; which < 4; ++which) {

@@ -19,20 +19,20 @@ std::vector<float> run(const Request<Element>& request, bool most, bool named,
   kvp::PagedKV<const Element> kv = host.kv;
   kv.layout.keys =
       kvp::device_plane(plane.offsets, plane.base, rows ? plane.slot_stride : 0);
-  const kvp::cuda::VoteCall<Element> call{host.kv_heads,
-                                          host.group,
-                                          host.num_queries,
-                                          host.slots,
-                                          host.scale,
-                                          most,
-                                          host.queries,
-                                          host.query_positions,
-                                          host.own_keys,
-                                          kv,
-                                          {table.data(), host.kv_heads,
-                                           host.table.pages_per_row},
-                                          host.positions,
-                                          host.out};
+  const kvp::cuda::VoteCall<Element> call{
+      host.kv_heads,
+      host.group,
+      host.num_queries,
+      host.slots,
+      host.scale,
+      most,
+      host.queries,
+      host.query_positions,
+      host.own_keys,
+      kv,
+      {table.data(), host.kv_heads, host.table.pages_per_row},
+      host.positions,
+      host.out};
   std::vector<float> scratch(static_cast<std::size_t>(kvp::cuda::vote_scratch(call)));
   kvp::cuda::vote(call, scratch.data(), nullptr);
   return out;

@@ -143,9 +143,9 @@ struct Case {
     call.rows = shape.rows, call.kv_heads = shape.kv_heads, call.group = shape.group;
     call.scale = 1.0f / std::sqrt(static_cast<float>(shape.dims));
     call.queries = queries.data(), call.query_type = type;
-    call.kv = {heap.data(), num_pages, 2 * shape.dims * shape.slots + gap,
-               kvp::make_layout(k_offsets.data(), v_offsets.data(), shape.slots,
-                                shape.dims)};
+    call.kv = {
+        heap.data(), num_pages, 2 * shape.dims * shape.slots + gap,
+        kvp::make_layout(k_offsets.data(), v_offsets.data(), shape.slots, shape.dims)};
     call.page_type = type;
     call.table = {table.data(), sequences, most_pages};
     call.lengths = lengths.data();
@@ -205,8 +205,8 @@ template <typename Element>
 void test_case(const Kernels& kernels, const Shape& shape, std::mt19937& random) {
   Case<Element> one(shape, random);
   const Call call = one.call();
-  CHECK(kvp::check_page_lists(call.table, call.lengths, shape.slots, one.num_pages)
-            .ok());
+  CHECK(
+      kvp::check_page_lists(call.table, call.lengths, shape.slots, one.num_pages).ok());
   kvp::decode::attend_mixed(kernels, call);
   // Scores grow with the queries, and with them their errors.
   const double loose = std::max(1.0, double(shape.sharpness));
@@ -259,8 +259,8 @@ void test_nan(const Kernels& kernels, std::mt19937& random) {
     const Shape shape{1, 4, 3, 64, 32, order, 1.0f};
     Case<float> one(shape, random);
     const Index dims = shape.dims, last = 3 * shape.slots;  // of sequence 3
-    float* page =
-        one.heap.data() + one.table[u(3 * one.most_pages + 3)] * one.call().kv.page_stride;
+    float* page = one.heap.data() +
+                  one.table[u(3 * one.most_pages + 3)] * one.call().kv.page_stride;
     one.lengths = {0, 0, 0, static_cast<std::int32_t>(last + 1)};
     for (Index i = dims; i < dims * shape.slots; ++i) {
       page[one.k_offsets[u(i)]] = page[one.v_offsets[u(i)]] = kNan;

@@ -149,8 +149,9 @@ void test_hot_slots(std::mt19937& random) {
       if (round && random() % 10 == 0) token = -1;
     }
     const std::vector<std::int64_t> before = hot;
-    const std::int64_t copied = kvp::fill_hot_slots(
-        tokens, kTokens, wanted.data(), static_cast<std::int64_t>(wanted.size()), slots, kv, mark);
+    const std::int64_t copied =
+        kvp::fill_hot_slots(tokens, kTokens, wanted.data(),
+                            static_cast<std::int64_t>(wanted.size()), slots, kv, mark);
     std::set<std::int64_t> now(hot.begin(), hot.end());
     std::set<std::int64_t> old(before.begin(), before.end());
     require(now.size() == 20, "each hot token once");

@@ -130,11 +130,12 @@ def test_pages_are_given_again_when_they_are_read(device):
         told = torch.full((1, 128, 128), float(turn), dtype=torch.bfloat16)
         tier.write(pages[None], 0, told, -told)
         table = pages.flip(0).repeat(2).view(1, 1, 16)  # tokens 128 on are these again
-        zones = spots + 128, spots // 16, spots % 16, torch.tensor([128])
+        hot = ops.HotSet(spots + 128, spots // 16, spots % 16, torch.tensor([128]))
+        kv = ops.PagedKV(heap, layout)
         slot_index = torch.tensor([0])
         reads = tier.reads
         assert reads is not None
-        ops.fill_hot(heap, layout, tier.pages, table, spots, slot_index, *zones, reads)
+        ops.fill_hot(kv, tier.pages, table, spots, slot_index, hot, reads)
         tier.give(pages)
         if turn % 10 == 9:
             own = heap.view(8, 16, 2, 128)

@@ -163,17 +163,17 @@ class Scene:
 
     def fill(self, wanted: torch.Tensor, slot_indices: list[int]) -> torch.Tensor:
         return hot_set.fill_hot(
-            self.heap,
-            self.layout,
+            ops.PagedKV(self.heap, self.layout),
             self.tier.pages,
             self.view.table[slot_indices],
             wanted,
             torch.tensor(slot_indices),
-            self.token,
-            self.page,
-            self.slot,
-            self.counts,
+            self.hot,
         )
+
+    @property
+    def hot(self) -> ops.HotSet:
+        return ops.HotSet(self.token, self.page, self.slot, self.counts)
 
     def check_contents(self) -> None:
         for slot_index in range(3):
@@ -254,10 +254,7 @@ def test_swaps_are_what_a_fill_copies(random, monkeypatch, backend):
         scene.view.table[slot_indices],
         wanted,
         torch.tensor(slot_indices),
-        scene.token,
-        scene.page,
-        scene.slot,
-        scene.counts,
+        scene.hot,
     )
     assert found.equal(copied)
     assert moves.shape == (4, int(copied.sum()))

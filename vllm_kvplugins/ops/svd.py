@@ -1,8 +1,8 @@
-"""Low-rank factors of spans of keys and values, and the rows that they stand for.
+"""Low-rank factors of spans of keys and values, and their reconstruction.
 
 SeKV keeps a span's keys and values in host memory as truncated singular value
-decompositions, and makes its tokens of them when a query asks for it. Compiled if
-built, in torch otherwise; ``KVP_OPS`` chooses. Decompositions are made on the CPU.
+decompositions, and reconstructs its tokens when a query needs them. Compiled if built,
+in torch otherwise; ``KVP_OPS`` overrides this. Decompositions run on the CPU.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ MAX_HEAD_DIM = 512  # kMaxHeadDim in csrc/include/kvp/vectors.hpp
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """Truncated decompositions of many matrices, packed one behind the other.
+    """Truncated decompositions of many matrices, packed one after the other.
 
-    A matrix's record is one run of elements: its singular values as float32 (two
-    elements each if the others are bfloat16), U [tokens, rank], V^T [rank,
-    head_dim], and with bfloat16 one element more if that makes an odd number.
-    Equation 18 of SeKV counts ``rank * (tokens + head_dim + 1)`` elements, what a
-    float32 record has; one of bfloat16 has up to ``rank + 1`` more.
+    The record of a matrix is one run of elements: its singular values as float32 (two
+    elements each in bfloat16 records), U [tokens, rank], V^T [rank, head_dim], and in
+    bfloat16 records a padding element if the number is odd. A float32 record has the
+    ``rank * (tokens + head_dim + 1)`` elements of SeKV's equation 18; a bfloat16 record
+    has up to ``rank + 1`` more.
 
-    The records may be moved elsewhere, to an arena or a GPU, say: replace ``factors``.
-    With bfloat16 that must begin at an even element of its storage. The other tensors
-    stay on the CPU.
+    To move the records, for example to an arena or a GPU, replace ``factors``. bfloat16
+    factors must begin at an even element of their storage. The other tensors stay on
+    the CPU.
 
     Args:
         factors: float32 or bfloat16 [elements], all records.
-        offsets: int64 [matrices + 1], where each record begins, and the end.
+        offsets: int64 [matrices + 1], the begin of each record, and the end.
         ranks: int64 [matrices].
         tokens: int64 [matrices], rows of each matrix.
         head_dim: columns of every matrix.
@@ -52,12 +52,12 @@ class LowRank:
 
     @property
     def nbytes(self) -> int:
-        """Size of the records; the index tensors are not counted."""
+        """Bytes of the records, without the index tensors."""
         return int(self.factors.numel() * self.factors.itemsize)
 
     def singular_values(self, matrix: int) -> torch.Tensor:
-        """float32 [rank], a view: what is written there is used. Descending, unless
-        gates have been multiplied into them."""
+        """float32 [rank], a view that may be written to. Descending, unless gates have
+        been multiplied into them."""
         rank, start = int(self.ranks[matrix]), int(self.offsets[matrix])
         wide = 4 // self.factors.itemsize
         return self.factors[start : start + rank * wide].view(torch.float32)
@@ -92,34 +92,34 @@ def truncated_svd(
     values up to ``max(length, head_dim) * 2^-23`` of the largest count as zero: a
     matrix of zeros has rank 0. Results do not depend on the number of threads.
 
-    Differs from the paper: eigenvectors of the Gram matrix of the smaller side, in
-    double precision, take the place of a randomized decomposition. That is used (on
-    the Gram matrix, one power step, a fixed seed) where its subspace, of ``max_rank +
-    max(8, max_rank / 4)`` dimensions, has at most half of those of the smaller side.
-    Its error is then up to 4 % above the best possible on rows without any structure,
-    about 1 % with a decaying spectrum.
-    The learned gates of equation 7 are not applied; ``keep_components`` does that.
+    Differs from the paper: instead of a randomized decomposition of the rows, it
+    computes eigenvectors of the Gram matrix of the smaller side in double precision. If
+    a subspace of ``max_rank + max(8, max_rank / 4)`` dimensions has at most half the
+    dimensions of the smaller side, these eigenvectors come from a randomized method (on
+    the Gram matrix, one power step, a fixed seed). Its error is up to 4 % above the
+    best possible on rows without structure, and about 1 % with a decaying spectrum. The
+    learned gates of equation 7 are applied by ``keep_components``.
 
     Args:
         rows: float32 or bfloat16 [planes, tokens, head_dim], keys or values; a plane
-            is one KV head of one layer. Elements of a row lie side by side.
+            is one KV head of one layer. Rows are contiguous.
         starts, lengths: int64 [spans], runs of tokens, the same in all planes.
-        max_rank: R; kept are at most ``min(length, head_dim, max_rank)``.
+        max_rank: R; the rank is at most ``min(length, head_dim, max_rank)``.
         energy: in (0, 1]; the rank is the smallest that keeps this share of the
             squared Frobenius norm. 1 keeps all up to ``max_rank``.
-        dtype: of U and V, float32 or bfloat16; that of ``rows`` by default.
+        dtype: dtype of U and V, float32 or bfloat16; by default that of ``rows``.
 
     Returns:
-        The factors, by matrix. Columns are orthonormal to ``1e-4`` in float32, that of
-        the smallest singular values; otherwise far better.
+        The factors, by matrix. In float32 the columns are orthonormal to ``1e-4`` for
+        the smallest singular values, and far better for the others.
 
     Raises:
         ValueError: a shape, dtype, span or setting does not fit, or a span holds NaN,
-            infinities, or rows so long that a singular value is beyond float32.
+            infinities, or values so large that a singular value exceeds float32.
 
     Cost: with m the smaller and n the larger of length and head_dim, ``m^2 n / 2 +
-        rank m n`` multiply-adds and those of the eigenvectors: ``6 m^3``, mostly
-        waiting for each other. In parallel over matrices. In torch, one batched
+        rank m n`` multiply-adds, and about ``6 m^3`` dependent ones for the
+        eigenvectors. In parallel over matrices. In torch, one batched
         ``torch.linalg.svd`` in float64 per length.
     """
     op = "truncated_svd"
@@ -148,24 +148,25 @@ def truncated_svd(
 def reconstruct(
     low_rank: LowRank, which: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Rows of ``U diag(sigma) V^T`` of some matrices, one matrix behind the other.
+    """Rows of ``U diag(sigma) V^T`` of some matrices, one matrix after the other.
 
     SeKV, equation 8, with gates that ``keep_components`` has multiplied into the
     singular values.
 
     Args:
-        low_rank: what :func:`truncated_svd` returned.
+        low_rank: result of :func:`truncated_svd`.
         which: int64 [n], matrices; may repeat.
-        dtype: of the result, float32 or bfloat16; that of the factors by default.
+        dtype: dtype of the result, float32 or bfloat16; by default that of the factors.
 
     Returns:
-        [sum of their tokens, head_dim]; 0 below 2^-126 where a CPU has AVX512-BF16.
+        [sum of their tokens, head_dim]. On CPUs with AVX512-BF16 values below 2^-126
+        are 0.
 
     Raises:
-        ValueError: a matrix does not exist, or the factors are not sound.
+        ValueError: a matrix does not exist, or its record is invalid.
 
-    Cost: ``2 * tokens * rank * head_dim`` operations each (equation 22), of float32.
-        Compiled for CUDA: one launch, and a copy of the list of work.
+    Cost: ``2 * tokens * rank * head_dim`` float32 operations each (equation 22). On
+        CUDA one launch, and a copy of the list of work.
     """
     op = "reconstruct"
     dtype = dtype or low_rank.factors.dtype
@@ -200,7 +201,7 @@ def _svd_in_torch(
     energy: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Spans of a length are decomposed together."""
+    """Decomposes spans of equal length together."""
     planes, _, head_dim = rows.shape
     records: dict[int, torch.Tensor] = {}
     ranks = torch.zeros(planes * len(starts), dtype=torch.int64)
@@ -258,9 +259,9 @@ def pack_record(
 def check_placement(
     op: str, dtype: torch.dtype, name: str, tensor: torch.Tensor
 ) -> None:
-    """Raise ValueError unless ``tensor`` is on the CPU and ``dtype`` can be made.
+    """Raise ValueError unless device and dtype are supported.
 
-    Reconstructions run anywhere; without kernels in torch, matrix by matrix.
+    Reconstructions run on any device, other ops on the CPU.
     """
     if tensor.device.type != "cpu" and op != "reconstruct":
         _fail(op, f"{name} must be on the CPU, got {tensor.device}")
@@ -282,7 +283,7 @@ def _check_spans(
     if not 1 <= rows.shape[2] <= MAX_HEAD_DIM:
         _fail(op, f"head_dim must be 1 to {MAX_HEAD_DIM}, got {rows.shape[2]}")
     if rows.shape[2] > 1 and rows.stride(2) != 1:
-        _fail(op, "the elements of a row must lie side by side")
+        _fail(op, "the elements of a row must be contiguous")
     _check_vector(op, "starts", starts, -1)
     _check_vector(op, "lengths", lengths, len(starts))
     wrong = (starts < 0) | (lengths < 0) | (starts + lengths > rows.shape[1])

@@ -99,11 +99,11 @@ struct Assignment {
   std::int64_t num_packed;
 };
 
-// Assigns the keys [first, first + kKeys), as far as they exist. Must be inlined
+// Assigns the existing keys of [first, first + kKeys). Must be inlined
 // into a function that is compiled for vectors of kLanes floats.
 template <int kLanes, int kKeys, typename Element>
 KVP_INLINE void assign_group(const Assignment<Element>& work, std::int64_t first,
-                                    std::int64_t* clusters) {
+                             std::int64_t* clusters) {
   typedef float Floats __attribute__((vector_size(kLanes * 4)));
   typedef std::int32_t Ints __attribute__((vector_size(kLanes * 4)));
   const std::int64_t left = work.num_slots - first;
@@ -182,14 +182,14 @@ void assign_group_baseline(const Assignment<Element>& work, std::int64_t first,
 
 #if defined(KVP_X86)
 template <typename Element>
-KVP_TARGET_AVX2 void assign_group_avx2(
-    const Assignment<Element>& work, std::int64_t first, std::int64_t* clusters) {
+KVP_TARGET_AVX2 void assign_group_avx2(const Assignment<Element>& work,
+                                       std::int64_t first, std::int64_t* clusters) {
   assign_group<lanes_of(Simd::kAvx2), keys_of(Simd::kAvx2)>(work, first, clusters);
 }
 
 template <typename Element>
-KVP_TARGET_AVX512 void assign_group_avx512(
-    const Assignment<Element>& work, std::int64_t first, std::int64_t* clusters) {
+KVP_TARGET_AVX512 void assign_group_avx512(const Assignment<Element>& work,
+                                           std::int64_t first, std::int64_t* clusters) {
   assign_group<lanes_of(Simd::kAvx512), keys_of(Simd::kAvx512)>(work, first, clusters);
 }
 
@@ -209,8 +209,10 @@ struct Bf16Group {
 
 // Compares a group with kPanels panels, the first of which has this number.
 template <int kPanels>
-KVP_TARGET_AVX512_BF16 KVP_INLINE void compare_bf16(Bf16Group& group, const float* panel,
-                                             std::int64_t rows, std::int64_t number) {
+KVP_TARGET_AVX512_BF16 KVP_INLINE void compare_bf16(Bf16Group& group,
+                                                    const float* panel,
+                                                    std::int64_t rows,
+                                                    std::int64_t number) {
   constexpr int kKeys = Bf16Group::kKeys;
   const std::int64_t size = (rows + 1) * lanes_of(Simd::kAvx512Bf16);
   __m512 sums[kPanels][kKeys];
@@ -254,7 +256,8 @@ KVP_TARGET_AVX512_BF16 KVP_INLINE void compare_bf16(Bf16Group& group, const floa
 // As assign_group, of bfloat16 pairs. Subnormal elements count as zeros, and of a
 // pair the upper product is added first: so says the instruction.
 KVP_TARGET_AVX512_BF16 inline void assign_group_bf16(const Assignment<BFloat16>& work,
-                                       std::int64_t first, std::int64_t* clusters) {
+                                                     std::int64_t first,
+                                                     std::int64_t* clusters) {
   constexpr int kKeys = Bf16Group::kKeys, kPanels = 3;
   constexpr std::int64_t kLanes = lanes_of(Simd::kAvx512Bf16);
   const std::int64_t left = work.num_slots - first;

@@ -14,19 +14,19 @@
 
 namespace kvp::decode {
 
-// Pages whose keys are fetched before they are needed; values are a tile before.
+// How many pages ahead keys are prefetched; values are prefetched one tile ahead.
 constexpr std::int64_t kAhead = 2;
 
 // Buffers of one thread; they only grow.
 template <typename Element>
 struct Scratch {
   std::vector<float> scores;
-  std::vector<Element> keys, values;  // pages that are no rows or columns
+  std::vector<Element> keys, values;  // unpacked pages that are neither rows nor column
   std::vector<Run<Element>> runs;
 };
 
-// Attends to count tokens: those of the listed pages in order, the last of which may
-// be part full. What lies behind the last token is read, but changes nothing.
+// Attends to the first count tokens of the listed pages. The last page may be partly
+// full; its other slots are read but do not change the result.
 template <int W, typename Element>
 KVP_INLINE void attend_pages_body(const PagedKV<const Element>& kv,
                                   const std::int32_t* list, std::int64_t count,

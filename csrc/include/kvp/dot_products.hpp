@@ -209,34 +209,34 @@ struct Kernels {
 };
 
 // The four kernels for one width, compiled for TARGET.
-#define KVP_KERNELS(NAME, SIMD, TARGET)                                              \
-  namespace NAME {                                                                   \
-  constexpr int kWidth = static_cast<int>(lanes_of(SIMD));                           \
-  TARGET inline void score_f32(const float* q, std::int64_t dims, const float* base, \
-                               const std::int64_t* offsets, std::int64_t stride,     \
-                               std::int64_t n, float* out) {                         \
-    score_rows_body<kWidth>(q, dims, base, offsets, stride, n, out);                 \
-  }                                                                                  \
-  TARGET inline void score_bf16(const float* q, std::int64_t dims,                   \
-                                const std::uint16_t* base,                           \
-                                const std::int64_t* offsets, std::int64_t stride,    \
-                                std::int64_t n, float* out) {                        \
-    score_rows_body<kWidth>(q, dims, base, offsets, stride, n, out);                 \
-  }                                                                                  \
-  TARGET inline void nearest(const float* rows, std::int64_t stride, std::int64_t n, \
-                             std::int64_t dims, const float* panels,                 \
-                             const float* bias, std::int64_t lanes,                  \
-                             std::int32_t* out) {                                    \
-    nearest_body<kWidth>(rows, stride, n, dims, panels, bias, lanes, out);           \
-  }                                                                                  \
-  TARGET inline void lower_bounds(const float* raw, std::int64_t stride,             \
-                                  const float* lift, const float* last,              \
-                                  const float* targets, std::int64_t composite,      \
-                                  std::int64_t simple, std::int64_t n,               \
-                                  float* bounds) {                                   \
-    lower_bounds_body<kWidth>(raw, stride, lift, last, targets, composite, simple,   \
-                              n, bounds);                                            \
-  }                                                                                  \
+#define KVP_KERNELS(NAME, SIMD, TARGET)                                               \
+  namespace NAME {                                                                    \
+  constexpr int kWidth = static_cast<int>(lanes_of(SIMD));                            \
+  TARGET inline void score_f32(const float* q, std::int64_t dims, const float* base,  \
+                               const std::int64_t* offsets, std::int64_t stride,      \
+                               std::int64_t n, float* out) {                          \
+    score_rows_body<kWidth>(q, dims, base, offsets, stride, n, out);                  \
+  }                                                                                   \
+  TARGET inline void score_bf16(const float* q, std::int64_t dims,                    \
+                                const std::uint16_t* base,                            \
+                                const std::int64_t* offsets, std::int64_t stride,     \
+                                std::int64_t n, float* out) {                         \
+    score_rows_body<kWidth>(q, dims, base, offsets, stride, n, out);                  \
+  }                                                                                   \
+  TARGET inline void nearest(const float* rows, std::int64_t stride, std::int64_t n,  \
+                             std::int64_t dims, const float* panels,                  \
+                             const float* bias, std::int64_t lanes,                   \
+                             std::int32_t* out) {                                     \
+    nearest_body<kWidth>(rows, stride, n, dims, panels, bias, lanes, out);            \
+  }                                                                                   \
+  TARGET inline void lower_bounds(const float* raw, std::int64_t stride,              \
+                                  const float* lift, const float* last,               \
+                                  const float* targets, std::int64_t composite,       \
+                                  std::int64_t simple, std::int64_t n,                \
+                                  float* bounds) {                                    \
+    lower_bounds_body<kWidth>(raw, stride, lift, last, targets, composite, simple, n, \
+                              bounds);                                                \
+  }                                                                                   \
   inline constexpr Kernels table{SIMD, score_f32, score_bf16, nearest, lower_bounds}; \
   }
 

@@ -40,7 +40,7 @@ inline float to_float(Float16 value) {
   const std::uint32_t sign = (value.bits & 0x8000u) << 16;
   const std::uint32_t rest = (value.bits & 0x7fffu) << 13;
   // Exponents are biased by 15 there and by 127 here; the product also
-  // normalises what is subnormal there.
+  // normalises values that are subnormal there.
   const float magnitude = from_bits(rest) * 0x1p112f;
   std::uint32_t bits;
   std::memcpy(&bits, &magnitude, sizeof bits);

@@ -1,4 +1,4 @@
-// The exponential of what a softmax takes: logits below their peak.
+// The exponential that a softmax needs: of logits at or below their peak.
 #pragma once
 
 #include <cstdint>

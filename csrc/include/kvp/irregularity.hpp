@@ -51,9 +51,8 @@ KVP_INLINE float sum_lanes(const void* vector) {
 // function that is compiled for vectors of kLanes floats. head_dim is that of
 // `all`; the loops over it unroll where the caller passes a constant.
 template <int kLanes, typename Element>
-KVP_INLINE void chunk_deltas(const Chunks<Element>& all,
-                                    const std::int64_t head_dim, std::int64_t c,
-                                    float* delta, float* sum) {
+KVP_INLINE void chunk_deltas(const Chunks<Element>& all, const std::int64_t head_dim,
+                             std::int64_t c, float* delta, float* sum) {
   typedef float Floats __attribute__((vector_size(kLanes * 4)));
   const std::int64_t vectors = (head_dim + kLanes - 1) / kLanes;
   const Element* first = all.keys + c * all.length * all.stride;
@@ -108,8 +107,8 @@ KVP_INLINE void chunk_deltas(const Chunks<Element>& all,
 
 // The usual sizes of heads get loops of their own.
 template <int kLanes, typename Element>
-KVP_INLINE void chunk_deltas(const Chunks<Element>& all, std::int64_t c,
-                                    float* delta, float* sum) {
+KVP_INLINE void chunk_deltas(const Chunks<Element>& all, std::int64_t c, float* delta,
+                             float* sum) {
   if (all.head_dim == 64) {
     chunk_deltas<kLanes>(all, 64, c, delta, sum);
   } else if (all.head_dim == 128) {
@@ -171,7 +170,7 @@ inline void find_irregular(const float* delta, std::int64_t n, std::int64_t coun
 }
 
 // Takes the irregular keys out of the sums that irregularity() wrote: chunks that
-// have any are added up anew.
+// have any are summed again.
 template <typename Element>
 void sum_regular(const Chunks<Element>& all, const bool* irregular, float* sums) {
   const std::int64_t size = all.head_dim;

@@ -1,4 +1,4 @@
-// Where the keys of one KV head lie, and how a block of them is read.
+// Where the keys of one KV head lie, and how they are read.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,9 @@
-// CUDA twin of low_rank.hpp's reconstruction: one launch per call, on plain pointers
-// and a stream. Records lie on the device; where each begins is the host's to know.
+// The reconstruction of low_rank.hpp on CUDA: one launch per call, on plain pointers
+// and a stream. Records lie on the device; the host knows where each begins.
 //
 // A block makes a tile of 32 tokens times 64 dimensions of U diag(sigma) V^T, 32
 // components at a time through shared memory; sums are of float32, components in
-// their order. As in page_copy.cuh a page or slot out of range traps.
+// their order.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,8 +25,8 @@ constexpr int kTokensPerWarp = kMadeTokens / (kThreads / 32);
 // Some tokens of a matrix: where the parts of its record begin, in elements.
 struct MadeRows {
   std::int64_t sigma, left, right;  // of its first token here: left
-  std::int64_t rank, tokens;        // tokens: at most kMadeTokens
-  std::int64_t first_row;           // of all rows that the call makes
+  std::int64_t rank, tokens;  // tokens: at most kMadeTokens
+  std::int64_t first_row;  // of all rows that the call makes
 };
 
 // Appends the work of one matrix; `first_row` is its first token's.

@@ -1,4 +1,4 @@
-// Rows that low-rank factors stand for, records of which lie one behind the other
+// Reconstruction of rows from low-rank factors, whose records lie one after the other
 // (factor_record.hpp; SeKV, equations 6 and 8).
 //
 // Plain pointers and sizes; arguments are trusted.

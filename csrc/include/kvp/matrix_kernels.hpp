@@ -5,10 +5,10 @@
 #include <array>
 
 #include "kvp/convert_rows.hpp"
+#include "kvp/elements.hpp"
 #include "kvp/small_matrix.hpp"
 #include "kvp/strip_product.hpp"
 #include "kvp/symmetric.hpp"
-#include "kvp/elements.hpp"
 
 namespace kvp::svd {
 
@@ -94,8 +94,7 @@ inline constexpr Kernels table = with_strips(avx512::table);
 
 inline constexpr auto Kernels::tables() {
 #if defined(KVP_X86)
-  return std::array{&baseline::table, &avx2::table, &avx512::table,
-                    &avx512bf16::table};
+  return std::array{&baseline::table, &avx2::table, &avx512::table, &avx512bf16::table};
 #else
   return std::array{&baseline::table};
 #endif

@@ -73,8 +73,7 @@ __device__ inline Unit* page_of(const PagedKV<Unit>& kv, const TokenSlots& token
 template <typename Unit>
 __device__ inline Unit* row_of(const PagedKV<Unit>& kv, const TokenSlots& tokens,
                                std::int64_t token) {
-  return page_of(kv, tokens, token) +
-         tokens.slots[token] * kv.layout.keys.slot_stride;
+  return page_of(kv, tokens, token) + tokens.slots[token] * kv.layout.keys.slot_stride;
 }
 
 // Calls body(token, dim) for each token and each unit of its row; a thread per pair.
@@ -227,14 +226,14 @@ static __global__ void unpack_chunks(PagedKV<const Chunk> kv, Plane plane,
                                      PageTable<std::int64_t> table,
                                      std::int64_t row_units, Chunk* out) {
   const std::int64_t plane_units = kv.block_size() * kv.head_dim();
-  for_each_unit(table.rows * table.pages_per_row, plane_units,
-                [&](std::int64_t entry, std::int64_t inside) {
-                  const std::int64_t slot = inside / row_units;
-                  out[entry * plane_units + inside] =
-                      listed_page(kv, table, entry)[plane.base +
-                                                    slot * plane.slot_stride +
-                                                    (inside - slot * row_units)];
-                });
+  for_each_unit(
+      table.rows * table.pages_per_row, plane_units,
+      [&](std::int64_t entry, std::int64_t inside) {
+        const std::int64_t slot = inside / row_units;
+        out[entry * plane_units + inside] = listed_page(
+            kv, table,
+            entry)[plane.base + slot * plane.slot_stride + (inside - slot * row_units)];
+      });
 }
 
 template <typename Element, Direction kDirection>
@@ -319,11 +318,10 @@ void gather_plane(const PagedKV<const Element>& kv, Plane plane,
       in_chunks<Element>(kv.page_stride, row_elems, plane.base, plane.slot_stride,
                          plane_elems)) {
     // Only the product of block size and head_dim counts in this kernel.
-    const PagedKV<const Chunk> chunks{
-        reinterpret_cast<const Chunk*>(kv.pages),
-        kv.num_pages,
-        chunks_of<Element>(kv.page_stride),
-        {1, chunks_of<Element>(plane_elems), {}, {}}};
+    const PagedKV<const Chunk> chunks{reinterpret_cast<const Chunk*>(kv.pages),
+                                      kv.num_pages,
+                                      chunks_of<Element>(kv.page_stride),
+                                      {1, chunks_of<Element>(plane_elems), {}, {}}};
     launch(unpack_chunks, blocks_for(pages * chunks.head_dim()), kThreads, stream,
            chunks, plane_in_chunks<Element>(plane), table,
            chunks_of<Element>(row_elems), reinterpret_cast<Chunk*>(out));

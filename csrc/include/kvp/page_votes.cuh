@@ -1,11 +1,11 @@
-// CUDA twin of page_votes.hpp: three launches per call, on plain pointers and a stream.
+// Page votes on CUDA: three launches per call, on plain pointers and a stream.
 //
 //     part_softmax   a block per 32 rows and 1024 keys: peak and sum of the part
 //     merge_parts    a thread per row: log-sum-exp, parts in their order
 //     add_votes      a block per 64 slots of a query head: weights of all its queries
 //
 // A row is a query of a query head. No sum depends on the order of blocks or threads.
-// As in page_copy.cuh nothing is checked on the host: a page out of range traps.
+// As in page_copy.cuh, the host checks nothing: a page out of range traps.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -91,7 +91,7 @@ __device__ inline std::int64_t key_position(const VoteCall<Element>& call,
 
 // This thread's scores of a tile, kNoScore where a query does not see a key:
 // scores[r][k] of row first_row + warp * kRowsPerWarp + r and key first_key + lane +
-// 32 * k, as far as rows and keys exist. All threads of a block must call it.
+// 32 * k, if row and key exist. All threads of a block must call it.
 template <typename Element>
 __device__ inline void score_tile(const VoteCall<Element>& call, std::int64_t head,
                                   std::int64_t first_row, std::int64_t end_row,
@@ -109,9 +109,9 @@ __device__ inline void score_tile(const VoteCall<Element>& call, std::int64_t he
       const std::int64_t row = first_row + r;
       const bool there = inside && row < end_row;
       rows[r * kTileStride + lane] =
-          there ? element_to_float(
-                      call.queries[(head * call.rows_per_head() + row) * call.kv.head_dim() +
-                                   d])
+          there ? element_to_float(call.queries[(head * call.rows_per_head() + row) *
+                                                    call.kv.head_dim() +
+                                                d])
                 : 0.0f;
     }
     for (int k = warp; k < kTileKeys; k += kWarps) {
@@ -147,7 +147,7 @@ __device__ inline void score_tile(const VoteCall<Element>& call, std::int64_t he
   }
 }
 
-// Adds (peak, sum) of another part of a row; the same whichever comes first.
+// Adds (peak, sum) of another part of a row; the order does not matter.
 __device__ inline void merge_part(float& peak, float& sum, float other_peak,
                                   float other_sum) {
   const float most = peak > other_peak ? peak : other_peak;
@@ -262,7 +262,7 @@ void vote(const VoteCall<Element>& call, float* scratch, cudaStream_t stream) {
   const std::int64_t rows = call.kv_heads * call.rows_per_head();
   const std::int64_t votes = call.kv_heads * call.group * call.slots;
   if (votes == 0) return;
-  if (rows == 0) {  // nobody asks
+  if (rows == 0) {  // there are no queries
     (void)cudaMemsetAsync(call.out, 0, votes * sizeof(float), stream);
     return;
   }

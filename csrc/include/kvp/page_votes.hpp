@@ -1,19 +1,19 @@
-// Attention that some queries pay to each slot of a request's pages: what policies
-// score slots by, without a matrix of weights.
+// Attention that some queries pay to each slot of a request's pages, by which policies
+// score slots. No matrix of weights is stored.
 //
 // Two passes over the keys, a tile of slots at a time:
 //
 //     1. log-sum-exp of every query's scores
 //     2. out[slot] += exp(score - log-sum-exp), or the largest of them
 //
-// Causal by position: a query sees slots whose position is at most its own, and those
-// of position -1, where there is no token, nobody sees. Queries may bring keys of
-// their own, of the same positions (a probe's tokens, which are in no page): these
-// take part in the softmax and get no votes.
+// The mask is causal by position: a query sees slots whose position is at most its own.
+// Position -1 marks a slot without a token, which no query sees. Queries may have keys
+// of their own at their positions (a probe's tokens, which lie in no page): these take
+// part in the softmax and get no votes.
 //
-// Every query head is worked on alone and in one order: results are the same bits for
-// any number of threads. Element is float, BFloat16 or Float16; all sums are float32.
-// Arguments are trusted.
+// Every query head is processed independently and in one order: results are the same
+// bits for any number of threads. Element is float, BFloat16 or Float16; all sums are
+// float32. Arguments are trusted.
 #pragma once
 
 #include <algorithm>
@@ -25,18 +25,18 @@
 #include <type_traits>
 #include <vector>
 
+#include "kvp/elements.hpp"
 #include "kvp/exponential.hpp"
 #include "kvp/for_all.hpp"
 #include "kvp/index_common.hpp"
 #include "kvp/page_copy.hpp"
 #include "kvp/simd.hpp"
-#include "kvp/elements.hpp"
 
 namespace kvp::page_votes {
 
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
-// Slots whose keys are held as float32 at a time, in whole pages, and the widest pair
-// of vectors that goes over them.
+// Slots whose keys are held as float32 at a time, in whole pages, and the lanes of the
+// widest pair of vectors.
 constexpr std::int64_t kTileSlots = 64;
 constexpr std::int64_t kTwoVectors = 32;
 constexpr int kQueriesAtOnce = 4;
@@ -47,7 +47,7 @@ struct Call {
   float scale;
   bool most;  // the largest weight of a slot instead of the sum
 
-  const Element* queries;               // [kv_heads * group, num_queries, head_dim]
+  const Element* queries;  // [kv_heads * group, num_queries, head_dim]
   const std::int64_t* query_positions;  // [num_queries]
   const Element* own_keys;  // [kv_heads, num_queries, head_dim]; null: none
 
@@ -60,8 +60,8 @@ struct Call {
   KVP_HOST_DEVICE std::int64_t head_dim() const { return kv.head_dim(); }
 };
 
-// A tile of keys, a column per slot: [head_dim][stride] float32. What pads columns is
-// whatever was there, and hidden.
+// A tile of keys, one column per slot: [head_dim][stride] float32. Padding columns hold
+// unspecified values and are hidden.
 struct Tile {
   const float* columns;
   std::int64_t stride, count;
@@ -71,10 +71,10 @@ struct Tile {
 // Queries of one head, each a row times the scale, and their softmax so far.
 struct Rows {
   std::int64_t count, head_dim;
-  const float* queries;             // [count + 3][head_dim]
-  const std::int64_t* positions;    // [count]
-  float* peaks;                     // [count]
-  float* sums;                      // [count]
+  const float* queries;  // [count + 3][head_dim]
+  const std::int64_t* positions;  // [count]
+  float* peaks;  // [count]
+  float* sums;  // [count]
 };
 
 // scores[j][slot] = query j . key, for kQueriesAtOnce queries.
@@ -101,7 +101,7 @@ KVP_INLINE void score_tile(const float* queries, std::int64_t head_dim,
   }
 }
 
-// Hides what a query does not see; what pads the last vectors too. Returns the peak.
+// Hides slots that a query does not see, and padding. Returns the largest score.
 KVP_INLINE float hide(const Tile& tile, std::int64_t position, float* scores) {
   float peak = kHidden;
   for (std::int64_t i = 0; i < tile.count; ++i) {
@@ -198,12 +198,12 @@ struct Kernels {
   namespace NAME {                                                                 \
   constexpr int kWidth = static_cast<int>(lanes_of(SIMD));                         \
   TARGET inline void softmax(const Rows& rows, const Tile& tile, float* scores) {  \
-    add_to_softmax<kWidth>(rows, tile, scores);                                     \
+    add_to_softmax<kWidth>(rows, tile, scores);                                    \
   }                                                                                \
   TARGET inline void votes(const Rows& rows, const Tile& tile, bool most,          \
                            float* scores, float* out) {                            \
-    most ? add_votes<kWidth>(rows, tile, true, scores, out)                         \
-         : add_votes<kWidth>(rows, tile, false, scores, out);                       \
+    most ? add_votes<kWidth>(rows, tile, true, scores, out)                        \
+         : add_votes<kWidth>(rows, tile, false, scores, out);                      \
   }                                                                                \
   TARGET inline void widen_f32(const float* from, std::int64_t n, float* to) {     \
     widen_all(from, n, to);                                                        \
@@ -263,7 +263,7 @@ class Tiles {
   std::int64_t stride() const { return stride_; }
   std::int64_t slots() const { return pages_ * call_.kv.block_size(); }
 
-  // Slots [first, first + slots()) as far as they exist; `first` is a tile's.
+  // The existing slots of [first, first + slots()); `first` is the start of a tile.
   Tile cached(std::int64_t first) {
     const std::int64_t size = call_.kv.block_size(), dims = call_.head_dim();
     const std::int64_t count = std::min(slots(), call_.slots - first);
@@ -283,7 +283,7 @@ class Tiles {
     return {columns_, stride_, count, call_.positions + head_ * call_.slots + first};
   }
 
-  // The same of the keys that the queries bring.
+  // The same for the queries' own keys.
   Tile own(std::int64_t first) {
     const std::int64_t count = std::min(slots(), call_.num_queries - first);
     turn_rows(reinterpret_cast<const Bits<Element>*>(call_.own_keys) +

@@ -1,16 +1,16 @@
 // Products of matrices that fit the caches.
 //
-// Rows are padded to whole cache lines, so that no loop has a rest to treat apart. Every
-// sum has one order of additions for a given CPU, whatever the number of threads. Bodies
-// are compiled in matrix_kernels.hpp.
+// Rows are padded to whole cache lines, so that loops have no remainder. On a given CPU
+// every sum has one order of additions, for any number of threads. The bodies are
+// compiled in matrix_kernels.hpp.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
 #include "kvp/convert_rows.hpp"
-#include "kvp/factor_record.hpp"
 #include "kvp/elements.hpp"
+#include "kvp/factor_record.hpp"
 #include "kvp/simd.hpp"
 
 namespace kvp::svd {

@@ -1,9 +1,9 @@
-// A product whose result goes straight to where it belongs, in the type that is wanted
-// there: what low_rank.hpp writes pages with.
+// A matrix product that writes each result once, to its final place and in its final
+// type. low_rank.hpp reconstructs rows with it.
 //
-// A strip is a few columns that are stored side by side, no more than a vector has, so
-// that a result leaves the registers once. Bodies are inlined into functions that are
-// compiled for a CPU (matrix_kernels.hpp).
+// A strip is a run of adjacent columns, at most a vector wide, so that a result leaves
+// the registers once. The bodies are inlined into functions that are compiled for one
+// vector width (matrix_kernels.hpp).
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 
 namespace kvp::svd {
 
-// Columns from .. from + count of a product, count at most what a vector has.
+// Columns from .. from + count of a product; count is at most a vector's width.
 struct Strip {
   std::int64_t from;
   std::int64_t to;  // see StripProduct
@@ -27,7 +27,7 @@ struct Strip {
 // out[row_to[i] + strip.to + j] = sum over k of
 //     a[i * a_row + k * a_step] * b[k * b_row + strip.from + j]   for j < strip.count
 //
-// b is read up to a vector behind each `from`. No two results may go to one place.
+// Reads b up to one vector past each `from`. No two results may go to one place.
 template <typename Element>
 struct StripProduct {
   const float* a;
@@ -41,13 +41,13 @@ struct StripProduct {
   Element* out;
 };
 
-// Stores a strip of kRows rows. Of what is shorter than a vector, parts go whose sizes
-// are powers of two: the compiler knows them, and the CPU guesses once per part and not
-// once per row.
+// Stores a strip of kRows rows. A strip shorter than a vector is stored in parts whose
+// sizes are powers of two: the compiler knows these sizes, and the CPU predicts one
+// branch per part instead of one per row.
 template <Simd kSimd, int kRows, typename Element>
 KVP_INLINE void store_strip(const Floats<kSimd> (&sums)[kRows],
-                                   const std::int64_t* row_to, std::int64_t count,
-                                   Element* to) {
+                            const std::int64_t* row_to, std::int64_t count,
+                            Element* to) {
   constexpr std::int64_t kLanes = lanes_of(kSimd);
   using Bits = std::conditional_t<std::is_same_v<Element, float>, float, std::uint16_t>;
   using Narrow = typename Lanes<Bits, kLanes* static_cast<int>(sizeof(Bits))>::Type;
@@ -73,7 +73,7 @@ KVP_INLINE void store_strip(const Floats<kSimd> (&sums)[kRows],
   }
 }
 
-// Whether strips are whole vectors that are stored one behind the other.
+// Whether strips are whole vectors that are stored next to each other.
 template <int kStrips>
 inline bool side_by_side(const Strip* strips, std::int64_t lanes) {
   for (int s = 0; s < kStrips; ++s) {
@@ -88,7 +88,7 @@ inline bool side_by_side(const Strip* strips, std::int64_t lanes) {
 // joined: they lie side by side.
 template <Simd kSimd, int kRows, int kStrips, typename Element>
 KVP_INLINE void strip_tile(const StripProduct<Element>& x, std::int64_t i,
-                                  const Strip* strips, bool joined) {
+                           const Strip* strips, bool joined) {
   using V = Floats<kSimd>;
   V sums[kStrips][kRows];
   for (int r = 0; r < kRows; ++r) {
@@ -128,12 +128,10 @@ KVP_INLINE void strip_tile(const StripProduct<Element>& x, std::int64_t i,
   }
 }
 
-// kStrips strips of all rows, kRows at once. What is left is made together with rows
-// that were made before, and come out the same: one row after the other would wait for
-// every sum.
+// kStrips strips of all rows, kRows at a time. The last group overlaps the one before
+// it, which recomputes equal results: single rows would wait for every sum.
 template <Simd kSimd, int kRows, int kStrips, typename Element>
-KVP_INLINE void strip_column(const StripProduct<Element>& x,
-                                    const Strip* strips) {
+KVP_INLINE void strip_column(const StripProduct<Element>& x, const Strip* strips) {
   const bool joined = side_by_side<kStrips>(strips, lanes_of(kSimd));
   if (x.rows < kRows) {
     for (std::int64_t i = 0; i < x.rows; ++i) {
@@ -142,17 +140,13 @@ KVP_INLINE void strip_column(const StripProduct<Element>& x,
     return;
   }
   for (std::int64_t i = 0; i < x.rows; i += kRows) {
-    strip_tile<kSimd, kRows, kStrips>(x, std::min(i, x.rows - kRows), strips,
-                                                joined);
+    strip_tile<kSimd, kRows, kStrips>(x, std::min(i, x.rows - kRows), strips, joined);
   }
 }
 
-// All strips behind the first ones, at most kStrips at once, a power of two. What
-// belongs to a strip is stored from its beginning to its end: a run in memory, where
-// rows lie side by side.
+// All strips from `first` on, at most kStrips (a power of two) at a time.
 template <Simd kSimd, int kRows, int kStrips, typename Element>
-KVP_INLINE void strip_columns(const StripProduct<Element>& x,
-                                     std::int64_t first = 0) {
+KVP_INLINE void strip_columns(const StripProduct<Element>& x, std::int64_t first = 0) {
   for (; first + kStrips <= x.num_strips; first += kStrips) {
     strip_column<kSimd, kRows, kStrips>(x, x.strips + first);
   }

@@ -81,8 +81,7 @@ KVP_INLINE void reduce_body(const Symmetric& m) {
 // Applies the rotations of rows (i, i + 1), i from last - 1 down to first, to basis.
 // A row that two rotations share stays in registers.
 template <int kBytes, int kVectors>
-KVP_INLINE void rotate_columns(const Symmetric& m, Index first, Index last,
-                                      Index j) {
+KVP_INLINE void rotate_columns(const Symmetric& m, Index first, Index last, Index j) {
   using V = typename Lanes<double, kBytes>::Type;
   constexpr Index kStep = Lanes<double, kBytes>::kCount;
   V carry[kVectors];
@@ -187,7 +186,7 @@ KVP_INLINE bool decompose_body(const Symmetric& m) {
 // to those of the matrix that it came from. sums: [step].
 template <int kBytes>
 KVP_INLINE void restore_body(const Symmetric& m, double* vectors, Index step,
-                                    Index cols, double* sums) {
+                             Index cols, double* sums) {
   using V = typename Lanes<double, kBytes>::Type;
   constexpr Index kStep = Lanes<double, kBytes>::kCount;
   for (Index k = m.size - 3; k >= 0; --k) {
