@@ -14,7 +14,7 @@
 namespace kvp::binding {
 namespace {
 
-// What is no token forms a cluster of its own, of value 0.
+// Slots without a token form their own cluster of value 0.
 void mark_absent(const float* values, const bool* valid, const AssignSizes& size,
                  std::int64_t* clusters, float* kept) {
   for (std::int64_t t = 0; t < size.slots; ++t) {
@@ -30,7 +30,7 @@ void assign_heads(const Tensor& keys, const Tensor& prototypes, const AssignSize
                   std::int64_t* clusters) {
   const auto* first = static_cast<const Element*>(keys.const_data_ptr());
   const float* rows = prototypes.const_data_ptr<float>();
-  const Simd simd = best_simd_for<Element>();
+  const Simd simd = assign_simd<Element>();
   const std::int64_t panel_size = packed_size(simd, size.prototypes, size.head_dim);
   std::vector<float> panels(static_cast<std::size_t>(size.heads * panel_size));
   std::vector<std::int64_t> order(
@@ -107,7 +107,7 @@ void chunk_heads(const Tensor& keys, const Chunked& out) {
   std::vector<float> delta(total);
   std::vector<std::int64_t> order(total);
   const auto irregular = std::make_unique<bool[]>(total);
-  const Simd simd = best_simd();
+  const Simd simd = selected_simd(Simd::kAvx512);
   std::int64_t strange = 0;
   const auto chunks_of = [&](std::int64_t head) {
     return Chunks<Element>{first + head * keys.stride(0), out.chunks, out.length,
@@ -178,11 +178,7 @@ std::tuple<Tensor, Tensor> chunk_prototypes_cpu(const Tensor& keys, std::int64_t
   return {sums, slots};
 }
 
-std::string simd_in_use() {
-  if (supported(Simd::kAvx512Bf16)) return "avx512_bf16";
-  const Simd simd = best_simd();
-  return simd == Simd::kAvx512 ? "avx512" : simd == Simd::kAvx2 ? "avx2" : "baseline";
-}
+std::string simd_in_use() { return name_of(selected_simd()); }
 
 }  // namespace
 }  // namespace kvp::binding

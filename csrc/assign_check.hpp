@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "binding.hpp"
-#include "kvp/vectors.hpp"
+#include "kvp/elements.hpp"
 
 namespace kvp::binding {
 

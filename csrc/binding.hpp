@@ -1,7 +1,7 @@
-// What the CPU and CUDA bindings share: argument checks and error wording.
+// Argument checks and error messages that the CPU and CUDA bindings share.
 //
-// Errors start with "kvp." and the name of the op; the Python side turns those
-// into ValueError. Only stable-ABI headers of torch are used, so that one
+// Messages start with "kvp." and the name of the op; Python turns such errors into
+// ValueError (ops/dispatch.py). Only stable-ABI headers of torch are included, so one
 // library serves torch 2.11 and later.
 #pragma once
 
@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "kvp/page_layout.hpp"
+#include "kvp/paged_kv.hpp"
 
 namespace kvp::binding {
 
@@ -51,7 +51,7 @@ inline std::string strides_of(const Tensor& tensor) {
   return text.str();
 }
 
-// A tensor argument of a call, with what error messages say about it.
+// A tensor argument of a call, and its name for error messages.
 struct Argument {
   const char* op;
   const char* name;
@@ -128,7 +128,22 @@ struct Argument {
   }
 };
 
-// Sizes of a heap and the shape of its pages, checked.
+// Checks that a contiguous CPU tensor has a shape.
+inline void require_shape(const char* op, const char* name, const Tensor& tensor,
+                          const std::vector<std::int64_t>& shape) {
+  Argument{op, name, tensor}.require_contiguous();
+  bool same = tensor.dim() == static_cast<std::int64_t>(shape.size());
+  for (std::size_t i = 0; same && i < shape.size(); ++i) {
+    same = tensor.size(static_cast<std::int64_t>(i)) == shape[i];
+  }
+  if (same && tensor.is_cpu()) return;
+  std::ostringstream text;
+  for (std::size_t i = 0; i < shape.size(); ++i) text << (i ? ", " : "") << shape[i];
+  fail(op, name, " must have shape [", text.str(), "]",
+       tensor.is_cpu() ? "" : " on the CPU", ", got ", shape_of(tensor));
+}
+
+// The sizes of a heap of pages, checked.
 struct HeapView {
   std::int64_t num_pages;
   std::int64_t page_stride;
@@ -136,6 +151,11 @@ struct HeapView {
   std::int64_t block_size;
   std::int64_t head_dim;
   std::int64_t element_size;  // 2 or 4
+
+  template <typename Element>
+  PagedKV<Element> paged(Element* pages, const PageLayout& layout) const {
+    return {pages, num_pages, page_stride, layout};
+  }
 };
 
 // Calls body with a null pointer of the unsigned type of the element's size;
@@ -168,7 +188,7 @@ inline HeapView view_heap(const char* op, const Tensor& heap, std::int64_t block
          torch::headeronly::toString(type));
   }
   const std::int64_t page_elems = heap.size(1);
-  // The stride of a dimension of size 1 carries no meaning.
+  // The stride of a dimension of size 1 means nothing.
   const std::int64_t page_stride = heap.size(0) > 1 ? heap.stride(0) : page_elems;
   if ((page_elems > 1 && heap.stride(1) != 1) || page_stride < page_elems) {
     fail(op, "heap must have contiguous pages that do not overlap, got strides [",
@@ -188,6 +208,13 @@ inline HeapView view_heap(const char* op, const Tensor& heap, std::int64_t block
                   block_size,
                   page_elems / 2 / block_size,
                   static_cast<std::int64_t>(heap.element_size())};
+}
+
+// An int64 [rows, pages_per_row] tensor of page ids; their range is not checked.
+inline PageTable<std::int64_t> page_list(const char* op, const Tensor& heap,
+                                         const Tensor& page_table) {
+  const std::int64_t* ids = Argument{op, "page_table", page_table}.table(heap);
+  return {ids, page_table.size(0), page_table.size(1)};
 }
 
 }  // namespace kvp::binding

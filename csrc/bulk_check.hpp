@@ -1,5 +1,5 @@
-// Checks of copy_pages that its CPU and CUDA bindings share: all but the contents
-// of index tensors.
+// The checks of copy_pages that its CPU and CUDA bindings share: everything except the
+// contents of index tensors.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace kvp::binding {
 
-// One side of a copy; of whatever element type, pages are bytes.
+// One side of a copy. Pages are bytes, whatever the element type.
 struct PageSide {
   std::int64_t num_pages;
   std::int64_t page_bytes;
@@ -44,8 +44,8 @@ inline PageSide view_pages(const char* op, const char* name, const Tensor& tenso
   return {tensor.size(0), page_elems * element_size, stride * element_size, nullptr};
 }
 
-// Refuses also sides whose pages lie between each other's: whether any byte is
-// shared is not worth finding out.
+// Also rejects sides whose pages interleave, without finding out whether they share
+// a byte.
 inline void require_apart(const char* op, const Tensor& target, const PageSide& to,
                           const Tensor& source, const PageSide& from) {
   const auto first = [](const Tensor& tensor) {

@@ -1,4 +1,4 @@
-// What the CUDA bindings share.
+// Helpers of the CUDA bindings.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -24,7 +24,7 @@ inline cudaStream_t stream_of(const Tensor& tensor) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Rows that the caller promises must at least lie within a page.
+// Checks that the rows a caller describes lie within a page.
 inline void require_rows_inside(const char* op, const char* name, const HeapView& view,
                                 std::int64_t base, std::int64_t slot_stride) {
   const std::int64_t page_elems = 2 * view.plane_elems;

@@ -1,12 +1,11 @@
 // torch bindings of the key index: the DCI-tree and the exact scan.
 //
-// An index is a handle (an integer) that Python owns and destroys. Queries of one
-// index run side by side, additions alone. Schemas take plain integers and
-// tensors; the meaning of every argument is in vllm_kvplugins/index/dci.py.
+// An index is a handle (an integer) that Python owns and destroys. Queries of one index
+// may run in parallel; an addition runs alone. The meaning of every argument is
+// documented in vllm_kvplugins/index/dci.py.
 //
-// torch releases the interpreter's lock around an op that is called through
-// torch.ops (tests/unit/test_index_threads.py proves it for these), so nothing
-// here does; a call from C++ has no lock to release.
+// torch releases the interpreter's lock around ops that are called through torch.ops
+// (tests/unit/test_index_threads.py checks that), so this file does not.
 #include <torch/csrc/stable/library.h>
 
 #include <limits>
@@ -208,8 +207,6 @@ std::string index_check(std::int64_t handle, const Tensor& keys, const Tensor& t
       by_page);
 }
 
-std::string index_kernels() { return index::select_kernels().name; }
-
 }  // namespace
 }  // namespace kvp::binding
 
@@ -230,10 +227,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
   m.def("index_places(int handle, int first) -> Tensor");
   m.def("index_stats(int handle) -> Tensor");
   m.def("index_check(int handle, Tensor keys, Tensor table, bool by_page) -> str");
-  m.def("index_kernels() -> str");
 }
 
-// Not under CPU: half of them take no tensor, and none has another device.
+// Not under CPU: half of the ops take no tensor, and no op has a CUDA version.
 STABLE_TORCH_LIBRARY_IMPL(kvp, CompositeExplicitAutograd, m) {
   m.impl("index_create", TORCH_BOX(&kvp::binding::index_create));
   m.impl("index_destroy", TORCH_BOX(&kvp::binding::index_destroy));
@@ -243,5 +239,4 @@ STABLE_TORCH_LIBRARY_IMPL(kvp, CompositeExplicitAutograd, m) {
   m.impl("index_places", TORCH_BOX(&kvp::binding::index_places));
   m.impl("index_stats", TORCH_BOX(&kvp::binding::index_stats));
   m.impl("index_check", TORCH_BOX(&kvp::binding::index_check));
-  m.impl("index_kernels", TORCH_BOX(&kvp::binding::index_kernels));
 }

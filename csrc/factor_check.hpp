@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "binding.hpp"
+#include "kvp/elements.hpp"
 #include "kvp/factor_record.hpp"
-#include "kvp/vectors.hpp"
 
 namespace kvp::binding {
 
@@ -44,7 +44,7 @@ struct Factors {
   const Index* tokens;
   Index matrices;
   Index head_dim;
-  // Of the tensor, which is not asked again for each of what may be thousands of records.
+  // Facts about the tensor, cached because there may be thousands of records.
   Index size;   // elements
   bool narrow;  // bfloat16, else float32
 

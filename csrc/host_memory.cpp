@@ -1,5 +1,5 @@
-// Schemas of what pins memory of the host; the bodies, which only builds with CUDA have,
-// are in host_memory.cu.
+// Schemas of the ops that pin host memory. The implementations are in host_memory.cu;
+// only builds with CUDA have them.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {

@@ -1,11 +1,11 @@
-// Memory of the host that a GPU reads by itself: pinned, mapped, at the same address.
+// Pins host memory and maps it at the same address, so that a GPU can read it.
 #include "cuda_binding.hpp"
 
 namespace kvp::binding {
 namespace {
 
-// While it lives, this thread may do what a graph that another thread captures would
-// else forbid to all.
+// During its lifetime this thread may make calls that a graph capture of another
+// thread would otherwise forbid.
 class CaptureElsewhere {
  public:
   CaptureElsewhere() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -19,7 +19,7 @@ class CaptureElsewhere {
 
 void require(const char* op, cudaError_t status) {
   if (status == cudaSuccess) return;
-  // Else the next launch of anybody's would report it.
+  // Otherwise the next launch would report this error.
   (void)cudaGetLastError();
   fail(op, cudaGetErrorName(status), ", ", cudaGetErrorString(status));
 }
@@ -31,7 +31,7 @@ void require_memory(const char* op, const Tensor& memory) {
   if (!memory.is_cpu()) fail(op, "memory must be on the CPU");
 }
 
-// Kernels are given addresses of the host's, so those must be the device's too.
+// Kernels receive host addresses, so the device must know the memory by these.
 void pin_host(const Tensor& memory, std::int64_t device) {
   const char* op = "pin_host";
   require_memory(op, memory);
@@ -47,7 +47,7 @@ void pin_host(const Tensor& memory, std::int64_t device) {
   if (status == cudaSuccess && there == here) return;
   (void)cudaHostUnregister(here);
   require(op, status);
-  fail(op, "the device knows memory of the host by another address");
+  fail(op, "the device maps this host memory at another address");
 }
 
 void unpin_host(const Tensor& memory) {

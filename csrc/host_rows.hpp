@@ -1,11 +1,11 @@
-// The array of rows of fetch_tokens, checked alike for heaps on the CPU and on CUDA.
+// The check of fetch_tokens' host rows, shared by its CPU and CUDA bindings.
 #pragma once
 
 #include "binding.hpp"
 
 namespace kvp::binding {
 
-// It lies on the host, wherever the heap is.
+// The rows lie on the host, whatever the device of the heap.
 inline void require_host_rows(const char* op, const HeapView& view, const Tensor& heap,
                               const Tensor& rows) {
   const Argument argument{op, "rows", rows};

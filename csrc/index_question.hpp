@@ -1,4 +1,4 @@
-// The arguments that all queries of the index share, checked once.
+// The arguments that all queries of an index share, checked once per call.
 #pragma once
 
 #include "index_registry.hpp"
@@ -33,7 +33,7 @@ inline void lock_indexes(const char* op, const Tensor& handles, Question& questi
     question.indexes.push_back(Registry::get().find(op, handle[i]));
     distinct[handle[i]] = question.indexes.back().get();
   }
-  // Each once: a thread must not wait for a lock that it holds.
+  // Lock each index once: a thread must not wait for a lock that it holds.
   for (const auto& [number, found] : distinct) {
     question.locks.emplace_back(found->mutex);
     require_whole(op, *found);
@@ -67,8 +67,7 @@ inline void read_queries(const char* op, const Tensor& queries, Question& questi
     if (type == ScalarType::Float) {
       out = static_cast<const float*>(queries.const_data_ptr())[i];
     } else if (type == ScalarType::BFloat16) {
-      out =
-          index::widen(static_cast<const std::uint16_t*>(queries.const_data_ptr())[i]);
+      out = widen(static_cast<const std::uint16_t*>(queries.const_data_ptr())[i]);
     } else {
       fail(op, "queries must be float32 or bfloat16, got ",
            torch::headeronly::toString(type));

@@ -1,4 +1,4 @@
-// The indexes that Python holds handles of, and the checks of their keys.
+// The indexes behind Python's handles, and the checks of their keys.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ using index::Settings;
 using index::TopK;
 using index::VoteScratch;
 
-// What the ops need of either kind of index.
+// The interface of all kinds of index that the ops call.
 class AnyIndex {
  public:
   virtual ~AnyIndex() = default;
@@ -50,14 +50,14 @@ class AnyIndex {
                              std::int64_t max_pages, std::int64_t* out) const = 0;
 
   mutable std::shared_mutex mutex;
-  bool broken = false;  // an addition failed half-way, for want of memory
+  bool broken = false;  // an addition ran out of memory half-way
 };
 
 template <typename Tree>
 class OneIndex final : public AnyIndex {
  public:
   OneIndex(const Settings& settings, std::int64_t num_heads)
-      : forest_(settings, num_heads, index::select_kernels()) {}
+      : forest_(settings, num_heads, kvp::select_kernels<index::Kernels>()) {}
 
   const Settings& settings() const override { return forest_.settings(); }
   std::int64_t num_heads() const override { return forest_.num_heads(); }
@@ -97,7 +97,7 @@ class OneIndex final : public AnyIndex {
   index::Forest<Tree> forest_;
 };
 
-// Indexes by handle. Handles are never used twice.
+// Indexes by handle. A handle is never reused.
 class Registry {
  public:
   static Registry& get() {
@@ -209,7 +209,7 @@ inline std::vector<KeyView> view_keys(const char* op, const Tensor& keys,
   return views;
 }
 
-// Places that an index reads in a query, of every head.
+// Checks that every head has the places that a query of the index reads.
 inline void require_places(const char* op, const AnyIndex& found, const KeyView* views,
                            bool by_page) {
   for (std::int64_t head = 0; head < found.num_heads(); ++head) {

@@ -1,8 +1,8 @@
-// torch bindings of the page copies, and their CPU implementations.
+// torch bindings of the page copies on CPUs. Each function checks its arguments once
+// and calls a loop of kvp/page_copy.hpp.
 //
-// Every function checks its arguments once and then calls a loop of
-// kvp/page_copy.hpp. The schemas are shared with page_copy.cu, which registers
-// the CUDA twins; what they are told about rows is for those alone (see there).
+// page_copy.cu registers the CUDA versions of the same schemas. Only those read the
+// arguments key_base, value_base, base and slot_stride.
 #include "kvp/page_copy.hpp"
 
 #include <string>
@@ -23,13 +23,13 @@ std::tuple<Tensor, Tensor> gather_tokens_cpu(
   const char* op = "gather_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const PageLayout layout = checked_layout(op, heap, view, k_offsets, v_offsets);
-  const Tokens from =
+  const TokenSlots from =
       checked_tokens(op, "pages", "slots", heap, view, pages, slots, -1);
   Tensor keys = torch::stable::new_empty(heap, {from.n, view.head_dim});
   Tensor values = torch::stable::new_empty(heap, {from.n, view.head_dim});
   with_element(view, [&](auto* tag) {
-    gather_tokens(read(heap, tag), view.page_stride, from.pages, from.slots, from.n,
-                  layout, write(keys, tag), write(values, tag));
+    gather_tokens(view.paged(read(heap, tag), layout), from, write(keys, tag),
+                  write(values, tag));
   });
   return {keys, values};
 }
@@ -42,13 +42,14 @@ void scatter_tokens_cpu(const Tensor& heap, const Tensor& pages, const Tensor& s
   const char* op = "scatter_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const PageLayout layout = checked_layout(op, heap, view, k_offsets, v_offsets);
-  const Tokens to = checked_tokens(op, "pages", "slots", heap, view, pages, slots, -1);
+  const TokenSlots to =
+      checked_tokens(op, "pages", "slots", heap, view, pages, slots, -1);
   Argument{op, "keys", keys}.require_rows(heap, to.n, view.head_dim);
   Argument{op, "values", values}.require_rows(heap, to.n, view.head_dim);
   check_writes(op, view, to, nullptr);
   with_element(view, [&](auto* tag) {
-    scatter_tokens(write(heap, tag), view.page_stride, to.pages, to.slots, to.n, layout,
-                   read(keys, tag), read(values, tag));
+    scatter_tokens(view.paged(write(heap, tag), layout), to, read(keys, tag),
+                   read(values, tag));
   });
 }
 
@@ -73,7 +74,8 @@ void fetch_tokens_cpu(const Tensor& heap, const Tensor& pages, const Tensor& slo
   const char* op = "fetch_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const PageLayout layout = checked_layout(op, heap, view, k_offsets, v_offsets);
-  const Tokens to = checked_tokens(op, "pages", "slots", heap, view, pages, slots, -1);
+  const TokenSlots to =
+      checked_tokens(op, "pages", "slots", heap, view, pages, slots, -1);
   require_host_rows(op, view, heap, rows);
   const std::int64_t count = rows.size(0);
   const std::int64_t* key = checked_rows(op, "key_rows", heap, key_rows, to.n, count);
@@ -82,7 +84,7 @@ void fetch_tokens_cpu(const Tensor& heap, const Tensor& pages, const Tensor& slo
   check_writes(op, view, to, nullptr);
   with_element(view, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;
-    fetch_tokens(write(heap, tag), view.page_stride, to.pages, to.slots, to.n, layout,
+    fetch_tokens(view.paged(write(heap, tag), layout), to,
                  TokenRows<Element>{read(rows, tag), count, key, value});
   });
 }
@@ -96,14 +98,13 @@ void move_tokens_cpu(const Tensor& heap, const Tensor& src_pages,
   const char* op = "move_tokens";
   const HeapView view = view_heap(op, heap, block_size);
   const PageLayout layout = checked_layout(op, heap, view, k_offsets, v_offsets);
-  const Tokens from = checked_tokens(op, "src_pages", "src_slots", heap, view,
-                                     src_pages, src_slots, -1);
-  const Tokens to = checked_tokens(op, "dst_pages", "dst_slots", heap, view, dst_pages,
-                                   dst_slots, from.n);
+  const TokenSlots from = checked_tokens(op, "src_pages", "src_slots", heap, view,
+                                         src_pages, src_slots, -1);
+  const TokenSlots to = checked_tokens(op, "dst_pages", "dst_slots", heap, view,
+                                       dst_pages, dst_slots, from.n);
   check_writes(op, view, to, &from);
   with_element(view, [&](auto* tag) {
-    move_tokens(write(heap, tag), view.page_stride, from.pages, from.slots, to.pages,
-                to.slots, from.n, layout);
+    move_tokens(view.paged(write(heap, tag), layout), from, to);
   });
 }
 
@@ -114,16 +115,15 @@ Tensor gather_pages_cpu(const Tensor& heap, const Tensor& page_table,
   const HeapView view = view_heap(op, heap, block_size);
   const Plane plane = make_plane(checked_offsets(op, "offsets", heap, view, offsets),
                                  view.block_size, view.head_dim);
-  const std::int64_t* pages = Argument{op, "page_table", page_table}.table(heap);
-  require_ok(op, "page_table", check_pages(pages, page_table.numel(), view.num_pages),
+  const PageTable<std::int64_t> table = page_list(op, heap, page_table);
+  require_ok(op, "page_table",
+             check_pages(table.ids, page_table.numel(), view.num_pages),
              view.num_pages);
-  const std::int64_t rows = page_table.size(0);
-  const std::int64_t per_row = page_table.size(1);
-  Tensor out =
-      torch::stable::new_empty(heap, {rows, per_row * view.block_size, view.head_dim});
+  Tensor out = torch::stable::new_empty(
+      heap, {table.rows, table.pages_per_row * view.block_size, view.head_dim});
+  const PageLayout layout{view.block_size, view.head_dim, plane, plane};
   with_element(view, [&](auto* tag) {
-    gather_plane(read(heap, tag), view.page_stride, pages, rows, per_row, plane,
-                 view.block_size, view.head_dim, write(out, tag));
+    gather_plane(view.paged(read(heap, tag), layout), plane, table, write(out, tag));
   });
   return out;
 }
@@ -135,7 +135,7 @@ Tensor gather_pages_cpu(const Tensor& heap, const Tensor& page_table,
 std::string build_info() {
   // ops_version counts changes of the schemas; ops/extension.py has the same.
   std::string info =
-      "ops_version=12;build_type=" KVP_BUILD_TYPE ";torch_headers=" KVP_TORCH_VERSION;
+      "ops_version=13;build_type=" KVP_BUILD_TYPE ";torch_headers=" KVP_TORCH_VERSION;
 #ifdef KVP_WITH_CUDA
   info += ";cuda=1";
 #else

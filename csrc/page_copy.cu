@@ -1,8 +1,8 @@
-// torch bindings of the CUDA page copies; the schemas are in page_copy.cpp.
+// torch bindings of the page copies on CUDA; the schemas are in page_copy.cpp.
 //
-// `slot_stride`, if it is not 0, is the caller's word that the offset tables describe
-// rows so far apart, from certain bases on: tables live on the device, and looking
-// would wait for the stream. The CPU ops look for themselves and ignore it.
+// A `slot_stride` above 0 is the caller's promise that the offset tables describe rows
+// that far apart, from the given bases on. The tables lie on the device, and reading
+// them would wait for the stream. The CPU ops read their tables and ignore it.
 #include "kvp/page_copy.cuh"
 
 #include <tuple>
@@ -14,9 +14,6 @@
 namespace kvp::binding {
 namespace {
 
-using cuda::DeviceHeap;
-using cuda::DeviceLayout;
-
 // Queues one kernel and reports a failure to launch it.
 template <typename Body>
 void launch(const HeapView& view, const Body& body) {
@@ -24,24 +21,26 @@ void launch(const HeapView& view, const Body& body) {
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-DeviceLayout layout_of(const char* op, const Tensor& heap, const HeapView& view,
-                       const Tensor& k_offsets, const Tensor& v_offsets,
-                       std::int64_t key_base, std::int64_t value_base,
-                       std::int64_t slot_stride) {
+PageLayout layout_of(const char* op, const Tensor& heap, const HeapView& view,
+                     const Tensor& k_offsets, const Tensor& v_offsets,
+                     std::int64_t key_base, std::int64_t value_base,
+                     std::int64_t slot_stride) {
   require_rows_inside(op, "key_base", view, key_base, slot_stride);
   require_rows_inside(op, "value_base", view, value_base, slot_stride);
-  return DeviceLayout{
-      view.block_size,
-      view.head_dim,
-      Argument{op, "k_offsets", k_offsets}.offsets(heap, view.plane_elems),
-      Argument{op, "v_offsets", v_offsets}.offsets(heap, view.plane_elems),
-      key_base,
-      value_base,
-      slot_stride};
+  const Argument keys{op, "k_offsets", k_offsets}, values{op, "v_offsets", v_offsets};
+  return {
+      view.block_size, view.head_dim,
+      device_plane(keys.offsets(heap, view.plane_elems), key_base, slot_stride),
+      device_plane(values.offsets(heap, view.plane_elems), value_base, slot_stride)};
 }
 
-DeviceHeap heap_of(const HeapView& view) {
-  return DeviceHeap{view.num_pages, view.page_stride};
+// (page, slot) pairs; kernels check their range.
+TokenSlots tokens_of(const char* op, const char* pages_name, const char* slots_name,
+                     const Tensor& heap, const Tensor& pages, const Tensor& slots,
+                     std::int64_t size) {
+  const std::int64_t* page = Argument{op, pages_name, pages}.indices(heap, size);
+  const std::int64_t n = pages.size(0);
+  return {page, Argument{op, slots_name, slots}.indices(heap, n), n};
 }
 
 std::tuple<Tensor, Tensor> gather_tokens_cuda(
@@ -50,17 +49,15 @@ std::tuple<Tensor, Tensor> gather_tokens_cuda(
     std::int64_t key_base, std::int64_t value_base, std::int64_t slot_stride) {
   const char* op = "gather_tokens";
   const HeapView view = view_heap(op, heap, block_size);
-  const DeviceLayout layout = layout_of(op, heap, view, k_offsets, v_offsets, key_base,
-                                        value_base, slot_stride);
-  const std::int64_t* page = Argument{op, "pages", pages}.indices(heap, -1);
-  const std::int64_t n = pages.size(0);
-  const std::int64_t* slot = Argument{op, "slots", slots}.indices(heap, n);
+  const PageLayout layout = layout_of(op, heap, view, k_offsets, v_offsets, key_base,
+                                      value_base, slot_stride);
+  const TokenSlots tokens = tokens_of(op, "pages", "slots", heap, pages, slots, -1);
   const DeviceGuard guard(heap.get_device_index());
-  Tensor keys = torch::stable::new_empty(heap, {n, view.head_dim});
-  Tensor values = torch::stable::new_empty(heap, {n, view.head_dim});
+  Tensor keys = torch::stable::new_empty(heap, {tokens.n, view.head_dim});
+  Tensor values = torch::stable::new_empty(heap, {tokens.n, view.head_dim});
   launch(view, [&](auto* tag) {
-    cuda::gather_tokens(read(heap, tag), heap_of(view), page, slot, n, layout,
-                        write(keys, tag), write(values, tag), stream_of(heap));
+    cuda::gather_tokens(view.paged(read(heap, tag), layout), tokens, write(keys, tag),
+                        write(values, tag), stream_of(heap));
   });
   return {keys, values};
 }
@@ -72,17 +69,15 @@ void scatter_tokens_cuda(const Tensor& heap, const Tensor& pages, const Tensor& 
                          std::int64_t value_base, std::int64_t slot_stride) {
   const char* op = "scatter_tokens";
   const HeapView view = view_heap(op, heap, block_size);
-  const DeviceLayout layout = layout_of(op, heap, view, k_offsets, v_offsets, key_base,
-                                        value_base, slot_stride);
-  const std::int64_t* page = Argument{op, "pages", pages}.indices(heap, -1);
-  const std::int64_t n = pages.size(0);
-  const std::int64_t* slot = Argument{op, "slots", slots}.indices(heap, n);
-  Argument{op, "keys", keys}.require_rows(heap, n, view.head_dim);
-  Argument{op, "values", values}.require_rows(heap, n, view.head_dim);
+  const PageLayout layout = layout_of(op, heap, view, k_offsets, v_offsets, key_base,
+                                      value_base, slot_stride);
+  const TokenSlots tokens = tokens_of(op, "pages", "slots", heap, pages, slots, -1);
+  Argument{op, "keys", keys}.require_rows(heap, tokens.n, view.head_dim);
+  Argument{op, "values", values}.require_rows(heap, tokens.n, view.head_dim);
   const DeviceGuard guard(heap.get_device_index());
   launch(view, [&](auto* tag) {
-    cuda::scatter_tokens(write(heap, tag), heap_of(view), page, slot, n, layout,
-                         read(keys, tag), read(values, tag), stream_of(heap));
+    cuda::scatter_tokens(view.paged(write(heap, tag), layout), tokens, read(keys, tag),
+                         read(values, tag), stream_of(heap));
   });
 }
 
@@ -94,18 +89,17 @@ void fetch_tokens_cuda(const Tensor& heap, const Tensor& pages, const Tensor& sl
                        std::int64_t slot_stride) {
   const char* op = "fetch_tokens";
   const HeapView view = view_heap(op, heap, block_size);
-  const DeviceLayout layout = layout_of(op, heap, view, k_offsets, v_offsets, key_base,
-                                        value_base, slot_stride);
-  const std::int64_t* page = Argument{op, "pages", pages}.indices(heap, -1);
-  const std::int64_t n = pages.size(0);
-  const std::int64_t* slot = Argument{op, "slots", slots}.indices(heap, n);
+  const PageLayout layout = layout_of(op, heap, view, k_offsets, v_offsets, key_base,
+                                      value_base, slot_stride);
+  const TokenSlots tokens = tokens_of(op, "pages", "slots", heap, pages, slots, -1);
   require_host_rows(op, view, heap, rows);
-  const std::int64_t* key = Argument{op, "key_rows", key_rows}.indices(heap, n);
-  const std::int64_t* value = Argument{op, "value_rows", value_rows}.indices(heap, n);
+  const std::int64_t* key = Argument{op, "key_rows", key_rows}.indices(heap, tokens.n);
+  const std::int64_t* value =
+      Argument{op, "value_rows", value_rows}.indices(heap, tokens.n);
   const DeviceGuard guard(heap.get_device_index());
   launch(view, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;
-    cuda::fetch_tokens(write(heap, tag), heap_of(view), page, slot, n, layout,
+    cuda::fetch_tokens(view.paged(write(heap, tag), layout), tokens,
                        TokenRows<Element>{read(rows, tag), rows.size(0), key, value},
                        stream_of(heap));
   });
@@ -119,18 +113,15 @@ void move_tokens_cuda(const Tensor& heap, const Tensor& src_pages,
                       std::int64_t slot_stride) {
   const char* op = "move_tokens";
   const HeapView view = view_heap(op, heap, block_size);
-  const DeviceLayout layout = layout_of(op, heap, view, k_offsets, v_offsets, key_base,
-                                        value_base, slot_stride);
-  const std::int64_t* from_page =
-      Argument{op, "src_pages", src_pages}.indices(heap, -1);
-  const std::int64_t n = src_pages.size(0);
-  const std::int64_t* from_slot = Argument{op, "src_slots", src_slots}.indices(heap, n);
-  const std::int64_t* to_page = Argument{op, "dst_pages", dst_pages}.indices(heap, n);
-  const std::int64_t* to_slot = Argument{op, "dst_slots", dst_slots}.indices(heap, n);
+  const PageLayout layout = layout_of(op, heap, view, k_offsets, v_offsets, key_base,
+                                      value_base, slot_stride);
+  const TokenSlots from =
+      tokens_of(op, "src_pages", "src_slots", heap, src_pages, src_slots, -1);
+  const TokenSlots to =
+      tokens_of(op, "dst_pages", "dst_slots", heap, dst_pages, dst_slots, from.n);
   const DeviceGuard guard(heap.get_device_index());
   launch(view, [&](auto* tag) {
-    cuda::move_tokens(write(heap, tag), heap_of(view), from_page, from_slot, to_page,
-                      to_slot, n, layout, stream_of(heap));
+    cuda::move_tokens(view.paged(write(heap, tag), layout), from, to, stream_of(heap));
   });
 }
 
@@ -139,16 +130,17 @@ Tensor gather_pages_cuda(const Tensor& heap, const Tensor& page_table,
                          std::int64_t base, std::int64_t slot_stride) {
   const char* op = "gather_pages";
   const HeapView view = view_heap(op, heap, block_size);
-  const std::int32_t* table =
-      Argument{op, "offsets", offsets}.offsets(heap, view.plane_elems);
   require_rows_inside(op, "base", view, base, slot_stride);
-  const std::int64_t* pages = Argument{op, "page_table", page_table}.table(heap);
+  const Plane plane =
+      device_plane(Argument{op, "offsets", offsets}.offsets(heap, view.plane_elems),
+                   base, slot_stride);
+  const PageLayout layout{view.block_size, view.head_dim, plane, plane};
+  const PageTable<std::int64_t> table = page_list(op, heap, page_table);
   const DeviceGuard guard(heap.get_device_index());
   Tensor out = torch::stable::new_empty(
-      heap, {page_table.size(0), page_table.size(1) * view.block_size, view.head_dim});
+      heap, {table.rows, table.pages_per_row * view.block_size, view.head_dim});
   launch(view, [&](auto* tag) {
-    cuda::gather_plane(read(heap, tag), heap_of(view), pages, page_table.numel(),
-                       view.block_size, view.head_dim, table, {base, slot_stride},
+    cuda::gather_plane(view.paged(read(heap, tag), layout), plane, table,
                        write(out, tag), stream_of(heap));
   });
   return out;

@@ -1,5 +1,5 @@
-// torch binding of kvp/page_votes.hpp; the CUDA twin is in page_votes.cu, and what it
-// is told about rows is for it alone.
+// torch binding of kvp/page_votes.hpp. The CUDA version is in page_votes.cu; only that
+// one reads the arguments base and slot_stride.
 #include "kvp/page_votes.hpp"
 
 #include "token_check.hpp"
@@ -14,9 +14,8 @@ constexpr const char* kOp = "page_votes";
 void require_pages(const VoteArguments& of) {
   const std::int64_t used = (of.slots + of.view.block_size - 1) / of.view.block_size;
   for (std::int64_t head = 0; head < of.kv_heads; ++head) {
-    const std::int64_t first = head * of.pages_per_head;
-    Status status = check_pages(of.page_table + first, used, of.view.num_pages);
-    if (!status.ok()) status.index += first;
+    Status status = check_pages(of.table.row(head), used, of.view.num_pages);
+    if (!status.ok()) status.index += head * of.table.pages_per_row;
     require_ok(kOp, "page_table", status, of.view.num_pages);
   }
 }
@@ -32,27 +31,26 @@ Tensor page_votes_cpu(const Tensor& heap, const Tensor& page_table,
   require_pages(of);
   const std::int32_t* offsets =
       checked_offsets(kOp, "k_offsets", heap, of.view, k_offsets);
+  // Votes read no values.
+  const PageLayout layout =
+      make_layout(offsets, offsets, of.view.block_size, of.view.head_dim);
   Tensor votes = new_votes(heap, of);
   with_vote_element(heap, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;
-    const page_votes::Call<Element> call{
-        of.kv_heads,
-        of.group,
-        of.num_queries,
-        of.slots,
-        static_cast<float>(scale),
-        most,
-        read(queries, tag),
-        of.query_positions,
-        own_keys ? read(*own_keys, tag) : nullptr,
-        read(heap, tag),
-        of.view.page_stride,
-        make_layout(offsets, offsets, of.view.block_size, of.view.head_dim),
-        of.page_table,
-        of.pages_per_head,
-        of.positions,
-        votes.mutable_data_ptr<float>()};
-    page_votes::vote(page_votes::select_kernels(), call);
+    const page_votes::Call<Element> call{of.kv_heads,
+                                         of.group,
+                                         of.num_queries,
+                                         of.slots,
+                                         static_cast<float>(scale),
+                                         most,
+                                         read(queries, tag),
+                                         of.query_positions,
+                                         own_keys ? read(*own_keys, tag) : nullptr,
+                                         of.view.paged(read(heap, tag), layout),
+                                         of.table,
+                                         of.positions,
+                                         votes.mutable_data_ptr<float>()};
+    page_votes::vote(kvp::select_kernels<page_votes::Kernels>(), call);
   });
   return votes;
 }

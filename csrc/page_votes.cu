@@ -1,4 +1,4 @@
-// torch binding of the CUDA votes on pages; the schema is in page_votes.cpp.
+// torch binding of page votes on CUDA; the schema is in page_votes.cpp.
 #include "kvp/page_votes.cuh"
 
 #include "cuda_binding.hpp"
@@ -17,6 +17,8 @@ Tensor page_votes_cuda(const Tensor& heap, const Tensor& page_table,
   const VoteArguments of = view_votes(op, heap, page_table, positions, queries,
                                       query_positions, own_keys, k_offsets, block_size);
   require_rows_inside(op, "base", of.view, base, slot_stride);
+  const Plane keys = device_plane(of.k_offsets, base, slot_stride);
+  const PageLayout layout{of.view.block_size, of.view.head_dim, keys, keys};
   const DeviceGuard guard(heap.get_device_index());
   Tensor votes = new_votes(heap, of);
   with_vote_element(heap, [&](auto* tag) {
@@ -30,14 +32,8 @@ Tensor page_votes_cuda(const Tensor& heap, const Tensor& page_table,
                                        read(queries, tag),
                                        of.query_positions,
                                        own_keys ? read(*own_keys, tag) : nullptr,
-                                       read(heap, tag),
-                                       {of.view.num_pages, of.view.page_stride},
-                                       of.view.block_size,
-                                       of.view.head_dim,
-                                       of.k_offsets,
-                                       {base, slot_stride},
-                                       of.page_table,
-                                       of.pages_per_head,
+                                       of.view.paged(read(heap, tag), layout),
+                                       of.table,
                                        of.positions,
                                        votes.mutable_data_ptr<float>()};
     Tensor scratch =

@@ -1,4 +1,4 @@
-// torch binding of kvp/paged_decode.hpp, CPU only; on CUDA torch takes its place
+// torch binding of kvp/paged_decode.hpp, for CPUs. On CUDA a Triton kernel does this
 // (vllm_kvplugins/ops/mixed_attention.py).
 #include "kvp/paged_decode.hpp"
 
@@ -15,19 +15,6 @@ namespace {
 
 constexpr const char* kOp = "attend_mixed";
 
-void require_shape(const char* name, const Tensor& tensor,
-                   const std::vector<std::int64_t>& shape) {
-  const Argument argument{kOp, name, tensor};
-  argument.require_dim(static_cast<std::int64_t>(shape.size()));
-  argument.require_contiguous();
-  for (std::size_t i = 0; i < shape.size(); ++i) {
-    if (tensor.size(static_cast<std::int64_t>(i)) == shape[i]) continue;
-    std::ostringstream text;
-    for (std::size_t j = 0; j < shape.size(); ++j) text << (j ? ", " : "") << shape[j];
-    fail(kOp, name, " must have shape [", text.str(), "], got ", shape_of(tensor));
-  }
-}
-
 index::ElementType element_type(const char* name, const Tensor& tensor) {
   if (tensor.scalar_type() == ScalarType::Float) return index::ElementType::kFloat32;
   if (tensor.scalar_type() == ScalarType::BFloat16) {
@@ -40,7 +27,7 @@ index::ElementType element_type(const char* name, const Tensor& tensor) {
 // Rows, KV heads and heads of a group, from how the arguments fit together.
 void set_sizes(decode::Call& call, const Tensor& queries, const Tensor& page_table) {
   const std::int64_t sequences = page_table.size(0);
-  require_shape("queries", queries,
+  require_shape(kOp, "queries", queries,
                 {queries.size(0), queries.size(1), call.head_dim()});
   call.rows = queries.size(0);
   if (call.rows == 0 ? sequences != 0 : sequences % call.rows != 0) {
@@ -55,35 +42,32 @@ void set_sizes(decode::Call& call, const Tensor& queries, const Tensor& page_tab
   call.group = queries.size(1) / call.kv_heads;
 }
 
-void set_pages(decode::Call& call, const Tensor& heap, const HeapView& view,
-               const Tensor& page_table, const Tensor& lengths) {
+void set_pages(decode::Call& call, const Tensor& heap, const Tensor& page_table,
+               const Tensor& lengths) {
   Argument{kOp, "page_table", page_table}.require_type(ScalarType::Int);
   Argument{kOp, "lengths", lengths}.require_type(ScalarType::Int);
-  call.most_pages = page_table.size(1);
-  require_shape("page_table", page_table, {call.sequences(), call.most_pages});
-  require_shape("lengths", lengths, {call.sequences()});
-  call.heap = heap.const_data_ptr();
+  const std::int64_t per_row = page_table.size(1);
+  require_shape(kOp, "page_table", page_table, {call.sequences(), per_row});
+  require_shape(kOp, "lengths", lengths, {call.sequences()});
   call.page_type = element_type("heap", heap);
-  call.page_stride = view.page_stride;
-  call.page_table = page_table.const_data_ptr<std::int32_t>();
+  call.table = {page_table.const_data_ptr<std::int32_t>(), call.sequences(), per_row};
   call.lengths = lengths.const_data_ptr<std::int32_t>();
-  const Status status =
-      check_page_lists(call.page_table, call.most_pages, call.lengths, call.sequences(),
-                       view.block_size, view.num_pages);
+  const std::int64_t num_pages = call.kv.num_pages, size = call.kv.block_size();
+  const Status status = check_page_lists(call.table, call.lengths, size, num_pages);
   const bool too_long = status.fault == Fault::kLengthOutOfRange;
   require_ok(kOp, too_long ? "lengths" : "page_table", status,
-             too_long ? call.most_pages * view.block_size : view.num_pages);
+             too_long ? per_row * size : num_pages);
 }
 
 void set_coarse(decode::Call& call, const Tensor& keys, const Tensor& values,
                 const Tensor& bias, const Tensor& starts, const Tensor& counts) {
   Argument{kOp, "coarse_keys", keys}.require_dim(2);
   const std::int64_t entries = keys.size(0);
-  require_shape("coarse_keys", keys, {entries, call.head_dim()});
-  require_shape("coarse_values", values, {entries, call.head_dim()});
-  require_shape("bias", bias, {entries});
-  require_shape("starts", starts, {call.sequences()});
-  require_shape("counts", counts, {call.sequences()});
+  require_shape(kOp, "coarse_keys", keys, {entries, call.head_dim()});
+  require_shape(kOp, "coarse_values", values, {entries, call.head_dim()});
+  require_shape(kOp, "bias", bias, {entries});
+  require_shape(kOp, "starts", starts, {call.sequences()});
+  require_shape(kOp, "counts", counts, {call.sequences()});
   Argument{kOp, "coarse_values", values}.require_type(keys.scalar_type());
   Argument{kOp, "bias", bias}.require_type(ScalarType::Float);
   Argument{kOp, "starts", starts}.require_type(ScalarType::Long);
@@ -111,12 +95,13 @@ std::tuple<Tensor, Tensor> attend_mixed_cpu(
   if (!std::isfinite(scale)) fail(kOp, "scale must be finite, got ", scale);
   const HeapView view = view_heap(kOp, heap, block_size);
   decode::Call call{};
-  call.layout = checked_layout(kOp, heap, view, k_offsets, v_offsets);
+  call.kv = view.paged(heap.const_data_ptr(),
+                       checked_layout(kOp, heap, view, k_offsets, v_offsets));
   call.scale = static_cast<float>(scale);
   Argument{kOp, "queries", queries}.require_dim(3);
   Argument{kOp, "page_table", page_table}.require_dim(2);
   set_sizes(call, queries, page_table);
-  set_pages(call, heap, view, page_table, lengths);
+  set_pages(call, heap, page_table, lengths);
   std::vector<std::int64_t> none;
   if (coarse_keys && coarse_values && bias && starts && counts) {
     set_coarse(call, *coarse_keys, *coarse_values, *bias, *starts, *counts);
@@ -132,7 +117,7 @@ std::tuple<Tensor, Tensor> attend_mixed_cpu(
                                         ScalarType::Float);
   call.out = out.mutable_data_ptr();
   call.lse = lse.mutable_data_ptr<float>();
-  decode::attend_mixed(decode::select_kernels(), call);
+  decode::attend_mixed(kvp::select_kernels<decode::Kernels>(), call);
   return {out, lse};
 }
 

@@ -1,5 +1,5 @@
-// torch bindings of retrieval: which tokens the queries of a step want, and the
-// copies that make them resident. One call per layer serves all its requests.
+// torch bindings of retrieval: select the tokens that the queries of a step attend to
+// most, and copy those tokens into hot slots. One call per layer serves all requests.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -39,29 +39,15 @@ Tensor index_select(const Tensor& handles, const Tensor& queries, const Tensor& 
   return chosen;
 }
 
-// One axis of an int64 tensor that others must match.
-void require_shape(const char* op, const char* name, const Tensor& tensor,
-                   const std::vector<std::int64_t>& shape) {
-  const Argument argument{op, name, tensor};
-  argument.require_type(ScalarType::Long);
-  argument.require_contiguous();
-  bool same =
-      tensor.is_cpu() && tensor.dim() == static_cast<std::int64_t>(shape.size());
-  for (std::size_t i = 0; same && i < shape.size(); ++i) {
-    same = tensor.size(static_cast<std::int64_t>(i)) == shape[i];
-  }
-  if (same) return;
-  std::ostringstream text;
-  for (std::size_t i = 0; i < shape.size(); ++i) text << (i ? ", " : "") << shape[i];
-  fail(op, name, " must be [", text.str(), "] on the CPU, got ", shape_of(tensor));
-}
-
-// The hot slots of some requests and what they want there, checked.
-struct HotQuestion {
+// The hot slots of some requests and the tokens wanted there, checked.
+//
+// A request's hot slots are entry slot_index[request] of `token`, `page`, `slot`
+// [num_entries, heads, width] and `count` [num_entries].
+struct HotCall {
   const char* op;
-  const std::int64_t *table, *wanted, *seat, *count, *page, *slot;
+  const std::int64_t *table, *wanted, *slot_index, *count, *page, *slot;
   std::int64_t* token;
-  std::int64_t requests, heads, asked, width, seats, host_pages, page_tokens;
+  std::int64_t requests, heads, num_wanted, width, num_entries, host_pages, page_tokens;
 
   std::int64_t tasks() const { return requests * heads; }
   std::int64_t capacity() const { return host_pages * page_tokens; }
@@ -70,9 +56,9 @@ struct HotQuestion {
   }
 
   HotSlots slots(std::int64_t task) const {
-    const std::int64_t request = task / heads, here = seat[request];
-    if (here < 0 || here >= seats || count[here] < 0 || count[here] > width) {
-      fail(op, "request ", request, " has seat ", here, ", which there is not");
+    const std::int64_t request = task / heads, here = slot_index[request];
+    if (here < 0 || here >= num_entries || count[here] < 0 || count[here] > width) {
+      fail(op, "request ", request, " has slot index ", here, ", which does not exist");
     }
     const std::int64_t first = (here * heads + task % heads) * width;
     return {token + first, page + first, slot + first, count[here]};
@@ -85,7 +71,7 @@ struct HotQuestion {
     if (mark.size() < static_cast<std::size_t>(capacity())) {
       mark.resize(static_cast<std::size_t>(capacity()));
     }
-    const std::int64_t done = work(wanted + task * asked, asked, mark);
+    const std::int64_t done = work(wanted + task * num_wanted, num_wanted, mark);
     if (done < 0) {
       fail(op, "request ", task / heads, ", head ", task % heads, ": entry ", -1 - done,
            " of wanted and hot tokens is beyond the ", capacity(),
@@ -95,9 +81,9 @@ struct HotQuestion {
   }
 };
 
-HotQuestion ask_hot(const char* op, const Tensor& host, const Tensor& table,
-                    const Tensor& wanted, const Tensor& seats, const Tensor& token,
-                    const Tensor& page, const Tensor& slot, const Tensor& counts) {
+HotCall ask_hot(const char* op, const Tensor& host, const Tensor& table,
+                const Tensor& wanted, const Tensor& slot_indices, const Tensor& token,
+                const Tensor& page, const Tensor& slot, const Tensor& counts) {
   Argument{op, "host", host}.require_dim(4);
   Argument{op, "host", host}.require_contiguous();
   Argument{op, "wanted", wanted}.require_dim(3);
@@ -108,14 +94,19 @@ HotQuestion ask_hot(const char* op, const Tensor& host, const Tensor& table,
          shape_of(host));
   }
   const std::int64_t requests = wanted.size(0), heads = wanted.size(1);
-  const std::int64_t width = token.size(2), all_seats = token.size(0);
-  require_shape(op, "wanted", wanted, {requests, heads, wanted.size(2)});
-  require_shape(op, "seats", seats, {requests});
-  require_shape(op, "table", table, {requests, heads, table.size(2)});
-  require_shape(op, "token", token, {all_seats, heads, width});
-  require_shape(op, "page", page, {all_seats, heads, width});
-  require_shape(op, "slot", slot, {all_seats, heads, width});
-  require_shape(op, "counts", counts, {all_seats});
+  const std::int64_t width = token.size(2), capacity = token.size(0);
+  const auto require = [op](const char* name, const Tensor& tensor,
+                            const std::vector<std::int64_t>& shape) {
+    Argument{op, name, tensor}.require_type(ScalarType::Long);
+    require_shape(op, name, tensor, shape);
+  };
+  require("wanted", wanted, {requests, heads, wanted.size(2)});
+  require("slot_indices", slot_indices, {requests});
+  require("table", table, {requests, heads, table.size(2)});
+  require("token", token, {capacity, heads, width});
+  require("page", page, {capacity, heads, width});
+  require("slot", slot, {capacity, heads, width});
+  require("counts", counts, {capacity});
   const std::int64_t* ids = table.const_data_ptr<std::int64_t>();
   const std::int64_t host_pages = host.size(0), entries = table.numel();
   for (std::int64_t i = 0; i < entries; ++i) {
@@ -127,7 +118,7 @@ HotQuestion ask_hot(const char* op, const Tensor& host, const Tensor& table,
   return {op,
           ids,
           wanted.const_data_ptr<std::int64_t>(),
-          seats.const_data_ptr<std::int64_t>(),
+          slot_indices.const_data_ptr<std::int64_t>(),
           counts.const_data_ptr<std::int64_t>(),
           page.const_data_ptr<std::int64_t>(),
           slot.const_data_ptr<std::int64_t>(),
@@ -136,27 +127,27 @@ HotQuestion ask_hot(const char* op, const Tensor& host, const Tensor& table,
           heads,
           wanted.size(2),
           width,
-          all_seats,
+          capacity,
           table.size(2),
           host.size(2)};
 }
 
 // int64 [requests]: sums over heads.
-Tensor per_request(const HotQuestion& question, const Tensor& like,
+Tensor per_request(const HotCall& call, const Tensor& like,
                    const std::vector<std::int64_t>& per_task) {
-  Tensor out = torch::stable::new_empty(like, {question.requests});
+  Tensor out = torch::stable::new_empty(like, {call.requests});
   std::int64_t* sums = out.mutable_data_ptr<std::int64_t>();
-  std::fill_n(sums, question.requests, 0);
-  for (std::int64_t task = 0; task < question.tasks(); ++task) {
-    sums[task / question.heads] += per_task[static_cast<std::size_t>(task)];
+  std::fill_n(sums, call.requests, 0);
+  for (std::int64_t task = 0; task < call.tasks(); ++task) {
+    sums[task / call.heads] += per_task[static_cast<std::size_t>(task)];
   }
   return out;
 }
 
-// int64 [requests]: tokens copied.
+// int64 [requests]: the number of tokens copied.
 Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets, const Tensor& v_offsets,
                 std::int64_t block_size, const Tensor& host, const Tensor& table,
-                const Tensor& wanted, const Tensor& seats, const Tensor& token,
+                const Tensor& wanted, const Tensor& slot_indices, const Tensor& token,
                 const Tensor& page, const Tensor& slot, const Tensor& counts) {
   const char* op = "fill_hot";
   const HeapView view = view_heap(op, heap, block_size);
@@ -164,80 +155,80 @@ Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets, const Tensor& v_off
       make_layout(Argument{op, "k_offsets", k_offsets}.offsets(heap, view.plane_elems),
                   Argument{op, "v_offsets", v_offsets}.offsets(heap, view.plane_elems),
                   view.block_size, view.head_dim);
-  const HotQuestion question =
-      ask_hot(op, host, table, wanted, seats, token, page, slot, counts);
+  const HotCall call =
+      ask_hot(op, host, table, wanted, slot_indices, token, page, slot, counts);
   Argument{op, "host", host}.require_type(heap.scalar_type());
   if (host.size(3) != view.head_dim) {
     fail(op, "host must be [pages, 2, page_tokens, ", view.head_dim, "], got ",
          shape_of(host));
   }
-  std::vector<std::int64_t> copied(static_cast<std::size_t>(question.tasks()));
+  std::vector<std::int64_t> copied(static_cast<std::size_t>(call.tasks()));
   with_element(view, [&](auto* tag) {
     const auto* from = read(host, tag);
-    auto* to = write(heap, tag);
-    for_all(question.tasks(), [&](std::int64_t task) {
-      const HotSlots hot = question.slots(task);
+    const auto kv = view.paged(write(heap, tag), layout);
+    for_all(call.tasks(), [&](std::int64_t task) {
+      const HotSlots hot = call.slots(task);
       for (std::int64_t i = 0; i < hot.n; ++i) {
         if (hot.page[i] < 0 || hot.page[i] >= view.num_pages || hot.slot[i] < 0 ||
             hot.slot[i] >= view.block_size) {
-          fail(op, "hot slot ", i, " of request ", task / question.heads, " is slot ",
+          fail(op, "hot slot ", i, " of request ", task / call.heads, " is slot ",
                hot.slot[i], " of page ", hot.page[i], ", which the heap does not have");
         }
       }
       const HostTokens<std::remove_pointer_t<decltype(tag)>> tokens{
-          from, question.pages(task), question.page_tokens, view.head_dim};
-      copied[static_cast<std::size_t>(task)] = question.run(
+          from, call.pages(task), call.page_tokens, view.head_dim};
+      copied[static_cast<std::size_t>(task)] = call.run(
           task, [&](const std::int64_t* wanted_here, std::int64_t n, auto& mark) {
-            return fill_hot_slots(tokens, question.capacity(), wanted_here, n, hot, to,
-                                  view.page_stride, layout, mark);
+            return fill_hot_slots(tokens, call.capacity(), wanted_here, n, hot, kv,
+                                  mark);
           });
     });
   });
-  return per_request(question, seats, copied);
+  return per_request(call, slot_indices, copied);
 }
 
-// What fill_hot would copy, for a heap that is elsewhere. int64 [4, n]: rows of the
-// host's that hold keys, and values, and pages and slots of the heap where they go;
-// int64 [requests]: how many. Tokens count as hot from now on.
+// Like fill_hot, for a heap on another device: updates `token` and returns the copies
+// to make. int64 [4, n]: host rows of the keys and of the values, then the pages and
+// slots of the heap where they go; int64 [requests]: how many each request has.
 std::tuple<Tensor, Tensor> swap_hot(const Tensor& host, const Tensor& table,
-                                    const Tensor& wanted, const Tensor& seats,
+                                    const Tensor& wanted, const Tensor& slot_indices,
                                     const Tensor& token, const Tensor& page,
                                     const Tensor& slot, const Tensor& counts) {
-  const HotQuestion question =
-      ask_hot("swap_hot", host, table, wanted, seats, token, page, slot, counts);
+  const HotCall call =
+      ask_hot("swap_hot", host, table, wanted, slot_indices, token, page, slot, counts);
   struct Move {
     std::int64_t row, page, slot;
   };
-  const auto tasks = static_cast<std::size_t>(question.tasks());
+  const auto tasks = static_cast<std::size_t>(call.tasks());
   std::vector<std::vector<Move>> found(tasks);
   std::vector<std::int64_t> copied(tasks);
-  for_all(question.tasks(), [&](std::int64_t task) {
+  for_all(call.tasks(), [&](std::int64_t task) {
     const auto i = static_cast<std::size_t>(task);
-    const HotSlots hot = question.slots(task);
-    const HostTokens<std::uint16_t> tokens{nullptr, question.pages(task),
-                                           question.page_tokens, 0};
+    const HotSlots hot = call.slots(task);
+    const HostTokens<std::uint16_t> tokens{nullptr, call.pages(task), call.page_tokens,
+                                           0};
     const auto note = [&](std::int64_t place, std::int64_t token_there) {
       found[i].push_back({tokens.row(token_there), hot.page[place], hot.slot[place]});
     };
-    copied[i] = question.run(
+    copied[i] = call.run(
         task, [&](const std::int64_t* wanted_here, std::int64_t n, auto& mark) {
-          return swap_hot_slots(question.capacity(), wanted_here, n, hot, mark, note);
+          return swap_hot_slots(call.capacity(), wanted_here, n, hot, mark, note);
         });
   });
   std::int64_t n = 0;
   for (const std::int64_t each : copied) n += each;
-  Tensor moves = torch::stable::new_empty(seats, {4, n});
+  Tensor moves = torch::stable::new_empty(slot_indices, {4, n});
   std::int64_t* key = moves.mutable_data_ptr<std::int64_t>();
   std::int64_t *value = key + n, *page_of = value + n, *slot_of = page_of + n;
   for (const std::vector<Move>& part : found) {
     for (const Move& move : part) {
       *key++ = move.row;
-      *value++ = move.row + question.page_tokens;
+      *value++ = move.row + call.page_tokens;
       *page_of++ = move.page;
       *slot_of++ = move.slot;
     }
   }
-  return {moves, per_request(question, seats, copied)};
+  return {moves, per_request(call, slot_indices, copied)};
 }
 
 }  // namespace
@@ -250,10 +241,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
       "-> Tensor");
   m.def(
       "fill_hot(Tensor(a!) heap, Tensor k_offsets, Tensor v_offsets, "
-      "int block_size, Tensor host, Tensor table, Tensor wanted, Tensor seats, "
+      "int block_size, Tensor host, Tensor table, Tensor wanted, Tensor slot_indices, "
       "Tensor(b!) token, Tensor page, Tensor slot, Tensor counts) -> Tensor");
   m.def(
-      "swap_hot(Tensor host, Tensor table, Tensor wanted, Tensor seats, "
+      "swap_hot(Tensor host, Tensor table, Tensor wanted, Tensor slot_indices, "
       "Tensor(a!) token, Tensor page, Tensor slot, Tensor counts) "
       "-> (Tensor, Tensor)");
 }

@@ -1,5 +1,5 @@
-// torch bindings of kvp/svd.hpp and kvp/low_rank.hpp; the CUDA twins of the
-// reconstructions are in svd.cu.
+// torch bindings of kvp/svd.hpp and kvp/low_rank.hpp. The CUDA version of the
+// reconstruction is in svd.cu.
 #include "kvp/svd.hpp"
 
 #include <string>
@@ -9,7 +9,6 @@
 
 #include "factor_check.hpp"
 #include "kvp/for_all.hpp"
-#include "token_check.hpp"
 
 namespace kvp::binding {
 namespace {
@@ -29,7 +28,7 @@ Spans checked_spans(const char* op, const Tensor& rows, const Tensor& starts,
     fail(op, "head_dim must be 1 to ", kMaxHeadDim, ", got ", rows.size(2));
   }
   if (rows.size(2) > 1 && rows.stride(2) != 1) {
-    fail(op, "the elements of a row must lie side by side");
+    fail(op, "the elements of a row must be contiguous");
   }
   const Index* start = numbers(op, "starts", starts, -1);
   const Index count = starts.size(0);
@@ -62,7 +61,7 @@ void require_sound(const char* op, const std::vector<svd::Fault>& faults, Index 
   }
 }
 
-// Where each matrix is decomposed to, as if none had a lower rank than it may have.
+// Where each matrix is decomposed to, assuming the largest possible ranks.
 template <typename Factor>
 std::vector<Index> roomy_offsets(const Spans& spans, Index planes, Index head_dim,
                                  Index max_rank) {
@@ -76,8 +75,8 @@ std::vector<Index> roomy_offsets(const Spans& spans, Index planes, Index head_di
   return offsets;
 }
 
-// Multiply-adds that take as long as the decompositions do, by measurement: the
-// eigenvectors' part, most of whose operations wait for the one before.
+// Multiply-adds that take as long as the decompositions, by measurement. The
+// eigenvectors dominate, because most of their operations depend on each other.
 Index decompose_work(const Spans& spans, Index planes, Index head_dim) {
   Index sum = 0;
   for (Index s = 0; s < spans.count; ++s) {
@@ -87,7 +86,7 @@ Index decompose_work(const Spans& spans, Index planes, Index head_dim) {
   return sum * planes;
 }
 
-// Decomposes all matrices and closes the gaps that lower ranks left.
+// Decomposes all matrices and removes the gaps that lower ranks leave.
 template <typename Element, typename Factor>
 Tensor decompose_all(const char* op, const Tensor& rows, const Spans& spans,
                      const svd::Options& options, ScalarType type, Index* ranks,
@@ -98,7 +97,7 @@ Tensor decompose_all(const char* op, const Tensor& rows, const Spans& spans,
   Tensor room = torch::stable::new_empty(rows, {roomy.back()}, type);
   auto* base = static_cast<Factor*>(room.mutable_data_ptr());
   const auto* first = static_cast<const Element*>(rows.const_data_ptr());
-  const svd::Kernels& kernels = svd::select_kernels();
+  const svd::Kernels& kernels = kvp::select_kernels<svd::Kernels>();
   std::vector<svd::Fault> faults(static_cast<std::size_t>(count));
   for_all(
       count,
@@ -170,7 +169,7 @@ Tensor reconstruct(const Tensor& factors, const Tensor& offsets, const Tensor& r
   Tensor rows =
       torch::stable::new_empty(factors, {first.back(), head_dim},
                                narrow ? ScalarType::BFloat16 : ScalarType::Float);
-  const svd::Kernels& kernels = svd::select_kernels();
+  const svd::Kernels& kernels = kvp::select_kernels<svd::Kernels>();
   with_number(Argument{op, "factors", factors}, [&](auto* factor_tag) {
     using Factor = std::remove_pointer_t<decltype(factor_tag)>;
     with_number(Argument{op, "rows", rows}, [&](auto* row_tag) {
@@ -189,59 +188,6 @@ Tensor reconstruct(const Tensor& factors, const Tensor& offsets, const Tensor& r
   return rows;
 }
 
-// Writes one plane of the pages.
-template <typename Element>
-void fill_plane(const Chosen& chosen, const Tensor& heap, const HeapView& view,
-                const Plane& plane, const Tokens& to) {
-  const svd::Kernels& kernels = svd::select_kernels();
-  const std::vector<Index> first = chosen.row_offsets();
-  auto* base = static_cast<Element*>(heap.mutable_data_ptr());
-  with_number(
-      Argument{"reconstruct_tokens", "factors", chosen.all.tensor}, [&](auto* tag) {
-        using Factor = std::remove_pointer_t<decltype(tag)>;
-        for_all(
-            chosen.count,
-            [&](Index i) {
-              static thread_local svd::Workspace work;
-              const Index at = first[static_cast<std::size_t>(i)];
-              const svd::PageTarget<Element> target{base,          view.page_stride,
-                                                    plane,         view.block_size,
-                                                    to.pages + at, to.slots + at};
-              svd::reconstruct_pages(kernels, chosen.shape<Factor>(i),
-                                     chosen.record<Factor>(i), target, work);
-            },
-            chosen.work() >= kParallelWork);
-      });
-}
-
-void reconstruct_tokens(const Tensor& heap, const Tensor& pages, const Tensor& slots,
-                        const Tensor& k_offsets, const Tensor& v_offsets,
-                        std::int64_t block_size, const Tensor& key_factors,
-                        const Tensor& key_starts, const Tensor& key_ranks,
-                        const Tensor& value_factors, const Tensor& value_starts,
-                        const Tensor& value_ranks, const Tensor& tokens,
-                        const Tensor& which) {
-  const char* op = "reconstruct_tokens";
-  const HeapView view = view_heap(op, heap, block_size);
-  const PageLayout layout = checked_layout(op, heap, view, k_offsets, v_offsets);
-  const Chosen keys(op,
-                    checked_factors(op, "keys", key_factors, key_starts, key_ranks,
-                                    tokens, view.head_dim),
-                    which);
-  const Chosen values(op,
-                      checked_factors(op, "values", value_factors, value_starts,
-                                      value_ranks, tokens, view.head_dim),
-                      which);
-  const Tokens to = checked_tokens(op, "pages", "slots", heap, view, pages, slots,
-                                   keys.row_offsets().back());
-  check_writes(op, view, to, nullptr);
-  with_number(Argument{op, "heap", heap}, [&](auto* tag) {
-    using Element = std::remove_pointer_t<decltype(tag)>;
-    fill_plane<Element>(keys, heap, view, layout.keys, to);
-    fill_plane<Element>(values, heap, view, layout.values, to);
-  });
-}
-
 }  // namespace
 }  // namespace kvp::binding
 
@@ -252,15 +198,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
   m.def(
       "reconstruct(Tensor factors, Tensor offsets, Tensor ranks, Tensor tokens, "
       "int head_dim, Tensor which, bool narrow) -> Tensor");
-  m.def(
-      "reconstruct_tokens(Tensor(a!) heap, Tensor pages, Tensor slots, "
-      "Tensor k_offsets, Tensor v_offsets, int block_size, Tensor key_factors, "
-      "Tensor key_starts, Tensor key_ranks, Tensor value_factors, "
-      "Tensor value_starts, Tensor value_ranks, Tensor tokens, Tensor which) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvp, CPU, m) {
   m.impl("truncated_svd", TORCH_BOX(&kvp::binding::truncated_svd));
   m.impl("reconstruct", TORCH_BOX(&kvp::binding::reconstruct));
-  m.impl("reconstruct_tokens", TORCH_BOX(&kvp::binding::reconstruct_tokens));
 }

@@ -1,5 +1,4 @@
-// Checks of layouts and of (page, slot) lists, and their wording, shared by the ops
-// on single tokens and by attention.
+// Checks of page layouts and of (page, slot) lists, and their messages.
 #pragma once
 
 #include <cstdlib>
@@ -63,30 +62,24 @@ inline PageLayout checked_layout(const char* op, const Tensor& heap,
                      view.block_size, view.head_dim);
 }
 
-// One (page, slot) per token, in range.
-struct Tokens {
-  const std::int64_t* pages;
-  const std::int64_t* slots;
-  std::int64_t n;
-};
-
-inline Tokens checked_tokens(const char* op, const char* pages_name,
-                             const char* slots_name, const Tensor& heap,
-                             const HeapView& view, const Tensor& pages,
-                             const Tensor& slots, std::int64_t size) {
+// (page, slot) pairs in range. A negative size accepts any number of tokens.
+inline TokenSlots checked_tokens(const char* op, const char* pages_name,
+                                 const char* slots_name, const Tensor& heap,
+                                 const HeapView& view, const Tensor& pages,
+                                 const Tensor& slots, std::int64_t size) {
   const std::int64_t* page = Argument{op, pages_name, pages}.indices(heap, size);
   const std::int64_t n = pages.size(0);
   const std::int64_t* slot = Argument{op, slots_name, slots}.indices(heap, n);
   require_ok(op, pages_name, check_pages(page, n, view.num_pages), view.num_pages);
   require_ok(op, slots_name, check_slots(slot, n, view.block_size), view.block_size);
-  return Tokens{page, slot, n};
+  return {page, slot, n};
 }
 
 // Checks that destinations differ and, if sources are given, that none of them
 // is a destination. Cost: two bit operations per token; calloc leaves the parts
 // of the bitmap that no destination touches unmapped.
-inline void check_writes(const char* op, const HeapView& view, const Tokens& to,
-                         const Tokens* from) {
+inline void check_writes(const char* op, const HeapView& view, const TokenSlots& to,
+                         const TokenSlots* from) {
   const PageSpan span = span_of(to.pages, to.n);
   const std::int64_t words = span.bitmap_words(view.block_size);
   if (words == 0) return;

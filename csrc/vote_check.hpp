@@ -1,19 +1,19 @@
-// Checks of page_votes that its CPU and CUDA bindings share: all but the contents of
-// index tensors.
+// The checks of page_votes that its CPU and CUDA bindings share: everything except the
+// contents of index tensors.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 
 #include "binding.hpp"
-#include "kvp/vectors.hpp"
+#include "kvp/elements.hpp"
 
 namespace kvp::binding {
 
 struct VoteArguments {
   HeapView view;
-  std::int64_t kv_heads, group, num_queries, slots, pages_per_head;
-  const std::int64_t* page_table;
+  std::int64_t kv_heads, group, num_queries, slots;
+  PageTable<std::int64_t> table;
   const std::int64_t* positions;
   const std::int64_t* query_positions;
   const std::int32_t* k_offsets;
@@ -55,15 +55,14 @@ inline VoteArguments view_votes(const char* op, const Tensor& heap,
   };
   VoteArguments made{};
   made.view = view;
-  made.page_table = Argument{op, "page_table", page_table}.table(heap);
+  made.table = page_list(op, heap, page_table);
   made.positions = Argument{op, "positions", positions}.table(heap);
-  made.kv_heads = page_table.size(0);
-  made.pages_per_head = page_table.size(1);
+  made.kv_heads = made.table.rows;
   made.slots = positions.size(1);
-  if (positions.size(0) != made.kv_heads ||
-      made.slots > made.pages_per_head * block_size) {
-    fail(op, "positions must be of at most ", made.pages_per_head * block_size,
-         " slots of ", made.kv_heads, " KV heads, got shape ", shape_of(positions));
+  const std::int64_t room = made.table.pages_per_row * block_size;
+  if (positions.size(0) != made.kv_heads || made.slots > room) {
+    fail(op, "positions must be of at most ", room, " slots of ", made.kv_heads,
+         " KV heads, got shape ", shape_of(positions));
   }
   require_numbers({op, "queries", queries}, -1);
   made.num_queries = queries.size(1);

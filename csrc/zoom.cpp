@@ -189,7 +189,7 @@ std::vector<Making> list_makings(const std::vector<Row>& rows,
 void make_tokens(const Planes& planes, const Entries& entries,
                  const std::vector<Row>& rows, const std::vector<Choice>& choices,
                  const std::vector<Making>& list, const std::vector<Factors>& factors) {
-  const svd::Kernels& kernels = svd::select_kernels();
+  const svd::Kernels& kernels = kvp::select_kernels<svd::Kernels>();
   Index work = 0;
   for (const Making& each : list) {
     const Factors& own = factors[each.factors];

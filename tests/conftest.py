@@ -1,4 +1,4 @@
-"""What all tests share: the helpers' import path, the test model, the ops."""
+"""Shared by all tests: import paths of helpers and oracles, test model, ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import setuptools  # noqa: F401
 
 _TESTS = Path(__file__).parent
-sys.path.insert(0, str(_TESTS / "helpers"))
+sys.path[:0] = [str(_TESTS / "helpers"), str(_TESTS / "oracles")]
 # Last: names of benchmarks, such as "index", must hide nobody else's.
 sys.path.extend(map(str, sorted((_TESTS.parent / "benchmarks").glob("*/"))))
 

@@ -88,6 +88,10 @@ CODES: dict[str, str] = {
     "KVP308": "a session is larger than session_memory and is not kept; logged",
     "KVP309": "a session file was skipped at start-up; logged",
     # 400-499: native operations and indices
+    "KVP400": "the environment variable KVP_OPS has an unknown value",
+    "KVP401": "KVP_OPS=compiled, but the compiled operations cannot run",
+    "KVP402": "the environment variable KVP_SIMD has an unknown value",
+    "KVP403": "a feature needs the compiled extension, which is not in use",
     # 500-599: requests and chats
     "KVP500": "streaming input is not supported",
     "KVP501": "the request can need more host memory than the policy has",

@@ -95,12 +95,15 @@ def fetcher(device: torch.device, how: str, tokens: int) -> Callable[[], torch.T
     order = torch.rand(1, heads, 4 * tokens).argsort(-1).split(tokens, -1)
     hot, *others = (part.contiguous() for part in order)
     turns = itertools.cycle([*others, hot.clone()])
-    zones = hot, spots // size, spots % size, torch.tensor([tokens])
+    places = spots // size, spots % size, torch.tensor([tokens])
+    hot_set, kv = ops.HotSet(hot, *places), ops.PagedKV(heap, layout)
     slot_index = torch.tensor([0])
 
     def run() -> torch.Tensor:
-        place = heap, layout, tier.pages, table
-        return ops.fill_hot(*place, next(turns), slot_index, *zones, tier.reads)
+        wanted = next(turns)
+        return ops.fill_hot(
+            kv, tier.pages, table, wanted, slot_index, hot_set, tier.reads
+        )
 
     return run
 

@@ -84,8 +84,6 @@ class Zoom:
         total = heads * spans.tokens
         num_pages = -(-total // BLOCK_SIZE)
         self.heap = torch.zeros(num_pages, self.layout.page_elems, dtype=layer.dtype)
-        self.row_layout = PageLayout.natural(BLOCK_SIZE, layer.shape[2])
-        self.row_heap = torch.zeros_like(self.heap)
         places = torch.arange(total)
         self.places = places // BLOCK_SIZE, places % BLOCK_SIZE
         inside = torch.cat([group.flatten() for group in spans.groups()])
@@ -118,20 +116,14 @@ class Zoom:
     def ways(self) -> dict[str, Callable[[], object]]:
         return {
             "compiled": self._compiled,
-            "compiled, rows": self._compiled_rows,
             "torch": self._torch,
             "plain": self._plain,
         }
 
     def _compiled(self) -> None:
-        ops.reconstruct_tokens(
-            self.heap, *self.places, self.keys, self.values, self.which, self.layout
-        )
-
-    def _compiled_rows(self) -> None:
-        """Into pages that hold keys as rows, too: so do the entries of a zoom."""
-        factors = self.keys, self.values, self.which
-        ops.reconstruct_tokens(self.row_heap, *self.places, *factors, self.row_layout)
+        keys = ops.reconstruct(self.keys, self.which)
+        values = ops.reconstruct(self.values, self.which)
+        ops.scatter_tokens(self.heap, *self.places, keys, values, self.layout)
 
     def _torch(self) -> None:
         rows = [

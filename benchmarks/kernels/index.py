@@ -33,6 +33,7 @@ import _path  # noqa: F401
 import torch
 from _engine import ROOT, provenance
 
+from vllm_kvplugins import ops
 from vllm_kvplugins.index import BruteForceIndex, DCIIndex, Keys
 
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
@@ -238,7 +239,7 @@ def main() -> None:
     for name, value in provenance().items():
         print(f"- {name}: {value}")
     DCIIndex(1, 8)  # loads the library
-    kernels = torch.ops.kvp.index_kernels()
+    kernels = ops.extension_info()["simd"]
     print(f"- threads: {torch.get_num_threads()}, kernels: {kernels}")
     shape = f"{options.heads} KV heads, {options.group} queries each"
     print(f"- {shape}, k {options.k}, at most {options.visits} visits\n")

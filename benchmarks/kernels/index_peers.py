@@ -47,6 +47,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from vllm_kvplugins import ops
 from vllm_kvplugins.index import BruteForceIndex, DCIIndex, Keys
 
 QUERIES = 192  # per head: the last 64 tokens of three query heads
@@ -307,7 +308,7 @@ def main() -> None:
     DCIIndex(1, 8)  # loads the library
     facts = provenance() | {
         "threads": str(torch.get_num_threads()),
-        "kernels": str(torch.ops.kvp.index_kernels()),
+        "kernels": ops.extension_info()["simd"],
         "load before": f"{os.getloadavg()[0]:.1f}",
     }
     for module, package in PACKAGES.items():

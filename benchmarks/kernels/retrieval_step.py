@@ -67,10 +67,10 @@ def main(
     clocks = {"select": Clock(), "fill": Clock()}
     found: dict[str, list[float]] = {"all": [], "select": [], "fill": [], "rest": []}
     retrieving = layers - runtime.policy.skip_layers  # type: ignore[attr-defined]
-    select = clocks["select"].around(selection.call_compiled)
+    select = clocks["select"].around(selection.select_compiled)
     fill = clocks["fill"].around(hot_set.call_compiled)
     with (
-        mock.patch.object(selection, "call_compiled", select),
+        mock.patch.object(selection, "select_compiled", select),
         mock.patch.object(hot_set, "call_compiled", fill),
     ):
         for step in range(steps):

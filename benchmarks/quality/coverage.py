@@ -57,7 +57,7 @@ def coverage(
         keys = prompt.keys[layer][:, offloaded.start : offloaded.stop]
         heads, _, head_dim = keys.shape
         index = policy.new_index(heads, head_dim)
-        index.insert(keys, 0)
+        index.append(keys, 0)
         scale = prompt.scales[layer]
         for position in asked:
             queries = prompt.queries[layer][:, position]

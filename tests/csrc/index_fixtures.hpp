@@ -31,15 +31,6 @@ inline const char* current_case = "";
     }                                                                               \
   } while (0)
 
-inline std::vector<const Kernels*> runnable() {
-  std::vector<const Kernels*> found{&baseline::table};
-#if defined(__x86_64__)
-  if (can_run(avx2::table)) found.push_back(&avx2::table);
-  if (can_run(avx512::table)) found.push_back(&avx512::table);
-#endif
-  return found;
-}
-
 inline std::vector<float> clustered(Index n, Index dims, std::mt19937& random) {
   std::normal_distribution<float> normal;
   const Index clusters = std::max<Index>(n / 40, 1);
@@ -61,12 +52,12 @@ inline std::uint16_t narrow(float x) {
   return static_cast<std::uint16_t>(bits >> 16);
 }
 
-// Through stored bits: g++ 12 -O2 compiles `on ? widen(narrow(x)) : x` to x.
+// Through stored bits: g++ 12 -O2 compiles `on ? kvp::widen(narrow(x)) : x` to x.
 inline std::vector<float> round_all(const std::vector<float>& values) {
   std::vector<std::uint16_t> half;
   for (float x : values) half.push_back(narrow(x));
   std::vector<float> rounded;
-  for (std::uint16_t x : half) rounded.push_back(widen(x));
+  for (std::uint16_t x : half) rounded.push_back(kvp::widen(x));
   return rounded;
 }
 

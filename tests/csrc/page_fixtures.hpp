@@ -79,6 +79,17 @@ struct Fixture {
     }
   }
 
+  kvp::PagedKV<Element> paged(Element* pages_) const {
+    return {pages_, num_pages, stride, layout};
+  }
+  // Pages that are only read.
+  kvp::PagedKV<const Element> source(const Element* pages_) const {
+    return {pages_, num_pages, stride, layout};
+  }
+  // The first n places, and the n places behind them.
+  kvp::TokenSlots tokens() const { return {pages.data(), slots.data(), n}; }
+  kvp::TokenSlots others() const { return {pages.data() + n, slots.data() + n, n}; }
+
   Element& at(std::vector<Element>& data, const Offsets& table, Index i, Index d) {
     return data[pages[i] * stride + table[slots[i] * head_dim + d]];
   }

@@ -133,17 +133,9 @@ Decomposed<Factor> decompose(const Problem<Element>& problem, Index max_rank,
 // Runs body with every set of vectors that this CPU has.
 template <typename Body>
 void with_all_kernels(const Body& body) {
-  std::vector<const Kernels*> all{&kvp::svd::baseline::table};
-#if defined(__x86_64__) && defined(__GNUC__)
-  all.push_back(&kvp::svd::avx2::table);
-  all.push_back(&kvp::svd::avx512::table);
-  all.push_back(&kvp::svd::avx512bf16::table);
-#endif
-  for (const Kernels* each : all) {
-    if (!kvp::svd::can_run(*each)) continue;
+  for (const Kernels* each : kvp::runnable_kernels<Kernels>()) {
     kernels = each;
-    std::printf("vectors of %d floats%s\n", int(each->lanes()),
-                each->simd == kvp::Simd::kAvx512Bf16 ? ", narrowed at once" : "");
+    std::printf("%s\n", kvp::name_of(each->simd));
     body();
   }
 }

@@ -35,20 +35,6 @@ Bytes random_bytes(Index n, std::mt19937& random) {
   return out;
 }
 
-std::vector<const kvp::bulk::Kernels*> all_kernels() {
-  std::vector<const kvp::bulk::Kernels*> out;
-#if defined(__x86_64__)
-  if (kvp::bulk::can_run(kvp::bulk::avx512::table)) {
-    out.push_back(&kvp::bulk::avx512::table);
-  }
-  if (kvp::bulk::can_run(kvp::bulk::avx2::table)) {
-    out.push_back(&kvp::bulk::avx2::table);
-  }
-#endif
-  out.push_back(&kvp::bulk::baseline::table);
-  return out;
-}
-
 // One page at every kind of address; the source is exactly as long as the page, so
 // that a read past it is seen.
 void test_single_pages(const kvp::bulk::Kernels& kernels, std::mt19937& random) {
@@ -138,8 +124,9 @@ int main() {
   const unsigned seed = 20263;
   std::printf("seed %u\n", seed);
   std::mt19937 random(seed);
-  for (const kvp::bulk::Kernels* kernels : all_kernels()) {
-    current_kernels = kernels->name;
+  for (const kvp::bulk::Kernels* kernels :
+       kvp::runnable_kernels<kvp::bulk::Kernels>()) {
+    current_kernels = kvp::name_of(kernels->simd);
     test_single_pages(*kernels, random);
     for (Index page_bytes : {1, 48, 1000, 2048, 8192}) {
       for (Index n : {0, 1, 2, 50}) test_lists(*kernels, page_bytes, n, random);

@@ -64,7 +64,7 @@ struct Factors {
     kvp::svd::Workspace work;
     Element* at = out.data();
     for (std::size_t m = 0; m < shapes.size(); ++m) {
-      kvp::svd::reconstruct_rows(kvp::svd::select_kernels(), shapes[m],
+      kvp::svd::reconstruct_rows(kvp::select_kernels<kvp::svd::Kernels>(), shapes[m],
                                  elements.data() + begins[m], at, work);
       at += shapes[m].tokens * head_dim;
     }
@@ -120,61 +120,12 @@ void test_rows(const Factors<Factor>& factors) {
     std::vector<Element> rows(
         static_cast<std::size_t>(factors.rows * factors.head_dim));
     kvp::cuda::reconstruct(factors.elements.data(), list.data(), n, factors.head_dim,
-                           kvp::cuda::RowTarget<Element>{rows.data(), factors.head_dim},
-                           nullptr);
+                           rows.data(), nullptr);
     return rows;
   };
   const std::vector<Element> rows = make();
   CHECK(close(rows, factors.template on_the_host<Element>(), factors.exact()));
   check_all_turns(bytes_of(rows), [&] { return bytes_of(make()); });
-}
-
-// Pages of every layout hold the bits that the rows do, and nothing else changes.
-template <typename Element, typename Factor>
-void test_slots(const Factors<Factor>& factors, Order order, std::mt19937& random) {
-  constexpr Index kBlock = 16, kPages = 9;
-  const Index dims = factors.head_dim;
-  const std::vector<MadeRows> list = factors.work();
-  const auto n = static_cast<Index>(list.size());
-  std::vector<Element> rows(static_cast<std::size_t>(factors.rows * dims));
-  kvp::cuda::reconstruct(factors.elements.data(), list.data(), n, dims,
-                         kvp::cuda::RowTarget<Element>{rows.data(), dims}, nullptr);
-  const Tables tables = make_tables(order, kBlock, dims, random);
-  Indices places(kBlock * kPages), pages, slots;
-  std::iota(places.begin(), places.end(), 0);
-  std::shuffle(places.begin(), places.end(), random);
-  for (Index row = 0; row < factors.rows; ++row) {
-    pages.push_back(places[row] / kBlock);
-    slots.push_back(places[row] % kBlock);
-  }
-  const Index stride = 2 * kBlock * dims + 5;
-  std::vector<Element> heap(static_cast<std::size_t>(kPages * stride));
-  std::memset(heap.data(), 0x5a, heap.size() * sizeof(Element));
-  std::vector<Element> expected = heap;
-  for (Index i = 0; i < factors.rows * dims; ++i) {
-    const Index row = i / dims, d = i % dims;
-    expected[pages[row] * stride + tables.values[slots[row] * dims + d]] = rows[i];
-  }
-  const auto write = [&](Index page_shift, Index slot_shift) {
-    std::vector<Element> written = heap;
-    Indices to = pages, at = slots;
-    to.back() += page_shift;
-    at.back() += slot_shift;
-    kvp::cuda::reconstruct(factors.elements.data(), list.data(), n, dims,
-                           kvp::cuda::SlotTarget<Element>{written.data(),
-                                                          {kPages, stride},
-                                                          kBlock,
-                                                          dims,
-                                                          tables.values.data(),
-                                                          to.data(),
-                                                          at.data()},
-                           nullptr);
-    return bytes_of(written);
-  };
-  check_all_turns(bytes_of(expected), [&] { return write(0, 0); });
-  if (kFewThreads) return;
-  for (const Index wrong : {-kPages, kPages}) CHECK(traps([&] { write(wrong, 0); }));
-  for (const Index wrong : {-kBlock, kBlock}) CHECK(traps([&] { write(0, wrong); }));
 }
 
 template <typename Factor>
@@ -183,8 +134,6 @@ void test_factors(Index dims, std::mt19937& random) {
       dims, {{33, 16}, {1, 1}, {0, 0}, {64, 40}, {7, 0}, {5, 3}}, random);
   test_rows<float>(factors);
   test_rows<BFloat16>(factors);
-  for (const Order order : kOrders) test_slots<BFloat16>(factors, order, random);
-  test_slots<float>(factors, Order::kShuffled, random);
 }
 
 }  // namespace
@@ -196,7 +145,6 @@ int main() {
   if (kFewThreads) {
     const Factors<BFloat16> factors(70, {{33, 40}}, random);
     test_rows<BFloat16>(factors);
-    test_slots<BFloat16>(factors, Order::kNatural, random);
     return report();
   }
   for (const Index dims : {1, 64, 80}) {

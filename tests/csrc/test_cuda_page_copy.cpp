@@ -9,20 +9,28 @@ namespace {
 using namespace cuda_test;
 using namespace page_test;
 
-// With rows named if both planes are rows, as far apart, and `rows` wants it.
+// The plane as a caller of the CUDA ops describes it: as rows only if `named`.
+kvp::Plane device_plane(const kvp::Plane& plane, bool named) {
+  const bool rows = named && plane.kind == kvp::PlaneKind::kRows;
+  return kvp::device_plane(plane.offsets, plane.base, rows ? plane.slot_stride : 0);
+}
+
+// Pages at another address, described so.
 template <typename Element>
-kvp::cuda::DeviceLayout device_layout(const Fixture<Element>& f, bool rows) {
-  const kvp::Plane &keys = f.layout.keys, &values = f.layout.values;
-  const bool named = rows && keys.kind == kvp::PlaneKind::kRows &&
-                     values.kind == kvp::PlaneKind::kRows;
-  return {
-      f.block_size, f.head_dim,  f.tables.keys.data(),        f.tables.values.data(),
-      keys.base,    values.base, named ? keys.slot_stride : 0};
+kvp::PagedKV<Element> device_pages(const Fixture<Element>& f, Element* pages,
+                                   bool named) {
+  return {pages,
+          f.num_pages,
+          f.stride,
+          {f.block_size, f.head_dim, device_plane(f.layout.keys, named),
+           device_plane(f.layout.values, named)}};
 }
 
 template <typename Element>
-kvp::cuda::DeviceHeap device_heap(const Fixture<Element>& f) {
-  return {f.num_pages, f.stride};
+kvp::PagedKV<const Element> device_source(const Fixture<Element>& f,
+                                          const Element* pages, bool named) {
+  return device_pages(f, const_cast<Element*>(pages), named)
+      .template as<const Element>();
 }
 
 // Copies of a vector's contents `shift` elements behind a 16-byte border.
@@ -46,37 +54,33 @@ template <typename Element>
 void test_tokens(const Fixture<Element>& f, bool rows, Index shift,
                  std::mt19937& random) {
   const Index elems = f.n * f.head_dim;
-  const Index* pages = f.pages.data();
-  const Index* slots = f.slots.data();
+  const kvp::TokenSlots tokens = f.tokens();
   std::vector<Element> keys(elems), values(elems);
-  kvp::gather_tokens(f.heap.data(), f.stride, pages, slots, f.n, f.layout, keys.data(),
-                     values.data());
+  kvp::gather_tokens(f.source(f.heap.data()), tokens, keys.data(), values.data());
   check_all_turns(std::vector{keys, values}, [&] {
     const Shifted<Element> heap(f.heap, shift);
     const Shifted<Element> k(std::vector<Element>(elems), shift);
     const Shifted<Element> v(std::vector<Element>(elems), shift);
-    kvp::cuda::gather_tokens(heap.data, device_heap(f), pages, slots, f.n,
-                             device_layout(f, rows), k.data, v.data, nullptr);
+    kvp::cuda::gather_tokens(device_source(f, heap.data, rows), tokens, k.data, v.data,
+                             nullptr);
     return std::vector{k.back(), v.back()};
   });
   keys = random_elements<Element>(elems, random);
   values = random_elements<Element>(elems, random);
   std::vector<Element> expected = f.heap;
-  kvp::scatter_tokens(expected.data(), f.stride, pages, slots, f.n, f.layout,
-                      keys.data(), values.data());
+  kvp::scatter_tokens(f.paged(expected.data()), tokens, keys.data(), values.data());
   check_all_turns(expected, [&] {
     const Shifted<Element> heap(f.heap, shift), k(keys, shift), v(values, shift);
-    kvp::cuda::scatter_tokens(heap.data, device_heap(f), pages, slots, f.n,
-                              device_layout(f, rows), k.data, v.data, nullptr);
+    kvp::cuda::scatter_tokens(device_pages(f, heap.data, rows), tokens, k.data, v.data,
+                              nullptr);
     return heap.back();
   });
   expected = f.heap;
-  kvp::move_tokens(expected.data(), f.stride, pages, slots, pages + f.n, slots + f.n,
-                   f.n, f.layout);
+  kvp::move_tokens(f.paged(expected.data()), tokens, f.others());
   check_all_turns(expected, [&] {
     const Shifted<Element> heap(f.heap, shift);
-    kvp::cuda::move_tokens(heap.data, device_heap(f), pages, slots, pages + f.n,
-                           slots + f.n, f.n, device_layout(f, rows), nullptr);
+    kvp::cuda::move_tokens(device_pages(f, heap.data, rows), tokens, f.others(),
+                           nullptr);
     return heap.back();
   });
 }
@@ -117,16 +121,14 @@ void test_fetch(Fixture<Element>& f, Index shift, std::mt19937& random) {
     }
   }
   std::vector<Element> ours = f.heap;
-  kvp::fetch_tokens(ours.data(), f.stride, f.pages.data(), f.slots.data(), f.n,
-                    f.layout, host.rows());
+  kvp::fetch_tokens(f.paged(ours.data()), f.tokens(), host.rows());
   CHECK(ours == expected);
   for (const bool named : {false, true}) {
     check_all_turns(expected, [&] {
       // a vector's memory is at a 16-byte border
       std::vector<Element> heap = f.heap;
-      kvp::cuda::fetch_tokens(heap.data(), {f.num_pages, f.stride}, f.pages.data(),
-                              f.slots.data(), f.n, device_layout(f, named), host.rows(),
-                              nullptr);
+      kvp::cuda::fetch_tokens(device_pages(f, heap.data(), named), f.tokens(),
+                              host.rows(), nullptr);
       return heap;
     });
   }
@@ -139,16 +141,13 @@ void test_planes(const Fixture<Element>& f, bool rows, Index shift) {
   const Index half = f.layout.plane_elems();
   for (const kvp::Plane& plane : {f.layout.keys, f.layout.values}) {
     std::vector<Element> expected(n * half);
-    kvp::gather_plane(f.heap.data(), f.stride, table.data(), 1, n, plane, f.block_size,
-                      f.head_dim, expected.data());
+    const kvp::PageTable<Index> list{table.data(), 1, n};
+    kvp::gather_plane(f.source(f.heap.data()), plane, list, expected.data());
     check_all_turns(expected, [&] {
       const Shifted<Element> heap(f.heap, shift);
       const Shifted<Element> out(std::vector<Element>(n * half), shift);
-      const bool named = rows && plane.kind == kvp::PlaneKind::kRows;
-      kvp::cuda::gather_plane(heap.data, device_heap(f), table.data(), n, f.block_size,
-                              f.head_dim, plane.offsets,
-                              {plane.base, named ? plane.slot_stride : 0}, out.data,
-                              nullptr);
+      kvp::cuda::gather_plane(device_source(f, heap.data, rows),
+                              device_plane(plane, rows), list, out.data, nullptr);
       return out.back();
     });
   }
@@ -188,10 +187,8 @@ void test_many_blocks(std::mt19937& random) {
     f.slots.push_back(random() % static_cast<unsigned>(f.block_size));
   }
   std::vector<Element> keys(f.n * 64), values(f.n * 64), k = keys, v = values;
-  kvp::gather_tokens(f.heap.data(), f.stride, f.pages.data(), f.slots.data(), f.n,
-                     f.layout, keys.data(), values.data());
-  kvp::cuda::gather_tokens(f.heap.data(), device_heap(f), f.pages.data(),
-                           f.slots.data(), f.n, device_layout(f, false), k.data(),
+  kvp::gather_tokens(f.source(f.heap.data()), f.tokens(), keys.data(), values.data());
+  kvp::cuda::gather_tokens(device_source(f, f.heap.data(), false), f.tokens(), k.data(),
                            v.data(), nullptr);
   CHECK(k == keys && v == values);
 }
@@ -208,31 +205,35 @@ void test_traps(std::mt19937& random) {
         if (which == 1 && wrong == f.num_pages) continue;
         Indices pages = f.pages, slots = f.slots;
         (which == 0 ? pages : slots)[f.n + 1] = wrong;
+        const auto tokens = [&](Index first) {
+          return kvp::TokenSlots{pages.data() + first, slots.data() + first, f.n};
+        };
         const auto move = [&](Index from, Index to) {
           Fixture<Element> g = f;
-          kvp::cuda::move_tokens(g.heap.data(), device_heap(g), pages.data() + from,
-                                 slots.data() + from, pages.data() + to,
-                                 slots.data() + to, g.n, device_layout(g, rows),
-                                 nullptr);
+          kvp::cuda::move_tokens(device_pages(g, g.heap.data(), rows), tokens(from),
+                                 tokens(to), nullptr);
         };
-        const auto copy = [&](auto&& op, Index from) {
+        const auto gather = [&](Index from) {
+          kvp::cuda::gather_tokens(device_source(f, f.heap.data(), rows), tokens(from),
+                                   data.data(), data.data(), nullptr);
+        };
+        const auto scatter = [&](Index to) {
           Fixture<Element> g = f;
-          op(g.heap.data(), device_heap(g), pages.data() + from, slots.data() + from,
-             g.n, device_layout(g, rows), data.data(), data.data(), nullptr);
+          kvp::cuda::scatter_tokens(device_pages(g, g.heap.data(), rows), tokens(to),
+                                    data.data(), data.data(), nullptr);
         };
-        const auto gather = [](auto... a) { kvp::cuda::gather_tokens(a...); };
-        const auto scatter = [](auto... a) { kvp::cuda::scatter_tokens(a...); };
         CHECK(traps([&] { move(0, f.n); }));
         CHECK(traps([&] { move(f.n, 0); }));
-        CHECK(traps([&] { copy(gather, f.n); }) && traps([&] { copy(scatter, f.n); }));
+        CHECK(traps([&] { gather(f.n); }));
+        CHECK(traps([&] { scatter(f.n); }));
       }
     }
     const Indices table = {0, f.num_pages};
     std::vector<Element> out(2 * f.layout.plane_elems());
     CHECK(traps([&] {
-      kvp::cuda::gather_plane(f.heap.data(), device_heap(f), table.data(), 2,
-                              f.block_size, f.head_dim, f.tables.keys.data(),
-                              {0, rows ? f.head_dim : 0}, out.data(), nullptr);
+      kvp::cuda::gather_plane(device_source(f, f.heap.data(), rows),
+                              device_plane(f.layout.keys, rows), {table.data(), 1, 2},
+                              out.data(), nullptr);
     }));
   }
 }
@@ -261,10 +262,9 @@ void test_fetch_traps(std::mt19937& random) {
     const Index limits[] = {f.num_pages, f.block_size, kRows, kRows};
     const auto fetch = [&](const Indices(&ids)[4]) {
       std::vector<Element> heap = f.heap;
-      kvp::cuda::fetch_tokens(heap.data(), {f.num_pages, f.stride}, ids[0].data(),
-                              ids[1].data(), f.n, device_layout(f, named),
-                              {host.data, kRows, ids[2].data(), ids[3].data()},
-                              nullptr);
+      kvp::cuda::fetch_tokens(
+          device_pages(f, heap.data(), named), {ids[0].data(), ids[1].data(), f.n},
+          {host.data, kRows, ids[2].data(), ids[3].data()}, nullptr);
     };
     CHECK(!traps([&] { fetch(lists); }));
     for (int which = 0; which < 4; ++which) {

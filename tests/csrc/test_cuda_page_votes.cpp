@@ -14,8 +14,11 @@ std::vector<float> run(const Request<Element>& request, bool most, bool named,
                        const Indices& table) {
   std::vector<float> out(request.votes(), -1.0f);
   const Call<Element> host = request.call(most, out.data());
-  const kvp::Plane& keys = host.layout.keys;
-  const bool rows = named && keys.kind == kvp::PlaneKind::kRows;
+  const kvp::Plane& plane = host.kv.layout.keys;
+  const bool rows = named && plane.kind == kvp::PlaneKind::kRows;
+  kvp::PagedKV<const Element> kv = host.kv;
+  kv.layout.keys =
+      kvp::device_plane(plane.offsets, plane.base, rows ? plane.slot_stride : 0);
   const kvp::cuda::VoteCall<Element> call{
       host.kv_heads,
       host.group,
@@ -26,14 +29,8 @@ std::vector<float> run(const Request<Element>& request, bool most, bool named,
       host.queries,
       host.query_positions,
       host.own_keys,
-      host.heap,
-      {static_cast<Index>(request.heap.size()) / host.page_stride, host.page_stride},
-      host.layout.block_size,
-      host.layout.head_dim,
-      keys.offsets,
-      {keys.base, rows ? keys.slot_stride : 0},
-      table.data(),
-      host.pages_per_head,
+      kv,
+      {table.data(), host.kv_heads, host.table.pages_per_row},
       host.positions,
       host.out};
   std::vector<float> scratch(static_cast<std::size_t>(kvp::cuda::vote_scratch(call)));
@@ -52,7 +49,7 @@ void test_votes(const Shape& shape, std::mt19937& random, bool all_turns = true)
       if (expected[i] == 0.0) CHECK(first[i] == 0.0f);  // nobody sees it
     }
     std::vector<float> host(request.votes());
-    kvp::page_votes::vote(kvp::page_votes::select_kernels(),
+    kvp::page_votes::vote(kvp::select_kernels<kvp::page_votes::Kernels>(),
                           request.call(most, host.data()));
     for (std::size_t i = 0; i < host.size(); ++i) {
       CHECK(std::fabs(host[i] - first[i]) <= 1e-5f * host[i] + 1e-12f);
@@ -72,7 +69,7 @@ void test_sick_keys(std::mt19937& random) {
   for (const bool most : {false, true}) {
     const std::vector<float> found = run(request, most, true, request.table);
     std::vector<float> host(request.votes());
-    kvp::page_votes::vote(kvp::page_votes::select_kernels(),
+    kvp::page_votes::vote(kvp::select_kernels<kvp::page_votes::Kernels>(),
                           request.call(most, host.data()));
     for (std::size_t i = 0; i < host.size(); ++i) {
       CHECK(std::fabs(host[i] - found[i]) <= 1e-5f * host[i] + 1e-12f);

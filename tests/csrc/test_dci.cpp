@@ -263,8 +263,8 @@ void test_pages(const Kernels& kernels, std::mt19937& random) {
 
 int main() {
   std::mt19937 random(kSeed);
-  for (const Kernels* kernels : runnable()) {
-    std::printf("%s\n", kernels->name);
+  for (const Kernels* kernels : kvp::runnable_kernels<Kernels>()) {
+    std::printf("%s\n", kvp::name_of(kernels->simd));
     test_exact(*kernels, random);
     test_layouts(*kernels, random);
     test_inserts(*kernels, random);

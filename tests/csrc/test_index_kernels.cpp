@@ -1,4 +1,4 @@
-// Tests of what the key index is made of (simd.hpp, top_k.hpp, arena.hpp) against
+// Tests of what the key index is made of (dot_products.hpp, top_k.hpp, arena.hpp) against
 // loops written from the definitions, for every set of kernels that this CPU runs.
 #include "index_fixtures.hpp"
 
@@ -26,7 +26,7 @@ void test_scores(const Kernels& kernels, std::mt19937& random) {
         double exact = 0.0, exact_narrow = 0.0;
         for (Index d = 0; d < dims; ++d) {
           exact += double(query[d]) * rows[i * dims + d];
-          exact_narrow += double(query[d]) * widen(half[i * dims + d]);
+          exact_narrow += double(query[d]) * kvp::widen(half[i * dims + d]);
         }
         CHECK(std::fabs(out[i] - exact) < 1e-4);
         CHECK(std::fabs(narrow_out[i] - exact_narrow) < 1e-4);
@@ -101,8 +101,8 @@ int main() {
   std::mt19937 random(kSeed);
   test_top_k(random);
   test_arena();
-  for (const Kernels* kernels : runnable()) {
-    std::printf("%s\n", kernels->name);
+  for (const Kernels* kernels : kvp::runnable_kernels<Kernels>()) {
+    std::printf("%s\n", kvp::name_of(kernels->simd));
     test_scores(*kernels, random);
     test_lower_bounds(*kernels, random);
   }

@@ -25,8 +25,7 @@ using namespace page_test;
 template <typename Element>
 void test_gather_scatter(Fixture<Element> f, std::mt19937& random) {
   std::vector<Element> keys(f.n * f.head_dim), values(f.n * f.head_dim);
-  kvp::gather_tokens(f.heap.data(), f.stride, f.pages.data(), f.slots.data(), f.n,
-                     f.layout, keys.data(), values.data());
+  kvp::gather_tokens(f.source(f.heap.data()), f.tokens(), keys.data(), values.data());
   for (Index i = 0; i < f.n; ++i) {
     for (Index d = 0; d < f.head_dim; ++d) {
       CHECK(keys[i * f.head_dim + d] == f.at(f.heap, f.tables.keys, i, d));
@@ -42,8 +41,7 @@ void test_gather_scatter(Fixture<Element> f, std::mt19937& random) {
       f.at(expected, f.tables.values, i, d) = values[i * f.head_dim + d];
     }
   }
-  kvp::scatter_tokens(f.heap.data(), f.stride, f.pages.data(), f.slots.data(), f.n,
-                      f.layout, keys.data(), values.data());
+  kvp::scatter_tokens(f.paged(f.heap.data()), f.tokens(), keys.data(), values.data());
   CHECK(f.heap == expected);  // the gaps between pages too
 }
 
@@ -56,8 +54,7 @@ void test_move(Fixture<Element> f) {
       f.at(expected, f.tables.values, f.n + i, d) = f.at(f.heap, f.tables.values, i, d);
     }
   }
-  kvp::move_tokens(f.heap.data(), f.stride, f.pages.data(), f.slots.data(),
-                   f.pages.data() + f.n, f.slots.data() + f.n, f.n, f.layout);
+  kvp::move_tokens(f.paged(f.heap.data()), f.tokens(), f.others());
   CHECK(f.heap == expected);
 }
 
@@ -66,9 +63,10 @@ void test_gather_pages(Fixture<Element> f) {
   const Indices table = {3, 3, 0, 6, 5, 1};  // [2, 3]; a page occurs twice
   const Index half = f.layout.plane_elems();
   std::vector<Element> keys(6 * half), values(6 * half);
-  kvp::gather_keys(f.heap.data(), f.stride, table.data(), 2, 3, f.layout, keys.data());
-  kvp::gather_values(f.heap.data(), f.stride, table.data(), 2, 3, f.layout,
-                     values.data());
+  const kvp::PageTable<Index> list{table.data(), 2, 3};
+  const auto kv = f.source(f.heap.data());
+  kvp::gather_plane(kv, f.layout.keys, list, keys.data());
+  kvp::gather_plane(kv, f.layout.values, list, values.data());
   for (Index i = 0; i < 6 * half; ++i) {
     const Element* page = f.heap.data() + table[i / half] * f.stride;
     CHECK(keys[i] == page[f.tables.keys[i % half]]);

@@ -23,23 +23,13 @@ const char* current_case = "";
     }                                                                      \
   } while (0)
 
-std::vector<const votes::Kernels*> all_kernels() {
-  std::vector<const votes::Kernels*> out{&votes::baseline::table};
-#if defined(__x86_64__)
-  using namespace kvp::index;
-  if (can_run(avx2::table)) out.push_back(&votes::avx2::table);
-  if (can_run(avx512::table)) out.push_back(&votes::avx512::table);
-#endif
-  return out;
-}
-
 template <typename Element>
 void test_definition(std::mt19937& random) {
   for (const Shape& shape : shapes()) {
     Request<Element> request(shape, random);
     for (const bool most : {false, true}) {
       const std::vector<double> expected = request.expected(most);
-      for (const votes::Kernels* kernels : all_kernels()) {
+      for (const votes::Kernels* kernels : kvp::runnable_kernels<votes::Kernels>()) {
         std::vector<float> out(request.votes(), -1.0f);
         votes::vote(*kernels, request.call(most, out.data()));
         CHECK(error_of(out, expected) < 2e-6 * static_cast<double>(shape.num_queries));
@@ -59,7 +49,7 @@ void test_threads(std::mt19937& random) {
   for (const int threads : {1, 2, 3, 5}) {
     omp_set_num_threads(threads);
     std::vector<float> out(request.votes());
-    votes::vote(votes::select_kernels(), request.call(false, out.data()));
+    votes::vote(kvp::select_kernels<votes::Kernels>(), request.call(false, out.data()));
     if (first.empty()) first = out;
     CHECK(out == first);
   }
@@ -75,7 +65,7 @@ void test_extremes(std::mt19937& random) {
   for (float& x : request.queries) x *= 400.0f;
   const std::vector<double> expected = request.expected(false);
   std::vector<float> out(request.votes());
-  votes::vote(votes::select_kernels(), request.call(false, out.data()));
+  votes::vote(kvp::select_kernels<votes::Kernels>(), request.call(false, out.data()));
   CHECK(error_of(out, expected) < 1e-3);  // of scores of thousands
 }
 

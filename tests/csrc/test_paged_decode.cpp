@@ -36,19 +36,8 @@ std::string current_case;
 
 std::size_t u(Index index) { return static_cast<std::size_t>(index); }
 
-std::vector<const Kernels*> runnable() {
-  namespace decode = kvp::decode;
-  std::vector<const Kernels*> found{&decode::baseline::table};
-#if defined(__x86_64__)
-  namespace index = kvp::index;
-  if (index::can_run(index::avx2::table)) found.push_back(&decode::avx2::table);
-  if (index::can_run(index::avx512::table)) found.push_back(&decode::avx512::table);
-#endif
-  return found;
-}
-
 float value_of(float x) { return x; }
-float value_of(std::uint16_t x) { return kvp::index::widen(x); }
+float value_of(std::uint16_t x) { return kvp::widen(x); }
 
 // Vectors of elements exactly as large as they are said to be: a sanitizer then sees
 // what is read beyond them.
@@ -154,11 +143,11 @@ struct Case {
     call.rows = shape.rows, call.kv_heads = shape.kv_heads, call.group = shape.group;
     call.scale = 1.0f / std::sqrt(static_cast<float>(shape.dims));
     call.queries = queries.data(), call.query_type = type;
-    call.heap = heap.data(), call.page_type = type;
-    call.page_stride = 2 * shape.dims * shape.slots + gap;
-    call.layout =
-        kvp::make_layout(k_offsets.data(), v_offsets.data(), shape.slots, shape.dims);
-    call.page_table = table.data(), call.most_pages = most_pages;
+    call.kv = {
+        heap.data(), num_pages, 2 * shape.dims * shape.slots + gap,
+        kvp::make_layout(k_offsets.data(), v_offsets.data(), shape.slots, shape.dims)};
+    call.page_type = type;
+    call.table = {table.data(), sequences, most_pages};
     call.lengths = lengths.data();
     call.coarse_keys = coarse_keys.data(), call.coarse_values = coarse_values.data();
     call.coarse_type = type;
@@ -187,7 +176,7 @@ struct Case {
     };
     for (Index t = 0; t < lengths[u(sequence)]; ++t) {
       const Index id = table[u(sequence * most_pages + t / slots)];
-      const Element* page = heap.data() + id * made.page_stride;
+      const Element* page = heap.data() + id * made.kv.page_stride;
       const Index at = t % slots * dims;
       add([&](Index d) { return page[k_offsets[u(at + d)]]; },
           [&](Index d) { return page[v_offsets[u(at + d)]]; }, 0.0);
@@ -216,9 +205,8 @@ template <typename Element>
 void test_case(const Kernels& kernels, const Shape& shape, std::mt19937& random) {
   Case<Element> one(shape, random);
   const Call call = one.call();
-  CHECK(kvp::check_page_lists(call.page_table, one.most_pages, call.lengths,
-                              one.sequences, shape.slots, one.num_pages)
-            .ok());
+  CHECK(
+      kvp::check_page_lists(call.table, call.lengths, shape.slots, one.num_pages).ok());
   kvp::decode::attend_mixed(kernels, call);
   // Scores grow with the queries, and with them their errors.
   const double loose = std::max(1.0, double(shape.sharpness));
@@ -248,7 +236,7 @@ void test_shapes(const Kernels& kernels, std::mt19937& random) {
         // All groups with one size, to keep it short under a sanitizer.
         for (Index group : {3, 1, 7}) {
           if (group != 3 && dims != 20 && dims + slots != 96) continue;
-          current_case = std::string(kernels.name) + ", order " +
+          current_case = std::string(kvp::name_of(kernels.simd)) + ", order " +
                          std::to_string(static_cast<int>(order)) + ", dims " +
                          std::to_string(dims) + ", slots " + std::to_string(slots) +
                          ", group " + std::to_string(group);
@@ -266,13 +254,13 @@ void test_shapes(const Kernels& kernels, std::mt19937& random) {
 
 // What lies behind the last token does not matter; what is attended to does.
 void test_nan(const Kernels& kernels, std::mt19937& random) {
-  current_case = std::string(kernels.name) + ", NaN";
+  current_case = std::string(kvp::name_of(kernels.simd)) + ", NaN";
   for (Order order : {Order::kNatural, Order::kTransposed, Order::kPermuted}) {
     const Shape shape{1, 4, 3, 64, 32, order, 1.0f};
     Case<float> one(shape, random);
     const Index dims = shape.dims, last = 3 * shape.slots;  // of sequence 3
-    float* page =
-        one.heap.data() + one.table[u(3 * one.most_pages + 3)] * one.call().page_stride;
+    float* page = one.heap.data() +
+                  one.table[u(3 * one.most_pages + 3)] * one.call().kv.page_stride;
     one.lengths = {0, 0, 0, static_cast<std::int32_t>(last + 1)};
     for (Index i = dims; i < dims * shape.slots; ++i) {
       page[one.k_offsets[u(i)]] = page[one.v_offsets[u(i)]] = kNan;
@@ -298,7 +286,7 @@ void test_nan(const Kernels& kernels, std::mt19937& random) {
 
 // A sequence gives the same bits alone and among others.
 void test_alone(const Kernels& kernels, std::mt19937& random) {
-  current_case = std::string(kernels.name) + ", alone";
+  current_case = std::string(kvp::name_of(kernels.simd)) + ", alone";
   Case<float> one({2, 3, 3, 64, 32, Order::kTransposed, 1.0f}, random);
   kvp::decode::attend_mixed(kernels, one.call());
   const std::vector<float> together = one.out;
@@ -306,8 +294,8 @@ void test_alone(const Kernels& kernels, std::mt19937& random) {
   const Index s = 5, elems = call.group * call.head_dim();
   call.rows = call.kv_heads = 1;
   call.queries = one.queries.data() + s * elems;
-  call.page_table += s * one.most_pages, call.lengths += s, call.starts += s;
-  call.counts += s;
+  call.table = {call.table.row(s), 1, one.most_pages};
+  call.lengths += s, call.starts += s, call.counts += s;
   std::vector<float> alone(u(elems)), lse(3);
   call.out = alone.data(), call.lse = lse.data();
   kvp::decode::attend_mixed(kernels, call);
@@ -317,20 +305,21 @@ void test_alone(const Kernels& kernels, std::mt19937& random) {
 void test_checks() {
   current_case = "checks";
   using kvp::Fault;
-  const std::int32_t table[] = {4, 9, -1, 2, 5, 8}, lengths[] = {5, 12};
-  kvp::Status status = kvp::check_page_lists(table, 3, lengths, 2, 4, 10);
+  const std::int32_t ids[] = {4, 9, -1, 2, 5, 8}, lengths[] = {5, 12};
+  const kvp::PageTable<std::int32_t> table{ids, 2, 3};
+  kvp::Status status = kvp::check_page_lists(table, lengths, 4, 10);
   CHECK(status.ok());  // the -1 lies behind the last page of sequence 0
-  status = kvp::check_page_lists(table, 3, lengths, 2, 4, 8);
+  status = kvp::check_page_lists(table, lengths, 4, 8);
   CHECK(status.fault == Fault::kPageOutOfRange && status.index == 1 &&
         status.value == 9);
   const std::int32_t long_ones[] = {5, 13}, negative[] = {-1, 12};
-  status = kvp::check_page_lists(table, 3, long_ones, 2, 4, 10);
+  status = kvp::check_page_lists(table, long_ones, 4, 10);
   CHECK(status.fault == Fault::kLengthOutOfRange && status.index == 1 &&
         status.value == 13);
-  status = kvp::check_page_lists(table, 3, negative, 2, 4, 10);
+  status = kvp::check_page_lists(table, negative, 4, 10);
   CHECK(status.fault == Fault::kLengthOutOfRange && status.index == 0);
   const std::int32_t full[] = {9, 12};
-  status = kvp::check_page_lists(table, 3, full, 2, 4, 10);
+  status = kvp::check_page_lists(table, full, 4, 10);
   CHECK(status.fault == Fault::kPageOutOfRange && status.index == 2 &&
         status.value == -1);
   const auto fault_at = [](std::vector<Index> starts, std::vector<Index> counts) {
@@ -358,8 +347,8 @@ void test_checks() {
 int main() {
   std::printf("seed %u\n", kSeed);
   std::mt19937 random(kSeed);
-  for (const Kernels* kernels : runnable()) {
-    std::printf("%s\n", kernels->name);
+  for (const Kernels* kernels : kvp::runnable_kernels<Kernels>()) {
+    std::printf("%s\n", kvp::name_of(kernels->simd));
     test_shapes(*kernels, random);
     test_nan(*kernels, random);
     test_alone(*kernels, random);

@@ -194,8 +194,8 @@ void test_querying_beside_additions(const Kernels& kernels, std::mt19937& random
 
 int main() {
   std::mt19937 random(kSeed);
-  for (const Kernels* kernels : runnable()) {
-    std::printf("%s\n", kernels->name);
+  for (const Kernels* kernels : kvp::runnable_kernels<Kernels>()) {
+    std::printf("%s\n", kvp::name_of(kernels->simd));
     test_building_heads(*kernels, random);
     test_querying_one_tree(*kernels, random);
     test_querying_beside_additions(*kernels, random);

@@ -127,6 +127,7 @@ void test_hot_slots(std::mt19937& random) {
     }
   }
   std::vector<std::uint32_t> heap(kPages * 2 * kBlock * kDim);
+  const kvp::PagedKV<std::uint32_t> kv{heap.data(), kPages, 2 * kBlock * kDim, layout};
   std::vector<std::uint8_t> mark(kTokens);
   std::vector<std::int64_t> hot, page, slot;
   for (std::int64_t i = 0; i < 20; ++i) {
@@ -148,9 +149,9 @@ void test_hot_slots(std::mt19937& random) {
       if (round && random() % 10 == 0) token = -1;
     }
     const std::vector<std::int64_t> before = hot;
-    const std::int64_t copied = kvp::fill_hot_slots(
-        tokens, kTokens, wanted.data(), static_cast<std::int64_t>(wanted.size()), slots,
-        heap.data(), 2 * kBlock * kDim, layout, mark);
+    const std::int64_t copied =
+        kvp::fill_hot_slots(tokens, kTokens, wanted.data(),
+                            static_cast<std::int64_t>(wanted.size()), slots, kv, mark);
     std::set<std::int64_t> now(hot.begin(), hot.end());
     std::set<std::int64_t> old(before.begin(), before.end());
     require(now.size() == 20, "each hot token once");
@@ -173,8 +174,7 @@ void test_hot_slots(std::mt19937& random) {
     for (const std::uint8_t left : mark) require(left == 0, "marks are taken back");
   }
   std::int64_t beyond[] = {kTokens};
-  require(kvp::fill_hot_slots(tokens, kTokens, beyond, 1, slots, heap.data(),
-                              2 * kBlock * kDim, layout, mark) == -1,
+  require(kvp::fill_hot_slots(tokens, kTokens, beyond, 1, slots, kv, mark) == -1,
           "a token beyond the table is refused");
 }
 

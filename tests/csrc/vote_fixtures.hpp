@@ -107,12 +107,10 @@ struct Request {
             queries.data(),
             query_positions.data(),
             own.empty() ? nullptr : own.data(),
-            heap.data(),
-            page_stride,
-            kvp::make_layout(tables.keys.data(), tables.values.data(), shape.block_size,
-                             shape.head_dim),
-            table.data(),
-            pages_per_head,
+            {heap.data(), static_cast<Index>(heap.size()) / page_stride, page_stride,
+             kvp::make_layout(tables.keys.data(), tables.values.data(),
+                              shape.block_size, shape.head_dim)},
+            {table.data(), shape.kv_heads, pages_per_head},
             positions.data(),
             out};
   }

@@ -23,8 +23,8 @@ from vllm_kvplugins.engine.retrieval.controller import RetrievalController
 from vllm_kvplugins.engine.retrieval.host_tier import HostTier
 from vllm_kvplugins.engine.retrieval.offloaded import Traffic
 from vllm_kvplugins.ops.device import AsyncHostCopy
-from vllm_kvplugins.ops.hot_set import fill_hot
-from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.ops.hot_set import HotSet, fill_hot
+from vllm_kvplugins.ops.layout import PagedKV, PageLayout
 
 SETTINGS = {"budget": 12, "sinks": 2, "window": 8, "skip_layers": 1}
 SETTINGS |= {"host_memory": 1 << 20, "page_tokens": 4}
@@ -161,16 +161,14 @@ class Scene:
         """The tokens of a page."""
         at = torch.arange(TOKENS).view(1, HEADS, TOKENS)
         fill_hot(
-            self.heap,
-            self.layout,
+            PagedKV(self.heap, self.layout),
             self.tier.pages,
             pages[-1:].repeat(2).view(1, HEADS, 2),
             at,
             torch.tensor([0]),
-            at + TOKENS,
-            torch.zeros_like(at),
-            at.clone(),
-            torch.tensor([TOKENS]),
+            HotSet(
+                at + TOKENS, torch.zeros_like(at), at.clone(), torch.tensor([TOKENS])
+            ),
             self.tier.reads,
         )
 

@@ -58,10 +58,10 @@ def test_the_pretended_gpu(gpu: PretendedGPU):
 def test_what_is_on_its_way_to_the_host_is_not_there(gpu: PretendedGPU):
     arrival = AsyncHostCopy(torch.arange(3.0, device=CUDA))
     early = AsyncHostCopy(torch.ones(2, device=CUDA))
-    assert early._here.isnan().all()
+    assert early._host.isnan().all()
     assert not gpu.waits
     assert arrival.wait().tolist() == [0, 1, 2]
-    assert early._here.isnan().all(), "an event says nothing of what is sent later"
+    assert early._host.isnan().all(), "an event says nothing of what is sent later"
     assert early.wait().tolist() == [1, 1]
     assert len(gpu.waits) == 2
     with ThreadPoolExecutor(1) as thread:

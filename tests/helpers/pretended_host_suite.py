@@ -37,13 +37,13 @@ from vllm_kvplugins.engine.retrieval.controller import RetrievalController
 from vllm_kvplugins.engine.spans import controller
 from vllm_kvplugins.engine.spans.controller import SpanController
 from vllm_kvplugins.engine.spans.entries import EntryArena
+from vllm_kvplugins.index.compiled import CompiledIndex
 from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.ops import device as ops_device
 from vllm_kvplugins.ops import torch_ops
 from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
-from vllm_kvplugins.policies.retrieval import SearchedTokens
 from vllm_kvplugins.sessions import snapshot as saved_caches
 from vllm_kvplugins.sessions.transfer import Transfer
 
@@ -109,11 +109,11 @@ def test_keys_that_wait_for_their_index_are_not_pinned(monkeypatch):
     monkeypatch.setattr(ops_device, "staging", staged)
     inserted: list[torch.Tensor] = []
 
-    def insert(index: SearchedTokens, keys: torch.Tensor, first: int) -> None:
+    def append(index: CompiledIndex, keys: torch.Tensor, first: int) -> None:
         if threading.current_thread().name.startswith("kvp-index"):
             inserted.append(keys)
 
-    monkeypatch.setattr(SearchedTokens, "insert", insert)
+    monkeypatch.setattr(CompiledIndex, "append", append)
     with on(CUDA):
         life = Life(RETRIEVERS[-1], CUDA)
         retrieval = life.runtime.retrieval

@@ -72,7 +72,7 @@ def estimate(bound: str, query: torch.Tensor, page: torch.Tensor) -> float:
 def test_estimates_are_those_of_the_paper(bound):
     keys, queries = random_keys(), random_queries()
     index = make(bound)
-    index.insert(keys, 0)
+    index.append(keys, 0)
     found = index.promise(queries)
     assert found.shape == (HEADS, GROUP, 9)
     for head in range(HEADS):
@@ -88,7 +88,7 @@ def test_estimates_are_those_of_the_paper(bound):
 def test_what_encloses_all_keys_bounds_them(kind):
     keys, queries = random_keys(), random_queries()
     index = make(kind)
-    index.insert(keys, 0)
+    index.append(keys, 0)
     found = index.promise(queries)
     products = queries @ keys.transpose(1, 2)
     for number in range(9):
@@ -100,7 +100,7 @@ def test_the_largest_cuboid_is_quest_s_bound():
     keys, queries = random_keys(), random_queries()
     indices = make("quest"), make("cuboid-max")
     for index in indices:
-        index.insert(keys, 0)
+        index.append(keys, 0)
     quest, arkvale = (index.promise(queries) for index in indices)
     torch.testing.assert_close(quest, arkvale)
 
@@ -111,7 +111,7 @@ def test_smaller_radii_promise_less(bound):
     largest = make(bound.split("-")[0] + "-max")
     index = make(bound)
     for each in (index, largest):
-        each.insert(keys, 0)
+        each.append(keys, 0)
     assert (index.promise(queries) <= largest.promise(queries) + 1e-4).all()
 
 
@@ -119,9 +119,9 @@ def test_smaller_radii_promise_less(bound):
 def test_portions_do_not_matter(kind):
     keys, queries = random_keys(), random_queries()
     whole, parts = make(kind), make(kind)
-    whole.insert(keys, 0)
+    whole.append(keys, 0)
     for first, stop in ((0, 3), (3, 4), (4, 5), (5, 16), (16, 30), (30, 43)):
-        parts.insert(keys[:, first:stop], first)
+        parts.append(keys[:, first:stop], first)
     for one, other in zip(whole._digests, parts._digests, strict=True):
         assert torch.equal(one, other)
     found = [i.select(queries, Keys.dense(keys), 0.3, 17) for i in (whole, parts)]
@@ -132,7 +132,7 @@ def test_portions_do_not_matter(kind):
 def test_a_page_of_one_key_promises_its_product(kind):
     keys, queries = random_keys()[:, :1], random_queries()
     index = make(kind)
-    index.insert(keys, 0)
+    index.append(keys, 0)
     torch.testing.assert_close(index.promise(queries), queries @ keys.transpose(1, 2))
 
 
@@ -140,7 +140,7 @@ def test_a_page_of_one_key_promises_its_product(kind):
 def test_the_best_pages_come_first(bound):
     keys, queries = random_keys(), random_queries()
     index = make(bound)
-    index.insert(keys.bfloat16(), 0)
+    index.append(keys.bfloat16(), 0)
     keys = keys.bfloat16().float()
     found = index.select(queries, Keys.dense(keys), 0.3, 2 * PAGE + 2)
     for head in range(HEADS):
@@ -160,7 +160,7 @@ def test_the_best_pages_come_first(bound):
 def test_more_than_there_is():
     keys = random_keys()
     index = make("cuboid-mean")
-    index.insert(keys, 0)
+    index.append(keys, 0)
     found = index.select(random_queries(), Keys.dense(keys), 0.3, TOKENS + 2)
     assert found[:, TOKENS:].eq(-1).all()
     ordered = found[:, :TOKENS].sort().values
@@ -179,7 +179,7 @@ def test_host_memory_counts_the_digests(request_, page_tokens):
     offloaded = 400
     tokens = offloaded + policy.sinks + policy.window
     index = policy.new_index(HEADS, DIM)
-    index.insert(torch.zeros(HEADS, offloaded, DIM), 0)
+    index.append(torch.zeros(HEADS, offloaded, DIM), 0)
     held = sum(part.nbytes for part in index._digests)
     more = policy.host_bytes(tokens, shape) - exact.host_bytes(tokens, shape)
     assert held <= more + 8 * HEADS * DIM

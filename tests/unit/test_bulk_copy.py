@@ -135,10 +135,15 @@ def test_gather_then_scatter_is_the_identity(backend):
 
 
 def test_pages_without_elements(backend):
-    ops.copy_pages(torch.empty(3, 0), None, torch.empty(2, 0), None)
-    ops.copy_pages(torch.empty(0, 4), None, torch.empty(0, 4), None)
-    ids = torch.tensor([1, 2])
-    ops.copy_pages(torch.empty(3, 0), ids, torch.empty(3, 0), ids)
+    """There is nothing to copy, but ids are still checked."""
+    target, source = torch.empty(3, 0), torch.empty(2, 0)
+    ops.copy_pages(target, None, source, None)
+    ops.copy_pages(target, ids(1, 2), source, ids(1, 0))
+    assert target.shape == (3, 0)
+    with pytest.raises(ValueError, match="target_ids"):
+        ops.copy_pages(target, ids(3), source, ids(0))
+    with pytest.raises(ValueError, match="source_ids"):
+        ops.copy_pages(target, ids(0), source, ids(2))
 
 
 def test_one_dimension_means_pages_of_one_element(backend):

@@ -71,12 +71,6 @@ def build_and_run(tmp_path: Path, name: str, *more: str) -> None:
     assert "0 failure(s)" in run([str(binary)], OMP_NUM_THREADS="2")
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-def test_the_benchmark_of_the_core_compiles():
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fopenmp", "-Icsrc/include"]
-    run(["g++", *flags, "-fsyntax-only", "benchmarks/kernels/reconstruct.cpp"])
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
 def test_core_under_sanitizers():

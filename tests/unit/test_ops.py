@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import page_ops
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from layouts import make_layout
 
 from vllm_kvplugins import ops
-from vllm_kvplugins.ops import dispatch, reference
+from vllm_kvplugins.ops import dispatch
 from vllm_kvplugins.ops.layout import PageLayout
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -56,28 +57,28 @@ def check_all_ops(layout: PageLayout, dtype: torch.dtype, n: int, seed: int, gap
 
     before = heap.clone()
     keys, values = ops.gather_tokens(heap, *source, layout)
-    expected = reference.gather_tokens(heap, *source, layout)
+    expected = page_ops.gather_tokens(heap, *source, layout)
     assert_same_bits(keys, expected[0])
     assert_same_bits(values, expected[1])
 
     generator = torch.Generator().manual_seed(seed)
     table = torch.randint(NUM_PAGES, (3, n % 5), generator=generator)
     assert_same_bits(
-        ops.gather_keys(heap, table, layout), reference.gather_keys(heap, table, layout)
+        ops.gather_keys(heap, table, layout), page_ops.gather_keys(heap, table, layout)
     )
     assert_same_bits(
         ops.gather_values(heap, table, layout),
-        reference.gather_values(heap, table, layout),
+        page_ops.gather_values(heap, table, layout),
     )
     assert_same_bits(heap, before)
 
     moved = before.clone()
     ops.move_tokens(heap, *source, *target, layout)
-    reference.move_tokens(moved, *source, *target, layout)
+    page_ops.move_tokens(moved, *source, *target, layout)
     assert_same_bits(heap, moved)
 
     ops.scatter_tokens(heap, *target, values, keys, layout)
-    reference.scatter_tokens(moved, *target, values, keys, layout)
+    page_ops.scatter_tokens(moved, *target, values, keys, layout)
     assert_same_bits(heap, moved)
 
 
@@ -156,11 +157,11 @@ def test_non_contiguous_indices_and_rows(backend):
     heap = make_heap(layout, torch.float32, seed=5)
     pages, slots = make_places(layout, 40, seed=5)
     keys, values = ops.gather_tokens(heap, pages[::2], slots[::2], layout)
-    expected = reference.gather_tokens(heap, pages[::2], slots[::2], layout)
+    expected = page_ops.gather_tokens(heap, pages[::2], slots[::2], layout)
     assert_same_bits(keys, expected[0])
     table = pages.view(8, 5)[:, 1:3]
     assert_same_bits(
-        ops.gather_keys(heap, table, layout), reference.gather_keys(heap, table, layout)
+        ops.gather_keys(heap, table, layout), page_ops.gather_keys(heap, table, layout)
     )
     wide = torch.stack([keys, values], dim=2)
     ops.scatter_tokens(

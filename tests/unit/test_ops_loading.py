@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
+import page_ops
 import pytest
 from test_ops import LAYOUT, a_heap, assert_same_bits, ids
 
 from vllm_kvplugins import ops
-from vllm_kvplugins.ops import extension, reference
+from vllm_kvplugins.errors import codes_in
+from vllm_kvplugins.ops import extension
 
 
 class TestLoading:
@@ -28,8 +31,16 @@ class TestLoading:
 
     def test_unknown_request(self, monkeypatch):
         monkeypatch.setenv("KVP_OPS", "fast")
-        with pytest.raises(ValueError, match=r"KVP_OPS must be .*, got 'fast'"):
+        with pytest.raises(ValueError, match="'fast'") as caught:
             ops.backend_in_use()
+        assert codes_in(str(caught.value)) == ("KVP400",)
+
+    def test_unknown_vector_instructions(self, monkeypatch):
+        monkeypatch.delenv("KVP_OPS", raising=False)
+        monkeypatch.setenv("KVP_SIMD", "mmx")
+        with pytest.raises(ValueError, match="'mmx'") as caught:
+            ops.backend_in_use()
+        assert codes_in(str(caught.value)) == ("KVP402",)
 
     def test_missing_library_is_normal(self, monkeypatch, tmp_path):
         monkeypatch.setattr(extension, "EXTENSION_PATH", tmp_path / "_C.abi.so")
@@ -38,10 +49,9 @@ class TestLoading:
             warnings.simplefilter("error")
             assert ops.backend_in_use() == "torch: _C.abi.so has not been built"
         monkeypatch.setenv("KVP_OPS", "compiled")
-        with pytest.raises(
-            RuntimeError, match=r"KVP_OPS=compiled, but _C\.abi\.so has"
-        ):
+        with pytest.raises(RuntimeError) as caught:
             ops.gather_tokens(a_heap(), ids(0), ids(0), LAYOUT)
+        assert codes_in(str(caught.value)) == ("KVP401",)
 
     def test_broken_library_warns_and_falls_back(self, monkeypatch, tmp_path):
         broken = tmp_path / "_C.abi.so"
@@ -51,7 +61,7 @@ class TestLoading:
         with pytest.warns(RuntimeWarning, match=r"cannot be used: .*_C.abi.so"):
             keys, _ = ops.gather_tokens(a_heap(), ids(1), ids(2), LAYOUT)
         assert_same_bits(
-            keys, reference.gather_tokens(a_heap(), ids(1), ids(2), LAYOUT)[0]
+            keys, page_ops.gather_tokens(a_heap(), ids(1), ids(2), LAYOUT)[0]
         )
         info = ops.extension_info()
         assert not info["loaded"]
@@ -94,6 +104,25 @@ class TestLoading:
         assert "libpython" not in dynamic
         assert "libtorch_python" not in dynamic
         assert "RUNPATH" not in dynamic
+
+
+@pytest.mark.parametrize("limit", extension.SIMD_LEVELS)
+def test_an_environment_variable_limits_vector_instructions(limit):
+    """In a process of its own, as the choice is made once."""
+    if reason := extension.load_extension().reason:
+        pytest.skip(f"no compiled ops: {reason}")
+    supported = extension.load_extension().facts["simd"]
+    levels = extension.SIMD_LEVELS
+    expected = levels[min(levels.index(limit), levels.index(supported))]
+    code = "from vllm_kvplugins import ops; print(ops.extension_info()['simd'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "KVP_SIMD": limit},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == expected
 
 
 def test_ops_do_not_import_vllm():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import page_ops
 import pytest
 import torch
 from layouts import make_layout
 
 from vllm_kvplugins import ops
-from vllm_kvplugins.ops import reference
 from vllm_kvplugins.scoring import attention_votes
 
 LAYOUTS = ["natural", "interleaved", "transposed", "permuted"]
@@ -54,7 +54,7 @@ def error(votes: torch.Tensor, expected: torch.Tensor) -> float:
 def test_error_is_at_most_twice_that_of_torch(compiled, monkeypatch, kind, dtype, most):
     made, own = make_case(kind, dtype, 2, 3, 9, 150, holes=0.2)
     for arguments, keys in ((made, None), (probe(made), own)):
-        expected = reference.page_votes(*arguments, most, keys)
+        expected = page_ops.page_votes(*arguments, most, keys)
         votes = ops.page_votes(*arguments, most, keys)
         monkeypatch.setenv("KVP_OPS", "torch")
         in_torch = ops.page_votes(*arguments, most, keys)
@@ -71,9 +71,9 @@ def test_equals_the_oracle(backend, dims, slots, size):
         "interleaved", torch.float32, 1, 2, window, slots, dims, size, 0.1
     )
     for most in (False, True):
-        expected = reference.page_votes(*made, most)
+        expected = page_ops.page_votes(*made, most)
         assert error(ops.page_votes(*made, most), expected) < 1e-5
-        expected = reference.page_votes(*probe(made), most, own)
+        expected = page_ops.page_votes(*probe(made), most, own)
         assert error(ops.page_votes(*probe(made), most, own), expected) < 1e-5
 
 
@@ -115,7 +115,7 @@ def test_queries_that_see_nothing_have_no_weights(backend):
     made, _ = make_case("natural", torch.float32, 1, 1, 4, 20)
     before = (*made[:4], torch.tensor([-2, -1, -1, 5]), *made[5:])
     votes = ops.page_votes(*before)
-    assert error(votes, reference.page_votes(*before)) < 1e-6
+    assert error(votes, page_ops.page_votes(*before)) < 1e-6
     assert float(votes.sum()) == pytest.approx(1.0)
 
 

@@ -10,10 +10,9 @@ from fake_engine import LAYERS, FakeEngine
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
-from vllm_kvplugins.index import Keys
+from vllm_kvplugins.index import ExactScan, Keys
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.pqcache import QuantizedKeys, k_means, nearest
-from vllm_kvplugins.policies.retrieval import ExactScan
 
 SEED = 23
 HEADS, GROUP = 2, 3
@@ -44,8 +43,8 @@ def stand_in(index: QuantizedKeys, head: int, token: int, dim: int) -> torch.Ten
 def test_scores_are_products_with_what_keys_are_taken_to_be(dim, subspaces):
     keys, queries = normal(HEADS, 90, dim), normal(HEADS, GROUP, dim, seed=1)
     index = make(dim, subspaces)
-    index.insert(keys[:, :70], 0)
-    index.insert(keys[:, 70:], 70)
+    index.append(keys[:, :70], 0)
+    index.append(keys[:, 70:], 70)
     found = index.scores(queries)
     assert found.shape == (HEADS, GROUP, 90)
     for head in range(HEADS):
@@ -63,7 +62,7 @@ def test_every_key_has_its_nearest_centroids(dim, subspaces):
     keys = normal(HEADS, 90, dim)
     index = make(dim, subspaces)
     for first, stop in ((0, 50), (50, 51), (51, 90)):
-        index.insert(keys[:, first:stop], first)
+        index.append(keys[:, first:stop], first)
     width = -(-dim // subspaces)
     for head in range(HEADS):
         for part in range(subspaces):
@@ -77,7 +76,7 @@ def test_every_key_has_its_nearest_centroids(dim, subspaces):
 def test_tokens_are_ranked_by_their_softmax_over_the_group():
     keys, queries = normal(HEADS, 90, 8), normal(HEADS, GROUP, 8, seed=1)
     index = make(8, bits=6)
-    index.insert(keys, 0)
+    index.append(keys, 0)
     chosen = index.select(queries, Keys.dense(keys), 0.7, 20)
     for head in range(HEADS):
         worth = torch.zeros(90)
@@ -94,8 +93,8 @@ def test_tokens_are_ranked_by_their_softmax_over_the_group():
 def test_few_tokens_are_their_own_centroids(tokens):
     keys, queries = normal(HEADS, tokens, 8), normal(HEADS, GROUP, 8, seed=1)
     index = make(8)
-    index.insert(keys[:, : tokens // 2], 0)
-    index.insert(keys[:, tokens // 2 :], tokens // 2)
+    index.append(keys[:, : tokens // 2], 0)
+    index.append(keys[:, tokens // 2 :], tokens // 2)
     torch.testing.assert_close(index.scores(queries), queries @ keys.transpose(1, 2))
     more = index.select(queries, Keys.dense(keys), 1.0, tokens + 2)
     assert more[:, tokens:].eq(-1).all()
@@ -111,16 +110,16 @@ def same(one: QuantizedKeys, other: QuantizedKeys) -> bool:
 def test_portions_do_not_matter_once_or_until_there_are_centroids():
     keys = normal(HEADS, 200, 8)
     whole, parts = make(8), make(8)
-    whole.insert(keys[:, :120], 0)
+    whole.append(keys[:, :120], 0)
     for first, stop in ((0, 9), (9, 16), (16, 120)):
-        parts.insert(keys[:, first:stop], first)
+        parts.append(keys[:, first:stop], first)
     assert same(whole, parts), "16 tokens are centroids, and no more"
-    whole.insert(keys[:, 120:], 120)
+    whole.append(keys[:, 120:], 120)
     for first, stop in ((120, 121), (121, 170), (170, 200)):
-        parts.insert(keys[:, first:stop], first)
+        parts.append(keys[:, first:stop], first)
     assert same(whole, parts)
     later = make(8)
-    later.insert(keys, 0)
+    later.append(keys, 0)
     assert not torch.equal(later._centroids, whole._centroids), "found among all"
 
 
@@ -156,12 +155,12 @@ def test_tiles_do_not_matter():
 def test_empty_clusters_stay_where_they_are():
     keys = normal(HEADS, 1, 8).expand(-1, 50, -1)
     index, queries = make(8), normal(HEADS, GROUP, 8, seed=1)
-    index.insert(keys, 0)
+    index.append(keys, 0)
     where = keys[:, :1].unflatten(2, (2, 4)).transpose(1, 2)
     torch.testing.assert_close(index._centroids, where.expand(-1, -1, 16, -1))
     torch.testing.assert_close(index.scores(queries), queries @ keys.transpose(1, 2))
     far = 10 + normal(HEADS, 3, 8, seed=2)
-    index.insert(far, 50)
+    index.append(far, 50)
     assert index.scores(queries).isfinite().all()
 
 
@@ -169,7 +168,7 @@ def test_the_seed_decides():
     keys = normal(HEADS, 300, 8)
     indices = [make(8, seed=seed) for seed in (3, 3, 4)]
     for index in indices:
-        index.insert(keys, 0)
+        index.append(keys, 0)
     assert same(indices[0], indices[1])
     assert not same(indices[0], indices[2])
 
@@ -177,9 +176,9 @@ def test_the_seed_decides():
 def test_256_centroids_have_codes_of_a_byte():
     keys, queries = normal(HEADS, 256, 8), normal(HEADS, GROUP, 8, seed=1)
     index = make(8, bits=8)
-    index.insert(keys, 0)
+    index.append(keys, 0)
     torch.testing.assert_close(index.scores(queries), queries @ keys.transpose(1, 2))
-    index.insert(normal(HEADS, 44, 8, seed=2), 256)
+    index.append(normal(HEADS, 44, 8, seed=2), 256)
     assert index._centroids.shape[2] == 256
     assert int(index._codes.max()) > 250
 
@@ -188,12 +187,12 @@ def test_256_centroids_have_codes_of_a_byte():
 def test_keys_that_are_not_finite_are_refused(bad):
     keys = normal(HEADS, 40, 8)
     index = make(8)
-    index.insert(keys, 0)
+    index.append(keys, 0)
     before = index.scores(keys[:, :2])
     spoilt = keys[:, :5].clone()
     spoilt[1, 3, 2] = bad
     with pytest.raises(ValueError, match="not finite"):
-        index.insert(spoilt, 40)
+        index.append(spoilt, 40)
     assert torch.equal(index.scores(keys[:, :2]), before)
 
 
@@ -201,7 +200,7 @@ def test_the_engine_scans_where_keys_are_refused(monkeypatch):
     def refuse(*_: Any) -> None:
         raise ValueError("an element of a key is not finite")
 
-    monkeypatch.setattr(QuantizedKeys, "insert", refuse)
+    monkeypatch.setattr(QuantizedKeys, "append", refuse)
     settings = {"name": "pqcache", "budget": 9, "sinks": 2, "window": 5}
     fake = FakeEngine({**settings, "skip_layers": 1}, 4, 120)
     request = fake.add("r", 40, 10)
@@ -224,7 +223,7 @@ def test_host_memory_counts_codes_and_centroids(subspaces, bits, offloaded):
     shape = Geometry(16, 1, HEADS, kv_bytes_per_token=2 * 2 * HEADS * 64)
     tokens = offloaded + policy.sinks + policy.window
     index = policy.new_index(HEADS, 64)
-    index.insert(normal(HEADS, offloaded, 64), 0)
+    index.append(normal(HEADS, offloaded, 64), 0)
     held = index._centroids.nbytes + index._codes.nbytes
     more = policy.host_bytes(tokens, shape) - exact.host_bytes(tokens, shape)
     assert held <= more

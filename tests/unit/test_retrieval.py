@@ -156,7 +156,7 @@ def test_an_index_finds_most_of_the_attention(name):
     queries = torch.randn(2, GROUP, 16, generator=rng)
     index = parse_policy({"name": name, **ASKED.get(name, {})}).new_index(2, 16)
     for first, stop in ((0, 1000), (1000, 1037), (1037, 1500)):
-        index.insert(keys[:, first:stop], first)
+        index.append(keys[:, first:stop], first)
     chosen = index.select(queries, Keys.dense(keys), 0.25, 150)
     assert chosen.shape == (2, 150)
     assert all(len(set(head)) == 150 for head in chosen.tolist())
@@ -174,7 +174,7 @@ def test_quest_s_bounds_are_those_of_the_pages():
     keys = clustered(SEED, 103)
     index = PageBounds(2, 16, page_tokens=10)
     for first, stop in ((0, 4), (4, 57), (57, 60), (60, 103)):
-        index.insert(keys[:, first:stop], first)
+        index.append(keys[:, first:stop], first)
     for page in range(11):
         part = keys[:, page * 10 : page * 10 + 10]
         assert torch.equal(index._least[:, page], part.amin(1))

@@ -11,25 +11,24 @@ from fake_engine import LAYERS
 from retrieving_engine import SKIP, engine
 
 from vllm_kvplugins.engine.retrieval import controller as retrieval_module
-from vllm_kvplugins.index import Keys
+from vllm_kvplugins.index import ExactScan, KeyIndex, Keys
 from vllm_kvplugins.policies.exact_topk import ExactTopK
 from vllm_kvplugins.policies.quest import PageBounds, Quest
-from vllm_kvplugins.policies.retrieval import ExactScan, TokenIndex
 
 
-class Failing(TokenIndex):
+class Failing(KeyIndex):
     """Raises when asked the n-th time; until then finds the newest tokens."""
 
-    def __init__(self, inserts: int, selects: int) -> None:
-        self.left = {"insert": inserts, "select": selects}
+    def __init__(self, appends: int, selects: int) -> None:
+        self.left = {"append": appends, "select": selects}
 
     def _count(self, what: str) -> None:
         self.left[what] -= 1
         if self.left[what] < 0:
             raise RuntimeError("no memory for a node")
 
-    def insert(self, keys: torch.Tensor, first: int) -> None:
-        self._count("insert")
+    def append(self, keys: torch.Tensor, first: int) -> None:
+        self._count("append")
 
         self.tokens = first + keys.shape[1]
 
@@ -41,11 +40,11 @@ class Failing(TokenIndex):
         return newest.expand(queries.shape[0], -1)
 
 
-@pytest.mark.parametrize(("inserts", "selects"), [(0, 99), (1, 99), (99, 3)])
-def test_a_failing_index_is_replaced_by_a_scan(monkeypatch, inserts, selects):
+@pytest.mark.parametrize(("appends", "selects"), [(0, 99), (1, 99), (99, 3)])
+def test_a_failing_index_is_replaced_by_a_scan(monkeypatch, appends, selects):
     fake = engine("quest")
     monkeypatch.setattr(
-        Quest, "new_index", lambda *_: Failing(inserts, selects), raising=True
+        Quest, "new_index", lambda *_: Failing(appends, selects), raising=True
     )
     request = fake.add("r", 40, 20)
     while not request.done:
@@ -59,9 +58,9 @@ def test_a_failing_index_is_replaced_by_a_scan(monkeypatch, inserts, selects):
 
 def test_a_failing_index_leaves_the_others_alone(monkeypatch):
     fake = engine("quest")
-    made: list[TokenIndex] = []
+    made: list[KeyIndex] = []
 
-    def new_index(self: Quest, heads: int, dim: int) -> TokenIndex:
+    def new_index(self: Quest, heads: int, dim: int) -> KeyIndex:
         fails = len(made) >= LAYERS - SKIP
         made.append(Failing(99, 3) if fails else PageBounds(heads, dim, 3))
         return made[-1]
@@ -87,9 +86,9 @@ class Slow(ExactScan):
     may_build = threading.Event()
     asked = 0
 
-    def insert(self, keys: torch.Tensor, first: int) -> None:
+    def append(self, keys: torch.Tensor, first: int) -> None:
         assert self.may_build.wait(60)
-        super().insert(keys, first)
+        super().append(keys, first)
 
     def select(
         self, queries: torch.Tensor, keys: Keys, scale: float, count: int

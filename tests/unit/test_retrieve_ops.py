@@ -13,7 +13,7 @@ from vllm_kvplugins.index import (
     Keys,
     compiled,
     scan_in_torch,
-    select_tokens,
+    select_compiled,
 )
 from vllm_kvplugins.ops import hot_set
 from vllm_kvplugins.ops.layout import PageLayout
@@ -59,7 +59,7 @@ def test_the_scan_s_votes_equal_torch(random, dtype, count):
     for part in keys:
         indexes.append(BruteForceIndex(heads, dim))
         indexes[-1].insert(Keys.dense(part))
-    found = select_tokens(indexes, queries, view, 0.3, count)
+    found = select_compiled(indexes, queries, view, 0.3, count)
     right = scan_in_torch(lengths, queries, view, 0.3, count)
     assert found.shape == (3, heads, count)
     assert found.lt(0).equal(right.lt(0)), "as many as there are"
@@ -78,7 +78,7 @@ def test_ties_go_to_the_lower_slot(random):
     keys = torch.ones(1, 50, 4)
     index = BruteForceIndex(1, 4)
     index.insert(Keys.dense(keys))
-    found = select_tokens([index], torch.ones(1, 1, 2, 4), Keys.dense(keys), 1.0, 7)
+    found = select_compiled([index], torch.ones(1, 1, 2, 4), Keys.dense(keys), 1.0, 7)
     assert found.flatten().tolist() == list(range(7))
 
 
@@ -91,16 +91,16 @@ def test_a_tree_votes_on_what_it_looks_at(random):
     scan = BruteForceIndex(2, 16)
     for index in (tree, scan):
         index.insert(Keys.dense(keys))
-    whole = select_tokens([tree], queries, Keys.dense(keys), 1.0, 60)
-    exact = select_tokens([scan], queries, Keys.dense(keys), 1.0, 60)
+    whole = select_compiled([tree], queries, Keys.dense(keys), 1.0, 60)
+    exact = select_compiled([scan], queries, Keys.dense(keys), 1.0, 60)
     worth = (queries[0] @ keys.transpose(1, 2)).softmax(-1).sum(1)
     torch.testing.assert_close(worth.gather(1, whole[0]), worth.gather(1, exact[0]))
     tree.default_visits = 400
-    some = select_tokens([tree], queries, Keys.dense(keys), 1.0, 2000)
+    some = select_compiled([tree], queries, Keys.dense(keys), 1.0, 2000)
     looked_at = some.ge(0).sum(-1)
     assert (looked_at >= 400).all(), looked_at
     assert (looked_at < 2 * 500).all(), looked_at
-    mixed = select_tokens(
+    mixed = select_compiled(
         [tree, scan],
         queries.expand(2, -1, -1, -1),
         Keys.dense(torch.stack([keys, keys])),
@@ -118,13 +118,13 @@ def test_bad_selections(random):
     query = torch.zeros(1, 2, 1, 8)
     for scale in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="scale"):
-            select_tokens([index], query, Keys.dense(keys), scale, 3)
+            select_compiled([index], query, Keys.dense(keys), scale, 3)
     with pytest.raises(ValueError, match="k must be positive"):
-        select_tokens([index], query, Keys.dense(keys), 1.0, 0)
+        select_compiled([index], query, Keys.dense(keys), 1.0, 0)
     with pytest.raises(ValueError, match="at least one index"):
-        select_tokens([], query, Keys.dense(keys), 1.0, 1)
+        select_compiled([], query, Keys.dense(keys), 1.0, 1)
     with pytest.raises(ValueError, match="29 slots"):
-        select_tokens([index], query, Keys.dense(keys[:, :29]), 1.0, 1)
+        select_compiled([index], query, Keys.dense(keys[:, :29]), 1.0, 1)
 
 
 # -- hot slots ------------------------------------------------------------------------
@@ -163,17 +163,17 @@ class Scene:
 
     def fill(self, wanted: torch.Tensor, slot_indices: list[int]) -> torch.Tensor:
         return hot_set.fill_hot(
-            self.heap,
-            self.layout,
+            ops.PagedKV(self.heap, self.layout),
             self.tier.pages,
             self.view.table[slot_indices],
             wanted,
             torch.tensor(slot_indices),
-            self.token,
-            self.page,
-            self.slot,
-            self.counts,
+            self.hot,
         )
+
+    @property
+    def hot(self) -> ops.HotSet:
+        return ops.HotSet(self.token, self.page, self.slot, self.counts)
 
     def check_contents(self) -> None:
         for slot_index in range(3):
@@ -254,10 +254,7 @@ def test_swaps_are_what_a_fill_copies(random, monkeypatch, backend):
         scene.view.table[slot_indices],
         wanted,
         torch.tensor(slot_indices),
-        scene.token,
-        scene.page,
-        scene.slot,
-        scene.counts,
+        scene.hot,
     )
     assert found.equal(copied)
     assert moves.shape == (4, int(copied.sum()))
@@ -274,10 +271,10 @@ def test_bad_fills_are_refused(random):
     wanted = torch.zeros(1, HEADS, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="beyond the 96 tokens"):
         scene.fill(wanted + 96, [0])
-    with pytest.raises(ValueError, match="table must be"):
+    with pytest.raises(ValueError, match="table must have shape"):
         scene.fill(wanted[:, :1], [0])
     scene.counts[0] = WIDTH + 1
-    with pytest.raises(ValueError, match="seat 0"):
+    with pytest.raises(ValueError, match="slot index 0"):
         scene.fill(wanted, [0])
     scene.counts[0] = WIDTH
     scene.page[0, 0, 2] = len(scene.heap)

@@ -206,7 +206,7 @@ def test_threads_do_not_change_the_result(random):
     ("change", "message"),
     [
         ({"rows": torch.zeros(20, DIM)}, "rows must have 3"),
-        ({"rows": torch.zeros(2, DIM, 20).mT}, "side by side"),
+        ({"rows": torch.zeros(2, DIM, 20).mT}, "must be contiguous"),
         ({"rows": torch.zeros(2, 20, DIM).half()}, "float32 or bfloat16, got"),
         ({"rows": torch.zeros(2, 20, 513)}, "head_dim must be 1 to 512, got 513"),
         ({"starts": torch.tensor([0])}, "lengths must have 1"),

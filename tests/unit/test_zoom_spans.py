@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import page_ops
 import pytest
 import torch
 
 from vllm_kvplugins import ops
-from vllm_kvplugins.ops import reference
 from vllm_kvplugins.ops.svd import LowRank
 from vllm_kvplugins.ops.zoom import choose_spans
 from vllm_kvplugins.ops.zoom_transfer import fetch_spans, pack
@@ -95,7 +95,7 @@ class Requests:
         own, total, shown = gates.split([HEADS * n for n in self.spans]), 0, 0
         for i, (bias, owner, keys, values) in enumerate(wanted):
             for head in range(HEADS):
-                bias[head], owner[head], made = reference.zoom_head(
+                bias[head], owner[head], made = page_ops.zoom_head(
                     bias[head],
                     owner[head],
                     own[i].view(HEADS, -1)[head],

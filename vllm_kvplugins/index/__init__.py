@@ -1,20 +1,24 @@
-"""Finding the keys that a query attends to most, without looking at all of them.
+"""Indices that find the keys a query attends to most.
 
-``DCIIndex`` is IceCache's tree, ``BruteForceIndex`` the exact scan with the same
-interface (:class:`KeyIndex`). Nothing here imports vLLM, and nothing keeps keys:
-they are read where they lie (:class:`Keys`), at every call.
+``KeyIndex`` is the contract: append keys, select tokens. ``DCIIndex`` is IceCache's
+tree; ``BruteForceIndex`` scans all keys with the same interface, and is the oracle of
+the tree's tests; ``ExactScan`` is the scan in torch that replaces an index that failed.
+Retrieval policies add page and quantized indices. An index stores no keys and reads
+them where they lie (``Keys``). Nothing here imports vLLM.
 """
 
 from vllm_kvplugins.index.base import KeyIndex, Pages, TopKeys
 from vllm_kvplugins.index.brute_force import BruteForceIndex
-from vllm_kvplugins.index.compiled import query_pages, query_topk
+from vllm_kvplugins.index.compiled import query_pages, query_topk, select_compiled
 from vllm_kvplugins.index.dci import DCIIndex
 from vllm_kvplugins.index.keys import Keys
-from vllm_kvplugins.index.selection import scan_in_torch, select_tokens
+from vllm_kvplugins.index.scan import ExactScan, scan_in_torch
+from vllm_kvplugins.index.selection import select
 
 __all__ = [
     "BruteForceIndex",
     "DCIIndex",
+    "ExactScan",
     "KeyIndex",
     "Keys",
     "Pages",
@@ -22,5 +26,6 @@ __all__ = [
     "query_pages",
     "query_topk",
     "scan_in_torch",
-    "select_tokens",
+    "select",
+    "select_compiled",
 ]

@@ -1,21 +1,70 @@
-"""What every key index can do, and what its answers look like."""
+"""The contract of a key index, and the results of its queries."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 
 from vllm_kvplugins.index.keys import Keys
 
 
+class KeyIndex(ABC):
+    """An index over the offloaded keys of one request and layer.
+
+    The tree, the exact scans and the page and quantized indices of the retrieval
+    policies implement it; the engine calls nothing else. Tokens are numbered in the
+    order in which they were appended, from 0. An index stores no keys: ``select``
+    reads them where they lie.
+    """
+
+    @abstractmethod
+    def append(self, keys: torch.Tensor, first: int) -> None:
+        """Add the keys of new tokens; the first call builds the index.
+
+        May run on another thread. Two calls never overlap.
+
+        Args:
+            keys: float32, float16 or bfloat16 [num_kv_heads, n, head_dim], after
+                RoPE, on the CPU; only the new tokens.
+            first: number of the first new token, which is how many tokens the index
+                has.
+
+        Raises:
+            ValueError, RuntimeError: the index cannot take these keys, for example
+                because one is not finite. The engine then scans all keys instead.
+        """
+
+    @abstractmethod
+    def select(
+        self, queries: torch.Tensor, keys: Keys, scale: float, count: int
+    ) -> torch.Tensor:
+        """The tokens that some queries attend to most.
+
+        Args:
+            queries: [num_kv_heads, group, head_dim], after RoPE: all queries that
+                share a KV head, of one new token or of several.
+            keys: where the appended keys lie, with one request.
+            scale: softmax scale.
+            count: tokens per KV head.
+
+        Returns:
+            int64 [num_kv_heads, count] token numbers, distinct in each row, best
+            first; -1 where the index finds fewer.
+
+        Raises:
+            ValueError, RuntimeError: as for ``append``.
+        """
+
+
 class TopKeys(NamedTuple):
     """The best keys of every query, best first; equal scores by ascending slot.
 
-    Args:
+    Attributes:
         slots: int64 [..., heads, group, k]; -1 where there are fewer than k keys.
         scores: float32 of that shape, query . key without scale; -inf for -1.
-        visits: int64 [..., heads, group], keys that were looked at.
+        visits: int64 [..., heads, group], number of keys scored.
     """
 
     slots: torch.Tensor
@@ -26,66 +75,11 @@ class TopKeys(NamedTuple):
 class Pages(NamedTuple):
     """The pages that hold the best keys, for all queries of a KV head together.
 
-    Args:
-        pages: int64 [..., heads, max_pages], the page of a best key before that of
-            a second-best; -1 behind the last.
-        counts: int64 [..., heads], pages found.
+    Attributes:
+        pages: int64 [..., heads, max_pages]; the page of a best key precedes that of
+            a second-best key. -1 after the last page.
+        counts: int64 [..., heads], number of pages.
     """
 
     pages: torch.Tensor
     counts: torch.Tensor
-
-
-class KeyIndex(Protocol):
-    """An index over the keys of one request and layer: a tree for each KV head.
-
-    A *slot* numbers the keys of a head in the order of arrival; a *place* is
-    ``page * page_size + slot in page``, where the index wants the key stored. A
-    key never changes its place.
-    """
-
-    num_heads: int
-    head_dim: int
-    page_size: int
-
-    def build(self, keys: Keys, count: int | None = None) -> None:
-        """Index the first ``count`` keys of every head; the index must be empty."""
-
-    def insert(self, keys: Keys, count: int | None = None) -> None:
-        """Add the first ``count`` keys described (only new ones) to every head."""
-
-    def query_topk(
-        self, queries: torch.Tensor, keys: Keys, k: int, max_visits: int | None = None
-    ) -> TopKeys:
-        """The keys with the largest dot products, for each query."""
-
-    def query_pages(
-        self,
-        queries: torch.Tensor,
-        keys: Keys,
-        k: int,
-        max_pages: int,
-        max_visits: int | None = None,
-    ) -> Pages:
-        """The pages of those keys, for each KV head."""
-
-    def places(self, first: int = 0) -> torch.Tensor:
-        """int64 [heads, num_keys - first]: places of slots ``first`` and later."""
-
-    def check_integrity(self, keys: Keys) -> None:
-        """Raise AssertionError if the index is not what it promises to be."""
-
-    @property
-    def num_keys(self) -> int:
-        """Keys per head."""
-
-    @property
-    def num_pages(self) -> list[int]:
-        """Pages of each head."""
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes that the index holds; keys are not among them."""
-
-    def close(self) -> None:
-        """Free it; also done when the object is collected."""

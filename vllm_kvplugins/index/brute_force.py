@@ -1,4 +1,4 @@
-"""The exact scan: compiled (csrc/dci.cpp), or in torch."""
+"""The exact scan, compiled (csrc/dci.cpp) or in torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from vllm_kvplugins.index.keys import Keys
 
 
 class BruteForceIndex(CompiledIndex):
-    """Exact scan of all keys with the interface of an index: oracle and bar.
+    """Exact scan of all keys with the interface of an index; the tree's oracle.
 
-    Pages are runs of ``page_size`` slots in the order of arrival. ``max_visits``
-    is ignored. In torch where the extension is not built (or with KVP_OPS=torch),
-    which sorts all scores; results are the same but for rounding.
+    Pages are runs of ``page_size`` slots in the order of insertion. ``max_visits`` is
+    ignored. Runs in torch if the extension is not built or KVP_OPS=torch is set; that
+    version sorts all scores and differs from the compiled one only by rounding.
 
     Args:
         num_heads: KV heads.
@@ -35,7 +35,7 @@ class BruteForceIndex(CompiledIndex):
         self.page_size = page_size
 
     def insert(self, keys: Keys, count: int | None = None) -> None:
-        """See :meth:`KeyIndex.insert`."""
+        """See :meth:`CompiledIndex.insert`."""
         if self._torch_keys is None:
             super().insert(keys, count)
             return
@@ -56,13 +56,13 @@ class BruteForceIndex(CompiledIndex):
         self._torch_keys += count
 
     def places(self, first: int = 0) -> torch.Tensor:
-        """See :meth:`KeyIndex.places`."""
+        """See :meth:`CompiledIndex.places`."""
         if self._torch_keys is None:
             return super().places(first)
         return torch.arange(first, self._torch_keys).expand(self.num_heads, -1)
 
     def check_integrity(self, keys: Keys) -> None:
-        """See :meth:`KeyIndex.check_integrity`; there is little to check."""
+        """See :meth:`CompiledIndex.check_integrity`."""
         if self._torch_keys is None:
             super().check_integrity(keys)
         elif keys.capacity < self._torch_keys:

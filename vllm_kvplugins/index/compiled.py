@@ -1,15 +1,17 @@
-"""What the compiled indexes share, and queries over several of them."""
+"""Base of the compiled indexes, and queries of several indexes in one call."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from vllm_kvplugins.index import reference
-from vllm_kvplugins.index.base import Pages, TopKeys
+from vllm_kvplugins.errors import coded
+from vllm_kvplugins.index import scan
+from vllm_kvplugins.index.base import KeyIndex, Pages, TopKeys
 from vllm_kvplugins.index.keys import Keys
 from vllm_kvplugins.ops.dispatch import call_compiled
 from vllm_kvplugins.ops.extension import compiled_for
@@ -17,10 +19,15 @@ from vllm_kvplugins.ops.extension import compiled_for
 _CPU = torch.device("cpu")
 
 
-class CompiledIndex:
-    """An index that lives in the extension, behind a handle."""
+class CompiledIndex(KeyIndex):
+    """An index that the extension holds, behind a handle: one tree per KV head.
 
-    # Of a query without one of its own; 0 is no limit.
+    Besides the contract of :class:`KeyIndex` it finds the best keys and pages of each
+    query. A *slot* is a token number. A *place* is ``page * page_size + slot in page``,
+    where the index wants the key stored; a key never changes its place.
+    """
+
+    # Limit of a query that states none; 0 is no limit.
     default_visits = 0
     visit_ratio = 1.0
 
@@ -34,19 +41,19 @@ class CompiledIndex:
         self._handle = call_compiled(
             "index_create", kind, num_heads, head_dim, page_size, *settings
         )
-        # Not __del__: when the interpreter ends, torch may be gone before it.
+        # Not __del__: torch may be gone before it runs when the interpreter ends.
         self._destroy = weakref.finalize(
             self, call_compiled, "index_destroy", self._handle
         )
 
     def close(self) -> None:
-        """See :meth:`KeyIndex.close`; a second call does nothing."""
+        """Free the index, as garbage collection also does; may be called twice."""
         if self._handle is not None:
             self._handle = None
             self._destroy()
 
     def build(self, keys: Keys, count: int | None = None) -> None:
-        """See :meth:`KeyIndex.build`."""
+        """Insert the first ``count`` keys into an empty index; see :meth:`insert`."""
         if self.num_keys:
             raise ValueError(
                 f"build() needs an empty index, this one has {self.num_keys} keys; "
@@ -55,24 +62,33 @@ class CompiledIndex:
         self.insert(keys, count)
 
     def insert(self, keys: Keys, count: int | None = None) -> None:
-        """See :meth:`KeyIndex.insert`.
+        """Add the first ``count`` keys of a description to every head.
 
         Args:
-            keys: the new keys, from slot 0 of the description on; in the order of
-                their slots, whatever ``by_page`` says.
-            count: how many of them; all that the description has if None.
+            keys: the new keys, in the order of their slots whatever ``by_page`` says.
+            count: number of keys; None adds all keys of the description.
 
         Raises:
-            ValueError: something does not fit, or a key is not finite or has a
-                norm above 1e18. Nothing was added then.
+            ValueError: an argument does not fit, or a key is not finite or has a norm
+                above 1e18. Nothing is added then.
         """
         count = keys.capacity if count is None else count
         call_compiled("index_append", self.handle, keys.data, keys.table, count)
 
+    def append(self, keys: torch.Tensor, first: int) -> None:
+        """See :meth:`KeyIndex.append`; the index knows ``first`` itself."""
+        self.insert(Keys.dense(keys))
+
+    def select(
+        self, queries: torch.Tensor, keys: Keys, scale: float, count: int
+    ) -> torch.Tensor:
+        """See :meth:`KeyIndex.select` and :func:`select_compiled`."""
+        return select_compiled([self], queries[None], keys, scale, count)[0]
+
     def query_topk(
         self, queries: torch.Tensor, keys: Keys, k: int, max_visits: int | None = None
     ) -> TopKeys:
-        """See :func:`query_topk`, here for one request: no leading dimension.
+        """:func:`query_topk` of one request, without the leading dimension.
 
         Args:
             queries: [heads, group, head_dim].
@@ -88,7 +104,7 @@ class CompiledIndex:
         max_pages: int,
         max_visits: int | None = None,
     ) -> Pages:
-        """See :func:`query_pages`, here for one request: no leading dimension.
+        """:func:`query_pages` of one request, without the leading dimension.
 
         Args:
             queries: [heads, group, head_dim].
@@ -99,11 +115,11 @@ class CompiledIndex:
         return Pages(*(tensor[0] for tensor in found))
 
     def places(self, first: int = 0) -> torch.Tensor:
-        """See :meth:`KeyIndex.places`."""
+        """int64 [heads, num_keys - first]: places of slots ``first`` and later."""
         return call_compiled("index_places", self.handle, first)
 
     def check_integrity(self, keys: Keys) -> None:
-        """See :meth:`KeyIndex.check_integrity`.
+        """Raise AssertionError if the structure of the index is damaged.
 
         Cost: that of building, in double precision.
         """
@@ -115,7 +131,7 @@ class CompiledIndex:
 
     @property
     def handle(self) -> int:
-        """What the compiled ops know it by."""
+        """The number by which compiled ops refer to this index."""
         if self._handle is None:
             raise ValueError("this index has been closed")
         return self._handle
@@ -132,7 +148,7 @@ class CompiledIndex:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that the index holds; keys are not among them."""
+        """Bytes that the index holds, without the keys."""
         return self._stats()[1]
 
     def _stats(self) -> list[int]:
@@ -158,14 +174,14 @@ def query_topk(
             queries of a group share a KV head (grouped-query attention).
         keys: where the indexed keys of all requests lie.
         k: keys per query.
-        max_visits: keys looked at per query, about; 0 is no limit. None: what the
-            first index was made with.
+        max_visits: approximate number of keys scored per query; 0 is no limit. None:
+            the setting of the first index.
 
     Returns:
         :class:`TopKeys` with a leading dimension for requests.
 
     Raises:
-        ValueError: a shape, dtype or number does not fit; a query is not finite.
+        ValueError: a shape, dtype or number does not fit, or a query is not finite.
 
     Cost: see the classes; no Python work per request or head.
     """
@@ -189,7 +205,7 @@ def query_pages(
 
     Args:
         indexes, queries, keys, k, max_visits: as for :func:`query_topk`.
-        max_pages: pages per KV head at most.
+        max_pages: largest number of pages per KV head.
 
     Returns:
         :class:`Pages` with a leading dimension for requests.
@@ -202,11 +218,69 @@ def query_pages(
     if any(_torch_keys(index) is not None for index in indexes):
         slots = _torch_topk(indexes, queries, keys, k).slots
         found = [
-            reference.pages(slots[r], index.places(), index.page_size, max_pages)
+            scan.pages(slots[r], index.places(), index.page_size, max_pages)
             for r, index in enumerate(indexes)
         ]
         return Pages(*(torch.stack(part) for part in zip(*found, strict=True)))
     return Pages(*_ask("index_pages", indexes, queries, keys, k, max_visits, max_pages))
+
+
+def select_compiled(
+    indexes: Sequence[CompiledIndex],
+    queries: torch.Tensor,
+    keys: Keys,
+    scale: float,
+    count: int,
+) -> torch.Tensor:
+    """The keys that all queries of a KV head together attend to most, in one call.
+
+    Every query scores keys as its index does (a ``DCIIndex`` about ``max_visits`` of
+    them, a ``BruteForceIndex`` all) and distributes one vote over them by its softmax.
+    The votes of a group add up. Differs from IceCache, section 4.2, which joins the
+    best keys of each query without weights. Sinks and window would scale all votes of
+    a query alike, so they can be left out.
+
+    Args:
+        indexes: one per request, of the same heads and head_dim; trees and scans may
+            be mixed. The trees must have the same settings.
+        queries: float32 or bfloat16 [requests, heads, group, head_dim].
+        keys: where the indexed keys of all requests lie.
+        scale: softmax scale.
+        count: keys per KV head.
+
+    Returns:
+        int64 [requests, heads, count], distinct, best first, the lower slot first
+        among equals; -1 where fewer keys were scored.
+
+    Raises:
+        ValueError: a shape, dtype or number does not fit; a query is not finite.
+
+    Cost: that of :func:`query_topk`, and one exponential per key scored; per request
+    and head no Python work except a list of handles.
+    """
+    if not indexes:
+        raise ValueError("kvp.index_select: there must be at least one index")
+    if any(getattr(index, "_torch_keys", None) is not None for index in indexes):
+        counts = [index.num_keys for index in indexes]
+        return scan.scan_in_torch(counts, queries, keys, scale, count)
+    return call_compiled(
+        "index_select",
+        _as_tensor(tuple(index.handle for index in indexes)),
+        queries.contiguous(),
+        keys.data,
+        keys.table,
+        keys.by_page,
+        max(index.default_visits for index in indexes),
+        min(index.visit_ratio for index in indexes),
+        scale,
+        count,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _as_tensor(handles: tuple[int, ...]) -> torch.Tensor:
+    """int64 [n]; cached, because the same requests select step after step."""
+    return torch.tensor(handles)
 
 
 def _ask(
@@ -250,27 +324,27 @@ def _torch_topk(
         raise ValueError("kvp.index_topk: an element of queries is not finite")
     gathered = keys.gather()
     found = [
-        reference.topk(queries[r, None], gathered[r, None, :, : index.num_keys], k)
+        scan.topk(queries[r, None], gathered[r, None, :, : index.num_keys], k)
         for r, index in enumerate(indexes)
     ]
     return TopKeys(*(torch.cat(part) for part in zip(*found, strict=True)))
 
 
 def extension_problem() -> str:
-    """Why the compiled index cannot be used, or nothing."""
-    compiled, reason = compiled_for(_CPU)
-    if not compiled:
-        return reason
-    # A library built before the index was added has the other ops only.
-    return "" if hasattr(torch.ops.kvp, "index_create") else "it lacks the index"
+    """Why the compiled index cannot be used; empty if it can."""
+    return compiled_for(_CPU)[1]
 
 
-def require_extension(what: str) -> None:
-    """Raise RuntimeError if the compiled index cannot be used, with the remedy."""
+def require_extension(feature: str) -> None:
+    """Raise RuntimeError with the remedy if the compiled index cannot be used."""
     problem = extension_problem()
     if problem:
         raise RuntimeError(
-            f"{what} needs the compiled extension ({problem}). Install with a C++ "
-            "compiler and CMake: KVP_BUILD=require pip install --no-build-isolation "
-            "-e . Or use BruteForceIndex, which also runs in torch."
+            coded(
+                "KVP403",
+                f"{feature} needs the compiled extension ({problem}). Install with a "
+                "C++ compiler and CMake: KVP_BUILD=require pip install "
+                "--no-build-isolation -e . Or use BruteForceIndex, which also runs in "
+                "torch.",
+            )
         )

@@ -1,4 +1,4 @@
-"""Where the keys of a layer lie."""
+"""Description of where the keys of a layer lie in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Keys:
 
     Keys are float32 or bfloat16, on the CPU, with any strides: a transposed page
     (``[head_dim, block_size]``, vLLM's CPU backend) is the ``transpose`` of its
-    view. Rows whose elements lie side by side are read fastest.
+    view. Rows with contiguous elements are read fastest.
 
     Args:
         data: [requests, heads, n, head_dim], or with a table pages
@@ -25,7 +25,7 @@ class Keys:
         table: int64 [requests, heads, pages]: slot ``s`` of a head is slot
             ``s % block_size`` of page ``table[..., s // block_size]``.
         by_page: the keys lie in the places that the index gave them
-            (:meth:`KeyIndex.places`) instead of in the order of their slots.
+            (:meth:`CompiledIndex.places`) instead of in the order of their slots.
             Neighbours in the tree are then neighbours in memory.
     """
 
@@ -59,7 +59,7 @@ class Keys:
         return cls(pages, _with_requests(table, 3).contiguous(), by_page)
 
     def of(self, request: int) -> Keys:
-        """Those of one request of several."""
+        """The keys of one request."""
         part = slice(request, request + 1)
         if self.data.dim() == 4:
             return Keys(self.data[part], self.table, self.by_page)
@@ -73,7 +73,7 @@ class Keys:
         return int(self.table.shape[2] * self.data.shape[1])
 
     def gather(self) -> torch.Tensor:
-        """All of them, copied: [requests, heads, capacity, head_dim]."""
+        """A copy of all keys: [requests, heads, capacity, head_dim]."""
         if self.data.dim() == 4:
             return self.data.clone()
         requests, heads, pages = self.table.shape

@@ -1,7 +1,8 @@
 """Operations on pages of the KV cache: compiled if built, in torch otherwise.
 
-``dispatch`` is what the rest of the package calls, ``layout`` describes a page,
-``reference`` holds the oracles. Nothing here imports vLLM.
+``layout`` describes a page, ``dispatch`` holds the page copies that the rest of the
+package calls, and ``checks`` the argument checks of the torch versions. Tests compare
+all versions with ``tests/oracles/page_ops.py``. Nothing here imports vLLM.
 """
 
 from vllm_kvplugins.ops.bulk import copy_pages
@@ -17,22 +18,23 @@ from vllm_kvplugins.ops.dispatch import (
     scatter_tokens,
 )
 from vllm_kvplugins.ops.host_fetch import fetch_tokens
-from vllm_kvplugins.ops.hot_set import fill_hot
-from vllm_kvplugins.ops.layout import PageLayout
-from vllm_kvplugins.ops.mixed_attention import attend_mixed, merge_by_lse
+from vllm_kvplugins.ops.hot_set import HotSet, fill_hot
+from vllm_kvplugins.ops.layout import PagedKV, PageLayout
+from vllm_kvplugins.ops.mixed_attention import attend_mixed
 from vllm_kvplugins.ops.page_votes import page_votes
 from vllm_kvplugins.ops.svd import (
     LowRank,
     reconstruct,
-    reconstruct_tokens,
     truncated_svd,
 )
 from vllm_kvplugins.ops.zoom import ZoomEntries, ZoomRegions, within_room, zoom_spans
 
 __all__ = [
     "CoarseEntries",
+    "HotSet",
     "LowRank",
     "PageLayout",
+    "PagedKV",
     "ZoomEntries",
     "ZoomRegions",
     "attend_mixed",
@@ -45,11 +47,9 @@ __all__ = [
     "gather_tokens",
     "gather_values",
     "keep_components",
-    "merge_by_lse",
     "move_tokens",
     "page_votes",
     "reconstruct",
-    "reconstruct_tokens",
     "scatter_tokens",
     "truncated_svd",
     "within_room",

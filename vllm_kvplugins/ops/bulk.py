@@ -1,7 +1,7 @@
-"""Copies of many whole pages at once: between a heap and a staging buffer, say.
+"""Copies of many whole pages at once, for example to a staging buffer.
 
-Compiled if built, in torch otherwise; ``KVP_OPS`` chooses (``extension.py``). What
-``dispatch.py`` says about checks on CUDA holds here too.
+Compiled if built, in torch otherwise; ``KVP_OPS`` overrides this (``extension.py``).
+Checks on CUDA work as ``dispatch.py`` describes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm_kvplugins.ops.dispatch import call_compiled
 from vllm_kvplugins.ops.extension import check_forced, compiled_for
 
 _OP = "copy_pages"
-# Torch copies integers of the elements' size: not every dtype has all operations.
+# Torch copies integers of the same size, because some dtypes lack operations.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -25,28 +25,28 @@ def copy_pages(
     source: torch.Tensor,
     source_ids: torch.Tensor | None,
 ) -> None:
-    """Copy whole pages bit for bit: target page i of the list = source page i.
+    """Copy whole pages bit for bit: listed target page i = listed source page i.
 
-    A gather into a dense buffer names no ``target_ids``, a scatter out of it no
-    ``source_ids``. Shapes of pages may differ, their sizes may not.
+    Pass no ``target_ids`` to gather into a dense buffer, no ``source_ids`` to scatter
+    from one. The shapes of pages may differ, but not their sizes.
 
     Args:
-        target: [num_pages, ...], each page contiguous and apart from the others;
-            any dtype of 1, 2, 4 or 8 bytes. Changed in place.
+        target: [num_pages, ...], pages contiguous and disjoint; any dtype of 1, 2, 4
+            or 8 bytes. Changed in place.
         target_ids: int64 [n], distinct; None = the first n pages, in order.
-        source: [num_source_pages, ...] of the same dtype, on the same device; must
-            not share memory with ``target``, not even lie between its pages.
+        source: [num_source_pages, ...] of the same dtype, on the same device. Its
+            memory range must not overlap that of ``target``.
         source_ids: int64 [n], may repeat; None = the first n pages, in order.
 
-    Without any ids n is the number of source pages.
+    Without ids, n is the number of source pages.
 
     Raises:
         ValueError: a shape, dtype, device or page does not fit, a target page
             repeats, or target and source share memory. Nothing is then changed.
 
-    Cost: each byte read and written once, past the caches from 8 MiB on; a bit per
-        page of the range of ``target_ids``. One kernel launch on CUDA. In torch, a
-        copy of the pages besides if both have ids.
+    Cost: reads and writes each byte once, bypassing the caches from 8 MiB on, and a
+        bit per page of the range of ``target_ids``. One kernel launch on CUDA. In
+        torch, one more copy of the pages if both sides have ids.
     """
     compiled = compiled_for(target.device)[0]
     forced = check_forced(target.device)
@@ -96,7 +96,10 @@ def _check(
     source: torch.Tensor,
     source_ids: torch.Tensor | None,
 ) -> int:
-    """Raise ValueError if anything but the contents of ids is wrong; returns n."""
+    """Raise ValueError if an argument does not fit, except for ids out of range.
+
+    Returns n.
+    """
     sizes = [_page_bytes("target", target), _page_bytes("source", source)]
     if source.device != target.device:
         _fail("source must be on the device of target")
@@ -131,12 +134,12 @@ def _check(
 
 
 def _page_bytes(name: str, pages: torch.Tensor) -> int:
-    """Size of a page, checked to be contiguous and apart from the others."""
+    """Size of a page; checks that pages are contiguous and disjoint."""
     if pages.dim() < 1:
         _fail(f"{name} must be [num_pages, ...], got a scalar")
     elems, together = 1, True
     for size, stride in zip(pages.shape[:0:-1], pages.stride()[:0:-1], strict=True):
-        # The stride of a dimension of size 1 carries no meaning.
+        # The stride of a dimension of size 1 means nothing.
         together &= size == 1 or stride == elems
         elems *= size
     overlap = len(pages) > 1 and pages.stride(0) < elems

@@ -1,7 +1,7 @@
-"""Argument checks of the page operations, for when the compiled ones do not run.
+"""Argument checks of the page operations in torch.
 
-The compiled ops word and order theirs the same way, so a caller sees the same
-error whichever implementation runs.
+The compiled ops check their arguments themselves, with the same messages in the same
+order: a caller sees the same error whichever version runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_heap(op: str, heap: torch.Tensor, layout: PageLayout) -> None:
 def check_rows(
     op: str, name: str, rows: torch.Tensor, heap: torch.Tensor, shape: tuple[int, int]
 ) -> None:
-    """Raise ValueError unless ``rows`` has ``shape`` and the heap's dtype, device."""
+    """Raise ValueError unless ``rows`` has a shape and the heap's dtype and device."""
     _check_device(op, name, rows, heap)
     if rows.dtype != heap.dtype:
         _fail(op, f"{name} must be {heap.dtype}, got {rows.dtype}")

@@ -1,7 +1,7 @@
-"""Nearest prototype of every key and means over the clusters found, fused.
+"""ProtoKV's clustering: the nearest prototype of every key, and means per cluster.
 
-Runs the compiled version where there is one for the device, else a Triton kernel on
-CUDA, and torch otherwise. ``KVP_OPS=torch`` (``extension.py``) forces the last.
+Runs the compiled version if the device has one, else a Triton kernel on CUDA, and torch
+otherwise. ``KVP_OPS=torch`` (``extension.py``) forces the torch version.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ def assign_and_average(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cluster keys by cosine and replace each value by its cluster's mean.
 
-    ProtoKV, equations 17 and 18. Where two prototypes are equally near the lower
-    is taken. Means are bitwise equal within a cluster and do not depend on the
-    order of additions.
+    ProtoKV, equations 17 and 18. Of equally near prototypes the lower one is taken.
+    Means are bitwise equal within a cluster and do not depend on the order of
+    additions.
 
-    Products are of float32 (float64), but for bfloat16 keys on CPUs with AVX-512
-    BF16: there prototypes are rounded to bfloat16, and a key may join one that is
-    farther, in cosine, by up to twice the error of a bfloat16 product in torch.
+    Products are float32 (float64 for float64 keys), except for bfloat16 keys on CPUs
+    with AVX-512 BF16. There prototypes are rounded to bfloat16, and a key may join one
+    whose cosine is smaller by up to twice the error of a bfloat16 product in torch.
 
     Args:
         keys: [H, n, D], any float type and strides.
-        prototypes: [H, P, D], P >= 1, float32 (float64 for float64 keys); unit
-            rows, or zero rows, which attract no key unless there are no others.
+        prototypes: [H, P, D], P >= 1, float32 (float64 for float64 keys); unit rows,
+            or zero rows, which attract no key unless all rows are zero.
         values: float32 [H, n], finite where valid.
         valid: bool [H, n], slots that hold a token; None = all are.
 
     Returns:
         float32 [H, n], the means, 0 where invalid; int64 [H, n], the clusters in
-        ``[0, P)``, P where invalid. Invalid keys may be anything.
+        ``[0, P)``, P where invalid. Invalid keys are ignored.
 
     Raises:
         ValueError: a shape or dtype does not fit.
 
-    Cost: O(H * n * P * D). No similarity is written to memory, but in torch,
-        where those of one tile of slots at a time are.
+    Cost: O(H * n * P * D). Only the torch version writes similarities to memory, one
+        tile of slots at a time.
     """
     _check(keys, prototypes, values, valid)
     backend = backend_for(keys.device, keys.dtype, keys.shape[2])
@@ -82,23 +82,23 @@ def chunk_prototypes(
     count: int,
     valid: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chunks without their irregular keys, and where those are.
+    """Prototypes of chunks without their irregular keys, and the slots of those keys.
 
-    ProtoKV, equations 10 and 11. Compiled for the CPU, if all slots are valid; in
-    torch otherwise.
+    ProtoKV, equations 10 and 11. Compiled on the CPU if all slots are valid, in torch
+    otherwise.
 
     Args:
         keys: [H, n, D], any float type and strides.
         num_chunks: k; chunks are ``n // k`` slots long and start at slot 0.
-        count: how many keys per head are irregular; all, if there are fewer.
-        valid: bool [H, n], or None if all are; other slots have zero keys.
+        count: number of irregular keys per head, at most all keys.
+        valid: bool [H, n], None = all are valid; other slots have zero keys.
 
     Returns:
         float32 (float64 for float64 keys) [H, k, D], unit rows, zero where a
         chunk has no regular key; int64 [H, count], ascending, ties to the lower.
 
-    Cost: three passes over the keys. Compiled, nothing but the result and one
-        number per slot is written to memory.
+    Cost: three passes over the keys. The compiled version writes only the result and
+        one number per slot to memory.
     """
     count = min(count, keys.shape[1] // num_chunks * num_chunks)
     backend = backend_for(keys.device, keys.dtype, keys.shape[2])

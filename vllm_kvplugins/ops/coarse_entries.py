@@ -1,4 +1,4 @@
-"""Entries that stand for many tokens, beside pages that hold each of theirs."""
+"""Attention entries that each stand for a span of tokens."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CoarseEntries:
-    """What sequences attend to beside their pages: an entry stands for a span.
+    """Entries that sequences attend to in addition to their pages.
+
+    Each entry stands for a span of tokens.
 
     Args:
         keys, values: float32 or bfloat16 [entries, head_dim]; a span's means.
         bias: float32 [entries], added to the scaled score: log of the span's length
             in tokens, -inf for an entry that is off, which is then not read.
-        starts, counts: int64 [sequences]; sequence s has the ``counts[s]`` entries from
-            ``starts[s]`` on. Runs may be in any order, with entries between them that
-            nobody has.
+        starts, counts: int64 [sequences]; sequence s has ``counts[s]`` entries from
+            ``starts[s]`` on. Runs may lie in any order, with unused entries between
+            them.
     """
 
     keys: torch.Tensor
@@ -33,7 +35,7 @@ class CoarseEntries:
 
     @classmethod
     def none(cls, sequences: int, like: torch.Tensor) -> CoarseEntries:
-        """No entry for any of ``sequences``; dims, dtype and device of ``like``."""
+        """No entries; head_dim, dtype and device are those of ``like``."""
         rows = like.new_empty(0, like.shape[-1])
         bias = torch.empty(0, device=like.device)
         zeros = torch.zeros(sequences, dtype=torch.int64, device=like.device)

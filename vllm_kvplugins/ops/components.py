@@ -1,6 +1,6 @@
-"""Gates on the components of low-rank factors: what counts little is dropped.
+"""Gates on the components of low-rank factors.
 
-Compiled if built, in torch otherwise; ``KVP_OPS`` chooses (``extension.py``). On the
+Compiled if built, in torch otherwise; ``KVP_OPS`` overrides this (``extension.py``).
 CPU only.
 """
 
@@ -19,27 +19,28 @@ _OP = "keep_components"
 
 
 def keep_components(low_rank: LowRank, gates: torch.Tensor, least: float) -> LowRank:
-    """Factors without the components that count less than ``least``.
+    """Multiply singular values by gates and drop components with small gates.
 
-    SeKV, equations 7 and 8 at deployment: a singular value is multiplied by its gate,
-    and "components with negligible gates are dropped". Those that stay keep their
-    order, and need not be the first ones. Does not modify its arguments.
+    SeKV, equations 7 and 8 at deployment: each singular value is multiplied by its
+    gate, and "components with negligible gates are dropped". The remaining components
+    keep their order and need not be the first ones. Does not modify its arguments.
 
     Args:
         low_rank: what ``truncated_svd`` returned.
-        gates: float32 [sum of ranks] in [0, 1], a number per singular value, matrix
-            by matrix.
-        least: 0 to 1; 0 drops nothing.
+        gates: float32 [sum of ranks] in [0, 1], one per singular value, matrix by
+            matrix.
+        least: components with a smaller gate are dropped; 0 to 1, 0 keeps all.
 
     Returns:
-        Records of their own; rank 0, which stands for zeros, where nothing stays.
+        New factors; a matrix without remaining components has rank 0 and stands for
+        zeros.
 
     Raises:
         ValueError: a shape, dtype or number does not fit, or the factors are not
             sound.
 
-    Cost: a copy of what stays, in parallel over matrices. In torch, a few calls per
-        matrix.
+    Cost: a copy of the remaining components, in parallel over matrices. In torch, a
+        few calls per matrix.
     """
     check_placement(_OP, low_rank.factors.dtype, "factors", low_rank.factors)
     if compiled_for(low_rank.factors.device)[0]:

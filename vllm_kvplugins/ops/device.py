@@ -1,5 +1,7 @@
-"""Between host and GPU: what goes there is not waited for, what comes is when it is
-needed. On a CPU all of this costs nothing."""
+"""Copies between host and GPU that the host does not wait for until it needs them.
+
+On a CPU all of this is free.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,15 @@ import torch
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 tensor of numbers that the host knows; see :func:`moved`."""
+    """An int64 tensor on ``device``; see :func:`moved`."""
     return moved(torch.tensor(numbers, dtype=torch.int64), device)
 
 
 def moved(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on another device.
+    """Copy a host tensor to a device.
 
-    Cost: on CUDA one copy in the stream's order, for which the host does not wait, as
-        it would with memory that is not pinned.
+    Cost: on CUDA one copy in stream order, from pinned memory so that the host does not
+        wait for it.
     """
     if device.type == "cuda":
         host = host.pin_memory()
@@ -26,49 +28,49 @@ def moved(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def staging(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory of the host, not set, that a copy to a device need not wait for."""
+    """Uninitialised host memory; pinned if ``device`` is a GPU."""
     pinned = device.type == "cuda"
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
 class AsyncHostCopy:
-    """A tensor on its way to the host.
+    """A copy of a tensor to the host that is under way.
 
     Args:
-        tensor: of any device; on a CPU it has arrived, and is not copied.
+        tensor: on any device; a CPU tensor is not copied.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._here, self._event = tensor, None
+        self._host, self._event = tensor, None
         if tensor.device.type == "cuda":
-            self._here = staging(
+            self._host = staging(
                 *tensor.shape, dtype=tensor.dtype, device=tensor.device
             )
-            self._here.copy_(tensor, non_blocking=True)
+            self._host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 
     def wait(self) -> torch.Tensor:
-        """The tensor on the host."""
+        """Wait for the copy; returns the tensor on the host."""
         if self._event is not None:
             self._event.synchronize()
-        return self._here
+        return self._host
 
     @property
     def event(self) -> torch.cuda.Event | None:
-        """When it is there, in the order of the stream that was current."""
+        """The event after the copy, on the stream that was current; None on a CPU."""
         return self._event
 
 
 class SideStream:
-    """Where another thread hands work to a GPU, beside the model's; nothing on CPUs."""
+    """A CUDA stream for another thread, parallel to the model's; none on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def after(self, event: torch.cuda.Event | None) -> Iterator[None]:
-        """Hand work over that begins behind an event."""
+        """Queue work on the side stream that starts after an event."""
         if self._stream is None:
             yield
             return
@@ -78,13 +80,12 @@ class SideStream:
             yield
 
     def event(self) -> torch.cuda.Event | None:
-        """When all that has been handed over is done."""
+        """An event after all work queued so far; None on a CPU."""
         return None if self._stream is None else self._stream.record_event()
 
 
 class Reads:
-    """Work of a GPU that reads memory of the host, where the host must not write until
-    it is over.
+    """Pending GPU work that reads host memory, which the host must not write to.
 
     Args:
         device: the GPU.
@@ -92,19 +93,19 @@ class Reads:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # of work on one stream the last is over last
+        # Work on one stream finishes in order, so the last event is enough.
         self._last: dict[torch.cuda.Stream, torch.cuda.Event] = {}
 
     def note(self) -> None:
-        """The current stream has just been handed such work."""
+        """Record that the current stream has just queued reads."""
         stream = torch.cuda.current_stream(self._device)
         self._last[stream] = stream.record_event()
 
     def so_far(self) -> list[torch.cuda.Event]:
-        """Events, behind all of which everything noted so far is over."""
+        """Events after all reads noted so far; finished ones are left out."""
         return [event for event in list(self._last.values()) if not event.query()]
 
     def wait(self) -> None:
-        """Wait until nothing reads any more."""
+        """Wait until all reads are over."""
         for event in self.so_far():
             event.synchronize()

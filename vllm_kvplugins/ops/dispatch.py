@@ -1,12 +1,13 @@
 """The page operations that the rest of the package calls.
 
-Each takes a heap, viewed as ``[num_pages, page_elems]``, and a layout, and runs
-the compiled version if it can and the torch version otherwise; results are the
-same bit for bit. ``KVP_OPS`` chooses (``extension.py``).
+Each takes a heap, viewed as ``[num_pages, page_elems]``, and a layout. It runs the
+compiled version if possible and the torch version otherwise; the results are equal
+bit for bit. The environment variable ``KVP_OPS`` overrides this (``extension.py``).
 
-Contents of index tensors are checked on the CPU. On CUDA that would wait for
-the stream: an index out of range then stops the kernel with a CUDA error, and
-duplicate destinations go unseen, unless ``KVP_OPS_CHECK=1``.
+The compiled version checks its arguments itself (``csrc/binding.hpp``); the torch
+version relies on ``checks.py``. Contents of index tensors are checked on the CPU. On
+CUDA that would wait for the stream: an index out of range stops the kernel with a CUDA
+error, and duplicate destinations go undetected, unless ``KVP_OPS_CHECK=1`` is set.
 """
 
 from __future__ import annotations
@@ -107,12 +108,12 @@ def move_tokens(
 ) -> None:
     """Copy tokens from slot to slot inside the heap, in place.
 
-    No destination may be a source of the same call: the copies then commute,
-    and run in parallel.
+    No destination may be a source of the same call. The copies can then run in any
+    order, and in parallel.
 
     Args:
         heap: float32, float16 or bfloat16 [num_pages, page_elems].
-        src_pages, src_slots: int64 [n], where each token is.
+        src_pages, src_slots: int64 [n], where each token lies.
         dst_pages, dst_slots: int64 [n], where it goes; pairs must differ.
         layout: order of elements in a page, on the heap's device.
 
@@ -148,7 +149,7 @@ def gather_keys(
 
     Args:
         heap: float32, float16 or bfloat16 [num_pages, page_elems].
-        page_table: int64 [rows, pages_per_row]; a page may occur repeatedly.
+        page_table: int64 [rows, pages_per_row]; a page may occur more than once.
         layout: order of elements in a page, on the heap's device.
 
     Returns:
@@ -165,27 +166,27 @@ def gather_keys(
 def gather_values(
     heap: torch.Tensor, page_table: torch.Tensor, layout: PageLayout
 ) -> torch.Tensor:
-    """Unpack the values of whole pages; otherwise as :func:`gather_keys`."""
+    """Unpack the values of whole pages; see :func:`gather_keys`."""
     return _gather_plane(heap, page_table, layout.values, layout)
 
 
 def backend_in_use(device: torch.device | str = "cpu") -> str:
-    """``compiled``, or ``torch: <reason>``, for heaps on a device.
+    """The version that runs on a device: ``compiled``, or ``torch: <reason>``.
 
     Raises:
-        ValueError, RuntimeError: ``KVP_OPS`` is wrong or cannot be honoured.
+        ValueError, RuntimeError: ``KVP_OPS`` is invalid or cannot be satisfied.
     """
     compiled, reason = compiled_for(torch.device(device))
     return "compiled" if compiled else f"torch: {reason}"
 
 
 def extension_info() -> dict[str, Any]:
-    """What ``kvplugins doctor`` shows about the compiled extension.
+    """Facts about the compiled extension, for ``kvplugins doctor``.
 
     Returns:
         ``path``, ``exists``, ``loaded``, ``reason`` (empty if loaded), ``cuda``
         (has CUDA kernels), ``build_type``, and, if loaded, the other facts that
-        the library states about its build (compiler, OpenMP, torch headers).
+        the library reports about its build (compiler, OpenMP, torch headers).
     """
     extension = load_extension()
     return {
@@ -222,7 +223,7 @@ def _gather_plane(
 
 
 def call_compiled(op: str, *arguments: Any) -> Any:
-    """Run a compiled op; its complaints about arguments become ValueErrors."""
+    """Run a compiled op; turn its errors about arguments into ValueError."""
     try:
         return getattr(torch.ops.kvp, op)(*arguments)
     except RuntimeError as error:
@@ -232,7 +233,7 @@ def call_compiled(op: str, *arguments: Any) -> Any:
 
 
 def layout_args(layout: PageLayout) -> tuple[Any, ...]:
-    """A layout as compiled ops take it."""
+    """The layout arguments of compiled ops."""
     arguments = layout.k_offsets, layout.v_offsets, layout.block_size
     keys, values = layout.keys, layout.values
     if not keys.row_stride or keys.row_stride != values.row_stride:

@@ -11,21 +11,26 @@ from pathlib import Path
 
 import torch
 
+from vllm_kvplugins.errors import coded
+
 EXTENSION_PATH = Path(__file__).parent.parent / "_C.abi.so"
 
-# Counts changes of the op schemas; csrc/page_copy.cpp has the same number. A
-# library left over from another version is refused instead of misused.
-OPS_VERSION = "12"
+# Version of the op schemas; csrc/page_copy.cpp states the same number. A library
+# built for another version is refused.
+OPS_VERSION = "13"
+
+# Values of the environment variable KVP_SIMD, see csrc/include/kvp/simd.hpp.
+SIMD_LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16")
 
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """What became of loading the extension.
+    """The outcome of loading the extension.
 
-    Args:
-        reason: why it is not in use; empty if it is.
-        facts: what it says about its own build, and ``simd``, the vectors that it
-            found on this CPU.
+    Attributes:
+        reason: why the extension is not in use; empty if it is.
+        facts: build facts that the library reports, and ``simd``, the vector
+            instructions that its kernels use in this process.
     """
 
     reason: str = ""
@@ -33,7 +38,7 @@ class Extension:
 
     @property
     def has_cuda(self) -> bool:
-        """Whether it brings CUDA kernels."""
+        """Whether the library contains CUDA kernels."""
         return self.facts.get("cuda") == "1"
 
 
@@ -41,10 +46,22 @@ class Extension:
 def load_extension() -> Extension:
     """Load the extension; the first call decides for the process.
 
+    The environment variable ``KVP_SIMD`` limits the vector instructions of its
+    kernels: ``baseline``, ``avx2``, ``avx512`` or ``avx512_bf16``.
+
     Returns:
-        The outcome. A missing file is normal (the torch versions run instead);
-        a file that cannot be used also gives a RuntimeWarning with the reason.
+        The outcome. A missing file is normal: the torch versions run instead. A file
+        that cannot be used also causes a RuntimeWarning with the reason.
+
+    Raises:
+        ValueError: ``KVP_SIMD`` has another value.
     """
+    limit = os.environ.get("KVP_SIMD", SIMD_LEVELS[-1])
+    if limit not in SIMD_LEVELS:
+        levels = ", ".join(SIMD_LEVELS)
+        raise ValueError(
+            coded("KVP402", f"KVP_SIMD must be one of {levels}, got {limit!r}")
+        )
     if not EXTENSION_PATH.exists():
         return Extension(reason=f"{EXTENSION_PATH.name} has not been built")
     try:
@@ -74,7 +91,7 @@ def _unusable(problem: str) -> Extension:
 
 
 def torch_by_request() -> bool:
-    """Whether ``KVP_OPS`` forbids everything but the torch versions."""
+    """Whether ``KVP_OPS=torch`` allows only the torch versions."""
     return os.environ.get("KVP_OPS", "auto") == "torch"
 
 
@@ -84,7 +101,7 @@ def _has_triton() -> bool:
 
 
 def triton_for(device: torch.device) -> bool:
-    """Whether Triton's kernels run on a device."""
+    """Whether Triton kernels run on a device."""
     return device.type == "cuda" and not torch_by_request() and _has_triton()
 
 
@@ -98,25 +115,35 @@ def compiled_for(device: torch.device) -> tuple[bool, str]:
         ValueError: ``KVP_OPS`` has another value.
         RuntimeError: ``KVP_OPS=compiled``, but the compiled ops cannot run.
     """
-    wanted = os.environ.get("KVP_OPS", "auto")
+    requested = os.environ.get("KVP_OPS", "auto")
     if torch_by_request():
         return False, "KVP_OPS=torch"
-    if wanted not in ("auto", "compiled"):
-        raise ValueError(f"KVP_OPS must be auto, torch or compiled, got {wanted!r}")
+    if requested not in ("auto", "compiled"):
+        raise ValueError(
+            coded(
+                "KVP400", f"KVP_OPS must be auto, torch or compiled, got {requested!r}"
+            )
+        )
     extension = load_extension()
     reason = extension.reason
     if not reason and device.type == "cuda" and not extension.has_cuda:
         reason = "the extension was built without CUDA"
     if not reason and device.type not in ("cpu", "cuda"):
         reason = f"the extension does not support {device.type}"
-    if reason and wanted == "compiled":
-        raise RuntimeError(f"KVP_OPS=compiled, but {reason}")
+    if reason and requested == "compiled":
+        raise RuntimeError(
+            coded(
+                "KVP401",
+                f"KVP_OPS=compiled, but {reason}. Rebuild the extension, or set "
+                "KVP_OPS=auto to allow the torch versions",
+            )
+        )
     return not reason, reason
 
 
 def check_forced(device: torch.device) -> bool:
-    """Whether ``KVP_OPS_CHECK=1`` asks for checks that are left out on this device.
+    """Whether ``KVP_OPS_CHECK=1`` turns on checks that this device skips.
 
-    Checks wait for the device's stream; on a CPU compiled ops check by themselves.
+    The checks wait for the device's stream. On a CPU the compiled ops always check.
     """
     return device.type != "cpu" and os.environ.get("KVP_OPS_CHECK") == "1"

@@ -1,4 +1,4 @@
-"""Host memory that a GPU reads by itself, and tokens that it takes from there."""
+"""Host memory that a GPU reads directly, and tokens that it fetches from there."""
 
 from __future__ import annotations
 
@@ -13,34 +13,36 @@ _OP = "fetch_tokens"
 
 
 def direct_problem(device: torch.device) -> str | None:
-    """Why a device cannot read the host's memory, if so."""
+    """Why a device cannot read host memory directly; None if it can."""
     if device.type != "cuda":
-        return f"a {device.type} is no GPU that reads the host's memory"
+        return f"a {device.type} device cannot read host memory directly"
     compiled, reason = compiled_for(device)
     return None if compiled else reason
 
 
 def pin(memory: torch.Tensor, device: torch.device) -> None:
-    """Keep memory of the host in place, and let GPUs read it at its address.
+    """Pin host memory and map it, so that GPUs can read it at the same address.
 
     Args:
         memory: one dimension, contiguous, on the CPU; whole pages of the operating
-            system, of which none is pinned already.
-        device: whose context is told; all others know it too.
+            system, none of which is pinned already.
+        device: the device whose context registers it; all devices can read it.
 
     Raises:
-        ValueError: the driver or the operating system refuse; the message says why.
+        ValueError: the driver or the operating system refuses; the message has the
+            reason.
 
-    Cost: what was never touched gets its physical memory now. Other threads go on.
+    Cost: allocates physical memory for pages that were never touched. Other threads
+        continue.
     """
     call_compiled("pin_host", memory, device.index or 0)
 
 
 def unpin(memory: torch.Tensor) -> None:
-    """Undo :func:`pin`; no GPU may be reading it any more.
+    """Undo :func:`pin`. No GPU may still be reading the memory.
 
     Raises:
-        ValueError: it is not pinned.
+        ValueError: the memory is not pinned.
     """
     call_compiled("unpin_host", memory)
 
@@ -57,21 +59,21 @@ def fetch_tokens(
     """Write keys and values of single tokens into the heap, in place, out of rows that
     lie anywhere in the host's memory.
 
-    On CUDA the GPU reads them itself, when the stream comes to it: until then the rows
-    must stay as they are, and pinned (:func:`pin`).
+    On CUDA the GPU reads the rows itself, in stream order: until then they must stay
+    pinned (:func:`pin`) and unchanged.
 
     Args:
         heap: float32, float16 or bfloat16 [num_pages, page_elems].
         pages, slots: int64 [n], where each token goes; pairs must differ.
         rows: [num_rows, head_dim] of the heap's dtype, on the CPU.
-        key_rows, value_rows: int64 [n], rows of keys and of values; on the heap's
-            device, as ``pages`` and ``slots`` are.
+        key_rows, value_rows: int64 [n], rows of keys and of values; like ``pages``
+            and ``slots`` on the heap's device.
         layout: order of elements in a page, on the heap's device.
 
     Raises:
-        ValueError: something does not fit; the heap is then unchanged. On CUDA an index
-            out of range stops the kernel instead.
-        RuntimeError: the heap is on a device that cannot.
+        ValueError: an argument does not fit; the heap is then unchanged. On CUDA an
+            index out of range stops the kernel instead.
+        RuntimeError: the device of the heap cannot read host memory.
 
     Cost: O(n * head_dim); one kernel launch on CUDA.
     """
@@ -99,11 +101,11 @@ def _check(
     value_rows: torch.Tensor,
     layout: PageLayout,
 ) -> None:
-    """Raise ValueError if anything does not fit; on CUDA that waits for the stream."""
+    """Raise ValueError if an argument does not fit; on CUDA waits for the stream."""
     checks.check_heap(_OP, heap, layout)
-    # whatever the heap is on, rows are on the host
-    alike = torch.empty(0, dtype=heap.dtype)
-    checks.check_rows(_OP, "rows", rows, alike, (len(rows), layout.head_dim))
+    # Rows lie on the host, whatever the device of the heap.
+    on_host = torch.empty(0, dtype=heap.dtype)
+    checks.check_rows(_OP, "rows", rows, on_host, (len(rows), layout.head_dim))
     for name, each, what, limit in (
         ("pages", pages, "page", len(heap)),
         ("slots", slots, "slot", layout.block_size),

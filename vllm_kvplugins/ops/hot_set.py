@@ -1,6 +1,8 @@
-"""Makes fetched tokens resident: copies from host pages into hot slots."""
+"""Copies of fetched tokens from host pages into hot slots."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -9,60 +11,77 @@ from vllm_kvplugins.ops.device import Reads, moved, staging
 from vllm_kvplugins.ops.dispatch import call_compiled, scatter_tokens
 from vllm_kvplugins.ops.extension import compiled_for
 from vllm_kvplugins.ops.host_fetch import fetch_tokens
-from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.ops.layout import PagedKV
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HotSet:
+    """The hot slots of one layer: where they lie, and which tokens they hold.
+
+    Entry i of every tensor belongs to the request with slot index i.
+
+    Attributes:
+        token: int64 [entries, heads, width], number of the host token in each hot
+            slot; updated by :func:`fill_hot`.
+        page, slot: int64 [entries, heads, width], where the hot slots lie in the heap.
+        counts: int64 [entries], how many of the ``width`` slots are in use.
+    """
+
+    token: torch.Tensor
+    page: torch.Tensor
+    slot: torch.Tensor
+    counts: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Tokens, pages, slots and counts."""
+        return self.token, self.page, self.slot, self.counts
 
 
 def fill_hot(
-    heap: torch.Tensor,
-    layout: PageLayout,
+    kv: PagedKV,
     host: torch.Tensor,
     table: torch.Tensor,
     wanted: torch.Tensor,
     slot_indices: torch.Tensor,
-    token: torch.Tensor,
-    page: torch.Tensor,
-    slot: torch.Tensor,
-    counts: torch.Tensor,
+    hot: HotSet,
     reads: Reads | None = None,
 ) -> torch.Tensor:
-    """Put wanted tokens in the place of hot ones that are not wanted.
+    """Replace hot tokens that are not wanted by wanted tokens.
 
-    What is hot already stays where it is. The first slots are taken first, and the
-    best of the tokens that are missing come first; if fewer are wanted than there
-    are slots, what was there stays in the others.
+    Wanted tokens that are hot already keep their slots. The missing ones go to the
+    first free slots, the best token first. If fewer tokens are wanted than there are
+    slots, the other slots keep their tokens.
 
-    To a heap on a GPU tokens go in bulk (IceCache, section 4.3): gathered into one
-    buffer of pinned memory, copied at once, and scattered to their slots there. The
-    host does not wait for that. With ``reads`` only their numbers go there, and the GPU
-    takes them out of ``host`` itself.
+    Tokens reach a heap on a GPU in bulk (IceCache, section 4.3): they are gathered into
+    one pinned buffer, copied at once and scattered to their slots. The host does not
+    wait for that. With ``reads`` only their numbers are copied, and the GPU reads the
+    tokens from ``host`` itself.
 
     Args:
-        heap: [num_pages, page_elems], written; on any device, its layout as well.
-            Everything else is on the CPU.
+        kv: the heap, written, on any device. All other tensors lie on the CPU.
         host: heap's dtype [host_pages, 2 (keys, values), page_tokens, head_dim].
         table: int64 [requests, heads, pages], host pages of each request and head;
             token t lies in slot ``t % page_tokens`` of entry ``t // page_tokens``.
-        wanted: int64 [requests, heads, n], host tokens, distinct, best first; -1
-            asks for nothing. Entries beyond a request's count are ignored.
-        seats: int64 [requests], rows of the four below, distinct.
-        token: int64 [seats, heads, width], host tokens that are hot; updated.
-        page, slot: int64 [seats, heads, width], where they are in the heap.
-        counts: int64 [seats], how many of ``width`` slots there are.
-        reads: of ``host``, which is pinned then, at least the pages of ``table``; what
-            is read must not change until that is over.
+        wanted: int64 [requests, heads, n], host tokens, distinct, best first; -1 is
+            ignored, and so are entries beyond a request's count.
+        slot_indices: int64 [requests], the entry of ``hot`` of each request, distinct.
+        hot: the hot slots; its tokens are updated.
+        reads: pending GPU reads of ``host``, which must be pinned, at least the pages
+            of ``table``. The tokens must not change until these reads are over.
 
     Returns:
         int64 [requests], tokens copied, over all heads.
 
     Raises:
-        ValueError: something does not fit, or a token, page or slot does not exist.
-            Other requests of the call may have been served by then.
+        ValueError: a shape or dtype does not fit, or a token, page or slot does not
+            exist. Other requests of the call may have been served by then.
 
     Cost: copies of ``2 * head_dim`` elements per missing token, and O(width) per
     (request, head); both in parallel over (request, head).
     """
-    at_once = heap.device.type == "cpu" and compiled_for(heap.device)[0]
-    if at_once:
+    heap, layout = kv.pages, kv.layout
+    if heap.device.type == "cpu" and compiled_for(heap.device)[0]:
         return call_compiled(
             "fill_hot",
             heap,
@@ -73,14 +92,9 @@ def fill_hot(
             table,
             wanted,
             slot_indices,
-            token,
-            page,
-            slot,
-            counts,
+            *hot.tensors,
         )
-    moves, copied = swap_hot(
-        host, table, wanted, slot_indices, token, page, slot, counts
-    )
+    moves, copied = swap_hot(host, table, wanted, slot_indices, hot)
     count, dim = moves.shape[1], host.shape[3]
     if count == 0:
         return copied
@@ -103,39 +117,36 @@ def swap_hot(
     table: torch.Tensor,
     wanted: torch.Tensor,
     slot_indices: torch.Tensor,
-    token: torch.Tensor,
-    page: torch.Tensor,
-    slot: torch.Tensor,
-    counts: torch.Tensor,
+    hot: HotSet,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What :func:`fill_hot` would copy, copying nothing. Tokens count as hot after it.
+    """The copies that :func:`fill_hot` would make. Updates ``hot``, copies nothing.
 
     Args:
-        all: as of ``fill_hot``.
+        host, table, wanted, slot_indices, hot: see :func:`fill_hot`.
 
     Returns:
-        int64 [4, n]: rows of ``host`` as ``[host_pages * 2 * page_tokens, head_dim]``
-        that hold keys, the same for values, and pages and slots where they go;
-        int64 [requests], how many of them are of each.
+        int64 [4, n]: the rows of ``host``, seen as ``[host_pages * 2 * page_tokens,
+        head_dim]``, that hold keys, the rows that hold values, and the pages and slots
+        where they go; int64 [requests], how many of the n each request has.
 
     Raises:
-        ValueError: something does not fit.
+        ValueError: an argument does not fit.
     """
     if compiled_for(host.device)[0]:
         moves, copied = call_compiled(
-            "swap_hot", host, table, wanted, slot_indices, token, page, slot, counts
+            "swap_hot", host, table, wanted, slot_indices, *hot.tensors
         )
         return moves, copied
     copied, parts = torch.zeros_like(slot_indices), [slot_indices.new_empty(4, 0)]
     for request, slot_index in enumerate(slot_indices.tolist()):
-        at = (slot_index, slice(None), slice(0, int(counts[slot_index])))
+        at = (slot_index, slice(None), slice(0, int(hot.counts[slot_index])))
         moves = _swap_one(
             host.shape[2],
             table[request],
-            wanted[request, :, : int(counts[slot_index])],
-            token[at],
-            page[at],
-            slot[at],
+            wanted[request, :, : int(hot.counts[slot_index])],
+            hot.token[at],
+            hot.page[at],
+            hot.slot[at],
         )
         copied[request] = moves.shape[1]
         parts.append(moves)
@@ -150,19 +161,20 @@ def _swap_one(
     page: torch.Tensor,
     slot: torch.Tensor,
 ) -> torch.Tensor:
-    """One request, all of its heads."""
+    """The moves of one request, int64 [4, n]; updates ``token``."""
     heads = wanted.shape[0]
-    # the last entry stands for "nothing"
-    there = torch.zeros(heads, table.shape[1] * page_tokens + 1, dtype=torch.bool)
-    asked = there.clone()
-    there.scatter_(1, token, True)
-    there[:, -1] = True
-    asked.scatter_(1, wanted.where(wanted >= 0, asked.shape[1] - 1), True)
-    missing = ~there.gather(1, wanted.where(wanted >= 0, there.shape[1] - 1))
-    leaves = ~asked.gather(1, token)
-    leaves &= leaves.cumsum(1) <= missing.sum(1, keepdim=True)
+    # The last entry stands for -1.
+    is_hot = torch.zeros(heads, table.shape[1] * page_tokens + 1, dtype=torch.bool)
+    is_wanted = is_hot.clone()
+    is_hot.scatter_(1, token, True)
+    is_hot[:, -1] = True
+    entry = wanted.where(wanted >= 0, is_hot.shape[1] - 1)
+    is_wanted.scatter_(1, entry, True)
+    missing = ~is_hot.gather(1, entry)
+    replaced = ~is_wanted.gather(1, token)
+    replaced &= replaced.cumsum(1) <= missing.sum(1, keepdim=True)
     row, rank = missing.nonzero(as_tuple=True)
-    out_row, out = leaves.nonzero(as_tuple=True)
+    out_row, out = replaced.nonzero(as_tuple=True)
     fetched = wanted[row, rank]
     source = table[row, fetched // page_tokens] * 2 * page_tokens
     source += fetched % page_tokens

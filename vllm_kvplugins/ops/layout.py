@@ -1,4 +1,4 @@
-"""Where the elements of one page lie."""
+"""Pages of keys and values, and the order of elements in a page."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ class Plane:
 
     Args:
         offsets: int32 [block_size * head_dim]; entry ``s * head_dim + d`` is the
-            place of dimension ``d`` of slot ``s``, counted from the page's start.
+            offset of dimension ``d`` of slot ``s`` from the start of the page.
         base: offset of slot 0, dimension 0.
-        strides: elements from slot to slot and from dimension to dimension; None
-            where these are not the same everywhere, or go backwards, which no view
-            of torch's can.
+        strides: elements from slot to slot and from dimension to dimension; None if
+            they vary or are negative, which a torch view cannot express.
     """
 
     offsets: torch.Tensor
@@ -27,14 +26,14 @@ class Plane:
 
     @property
     def row_stride(self) -> int:
-        """Elements from one slot's row to the next; 0 where slots are no rows."""
+        """Elements from one slot's row to the next; 0 if slots are not rows."""
         step, across = self.strides or (0, 0)
         return step if across == 1 else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageLayout:
-    """The order of elements in a page, which the attention kernel dictates.
+    """The order of elements in a page, as the attention kernel requires it.
 
     ::
 
@@ -44,7 +43,7 @@ class PageLayout:
         block_size: slots per page.
         head_dim: elements per key, and per value.
         k_offsets, v_offsets: int32 [block_size * head_dim], contiguous, on the
-            device of the heap; together they name every element of a page once.
+            device of the heap; together they list every element of a page once.
 
     Raises:
         ValueError: a size is not positive, a table has another dtype, shape or
@@ -63,7 +62,7 @@ class PageLayout:
 
     @property
     def digest(self) -> str:
-        """Equal for layouts that hold every element in the same place."""
+        """A hash; equal for layouts with the same offsets."""
         tables = torch.cat([self.k_offsets, self.v_offsets]).cpu()
         raw = tables.contiguous().view(torch.uint8).numpy().tobytes()
         return hashlib.blake2b(raw, digest_size=8).hexdigest()
@@ -85,7 +84,7 @@ class PageLayout:
             i = int(wrong[0])
             found = int(seen[i])
             raise ValueError(
-                "k_offsets and v_offsets must name every element of a page once; "
+                "k_offsets and v_offsets must list every element of a page once; "
                 + (
                     f"element {i} is missing"
                     if found > i
@@ -107,8 +106,8 @@ class PageLayout:
 
     @classmethod
     def interleaved(cls, block_size: int, head_dim: int) -> PageLayout:
-        """``[block_size, 2 * head_dim]``, each slot's key and then its value; the
-        caches of vLLM's backends on CUDA."""
+        """``[block_size, 2 * head_dim]``: each slot's key, then its value. vLLM's CUDA
+        backends use it."""
         dim = torch.arange(head_dim, dtype=torch.int32)
         slot = torch.arange(block_size, dtype=torch.int32)
         keys = (slot[:, None] * 2 * head_dim + dim).reshape(-1)
@@ -125,14 +124,14 @@ class PageLayout:
 
     @classmethod
     def transposed_keys(cls, block_size: int, head_dim: int) -> PageLayout:
-        """Keys ``[head_dim, block_size]``, values natural; x86 CPU without AMX."""
+        """Keys ``[head_dim, block_size]``, values natural: x86 CPUs without AMX."""
         elements = torch.arange(2 * block_size * head_dim, dtype=torch.int32)
         half = block_size * head_dim
         keys = elements[:half].view(head_dim, block_size).t().reshape(-1)
         return cls(block_size, head_dim, keys.clone(), elements[half:].clone())
 
     def to(self, device: torch.device | str) -> PageLayout:
-        """The same layout with its tables on ``device``; itself if they are there."""
+        """This layout with its tables on ``device``; itself if they are there."""
         k_offsets = self.k_offsets.to(device)
         if k_offsets is self.k_offsets:
             return self
@@ -141,10 +140,24 @@ class PageLayout:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedKV:
+    """Pages of keys and values, and their layout: ``kvp::PagedKV`` in csrc.
+
+    Attributes:
+        pages: float32, float16 or bfloat16 [num_pages, page_elems], each page
+            contiguous.
+        layout: the order of elements in a page, on the device of the pages.
+    """
+
+    pages: torch.Tensor
+    layout: PageLayout
+
+
 def _strides(table: torch.Tensor) -> tuple[int, int] | None:
-    """Of a table [block_size, head_dim] whose first entry is 0."""
+    """Strides of a table [block_size, head_dim] whose first entry is 0, if constant."""
     slots, dims = table.shape
-    # a plane of one slot, or one dimension, has no step that way
+    # A plane of one slot or one dimension has no step in that direction.
     step = int(table[1, 0]) if slots > 1 else dims
     across = int(table[0, 1]) if dims > 1 else 1
     slot = torch.arange(slots, device=table.device)

@@ -1,8 +1,7 @@
 """Attention of new tokens to pages and coarse entries under one softmax.
 
-Compiled on CPUs if built, in Triton on CUDA, in torch otherwise; ``KVP_OPS`` chooses
-(``extension.py``). Where a stock kernel attends to the pages, :func:`merge_by_lse`
-adds the coarse entries to what it found.
+Runs the compiled kernel on CPUs if it is built, a Triton kernel on CUDA, and torch
+otherwise; the environment variable ``KVP_OPS`` overrides this (``extension.py``).
 """
 
 from __future__ import annotations
@@ -33,40 +32,39 @@ def attend_mixed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode attention of one token per row over a memory of mixed resolution.
 
-    SeKV, section 3.3: tokens at full resolution and coarse entries share one softmax,
-    the score of an entry being ``scale * q.k + bias``. A sequence here is a
-    (row, KV head), in this order, with pages and entries of its own. Does not modify
-    its arguments.
+    SeKV, section 3.3: tokens at full resolution and coarse entries share one softmax;
+    the score of an entry is ``scale * q.k + bias``. A sequence is one (row, KV head)
+    pair, in this order, with its own pages and entries. Does not modify its arguments.
 
     Args:
         queries: float32 or bfloat16 [rows, num_q_heads, head_dim], after RoPE;
             num_q_heads is a multiple of the number of KV heads.
         heap: float32 or bfloat16 [num_pages, page_elems].
         layout: order of elements in a page, on the heap's device.
-        page_table: int32 [sequences, most_pages]; ids beyond a sequence's length may
-            be anything.
-        lengths: int32 [sequences], tokens; the last page may be part full.
-        scale: of the scores, 1/sqrt(head_dim) unless the model overrides it.
-        coarse: None = there are no entries.
+        page_table: int32 [sequences, max_pages]; ids beyond a sequence's length are
+            ignored.
+        lengths: int32 [sequences], tokens; the last page may be partly full.
+        scale: softmax scale, 1/sqrt(head_dim) unless the model overrides it.
+        coarse: coarse entries; None = there are none.
 
     Returns:
         [rows, num_q_heads, head_dim] of the dtype of ``queries``, and the float32
-        [rows, num_q_heads] log-sum-exp of all scores (natural logarithm). Who has
+        [rows, num_q_heads] log-sum-exp of all scores (natural logarithm). A head with
         nothing to attend to gets 0 and -inf.
 
     Raises:
         ValueError: a shape, dtype, device, page, length, start or bias does not fit.
 
-    Sums are of float32. A weight is exact to 1e-6 of the largest, and never below
-    exp(-60) of it; what the log-sum-exp says of tokens that far below is no more
-    than that. Compiled, results are the same bits for any number of threads and
-    whatever other rows are in the call. What lies in a page behind the last token may
-    be anything.
+    Sums are float32. The compiled version computes weights to 1e-6 of the largest one
+    and none below exp(-60) of it, so the log-sum-exp is no more exact than that about
+    tokens with tiny weights. Its results are the same bits for any number of threads
+    and whatever other rows are in the call. Slots after the last token may hold
+    anything.
 
     Cost: reads every key and value once; ``4 * group * head_dim`` operations and
-        ``group`` exponentials per token and KV head. Pages whose keys are neither
-        rows nor columns are copied first, several times slower. In torch, all pages
-        are copied to float32 at once, padded to the longest sequence.
+        ``group`` exponentials per token and KV head. Pages whose keys are neither rows
+        nor columns are copied first, which is several times slower. The torch version
+        copies all pages to float32, padded to the longest sequence.
     """
     if heap.device.type == "cpu" and compiled_for(heap.device)[0]:
         entries: tuple[torch.Tensor | None, ...] = (None,) * 5
@@ -97,51 +95,6 @@ def attend_mixed(
     return torch_ops.attend_mixed(
         queries, heap, layout, page_table, lengths, scale, every.tensors
     )
-
-
-def merge_by_lse(
-    first: torch.Tensor,
-    first_lse: torch.Tensor,
-    second: torch.Tensor,
-    second_lse: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What attention over two disjoint sets of tokens is over both of them.
-
-    The merge of FlashDecoding: outputs weighted by the exponentials of their
-    log-sum-exps. Does not modify its arguments.
-
-    Args:
-        first, second: [..., head_dim], any float type, on one device.
-        first_lse, second_lse: float32 [...], natural logarithm; -inf where that side
-            had nothing to attend to, its output is then ignored.
-
-    Returns:
-        The merged output, of the dtype of ``first``, and its float32 log-sum-exp;
-        0 and -inf where neither side had anything.
-
-    Raises:
-        ValueError: shapes differ.
-
-    Cost: a few passes over the outputs; no host sync.
-    """
-    if first.shape != second.shape:
-        raise ValueError(
-            f"outputs must have one shape, got {list(first.shape)} and "
-            f"{list(second.shape)}"
-        )
-    for lse in (first_lse, second_lse):
-        if lse.shape != first.shape[:-1]:
-            raise ValueError(
-                f"log-sum-exps must have shape {list(first.shape[:-1])}, got "
-                f"{list(lse.shape)}"
-            )
-    both = torch.logaddexp(first_lse.float(), second_lse.float())
-    merged = torch.zeros_like(first, dtype=torch.float32)
-    for out, lse in ((first, first_lse), (second, second_lse)):
-        nothing = (lse == -math.inf)[..., None]
-        share = (lse.float() - both).exp()[..., None]
-        merged += (share * out.float()).masked_fill(nothing, 0)
-    return merged.to(first.dtype), both
 
 
 def _check(

@@ -1,8 +1,8 @@
 """Attention that some queries pay to each slot of a request, read from its pages.
 
-What policies score slots by, without a dense copy of the keys and without a matrix of
-weights. Compiled if built, in torch otherwise; ``KVP_OPS`` chooses (``extension.py``).
-What ``dispatch.py`` says about checks on CUDA holds here too.
+Policies score slots by it. The compiled version needs neither a dense copy of the keys
+nor a matrix of weights. Compiled if built, in torch otherwise; ``KVP_OPS`` overrides
+this (``extension.py``). Checks on CUDA work as ``dispatch.py`` describes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_kvplugins.ops.layout import PageLayout
 
 _OP = "page_votes"
 _MAX_HEAD_DIM = 512  # kMaxHeadDim in csrc/include/kvp/vectors.hpp
-# In torch, weights are held for at most this many entries at a time; 128 MiB.
+# In torch, largest number of weights held at a time: 128 MiB.
 _MAX_WEIGHTS = 1 << 25
 
 
@@ -35,27 +35,27 @@ def page_votes(
 ) -> torch.Tensor:
     """Sum, or maximum, over queries of the attention weight of each slot.
 
-    The sum over the window's queries, divided by their number, is what ``scoring``
-    calls window votes (equation 4 of the ProtoKV paper); with a probe's queries and
-    keys, its mean over a group is the attention mass and the maximum over queries and
-    group the attention peak (equation 3 of the EpiCache paper).
+    The sum over the window's queries, divided by their number, gives the window votes
+    of ``scoring`` (equation 4 of the ProtoKV paper). With the queries and keys of a
+    probe, the mean over a group gives the attention mass and the maximum over queries
+    and group the attention peak (equation 3 of the EpiCache paper).
 
-    Causal by position, slots may lie in any order. A query that sees nothing has no
-    weights.
+    The mask is causal by position; slots may lie in any order. A query that sees no
+    slot has no weights.
 
     Args:
         heap: float32, float16 or bfloat16 [num_pages, page_elems].
         page_table: int64 [kv_heads, pages], the request's pages.
-        positions: int64 [kv_heads, slots], of the first slots of these pages; -1 where
-            there is no token, whatever lies there.
-        queries: [q_heads, num_queries, head_dim] of the heap's dtype, after RoPE; those
-            of a KV head side by side.
+        positions: int64 [kv_heads, slots], positions of the first slots of these
+            pages; -1 where there is no token.
+        queries: [q_heads, num_queries, head_dim] of the heap's dtype, after RoPE; the
+            query heads of a KV head follow each other.
         query_positions: int64 [num_queries].
         layout: order of elements in a page, on the heap's device.
         scale: softmax scale.
         most: the largest weight instead of the sum.
         own_keys: [kv_heads, num_queries, head_dim], keys of the queries' own tokens if
-            they are in no page; they take part in the softmax and get no votes.
+            no page holds them; they take part in the softmax but get no votes.
 
     Returns:
         float32 [kv_heads, group, slots].
@@ -63,11 +63,11 @@ def page_votes(
     Raises:
         ValueError: a shape, dtype, device or page does not fit.
 
-    Cost: keys are read twice per query head; ``4 * q_heads * num_queries * slots *
-        head_dim`` operations. Compiled, sums of float32 in one order whatever the
-        number of threads, and no scratch but a tile of slots per thread (on CUDA three
-        launches, and two numbers per query and 1024 slots). In torch a dense copy of
-        the keys and 128 MiB of weights.
+    Cost: reads the keys twice per query head; ``4 * q_heads * num_queries * slots *
+        head_dim`` operations. The compiled version adds float32 in one order for any
+        number of threads and needs one tile of slots per thread as scratch (on CUDA
+        three launches, and two numbers per query and 1024 slots). The torch version
+        needs a dense copy of the keys and up to 128 MiB of weights.
     """
     compiled = compiled_for(heap.device)[0]
     forced = check_forced(heap.device)
@@ -118,7 +118,7 @@ def _in_torch(
     most: bool,
     own_keys: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Products are of the heap's dtype, the rest of float32."""
+    """Products have the heap's dtype, everything else is float32."""
     kv_heads, slots = positions.shape
     used = -(-slots // layout.block_size)
     keys = torch_ops.gather_plane(heap, page_table[:, :used], layout.keys, layout)
@@ -155,7 +155,7 @@ def _check(
     layout: PageLayout,
     own_keys: torch.Tensor | None,
 ) -> None:
-    """The checks of csrc/vote_check.hpp, in its order and words."""
+    """The checks of csrc/vote_check.hpp, with the same messages in the same order."""
     checks.check_heap(_OP, heap, layout)
     if layout.head_dim > _MAX_HEAD_DIM:
         _fail(f"head_dim must be at most {_MAX_HEAD_DIM}, got {layout.head_dim}")

@@ -1,8 +1,8 @@
-"""Low-rank factors of spans of keys and values, and the rows that they stand for.
+"""Low-rank factors of spans of keys and values, and their reconstruction.
 
 SeKV keeps a span's keys and values in host memory as truncated singular value
-decompositions, and makes its tokens of them when a query asks for it. Compiled if
-built, in torch otherwise; ``KVP_OPS`` chooses. Decompositions are made on the CPU.
+decompositions, and reconstructs its tokens when a query needs them. Compiled if built,
+in torch otherwise; ``KVP_OPS`` overrides this. Decompositions run on the CPU.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from typing import NoReturn
 
 import torch
 
-from vllm_kvplugins.ops import checks
-from vllm_kvplugins.ops.dispatch import call_compiled, scatter_tokens
+from vllm_kvplugins.ops.dispatch import call_compiled
 from vllm_kvplugins.ops.extension import compiled_for
-from vllm_kvplugins.ops.layout import PageLayout
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512  # kMaxHeadDim in csrc/include/kvp/vectors.hpp
@@ -23,21 +21,21 @@ MAX_HEAD_DIM = 512  # kMaxHeadDim in csrc/include/kvp/vectors.hpp
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """Truncated decompositions of many matrices, packed one behind the other.
+    """Truncated decompositions of many matrices, packed one after the other.
 
-    A matrix's record is one run of elements: its singular values as float32 (two
-    elements each if the others are bfloat16), U [tokens, rank], V^T [rank,
-    head_dim], and with bfloat16 one element more if that makes an odd number.
-    Equation 18 of SeKV counts ``rank * (tokens + head_dim + 1)`` elements, what a
-    float32 record has; one of bfloat16 has up to ``rank + 1`` more.
+    The record of a matrix is one run of elements: its singular values as float32 (two
+    elements each in bfloat16 records), U [tokens, rank], V^T [rank, head_dim], and in
+    bfloat16 records a padding element if the number is odd. A float32 record has the
+    ``rank * (tokens + head_dim + 1)`` elements of SeKV's equation 18; a bfloat16 record
+    has up to ``rank + 1`` more.
 
-    The records may be moved elsewhere, to an arena or a GPU, say: replace ``factors``.
-    With bfloat16 that must begin at an even element of its storage. The other tensors
-    stay on the CPU.
+    To move the records, for example to an arena or a GPU, replace ``factors``. bfloat16
+    factors must begin at an even element of their storage. The other tensors stay on
+    the CPU.
 
     Args:
         factors: float32 or bfloat16 [elements], all records.
-        offsets: int64 [matrices + 1], where each record begins, and the end.
+        offsets: int64 [matrices + 1], the begin of each record, and the end.
         ranks: int64 [matrices].
         tokens: int64 [matrices], rows of each matrix.
         head_dim: columns of every matrix.
@@ -54,12 +52,12 @@ class LowRank:
 
     @property
     def nbytes(self) -> int:
-        """Size of the records; the index tensors are not counted."""
+        """Bytes of the records, without the index tensors."""
         return int(self.factors.numel() * self.factors.itemsize)
 
     def singular_values(self, matrix: int) -> torch.Tensor:
-        """float32 [rank], a view: what is written there is used. Descending, unless
-        gates have been multiplied into them."""
+        """float32 [rank], a view that may be written to. Descending, unless gates have
+        been multiplied into them."""
         rank, start = int(self.ranks[matrix]), int(self.offsets[matrix])
         wide = 4 // self.factors.itemsize
         return self.factors[start : start + rank * wide].view(torch.float32)
@@ -94,34 +92,34 @@ def truncated_svd(
     values up to ``max(length, head_dim) * 2^-23`` of the largest count as zero: a
     matrix of zeros has rank 0. Results do not depend on the number of threads.
 
-    Differs from the paper: eigenvectors of the Gram matrix of the smaller side, in
-    double precision, take the place of a randomized decomposition. That is used (on
-    the Gram matrix, one power step, a fixed seed) where its subspace, of ``max_rank +
-    max(8, max_rank / 4)`` dimensions, has at most half of those of the smaller side.
-    Its error is then up to 4 % above the best possible on rows without any structure,
-    about 1 % with a decaying spectrum.
-    The learned gates of equation 7 are not applied; ``keep_components`` does that.
+    Differs from the paper: instead of a randomized decomposition of the rows, it
+    computes eigenvectors of the Gram matrix of the smaller side in double precision. If
+    a subspace of ``max_rank + max(8, max_rank / 4)`` dimensions has at most half the
+    dimensions of the smaller side, these eigenvectors come from a randomized method (on
+    the Gram matrix, one power step, a fixed seed). Its error is up to 4 % above the
+    best possible on rows without structure, and about 1 % with a decaying spectrum. The
+    learned gates of equation 7 are applied by ``keep_components``.
 
     Args:
         rows: float32 or bfloat16 [planes, tokens, head_dim], keys or values; a plane
-            is one KV head of one layer. Elements of a row lie side by side.
+            is one KV head of one layer. Rows are contiguous.
         starts, lengths: int64 [spans], runs of tokens, the same in all planes.
-        max_rank: R; kept are at most ``min(length, head_dim, max_rank)``.
+        max_rank: R; the rank is at most ``min(length, head_dim, max_rank)``.
         energy: in (0, 1]; the rank is the smallest that keeps this share of the
             squared Frobenius norm. 1 keeps all up to ``max_rank``.
-        dtype: of U and V, float32 or bfloat16; that of ``rows`` by default.
+        dtype: dtype of U and V, float32 or bfloat16; by default that of ``rows``.
 
     Returns:
-        The factors, by matrix. Columns are orthonormal to ``1e-4`` in float32, that of
-        the smallest singular values; otherwise far better.
+        The factors, by matrix. In float32 the columns are orthonormal to ``1e-4`` for
+        the smallest singular values, and far better for the others.
 
     Raises:
         ValueError: a shape, dtype, span or setting does not fit, or a span holds NaN,
-            infinities, or rows so long that a singular value is beyond float32.
+            infinities, or values so large that a singular value exceeds float32.
 
     Cost: with m the smaller and n the larger of length and head_dim, ``m^2 n / 2 +
-        rank m n`` multiply-adds and those of the eigenvectors: ``6 m^3``, mostly
-        waiting for each other. In parallel over matrices. In torch, one batched
+        rank m n`` multiply-adds, and about ``6 m^3`` dependent ones for the
+        eigenvectors. In parallel over matrices. In torch, one batched
         ``torch.linalg.svd`` in float64 per length.
     """
     op = "truncated_svd"
@@ -150,24 +148,25 @@ def truncated_svd(
 def reconstruct(
     low_rank: LowRank, which: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Rows of ``U diag(sigma) V^T`` of some matrices, one matrix behind the other.
+    """Rows of ``U diag(sigma) V^T`` of some matrices, one matrix after the other.
 
     SeKV, equation 8, with gates that ``keep_components`` has multiplied into the
     singular values.
 
     Args:
-        low_rank: what :func:`truncated_svd` returned.
+        low_rank: result of :func:`truncated_svd`.
         which: int64 [n], matrices; may repeat.
-        dtype: of the result, float32 or bfloat16; that of the factors by default.
+        dtype: dtype of the result, float32 or bfloat16; by default that of the factors.
 
     Returns:
-        [sum of their tokens, head_dim]; 0 below 2^-126 where a CPU has AVX512-BF16.
+        [sum of their tokens, head_dim]. On CPUs with AVX512-BF16 values below 2^-126
+        are 0.
 
     Raises:
-        ValueError: a matrix does not exist, or the factors are not sound.
+        ValueError: a matrix does not exist, or its record is invalid.
 
-    Cost: ``2 * tokens * rank * head_dim`` operations each (equation 22), of float32.
-        Compiled for CUDA: one launch, and a copy of the list of work.
+    Cost: ``2 * tokens * rank * head_dim`` float32 operations each (equation 22). On
+        CUDA one launch, and a copy of the list of work.
     """
     op = "reconstruct"
     dtype = dtype or low_rank.factors.dtype
@@ -189,74 +188,6 @@ def reconstruct(
     return torch.cat([nothing, *made])
 
 
-def reconstruct_tokens(
-    heap: torch.Tensor,
-    pages: torch.Tensor,
-    slots: torch.Tensor,
-    keys: LowRank,
-    values: LowRank,
-    which: torch.Tensor,
-    layout: PageLayout,
-) -> None:
-    """The same of keys and values, written into slots of the heap, in place.
-
-    Token j of the list that the chosen matrices' tokens make, one matrix behind the
-    other, goes to ``(pages[j], slots[j])``. Slots side by side are written together.
-
-    Args:
-        heap: float32 or bfloat16 [num_pages, page_elems].
-        pages, slots: int64 [sum of tokens], where each goes; pairs must differ.
-        keys, values: factors of the same spans, of either dtype.
-        which: int64 [n], matrices of both; may repeat.
-        layout: order of elements in a page.
-
-    Raises:
-        ValueError: a shape, dtype, matrix, page or slot does not fit, or a destination
-            repeats. The heap is then unchanged.
-
-    On CUDA factors lie with the heap; places are checked as ``dispatch.py`` says.
-    Cost: that of two :func:`reconstruct`; nothing but the slots is written.
-    """
-    op = "reconstruct_tokens"
-    check_placement(op, heap.dtype, "heap", heap)
-    if keys.head_dim != layout.head_dim or values.head_dim != layout.head_dim:
-        _fail(
-            op,
-            f"keys and values must have head_dim {layout.head_dim}, that of the pages, "
-            f"got {keys.head_dim} and {values.head_dim}",
-        )
-    if not torch.equal(keys.tokens, values.tokens):
-        _fail(op, "keys and values must be of the same spans")
-    if compiled_for(heap.device)[0]:
-        call_compiled(
-            op,
-            heap,
-            pages.contiguous(),
-            slots.contiguous(),
-            layout.k_offsets,
-            layout.v_offsets,
-            layout.block_size,
-            keys.factors,
-            keys.offsets,
-            keys.ranks,
-            values.factors,
-            values.offsets,
-            values.ranks,
-            keys.tokens,
-            which.contiguous(),
-        )
-        return
-    checks.check_heap(op, heap, layout)
-    _check_which(op, keys, which)
-    total = int(keys.tokens[which].sum())
-    for name, places in (("pages", pages), ("slots", slots)):
-        checks.check_indices(op, name, places, heap)
-        checks.check_size(op, name, places, total)
-    key_rows = reconstruct(keys, which, heap.dtype)
-    value_rows = reconstruct(values, which, heap.dtype)
-    scatter_tokens(heap, pages, slots, key_rows, value_rows, layout)
-
-
 def _rows(low_rank: LowRank, matrix: int) -> torch.Tensor:
     scaled = low_rank.left(matrix).float() * low_rank.singular_values(matrix)
     return scaled @ low_rank.right(matrix).float().t()
@@ -270,7 +201,7 @@ def _svd_in_torch(
     energy: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Spans of a length are decomposed together."""
+    """Decomposes spans of equal length together."""
     planes, _, head_dim = rows.shape
     records: dict[int, torch.Tensor] = {}
     ranks = torch.zeros(planes * len(starts), dtype=torch.int64)
@@ -328,11 +259,11 @@ def pack_record(
 def check_placement(
     op: str, dtype: torch.dtype, name: str, tensor: torch.Tensor
 ) -> None:
-    """Raise ValueError unless ``tensor`` is on the CPU and ``dtype`` can be made.
+    """Raise ValueError unless device and dtype are supported.
 
-    Reconstructions run anywhere; without kernels in torch, matrix by matrix.
+    Reconstructions run on any device, other ops on the CPU.
     """
-    if tensor.device.type != "cpu" and not op.startswith("reconstruct"):
+    if tensor.device.type != "cpu" and op != "reconstruct":
         _fail(op, f"{name} must be on the CPU, got {tensor.device}")
     if dtype not in DTYPES:
         _fail(op, f"dtype must be float32 or bfloat16, got {dtype}")
@@ -352,7 +283,7 @@ def _check_spans(
     if not 1 <= rows.shape[2] <= MAX_HEAD_DIM:
         _fail(op, f"head_dim must be 1 to {MAX_HEAD_DIM}, got {rows.shape[2]}")
     if rows.shape[2] > 1 and rows.stride(2) != 1:
-        _fail(op, "the elements of a row must lie side by side")
+        _fail(op, "the elements of a row must be contiguous")
     _check_vector(op, "starts", starts, -1)
     _check_vector(op, "lengths", lengths, len(starts))
     wrong = (starts < 0) | (lengths < 0) | (starts + lengths > rows.shape[1])

@@ -1,4 +1,4 @@
-"""Threads of our own, beside the one that runs the model."""
+"""Helper threads that run parallel to the model's thread."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 def helper(name: str) -> ThreadPoolExecutor:
-    """One thread that does what it is handed in order, on as many cores as torch's ops.
+    """One thread that runs tasks in order, with as many OpenMP threads as torch uses.
 
-    OpenMP keeps the number of threads for each thread that starts some, and a new one
-    begins with OMP_NUM_THREADS or all cores, whatever was set since. Asking torch in it
-    takes over what was set; the compiled ops ask OpenMP only.
+    OpenMP keeps its thread count per calling thread: a new thread starts with
+    OMP_NUM_THREADS or all cores, not with the current setting. Calling torch in the new
+    thread applies the setting; the compiled ops ask OpenMP only.
 
     Args:
-        name: seen in tools that list threads.
+        name: prefix of the thread's name.
     """
     return ThreadPoolExecutor(
         1, thread_name_prefix=name, initializer=torch.get_num_threads

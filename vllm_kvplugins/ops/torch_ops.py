@@ -1,7 +1,7 @@
 """The page operations in torch, for machines without the compiled extension.
 
-Vectorised over tokens: each operation is a handful of indexing calls. They
-trust their arguments (``checks.py``).
+Vectorised over tokens: each operation is a few indexing calls. They trust their
+arguments (``checks.py``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 
 from vllm_kvplugins.ops.layout import PageLayout, Plane
 
-# Offset tables are expanded to int64 indices for this many elements at a time
-# (128 MiB of indices), so that scratch memory does not grow with the call.
+# Largest number of elements whose offsets are expanded to int64 indices at a time
+# (128 MiB), so that scratch memory does not grow with the call.
 _MAX_INDICES = 1 << 24
 
 
@@ -82,7 +82,7 @@ def _affine_view(
 ) -> torch.Tensor | None:
     """The plane of all pages as a view [num_pages, block_size, head_dim].
 
-    None where the order of elements is not expressible as strides.
+    None if strides cannot express the order of elements.
     """
     if plane.strides is None:
         return None
@@ -170,7 +170,7 @@ def attend_mixed(
     keys = torch.cat([keys, more_keys[ids].float()], 1)
     values = torch.cat([values, more_values[ids].float()], 1)
     there = torch.cat([there, more_bias > -torch.inf], 1)
-    # A weight of 0 is not enough: what is not attended to may be NaN.
+    # A weight of 0 is not enough: values that are not attended to may be NaN.
     values = values.masked_fill(~there[..., None], 0)
     scores = grouped @ keys.transpose(1, 2)
     scores[..., scores.shape[2] - len(entry) :] += more_bias[:, None]

@@ -1,7 +1,7 @@
-"""The zoom of a step: which spans queries see token by token, and these tokens.
+"""The zoom of a step: choose the spans that queries see token by token.
 
-Compiled if built, in torch otherwise; ``KVP_OPS`` chooses (``extension.py``). What is
-seen is chosen on the CPU; keys and values may lie on a GPU.
+Compiled if built, in torch otherwise; ``KVP_OPS`` overrides this (``extension.py``).
+Spans are chosen on the CPU; keys and values may lie on a GPU.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _OP = "zoom_spans"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ZoomEntries:
-    """Means of spans and zoomed tokens of many requests, of one layer.
+    """Means of spans and zoomed tokens of many requests, for one layer.
 
     Args:
         keys, values: float32 or bfloat16 [capacity, head_dim], on any device.
-        bias: float32 [capacity], on top of a score. Of a mean, log of the span's
-            length, or -inf while it is zoomed; of a token 0, or -inf where is none. On
-            the CPU.
-        owner: int64 [capacity], span of each token, -1 = none; of a mean anything. On
-            the CPU.
-        bias_there: the bias on the device of keys, if that is another.
+        bias: float32 [capacity], on the CPU; added to the score of an entry. For a
+            mean: log of the span's length, or -inf while the span is zoomed. For a
+            token: 0, or -inf if the entry is free.
+        owner: int64 [capacity], on the CPU; the span of each token, -1 = free.
+            Undefined for means.
+        bias_there: a copy of the bias on the device of the keys, if that differs.
     """
 
     keys: torch.Tensor
@@ -42,7 +42,7 @@ class ZoomEntries:
 
     @property
     def attended_bias(self) -> torch.Tensor:
-        """What attention adds to scores, on the device of keys."""
+        """The bias on the device of the keys."""
         return self.bias if self.bias_there is None else self.bias_there
 
 
@@ -51,11 +51,11 @@ class ZoomRegions:
     """Where the entries of some requests lie, and their spans.
 
     Args:
-        table: int64 [requests, 3]: first entry, spans, and room for tokens. Each KV
-            head has a run of ``spans + room`` entries, one head behind the other.
-        num_kv_heads: of every request.
-        sizes: int64 [spans of all requests], tokens of each; positive.
-        log_sizes: float32, their logarithms.
+        table: int64 [requests, 3]: first entry, number of spans, and room for tokens.
+            Each KV head has a run of ``spans + room`` entries, head after head.
+        num_kv_heads: number of KV heads, the same for every request.
+        sizes: int64 [spans of all requests], tokens per span; positive.
+        log_sizes: float32, the logarithms of ``sizes``.
     """
 
     table: torch.Tensor
@@ -65,7 +65,7 @@ class ZoomRegions:
 
     @property
     def places(self) -> torch.Tensor:
-        """int64, all entries of the requests, in order."""
+        """int64, the numbers of all entries of the requests, in order."""
         lengths = self.num_kv_heads * self.table[:, 1:].sum(1)
         before = self.table[:, 0] - (lengths.cumsum(0) - lengths)
         return torch.arange(int(lengths.sum())) + before.repeat_interleave(lengths)
@@ -88,30 +88,31 @@ def zoom_spans(
     gates: torch.Tensor,
     factors: Sequence[LowRank],
 ) -> tuple[int, int]:
-    """See the best spans that fit token by token from now on, and no others.
+    """Zoom into the best spans that fit, and out of all others.
 
-    SeKV, section 3.3, see :func:`within_room`. Tokens of spans that were zoomed
-    before stay where they are; those of others are made of their factors, by
-    :func:`~vllm_kvplugins.ops.svd.reconstruct`, into the first free entries.
+    SeKV, section 3.3, see :func:`within_room`. Tokens of spans that were zoomed before
+    keep their entries. Tokens of new spans are reconstructed from their factors
+    (:func:`~vllm_kvplugins.ops.svd.reconstruct`) into the first free entries.
 
     Args:
         entries: written in place, within the regions.
         regions: must not overlap.
-        gates: float32, of one request [num_kv_heads, spans] behind the other's.
+        gates: float32, [num_kv_heads, spans] of one request after the other, flat.
         factors: per request, of all spans' keys, KV head by KV head, and then of all
             values; read only if a span is new.
 
     Returns:
-        How many tokens were made, and how many are seen, over all KV heads.
+        The number of tokens reconstructed and the number of zoomed tokens, over all KV
+        heads.
 
     Raises:
-        ValueError: a shape, dtype, region, size or owner does not fit, or factors
-            that are needed are not sound. The entries are then unchanged.
+        ValueError: a shape, dtype, region, size or owner does not fit, or needed
+            factors are invalid. The entries are then unchanged.
 
     Results do not depend on the number of threads.
 
-    Cost: a look at every gate, bias and owner, ``O(log spans)`` per zoomed span, and
-        what ``reconstruct`` takes for new ones. In torch, about 40 calls per request.
+    Cost: reads every gate, bias and owner once, ``O(log spans)`` per zoomed span, and
+        ``reconstruct`` for new spans. In torch, about 40 calls per request.
     """
     if entries.keys.device.type != "cpu":
         _fail(
@@ -141,14 +142,14 @@ def zoom_spans(
 
 
 def within_room(gates: torch.Tensor, sizes: torch.Tensor, room: int) -> torch.Tensor:
-    """The spans to see token by token: the best ones that fit together.
+    """The best spans that fit together, which queries see token by token.
 
-    They are taken in decreasing order (SeKV, section 3.3) until one does not fit
-    beside the others; those that would not fit alone are passed over. Ties go to the
-    lower number.
+    Spans are taken in decreasing order of gates (SeKV, section 3.3) until one does not
+    fit into the remaining room. Spans larger than the whole room are skipped. Ties go
+    to the lower number.
 
     Args:
-        gates: float32 [num_kv_heads, spans]; ``-inf`` or NaN = not at all.
+        gates: float32 [num_kv_heads, spans]; ``-inf`` or NaN = never.
         sizes: int64 [spans], tokens.
         room: tokens per KV head.
 
@@ -165,19 +166,19 @@ def within_room(gates: torch.Tensor, sizes: torch.Tensor, room: int) -> torch.Te
 def choose_spans(
     bias: torch.Tensor, owner: torch.Tensor, regions: ZoomRegions, gates: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """:func:`zoom_spans` without keys and values, which are made elsewhere.
+    """:func:`zoom_spans` without keys and values, which the caller reconstructs.
 
     Args:
         bias, owner: of :class:`ZoomEntries`, on the CPU; written.
-        regions, gates: as there.
+        regions, gates: see :func:`zoom_spans`.
 
     Returns:
-        int64 [2, n]: the request of each span that is new, and which of its spans it
-        is, KV head by KV head; int64 [tokens], the entries of their tokens, span by
-        span; and how many tokens are seen one by one, over all KV heads.
+        int64 [2, n]: request and number of each new span, KV head by KV head; int64
+        [tokens]: the entries of their tokens, span by span; and the number of zoomed
+        tokens over all KV heads.
 
     Raises:
-        ValueError: as there.
+        ValueError: see :func:`zoom_spans`.
     """
     if compiled_for(bias.device)[0]:
         fresh, slots, shown = call_compiled(
@@ -203,10 +204,10 @@ def choose_spans(
 
 @dataclass(slots=True, eq=False)
 class _Change:
-    """What one request's entries become; views [num_kv_heads, ...] of them.
+    """The change of one request's entries; tensors are views [num_kv_heads, ...].
 
     Attributes:
-        first: where they begin.
+        first: the request's first entry.
     """
 
     first: int
@@ -219,11 +220,11 @@ class _Change:
 
     @property
     def which(self) -> torch.Tensor:
-        """New spans, KV head by KV head."""
+        """Numbers of new spans, KV head by KV head."""
         return self.fresh.flatten().nonzero()[:, 0]
 
     def apply(self) -> torch.Tensor:
-        """Returns which entries, from the first on, their tokens get."""
+        """Write bias and owner; returns the entries of new tokens, from first on."""
         count = self.chosen.shape[1]
         owner, bias = self.owner[:, count:], self.bias[:, count:]
         left = (owner >= 0) & ~_of(self.chosen, owner)
@@ -241,7 +242,7 @@ class _Change:
 def _changes(
     bias: torch.Tensor, owner: torch.Tensor, regions: ZoomRegions, gates: torch.Tensor
 ) -> list[_Change]:
-    """Of each request; nothing is written."""
+    """The change of each request; writes nothing."""
     heads, changes = regions.num_kv_heads, []
     counts = regions.table[:, 1].tolist()
     own_gates = gates.split([heads * count for count in counts])
@@ -264,7 +265,7 @@ def _in_torch(
     gates: torch.Tensor,
     factors: Sequence[LowRank],
 ) -> tuple[int, int]:
-    """Everything is chosen and made before anything is written."""
+    """Choose and reconstruct everything before anything is written."""
     heads, made = regions.num_kv_heads, []
     changes = _changes(entries.bias, entries.owner, regions, gates)
     for i, (change, own) in enumerate(zip(changes, factors, strict=True)):
@@ -282,7 +283,7 @@ def _in_torch(
 
 
 def _of(chosen: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
-    """Which entries belong to a chosen span."""
+    """Whether each entry belongs to a chosen span."""
     return torch.nn.functional.pad(chosen, (1, 0)).gather(1, owner + 1)
 
 

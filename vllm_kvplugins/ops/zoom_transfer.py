@@ -1,4 +1,4 @@
-"""The zoom of a step with keys and values on a GPU: factors go over, not tokens."""
+"""The zoom of a step for entries on a GPU: copies factors, not tokens."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ def fetch_spans(
 ) -> tuple[int, int]:
     """:func:`~vllm_kvplugins.ops.zoom.zoom_spans` for entries on another device.
 
-    The host chooses; the factors of spans that are new go over in one copy (SeKV,
-    equation 20) and are multiplied there. Nobody waits for it.
+    The host chooses. The factors of new spans are copied to the device at once (SeKV,
+    equation 20) and multiplied there. The host does not wait.
 
     Args:
         entries: with ``bias_there``.
-        regions: of the requests.
+        regions: regions of the requests.
         places, places_there: ``regions.places``, on the CPU and on the device of the
             entries; the same for all layers of a step.
-        gates: float32, on the CPU; as of ``zoom_spans``.
+        gates: float32, on the CPU; see ``zoom_spans``.
         factors: per request, on the CPU.
 
     Returns:
-        How many tokens were made, and how many are seen, over all KV heads.
+        The number of tokens reconstructed and the number of zoomed tokens, over all KV
+        heads.
 
     Raises:
-        ValueError: something does not fit.
+        ValueError: an argument does not fit.
     """
     fresh, slots, shown = choose_spans(entries.bias, entries.owner, regions, gates)
     device = entries.keys.device
@@ -63,12 +64,12 @@ def fetch_spans(
 def pack(
     factors: Sequence[LowRank], fresh: torch.Tensor, device: torch.device
 ) -> LowRank:
-    """The factors of some spans' keys, and then of their values, still on the host.
+    """The factors of some spans' keys, then of their values, in one host buffer.
 
     Args:
         factors: per request, of all spans' keys and then of all values.
-        fresh: int64 [2, n], request and span, of :func:`choose_spans`; not empty.
-        device: where they go.
+        fresh: int64 [2, n], request and span, from :func:`choose_spans`; not empty.
+        device: the device they will be copied to.
     """
     records, ranks, tokens = [], [], []
     for value in (0, 1):
@@ -83,7 +84,7 @@ def pack(
     dtype = records[0].dtype
     memory = staging(int(lengths.sum()), dtype=dtype, device=device)
     torch.cat(records, out=memory)
-    # not of the first request: one that has no factors has no dimensions, either
+    # Not of the first request: a request without factors has no head_dim.
     head_dim = factors[int(fresh[0, 0])].head_dim
     return LowRank(
         memory, lengths.cumsum(0), torch.stack(ranks), torch.stack(tokens), head_dim

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
+from vllm_kvplugins.index import KeyIndex
 from vllm_kvplugins.policies.pages import OrderedPages, PageRetriever
-from vllm_kvplugins.policies.retrieval import TokenIndex
 
 Bound = Literal[
     "cuboid-mean",
@@ -89,5 +89,5 @@ class ArkVale(PageRetriever):
         default="cuboid-mean", description="Volume around a page's keys, and radius."
     )
 
-    def new_index(self, num_kv_heads: int, head_dim: int) -> TokenIndex:
+    def new_index(self, num_kv_heads: int, head_dim: int) -> KeyIndex:
         return PageVolumes(num_kv_heads, head_dim, self.page_tokens, self.bound)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from vllm_kvplugins.policies.retrieval import Retriever, TokenIndex
+from vllm_kvplugins.index import KeyIndex
+from vllm_kvplugins.policies.retrieval import Retriever
 
 
 class ExactTopK(Retriever):
@@ -20,5 +21,5 @@ class ExactTopK(Retriever):
     name: ClassVar[str] = "exact-topk"
     summary: ClassVar[str] = "nothing dropped; fetches the tokens with most attention"
 
-    def new_index(self, num_kv_heads: int, head_dim: int) -> TokenIndex:
+    def new_index(self, num_kv_heads: int, head_dim: int) -> KeyIndex:
         return self.scan(num_kv_heads, head_dim)

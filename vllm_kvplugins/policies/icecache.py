@@ -7,27 +7,26 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from vllm_kvplugins.index import DCIIndex, Keys
+from vllm_kvplugins.errors import coded
+from vllm_kvplugins.index import DCIIndex, KeyIndex, Keys
 from vllm_kvplugins.index.compiled import extension_problem
 from vllm_kvplugins.policies.retrieval import (
     Retriever,
-    SearchedTokens,
-    TokenIndex,
     tokens_of_pages,
 )
 
 
-class TreePages(TokenIndex):
+class TreePages(KeyIndex):
     """A DCI tree per KV head; fetches the pages of the keys that it finds."""
 
     def __init__(self, tree: DCIIndex) -> None:
         self._tree = tree
         self._tokens = torch.empty(tree.num_heads, 0, tree.page_size, dtype=torch.int64)
 
-    def insert(self, keys: torch.Tensor, first: int) -> None:
+    def append(self, keys: torch.Tensor, first: int) -> None:
         """Put new keys below the nodes nearest to them, and note which tokens lie in
         which page."""
-        self._tree.insert(Keys.dense(keys))
+        self._tree.append(keys, first)
         places = self._tree.places(first)
         heads, held, size = self._tokens.shape
         more = max(self._tree.num_pages) - held
@@ -98,9 +97,12 @@ class IceCache(Retriever):
         missing = extension_problem()
         if missing:
             found.append(
-                f"icecache needs the compiled extension ({missing}); install with a "
-                "C++ compiler and CMake, KVP_BUILD=require pip install "
-                "--no-build-isolation -e ., or use exact-topk"
+                coded(
+                    "KVP403",
+                    f"icecache needs the compiled extension ({missing}); install with "
+                    "a C++ compiler and CMake, KVP_BUILD=require pip install "
+                    "--no-build-isolation -e ., or use exact-topk",
+                )
             )
         return found
 
@@ -108,7 +110,7 @@ class IceCache(Retriever):
     def builds_lazily(self) -> bool:
         return self.lazy_index
 
-    def new_index(self, num_kv_heads: int, head_dim: int) -> TokenIndex:
+    def new_index(self, num_kv_heads: int, head_dim: int) -> KeyIndex:
         tree = DCIIndex(
             num_kv_heads,
             head_dim,
@@ -117,4 +119,4 @@ class IceCache(Retriever):
             max_visits=self.max_visits,
             seed=self.seed,
         )
-        return TreePages(tree) if self.fetch == "pages" else SearchedTokens(tree)
+        return TreePages(tree) if self.fetch == "pages" else tree

@@ -7,12 +7,12 @@ from abc import abstractmethod
 import torch
 from pydantic import Field
 
-from vllm_kvplugins.index import Keys
+from vllm_kvplugins.index import KeyIndex, Keys
 from vllm_kvplugins.plan.geometry import Geometry
-from vllm_kvplugins.policies.retrieval import Retriever, TokenIndex, tokens_of_pages
+from vllm_kvplugins.policies.retrieval import Retriever, tokens_of_pages
 
 
-class OrderedPages(TokenIndex):
+class OrderedPages(KeyIndex):
     """Runs of the text; finds the pages whose digests promise most attention.
 
     Subclasses say what a digest is and what it promises. The keys of the page that
@@ -52,7 +52,7 @@ class OrderedPages(TokenIndex):
             float32 [num_kv_heads, group, pages].
         """
 
-    def insert(self, keys: torch.Tensor, first: int) -> None:
+    def append(self, keys: torch.Tensor, first: int) -> None:
         """Digests of the new pages; the one that was not full gets a new one."""
         size, known = self._page_tokens, first // self._page_tokens
         fresh = torch.cat([self._open, keys.to(torch.float32)], 1)

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from vllm_kvplugins.index import Keys
+from vllm_kvplugins.index import KeyIndex, Keys
 from vllm_kvplugins.plan.geometry import Geometry
-from vllm_kvplugins.policies.retrieval import Retriever, TokenIndex
+from vllm_kvplugins.policies.retrieval import Retriever
 from vllm_kvplugins.scoring.attention_votes import slot_tiles
 
 # Similarities of a tile should stay in the cache: 1 MiB of float32.
@@ -81,7 +81,7 @@ def k_means(
     return centroids
 
 
-class QuantizedKeys(TokenIndex):
+class QuantizedKeys(KeyIndex):
     """Product quantization: a key is one of a few centroids in each subspace.
 
     The centroids are found among the first tokens that are more than there are to be
@@ -115,7 +115,7 @@ class QuantizedKeys(TokenIndex):
         self._centroids = torch.empty(*shape, self._dim)
         self._codes = torch.empty(shape, dtype=torch.uint8)
 
-    def insert(self, keys: torch.Tensor, first: int) -> None:
+    def append(self, keys: torch.Tensor, first: int) -> None:
         """Find the centroids or take the nearest ones; see the class.
 
         Raises:
@@ -214,7 +214,7 @@ class PQCache(Retriever):
         trained = self.sinks + self.window + 2**self.bits
         return stored + codes + super().host_bytes(min(tokens, trained), geometry)
 
-    def new_index(self, num_kv_heads: int, head_dim: int) -> TokenIndex:
+    def new_index(self, num_kv_heads: int, head_dim: int) -> KeyIndex:
         return QuantizedKeys(
             num_kv_heads,
             head_dim,

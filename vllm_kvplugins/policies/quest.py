@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from vllm_kvplugins.index import KeyIndex
 from vllm_kvplugins.policies.pages import OrderedPages, PageRetriever
-from vllm_kvplugins.policies.retrieval import TokenIndex
 
 
 class PageBounds(OrderedPages):
@@ -46,5 +46,5 @@ class Quest(PageRetriever):
     name: ClassVar[str] = "quest"
     summary: ClassVar[str] = "nothing dropped; fetches pages by bounds of their keys"
 
-    def new_index(self, num_kv_heads: int, head_dim: int) -> TokenIndex:
+    def new_index(self, num_kv_heads: int, head_dim: int) -> KeyIndex:
         return PageBounds(num_kv_heads, head_dim, self.page_tokens)

@@ -10,7 +10,7 @@ Sinks and window are always resident. The first ``skip_layers`` layers keep all.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
@@ -19,13 +19,7 @@ import torch
 from pydantic import BeforeValidator, Field
 
 from vllm_kvplugins.budgets import Budget, PageAllocator, parse_bytes
-from vllm_kvplugins.index import (
-    BruteForceIndex,
-    Keys,
-    scan_in_torch,
-    select_tokens,
-)
-from vllm_kvplugins.index.compiled import CompiledIndex
+from vllm_kvplugins.index import BruteForceIndex, KeyIndex, Keys, select
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.residency_plan import (
     BlockSpan,
@@ -34,80 +28,6 @@ from vllm_kvplugins.plan.residency_plan import (
     ResidencyPlan,
 )
 from vllm_kvplugins.policies.base import KVCachePolicy, LayerView
-
-
-class TokenIndex(ABC):
-    """What finds, among the offloaded tokens of one request and layer, those that
-    a query wants. Tokens are numbered in the order in which they were inserted."""
-
-    @abstractmethod
-    def insert(self, keys: torch.Tensor, first: int) -> None:
-        """Take in new tokens. May run on another thread; never twice at a time.
-
-        Args:
-            keys: [num_kv_heads, n, head_dim], the new ones only.
-            first: number of the first one: how many there were before.
-        """
-
-    @abstractmethod
-    def select(
-        self, queries: torch.Tensor, keys: Keys, scale: float, count: int
-    ) -> torch.Tensor:
-        """The tokens to have resident for some queries.
-
-        Args:
-            queries: [num_kv_heads, group, head_dim], after RoPE; all that share a
-                KV head, of one new token or of several.
-            keys: where the inserted keys lie.
-            scale: softmax scale.
-            count: how many.
-
-        Returns:
-            int64 [num_kv_heads, count], distinct in each row, best first; -1 where
-            it finds fewer.
-        """
-
-
-class ExactScan(TokenIndex):
-    """No index: all keys are scored, in torch. Never fails, whatever the keys are;
-    the engine uses it where another index has failed."""
-
-    def __init__(self, tokens: int = 0) -> None:
-        self._tokens = tokens
-
-    def insert(self, keys: torch.Tensor, first: int) -> None:
-        """Count them."""
-        self._tokens = first + keys.shape[1]
-
-    def select(
-        self, queries: torch.Tensor, keys: Keys, scale: float, count: int
-    ) -> torch.Tensor:
-        """The tokens that get most attention, summed over queries and group."""
-        return scan_in_torch([self._tokens], queries[None], keys, scale, count)[0]
-
-
-class SearchedTokens(TokenIndex):
-    """Tokens found by one of our indices; several requests are served in one call.
-
-    The softmax runs over the keys looked at, per query; sinks and window would scale
-    all of a query's votes alike.
-
-    Args:
-        searcher: a tree, or the exact scan.
-    """
-
-    def __init__(self, searcher: CompiledIndex) -> None:
-        self.searcher = searcher
-
-    def insert(self, keys: torch.Tensor, first: int) -> None:
-        """Add the keys to the index."""
-        self.searcher.insert(Keys.dense(keys))
-
-    def select(
-        self, queries: torch.Tensor, keys: Keys, scale: float, count: int
-    ) -> torch.Tensor:
-        """The tokens that get most attention, summed over queries and group."""
-        return select_tokens([self.searcher], queries[None], keys, scale, count)[0]
 
 
 def tokens_of_pages(pages: torch.Tensor, count: int) -> torch.Tensor:
@@ -224,7 +144,7 @@ class Retriever(KVCachePolicy):
         return int(offloaded * per_token * (1 + self.index_share))
 
     @abstractmethod
-    def new_index(self, num_kv_heads: int, head_dim: int) -> TokenIndex:
+    def new_index(self, num_kv_heads: int, head_dim: int) -> KeyIndex:
         """An empty index, for one request and layer."""
 
     @property
@@ -232,38 +152,31 @@ class Retriever(KVCachePolicy):
         """Whether a request may go on before its indices are built."""
         return False
 
-    def scan(self, num_kv_heads: int, head_dim: int) -> TokenIndex:
-        """What stands in for an index that is not built yet."""
-        return SearchedTokens(BruteForceIndex(num_kv_heads, head_dim))
+    def scan(self, num_kv_heads: int, head_dim: int) -> KeyIndex:
+        """The index to use while another one is being built."""
+        return BruteForceIndex(num_kv_heads, head_dim)
 
     def select(
         self,
-        indices: Sequence[TokenIndex],
+        indices: Sequence[KeyIndex],
         queries: torch.Tensor,
         keys: Keys,
         scale: float,
         count: int,
     ) -> torch.Tensor:
-        """What to have resident, for all requests of a step.
+        """The tokens to make resident, for all requests of a step.
 
         Args:
             indices: one per request.
-            queries: [requests, num_kv_heads, group, head_dim], see ``TokenIndex``.
-            keys: where the inserted keys of all requests lie.
+            queries: [requests, num_kv_heads, group, head_dim], see ``KeyIndex.select``.
+            keys: where the appended keys of all requests lie.
             scale: softmax scale.
-            count: how many.
+            count: tokens per KV head.
 
         Returns:
-            int64 [requests, num_kv_heads, count], as of ``TokenIndex.select``.
+            int64 [requests, num_kv_heads, count], see ``KeyIndex.select``.
         """
-        searchers = [i.searcher for i in indices if isinstance(i, SearchedTokens)]
-        if len(searchers) == len(indices):
-            return select_tokens(searchers, queries, keys, scale, count)
-        chosen = [
-            index.select(queries[request], keys.of(request), scale, count)
-            for request, index in enumerate(indices)
-        ]
-        return torch.stack(chosen)
+        return select(indices, queries, keys, scale, count)
 
     def selects(self, layer: int) -> bool:
         """Whether this layer selects for itself (an anchor layer)."""

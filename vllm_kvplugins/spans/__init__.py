@@ -1,5 +1,5 @@
 """Context at several resolutions: spans cut at surprising tokens (SeKV).
 
-``segmentation`` says which tokens stay and which make up spans, ``coarse`` what a
-span is as a whole, ``factors`` how its tokens lie in host memory.
+``segmentation`` decides which tokens stay resident and which form spans. ``coarse``
+computes the one key and value that stand for a span.
 """

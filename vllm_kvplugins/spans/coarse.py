@@ -1,4 +1,4 @@
-"""A span as a whole: one key and one value, and how many tokens it stands for."""
+"""Coarse spans: one key and one value that stand for many tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class CoarseSpans:
     Attributes:
         keys: float32 [num_kv_heads, spans, head_dim], the weighted mean key.
         values: float32 [num_kv_heads, spans, head_dim].
-        log_sizes: float32 [spans], what a span's score gets on top, so that it
-            competes like the tokens that it stands for.
-        sizes: int64 [spans], tokens; on the CPU, all else with the keys.
-        summary: what the policy routes by, as it made it of ``keys``.
+        log_sizes: float32 [spans], added to a span's score, so that the span competes
+            like the tokens that it stands for.
+        sizes: int64 [spans], tokens; on the CPU. All other tensors lie with the keys.
+        summary: the policy's routing features, computed from ``keys``.
     """
 
     keys: torch.Tensor
@@ -40,9 +40,9 @@ class CoarseSpans:
         """The surprisal-weighted means of SeKV, section 3.2.
 
         Args:
-            keys, values: [num_kv_heads, n, head_dim], of ``segments.positions``; on
+            keys, values: [num_kv_heads, n, head_dim], at ``segments.positions``; on
                 any device.
-            summarize: mean keys -> what is routed by.
+            summarize: computes routing features from the mean keys.
         """
         device, sizes = keys.device, segments.sizes
         weights, span = moved(segments.weights, device), moved(segments.span, device)

@@ -1,13 +1,13 @@
-"""Spans and anchors from surprisal, in a given room.
+"""Divide a prompt into spans and anchors by surprisal, within a given room.
 
-One prompt; capitals stay resident, the others are in the host's memory::
+Capitals stay resident; the other tokens move to host memory::
 
     S S a b c A d e f g h A B i j C C C W W W
     sinks  span   span        short     window
                anchors
 
-Anchors are surprising tokens; what lies between two of them is a span, or several
-where that would be long.
+Anchors are surprising tokens. The tokens between two anchors form a span, or several
+spans if there are many.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """How one prompt is divided; the same for all layers and KV heads.
+    """The division of one prompt, the same for all layers and KV heads.
 
     Attributes:
         resident: bool [tokens], whether a token stays at full resolution.
-        positions: int64 [n], the others, ascending.
+        positions: int64 [n], positions of the other tokens, ascending.
         span: int64 [n], the number of their span, ascending from 0.
         sizes: int64 [spans], tokens of each.
-        weights: float32 [n], share of its span's surprisal (equation 2); the
-            weights of a span add up to 1.
+        weights: float32 [n], a token's share of its span's surprisal (equation 2);
+            the weights of a span add up to 1.
         anchors: int64 [a], positions of the tokens that cut spans.
     """
 
@@ -55,20 +55,20 @@ def segment(
 ) -> Segments:
     """Divide a prompt (SeKV, section 3.1, equations 1 and 2).
 
-    Tokens whose surprisal lies more than ``sensitivity`` deviations above the mean
-    cut spans and stay, the most surprising first, as long as there is room for them
-    and for the spans shorter than ``least_span`` that they cut off, which stay whole.
-    Room that is left goes to the next most surprising tokens, which cut nothing.
+    Tokens whose surprisal lies more than ``sensitivity`` standard deviations above the
+    mean become anchors, the most surprising first, while there is room for them and for
+    the spans shorter than ``least_span`` that they cut off, which stay resident. The
+    remaining room goes to the next most surprising tokens, which are no anchors.
 
-    Differs from the paper: it has no room to fit, so neither a last cut nor
-    tokens that stay without being a boundary.
+    Differs from the paper: the paper has no limited room. It therefore neither stops
+    adding anchors nor keeps tokens that are not anchors.
 
     Args:
-        surprisal: float32 [tokens], in nats; of the first token anything.
-        fixed: bool [tokens], tokens that stay and cut nothing, whatever their
-            surprisal: sinks, the window.
-        room: how many others stay; all if there are no more.
-        sensitivity: alpha.
+        surprisal: float32 [tokens], in nats; the first token's value is ignored.
+        fixed: bool [tokens], tokens that always stay and are no anchors: sinks and
+            window.
+        room: number of other tokens that stay, at most all of them.
+        sensitivity: alpha of the paper.
         least_span: L_min.
         most_spans: at least 1.
 
@@ -98,15 +98,14 @@ def segment(
 def cut_evenly(segments: Segments, least_span: int, most_spans: int) -> Segments:
     """Cut the longest spans into equal parts, so that a zoom has room for them.
 
-    The longest part is as short as can be. Nothing is in the paper: there, a span is
-    as long as surprise leaves it, though no room may hold it.
+    Makes the longest part as short as possible. The paper has no counterpart: its spans
+    are as long as the distance of anchors, even if no room could hold them.
 
     Args:
-        least_span: no part is shorter.
-        most_spans: how many there may be; where there are more already, nothing
-            is cut.
+        least_span: smallest length of a part.
+        most_spans: largest number of spans; if there are more already, nothing is cut.
 
-    Cost: as ``segment``.
+    Cost: see ``segment``.
     """
     sizes = segments.sizes
 
@@ -114,7 +113,7 @@ def cut_evenly(segments: Segments, least_span: int, most_spans: int) -> Segments
         return (-(-sizes // longest)).minimum((sizes // least_span).clamp(min=1))
 
     limits = range(1, int(sizes.max()) if sizes.numel() else 1)
-    # the more a part may hold, the fewer there are
+    # Longer parts mean fewer parts.
     at = bisect_left(limits, -most_spans, key=lambda limit: -int(parts(limit).sum()))
     counts = parts(at + 1)
     span = torch.arange(sizes.numel()).repeat_interleave(counts)
@@ -134,7 +133,7 @@ def _anchors(
     least_span: int,
     most_spans: int,
 ) -> torch.Tensor:
-    """int64 [a], ascending: as many of the most surprising tokens as fit."""
+    """int64 [a], ascending: the most surprising tokens, as many as fit."""
     known = surprisal[1:] if surprisal.numel() > 1 else surprisal
     limit = known.mean() + sensitivity * known.std(correction=0)
     wanted = ((surprisal > limit) & ~fixed).nonzero().squeeze(1)
@@ -148,11 +147,11 @@ def _anchors(
 def _most_that_fit(
     walls: list[int], chosen: list[int], room: int, least_span: int, most_spans: int
 ) -> int:
-    """How many of ``chosen``, first ones first, can be anchors.
+    """The number of tokens of ``chosen``, in their order, that can be anchors.
 
-    Each takes a place, and so do all tokens between two walls (anchors among them)
-    that are fewer than ``least_span``. That sum never falls when an anchor is added;
-    the number of spans may.
+    Each anchor takes a place, and so does every token of a gap between two walls
+    (anchors are walls) that is shorter than ``least_span``. That sum never decreases
+    when an anchor is added; the number of spans can.
     """
 
     def short(tokens: int) -> int:
@@ -177,7 +176,7 @@ def _most_that_fit(
 
 
 def _short_tokens(resident: torch.Tensor, least_span: int) -> torch.Tensor:
-    """bool [tokens]: tokens of runs of fewer than ``least_span`` that do not stay."""
+    """bool [tokens]: tokens of non-resident runs shorter than ``least_span``."""
     run = resident.long().cumsum(0)  # the same throughout a run
     length = torch.bincount(run[~resident], minlength=int(run.max()) + 1)
     return ~resident & (length[run] < least_span)
@@ -196,7 +195,7 @@ def _divided(
 def _shares(
     worth: torch.Tensor, span: torch.Tensor, sizes: torch.Tensor
 ) -> torch.Tensor:
-    """float32 [n]: of what a token's span is worth; of nothing, equal ones."""
+    """float32 [n]: each token's share of its span; equal shares if the sum is 0."""
     total = torch.zeros(sizes.numel()).index_add_(0, span, worth)
     even = 1 / sizes.float()
     return torch.where(total[span] > 0, worth / total[span], even[span])

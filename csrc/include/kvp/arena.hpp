@@ -16,7 +16,7 @@ namespace kvp::index {
 //
 // Blocks are cut from slabs that go back to the system only when the arena is
 // destroyed, so that what an index holds is one number. Threads that build the
-// trees of different heads share it; a block is asked for when an array doubles,
+// trees of different heads share it; a block is allocated when an array doubles,
 // so the lock is no bottleneck. Which addresses a tree gets depends on the
 // threads' timing; nothing else does.
 class Arena {

@@ -18,20 +18,21 @@
 #include <limits>
 #include <type_traits>
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#include "kvp/elements.hpp"
+#include "kvp/simd.hpp"
+
+#if defined(KVP_X86)
 #include <immintrin.h>
 #endif
 
-#include "kvp/vectors.hpp"
-
 namespace kvp {
 
-// What runs for keys of type Element: the fastest that there is.
+// The version that runs for keys of type Element. Only bfloat16 keys have one that
+// multiplies pairs of bfloat16.
 template <typename Element>
-Simd best_simd_for() {
-  const bool pairs = std::is_same_v<Element, BFloat16>;
-  if (pairs && supported(Simd::kAvx512Bf16)) return Simd::kAvx512Bf16;
-  return best_simd();
+Simd assign_simd() {
+  constexpr bool kPairs = std::is_same_v<Element, BFloat16>;
+  return selected_simd(kPairs ? Simd::kAvx512Bf16 : Simd::kAvx512);
 }
 
 // Rows of a panel that hold elements: one each, or two.
@@ -98,11 +99,11 @@ struct Assignment {
   std::int64_t num_packed;
 };
 
-// Assigns the keys [first, first + kKeys), as far as they exist. Must be inlined
+// Assigns the existing keys of [first, first + kKeys). Must be inlined
 // into a function that is compiled for vectors of kLanes floats.
 template <int kLanes, int kKeys, typename Element>
-KVP_ALWAYS_INLINE void assign_group(const Assignment<Element>& work, std::int64_t first,
-                                    std::int64_t* clusters) {
+KVP_INLINE void assign_group(const Assignment<Element>& work, std::int64_t first,
+                             std::int64_t* clusters) {
   typedef float Floats __attribute__((vector_size(kLanes * 4)));
   typedef std::int32_t Ints __attribute__((vector_size(kLanes * 4)));
   const std::int64_t left = work.num_slots - first;
@@ -179,23 +180,22 @@ void assign_group_baseline(const Assignment<Element>& work, std::int64_t first,
                                                                     clusters);
 }
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(KVP_X86)
 template <typename Element>
-__attribute__((target("avx2,fma"))) void assign_group_avx2(
-    const Assignment<Element>& work, std::int64_t first, std::int64_t* clusters) {
+KVP_TARGET_AVX2 void assign_group_avx2(const Assignment<Element>& work,
+                                       std::int64_t first, std::int64_t* clusters) {
   assign_group<lanes_of(Simd::kAvx2), keys_of(Simd::kAvx2)>(work, first, clusters);
 }
 
 template <typename Element>
-__attribute__((target("avx512f"))) void assign_group_avx512(
-    const Assignment<Element>& work, std::int64_t first, std::int64_t* clusters) {
+KVP_TARGET_AVX512 void assign_group_avx512(const Assignment<Element>& work,
+                                           std::int64_t first, std::int64_t* clusters) {
   assign_group<lanes_of(Simd::kAvx512), keys_of(Simd::kAvx512)>(work, first, clusters);
 }
 
 // GCC takes its own undefined vectors inside of intrinsics for ours (its bug 105593).
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#define KVP_BF16 __attribute__((target("avx512f,avx512bf16")))
 
 // A group of keys as pairs, and where each lane reached its largest sum.
 struct Bf16Group {
@@ -209,8 +209,10 @@ struct Bf16Group {
 
 // Compares a group with kPanels panels, the first of which has this number.
 template <int kPanels>
-KVP_BF16 KVP_ALWAYS_INLINE void compare_bf16(Bf16Group& group, const float* panel,
-                                             std::int64_t rows, std::int64_t number) {
+KVP_TARGET_AVX512_BF16 KVP_INLINE void compare_bf16(Bf16Group& group,
+                                                    const float* panel,
+                                                    std::int64_t rows,
+                                                    std::int64_t number) {
   constexpr int kKeys = Bf16Group::kKeys;
   const std::int64_t size = (rows + 1) * lanes_of(Simd::kAvx512Bf16);
   __m512 sums[kPanels][kKeys];
@@ -253,8 +255,9 @@ KVP_BF16 KVP_ALWAYS_INLINE void compare_bf16(Bf16Group& group, const float* pane
 
 // As assign_group, of bfloat16 pairs. Subnormal elements count as zeros, and of a
 // pair the upper product is added first: so says the instruction.
-KVP_BF16 inline void assign_group_bf16(const Assignment<BFloat16>& work,
-                                       std::int64_t first, std::int64_t* clusters) {
+KVP_TARGET_AVX512_BF16 inline void assign_group_bf16(const Assignment<BFloat16>& work,
+                                                     std::int64_t first,
+                                                     std::int64_t* clusters) {
   constexpr int kKeys = Bf16Group::kKeys, kPanels = 3;
   constexpr std::int64_t kLanes = lanes_of(Simd::kAvx512Bf16);
   const std::int64_t left = work.num_slots - first;
@@ -293,7 +296,6 @@ KVP_BF16 inline void assign_group_bf16(const Assignment<BFloat16>& work,
   }
 }
 
-#undef KVP_BF16
 #pragma GCC diagnostic pop
 #endif
 
@@ -307,7 +309,7 @@ template <typename Element>
 void assign_to_prototypes(Simd simd, const Assignment<Element>& work,
                           std::int64_t* clusters) {
   auto* assign = assign_group_baseline<Element>;
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(KVP_X86)
   if (simd == Simd::kAvx2) assign = assign_group_avx2<Element>;
   if (simd == Simd::kAvx512) assign = assign_group_avx512<Element>;
   if constexpr (std::is_same_v<Element, BFloat16>) {

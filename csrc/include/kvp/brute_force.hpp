@@ -37,7 +37,7 @@ class BruteForce {
     return true;
   }
 
-  // Cost: one dot product per key, whatever the options say.
+  // Cost: one dot product per key; the options are ignored.
   std::int64_t query(const KeyView& keys, bool /*by_page*/, const float* query,
                      const QueryOptions& /*options*/, Scratch& scratch,
                      TopK& top) const {

@@ -1,7 +1,7 @@
-// CUDA twin of bulk_copy.hpp: one launch per call, on plain pointers and a stream.
+// Bulk copies on CUDA: one launch per call, on plain pointers and a stream.
 //
-// As in page_copy.cuh nothing is checked on the host: a page out of range traps,
-// duplicate targets are not detected.
+// As in page_copy.cuh, the host checks nothing: a page out of range traps, duplicate
+// targets go undetected.
 #pragma once
 
 #include <cuda_runtime.h>

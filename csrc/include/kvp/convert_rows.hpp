@@ -1,13 +1,14 @@
 // Rows of bfloat16 to float32 and back, a vector at a time.
 //
-// Bodies to be inlined into functions that are compiled for a CPU (matrix_kernels.hpp);
-// intrinsics could not be, whence the assembler.
+// The bodies are inlined into functions that are compiled for one vector width
+// (matrix_kernels.hpp). Intrinsics cannot be inlined that way, hence the assembler.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#include "kvp/vectors.hpp"
+#include "kvp/elements.hpp"
+#include "kvp/simd.hpp"
 
 namespace kvp::svd {
 
@@ -35,9 +36,10 @@ inline BFloat16 narrow(float value, BFloat16*) {
 
 // Each number in the lower half of a word.
 template <Simd kSimd>
-KVP_ALWAYS_INLINE void widen_lanes(const Halves<kSimd>& half, Words<kSimd>& words) {
+KVP_INLINE void widen_lanes(const Halves<kSimd>& half, Words<kSimd>& words) {
 #if defined(__x86_64__)
-  if constexpr (kSimd >= Simd::kAvx512) {  // of which GCC 12 makes two and an insertion
+  if constexpr (kSimd >=
+                Simd::kAvx512) {  // GCC 12 would emit two conversions and an insertion
     asm("vpmovzxwd %1, %0" : "=v"(words) : "vm"(half));
     return;
   }
@@ -48,8 +50,8 @@ KVP_ALWAYS_INLINE void widen_lanes(const Halves<kSimd>& half, Words<kSimd>& word
 // out[r][i] = in[r][i] * scales[r], or in[r][i] without scales; rows of `cols` numbers
 // without gaps.
 template <Simd kSimd>
-KVP_ALWAYS_INLINE void widen_body(const BFloat16* in, std::int64_t rows,
-                                  std::int64_t cols, const float* scales, float* out) {
+KVP_INLINE void widen_body(const BFloat16* in, std::int64_t rows, std::int64_t cols,
+                           const float* scales, float* out) {
   constexpr std::int64_t kLanes = lanes_of(kSimd);
   for (std::int64_t r = 0; r < rows; ++r, in += cols, out += cols) {
     const float scale = scales == nullptr ? 1.0f : scales[r];
@@ -69,10 +71,10 @@ KVP_ALWAYS_INLINE void widen_body(const BFloat16* in, std::int64_t rows,
   }
 }
 
-// The nearest bfloat16 of each, as round_to_bfloat16(), but that kAvx512Bf16 counts
-// what is below 2^-126 as zero; or all as they are.
+// The nearest bfloat16 of each value, as round_to_bfloat16(), except that kAvx512Bf16
+// flushes values below 2^-126 to zero. Floats stay unchanged.
 template <Simd kSimd>
-KVP_ALWAYS_INLINE void narrow_lanes(const Floats<kSimd>& value, Halves<kSimd>& half) {
+KVP_INLINE void narrow_lanes(const Floats<kSimd>& value, Halves<kSimd>& half) {
 #if defined(__x86_64__)
   if constexpr (kSimd == Simd::kAvx512Bf16) {
     asm("vcvtneps2bf16 %1, %0" : "=v"(half) : "v"(value));
@@ -86,14 +88,14 @@ KVP_ALWAYS_INLINE void narrow_lanes(const Floats<kSimd>& value, Halves<kSimd>& h
   half = __builtin_convertvector(kept, Halves<kSimd>);
 }
 template <Simd kSimd>
-KVP_ALWAYS_INLINE void narrow_lanes(const Floats<kSimd>& value, Floats<kSimd>& same) {
+KVP_INLINE void narrow_lanes(const Floats<kSimd>& value, Floats<kSimd>& same) {
   same = value;
 }
 
-// Stores two vectors side by side. Whole lines at once wait the least for memory.
+// Stores two vectors next to each other. Storing whole cache lines waits least.
 template <Simd kSimd>
-KVP_ALWAYS_INLINE void store_two(const Floats<kSimd>& first,
-                                 const Floats<kSimd>& second, BFloat16* to) {
+KVP_INLINE void store_two(const Floats<kSimd>& first, const Floats<kSimd>& second,
+                          BFloat16* to) {
   Halves<kSimd> halves[2];
 #if defined(__x86_64__)
   if constexpr (kSimd == Simd::kAvx512Bf16) {
@@ -108,8 +110,8 @@ KVP_ALWAYS_INLINE void store_two(const Floats<kSimd>& first,
   std::memcpy(to, halves, sizeof halves);
 }
 template <Simd kSimd>
-KVP_ALWAYS_INLINE void store_two(const Floats<kSimd>& first,
-                                 const Floats<kSimd>& second, float* to) {
+KVP_INLINE void store_two(const Floats<kSimd>& first, const Floats<kSimd>& second,
+                          float* to) {
   std::memcpy(to, &first, sizeof first);
   std::memcpy(to + lanes_of(kSimd), &second, sizeof second);
 }

@@ -98,7 +98,7 @@ inline bool DciTree::append(const KeyView& keys, std::int64_t n,
   place_.resize(first + n);
   promote(keys, first, n);
   for (std::size_t level = levels_.size() - 1; level-- > 0;) {
-    // Below a level that has just appeared nobody has a parent yet.
+    // Nodes below a level that has just appeared have no parent yet.
     const bool fresh = level + 1 >= levels_before;
     if (fresh) levels_[level].attached_at = first + n;
     attach_level(level, fresh ? 0 : first);

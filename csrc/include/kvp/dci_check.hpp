@@ -236,7 +236,7 @@ struct TreeChecker {
     return sum;
   }
 
-  // Nobody who was there when the parent was chosen is nearer.
+  // No node that existed when the parent was chosen is nearer.
   bool check_parent(std::int64_t slot, const Level& nodes, std::int64_t parent,
                     const Batch& batch) {
     const double chosen = inner(slot, nodes.key[parent], batch);

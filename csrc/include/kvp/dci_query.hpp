@@ -64,7 +64,7 @@ inline std::int64_t DciTree::query(const KeyView& keys, bool by_page,
   find_nodes(search);
   const std::int64_t visits = scan_nodes(search);
   if (visits > 0) return visits;
-  // All points that were reached have only such below them as have no keys.
+  // All nodes that were reached have only nodes without keys below them.
   rank_level(search, levels_.front());
   return scan_nodes(search);
 }

@@ -2,42 +2,36 @@
 // widest vectors of the CPU; see decode_tile.hpp.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <limits>
 #include <vector>
 
 #include "kvp/decode_tile.hpp"
 #include "kvp/page_copy.hpp"
-#include "kvp/page_layout.hpp"
+#include "kvp/paged_kv.hpp"
 #include "kvp/simd.hpp"
 
 namespace kvp::decode {
 
-// Pages whose keys are fetched before they are needed; values are a tile before.
+// How many pages ahead keys are prefetched; values are prefetched one tile ahead.
 constexpr std::int64_t kAhead = 2;
-
-template <typename Element>
-struct Pages {
-  const Element* heap;
-  std::int64_t page_stride;  // elements
-  PageLayout layout;
-};
 
 // Buffers of one thread; they only grow.
 template <typename Element>
 struct Scratch {
   std::vector<float> scores;
-  std::vector<Element> keys, values;  // pages that are no rows or columns
+  std::vector<Element> keys, values;  // unpacked pages that are neither rows nor column
   std::vector<Run<Element>> runs;
 };
 
-// Attends to count tokens: those of the listed pages in order, the last of which may
-// be part full. What lies behind the last token is read, but changes nothing.
+// Attends to the first count tokens of the listed pages. The last page may be partly
+// full; its other slots are read but do not change the result.
 template <int W, typename Element>
-KVP_INLINE void attend_pages_body(const Pages<Element>& pages, const std::int32_t* list,
-                                  std::int64_t count, const Heads& heads,
-                                  Scratch<Element>& scratch) {
-  const PageLayout& layout = pages.layout;
+KVP_INLINE void attend_pages_body(const PagedKV<const Element>& kv,
+                                  const std::int32_t* list, std::int64_t count,
+                                  const Heads& heads, Scratch<Element>& scratch) {
+  const PageLayout& layout = kv.layout;
   const std::int64_t slots = layout.block_size, dims = heads.dims;
   const bool columns = layout.keys.kind == PlaneKind::kTransposed && slots % W == 0;
   const bool key_rows = layout.keys.is_matrix(dims);
@@ -52,7 +46,7 @@ KVP_INLINE void attend_pages_body(const Pages<Element>& pages, const std::int32_
   const std::int64_t num_pages = (count + slots - 1) / slots;
   const auto page_at = [&](std::int64_t i) {  // the last page if there is none
     const std::int64_t number = list[i < num_pages ? i : num_pages - 1];
-    return pages.heap + number * pages.page_stride;
+    return kv.page(number);
   };
   std::int64_t done = 0, next = 0;
   while (done < count) {
@@ -119,24 +113,26 @@ KVP_INLINE void attend_rows_body(const Element* keys, const Element* values,
 }
 
 struct Kernels {
-  const char* name;
-  void (*pages_f32)(const Pages<float>&, const std::int32_t*, std::int64_t,
+  Simd simd;
+  static constexpr auto tables();
+
+  void (*pages_f32)(const PagedKV<const float>&, const std::int32_t*, std::int64_t,
                     const Heads&, Scratch<float>&);
-  void (*pages_bf16)(const Pages<std::uint16_t>&, const std::int32_t*, std::int64_t,
-                     const Heads&, Scratch<std::uint16_t>&);
+  void (*pages_bf16)(const PagedKV<const std::uint16_t>&, const std::int32_t*,
+                     std::int64_t, const Heads&, Scratch<std::uint16_t>&);
   void (*rows_f32)(const float*, const float*, const float*, std::int64_t, const Heads&,
                    Scratch<float>&);
   void (*rows_bf16)(const std::uint16_t*, const std::uint16_t*, const float*,
                     std::int64_t, const Heads&, Scratch<std::uint16_t>&);
 
-  void attend(const Pages<float>& pages, const std::int32_t* list, std::int64_t count,
-              const Heads& heads, Scratch<float>& scratch) const {
-    pages_f32(pages, list, count, heads, scratch);
+  void attend(const PagedKV<const float>& kv, const std::int32_t* list,
+              std::int64_t count, const Heads& heads, Scratch<float>& scratch) const {
+    pages_f32(kv, list, count, heads, scratch);
   }
-  void attend(const Pages<std::uint16_t>& pages, const std::int32_t* list,
+  void attend(const PagedKV<const std::uint16_t>& kv, const std::int32_t* list,
               std::int64_t count, const Heads& heads,
               Scratch<std::uint16_t>& scratch) const {
-    pages_bf16(pages, list, count, heads, scratch);
+    pages_bf16(kv, list, count, heads, scratch);
   }
   void attend(const float* keys, const float* values, const float* bias,
               std::int64_t count, const Heads& heads, Scratch<float>& scratch) const {
@@ -150,46 +146,46 @@ struct Kernels {
 };
 
 // The four kernels for one width, compiled for TARGET.
-#define KVP_DECODE_KERNELS(NAME, WIDTH, TARGET)                                        \
+#define KVP_DECODE_KERNELS(NAME, SIMD, TARGET)                                         \
   namespace NAME {                                                                     \
-  TARGET inline void pages_f32(const Pages<float>& pages, const std::int32_t* list,    \
-                               std::int64_t count, const Heads& heads,                 \
-                               Scratch<float>& scratch) {                              \
-    attend_pages_body<WIDTH>(pages, list, count, heads, scratch);                      \
+  constexpr int kWidth = static_cast<int>(lanes_of(SIMD));                             \
+  TARGET inline void pages_f32(const PagedKV<const float>& kv,                         \
+                               const std::int32_t* list, std::int64_t count,           \
+                               const Heads& heads, Scratch<float>& scratch) {          \
+    attend_pages_body<kWidth>(kv, list, count, heads, scratch);                        \
   }                                                                                    \
-  TARGET inline void pages_bf16(const Pages<std::uint16_t>& pages,                     \
+  TARGET inline void pages_bf16(const PagedKV<const std::uint16_t>& kv,                \
                                 const std::int32_t* list, std::int64_t count,          \
                                 const Heads& heads, Scratch<std::uint16_t>& scratch) { \
-    attend_pages_body<WIDTH>(pages, list, count, heads, scratch);                      \
+    attend_pages_body<kWidth>(kv, list, count, heads, scratch);                        \
   }                                                                                    \
   TARGET inline void rows_f32(const float* keys, const float* values,                  \
                               const float* bias, std::int64_t count,                   \
                               const Heads& heads, Scratch<float>& scratch) {           \
-    attend_rows_body<WIDTH>(keys, values, bias, count, heads, scratch);                \
+    attend_rows_body<kWidth>(keys, values, bias, count, heads, scratch);               \
   }                                                                                    \
   TARGET inline void rows_bf16(const std::uint16_t* keys, const std::uint16_t* values, \
                                const float* bias, std::int64_t count,                  \
                                const Heads& heads, Scratch<std::uint16_t>& scratch) {  \
-    attend_rows_body<WIDTH>(keys, values, bias, count, heads, scratch);                \
+    attend_rows_body<kWidth>(keys, values, bias, count, heads, scratch);               \
   }                                                                                    \
-  inline constexpr Kernels table{#NAME, pages_f32, pages_bf16, rows_f32, rows_bf16};   \
+  inline constexpr Kernels table{SIMD, pages_f32, pages_bf16, rows_f32, rows_bf16};    \
   }
 
-KVP_DECODE_KERNELS(baseline, 4, )
-#if defined(__x86_64__)
-KVP_DECODE_KERNELS(avx2, 8, __attribute__((target("avx2,fma"))))
-KVP_DECODE_KERNELS(
-    avx512, 16, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))))
+KVP_DECODE_KERNELS(baseline, Simd::kBaseline, KVP_TARGET_BASELINE)
+#if defined(KVP_X86)
+KVP_DECODE_KERNELS(avx2, Simd::kAvx2, KVP_TARGET_AVX2)
+KVP_DECODE_KERNELS(avx512, Simd::kAvx512, KVP_TARGET_AVX512)
 #endif
 
 #undef KVP_DECODE_KERNELS
 
-inline const Kernels& select_kernels() {
-#if defined(__x86_64__)
-  if (index::can_run(index::avx512::table)) return avx512::table;
-  if (index::can_run(index::avx2::table)) return avx2::table;
+inline constexpr auto Kernels::tables() {
+#if defined(KVP_X86)
+  return std::array{&baseline::table, &avx2::table, &avx512::table};
+#else
+  return std::array{&baseline::table};
 #endif
-  return baseline::table;
 }
 
 }  // namespace kvp::decode

@@ -1,10 +1,10 @@
 // Attention of one group of query heads to a tile of tokens, W floats at a time.
 //
-// All query heads of a group share one pass over keys and values. Scores of a tile
-// of tokens are computed first, then their softmax relative to the largest score so
-// far (FlashAttention's online softmax), then the weighted sum of values; what was
-// summed before is rescaled when a larger score comes. Everything is float32 but the
-// elements in memory.
+// All query heads of a group share one pass over keys and values. For each tile of
+// tokens: compute the scores, then their softmax relative to the largest score so far
+// (FlashAttention's online softmax), then the weighted sum of values. Earlier sums are
+// rescaled when a larger score appears. Everything is float32 except the elements in
+// memory.
 //
 //     keys, by columns   [dims][slots]   one vector = one dimension of W tokens
 //     keys, by rows      [tokens][dims]  dot products of simd.hpp
@@ -17,21 +17,18 @@
 #include <utility>
 #include <vector>
 
+#include "kvp/dot_products.hpp"
 #include "kvp/exponential.hpp"
 #include "kvp/index_common.hpp"
-#include "kvp/simd.hpp"
 
 namespace kvp::decode {
 
-using index::load;
-using index::Vec;
-
 // Tokens whose scores are held at once; a page may be larger.
 constexpr std::int64_t kTileSlots = 256;
-// Scores are computed for whole vectors, so the last may stand behind the tile.
+// Scores are computed in whole vectors, so the last vector may reach past the tile.
 constexpr std::int64_t kWidest = 16;
 
-// The query heads that share a KV head, and what they have attended to so far.
+// The query heads that share a KV head, and their softmax so far.
 // A head's share of the output is totals / sums, its log-sum-exp peak + log(sum).
 struct Heads {
   std::int64_t group;
@@ -42,8 +39,7 @@ struct Heads {
   float* totals;         // [group][dims], the same times values
 };
 
-// Values of a run of tokens: count rows, and where as many are that a later run will
-// want, fetched meanwhile.
+// Values of a run of tokens, and the values of a later run, which are prefetched.
 template <typename Element>
 struct Run {
   const Element* values;
@@ -51,12 +47,12 @@ struct Run {
   const Element* ahead;
 };
 
-// Heads that share the loads of keys or values: as many as there are registers for.
+// Heads that share the loads of keys or values, limited by the number of registers.
 template <int W>
 constexpr int kHeadsAtOnce = W == 16 ? 4 : 2;
 
-// Fetches what N elements lie in, into the second cache level: half as fast into the
-// first, which can wait for fewer lines at a time.
+// Prefetches N elements into the second cache level. The first level can wait for fewer
+// lines at a time, which made this half as fast.
 template <int N, typename Element>
 KVP_INLINE void fetch(const Element* from) {
   constexpr int kLine = 64 / sizeof(Element);
@@ -64,8 +60,8 @@ KVP_INLINE void fetch(const Element* from) {
   for (int i = 0; i < N; i += kLine) __builtin_prefetch(from + i, 0, 2);
 }
 
-// Two vectors of elements. Those of bfloat16 are the even and the odd ones: words of
-// two are taken apart by a shift and a mask, several times cheaper than widening.
+// Loads two vectors of elements. For bfloat16 these are the even and the odd elements:
+// a shift and a mask split words of two, several times cheaper than widening.
 template <int W>
 KVP_INLINE void load_pair(const float* from, typename Vec<W>::F* to) {
   load<W>(from, to[0]);
@@ -182,7 +178,7 @@ KVP_INLINE void score_columns(const float* queries, std::int64_t dims,
   }
 }
 
-// Scores of H heads with the first count of a page's slots, and some behind them.
+// Scores of H heads with the first count slots of a page, rounded up to vectors.
 template <int W, int H, typename Element>
 KVP_INLINE void score_page(const float* queries, std::int64_t dims, const Element* keys,
                            const Element* ahead, std::int64_t slots, std::int64_t count,
@@ -259,7 +255,7 @@ KVP_INLINE float soften(float* scores, std::int64_t n, float& peak, float& sum) 
     load<W>(scores + i, some);
     parts += some;
   }
-  const Vec<4>::F four = index::fold(parts);
+  const Vec<4>::F four = fold(parts);
   const float factor = index::exp_of_logit(peak - top);
   sum = sum * factor + ((four[0] + four[1]) + (four[2] + four[3]));
   peak = top;
@@ -310,7 +306,7 @@ KVP_INLINE void add_columns(const Run<Element>* runs, std::int64_t num_runs,
   }
 }
 
-// The same for the dimensions behind the last whole vector, of one head.
+// The same for the dimensions after the last whole vector, for one head.
 template <int W, typename Element>
 KVP_INLINE void add_rest(const Run<Element>* runs, std::int64_t num_runs,
                          std::int64_t column, std::int64_t dims, const float* weights,

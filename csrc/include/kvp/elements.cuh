@@ -1,11 +1,11 @@
-// Elements of tensors as float32, on the device; bfloat16 and float16 as their bits.
+// Conversions of elements to and from float32, on the device.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include "kvp/vectors.hpp"
+#include "kvp/elements.hpp"
 
 namespace kvp::cuda {
 
@@ -15,7 +15,7 @@ __device__ inline float element_to_float(BFloat16 value) {
   return __uint_as_float(static_cast<std::uint32_t>(value.bits) << 16);
 }
 
-// As to_float() in vectors.hpp.
+// The same as to_float() in elements.hpp.
 __device__ inline float element_to_float(Float16 value) {
   const std::uint32_t sign = (value.bits & 0x8000u) << 16;
   const std::uint32_t rest = (value.bits & 0x7fffu) << 13;
@@ -25,7 +25,7 @@ __device__ inline float element_to_float(Float16 value) {
   return __uint_as_float(sign | magnitude);
 }
 
-// The nearest, of two the even one: what a store to a tensor makes of a float32.
+// Rounds to the nearest element; ties go to the even one.
 __device__ inline void store_element(float value, float* to) { *to = value; }
 
 __device__ inline void store_element(float value, BFloat16* to) {

@@ -1,10 +1,10 @@
-// The exponential of what a softmax takes: logits below their peak.
+// The exponential that a softmax needs: of logits at or below their peak.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#include "kvp/vectors.hpp"
+#include "kvp/elements.hpp"
 
 namespace kvp::index {
 

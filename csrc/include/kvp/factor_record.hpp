@@ -1,4 +1,4 @@
-// A record: where the parts of a low-rank matrix lie.
+// The record of a low-rank matrix: where its parts lie.
 //
 // One matrix is the keys (or values) of one span of one KV head: [tokens, head_dim].
 // Its record is one run of elements, so that a span travels with one copy:

@@ -7,9 +7,9 @@
 
 namespace kvp {
 
-// Runs body(i) for i in [0, n), on several threads if `parallel`. An exception of any
-// of them is rethrown afterwards: it must not leave a parallel region. What is not
-// parallel does not ask OpenMP for each i, which shows where bodies take a microsecond.
+// Runs body(i) for i in [0, n), on several threads if `parallel`. An exception must not
+// leave a parallel region, so the first one is rethrown afterwards. A serial loop does
+// not enter OpenMP, whose overhead shows if a body takes a microsecond.
 template <typename Body>
 void for_all(std::int64_t n, const Body& body, bool parallel = true) {
   if (!parallel || n < 2) {

@@ -1,11 +1,11 @@
 // The hot set: slots of a request's pages that hold fetched tokens.
 //
 //   hot slots     [ 17 | 4 | 230 | 9 ]      wanted: 9 230 51 88
-//   unwanted        17   4                  not there: 51 88
+//   unwanted        17   4                  missing: 51 88
 //   afterwards    [ 51 | 88 | 230 | 9 ]     copied from the host: 51 88
 //
-// What is resident already stays where it is and is not copied. Wanted tokens come
-// best first; unwanted slots are filled from the first on.
+// Wanted tokens that are resident keep their slots and are not copied. The missing
+// ones fill unwanted slots from the first on, the best token first.
 #pragma once
 
 #include <algorithm>
@@ -35,7 +35,7 @@ struct HostTokens {
   }
 };
 
-// The hot slots of one (request, KV head): where they are, and what is there.
+// The hot slots of one (request, KV head): where they lie, and their tokens.
 struct HotSlots {
   std::int64_t* token;       // [n], numbers of host tokens, distinct
   const std::int64_t* page;  // [n], pages of the heap
@@ -43,10 +43,10 @@ struct HotSlots {
   std::int64_t n;
 };
 
-// Lets wanted tokens have hot slots, as many as there are; negative ones ask for
-// nothing. Writes who has which slot; ``swap(place, token)`` is told who gets one, and
-// has the copying to do. Returns how many do, or -1 - i if entry i of wanted, or entry
-// i - num_wanted of hot.token, is not a token of the host; nothing was written then.
+// Assigns hot slots to wanted tokens, as many as fit; negative entries are ignored.
+// Updates hot.token and calls swap(place, token) for every token to copy. Returns the
+// number of these calls, or -1 - i if entry i of wanted, or entry i - num_wanted of
+// hot.token, is not a token of the host; nothing is written then.
 //
 //   capacity: tokens of the host
 //   mark: one entry per host token, all zero; zero again afterwards
@@ -87,20 +87,17 @@ std::int64_t swap_hot_slots(std::int64_t capacity, const std::int64_t* wanted,
   return swapped;
 }
 
-// The same, and the copying.
+// Like swap_hot_slots, and copies the tokens from the host into the pages.
 template <typename Element>
 std::int64_t fill_hot_slots(const HostTokens<Element>& host, std::int64_t capacity,
                             const std::int64_t* wanted, std::int64_t num_wanted,
-                            const HotSlots& hot, Element* heap,
-                            std::int64_t page_stride, const PageLayout& layout,
+                            const HotSlots& hot, const PagedKV<Element>& kv,
                             std::vector<std::uint8_t>& mark) {
   const auto copy = [&](std::int64_t place, std::int64_t token) {
-    Element* page = heap + hot.page[place] * page_stride;
-    const std::int64_t slot = hot.slot[place];
-    store_row(page, layout.keys, slot, layout.block_size, host.head_dim,
-              host.key(token));
-    store_row(page, layout.values, slot, layout.block_size, host.head_dim,
-              host.value(token));
+    Element* page = kv.page(hot.page[place]);
+    const std::int64_t slot = hot.slot[place], size = kv.block_size();
+    store_row(page, kv.layout.keys, slot, size, host.head_dim, host.key(token));
+    store_row(page, kv.layout.values, slot, size, host.head_dim, host.value(token));
   };
   return swap_hot_slots(capacity, wanted, num_wanted, hot, mark, copy);
 }

@@ -1,5 +1,5 @@
-// What the tree and the exact scan share: settings, options and the scratch of a
-// thread. Both answer the same calls (see Forest in index_forest.hpp):
+// Settings, options and per-thread scratch of the tree and the exact scan. Both
+// implement the same calls (see Forest in index_forest.hpp):
 //
 //   append(keys, n)                    true, or false and nothing changed
 //   query(keys, by_page, q, options, scratch, top)   keys looked at
@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "kvp/simd.hpp"
+#include "kvp/dot_products.hpp"
 
 namespace kvp::index {
 

@@ -13,7 +13,8 @@
 #include <cstring>
 #include <numeric>
 
-#include "kvp/vectors.hpp"
+#include "kvp/elements.hpp"
+#include "kvp/simd.hpp"
 
 namespace kvp {
 
@@ -29,14 +30,14 @@ struct Chunks {
 
 // wide[d] = key[d], zeros up to a whole number of vectors.
 template <int kLanes, typename Element>
-KVP_ALWAYS_INLINE void widen(const Element* key, std::int64_t size, float* wide) {
+KVP_INLINE void widen(const Element* key, std::int64_t size, float* wide) {
   for (std::int64_t d = 0; d < size; ++d) wide[d] = to_float(key[d]);
   for (std::int64_t d = size; d % kLanes != 0; ++d) wide[d] = 0.0f;
 }
 
 // Sum of the lanes of a vector in memory; pairs first, for speed and precision.
 template <int kLanes>
-KVP_ALWAYS_INLINE float sum_lanes(const void* vector) {
+KVP_INLINE float sum_lanes(const void* vector) {
   float parts[kLanes];
   std::memcpy(parts, vector, sizeof parts);
   for (int half = kLanes / 2; half > 0; half /= 2) {
@@ -50,9 +51,8 @@ KVP_ALWAYS_INLINE float sum_lanes(const void* vector) {
 // function that is compiled for vectors of kLanes floats. head_dim is that of
 // `all`; the loops over it unroll where the caller passes a constant.
 template <int kLanes, typename Element>
-KVP_ALWAYS_INLINE void chunk_deltas(const Chunks<Element>& all,
-                                    const std::int64_t head_dim, std::int64_t c,
-                                    float* delta, float* sum) {
+KVP_INLINE void chunk_deltas(const Chunks<Element>& all, const std::int64_t head_dim,
+                             std::int64_t c, float* delta, float* sum) {
   typedef float Floats __attribute__((vector_size(kLanes * 4)));
   const std::int64_t vectors = (head_dim + kLanes - 1) / kLanes;
   const Element* first = all.keys + c * all.length * all.stride;
@@ -107,8 +107,8 @@ KVP_ALWAYS_INLINE void chunk_deltas(const Chunks<Element>& all,
 
 // The usual sizes of heads get loops of their own.
 template <int kLanes, typename Element>
-KVP_ALWAYS_INLINE void chunk_deltas(const Chunks<Element>& all, std::int64_t c,
-                                    float* delta, float* sum) {
+KVP_INLINE void chunk_deltas(const Chunks<Element>& all, std::int64_t c, float* delta,
+                             float* sum) {
   if (all.head_dim == 64) {
     chunk_deltas<kLanes>(all, 64, c, delta, sum);
   } else if (all.head_dim == 128) {
@@ -124,18 +124,16 @@ void chunk_deltas_baseline(const Chunks<Element>& all, std::int64_t c, float* de
   chunk_deltas<4>(all, c, delta, sum);
 }
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(KVP_X86)
 template <typename Element>
-__attribute__((target("avx2,fma"))) void chunk_deltas_avx2(const Chunks<Element>& all,
-                                                           std::int64_t c, float* delta,
-                                                           float* sum) {
+KVP_TARGET_AVX2 void chunk_deltas_avx2(const Chunks<Element>& all, std::int64_t c,
+                                       float* delta, float* sum) {
   chunk_deltas<8>(all, c, delta, sum);
 }
 
 template <typename Element>
-__attribute__((target("avx512f"))) void chunk_deltas_avx512(const Chunks<Element>& all,
-                                                            std::int64_t c,
-                                                            float* delta, float* sum) {
+KVP_TARGET_AVX512 void chunk_deltas_avx512(const Chunks<Element>& all, std::int64_t c,
+                                           float* delta, float* sum) {
   chunk_deltas<16>(all, c, delta, sum);
 }
 #endif
@@ -146,7 +144,7 @@ __attribute__((target("avx512f"))) void chunk_deltas_avx512(const Chunks<Element
 template <typename Element>
 void irregularity(Simd simd, const Chunks<Element>& all, float* delta, float* sums) {
   auto* deltas = chunk_deltas_baseline<Element>;
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(KVP_X86)
   if (simd == Simd::kAvx2) deltas = chunk_deltas_avx2<Element>;
   if (simd == Simd::kAvx512) deltas = chunk_deltas_avx512<Element>;
 #endif
@@ -172,7 +170,7 @@ inline void find_irregular(const float* delta, std::int64_t n, std::int64_t coun
 }
 
 // Takes the irregular keys out of the sums that irregularity() wrote: chunks that
-// have any are added up anew.
+// have any are summed again.
 template <typename Element>
 void sum_regular(const Chunks<Element>& all, const bool* irregular, float* sums) {
   const std::int64_t size = all.head_dim;

@@ -1,10 +1,10 @@
-// Where the keys of one KV head lie, and how a block of them is read.
+// Where the keys of one KV head lie, and how they are read.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "kvp/simd.hpp"
+#include "kvp/dot_products.hpp"
 
 namespace kvp::index {
 

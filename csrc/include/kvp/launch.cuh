@@ -1,4 +1,4 @@
-// How kernels of these headers are launched. Plain C++, so that the tests' emulator
+// Launches of the kernels of these headers. Plain C++, so that the tests' emulator
 // (tests/csrc/cuda_emulation) can run them without a GPU.
 #pragma once
 
@@ -7,12 +7,12 @@
 #include <cstddef>
 #include <cstdint>
 
-// Shared memory of a block. A macro, as the emulator gives every block its own.
+// Shared memory of a block. A macro, because the emulator gives every block its own.
 #ifndef KVP_SHARED
 #define KVP_SHARED(TYPE, NAME, COUNT) __shared__ TYPE NAME[COUNT]
 #endif
 
-// Fewer in the emulator, where every test then has blocks that loop.
+// The emulator uses fewer blocks, so that every test has blocks that loop.
 #ifndef KVP_MAX_BLOCKS
 #define KVP_MAX_BLOCKS 4096
 #endif
@@ -39,12 +39,12 @@ inline int at_most_blocks(std::int64_t pieces) {
   return static_cast<int>(pieces < kMaxBlocks ? pieces : kMaxBlocks);
 }
 
-// The same where a piece is a thread's.
+// The same for one thread per piece.
 inline int blocks_for(std::int64_t work) {
   return at_most_blocks((work + kThreads - 1) / kThreads);
 }
 
-// Queues kernel(args...). Failure to launch is left to be found as CUDA's last error.
+// Queues kernel(args...). A failed launch shows as CUDA's last error.
 template <typename... Params, typename... Args>
 void launch(void (*kernel)(Params...), int blocks, int threads, cudaStream_t stream,
             const Args&... args) {

@@ -1,9 +1,9 @@
-// CUDA twin of low_rank.hpp's reconstruction: one launch per call, on plain pointers
-// and a stream. Records lie on the device; where each begins is the host's to know.
+// The reconstruction of low_rank.hpp on CUDA: one launch per call, on plain pointers
+// and a stream. Records lie on the device; the host knows where each begins.
 //
 // A block makes a tile of 32 tokens times 64 dimensions of U diag(sigma) V^T, 32
 // components at a time through shared memory; sums are of float32, components in
-// their order. As in page_copy.cuh a page or slot out of range traps.
+// their order.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "kvp/device_pages.cuh"
 #include "kvp/elements.cuh"
 #include "kvp/factor_record.hpp"
 #include "kvp/launch.cuh"
@@ -26,8 +25,8 @@ constexpr int kTokensPerWarp = kMadeTokens / (kThreads / 32);
 // Some tokens of a matrix: where the parts of its record begin, in elements.
 struct MadeRows {
   std::int64_t sigma, left, right;  // of its first token here: left
-  std::int64_t rank, tokens;        // tokens: at most kMadeTokens
-  std::int64_t first_row;           // of all rows that the call makes
+  std::int64_t rank, tokens;  // tokens: at most kMadeTokens
+  std::int64_t first_row;  // of all rows that the call makes
 };
 
 // Appends the work of one matrix; `first_row` is its first token's.
@@ -42,34 +41,6 @@ void list_rows(const svd::Record<Factor>& shape, std::int64_t begin,
   }
 }
 
-// Rows one behind the other.
-template <typename Element>
-struct RowTarget {
-  Element* rows;
-  std::int64_t head_dim;
-
-  __device__ Element* at(std::int64_t row, std::int64_t d) const {
-    return rows + row * head_dim + d;
-  }
-};
-
-// Slots of pages, one per row.
-template <typename Element>
-struct SlotTarget {
-  Element* heap;
-  DeviceHeap sizes;
-  std::int64_t block_size, head_dim;
-  const std::int32_t* offsets;  // of the plane that is written
-  const std::int64_t* pages;
-  const std::int64_t* slots;
-
-  __device__ Element* at(std::int64_t row, std::int64_t d) const {
-    require_below(pages[row], sizes.num_pages);
-    require_below(slots[row], block_size);
-    return heap + pages[row] * sizes.page_stride + offsets[slots[row] * head_dim + d];
-  }
-};
-
 // A float32 among elements of either type.
 __device__ inline float float_at(const float* record) { return *record; }
 __device__ inline float float_at(const BFloat16* record) {
@@ -77,9 +48,10 @@ __device__ inline float float_at(const BFloat16* record) {
                          record[0].bits);
 }
 
-template <typename Factor, typename Target>
+// Writes [tokens, head_dim] rows of all listed work to `out`.
+template <typename Factor, typename Element>
 __global__ void make_rows(const Factor* factors, const MadeRows* list, std::int64_t n,
-                          std::int64_t head_dim, Target target) {
+                          std::int64_t head_dim, Element* out) {
   // A row longer than a tile, so that lanes write different banks.
   KVP_SHARED(float, left, kMadeTokens*(kComponents + 1));
   KVP_SHARED(float, right, kComponents* kMadeDims);
@@ -126,20 +98,20 @@ __global__ void make_rows(const Factor* factors, const MadeRows* list, std::int6
       for (int half = 0; half < 2; ++half) {
         const std::int64_t d = first_dim + lane + 32 * half;
         if (token >= rows.tokens || d >= head_dim) continue;
-        store_element(sums[t][half], target.at(rows.first_row + token, d));
+        store_element(sums[t][half], out + (rows.first_row + token) * head_dim + d);
       }
     }
   }
 }
 
-// Makes the rows of all listed work; `list` lies on the device.
-template <typename Factor, typename Target>
+// Makes the rows of all listed work in `out`; `list` lies on the device.
+template <typename Factor, typename Element>
 void reconstruct(const Factor* factors, const MadeRows* list, std::int64_t n,
-                 std::int64_t head_dim, const Target& target, cudaStream_t stream) {
+                 std::int64_t head_dim, Element* out, cudaStream_t stream) {
   if (n * head_dim == 0) return;
   const std::int64_t across = (head_dim + kMadeDims - 1) / kMadeDims;
-  launch(make_rows<Factor, Target>, at_most_blocks(n * across), kThreads, stream,
-         factors, list, n, head_dim, target);
+  launch(make_rows<Factor, Element>, at_most_blocks(n * across), kThreads, stream,
+         factors, list, n, head_dim, out);
 }
 
 }  // namespace kvp::cuda

@@ -1,20 +1,21 @@
-// Products, eigenvectors and conversions for the widest vectors of the CPU: what svd.hpp
-// and low_rank.hpp are made of.
-//
-// Bodies are written once, in the compiler's vector extension, and compiled for
-// AVX-512, AVX2 and the target's baseline; select_kernels() picks at run time.
+// Products, eigenvectors and conversions that svd.hpp and low_rank.hpp call, compiled
+// for every vector width (simd.hpp).
 #pragma once
 
+#include <array>
+
 #include "kvp/convert_rows.hpp"
+#include "kvp/elements.hpp"
 #include "kvp/small_matrix.hpp"
 #include "kvp/strip_product.hpp"
 #include "kvp/symmetric.hpp"
-#include "kvp/vectors.hpp"
 
 namespace kvp::svd {
 
 struct Kernels {
   Simd simd;
+  static constexpr auto tables();
+
   void (*multiply_double)(const Product<double>&);
   bool (*decompose)(const Symmetric&);
   void (*restore)(const Symmetric&, double*, Index, Index, double*);
@@ -70,16 +71,14 @@ struct Kernels {
                                  strips_float, strips_half,     widen};             \
   }
 
-KVP_SMALL_KERNELS(baseline, Simd::kBaseline, )
-#if defined(__x86_64__) && defined(__GNUC__)
-KVP_SMALL_KERNELS(avx2, Simd::kAvx2, __attribute__((target("avx2,fma"))))
-#define KVP_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"
-KVP_SMALL_KERNELS(avx512, Simd::kAvx512, __attribute__((target(KVP_AVX512))))
+KVP_SMALL_KERNELS(baseline, Simd::kBaseline, KVP_TARGET_BASELINE)
+#if defined(KVP_X86)
+KVP_SMALL_KERNELS(avx2, Simd::kAvx2, KVP_TARGET_AVX2)
+KVP_SMALL_KERNELS(avx512, Simd::kAvx512, KVP_TARGET_AVX512)
 
-// The same, but that sums become bfloat16 in one instruction.
+// The kernels of avx512, except that sums become bfloat16 in one instruction.
 namespace avx512bf16 {
-__attribute__((target(KVP_AVX512 ",avx512bf16"))) inline void strips_half(
-    const StripProduct<BFloat16>& x) {
+KVP_TARGET_AVX512_BF16 inline void strips_half(const StripProduct<BFloat16>& x) {
   strip_body<Simd::kAvx512Bf16>(x);
 }
 inline constexpr Kernels with_strips(Kernels kernels) {
@@ -89,32 +88,16 @@ inline constexpr Kernels with_strips(Kernels kernels) {
 }
 inline constexpr Kernels table = with_strips(avx512::table);
 }  // namespace avx512bf16
-#undef KVP_AVX512
 #endif
 
 #undef KVP_SMALL_KERNELS
 
-inline bool can_run(const Kernels& kernels) {
-#if defined(__x86_64__) && defined(__GNUC__)
-  if (kernels.simd == Simd::kAvx512Bf16) {
-    return supported(Simd::kAvx512Bf16) && can_run(avx512::table);
-  }
-  if (kernels.simd == Simd::kAvx512) {
-    return supported(Simd::kAvx512) && supported(Simd::kAvx2) &&
-           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl");
-  }
+inline constexpr auto Kernels::tables() {
+#if defined(KVP_X86)
+  return std::array{&baseline::table, &avx2::table, &avx512::table, &avx512bf16::table};
+#else
+  return std::array{&baseline::table};
 #endif
-  return supported(kernels.simd);
-}
-
-inline const Kernels& select_kernels() {
-#if defined(__x86_64__) && defined(__GNUC__)
-  if (can_run(avx512bf16::table)) return avx512bf16::table;
-  if (can_run(avx512::table)) return avx512::table;
-  if (can_run(avx2::table)) return avx2::table;
-#endif
-  return baseline::table;
 }
 
 }  // namespace kvp::svd

@@ -1,8 +1,8 @@
-// Checks of index arguments: run once per call by whoever calls the loops of
-// page_copy.hpp, which trust their arguments.
+// Checks of index arguments. Callers of page_copy.hpp run them once per call, because
+// the copies trust their arguments.
 //
-// Every check returns a Status (the first fault, where it is, and the value
-// that is wrong) and leaves the wording of the error to the caller.
+// Every check returns a Status: the first fault, its position and the wrong value. The
+// caller writes the message.
 #pragma once
 
 #include <cstdint>
@@ -32,8 +32,8 @@ struct Status {
 // First entry of values[n] outside [0, limit), reported as `fault`.
 template <typename Int>
 Status check_range(const Int* values, std::int64_t n, std::int64_t limit, Fault fault) {
-  // One flag for the whole array keeps the loop free of branches (it
-  // vectorizes); the position is looked for only when there is a fault.
+  // One flag for the whole array keeps the loop free of branches, so it vectorizes. The
+  // position is searched only after a fault.
   bool bad = false;
   for (std::int64_t i = 0; i < n; ++i) {
     bad |= (values[i] < 0) | (static_cast<std::int64_t>(values[i]) >= limit);

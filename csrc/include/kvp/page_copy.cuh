@@ -1,32 +1,19 @@
-// CUDA twins of the loops in page_copy.hpp: one launch per call, on plain
-// pointers, a stream and sizes.
+// The copies of page_copy.hpp on CUDA: one launch per call, on plain pointers, a
+// stream and sizes. Planes come from device_plane(): offset tables lie on the device.
 //
-// Nothing is checked on the host, because the indices live on the device and
-// reading them would wait for the stream. An index out of range traps instead:
-// the launch fails with an error and no memory is corrupted. Duplicate
-// destinations are not detected.
+// The host checks nothing, because the indices lie on the device and reading them
+// would wait for the stream. An index out of range traps instead: the launch fails
+// with an error and no memory is corrupted. Duplicate destinations go undetected.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include "kvp/device_pages.cuh"
 #include "kvp/launch.cuh"
-#include "kvp/token_rows.hpp"
+#include "kvp/paged_kv.hpp"
 
 namespace kvp::cuda {
-
-// The tables are device pointers, so whoever made them says whether keys and values
-// are rows, as far apart.
-struct DeviceLayout {
-  std::int64_t block_size;
-  std::int64_t head_dim;
-  const std::int32_t* k_offsets;
-  const std::int32_t* v_offsets;
-  std::int64_t key_base, value_base;
-  std::int64_t slot_stride;  // 0: as the tables say
-};
 
 inline bool at_chunk(const void* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer) % sizeof(Chunk) == 0;
@@ -45,77 +32,94 @@ std::int64_t chunks_of(std::int64_t elements) {
   return elements / static_cast<std::int64_t>(sizeof(Chunk) / sizeof(Element));
 }
 
-// Whether rows of pages can be copied in chunks.
+// Whether keys and values are rows, equally far apart, that can be copied in chunks.
 template <typename Element>
-bool rows_in_chunks(const Element* heap_data, DeviceHeap heap,
-                    const DeviceLayout& layout) {
-  return layout.slot_stride > 0 && at_chunk(heap_data) &&
-         in_chunks<Element>(heap.page_stride, layout.slot_stride, layout.key_base,
-                            layout.value_base, layout.head_dim);
+bool rows_in_chunks(const PagedKV<Element>& kv) {
+  const Plane &keys = kv.layout.keys, &values = kv.layout.values;
+  return keys.kind == PlaneKind::kRows && values.kind == PlaneKind::kRows &&
+         keys.slot_stride == values.slot_stride && at_chunk(kv.pages) &&
+         in_chunks<Element>(kv.page_stride, keys.slot_stride, keys.base, values.base,
+                            kv.head_dim());
 }
 
-// Layout and heap with all sizes in chunks instead of elements.
 template <typename Element>
-void to_chunks(DeviceHeap& heap, DeviceLayout& layout) {
-  heap.page_stride = chunks_of<Element>(heap.page_stride);
-  layout.head_dim = chunks_of<Element>(layout.head_dim);
-  layout.slot_stride = chunks_of<Element>(layout.slot_stride);
-  layout.key_base = chunks_of<Element>(layout.key_base);
-  layout.value_base = chunks_of<Element>(layout.value_base);
+Plane plane_in_chunks(const Plane& plane) {
+  return {plane.offsets, plane.kind, chunks_of<Element>(plane.base),
+          chunks_of<Element>(plane.slot_stride)};
 }
 
-// Position of token `token`'s page in units of `Unit` elements of the heap.
-__device__ inline std::int64_t page_start(const std::int64_t* pages,
-                                          const std::int64_t* slots, std::int64_t token,
-                                          DeviceHeap heap, std::int64_t block_size) {
-  require_below(pages[token], heap.num_pages);
-  require_below(slots[token], block_size);
-  return pages[token] * heap.page_stride;
+// The same pages with all sizes in chunks instead of elements.
+template <typename Element>
+PagedKV<Chunk> to_chunks(const PagedKV<Element>& kv) {
+  return {reinterpret_cast<Chunk*>(kv.pages),
+          kv.num_pages,
+          chunks_of<Element>(kv.page_stride),
+          {kv.block_size(), chunks_of<Element>(kv.head_dim()),
+           plane_in_chunks<Element>(kv.layout.keys),
+           plane_in_chunks<Element>(kv.layout.values)}};
+}
+
+// The page of a token, checked.
+template <typename Unit>
+__device__ inline Unit* page_of(const PagedKV<Unit>& kv, const TokenSlots& tokens,
+                                std::int64_t token) {
+  require_below(tokens.pages[token], kv.num_pages);
+  require_below(tokens.slots[token], kv.block_size());
+  return kv.page(tokens.pages[token]);
+}
+
+// The row of a token's key in pages of rows; its value is values.base - keys.base
+// further on.
+template <typename Unit>
+__device__ inline Unit* row_of(const PagedKV<Unit>& kv, const TokenSlots& tokens,
+                               std::int64_t token) {
+  return page_of(kv, tokens, token) + tokens.slots[token] * kv.layout.keys.slot_stride;
+}
+
+// Calls body(token, dim) for each token and each unit of its row; a thread per pair.
+template <typename Body>
+__device__ inline void for_each_unit(std::int64_t n, std::int64_t row_units,
+                                     const Body& body) {
+  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
+  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+       i < n * row_units; i += step) {
+    const std::int64_t token = i / row_units;
+    body(token, i - token * row_units);
+  }
 }
 
 enum class Direction { kGather, kScatter };
 
-// Rows <-> pages through the offset tables; a thread per (token, dimension).
+// Copies between rows and pages through the offset tables; a thread per element.
 template <typename Element, Direction kDirection>
-__global__ void copy_elements(Element* heap_data, DeviceHeap heap,
-                              const std::int64_t* pages, const std::int64_t* slots,
-                              std::int64_t n, DeviceLayout layout, Element* keys,
+__global__ void copy_elements(PagedKV<Element> kv, TokenSlots tokens, Element* keys,
                               Element* values) {
-  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
-  const std::int64_t total = n * layout.head_dim;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
-       i += step) {
-    const std::int64_t token = i / layout.head_dim;
-    Element* page =
-        heap_data + page_start(pages, slots, token, heap, layout.block_size);
-    const std::int64_t entry =
-        slots[token] * layout.head_dim + (i - token * layout.head_dim);
+  const std::int64_t dims = kv.head_dim();
+  for_each_unit(tokens.n, dims, [&](std::int64_t token, std::int64_t dim) {
+    Element* page = page_of(kv, tokens, token);
+    const std::int64_t entry = tokens.slots[token] * dims + dim;
+    const std::int64_t i = token * dims + dim;
     if constexpr (kDirection == Direction::kGather) {
-      keys[i] = page[layout.k_offsets[entry]];
-      values[i] = page[layout.v_offsets[entry]];
+      keys[i] = page[kv.layout.keys.offsets[entry]];
+      values[i] = page[kv.layout.values.offsets[entry]];
     } else {
-      page[layout.k_offsets[entry]] = keys[i];
-      page[layout.v_offsets[entry]] = values[i];
+      page[kv.layout.keys.offsets[entry]] = keys[i];
+      page[kv.layout.values.offsets[entry]] = values[i];
     }
-  }
+  });
 }
 
 // The same where keys and values are rows; a thread per 16 bytes of a row. All sizes
 // are in chunks (to_chunks).
 template <Direction kDirection>
-__global__ void copy_chunks(Chunk* heap_data, DeviceHeap heap,
-                            const std::int64_t* pages, const std::int64_t* slots,
-                            std::int64_t n, DeviceLayout layout, Chunk* keys,
+__global__ void copy_chunks(PagedKV<Chunk> kv, TokenSlots tokens, Chunk* keys,
                             Chunk* values) {
-  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
-  const std::int64_t total = n * layout.head_dim;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
-       i += step) {
-    const std::int64_t token = i / layout.head_dim;
-    Chunk* row = heap_data + page_start(pages, slots, token, heap, layout.block_size) +
-                 slots[token] * layout.slot_stride + (i - token * layout.head_dim);
-    Chunk* key = row + layout.key_base;
-    Chunk* value = row + layout.value_base;
+  const std::int64_t units = kv.head_dim();
+  for_each_unit(tokens.n, units, [&](std::int64_t token, std::int64_t unit) {
+    Chunk* row = row_of(kv, tokens, token) + unit;
+    Chunk* key = row + kv.layout.keys.base;
+    Chunk* value = row + kv.layout.values.base;
+    const std::int64_t i = token * units + unit;
     if constexpr (kDirection == Direction::kGather) {
       keys[i] = *key;
       values[i] = *value;
@@ -123,11 +127,11 @@ __global__ void copy_chunks(Chunk* heap_data, DeviceHeap heap,
       *key = keys[i];
       *value = values[i];
     }
-  }
+  });
 }
 
-// Rows of one token that are fetched: out of the host's memory, which must be pinned,
-// mapped, and at the same address, and must not change until the kernel is over.
+// The key and value rows of a fetched token. They lie in host memory that is pinned,
+// mapped at the same address, and unchanged until the kernel is over.
 template <typename Unit>
 struct FetchedRow {
   const Unit* key;
@@ -135,236 +139,196 @@ struct FetchedRow {
 };
 
 template <typename Unit>
-__device__ FetchedRow<Unit> row_of(const TokenRows<Unit>& from, std::int64_t token,
-                                   std::int64_t row_units) {
-  const std::int64_t key = from.keys[token], value = from.values[token];
+__device__ FetchedRow<Unit> fetched_row(const TokenRows<Unit>& from, std::int64_t token,
+                                        std::int64_t row_units) {
+  const std::int64_t key = from.key_rows[token], value = from.value_rows[token];
   require_below(key, from.num_rows);
   require_below(value, from.num_rows);
   return {from.data + key * row_units, from.data + value * row_units};
 }
 
-// Rows of the host to their slots through the offset tables; a thread per (token,
-// dimension).
+// Copies host rows to slots through the offset tables; a thread per element.
 template <typename Element>
-__global__ void fetch_elements(Element* heap_data, DeviceHeap heap,
-                               const std::int64_t* pages, const std::int64_t* slots,
-                               std::int64_t n, DeviceLayout layout,
+__global__ void fetch_elements(PagedKV<Element> kv, TokenSlots tokens,
                                TokenRows<Element> from) {
-  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
-  const std::int64_t total = n * layout.head_dim;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
-       i += step) {
-    const std::int64_t token = i / layout.head_dim;
-    const std::int64_t dim = i - token * layout.head_dim;
-    const FetchedRow<Element> row = row_of(from, token, layout.head_dim);
-    Element* page =
-        heap_data + page_start(pages, slots, token, heap, layout.block_size);
-    const std::int64_t entry = slots[token] * layout.head_dim + dim;
-    // Both are on their way before either is waited for.
+  const std::int64_t dims = kv.head_dim();
+  for_each_unit(tokens.n, dims, [&](std::int64_t token, std::int64_t dim) {
+    const FetchedRow<Element> row = fetched_row(from, token, dims);
+    Element* page = page_of(kv, tokens, token);
+    const std::int64_t entry = tokens.slots[token] * dims + dim;
+    // Both loads are under way before either is waited for.
     const Element key = row.key[dim], value = row.value[dim];
-    page[layout.k_offsets[entry]] = key;
-    page[layout.v_offsets[entry]] = value;
-  }
+    page[kv.layout.keys.offsets[entry]] = key;
+    page[kv.layout.values.offsets[entry]] = value;
+  });
 }
 
-// The same where slots are rows too; a thread per 16 bytes. All sizes are in chunks.
-static __global__ void fetch_chunks(Chunk* heap_data, DeviceHeap heap,
-                                    const std::int64_t* pages,
-                                    const std::int64_t* slots, std::int64_t n,
-                                    DeviceLayout layout, TokenRows<Chunk> from) {
-  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
-  const std::int64_t total = n * layout.head_dim;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
-       i += step) {
-    const std::int64_t token = i / layout.head_dim;
-    const std::int64_t chunk = i - token * layout.head_dim;
-    const FetchedRow<Chunk> row = row_of(from, token, layout.head_dim);
-    Chunk* to = heap_data + page_start(pages, slots, token, heap, layout.block_size) +
-                slots[token] * layout.slot_stride + chunk;
-    const Chunk key = row.key[chunk], value = row.value[chunk];
-    to[layout.key_base] = key;
-    to[layout.value_base] = value;
-  }
+// The same where slots are rows; a thread per 16 bytes. All sizes are in chunks.
+static __global__ void fetch_chunks(PagedKV<Chunk> kv, TokenSlots tokens,
+                                    TokenRows<Chunk> from) {
+  const std::int64_t units = kv.head_dim();
+  for_each_unit(tokens.n, units, [&](std::int64_t token, std::int64_t unit) {
+    const FetchedRow<Chunk> row = fetched_row(from, token, units);
+    Chunk* to = row_of(kv, tokens, token) + unit;
+    const Chunk key = row.key[unit], value = row.value[unit];
+    to[kv.layout.keys.base] = key;
+    to[kv.layout.values.base] = value;
+  });
 }
 
 template <typename Element>
-__global__ void move_elements(Element* heap_data, DeviceHeap heap,
-                              const std::int64_t* src_pages,
-                              const std::int64_t* src_slots,
-                              const std::int64_t* dst_pages,
-                              const std::int64_t* dst_slots, std::int64_t n,
-                              DeviceLayout layout) {
-  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
-  const std::int64_t total = n * layout.head_dim;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
-       i += step) {
-    const std::int64_t token = i / layout.head_dim;
-    const std::int64_t dim = i - token * layout.head_dim;
-    const Element* from =
-        heap_data + page_start(src_pages, src_slots, token, heap, layout.block_size);
-    Element* to =
-        heap_data + page_start(dst_pages, dst_slots, token, heap, layout.block_size);
-    const std::int64_t source = src_slots[token] * layout.head_dim + dim;
-    const std::int64_t target = dst_slots[token] * layout.head_dim + dim;
-    to[layout.k_offsets[target]] = from[layout.k_offsets[source]];
-    to[layout.v_offsets[target]] = from[layout.v_offsets[source]];
-  }
+__global__ void move_elements(PagedKV<Element> kv, TokenSlots from, TokenSlots to) {
+  const std::int64_t dims = kv.head_dim();
+  const Plane &keys = kv.layout.keys, &values = kv.layout.values;
+  for_each_unit(from.n, dims, [&](std::int64_t token, std::int64_t dim) {
+    const Element* source = page_of(kv, from, token);
+    Element* target = page_of(kv, to, token);
+    const std::int64_t source_entry = from.slots[token] * dims + dim;
+    const std::int64_t target_entry = to.slots[token] * dims + dim;
+    target[keys.offsets[target_entry]] = source[keys.offsets[source_entry]];
+    target[values.offsets[target_entry]] = source[values.offsets[source_entry]];
+  });
 }
 
-static __global__ void move_chunks(Chunk* heap_data, DeviceHeap heap,
-                                   const std::int64_t* src_pages,
-                                   const std::int64_t* src_slots,
-                                   const std::int64_t* dst_pages,
-                                   const std::int64_t* dst_slots, std::int64_t n,
-                                   DeviceLayout layout) {
-  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
-  const std::int64_t total = n * layout.head_dim;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
-       i += step) {
-    const std::int64_t token = i / layout.head_dim;
-    const std::int64_t chunk = i - token * layout.head_dim;
-    const Chunk* from =
-        heap_data + page_start(src_pages, src_slots, token, heap, layout.block_size) +
-        src_slots[token] * layout.slot_stride + chunk;
-    Chunk* to = heap_data +
-                page_start(dst_pages, dst_slots, token, heap, layout.block_size) +
-                dst_slots[token] * layout.slot_stride + chunk;
-    to[layout.key_base] = from[layout.key_base];
-    to[layout.value_base] = from[layout.value_base];
-  }
+static __global__ void move_chunks(PagedKV<Chunk> kv, TokenSlots from, TokenSlots to) {
+  const Plane &keys = kv.layout.keys, &values = kv.layout.values;
+  for_each_unit(from.n, kv.head_dim(), [&](std::int64_t token, std::int64_t unit) {
+    const Chunk* source = row_of(kv, from, token) + unit;
+    Chunk* target = row_of(kv, to, token) + unit;
+    target[keys.base] = source[keys.base];
+    target[values.base] = source[values.base];
+  });
 }
 
-// Unpacks planes of whole pages; a thread per element.
+// Page `entry` of all that a table lists, checked.
+template <typename Unit>
+__device__ inline const Unit* listed_page(const PagedKV<const Unit>& kv,
+                                          const PageTable<std::int64_t>& table,
+                                          std::int64_t entry) {
+  require_below(table.ids[entry], kv.num_pages);
+  return kv.page(table.ids[entry]);
+}
+
+// Unpacks a plane of all listed pages; a thread per element.
 template <typename Element>
-__global__ void unpack_elements(const Element* heap_data, DeviceHeap heap,
-                                const std::int64_t* page_table, std::int64_t n,
-                                std::int64_t plane_elems, const std::int32_t* offsets,
-                                Element* out) {
-  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
-  const std::int64_t total = n * plane_elems;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
-       i += step) {
-    const std::int64_t entry = i / plane_elems;
-    const std::int64_t inside = i - entry * plane_elems;
-    require_below(page_table[entry], heap.num_pages);
-    const Element* page = heap_data + page_table[entry] * heap.page_stride;
-    out[i] = page[offsets[inside]];
-  }
+__global__ void unpack_elements(PagedKV<const Element> kv, Plane plane,
+                                PageTable<std::int64_t> table, Element* out) {
+  const std::int64_t plane_elems = kv.block_size() * kv.head_dim();
+  for_each_unit(table.rows * table.pages_per_row, plane_elems,
+                [&](std::int64_t entry, std::int64_t inside) {
+                  out[entry * plane_elems + inside] =
+                      listed_page(kv, table, entry)[plane.offsets[inside]];
+                });
 }
 
-// The same for planes of rows; sizes in chunks.
-static __global__ void unpack_chunks(const Chunk* heap_data, DeviceHeap heap,
-                                     const std::int64_t* page_table, std::int64_t n,
-                                     std::int64_t plane_elems, std::int64_t row_elems,
-                                     DeviceRows rows, Chunk* out) {
-  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
-  const std::int64_t total = n * plane_elems;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
-       i += step) {
-    const std::int64_t entry = i / plane_elems;
-    const std::int64_t inside = i - entry * plane_elems;
-    const std::int64_t slot = inside / row_elems;
-    require_below(page_table[entry], heap.num_pages);
-    out[i] = heap_data[page_table[entry] * heap.page_stride + rows.base +
-                       slot * rows.slot_stride + (inside - slot * row_elems)];
-  }
+// The same for planes of rows of row_units each; all sizes are in chunks.
+static __global__ void unpack_chunks(PagedKV<const Chunk> kv, Plane plane,
+                                     PageTable<std::int64_t> table,
+                                     std::int64_t row_units, Chunk* out) {
+  const std::int64_t plane_units = kv.block_size() * kv.head_dim();
+  for_each_unit(
+      table.rows * table.pages_per_row, plane_units,
+      [&](std::int64_t entry, std::int64_t inside) {
+        const std::int64_t slot = inside / row_units;
+        out[entry * plane_units + inside] = listed_page(
+            kv, table,
+            entry)[plane.base + slot * plane.slot_stride + (inside - slot * row_units)];
+      });
 }
 
 template <typename Element, Direction kDirection>
-void copy_tokens(Element* heap_data, DeviceHeap heap, const std::int64_t* pages,
-                 const std::int64_t* slots, std::int64_t n, DeviceLayout layout,
-                 Element* keys, Element* values, cudaStream_t stream) {
-  if (n * layout.head_dim == 0) return;
-  if (rows_in_chunks(heap_data, heap, layout) && at_chunk(keys) && at_chunk(values)) {
-    to_chunks<Element>(heap, layout);
-    launch(copy_chunks<kDirection>, blocks_for(n * layout.head_dim), kThreads, stream,
-           reinterpret_cast<Chunk*>(heap_data), heap, pages, slots, n, layout,
-           reinterpret_cast<Chunk*>(keys), reinterpret_cast<Chunk*>(values));
+void copy_tokens(const PagedKV<Element>& kv, const TokenSlots& tokens, Element* keys,
+                 Element* values, cudaStream_t stream) {
+  if (tokens.n * kv.head_dim() == 0) return;
+  if (rows_in_chunks(kv) && at_chunk(keys) && at_chunk(values)) {
+    const PagedKV<Chunk> chunks = to_chunks(kv);
+    launch(copy_chunks<kDirection>, blocks_for(tokens.n * chunks.head_dim()), kThreads,
+           stream, chunks, tokens, reinterpret_cast<Chunk*>(keys),
+           reinterpret_cast<Chunk*>(values));
     return;
   }
-  launch(copy_elements<Element, kDirection>, blocks_for(n * layout.head_dim), kThreads,
-         stream, heap_data, heap, pages, slots, n, layout, keys, values);
+  launch(copy_elements<Element, kDirection>, blocks_for(tokens.n * kv.head_dim()),
+         kThreads, stream, kv, tokens, keys, values);
 }
 
+// See kvp::gather_tokens.
 template <typename Element>
-void gather_tokens(const Element* heap_data, DeviceHeap heap, const std::int64_t* pages,
-                   const std::int64_t* slots, std::int64_t n, DeviceLayout layout,
+void gather_tokens(const PagedKV<const Element>& kv, const TokenSlots& tokens,
                    Element* keys_out, Element* values_out, cudaStream_t stream) {
-  // The gather direction only reads the heap.
-  copy_tokens<Element, Direction::kGather>(const_cast<Element*>(heap_data), heap, pages,
-                                           slots, n, layout, keys_out, values_out,
-                                           stream);
+  // The gather direction only reads the pages.
+  const PagedKV<Element> pages{const_cast<Element*>(kv.pages), kv.num_pages,
+                               kv.page_stride, kv.layout};
+  copy_tokens<Element, Direction::kGather>(pages, tokens, keys_out, values_out, stream);
 }
 
+// See kvp::scatter_tokens.
 template <typename Element>
-void scatter_tokens(Element* heap_data, DeviceHeap heap, const std::int64_t* pages,
-                    const std::int64_t* slots, std::int64_t n, DeviceLayout layout,
+void scatter_tokens(const PagedKV<Element>& kv, const TokenSlots& tokens,
                     const Element* keys, const Element* values, cudaStream_t stream) {
   // The scatter direction only reads the rows.
-  copy_tokens<Element, Direction::kScatter>(heap_data, heap, pages, slots, n, layout,
-                                            const_cast<Element*>(keys),
+  copy_tokens<Element, Direction::kScatter>(kv, tokens, const_cast<Element*>(keys),
                                             const_cast<Element*>(values), stream);
 }
 
 // See kvp::fetch_tokens.
 template <typename Element>
-void fetch_tokens(Element* heap_data, DeviceHeap heap, const std::int64_t* pages,
-                  const std::int64_t* slots, std::int64_t n, DeviceLayout layout,
+void fetch_tokens(const PagedKV<Element>& kv, const TokenSlots& tokens,
                   const TokenRows<Element>& from, cudaStream_t stream) {
-  if (n * layout.head_dim == 0) return;
-  if (rows_in_chunks(heap_data, heap, layout) && at_chunk(from.data)) {
-    to_chunks<Element>(heap, layout);
-    const TokenRows<Chunk> chunks{reinterpret_cast<const Chunk*>(from.data),
-                                  from.num_rows, from.keys, from.values};
-    launch(fetch_chunks, blocks_for(n * layout.head_dim), kThreads, stream,
-           reinterpret_cast<Chunk*>(heap_data), heap, pages, slots, n, layout, chunks);
+  if (tokens.n * kv.head_dim() == 0) return;
+  if (rows_in_chunks(kv) && at_chunk(from.data)) {
+    const PagedKV<Chunk> chunks = to_chunks(kv);
+    const TokenRows<Chunk> rows{reinterpret_cast<const Chunk*>(from.data),
+                                from.num_rows, from.key_rows, from.value_rows};
+    launch(fetch_chunks, blocks_for(tokens.n * chunks.head_dim()), kThreads, stream,
+           chunks, tokens, rows);
     return;
   }
-  launch(fetch_elements<Element>, blocks_for(n * layout.head_dim), kThreads, stream,
-         heap_data, heap, pages, slots, n, layout, from);
+  launch(fetch_elements<Element>, blocks_for(tokens.n * kv.head_dim()), kThreads,
+         stream, kv, tokens, from);
 }
 
+// See kvp::move_tokens.
 template <typename Element>
-void move_tokens(Element* heap_data, DeviceHeap heap, const std::int64_t* src_pages,
-                 const std::int64_t* src_slots, const std::int64_t* dst_pages,
-                 const std::int64_t* dst_slots, std::int64_t n, DeviceLayout layout,
-                 cudaStream_t stream) {
-  if (n * layout.head_dim == 0) return;
-  if (rows_in_chunks(heap_data, heap, layout)) {
-    to_chunks<Element>(heap, layout);
-    launch(move_chunks, blocks_for(n * layout.head_dim), kThreads, stream,
-           reinterpret_cast<Chunk*>(heap_data), heap, src_pages, src_slots, dst_pages,
-           dst_slots, n, layout);
+void move_tokens(const PagedKV<Element>& kv, const TokenSlots& from,
+                 const TokenSlots& to, cudaStream_t stream) {
+  if (from.n * kv.head_dim() == 0) return;
+  if (rows_in_chunks(kv)) {
+    const PagedKV<Chunk> chunks = to_chunks(kv);
+    launch(move_chunks, blocks_for(from.n * chunks.head_dim()), kThreads, stream,
+           chunks, from, to);
     return;
   }
-  launch(move_elements<Element>, blocks_for(n * layout.head_dim), kThreads, stream,
-         heap_data, heap, src_pages, src_slots, dst_pages, dst_slots, n, layout);
+  launch(move_elements<Element>, blocks_for(from.n * kv.head_dim()), kThreads, stream,
+         kv, from, to);
 }
 
-// See kvp::gather_plane. `rows` says where a plane of rows lies, `offsets` where any.
+// See kvp::gather_plane.
 template <typename Element>
-void gather_plane(const Element* heap_data, DeviceHeap heap,
-                  const std::int64_t* page_table, std::int64_t n,
-                  std::int64_t block_size, std::int64_t head_dim,
-                  const std::int32_t* offsets, DeviceRows rows, Element* out,
+void gather_plane(const PagedKV<const Element>& kv, Plane plane,
+                  const PageTable<std::int64_t>& table, Element* out,
                   cudaStream_t stream) {
-  const std::int64_t plane_elems = block_size * head_dim;
-  if (n * plane_elems == 0) return;
+  const std::int64_t plane_elems = kv.layout.plane_elems();
+  const std::int64_t pages = table.rows * table.pages_per_row;
+  if (pages * plane_elems == 0) return;
   // Rows without gaps are one long row.
-  const std::int64_t row_elems = rows.slot_stride == head_dim ? plane_elems : head_dim;
-  if (rows.slot_stride == head_dim) rows.slot_stride = plane_elems;
-  if (rows.slot_stride > 0 && at_chunk(heap_data) && at_chunk(out) &&
-      in_chunks<Element>(heap.page_stride, row_elems, rows.base, rows.slot_stride)) {
-    heap.page_stride = chunks_of<Element>(heap.page_stride);
-    rows = {chunks_of<Element>(rows.base), chunks_of<Element>(rows.slot_stride)};
-    const std::int64_t chunks = chunks_of<Element>(plane_elems);
-    launch(unpack_chunks, blocks_for(n * chunks), kThreads, stream,
-           reinterpret_cast<const Chunk*>(heap_data), heap, page_table, n, chunks,
-           chunks_of<Element>(row_elems), rows, reinterpret_cast<Chunk*>(out));
+  const bool one_row = plane.is_matrix(kv.head_dim());
+  const std::int64_t row_elems = one_row ? plane_elems : kv.head_dim();
+  if (one_row) plane.slot_stride = plane_elems;
+  if (plane.kind == PlaneKind::kRows && at_chunk(kv.pages) && at_chunk(out) &&
+      in_chunks<Element>(kv.page_stride, row_elems, plane.base, plane.slot_stride,
+                         plane_elems)) {
+    // Only the product of block size and head_dim counts in this kernel.
+    const PagedKV<const Chunk> chunks{reinterpret_cast<const Chunk*>(kv.pages),
+                                      kv.num_pages,
+                                      chunks_of<Element>(kv.page_stride),
+                                      {1, chunks_of<Element>(plane_elems), {}, {}}};
+    launch(unpack_chunks, blocks_for(pages * chunks.head_dim()), kThreads, stream,
+           chunks, plane_in_chunks<Element>(plane), table,
+           chunks_of<Element>(row_elems), reinterpret_cast<Chunk*>(out));
     return;
   }
-  launch(unpack_elements<Element>, blocks_for(n * plane_elems), kThreads, stream,
-         heap_data, heap, page_table, n, plane_elems, offsets, out);
+  launch(unpack_elements<Element>, blocks_for(pages * plane_elems), kThreads, stream,
+         kv, plane, table, out);
 }
 
 }  // namespace kvp::cuda

@@ -1,21 +1,18 @@
-// Copies between pages and token rows, and between slots of pages.
+// Copies between pages and rows of tokens, and between slots of pages.
 //
-// Element is an unsigned integer of the element's size: every copy is of bits.
-// All index arguments are trusted (page_check.hpp checks them). Results do not
-// depend on the number of threads: iterations write disjoint elements.
+// Element is an unsigned integer of the element's size: all copies are bit for bit.
+// The functions trust their index arguments (page_check.hpp checks them). Results do
+// not depend on the number of threads: iterations write disjoint elements.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#include "kvp/page_layout.hpp"
-#include "kvp/token_rows.hpp"
+#include "kvp/elements.hpp"
+#include "kvp/paged_kv.hpp"
 #include "kvp/transpose.hpp"
 
 namespace kvp {
-
-// Below this many bytes a parallel region costs more than it saves.
-constexpr std::int64_t kParallelBytes = 256 * 1024;
 
 // row[d] = plane element (slot, d).
 template <typename Element>
@@ -72,91 +69,83 @@ inline void move_row(const Element* from, std::int64_t from_slot, Element* to,
   }
 }
 
-// Reads the keys and values of n tokens.
-//
-//   heap:    pages of page_elems elements, page_stride elements apart
-//   pages, slots:   [n], where token i lies
-//   keys_out, values_out:  [n, head_dim], must not overlap the heap
+// Whether a copy of n tokens is worth a parallel region.
+template <typename Element>
+bool copy_in_parallel(std::int64_t n, std::int64_t head_dim) {
+  return 2 * n * head_dim * std::int64_t{sizeof(Element)} >= kParallelBytes;
+}
+
+// Reads the keys and values of tokens into keys_out and values_out [n, head_dim],
+// which must not overlap the pages.
 //
 // Cost: 4 * n * head_dim elements of traffic.
 template <typename Element>
-void gather_tokens(const Element* heap, std::int64_t page_stride,
-                   const std::int64_t* pages, const std::int64_t* slots, std::int64_t n,
-                   const PageLayout& layout, Element* keys_out, Element* values_out) {
-  const std::int64_t head_dim = layout.head_dim;
-  const std::int64_t block_size = layout.block_size;
-  [[maybe_unused]] const bool parallel =
-      2 * n * head_dim * std::int64_t{sizeof(Element)} >= kParallelBytes;
+void gather_tokens(const PagedKV<const Element>& kv, const TokenSlots& tokens,
+                   Element* keys_out, Element* values_out) {
+  const std::int64_t head_dim = kv.head_dim(), block_size = kv.block_size();
+  [[maybe_unused]] const bool parallel = copy_in_parallel<Element>(tokens.n, head_dim);
 #pragma omp parallel for schedule(static) if (parallel)
-  for (std::int64_t i = 0; i < n; ++i) {
-    const Element* page = heap + pages[i] * page_stride;
-    load_row(page, layout.keys, slots[i], block_size, head_dim,
+  for (std::int64_t i = 0; i < tokens.n; ++i) {
+    const Element* page = kv.page(tokens.pages[i]);
+    load_row(page, kv.layout.keys, tokens.slots[i], block_size, head_dim,
              keys_out + i * head_dim);
-    load_row(page, layout.values, slots[i], block_size, head_dim,
+    load_row(page, kv.layout.values, tokens.slots[i], block_size, head_dim,
              values_out + i * head_dim);
   }
 }
 
-// Writes n tokens, whose rows begin at key_of(i) and value_of(i). The (page, slot) pairs
+// Writes tokens whose rows begin at key_of(i) and value_of(i). The (page, slot) pairs
 // must be distinct.
 template <typename Element, typename KeyOf, typename ValueOf>
-void store_tokens(Element* heap, std::int64_t page_stride, const std::int64_t* pages,
-                  const std::int64_t* slots, std::int64_t n, const PageLayout& layout,
+void store_tokens(const PagedKV<Element>& kv, const TokenSlots& tokens,
                   const KeyOf& key_of, const ValueOf& value_of) {
-  const std::int64_t head_dim = layout.head_dim;
-  const std::int64_t block_size = layout.block_size;
-  [[maybe_unused]] const bool parallel =
-      2 * n * head_dim * std::int64_t{sizeof(Element)} >= kParallelBytes;
+  const std::int64_t head_dim = kv.head_dim(), block_size = kv.block_size();
+  [[maybe_unused]] const bool parallel = copy_in_parallel<Element>(tokens.n, head_dim);
 #pragma omp parallel for schedule(static) if (parallel)
-  for (std::int64_t i = 0; i < n; ++i) {
-    Element* page = heap + pages[i] * page_stride;
-    store_row(page, layout.keys, slots[i], block_size, head_dim, key_of(i));
-    store_row(page, layout.values, slots[i], block_size, head_dim, value_of(i));
+  for (std::int64_t i = 0; i < tokens.n; ++i) {
+    Element* page = kv.page(tokens.pages[i]);
+    const std::int64_t slot = tokens.slots[i];
+    store_row(page, kv.layout.keys, slot, block_size, head_dim, key_of(i));
+    store_row(page, kv.layout.values, slot, block_size, head_dim, value_of(i));
   }
 }
 
-// Writes the keys and values of n tokens; the inverse of gather_tokens.
+// Writes keys and values [n, head_dim] of tokens; the inverse of gather_tokens.
 template <typename Element>
-void scatter_tokens(Element* heap, std::int64_t page_stride, const std::int64_t* pages,
-                    const std::int64_t* slots, std::int64_t n, const PageLayout& layout,
+void scatter_tokens(const PagedKV<Element>& kv, const TokenSlots& tokens,
                     const Element* keys, const Element* values) {
-  const std::int64_t dim = layout.head_dim;
+  const std::int64_t dim = kv.head_dim();
   store_tokens(
-      heap, page_stride, pages, slots, n, layout,
-      [=](std::int64_t i) { return keys + i * dim; },
+      kv, tokens, [=](std::int64_t i) { return keys + i * dim; },
       [=](std::int64_t i) { return values + i * dim; });
 }
 
-// The same of rows that lie anywhere.
+// Like scatter_tokens, for rows that lie anywhere in a matrix.
 template <typename Element>
-void fetch_tokens(Element* heap, std::int64_t page_stride, const std::int64_t* pages,
-                  const std::int64_t* slots, std::int64_t n, const PageLayout& layout,
+void fetch_tokens(const PagedKV<Element>& kv, const TokenSlots& tokens,
                   const TokenRows<Element>& from) {
-  const std::int64_t dim = layout.head_dim;
+  const std::int64_t dim = kv.head_dim();
   store_tokens(
-      heap, page_stride, pages, slots, n, layout,
-      [=](std::int64_t i) { return from.data + from.keys[i] * dim; },
-      [=](std::int64_t i) { return from.data + from.values[i] * dim; });
+      kv, tokens, [=](std::int64_t i) { return from.data + from.key_rows[i] * dim; },
+      [=](std::int64_t i) { return from.data + from.value_rows[i] * dim; });
 }
 
-// Copies token i from (src_pages[i], src_slots[i]) to (dst_pages[i],
-// dst_slots[i]). The destinations must be distinct and none may be a source:
-// then no iteration reads what another writes, and the order does not matter.
+// Copies token i of `from` to token i of `to`. The destinations must be distinct and
+// no destination may be a source: no iteration then reads what another one writes,
+// and the order does not matter.
 template <typename Element>
-void move_tokens(Element* heap, std::int64_t page_stride, const std::int64_t* src_pages,
-                 const std::int64_t* src_slots, const std::int64_t* dst_pages,
-                 const std::int64_t* dst_slots, std::int64_t n,
-                 const PageLayout& layout) {
-  const std::int64_t head_dim = layout.head_dim;
-  const std::int64_t block_size = layout.block_size;
-  [[maybe_unused]] const bool parallel =
-      2 * n * head_dim * std::int64_t{sizeof(Element)} >= kParallelBytes;
+void move_tokens(const PagedKV<Element>& kv, const TokenSlots& from,
+                 const TokenSlots& to) {
+  const std::int64_t head_dim = kv.head_dim(), block_size = kv.block_size();
+  [[maybe_unused]] const bool parallel = copy_in_parallel<Element>(from.n, head_dim);
 #pragma omp parallel for schedule(static) if (parallel)
-  for (std::int64_t i = 0; i < n; ++i) {
-    const Element* from = heap + src_pages[i] * page_stride;
-    Element* to = heap + dst_pages[i] * page_stride;
-    move_row(from, src_slots[i], to, dst_slots[i], layout.keys, block_size, head_dim);
-    move_row(from, src_slots[i], to, dst_slots[i], layout.values, block_size, head_dim);
+  for (std::int64_t i = 0; i < from.n; ++i) {
+    const Element* source = kv.page(from.pages[i]);
+    Element* target = kv.page(to.pages[i]);
+    move_row(source, from.slots[i], target, to.slots[i], kv.layout.keys, block_size,
+             head_dim);
+    move_row(source, from.slots[i], target, to.slots[i], kv.layout.values, block_size,
+             head_dim);
   }
 }
 
@@ -179,43 +168,24 @@ inline void unpack_plane(const Element* page, const Plane& plane,
   }
 }
 
-// Unpacks one plane of whole pages.
+// Unpacks one plane of all pages of a table. `plane` is layout.keys or layout.values.
 //
-//   page_table: [rows, pages_per_row] page ids
-//   out:        [rows, pages_per_row * block_size, head_dim], not in the heap
+//   out: [rows, pages_per_row * block_size, head_dim], must not overlap the pages
 //
-// Rows follow each other without gaps in both, so a flat list of
-// rows * pages_per_row pages is all that the loop needs.
+// Rows follow each other without gaps in the table and in `out`, so the loop runs over
+// a flat list of rows * pages_per_row pages.
 template <typename Element>
-void gather_plane(const Element* heap, std::int64_t page_stride,
-                  const std::int64_t* page_table, std::int64_t rows,
-                  std::int64_t pages_per_row, const Plane& plane,
-                  std::int64_t block_size, std::int64_t head_dim, Element* out) {
-  const std::int64_t n = rows * pages_per_row;
-  const std::int64_t plane_elems = block_size * head_dim;
+void gather_plane(const PagedKV<const Element>& kv, const Plane& plane,
+                  const PageTable<std::int64_t>& table, Element* out) {
+  const std::int64_t n = table.rows * table.pages_per_row;
+  const std::int64_t plane_elems = kv.layout.plane_elems();
   [[maybe_unused]] const bool parallel =
       n * plane_elems * std::int64_t{sizeof(Element)} >= kParallelBytes;
 #pragma omp parallel for schedule(static) if (parallel)
   for (std::int64_t i = 0; i < n; ++i) {
-    unpack_plane(heap + page_table[i] * page_stride, plane, block_size, head_dim,
+    unpack_plane(kv.page(table.ids[i]), plane, kv.block_size(), kv.head_dim(),
                  out + i * plane_elems);
   }
-}
-
-template <typename Element>
-void gather_keys(const Element* heap, std::int64_t page_stride,
-                 const std::int64_t* page_table, std::int64_t rows,
-                 std::int64_t pages_per_row, const PageLayout& layout, Element* out) {
-  gather_plane(heap, page_stride, page_table, rows, pages_per_row, layout.keys,
-               layout.block_size, layout.head_dim, out);
-}
-
-template <typename Element>
-void gather_values(const Element* heap, std::int64_t page_stride,
-                   const std::int64_t* page_table, std::int64_t rows,
-                   std::int64_t pages_per_row, const PageLayout& layout, Element* out) {
-  gather_plane(heap, page_stride, page_table, rows, pages_per_row, layout.values,
-               layout.block_size, layout.head_dim, out);
 }
 
 }  // namespace kvp

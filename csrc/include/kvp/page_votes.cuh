@@ -1,20 +1,20 @@
-// CUDA twin of page_votes.hpp: three launches per call, on plain pointers and a stream.
+// Page votes on CUDA: three launches per call, on plain pointers and a stream.
 //
 //     part_softmax   a block per 32 rows and 1024 keys: peak and sum of the part
 //     merge_parts    a thread per row: log-sum-exp, parts in their order
 //     add_votes      a block per 64 slots of a query head: weights of all its queries
 //
 // A row is a query of a query head. No sum depends on the order of blocks or threads.
-// As in page_copy.cuh nothing is checked on the host: a page out of range traps.
+// As in page_copy.cuh, the host checks nothing: a page out of range traps.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include "kvp/device_pages.cuh"
 #include "kvp/elements.cuh"
 #include "kvp/launch.cuh"
+#include "kvp/paged_kv.hpp"
 
 namespace kvp::cuda {
 
@@ -39,13 +39,8 @@ struct VoteCall {
   const Element* queries;
   const std::int64_t* query_positions;
   const Element* own_keys;
-  const Element* heap;
-  DeviceHeap sizes;
-  std::int64_t block_size, head_dim;
-  const std::int32_t* k_offsets;
-  DeviceRows rows;  // slot_stride 0: the table says where keys lie
-  const std::int64_t* page_table;
-  std::int64_t pages_per_head;
+  PagedKV<const Element> kv;      // of its planes only the keys' is read
+  PageTable<std::int64_t> table;  // one row per KV head
   const std::int64_t* positions;
   float* out;
 
@@ -73,17 +68,18 @@ __device__ inline float key_element(const VoteCall<Element>& call, std::int64_t 
                                     std::int64_t key, std::int64_t d) {
   if (key >= call.slots) {
     const std::int64_t own = head * call.num_queries + (key - call.slots);
-    return element_to_float(call.own_keys[own * call.head_dim + d]);
+    return element_to_float(call.own_keys[own * call.kv.head_dim() + d]);
   }
   if (call.positions[head * call.slots + key] < 0) return 0.0f;
-  const std::int64_t entry = key / call.block_size;
-  const std::int64_t slot = key - entry * call.block_size;
-  const std::int64_t page = call.page_table[head * call.pages_per_head + entry];
-  require_below(page, call.sizes.num_pages);
-  const std::int64_t at = call.rows.slot_stride > 0
-                              ? call.rows.base + slot * call.rows.slot_stride + d
-                              : call.k_offsets[slot * call.head_dim + d];
-  return element_to_float(call.heap[page * call.sizes.page_stride + at]);
+  const Plane& keys = call.kv.layout.keys;
+  const std::int64_t entry = key / call.kv.block_size();
+  const std::int64_t slot = key - entry * call.kv.block_size();
+  const std::int64_t page = call.table.row(head)[entry];
+  require_below(page, call.kv.num_pages);
+  const std::int64_t at = keys.kind == PlaneKind::kRows
+                              ? keys.base + slot * keys.slot_stride + d
+                              : keys.offsets[slot * call.kv.head_dim() + d];
+  return element_to_float(call.kv.page(page)[at]);
 }
 
 template <typename Element>
@@ -95,7 +91,7 @@ __device__ inline std::int64_t key_position(const VoteCall<Element>& call,
 
 // This thread's scores of a tile, kNoScore where a query does not see a key:
 // scores[r][k] of row first_row + warp * kRowsPerWarp + r and key first_key + lane +
-// 32 * k, as far as rows and keys exist. All threads of a block must call it.
+// 32 * k, if row and key exist. All threads of a block must call it.
 template <typename Element>
 __device__ inline void score_tile(const VoteCall<Element>& call, std::int64_t head,
                                   std::int64_t first_row, std::int64_t end_row,
@@ -106,16 +102,16 @@ __device__ inline void score_tile(const VoteCall<Element>& call, std::int64_t he
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32, warp = thread / 32;
   for (int r = 0; r < kRowsPerWarp; ++r) scores[r][0] = scores[r][1] = 0.0f;
-  for (std::int64_t dim = 0; dim < call.head_dim; dim += kTileDims) {
+  for (std::int64_t dim = 0; dim < call.kv.head_dim(); dim += kTileDims) {
     const std::int64_t d = dim + lane;
-    const bool inside = d < call.head_dim;
+    const bool inside = d < call.kv.head_dim();
     for (int r = warp; r < kTileRows; r += kWarps) {
       const std::int64_t row = first_row + r;
       const bool there = inside && row < end_row;
       rows[r * kTileStride + lane] =
-          there ? element_to_float(
-                      call.queries[(head * call.rows_per_head() + row) * call.head_dim +
-                                   d])
+          there ? element_to_float(call.queries[(head * call.rows_per_head() + row) *
+                                                    call.kv.head_dim() +
+                                                d])
                 : 0.0f;
     }
     for (int k = warp; k < kTileKeys; k += kWarps) {
@@ -151,7 +147,7 @@ __device__ inline void score_tile(const VoteCall<Element>& call, std::int64_t he
   }
 }
 
-// Adds (peak, sum) of another part of a row; the same whichever comes first.
+// Adds (peak, sum) of another part of a row; the order does not matter.
 __device__ inline void merge_part(float& peak, float& sum, float other_peak,
                                   float other_sum) {
   const float most = peak > other_peak ? peak : other_peak;
@@ -266,7 +262,7 @@ void vote(const VoteCall<Element>& call, float* scratch, cudaStream_t stream) {
   const std::int64_t rows = call.kv_heads * call.rows_per_head();
   const std::int64_t votes = call.kv_heads * call.group * call.slots;
   if (votes == 0) return;
-  if (rows == 0) {  // nobody asks
+  if (rows == 0) {  // there are no queries
     (void)cudaMemsetAsync(call.out, 0, votes * sizeof(float), stream);
     return;
   }

@@ -1,22 +1,23 @@
-// Attention that some queries pay to each slot of a request's pages: what policies
-// score slots by, without a matrix of weights.
+// Attention that some queries pay to each slot of a request's pages, by which policies
+// score slots. No matrix of weights is stored.
 //
 // Two passes over the keys, a tile of slots at a time:
 //
 //     1. log-sum-exp of every query's scores
 //     2. out[slot] += exp(score - log-sum-exp), or the largest of them
 //
-// Causal by position: a query sees slots whose position is at most its own, and those
-// of position -1, where there is no token, nobody sees. Queries may bring keys of
-// their own, of the same positions (a probe's tokens, which are in no page): these
-// take part in the softmax and get no votes.
+// The mask is causal by position: a query sees slots whose position is at most its own.
+// Position -1 marks a slot without a token, which no query sees. Queries may have keys
+// of their own at their positions (a probe's tokens, which lie in no page): these take
+// part in the softmax and get no votes.
 //
-// Every query head is worked on alone and in one order: results are the same bits for
-// any number of threads. Element is float, BFloat16 or Float16; all sums are float32.
-// Arguments are trusted.
+// Every query head is processed independently and in one order: results are the same
+// bits for any number of threads. Element is float, BFloat16 or Float16; all sums are
+// float32. Arguments are trusted.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -24,20 +25,18 @@
 #include <type_traits>
 #include <vector>
 
+#include "kvp/elements.hpp"
 #include "kvp/exponential.hpp"
 #include "kvp/for_all.hpp"
 #include "kvp/index_common.hpp"
 #include "kvp/page_copy.hpp"
 #include "kvp/simd.hpp"
-#include "kvp/vectors.hpp"
 
 namespace kvp::page_votes {
 
-using index::Vec;
-
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
-// Slots whose keys are held as float32 at a time, in whole pages, and the widest pair
-// of vectors that goes over them.
+// Slots whose keys are held as float32 at a time, in whole pages, and the lanes of the
+// widest pair of vectors.
 constexpr std::int64_t kTileSlots = 64;
 constexpr std::int64_t kTwoVectors = 32;
 constexpr int kQueriesAtOnce = 4;
@@ -48,24 +47,21 @@ struct Call {
   float scale;
   bool most;  // the largest weight of a slot instead of the sum
 
-  const Element* queries;               // [kv_heads * group, num_queries, head_dim]
+  const Element* queries;  // [kv_heads * group, num_queries, head_dim]
   const std::int64_t* query_positions;  // [num_queries]
   const Element* own_keys;  // [kv_heads, num_queries, head_dim]; null: none
 
-  const Element* heap;
-  std::int64_t page_stride;  // elements
-  PageLayout layout;
-  const std::int64_t* page_table;  // [kv_heads, pages_per_head]
-  std::int64_t pages_per_head;
+  PagedKV<const Element> kv;
+  PageTable<std::int64_t> table;  // one row per KV head
   const std::int64_t* positions;  // [kv_heads, slots]
 
   float* out;  // [kv_heads * group, slots]
 
-  std::int64_t head_dim() const { return layout.head_dim; }
+  KVP_HOST_DEVICE std::int64_t head_dim() const { return kv.head_dim(); }
 };
 
-// A tile of keys, a column per slot: [head_dim][stride] float32. What pads columns is
-// whatever was there, and hidden.
+// A tile of keys, one column per slot: [head_dim][stride] float32. Padding columns hold
+// unspecified values and are hidden.
 struct Tile {
   const float* columns;
   std::int64_t stride, count;
@@ -75,10 +71,10 @@ struct Tile {
 // Queries of one head, each a row times the scale, and their softmax so far.
 struct Rows {
   std::int64_t count, head_dim;
-  const float* queries;             // [count + 3][head_dim]
-  const std::int64_t* positions;    // [count]
-  float* peaks;                     // [count]
-  float* sums;                      // [count]
+  const float* queries;  // [count + 3][head_dim]
+  const std::int64_t* positions;  // [count]
+  float* peaks;  // [count]
+  float* sums;  // [count]
 };
 
 // scores[j][slot] = query j . key, for kQueriesAtOnce queries.
@@ -90,8 +86,8 @@ KVP_INLINE void score_tile(const float* queries, std::int64_t head_dim,
     F sums[kQueriesAtOnce][2] = {};
     for (std::int64_t d = 0; d < head_dim; ++d) {
       F left, right;
-      index::load<W>(tile.columns + d * tile.stride + at, left);
-      index::load<W>(tile.columns + d * tile.stride + at + W, right);
+      load<W>(tile.columns + d * tile.stride + at, left);
+      load<W>(tile.columns + d * tile.stride + at + W, right);
 #pragma GCC unroll 4
       for (int j = 0; j < kQueriesAtOnce; ++j) {
         const float query = queries[j * head_dim + d];
@@ -105,7 +101,7 @@ KVP_INLINE void score_tile(const float* queries, std::int64_t head_dim,
   }
 }
 
-// Hides what a query does not see; what pads the last vectors too. Returns the peak.
+// Hides slots that a query does not see, and padding. Returns the largest score.
 KVP_INLINE float hide(const Tile& tile, std::int64_t position, float* scores) {
   float peak = kHidden;
   for (std::int64_t i = 0; i < tile.count; ++i) {
@@ -177,7 +173,9 @@ KVP_INLINE void widen_all(const Element* from, std::int64_t n, float* to) {
 }
 
 struct Kernels {
-  const char* name;
+  Simd simd;
+  static constexpr auto tables();
+
   void (*softmax)(const Rows&, const Tile&, float*);
   void (*votes)(const Rows&, const Tile&, bool, float*, float*);
   void (*widen_f32)(const float*, std::int64_t, float*);
@@ -196,15 +194,16 @@ struct Kernels {
 };
 
 // The kernels for one width, compiled for TARGET.
-#define KVP_VOTE_KERNELS(NAME, WIDTH, TARGET)                                      \
+#define KVP_VOTE_KERNELS(NAME, SIMD, TARGET)                                       \
   namespace NAME {                                                                 \
+  constexpr int kWidth = static_cast<int>(lanes_of(SIMD));                         \
   TARGET inline void softmax(const Rows& rows, const Tile& tile, float* scores) {  \
-    add_to_softmax<WIDTH>(rows, tile, scores);                                     \
+    add_to_softmax<kWidth>(rows, tile, scores);                                    \
   }                                                                                \
   TARGET inline void votes(const Rows& rows, const Tile& tile, bool most,          \
                            float* scores, float* out) {                            \
-    most ? add_votes<WIDTH>(rows, tile, true, scores, out)                         \
-         : add_votes<WIDTH>(rows, tile, false, scores, out);                       \
+    most ? add_votes<kWidth>(rows, tile, true, scores, out)                        \
+         : add_votes<kWidth>(rows, tile, false, scores, out);                      \
   }                                                                                \
   TARGET inline void widen_f32(const float* from, std::int64_t n, float* to) {     \
     widen_all(from, n, to);                                                        \
@@ -215,25 +214,24 @@ struct Kernels {
   TARGET inline void widen_f16(const Float16* from, std::int64_t n, float* to) {   \
     widen_all(from, n, to);                                                        \
   }                                                                                \
-  inline constexpr Kernels table{#NAME,     softmax,    votes,                     \
+  inline constexpr Kernels table{SIMD,      softmax,    votes,                     \
                                  widen_f32, widen_bf16, widen_f16};                \
   }
 
-KVP_VOTE_KERNELS(baseline, 4, )
-#if defined(__x86_64__)
-KVP_VOTE_KERNELS(avx2, 8, __attribute__((target("avx2,fma"))))
-KVP_VOTE_KERNELS(avx512, 16,
-                 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))))
+KVP_VOTE_KERNELS(baseline, Simd::kBaseline, KVP_TARGET_BASELINE)
+#if defined(KVP_X86)
+KVP_VOTE_KERNELS(avx2, Simd::kAvx2, KVP_TARGET_AVX2)
+KVP_VOTE_KERNELS(avx512, Simd::kAvx512, KVP_TARGET_AVX512)
 #endif
 
 #undef KVP_VOTE_KERNELS
 
-inline const Kernels& select_kernels() {
-#if defined(__x86_64__)
-  if (index::can_run(index::avx512::table)) return avx512::table;
-  if (index::can_run(index::avx2::table)) return avx2::table;
+inline constexpr auto Kernels::tables() {
+#if defined(KVP_X86)
+  return std::array{&baseline::table, &avx2::table, &avx512::table};
+#else
+  return std::array{&baseline::table};
 #endif
-  return baseline::table;
 }
 
 // Buffers of one thread; they only grow.
@@ -253,7 +251,7 @@ class Tiles {
   Tiles(const Kernels& kernels, const Call<Element>& call, std::int64_t kv_head,
         Scratch& scratch)
       : kernels_(kernels), call_(call), head_(kv_head) {
-    const std::int64_t size = call.layout.block_size, dims = call.head_dim();
+    const std::int64_t size = call.kv.block_size(), dims = call.head_dim();
     pages_ = size < kTileSlots ? kTileSlots / size : 1;
     // Not a power of two, whose rows would share cache sets.
     stride_ = index::round_up(pages_ * size, kTwoVectors) + 16;
@@ -263,19 +261,17 @@ class Tiles {
   }
 
   std::int64_t stride() const { return stride_; }
-  std::int64_t slots() const { return pages_ * call_.layout.block_size; }
+  std::int64_t slots() const { return pages_ * call_.kv.block_size(); }
 
-  // Slots [first, first + slots()) as far as they exist; `first` is a tile's.
+  // The existing slots of [first, first + slots()); `first` is the start of a tile.
   Tile cached(std::int64_t first) {
-    const std::int64_t size = call_.layout.block_size, dims = call_.head_dim();
+    const std::int64_t size = call_.kv.block_size(), dims = call_.head_dim();
     const std::int64_t count = std::min(slots(), call_.slots - first);
-    const std::int64_t* pages =
-        call_.page_table + head_ * call_.pages_per_head + first / size;
+    const std::int64_t* pages = call_.table.row(head_) + first / size;
     const auto page_at = [&](std::int64_t i) {
-      return reinterpret_cast<const Bits<Element>*>(call_.heap) +
-             pages[i] * call_.page_stride;
+      return reinterpret_cast<const Bits<Element>*>(call_.kv.page(pages[i]));
     };
-    const Plane& plane = call_.layout.keys;
+    const Plane& plane = call_.kv.layout.keys;
     if (plane.kind == PlaneKind::kTransposed && pages_ == 1) {
       widen_columns(page_at(0) + plane.base, size, count);
     } else {
@@ -287,7 +283,7 @@ class Tiles {
     return {columns_, stride_, count, call_.positions + head_ * call_.slots + first};
   }
 
-  // The same of the keys that the queries bring.
+  // The same for the queries' own keys.
   Tile own(std::int64_t first) {
     const std::int64_t count = std::min(slots(), call_.num_queries - first);
     turn_rows(reinterpret_cast<const Bits<Element>*>(call_.own_keys) +

@@ -1,8 +1,8 @@
-// Attention of one new token per row to pages and to coarse entries, under one
+// Decode attention of one new token per row to pages and to coarse entries, under one
 // softmax: "a single attention computation over a mixed-resolution memory" (SeKV,
 // section 3.3).
 //
-// Every (row, KV head) is a sequence of its own:
+// Every (row, KV head) is one sequence:
 //
 //     page list    [ 7 | 2 | 19 ]              tokens at full resolution
 //     coarse       (key, value, bias) ...      one entry stands for a span of |S|
@@ -10,9 +10,9 @@
 //     scores       scale * q.k                 scale * q.k + bias
 //                  \______________ one softmax ______________/
 //
-// A sequence is cut into parts whose size depends on nothing but itself, and parts
-// are merged in their order by log-sum-exp (FlashDecoding): results are the same bits
-// whatever the number of threads and whatever else is in the call.
+// A sequence is cut into parts whose sizes depend only on the sequence. Parts are
+// merged in order by log-sum-exp (FlashDecoding). Results are the same bits for any number of
+// threads and whatever other sequences are in the call.
 //
 // All arguments are trusted (paged_decode_check.hpp checks them).
 #pragma once
@@ -25,19 +25,20 @@
 #include <vector>
 
 #include "kvp/decode_kernels.hpp"
+#include "kvp/elements.hpp"
 #include "kvp/for_all.hpp"
 #include "kvp/key_view.hpp"
 #include "kvp/page_copy.hpp"
-#include "kvp/vectors.hpp"
+#include "kvp/paged_kv.hpp"
 
 namespace kvp::decode {
 
 using index::ElementType;
 
-// Multiply-adds below which one thread does all: about a tenth of a millisecond. Less
-// than kParallelWork, as layers follow each other and threads are awake.
+// Multiply-adds below which one thread does all work: about a tenth of a millisecond.
+// Lower than kParallelWork, because layers follow each other and threads are awake.
 constexpr std::int64_t kParallelAttention = 1 << 21;
-// Tokens of a part: pages as many as cover them, coarse entries just as many.
+// Tokens per part, rounded up to whole pages; also coarse entries per part.
 constexpr std::int64_t kPartTokens = 512;
 
 // Arguments of one call. Matrices are row-major, without gaps.
@@ -48,27 +49,24 @@ struct Call {
   const void* queries;  // [rows, kv_heads * group, head_dim]
   ElementType query_type;
 
-  const void* heap;
+  PagedKV<const void> kv;
   ElementType page_type;
-  std::int64_t page_stride;  // elements
-  PageLayout layout;
-  const std::int32_t* page_table;  // [sequences, most_pages]
-  std::int64_t most_pages;
+  PageTable<std::int32_t> table;  // one row per sequence
   const std::int32_t* lengths;  // [sequences], tokens
 
   const void* coarse_keys;  // [entries, head_dim]
   const void* coarse_values;
   ElementType coarse_type;
-  const float* bias;           // [entries]
-  // [sequences], the run of entries that each sequence has; runs may be anywhere
+  const float* bias;  // [entries]
+  // [sequences], the run of entries of each sequence; runs may lie anywhere
   const std::int64_t* starts;
   const std::int64_t* counts;
 
-  void* out;   // as queries
+  void* out;  // as queries
   float* lse;  // [rows, kv_heads * group]
 
   std::int64_t sequences() const { return rows * kv_heads; }
-  std::int64_t head_dim() const { return layout.head_dim; }
+  std::int64_t head_dim() const { return kv.head_dim(); }
 };
 
 // Calls body with a pointer of the elements' type.
@@ -81,7 +79,7 @@ void with_type(ElementType type, const void* data, const Body& body) {
   }
 }
 
-// Some tokens or coarse entries of a sequence, which one thread attends to.
+// Some tokens or coarse entries of a sequence, processed by one thread.
 struct Part {
   std::int64_t sequence;
   std::int64_t first, count;
@@ -97,7 +95,7 @@ struct Parts {
 
 inline Parts list_parts(const Call& call) {
   Parts parts;
-  const std::int64_t step = index::round_up(kPartTokens, call.layout.block_size);
+  const std::int64_t step = index::round_up(kPartTokens, call.kv.block_size());
   for (std::int64_t s = 0; s < call.sequences(); ++s) {
     parts.first.push_back(static_cast<std::int64_t>(parts.list.size()));
     const std::int64_t length = call.lengths[s];
@@ -114,11 +112,11 @@ inline Parts list_parts(const Call& call) {
   return parts;
 }
 
-// What the parts came to, see Heads.
+// Softmax results of the parts, see Heads.
 struct Partials {
   std::int64_t group, head_dim;
   std::vector<float> peaks, sums;  // [parts, group]
-  std::vector<float> totals;       // [parts, group, head_dim]
+  std::vector<float> totals;  // [parts, group, head_dim]
 
   Partials(std::int64_t parts, std::int64_t heads, std::int64_t dims)
       : group(heads),
@@ -156,7 +154,7 @@ inline void attend_part(const Kernels& kernels, const Call& call, const Part& pa
   float* queries = index::at_least(scratch.queries, elems);
   with_type(call.query_type, call.queries, [&](const auto* base) {
     for (std::int64_t i = 0; i < elems; ++i) {
-      queries[i] = index::widen(base[part.sequence * elems + i]) * call.scale;
+      queries[i] = widen(base[part.sequence * elems + i]) * call.scale;
     }
   });
   const Heads heads = partials.part(number, queries);
@@ -168,13 +166,11 @@ inline void attend_part(const Kernels& kernels, const Call& call, const Part& pa
     });
     return;
   }
-  with_type(call.page_type, call.heap, [&](const auto* heap) {
-    const std::int32_t* list = call.page_table + part.sequence * call.most_pages +
-                               part.first / call.layout.block_size;
-    kernels.attend(
-        Pages<std::remove_cv_t<std::remove_pointer_t<decltype(heap)>>>{
-            heap, call.page_stride, call.layout},
-        list, part.count, heads, scratch.of(heap));
+  with_type(call.page_type, call.kv.pages, [&](const auto* pages) {
+    using Element = std::remove_pointer_t<decltype(pages)>;  // const
+    const std::int32_t* list =
+        call.table.row(part.sequence) + part.first / call.kv.block_size();
+    kernels.attend(call.kv.as<Element>(), list, part.count, heads, scratch.of(pages));
   });
 }
 
@@ -231,11 +227,11 @@ inline void merge_sequence(const Call& call, const Parts& parts, std::int64_t se
   }
 }
 
-// Writes out and lse. Without anything to attend to: zeros, and -infinity.
+// Writes out and lse; a sequence with nothing to attend to gets zeros and -infinity.
 //
-// Cost: keys and values are read once if a group is of up to kHeadsAtOnce heads, and
-// from the caches again for each further so many; 4 * group * head_dim operations
-// and group exponentials per token.
+// Cost: reads keys and values once per kHeadsAtOnce heads of a group, after the first
+// time from the caches; 4 * group * head_dim operations and group exponentials per
+// token.
 inline void attend_mixed(const Kernels& kernels, const Call& call) {
   const Parts parts = list_parts(call);
   const auto num_parts = static_cast<std::int64_t>(parts.list.size());

@@ -5,23 +5,24 @@
 #include <limits>
 
 #include "kvp/page_check.hpp"
+#include "kvp/paged_kv.hpp"
 
 namespace kvp {
 
-// Whether lengths[n] fit their page lists, and the pages that they cover exist.
-// kLengthOutOfRange: index of the length; kPageOutOfRange: index in page_table.
-inline Status check_page_lists(const std::int32_t* page_table, std::int64_t most_pages,
-                               const std::int32_t* lengths, std::int64_t n,
-                               std::int64_t block_size, std::int64_t num_pages) {
+// Whether the lengths [rows] fit their page lists, and the pages that they cover
+// exist. kLengthOutOfRange: index of the length; kPageOutOfRange: index in the table.
+inline Status check_page_lists(const PageTable<std::int32_t>& table,
+                               const std::int32_t* lengths, std::int64_t block_size,
+                               std::int64_t num_pages) {
   const Status status =
-      check_range(lengths, n, most_pages * block_size + 1, Fault::kLengthOutOfRange);
+      check_range(lengths, table.rows, table.pages_per_row * block_size + 1,
+                  Fault::kLengthOutOfRange);
   if (!status.ok()) return status;
-  for (std::int64_t i = 0; i < n; ++i) {
+  for (std::int64_t i = 0; i < table.rows; ++i) {
     const std::int64_t pages = (lengths[i] + block_size - 1) / block_size;
-    Status found = check_range(page_table + i * most_pages, pages, num_pages,
-                               Fault::kPageOutOfRange);
+    Status found = check_range(table.row(i), pages, num_pages, Fault::kPageOutOfRange);
     if (found.ok()) continue;
-    found.index += i * most_pages;
+    found.index += i * table.pages_per_row;
     return found;
   }
   return {};

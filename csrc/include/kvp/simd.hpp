@@ -1,26 +1,131 @@
-// Dot products of float32 and bfloat16 rows, for the widest vectors of the CPU.
+// Which vector instructions kernels use, and the vector types they are written in.
 //
-// Bodies are written once, in the compiler's vector extension, for W floats at a
-// time, and compiled for AVX-512, AVX2 and the target's baseline; select_kernels()
-// picks at run time. A row's sum has one order of additions per W, whichever
-// function computes it: equal rows get equal scores, bit for bit.
+// Kernels are written once, in the compiler's vector extension, and compiled for
+// several widths. Each family of kernels is a struct of function pointers whose
+// first member is `Simd simd`, with one constant table per width:
 //
-// bfloat16 elements are passed as their bits, std::uint16_t.
+//     struct Kernels {
+//       Simd simd;
+//       void (*work)(...);
+//       static constexpr auto tables();  // array of pointers, narrowest first
+//     };
+//
+// select_kernels<Kernels>() returns the widest table that this CPU can run. It is the
+// only place that chooses. The environment variable KVP_SIMD (baseline, avx2, avx512
+// or avx512_bf16) lowers the choice; it cannot raise it above what the CPU supports.
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
-#include <limits>
-
-namespace kvp::index {
+#include <vector>
 
 #define KVP_INLINE inline __attribute__((always_inline))
 
-// Nodes in a panel: [dims][kPanel], so that one vector holds one dimension of
-// several nodes. Panels come in pairs (kernels take two vectors at a time).
-constexpr std::int64_t kPanel = 16;
-constexpr std::int64_t kRowsAtOnce = 4;
+#define KVP_TARGET_BASELINE
+#if defined(__x86_64__) && defined(__GNUC__)
+#define KVP_X86 1
+#define KVP_TARGET_AVX2 __attribute__((target("avx2,fma")))
+#define KVP_TARGET_AVX512 \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
+#define KVP_TARGET_AVX512_BF16 \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,avx512bf16")))
+#endif
 
+namespace kvp {
+
+// Ordered from narrow to wide. kAvx512Bf16 has the vectors of kAvx512 and
+// instructions that convert and multiply bfloat16.
+enum class Simd { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
+
+inline constexpr Simd kAllSimd[] = {Simd::kBaseline, Simd::kAvx2, Simd::kAvx512,
+                                    Simd::kAvx512Bf16};
+
+// The names that KVP_SIMD takes.
+constexpr const char* name_of(Simd simd) {
+  switch (simd) {
+    case Simd::kAvx2:
+      return "avx2";
+    case Simd::kAvx512:
+      return "avx512";
+    case Simd::kAvx512Bf16:
+      return "avx512_bf16";
+    default:
+      return "baseline";
+  }
+}
+
+// Floats per vector. Every 64-bit target has at least 4 (SSE2, NEON).
+constexpr std::int64_t lanes_of(Simd simd) {
+  return simd >= Simd::kAvx512 ? 16 : simd == Simd::kAvx2 ? 8 : 4;
+}
+
+// Whether this CPU and its operating system can run code for `simd`.
+inline bool supported(Simd simd) {
+#if defined(KVP_X86)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 =
+      avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  switch (simd) {
+    case Simd::kBaseline:
+      return true;
+    case Simd::kAvx2:
+      return avx2;
+    case Simd::kAvx512:
+      return avx512;
+    case Simd::kAvx512Bf16:
+      return avx512 && __builtin_cpu_supports("avx512bf16");
+  }
+#endif
+  return simd == Simd::kBaseline;
+}
+
+// The widest level that the CPU supports and KVP_SIMD allows. An unknown value of
+// KVP_SIMD is ignored here; ops/extension.py reports it when it loads the library.
+// Read once per process.
+inline Simd selected_simd() {
+  static const Simd selected = [] {
+    const char* limit = std::getenv("KVP_SIMD");
+    Simd widest = Simd::kBaseline;
+    for (const Simd simd : kAllSimd) {
+      if (supported(simd)) widest = simd;
+      if (limit != nullptr && std::strcmp(limit, name_of(simd)) == 0) break;
+    }
+    return widest;
+  }();
+  return selected;
+}
+
+// For kernels that have no version wider than `limit`.
+inline Simd selected_simd(Simd limit) {
+  return selected_simd() < limit ? selected_simd() : limit;
+}
+
+// The widest table of a family, see the head of this file.
+template <typename Kernels>
+const Kernels& select_kernels() {
+  static const Kernels& selected = *[] {
+    const Kernels* widest = nullptr;
+    for (const Kernels* table : Kernels::tables()) {
+      if (widest == nullptr || table->simd <= selected_simd()) widest = table;
+    }
+    return widest;
+  }();
+  return selected;
+}
+
+// All tables that this CPU can run, for tests.
+template <typename Kernels>
+std::vector<const Kernels*> runnable_kernels() {
+  std::vector<const Kernels*> runnable;
+  for (const Kernels* table : Kernels::tables()) {
+    if (supported(table->simd)) runnable.push_back(table);
+  }
+  return runnable;
+}
+
+// Vectors of W floats, and of integers with as many lanes.
 template <int W>
 struct Vec {
   typedef float F __attribute__((vector_size(4 * W)));
@@ -29,6 +134,7 @@ struct Vec {
   typedef std::uint16_t H __attribute__((vector_size(2 * W)));
 };
 
+// Elements as float32; bfloat16 elements are passed as their bits, std::uint16_t.
 KVP_INLINE float widen(float value) { return value; }
 
 KVP_INLINE float widen(std::uint16_t bits) {
@@ -52,7 +158,7 @@ KVP_INLINE void load(const std::uint16_t* from, typename Vec<W>::F& to) {
   std::memcpy(&to, &word, sizeof to);
 }
 
-// Adds the upper half of the lanes to the lower until four are left.
+// Adds the upper half of the lanes to the lower half until four are left.
 KVP_INLINE Vec<4>::F fold(const Vec<4>::F& v) { return v; }
 
 KVP_INLINE Vec<4>::F fold(const Vec<8>::F& v) {
@@ -66,7 +172,7 @@ KVP_INLINE Vec<4>::F fold(const Vec<16>::F& v) {
   return fold(half);
 }
 
-// out[j] = sum of the lanes of rows[j].
+// out[j] = sum of the lanes of rows[j], for four rows.
 template <int W>
 KVP_INLINE void sum_lanes(const typename Vec<W>::F* rows, float* out) {
   const Vec<4>::F a = fold(rows[0]), b = fold(rows[1]);
@@ -80,253 +186,4 @@ KVP_INLINE void sum_lanes(const typename Vec<W>::F* rows, float* out) {
   std::memcpy(out, &sums, sizeof sums);
 }
 
-// out[j] = query . rows[j] for four rows.
-template <int W, typename Element>
-KVP_INLINE void score_four(const float* query, std::int64_t dims,
-                           const Element* const* rows, float* out) {
-  using F = typename Vec<W>::F;
-  F even[kRowsAtOnce] = {}, odd[kRowsAtOnce] = {};
-  std::int64_t d = 0;
-  F q, key;
-  for (; d + 2 * W <= dims; d += 2 * W) {
-    load<W>(query + d, q);
-    for (int j = 0; j < kRowsAtOnce; ++j) {
-      load<W>(rows[j] + d, key);
-      even[j] += q * key;
-    }
-    load<W>(query + d + W, q);
-    for (int j = 0; j < kRowsAtOnce; ++j) {
-      load<W>(rows[j] + d + W, key);
-      odd[j] += q * key;
-    }
-  }
-  if (d + W <= dims) {
-    load<W>(query + d, q);
-    for (int j = 0; j < kRowsAtOnce; ++j) {
-      load<W>(rows[j] + d, key);
-      even[j] += q * key;
-    }
-    d += W;
-  }
-  if (d < dims) {
-    // Padded with zeros to a whole vector: a loop over single elements could be
-    // compiled with or without fused multiply-adds from one place to the next.
-    const auto rest = static_cast<std::size_t>(dims - d);
-    float query_rest[W] = {};
-    std::memcpy(query_rest, query + d, rest * sizeof(float));
-    load<W>(query_rest, q);
-    for (int j = 0; j < kRowsAtOnce; ++j) {
-      Element row_rest[W] = {};
-      std::memcpy(row_rest, rows[j] + d, rest * sizeof(Element));
-      load<W>(row_rest, key);
-      odd[j] += q * key;
-    }
-  }
-  for (int j = 0; j < kRowsAtOnce; ++j) even[j] += odd[j];
-  sum_lanes<W>(even, out);
-}
-
-// out[i] = query . (base + offsets[i]), or with base + i * stride if offsets is
-// null. Rows of a list are fetched ahead: they lie anywhere.
-template <int W, typename Element>
-KVP_INLINE void score_rows_body(const float* query, std::int64_t dims,
-                                const Element* base, const std::int64_t* offsets,
-                                std::int64_t stride, std::int64_t n, float* out) {
-  constexpr std::int64_t kAhead = 3 * kRowsAtOnce;
-  constexpr std::int64_t kLine = 64 / sizeof(Element);
-  for (std::int64_t i = 0; i < n; i += kRowsAtOnce) {
-    const Element* rows[kRowsAtOnce];
-    for (std::int64_t j = 0; j < kRowsAtOnce; ++j) {
-      // The last group repeats its last row: every row takes the same path.
-      const std::int64_t r = i + j < n ? i + j : n - 1;
-      rows[j] = base + (offsets != nullptr ? offsets[r] : r * stride);
-      if (offsets != nullptr && i + j + kAhead < n) {
-        const Element* later = base + offsets[i + j + kAhead];
-        for (std::int64_t d = 0; d < dims; d += kLine) {
-          __builtin_prefetch(later + d);
-        }
-      }
-    }
-    float sums[kRowsAtOnce];
-    score_four<W>(query, dims, rows, sums);
-    for (std::int64_t j = 0; j < kRowsAtOnce && i + j < n; ++j) out[i + j] = sums[j];
-  }
-}
-
-// For each of n rows: the node with the largest dot product, ties to the lower.
-//
-//   rows:   float32, row_stride elements apart
-//   panels: [pairs of panels][dims][kPanel] as make_panels() writes them
-//   bias:   [num_lanes], 0 for a node and -infinity for padding
-//
-// Four rows and two vectors of nodes share every load.
-template <int W>
-KVP_INLINE void nearest_body(const float* rows, std::int64_t row_stride, std::int64_t n,
-                             std::int64_t dims, const float* panels, const float* bias,
-                             std::int64_t num_lanes, std::int32_t* nearest) {
-  using F = typename Vec<W>::F;
-  using I = typename Vec<W>::I;
-  I lane_numbers;
-  for (int lane = 0; lane < W; ++lane) lane_numbers[lane] = lane;
-  for (std::int64_t i = 0; i < n; i += kRowsAtOnce) {
-    const float* row[kRowsAtOnce];
-    F best[kRowsAtOnce];
-    I where[kRowsAtOnce];
-    for (int j = 0; j < kRowsAtOnce; ++j) {
-      row[j] = rows + (i + j < n ? i + j : n - 1) * row_stride;
-      best[j] = F{} - std::numeric_limits<float>::infinity();
-      where[j] = I{};
-    }
-    for (std::int64_t lane = 0; lane < num_lanes; lane += 2 * W) {
-      const std::int64_t next = lane + W;
-      const float* left = panels + lane / kPanel * dims * kPanel + lane % kPanel;
-      const float* right = panels + next / kPanel * dims * kPanel + next % kPanel;
-      F sums[2][kRowsAtOnce], a, b;
-      load<W>(bias + lane, a);
-      load<W>(bias + next, b);
-      for (int j = 0; j < kRowsAtOnce; ++j) sums[0][j] = a, sums[1][j] = b;
-      for (std::int64_t d = 0; d < dims; ++d) {
-        load<W>(left + d * kPanel, a);
-        load<W>(right + d * kPanel, b);
-        for (int j = 0; j < kRowsAtOnce; ++j) {
-          sums[0][j] += a * row[j][d];
-          sums[1][j] += b * row[j][d];
-        }
-      }
-      for (int side = 0; side < 2; ++side) {
-        const I numbers = lane_numbers + static_cast<std::int32_t>(lane + side * W);
-        for (int j = 0; j < kRowsAtOnce; ++j) {
-          const I better = sums[side][j] > best[j];
-          best[j] = better ? sums[side][j] : best[j];
-          where[j] = better ? numbers : where[j];
-        }
-      }
-    }
-    for (std::int64_t j = 0; j < kRowsAtOnce && i + j < n; ++j) {
-      int first = 0;
-      for (int lane = 1; lane < W; ++lane) {
-        const float x = best[j][lane], y = best[j][first];
-        if (x > y || (x == y && where[j][lane] < where[j][first])) first = lane;
-      }
-      nearest[i + j] = where[j][first];
-    }
-  }
-}
-
-// bounds[i] = min over composite indices of max over their simple indices of
-// |raw + last * lift[i] - target|: prioritized DCI's lower bound on the distance
-// (times c) from the query to child i.
-//
-//   raw: [composite * simple][stride]; last, targets: [composite * simple]
-//
-// Writes a multiple of W entries: up to stride, which is a multiple of kPanel.
-template <int W>
-KVP_INLINE void lower_bounds_body(const float* raw, std::int64_t stride,
-                                  const float* lift, const float* last,
-                                  const float* targets, std::int64_t composite,
-                                  std::int64_t simple, std::int64_t n, float* bounds) {
-  using F = typename Vec<W>::F;
-  for (std::int64_t i = 0; i < n; i += W) {
-    F lifts, value, least = F{} + std::numeric_limits<float>::infinity();
-    load<W>(lift + i, lifts);
-    for (std::int64_t c = 0; c < composite; ++c) {
-      F largest = {};
-      for (std::int64_t s = 0; s < simple; ++s) {
-        const std::int64_t p = c * simple + s;
-        load<W>(raw + p * stride + i, value);
-        value += lifts * last[p] - targets[p];
-        value = value < F{} ? -value : value;
-        largest = value > largest ? value : largest;
-      }
-      least = largest < least ? largest : least;
-    }
-    std::memcpy(bounds + i, &least, sizeof least);
-  }
-}
-
-struct Kernels {
-  const char* name;
-  void (*score_f32)(const float*, std::int64_t, const float*, const std::int64_t*,
-                    std::int64_t, std::int64_t, float*);
-  void (*score_bf16)(const float*, std::int64_t, const std::uint16_t*,
-                     const std::int64_t*, std::int64_t, std::int64_t, float*);
-  void (*nearest)(const float*, std::int64_t, std::int64_t, std::int64_t, const float*,
-                  const float*, std::int64_t, std::int32_t*);
-  void (*lower_bounds)(const float*, std::int64_t, const float*, const float*,
-                       const float*, std::int64_t, std::int64_t, std::int64_t, float*);
-
-  void score(const float* query, std::int64_t dims, const float* base,
-             const std::int64_t* offsets, std::int64_t stride, std::int64_t n,
-             float* out) const {
-    score_f32(query, dims, base, offsets, stride, n, out);
-  }
-  void score(const float* query, std::int64_t dims, const std::uint16_t* base,
-             const std::int64_t* offsets, std::int64_t stride, std::int64_t n,
-             float* out) const {
-    score_bf16(query, dims, base, offsets, stride, n, out);
-  }
-};
-
-// The four kernels for one width, compiled for TARGET.
-#define KVP_KERNELS(NAME, WIDTH, TARGET)                                               \
-  namespace NAME {                                                                     \
-  TARGET inline void score_f32(const float* q, std::int64_t dims, const float* base,   \
-                               const std::int64_t* offsets, std::int64_t stride,       \
-                               std::int64_t n, float* out) {                           \
-    score_rows_body<WIDTH>(q, dims, base, offsets, stride, n, out);                    \
-  }                                                                                    \
-  TARGET inline void score_bf16(const float* q, std::int64_t dims,                     \
-                                const std::uint16_t* base,                             \
-                                const std::int64_t* offsets, std::int64_t stride,      \
-                                std::int64_t n, float* out) {                          \
-    score_rows_body<WIDTH>(q, dims, base, offsets, stride, n, out);                    \
-  }                                                                                    \
-  TARGET inline void nearest(const float* rows, std::int64_t stride, std::int64_t n,   \
-                             std::int64_t dims, const float* panels,                   \
-                             const float* bias, std::int64_t lanes,                    \
-                             std::int32_t* out) {                                      \
-    nearest_body<WIDTH>(rows, stride, n, dims, panels, bias, lanes, out);              \
-  }                                                                                    \
-  TARGET inline void lower_bounds(const float* raw, std::int64_t stride,               \
-                                  const float* lift, const float* last,                \
-                                  const float* targets, std::int64_t composite,        \
-                                  std::int64_t simple, std::int64_t n,                 \
-                                  float* bounds) {                                     \
-    lower_bounds_body<WIDTH>(raw, stride, lift, last, targets, composite, simple, n,   \
-                             bounds);                                                  \
-  }                                                                                    \
-  inline constexpr Kernels table{#NAME, score_f32, score_bf16, nearest, lower_bounds}; \
-  }
-
-KVP_KERNELS(baseline, 4, )
-#if defined(__x86_64__)
-KVP_KERNELS(avx2, 8, __attribute__((target("avx2,fma"))))
-KVP_KERNELS(avx512, 16,
-            __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))))
-#endif
-
-#undef KVP_KERNELS
-
-// Whether this CPU and its operating system can run a set of kernels.
-inline bool can_run(const Kernels& kernels) {
-#if defined(__x86_64__)
-  if (&kernels == &avx512::table) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  }
-  if (&kernels == &avx2::table) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  }
-#endif
-  return &kernels == &baseline::table;
-}
-
-inline const Kernels& select_kernels() {
-#if defined(__x86_64__)
-  if (can_run(avx512::table)) return avx512::table;
-  if (can_run(avx2::table)) return avx2::table;
-#endif
-  return baseline::table;
-}
-
-}  // namespace kvp::index
+}  // namespace kvp

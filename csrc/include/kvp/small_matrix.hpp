@@ -1,16 +1,17 @@
 // Products of matrices that fit the caches.
 //
-// Rows are padded to whole cache lines, so that no loop has a rest to treat apart. Every
-// sum has one order of additions for a given CPU, whatever the number of threads. Bodies
-// are compiled in matrix_kernels.hpp.
+// Rows are padded to whole cache lines, so that loops have no remainder. On a given CPU
+// every sum has one order of additions, for any number of threads. The bodies are
+// compiled in matrix_kernels.hpp.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
 #include "kvp/convert_rows.hpp"
+#include "kvp/elements.hpp"
 #include "kvp/factor_record.hpp"
-#include "kvp/vectors.hpp"
+#include "kvp/simd.hpp"
 
 namespace kvp::svd {
 
@@ -46,7 +47,7 @@ struct Product {
 
 // kRows rows and kVectors vectors of the result stay in registers.
 template <typename T, int kBytes, int kRows, int kVectors>
-KVP_ALWAYS_INLINE void multiply_tile(const Product<T>& x, Index i, Index j) {
+KVP_INLINE void multiply_tile(const Product<T>& x, Index i, Index j) {
   using V = typename Lanes<T, kBytes>::Type;
   constexpr Index kStep = Lanes<T, kBytes>::kCount;
   V sums[kRows][kVectors];
@@ -77,7 +78,7 @@ KVP_ALWAYS_INLINE void multiply_tile(const Product<T>& x, Index i, Index j) {
 }
 
 template <typename T, int kBytes, int kRows>
-KVP_ALWAYS_INLINE void multiply_rows(const Product<T>& x, Index i) {
+KVP_INLINE void multiply_rows(const Product<T>& x, Index i) {
   constexpr Index kStep = Lanes<T, kBytes>::kCount;
   Index j = 0;
   if (kRows == 1) {  // more columns at once make up for the rows
@@ -92,7 +93,7 @@ KVP_ALWAYS_INLINE void multiply_rows(const Product<T>& x, Index i) {
 }
 
 template <typename T, int kBytes>
-KVP_ALWAYS_INLINE void multiply_body(const Product<T>& x) {
+KVP_INLINE void multiply_body(const Product<T>& x) {
   Index i = 0;
   for (; i + 4 <= x.rows; i += 4) multiply_rows<T, kBytes, 4>(x, i);
   for (; i < x.rows; ++i) multiply_rows<T, kBytes, 1>(x, i);

@@ -1,9 +1,9 @@
-// A product whose result goes straight to where it belongs, in the type that is wanted
-// there: what low_rank.hpp writes pages with.
+// A matrix product that writes each result once, to its final place and in its final
+// type. low_rank.hpp reconstructs rows with it.
 //
-// A strip is a few columns that are stored side by side, no more than a vector has, so
-// that a result leaves the registers once. Bodies are inlined into functions that are
-// compiled for a CPU (matrix_kernels.hpp).
+// A strip is a run of adjacent columns, at most a vector wide, so that a result leaves
+// the registers once. The bodies are inlined into functions that are compiled for one
+// vector width (matrix_kernels.hpp).
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,12 @@
 #include <type_traits>
 
 #include "kvp/convert_rows.hpp"
-#include "kvp/vectors.hpp"
+#include "kvp/elements.hpp"
+#include "kvp/simd.hpp"
 
 namespace kvp::svd {
 
-// Columns from .. from + count of a product, count at most what a vector has.
+// Columns from .. from + count of a product; count is at most a vector's width.
 struct Strip {
   std::int64_t from;
   std::int64_t to;  // see StripProduct
@@ -26,7 +27,7 @@ struct Strip {
 // out[row_to[i] + strip.to + j] = sum over k of
 //     a[i * a_row + k * a_step] * b[k * b_row + strip.from + j]   for j < strip.count
 //
-// b is read up to a vector behind each `from`. No two results may go to one place.
+// Reads b up to one vector past each `from`. No two results may go to one place.
 template <typename Element>
 struct StripProduct {
   const float* a;
@@ -40,13 +41,13 @@ struct StripProduct {
   Element* out;
 };
 
-// Stores a strip of kRows rows. Of what is shorter than a vector, parts go whose sizes
-// are powers of two: the compiler knows them, and the CPU guesses once per part and not
-// once per row.
+// Stores a strip of kRows rows. A strip shorter than a vector is stored in parts whose
+// sizes are powers of two: the compiler knows these sizes, and the CPU predicts one
+// branch per part instead of one per row.
 template <Simd kSimd, int kRows, typename Element>
-KVP_ALWAYS_INLINE void store_strip(const Floats<kSimd> (&sums)[kRows],
-                                   const std::int64_t* row_to, std::int64_t count,
-                                   Element* to) {
+KVP_INLINE void store_strip(const Floats<kSimd> (&sums)[kRows],
+                            const std::int64_t* row_to, std::int64_t count,
+                            Element* to) {
   constexpr std::int64_t kLanes = lanes_of(kSimd);
   using Bits = std::conditional_t<std::is_same_v<Element, float>, float, std::uint16_t>;
   using Narrow = typename Lanes<Bits, kLanes* static_cast<int>(sizeof(Bits))>::Type;
@@ -72,7 +73,7 @@ KVP_ALWAYS_INLINE void store_strip(const Floats<kSimd> (&sums)[kRows],
   }
 }
 
-// Whether strips are whole vectors that are stored one behind the other.
+// Whether strips are whole vectors that are stored next to each other.
 template <int kStrips>
 inline bool side_by_side(const Strip* strips, std::int64_t lanes) {
   for (int s = 0; s < kStrips; ++s) {
@@ -83,17 +84,17 @@ inline bool side_by_side(const Strip* strips, std::int64_t lanes) {
   return kStrips > 1;
 }
 
-// kRows rows of kStrips strips. kRowStep: a_row, where the compiler may know it, else 0.
+// kRows rows of kStrips strips.
 // joined: they lie side by side.
-template <Simd kSimd, int kRows, int kStrips, int kRowStep, typename Element>
-KVP_ALWAYS_INLINE void strip_tile(const StripProduct<Element>& x, std::int64_t i,
-                                  const Strip* strips, bool joined) {
+template <Simd kSimd, int kRows, int kStrips, typename Element>
+KVP_INLINE void strip_tile(const StripProduct<Element>& x, std::int64_t i,
+                           const Strip* strips, bool joined) {
   using V = Floats<kSimd>;
   V sums[kStrips][kRows];
   for (int r = 0; r < kRows; ++r) {
     for (int s = 0; s < kStrips; ++s) sums[s][r] = V{};
   }
-  const std::int64_t a_row = kRowStep == 0 ? x.a_row : kRowStep;
+  const std::int64_t a_row = x.a_row;
   const float* a = x.a + i * a_row;
   const float* b = x.b;
   for (std::int64_t k = 0; k < x.depth; ++k, a += x.a_step, b += x.b_row) {
@@ -127,49 +128,37 @@ KVP_ALWAYS_INLINE void strip_tile(const StripProduct<Element>& x, std::int64_t i
   }
 }
 
-// kStrips strips of all rows, kRows at once. What is left is made together with rows
-// that were made before, and come out the same: one row after the other would wait for
-// every sum.
-template <Simd kSimd, int kRows, int kStrips, int kRowStep, typename Element>
-KVP_ALWAYS_INLINE void strip_column(const StripProduct<Element>& x,
-                                    const Strip* strips) {
+// kStrips strips of all rows, kRows at a time. The last group overlaps the one before
+// it, which recomputes equal results: single rows would wait for every sum.
+template <Simd kSimd, int kRows, int kStrips, typename Element>
+KVP_INLINE void strip_column(const StripProduct<Element>& x, const Strip* strips) {
   const bool joined = side_by_side<kStrips>(strips, lanes_of(kSimd));
   if (x.rows < kRows) {
     for (std::int64_t i = 0; i < x.rows; ++i) {
-      strip_tile<kSimd, 1, kStrips, kRowStep>(x, i, strips, joined);
+      strip_tile<kSimd, 1, kStrips>(x, i, strips, joined);
     }
     return;
   }
   for (std::int64_t i = 0; i < x.rows; i += kRows) {
-    strip_tile<kSimd, kRows, kStrips, kRowStep>(x, std::min(i, x.rows - kRows), strips,
-                                                joined);
+    strip_tile<kSimd, kRows, kStrips>(x, std::min(i, x.rows - kRows), strips, joined);
   }
 }
 
-// All strips behind the first ones, at most kStrips at once, a power of two. What
-// belongs to a strip is stored from its beginning to its end: a run in memory, where
-// rows lie side by side.
-template <Simd kSimd, int kRows, int kStrips, int kRowStep, typename Element>
-KVP_ALWAYS_INLINE void strip_columns(const StripProduct<Element>& x,
-                                     std::int64_t first = 0) {
+// All strips from `first` on, at most kStrips (a power of two) at a time.
+template <Simd kSimd, int kRows, int kStrips, typename Element>
+KVP_INLINE void strip_columns(const StripProduct<Element>& x, std::int64_t first = 0) {
   for (; first + kStrips <= x.num_strips; first += kStrips) {
-    strip_column<kSimd, kRows, kStrips, kRowStep>(x, x.strips + first);
+    strip_column<kSimd, kRows, kStrips>(x, x.strips + first);
   }
   if constexpr (kStrips > 1) {
-    strip_columns<kSimd, kRows, kStrips / 2, kRowStep>(x, first);
+    strip_columns<kSimd, kRows, kStrips / 2>(x, first);
   }
 }
 
-// Tiles as large as the registers hold. Rows of `a` that lie side by side cost no
-// registers for their places, so that there can be more of them and fewer strips.
+// Tiles as large as the registers hold.
 template <Simd kSimd, typename Element>
-KVP_ALWAYS_INLINE void strip_body(const StripProduct<Element>& x) {
-  constexpr int kWide = kSimd >= Simd::kAvx512 ? 2 : 1;
-  if (x.a_row == 1) {
-    strip_columns<kSimd, 4 * kWide, 2, 1>(x);
-  } else {
-    strip_columns<kSimd, 4, 2 * kWide, 0>(x);
-  }
+KVP_INLINE void strip_body(const StripProduct<Element>& x) {
+  strip_columns<kSimd, 4, kSimd >= Simd::kAvx512 ? 4 : 2>(x, 0);
 }
 
 }  // namespace kvp::svd

@@ -28,7 +28,7 @@ struct Symmetric {
 // Brings values to tridiagonal form: Householder reflections from the left column on,
 // the k-th of which is left in row k, behind the diagonal.
 template <int kBytes>
-KVP_ALWAYS_INLINE void reduce_body(const Symmetric& m) {
+KVP_INLINE void reduce_body(const Symmetric& m) {
   using V = typename Lanes<double, kBytes>::Type;
   constexpr Index kStep = Lanes<double, kBytes>::kCount;
   const Index cols = padded<double>(m.size);
@@ -81,8 +81,7 @@ KVP_ALWAYS_INLINE void reduce_body(const Symmetric& m) {
 // Applies the rotations of rows (i, i + 1), i from last - 1 down to first, to basis.
 // A row that two rotations share stays in registers.
 template <int kBytes, int kVectors>
-KVP_ALWAYS_INLINE void rotate_columns(const Symmetric& m, Index first, Index last,
-                                      Index j) {
+KVP_INLINE void rotate_columns(const Symmetric& m, Index first, Index last, Index j) {
   using V = typename Lanes<double, kBytes>::Type;
   constexpr Index kStep = Lanes<double, kBytes>::kCount;
   V carry[kVectors];
@@ -103,7 +102,7 @@ KVP_ALWAYS_INLINE void rotate_columns(const Symmetric& m, Index first, Index las
 }
 
 template <int kBytes>
-KVP_ALWAYS_INLINE void rotate_body(const Symmetric& m, Index first, Index last) {
+KVP_INLINE void rotate_body(const Symmetric& m, Index first, Index last) {
   constexpr Index kStep = Lanes<double, kBytes>::kCount;
   const Index cols = padded<double>(m.size);
   Index j = 0;
@@ -118,7 +117,7 @@ KVP_ALWAYS_INLINE void rotate_body(const Symmetric& m, Index first, Index last) 
 // diagonal counts as zero below the rounding of the whole matrix: what is small in a
 // Gram matrix is noise. False if it did not converge, which has not been seen.
 template <int kBytes>
-KVP_ALWAYS_INLINE bool diagonalize_body(const Symmetric& m) {
+KVP_INLINE bool diagonalize_body(const Symmetric& m) {
   constexpr int kMostSweeps = 60;
   double* d = m.diagonal;
   double* e = m.beside;
@@ -173,7 +172,7 @@ KVP_ALWAYS_INLINE bool diagonalize_body(const Symmetric& m) {
 //
 // Cost: about 6 size^3 multiply-adds, and 1.7 size^2 / 2 square roots in a row.
 template <int kBytes>
-KVP_ALWAYS_INLINE bool decompose_body(const Symmetric& m) {
+KVP_INLINE bool decompose_body(const Symmetric& m) {
   reduce_body<kBytes>(m);
   for (Index i = 0; i < m.size; ++i) {
     std::memset(m.basis + i * m.step, 0,
@@ -186,8 +185,8 @@ KVP_ALWAYS_INLINE bool decompose_body(const Symmetric& m) {
 // Takes eigenvectors of the tridiagonal matrix, the columns of vectors [size, step],
 // to those of the matrix that it came from. sums: [step].
 template <int kBytes>
-KVP_ALWAYS_INLINE void restore_body(const Symmetric& m, double* vectors, Index step,
-                                    Index cols, double* sums) {
+KVP_INLINE void restore_body(const Symmetric& m, double* vectors, Index step,
+                             Index cols, double* sums) {
   using V = typename Lanes<double, kBytes>::Type;
   constexpr Index kStep = Lanes<double, kBytes>::kCount;
   for (Index k = m.size - 3; k >= 0; --k) {

@@ -1,5 +1,5 @@
 // The k best of a stream of scored slots. Larger scores are better; equal scores
-// go to the lower slot, in whatever order they arrive.
+// go to the lower slot, independent of the order of arrival.
 #pragma once
 
 #include <algorithm>

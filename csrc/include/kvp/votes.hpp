@@ -1,8 +1,8 @@
 // The tokens that a group of queries attends to most.
 //
-// Every query of the group spreads one vote over the keys that were scored for it,
-// in the proportions of its softmax; the votes of a key add up over the queries.
-// Over all keys that is the attention itself, apart from what lies elsewhere.
+// Every query of the group distributes one vote over the keys that were scored for it,
+// by its softmax. The votes of a key add up over the queries. If all keys are scored,
+// votes are the attention restricted to these keys.
 #pragma once
 
 #include <algorithm>
@@ -130,7 +130,7 @@ class Votes {
   std::vector<float> logits_;
 };
 
-// What a thread needs to let a group of queries vote.
+// Per-thread scratch of a vote.
 struct VoteScratch {
   Scratch search;
   Votes votes;

@@ -1,14 +1,14 @@
-// Which spans a query sees token by token, and what that changes among the entries
-// that it attends to (SeKV, section 3.3).
+// Chooses the spans that a query sees token by token, and updates the entries that it
+// attends to (SeKV, section 3.3).
 //
-// One row is one KV head of one request, with a run of entries of its own:
+// One row is one KV head of one request, with its own run of entries:
 //
 //     entry   [ 0 .. spans )              [ spans .. spans + room )
 //             a span's mean;              tokens of zoomed spans;
 //             bias log|S|, or             bias 0 and the span as owner, or
 //             -inf: it is zoomed          -inf and -1: free
 //
-// choose() only reads, so that its outcome can be checked before apply() writes.
+// choose() only reads, so that its result can be checked before apply() writes.
 //
 // Plain pointers and sizes; arguments are trusted.
 #pragma once
@@ -44,15 +44,15 @@ struct Choice {
   std::vector<Index> fresh;    // spans that were not zoomed, ascending
   std::vector<Index> slots;    // entries that receive their tokens, ascending
   Index shown = 0;             // tokens of all chosen spans
-  bool fits = true;            // whether there are entries for those of fresh ones
+  bool fits = true;            // whether there are free entries for the fresh spans
   std::vector<Index> waiting;  // a heap of spans
 };
 
 inline bool was_zoomed(const Row& row, Index span) { return row.bias[span] == kOff; }
 
-// The best spans that fit together: in decreasing order of gates, up to the first that
-// does not fit beside the others; those that would not fit alone are passed over. Ties
-// go to the lower number.
+// Chooses the best spans that fit together: in decreasing order of gates, until one
+// does not fit into the remaining room. Spans larger than the whole room are skipped.
+// Ties go to the lower number.
 //
 // Cost: O(spans), and O(log spans) per span that is chosen.
 inline void choose(const Row& row, Choice& choice) {

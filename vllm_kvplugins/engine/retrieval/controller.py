@@ -36,7 +36,8 @@ from vllm_kvplugins.engine.retrieval.offloaded import (
 )
 from vllm_kvplugins.index import Keys
 from vllm_kvplugins.ops.device import AsyncHostCopy, SideStream, moved
-from vllm_kvplugins.ops.hot_set import fill_hot
+from vllm_kvplugins.ops.hot_set import HotSet, fill_hot
+from vllm_kvplugins.ops.layout import PagedKV
 from vllm_kvplugins.ops.threads import helper
 from vllm_kvplugins.policies.retrieval import Retriever
 
@@ -294,16 +295,12 @@ class RetrievalController:
         zones = self._zones[layer]
         assert batch.chosen is not None, "the first layer that retrieves selects"
         return fill_hot(
-            self._heap.pages,
-            self._heap.layout,
+            PagedKV(self._heap.pages, self._heap.layout),
             self.tier.pages,
             zones.tables_of(batch.slot_numbers),
             batch.chosen,
             batch.slot_indices,
-            zones.token,
-            zones.page,
-            zones.slot,
-            zones.counts,
+            HotSet(zones.token, zones.page, zones.slot, zones.counts),
             self.tier.reads,
         )
 

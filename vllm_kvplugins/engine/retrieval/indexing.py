@@ -1,8 +1,8 @@
-"""The indices of offloaded tokens: built beside the computation, and replaceable.
+"""The indices of offloaded tokens, built in parallel to the model.
 
-An index is built on a thread of its own while later layers compute (IceCache fig.
-5b). The compiled code holds no interpreter lock meanwhile. A lazy one is not waited
-for: until it is there, its tokens are scanned.
+A helper thread builds an index while later layers compute (IceCache, figure 5b); the
+compiled code releases the interpreter lock meanwhile. The engine does not wait for a
+lazy index: until it is built, its tokens are scanned.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvplugins.index import Keys
+from vllm_kvplugins.index import ExactScan, KeyIndex, Keys
 from vllm_kvplugins.ops.threads import helper
-from vllm_kvplugins.policies.retrieval import ExactScan, Retriever, TokenIndex
+from vllm_kvplugins.policies.retrieval import Retriever
 
 # vLLM configures only the loggers below its own name.
 logger = logging.getLogger("vllm.kv_policy")
@@ -27,28 +27,29 @@ class OffloadedLayer:
     """The index of one layer of a request.
 
     Attributes:
-        tokens: how many have been handed to it.
-        under_way: its last addition, if that may not be over.
-        meanwhile: what to ask until then, if it is lazy.
+        tokens: number of tokens appended or being appended.
+        under_way: its last addition, if that may still be running.
+        meanwhile: the scan to use until then, if the index is lazy.
     """
 
-    index: TokenIndex
-    meanwhile: TokenIndex | None = None
+    index: KeyIndex
+    meanwhile: KeyIndex | None = None
     tokens: int = 0
     under_way: Future[None] | None = None
 
 
 class Indexer:
-    """Adds to indices and asks them; where one fails, its tokens are scanned.
+    """Appends to indices and selects from them; replaces an index that fails by a scan.
 
     Args:
+        policy: the policy that creates the indices.
         failed: called when an index has failed.
     """
 
     def __init__(self, policy: Retriever, failed: Callable[[], None]) -> None:
         self._policy = policy
         self._failed = failed
-        # one thread: additions to an index keep their order
+        # One thread, so that additions to an index keep their order.
         self._thread = helper("kvp-index")
 
     def new_layer(self, num_kv_heads: int, head_dim: int) -> OffloadedLayer:
@@ -65,28 +66,30 @@ class Indexer:
         first: int,
         read: Callable[[], torch.Tensor] | None = None,
     ) -> None:
-        """Start to add [num_kv_heads, n, head_dim] of the next tokens.
+        """Start to append the keys of the next tokens.
 
         Args:
-            first: number of the first one.
-            read: reads the same keys when it is their turn, so that ``keys`` need not
-                be kept until then. Nobody may write there while the index is asked;
-                one that nobody asks any more may find another's keys.
+            layer: the layer of a request.
+            keys: [num_kv_heads, n, head_dim].
+            first: number of the first of these tokens.
+            read: reads the same keys later, so that ``keys`` need not be kept until
+                then. That memory must not change while the index is in use; an index
+                that is no longer used may read other keys.
         """
         layer.tokens = first + keys.shape[1]
         if read is None:
-            layer.under_way = self._thread.submit(layer.index.insert, keys, first)
+            layer.under_way = self._thread.submit(layer.index.append, keys, first)
         else:
-            layer.under_way = self._thread.submit(_insert, layer.index, read, first)
+            layer.under_way = self._thread.submit(_append, layer.index, read, first)
         if layer.meanwhile is None:
             return
         try:
-            layer.meanwhile.insert(keys, first)
+            layer.meanwhile.append(keys, first)
         except (RuntimeError, ValueError) as error:
             self._scan_instead(layer, error)
 
     def settle(self, layer: OffloadedLayer) -> None:
-        """Wait until an index that is not lazy has all that it was given."""
+        """Wait until an index has all its tokens, unless it is lazy."""
         if layer.meanwhile is None:
             self._collect(layer)
 
@@ -98,7 +101,7 @@ class Indexer:
         scale: float,
         count: int,
     ) -> torch.Tensor:
-        """Ask the indices of several requests; see ``Retriever.select``."""
+        """Select from the indices of several requests; see ``Retriever.select``."""
         indices = [self._ready(layer) for layer in layers]
         try:
             return self._policy.select(indices, queries, keys, scale, count)
@@ -106,14 +109,14 @@ class Indexer:
             if len(layers) == 1:
                 self._scan_instead(layers[0], error)
                 return layers[0].index.select(queries[0], keys, scale, count)[None]
-        # One of them failed: ask one by one, so that the others keep theirs.
+        # One index failed: select one by one, so that the others keep their indices.
         chosen = [
             self.select([layer], queries[i : i + 1], keys.of(i), scale, count)
             for i, layer in enumerate(layers)
         ]
         return torch.cat(chosen)
 
-    def _ready(self, layer: OffloadedLayer) -> TokenIndex:
+    def _ready(self, layer: OffloadedLayer) -> KeyIndex:
         if layer.under_way is None:
             return layer.index
         if layer.meanwhile is not None and not layer.under_way.done():
@@ -122,7 +125,7 @@ class Indexer:
         return layer.index
 
     def _collect(self, layer: OffloadedLayer) -> None:
-        """The addition under way is over; learn whether it went well."""
+        """Wait for the addition under way, and replace the index if it failed."""
         if layer.under_way is None:
             return
         try:
@@ -132,12 +135,12 @@ class Indexer:
         layer.under_way = None
 
     def _scan_instead(self, layer: OffloadedLayer, error: Exception) -> None:
-        """One request's index must not end the server: scan its keys instead."""
+        """Replace a failed index by a scan, so that the server keeps running."""
         self._failed()
-        logger.warning("an index failed, its keys are scanned instead: %s", error)
+        logger.warning("an index failed; its keys are scanned instead: %s", error)
         layer.index, layer.meanwhile = ExactScan(layer.tokens), None
         layer.under_way = None
 
 
-def _insert(index: TokenIndex, read: Callable[[], torch.Tensor], first: int) -> None:
-    index.insert(read(), first)
+def _append(index: KeyIndex, read: Callable[[], torch.Tensor], first: int) -> None:
+    index.append(read(), first)

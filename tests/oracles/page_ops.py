@@ -1,8 +1,7 @@
 """Oracles of the page operations: plain loops over tokens, dimensions by table.
 
-Slow on purpose and written apart from the fast versions, so that the two can
-disagree. Tests compare every other implementation with these bit for bit; no
-other code should call them. They check nothing.
+Slow, and written independently of the fast versions, so that the two can disagree.
+Tests compare every implementation with these bit for bit. They check no arguments.
 """
 
 from __future__ import annotations

@@ -1,0 +1,59 @@
+// Element types of keys and values, their conversions to float32, and limits that
+// kernels share.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace kvp {
+
+constexpr std::int64_t kMaxHeadDim = 512;
+// Multiply-adds below which one thread does all the work: about a millisecond. On
+// idle cores a lower limit would pay. On busy cores a parallel region may wait tens of
+// milliseconds for a thread that is not scheduled.
+constexpr std::int64_t kParallelWork = 1 << 24;
+// Bytes below which one thread does a whole copy: a parallel region would cost more
+// than it saves.
+constexpr std::int64_t kParallelBytes = 256 * 1024;
+
+struct BFloat16 {
+  std::uint16_t bits;
+};
+
+struct Float16 {
+  std::uint16_t bits;
+};
+
+inline float from_bits(std::uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline float to_float(float value) { return value; }
+
+inline float to_float(BFloat16 value) {
+  return from_bits(static_cast<std::uint32_t>(value.bits) << 16);
+}
+
+inline float to_float(Float16 value) {
+  const std::uint32_t sign = (value.bits & 0x8000u) << 16;
+  const std::uint32_t rest = (value.bits & 0x7fffu) << 13;
+  // Exponents are biased by 15 there and by 127 here; the product also
+  // normalises values that are subnormal there.
+  const float magnitude = from_bits(rest) * 0x1p112f;
+  std::uint32_t bits;
+  std::memcpy(&bits, &magnitude, sizeof bits);
+  const bool finite = (value.bits & 0x7c00u) != 0x7c00u;
+  return from_bits(sign | (finite ? bits : rest | 0x7f800000u));
+}
+
+// The bits of the nearest bfloat16; ties go to the even one.
+inline std::uint32_t round_to_bfloat16(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if (value != value) return bits >> 16 | 0x40u;
+  return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+}
+
+}  // namespace kvp

@@ -1,0 +1,123 @@
+"""Exact scans in torch: the fallback of every index, and the oracle of the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_kvplugins.index.base import KeyIndex, Pages, TopKeys
+from vllm_kvplugins.index.keys import Keys
+
+
+class ExactScan(KeyIndex):
+    """Scores all keys in torch. Never fails, whatever values the keys have; the engine
+    uses it where another index has failed.
+
+    Args:
+        num_tokens: tokens appended so far.
+    """
+
+    def __init__(self, num_tokens: int = 0) -> None:
+        self._num_tokens = num_tokens
+
+    def append(self, keys: torch.Tensor, first: int) -> None:
+        """Count the tokens."""
+        self._num_tokens = first + keys.shape[1]
+
+    def select(
+        self, queries: torch.Tensor, keys: Keys, scale: float, count: int
+    ) -> torch.Tensor:
+        """The tokens with the largest attention, summed over the group."""
+        return scan_in_torch([self._num_tokens], queries[None], keys, scale, count)[0]
+
+
+def scan_in_torch(
+    num_keys: Sequence[int],
+    queries: torch.Tensor,
+    keys: Keys,
+    scale: float,
+    count: int,
+) -> torch.Tensor:
+    """The tokens with the largest attention of several requests.
+
+    The same as ``selection.select`` of exact scans, without the extension. Keys and
+    queries may have any floating dtype and may be infinite or NaN.
+
+    Args:
+        num_keys: number of keys of each request.
+        queries: [requests, heads, group, head_dim].
+        keys: where the keys of all requests lie.
+        scale: softmax scale.
+        count: tokens per KV head.
+
+    Returns:
+        int64 [requests, heads, count], best first; -1 where there are fewer keys.
+
+    Cost: a copy of all keys and O(group * n * head_dim) per KV head.
+    """
+    requests, heads = queries.shape[:2]
+    chosen = queries.new_full((requests, heads, count), -1, dtype=torch.int64)
+    gathered = keys.gather()
+    for request, tokens in enumerate(num_keys):
+        own = gathered[request, :, :tokens].float()
+        logits = queries[request].float() @ own.transpose(1, 2)
+        attention = logits.mul_(scale).softmax(-1).sum(1)
+        best = attention.sort(dim=-1, descending=True, stable=True).indices
+        found = min(count, tokens)
+        chosen[request, :, :found] = best[:, :found]
+    return chosen
+
+
+def topk(queries: torch.Tensor, keys: torch.Tensor, k: int) -> TopKeys:
+    """The k keys with the largest dot products; ties to the lower slot.
+
+    Args:
+        queries: [requests, heads, group, head_dim].
+        keys: [requests, heads, n, head_dim]; n may be 0.
+        k: keys per query; the result is padded if there are fewer.
+
+    Returns:
+        :class:`TopKeys` with a leading dimension for requests.
+
+    Cost: O(n * head_dim) per query and a sort of n scores, in float32.
+    """
+    scores = queries.float() @ keys.float().transpose(2, 3)
+    best, slots = scores.sort(dim=-1, descending=True, stable=True)
+    visits = torch.full(scores.shape[:3], keys.shape[2], dtype=torch.int64)
+    missing = max(0, k - keys.shape[2])
+    pad = torch.nn.functional.pad
+    return TopKeys(
+        pad(slots[..., :k], (0, missing), value=-1),
+        pad(best[..., :k], (0, missing), value=-torch.inf),
+        visits,
+    )
+
+
+def pages(
+    slots: torch.Tensor, places: torch.Tensor, page_size: int, limit: int
+) -> Pages:
+    """Pages of the best slots, ordered by rank and, within a rank, by query.
+
+    Args:
+        slots: int64 [heads, group, k], -1 for none.
+        places: int64 [heads, n].
+        page_size: slots per page.
+        limit: pages per head at most.
+
+    Returns:
+        :class:`Pages` of one request.
+    """
+    heads = len(slots)
+    found = torch.full((heads, limit), -1)
+    counts = torch.zeros(heads, dtype=torch.int64)
+    for head in range(heads):
+        in_order = slots[head].t().reshape(-1)
+        taken: list[int] = []
+        for slot in in_order[in_order >= 0].tolist():
+            page = int(places[head, slot]) // page_size
+            if page not in taken and len(taken) < limit:
+                taken.append(page)
+        found[head, : len(taken)] = torch.tensor(taken, dtype=torch.int64)
+        counts[head] = len(taken)
+    return Pages(found, counts)
