@@ -78,8 +78,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {},
         ["1. budget 10", "2. kernel_size 4"],
     ),
-    "MLA": (SNAPKV, {"model": "mla"}, ["MLA", "without a policy"]),
-    "sliding window": (SNAPKV, {"model": "mistral"}, ["sliding-window"]),
+    "MLA": (SNAPKV, {"model": "mla"}, ["[KVP011]", "without a policy"]),
+    "sliding window": (SNAPKV, {"model": "mistral"}, ["[KVP012]"]),
     "speculative": (
         SNAPKV,
         {"speculative_config": NGRAM},
@@ -124,18 +124,18 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "direct fetches on a CPU": (
         {"name": "quest", "host_fetch": "direct"},
         {"model": "deep"},
-        ["on a CPU", "leave host_fetch at 'staged'"],
+        ["[KVP033]", "use 'staged'"],
     ),
     "odd block size": (SNAPKV, {"block_size": 16}, ["16", "--block-size 32"]),
     "two arguments": (
         SNAPKV,
         {"speculative_config": NGRAM, "scheduler_cls": "my.Scheduler"},
-        ["1. speculative", "2. scheduler 'my.Scheduler'"],
+        ["1. [KVP004]", "2. [KVP007]", "'my.Scheduler'"],
     ),
     "model and cache": (
         SNAPKV,
         {"model": "mistral", "kv_cache_dtype": "fp8"},
-        ["1. ", "sliding-window", "2. ", "'fp8"],
+        ["1. [KVP012]", "2. [KVP019]", "'fp8"],
     ),
 }
 
@@ -234,18 +234,18 @@ def vllm_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--kv-policy", "snapvk"], ["'snapvk'", "mean 'snapkv'"]),
         (
             ["--kv-policy", "snapkv", "--kv-policy-config", "{budget: 5"],
-            ["--kv-policy-config is not JSON", "{budget: 5", '{"budget": 512}'],
+            ["[KVP028]", "{budget: 5", '{"budget": 512}'],
         ),
         (
             ["--kv-policy-config", '{"budget": 512}'],
-            ["--kv-policy-config", "needs a --kv-policy"],
+            ["[KVP027]", "--kv-policy-config"],
         ),
         (
             [
                 *("--kv-policy", "snapkv", "--kv-policy-config", '{"budget": 512}'),
                 *("--kv-cache-dtype", "fp8", "--block-size", "16"),
             ],
-            ["1. KV cache dtype 'fp8", "2. block size 16"],
+            ["1. [KVP019]", "'fp8", "2. [KVP020]", "block size 16"],
         ),
     ],
     ids=["unknown policy", "broken JSON", "config alone", "two reasons"],

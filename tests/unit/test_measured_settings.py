@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
 from vllm_kvplugins.config import parse_sessions
 from vllm_kvplugins.vllm_adapter.config import host_memory
 from vllm_kvplugins.vllm_adapter.config.engine_config import policy_of, request_of
-from vllm_kvplugins.vllm_adapter.scheduler import sessions
+from vllm_kvplugins.vllm_adapter.scheduler import session_config
 
 MIB = 1 << 20
 
@@ -33,7 +33,7 @@ def start(tmp_path, monkeypatch):
     environment = dict(os.environ)
 
     def started(limit: int, **settings: Any) -> Any:
-        for module in (host_memory, sessions):
+        for module in (host_memory, session_config):
             monkeypatch.setattr(module, "default_limit_bytes", lambda: limit)
         asked = {"name": "quest", "skip_layers": 0, "sessions": True, **settings}
         return EngineArgs(
