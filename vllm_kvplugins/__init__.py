@@ -16,18 +16,18 @@ __version__ = "0.1.0"
 
 
 def engine_args(policy: str, **options: Any) -> dict[str, Any]:
-    """Keyword arguments for ``vllm.LLM`` that switch a policy on.
+    """Keyword arguments for ``vllm.LLM`` that enable a policy.
 
     Args:
         policy: a name from ``kvplugins list``.
-        options: the policy's settings, e.g. ``budget=512``.
+        options: the policy's settings, for example ``budget=512``.
 
     Returns:
-        ``{"additional_config": {"kv_policy": …}}``; merge it yourself if you
-        pass an ``additional_config`` of your own.
+        ``{"additional_config": {"kv_policy": …}}``. If you pass your own
+        ``additional_config``, merge the two.
 
     Raises:
-        KVPolicyError: unknown policy, unknown or impossible settings.
+        KVPolicyError: the policy or a setting is unknown, or a value is invalid.
     """
     from vllm_kvplugins.config import parse_policy
 

@@ -1,10 +1,10 @@
-"""EpiCache without a server: read a conversation once, then ask about it.
+"""EpiCache without a server: prefill a conversation once, then ask queries about it.
 
 ::
 
     llm = LLM(MODEL, additional_config={"kv_policy": {"name": "epicache"}})
-    talk = episodic.build(llm, messages)
-    print(talk.ask("Where did we want to go in May?"))
+    conversation = episodic.build(llm, messages)
+    print(conversation.ask("Where did we want to go in May?"))
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Messages = Sequence[dict[str, Any]]
 
 
 class Conversation:
-    """A conversation with an engine, whose episodes are cached.
+    """A conversation whose episodes have cached KV.
 
     Attributes:
-        messages: so far, questions and answers included.
+        messages: all messages, including queries and answers.
     """
 
     def __init__(self, llm: Any, messages: Messages) -> None:
@@ -27,47 +27,48 @@ class Conversation:
         self.messages = list(messages)
 
     def build(self) -> int:
-        """Build the cache of every episode, as far as that has not been done.
+        """Build the caches of all episodes that do not have one yet.
 
         Returns:
-            How many episodes there are; 0 if the conversation is so short that nothing
-            is compressed.
+            Number of episodes; 0 if the conversation is too short to be compressed.
 
         Raises:
             KVPolicyError: the engine's policy has no episodes.
 
-        Cost: the conversation is read once per episode; what was read before is not
-            read again.
+        Cost: prefills the conversation once per episode, without the parts that a
+        session has kept.
         """
         from vllm_kvplugins.vllm_adapter.frontend.offline_episodes import build
 
         return build(self._llm, self.messages)
 
     def ask(self, query: str, sampling_params: Any = None) -> str:
-        """Answer a question from the cache of the episode that it belongs to.
+        """Answer a query from the cache of the episode that it is routed to.
+
+        Appends the query and the answer to ``messages``.
 
         Args:
-            sampling_params: vLLM's, for the answer; None: the engine's defaults.
+            sampling_params: vLLM's ``SamplingParams``; None: the engine's defaults.
 
         Returns:
-            The answer; it and the question become part of the conversation.
+            The answer.
         """
-        asked = [*self.messages, {"role": "user", "content": query}]
-        (output,) = self._llm.chat(asked, sampling_params, use_tqdm=False)
+        messages = [*self.messages, {"role": "user", "content": query}]
+        (output,) = self._llm.chat(messages, sampling_params, use_tqdm=False)
         answer: str = output.outputs[0].text
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
 
 
 def build(llm: Any, history: Messages) -> Conversation:
-    """Read a conversation, one compressed cache per episode (EpiCache, phase A).
+    """Build a compressed cache for each episode of a conversation (EpiCache, phase A).
 
     Args:
-        llm: vLLM's ``LLM`` under ``epicache``.
+        llm: vLLM's ``LLM`` with policy ``epicache``.
         history: chat messages.
 
     Returns:
-        The conversation, to be asked.
+        The conversation, ready for queries.
 
     Raises:
         KVPolicyError: the engine's policy has no episodes.

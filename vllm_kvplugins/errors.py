@@ -53,6 +53,8 @@ CODES: dict[str, str] = {
     "KVP035": "the policy does not support session files",
     "KVP036": "the policy has no setting of this name",
     "KVP037": "a setting has an invalid value",
+    "KVP038": "the policy has no episodes",
+    "KVP039": "vLLM cannot load the model (explain, record)",
     # 100-199: policies, budgets and plans
     "KVP100": "no policy has this name",
     "KVP101": "the import path of a policy is not 'module:Class'",
@@ -99,6 +101,11 @@ CODES: dict[str, str] = {
     "KVP503": "the policy needs token IDs, not embeddings",
     "KVP504": "turn_ends is invalid",
     "KVP505": "patched_prompt is invalid or not used by this policy",
+    "KVP506": "the encoder for episodes cannot be loaded",
+    "KVP507": "the encoder for episodes returned unusable vectors",
+    "KVP508": "a file with a history is unusable",
+    "KVP509": "the prompt is empty or does not fit (explain, record)",
+    "KVP510": "no step fetched anything (record)",
     # 600-699: command line, models and training
     "KVP600": "a Python package that the command needs is not installed",
     "KVP601": "an input file cannot be read, is not UTF-8 text, or is empty",

@@ -1,4 +1,4 @@
-"""Messages about requests that a log should not drown in."""
+"""Limits how often messages about requests are logged."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections import Counter
 
 
 class LogThrottle:
-    """Lets the 1st, 10th, 100th, … message of a kind through.
+    """Passes the 1st, 10th, 100th, … message of each kind.
 
-    Messages that differ in numbers only are of one kind.
+    Messages that differ only in numbers are of the same kind.
     """
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
     def format(self, message: str) -> str | None:
-        """The message as it should be logged, with its count; None: not this time."""
+        """The message to log, with its count; None if it should not be logged."""
         kind = re.sub(r"\d+(\.\d+)?", "#", message)
         self._counts[kind] += 1
         count = self._counts[kind]

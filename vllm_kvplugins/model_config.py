@@ -1,7 +1,7 @@
-"""What a model's ``config.json`` says about its KV cache, without its weights.
+"""Reads the shape of a model's KV cache from its ``config.json``, without its weights.
 
-Field names differ between families; the names are tried in the order in which
-vLLM tries them. Imports neither vLLM nor torch.
+Model families use different field names. We try the names in vLLM's order. Imports
+neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KV_HEADS = (
     "num_attention_groups",
 )
 _HEAD_DIM = ("head_dim", "hidden_size_per_head")
-# Any of these marks layers that keep a state instead of a KV cache.
+# Each of these fields marks layers that keep a state instead of a KV cache.
 _STATE_LAYERS = (
     "attn_layer_period",
     "full_attention_interval",
@@ -43,22 +43,22 @@ _ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Shape of one token's keys and values, over all ranks."""
+    """Shape of the keys and values of one token, over all ranks."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
 
     def bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes of K and V of one token."""
+        """Bytes of the keys and values of one token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes
 
 
 class ModelFingerprint(BaseModel):
-    """What tells one model's configuration from another's.
+    """Identifies a model's architecture and sizes.
 
-    Models that differ in their weights alone, such as a base model and its fine-tuned
-    ones, have the same. None: the configuration does not say.
+    Models that differ only in their weights, such as a base model and its fine-tuned
+    versions, have the same fingerprint. None: the configuration lacks the field.
 
     Attributes:
         rope: base, type and scaling, by their names in the configuration.
@@ -76,30 +76,29 @@ class ModelFingerprint(BaseModel):
     rope: dict[str, Any] | None
 
     def differences(self, other: ModelFingerprint) -> list[str]:
-        """Where two fingerprints differ; what either does not know does not count."""
+        """Fields that differ; fields that one of the two lacks are ignored."""
         pairs = [
             (name, getattr(self, name), getattr(other, name))
             for name in type(self).model_fields
         ]
         return [
-            f"{name} {mine!r} there, {yours!r} here"
-            for name, mine, yours in pairs
-            if mine is not None and yours is not None and mine != yours
+            f"{name} {ours!r} there, {theirs!r} here"
+            for name, ours, theirs in pairs
+            if ours is not None and theirs is not None and ours != theirs
         ]
 
 
 @dataclass(frozen=True)
 class ConfigOnlyModel:
-    """A model of which only ``config.json`` is known.
+    """Stands in for vLLM's ``ModelConfig`` where only ``config.json`` is available.
 
-    Has the attributes of vLLM's ``ModelConfig`` that the checks at start-up look
-    at, as far as the file tells them. A value that the file leaves to the model's
-    class is not seen.
+    Has the attributes that the checks at start-up read. Defaults of the model's class
+    are unknown here: only values in the file count.
 
     Attributes:
-        model: as the user named it.
-        dtype: as vLLM's configuration prints it, ``torch.bfloat16``.
-        config: the file's content.
+        model: name or path, as given by the user.
+        dtype: in the form in which vLLM's configuration prints it, ``torch.bfloat16``.
+        config: content of the file.
     """
 
     model: str
@@ -109,7 +108,7 @@ class ConfigOnlyModel:
 
     @cached_property
     def text(self) -> dict[str, Any]:
-        """The language model's part of a configuration of several models."""
+        """Configuration of the language model, also within a multimodal model."""
         nested = self.config.get("text_config")
         return nested if isinstance(nested, dict) else self.config
 
@@ -122,7 +121,7 @@ class ConfigOnlyModel:
         return self.text.get("kv_lora_rank") is not None
 
     def get_sliding_window(self) -> int | None:
-        """Its width; None where the file switches it off again."""
+        """Width of the sliding window; None if there is none or it is disabled."""
         if self.text.get("use_sliding_window") is False:
             return None
         window: int | None = self.text.get("sliding_window")
@@ -145,36 +144,43 @@ class ConfigOnlyModel:
 
     @property
     def max_positions(self) -> int | None:
-        """Positions that the model was made for, before any scaling of RoPE."""
+        """Maximum number of positions, before scaling of RoPE."""
         return self._first(("max_position_embeddings", "n_positions", "seq_length"))
 
     def layer_problems(self) -> list[str]:
-        """What the engine refuses once it sees the layers, if the file tells it."""
-        found = []
+        """Reasons for which the engine refuses the layers, as far as the file shows."""
+        problems = []
         inner = self.text.get("attn_config")
         nested = isinstance(inner, dict) and bool(inner.get("alibi"))
         if nested or self.text.get("alibi") or self.text.get("model_type") == "bloom":
-            found.append(f"{self.model} uses ALiBi; serve this model without a policy")
-        if self.text.get("num_kv_shared_layers"):
-            found.append(
-                f"{self.model} has layers that share the cache of others; serve this "
-                "model without a policy"
+            problems.append(
+                coded(
+                    "KVP016",
+                    f"{self.model} uses ALiBi; serve this model without a policy",
+                )
             )
-        return found
+        if shared := self.text.get("num_kv_shared_layers"):
+            problems.append(
+                coded(
+                    "KVP018",
+                    f"{shared} layers of {self.model} share the KV cache of other "
+                    "layers; serve this model without a policy",
+                )
+            )
+        return problems
 
     def cache_shape(self) -> CacheShape:
-        """Layers, KV heads and head size.
+        """Number of layers and KV heads, and the head size.
 
         Raises:
-            KVPolicyError: the file does not tell them, or they differ by layer.
+            KVPolicyError: the file lacks one of them, or they differ between layers.
         """
         if self.text.get("block_configs"):
             raise KVPolicyError(
                 coded(
                     "KVP629",
-                    f"{self.model} has a different attention in each layer "
-                    "(block_configs); its cache cannot be computed from layers times "
-                    "heads",
+                    f"layers of {self.model} have different attention shapes "
+                    "(block_configs), which is not supported; use another model",
                 )
             )
         layers, heads = self._first(_LAYERS), self._first(_HEADS)
@@ -182,28 +188,28 @@ class ConfigOnlyModel:
         if head_dim is None and heads and (hidden := self._first(_HIDDEN)):
             head_dim = hidden // heads
         kv_heads = self._kv_heads(heads)
-        found = {_LAYERS[0]: layers, _KV_HEADS[2]: kv_heads, _HEAD_DIM[0]: head_dim}
-        missing = [name for name, value in found.items() if not value]
+        sizes = {_LAYERS[0]: layers, _KV_HEADS[2]: kv_heads, _HEAD_DIM[0]: head_dim}
+        missing = [name for name, value in sizes.items() if not value]
         if not layers or not kv_heads or not head_dim:
             raise KVPolicyError(
                 coded(
                     "KVP629",
                     f"config.json of {self.model} does not contain "
-                    f"{', '.join(missing)}; give a model that generates text",
+                    f"{', '.join(missing)}; use a model that generates text",
                 )
             )
         return CacheShape(layers, kv_heads, head_dim)
 
     def fingerprint(self) -> ModelFingerprint:
-        """See ``ModelFingerprint``.
+        """The model's fingerprint.
 
         Raises:
-            KVPolicyError: as ``cache_shape``.
+            KVPolicyError: see ``cache_shape``.
         """
         shape = self.cache_shape()
-        named = self.config.get("architectures") or [None]
+        architectures = self.config.get("architectures") or [None]
         return ModelFingerprint(
-            architecture=named[0],
+            architecture=architectures[0],
             num_layers=shape.num_layers,
             num_heads=self._first(_HEADS),
             num_kv_heads=shape.num_kv_heads,
@@ -214,19 +220,19 @@ class ConfigOnlyModel:
         )
 
     def _rope(self) -> dict[str, Any] | None:
-        """Both forms of transformers, before and since its version 5, as the latter."""
-        found = self.text.get("rope_parameters")
-        if not isinstance(found, dict):
-            found = dict(self.text.get("rope_scaling") or {})
+        """RoPE parameters in the form of transformers 5, also from older files."""
+        raw = self.text.get("rope_parameters")
+        if not isinstance(raw, dict):
+            raw = dict(self.text.get("rope_scaling") or {})
             if "rope_theta" in self.text:
-                found["rope_theta"] = self.text["rope_theta"]
-        known = {key: value for key, value in found.items() if value is not None}
-        if "type" in known:
-            known.setdefault("rope_type", known.pop("type"))
-        return {"rope_type": "default"} | known if known else None
+                raw["rope_theta"] = self.text["rope_theta"]
+        parameters = {key: value for key, value in raw.items() if value is not None}
+        if "type" in parameters:
+            parameters.setdefault("rope_type", parameters.pop("type"))
+        return {"rope_type": "default"} | parameters if parameters else None
 
     def _kv_heads(self, heads: int | None) -> int | None:
-        """As many as there are heads, unless the file says otherwise."""
+        """Number of KV heads; by default, the number of query heads."""
         if self.text.get("multi_query") and not self.text.get(
             "new_decoder_architecture"
         ):
@@ -246,23 +252,32 @@ class ConfigOnlyModel:
 
 
 def read_model_config(model: str, dtype: str) -> ConfigOnlyModel:
-    """Read a model's ``config.json``; nothing is downloaded.
+    """Read a model's ``config.json`` without downloading anything.
 
     Args:
-        model: a folder, the file itself, or an id in the Hugging Face cache.
-        dtype: of keys and values, such as ``bfloat16``.
+        model: a folder, the file itself, or a model ID in the Hugging Face cache.
+        dtype: dtype of keys and values, such as ``bfloat16``.
 
     Raises:
-        KVPolicyError: there is no such file, or it is not a JSON object.
+        KVPolicyError: the file does not exist or does not contain a JSON object.
     """
     path = _config_path(model)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise KVPolicyError(coded("KVP628", f"cannot read {path}: {error}")) from error
+        raise KVPolicyError(
+            coded(
+                "KVP628",
+                f"cannot read {path}: {error}; give a model's folder or config.json",
+            )
+        ) from error
     if not isinstance(config, dict):
         raise KVPolicyError(
-            coded("KVP628", f"{path} is not a JSON object, so not a config.json")
+            coded(
+                "KVP628",
+                f"{path} contains a {type(config).__name__} instead of a JSON object; "
+                "give a model's folder or config.json",
+            )
         )
     return ConfigOnlyModel(model, f"torch.{dtype}", config)
 
@@ -275,7 +290,11 @@ def _config_path(model: str) -> Path:
         if (path / "config.json").is_file():
             return path / "config.json"
         raise KVPolicyError(
-            coded("KVP628", f"the folder {model} has no config.json; give another")
+            coded(
+                "KVP628",
+                f"the folder {model} has no config.json; give a folder with a model in "
+                "Hugging Face format",
+            )
         )
     cached = _cached_config(model)
     if cached is None:
@@ -283,8 +302,8 @@ def _config_path(model: str) -> Path:
             coded(
                 "KVP628",
                 f"no config.json for {model!r}: it is neither a folder nor in the "
-                f"Hugging Face cache; run `hf download {model} config.json`, or give a "
-                "folder",
+                f"Hugging Face cache; run `hf download {model} config.json`, or give "
+                "a folder",
             )
         )
     return Path(cached)
@@ -296,7 +315,7 @@ def _cached_config(model: str) -> str | None:
     except ModuleNotFoundError:
         return None
     try:
-        found = try_to_load_from_cache(model, "config.json")
-    except ValueError:  # no possible id
+        path = try_to_load_from_cache(model, "config.json")
+    except ValueError:  # not a valid model ID
         return None
-    return found if isinstance(found, str) else None
+    return path if isinstance(path, str) else None

@@ -1,7 +1,9 @@
-"""vLLM's entry point: called once in every vLLM process, before anything runs.
+"""Entry point of the plugin, which vLLM calls at the start of every process.
 
-It adds the command-line flags and the hook on ``EngineArgs.create_engine_config``. No
-other function of vLLM is wrapped until a process configures an engine with a policy.
+Wraps three methods of vLLM's ``EngineArgs``: ``add_cli_args`` and ``from_cli_args``,
+which add ``--kv-policy`` and ``--kv-policy-config``, and ``create_engine_config``,
+which applies the policy. The plugin changes nothing else in vLLM until a process
+configures an engine with a policy.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ import warnings
 
 
 def register() -> None:
-    """Entry point of the group ``vllm.general_plugins``; safe to call again.
+    """Add the flags; entry point of the group ``vllm.general_plugins``; idempotent.
 
-    vLLM calls this without a safety net in every process, so a vLLM that we do
-    not know must not die of it: the plugin then stays out and says why.
+    vLLM does not catch exceptions of plugins. On a vLLM version without the methods
+    that we wrap, warn and stay inactive.
     """
     try:
         from vllm_kvplugins.vllm_adapter.startup.flags import install
@@ -21,8 +23,9 @@ def register() -> None:
         install()
     except (ImportError, AttributeError) as error:
         warnings.warn(
-            f"vllm_kvplugins is inactive, --kv-policy is not available: this vLLM "
-            f"lacks what it hooks into ({type(error).__name__}: {error})",
+            "vllm_kvplugins is inactive and --kv-policy is not available, because this "
+            f"vLLM lacks a method that it wraps ({type(error).__name__}: {error}); "
+            "install a supported vLLM",
             RuntimeWarning,
             stacklevel=2,
         )

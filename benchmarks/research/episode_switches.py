@@ -27,10 +27,10 @@ from _serving_plots import MARKERS, style
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvplugins.episodes.book import EpisodeRouter, Route
 from vllm_kvplugins.episodes.clustering import full_segments
 from vllm_kvplugins.episodes.encoder import Encoder, load_encoder
 from vllm_kvplugins.episodes.histories import locomo_dialogues
+from vllm_kvplugins.episodes.routing import EpisodeRouter, Route
 from vllm_kvplugins.episodes.settings import DEFAULT_ENCODER, EpisodeSettings
 from vllm_kvplugins.episodes.utterances import Utterance, dialogue_text
 
@@ -92,15 +92,15 @@ def routes(
 ) -> Iterator[tuple[Route, float, float]]:
     """The routes of a dialogue's second half, and milliseconds of CPU time of each, and
     of learning behind it."""
-    book = EpisodeRouter(settings, lambda _: encoder)
+    router = EpisodeRouter(settings, lambda _: encoder)
     half = len(history) // 2
     for at in range(half, len(history) - query_utterances + 1, query_utterances):
         query = dialogue_text(history[at : at + query_utterances])
         started = process_time()
-        route = book.route("benchmark", history[:at], query)
+        route = router.route("benchmark", history[:at], query)
         assert route is not None
         routed = process_time()
-        book.learn("benchmark", history[:at])
+        router.embed_new_segments("benchmark", history[:at])
         yield route, (routed - started) * 1e3, (process_time() - routed) * 1e3
 
 

@@ -93,20 +93,20 @@ class Guides:
         self, work: Job, history: list[dict[str, str]], tokenizer: Any
     ) -> None:
         from vllm_kvplugins.config import parse_policy
-        from vllm_kvplugins.episodes.book import EpisodeRouter
         from vllm_kvplugins.episodes.encoder import load_encoder
+        from vllm_kvplugins.episodes.routing import EpisodeRouter
         from vllm_kvplugins.episodes.utterances import utterances_of
 
         policy = parse_policy(work.options["policy"])
         routing = policy.episode_routing
         assert routing is not None, "epicache routes episodes"
         self._most, self._tokenizer = routing.patched_prompt_tokens, tokenizer
-        self._book = EpisodeRouter(routing.settings, load_encoder)
+        self._router = EpisodeRouter(routing.settings, load_encoder)
         self._history = utterances_of(history)
 
     def of(self, question: str) -> tuple[int, ...]:
         """Tokens of the one that a question needs; of a long one its middle."""
-        route = self._book.route("", self._history, question)
+        route = self._router.route("", self._history, question)
         assert route is not None, "there is a history"
         ids = self._tokenizer.encode(route.guide, add_special_tokens=False)
         first = max(len(ids) - self._most, 0) // 2

@@ -135,8 +135,8 @@ def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> No
     from vllm import SamplingParams
 
     from vllm_kvplugins.config import parse_policy
-    from vllm_kvplugins.episodes.book import EpisodeRouter
     from vllm_kvplugins.episodes.encoder import embed, load_encoder
+    from vllm_kvplugins.episodes.routing import EpisodeRouter
     from vllm_kvplugins.episodes.utterances import utterances_of
 
     llm = open_model(setting, policy)
@@ -147,7 +147,7 @@ def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> No
     routing = parse_policy(policy).episode_routing
     assert routing is not None, "epicache routes episodes"
     settings = routing.settings
-    book = EpisodeRouter(settings, lambda name: encoder)
+    router = EpisodeRouter(settings, lambda name: encoder)
     vectors = embed(encoder, lines)
     end = len(rendered(tokenizer, history))
     llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=1))
@@ -157,7 +157,7 @@ def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> No
     for number, question in enumerate(questions):
         (asked,) = embed(encoder, [question.text])
         texts = patched_texts(lines, question.text, vectors @ asked, number)
-        route = book.route("", utterances_of(history), question.text)
+        route = router.route("", utterances_of(history), question.text)
         assert route is not None, "there is a history"
         texts[EPISODE] = route.guide
         messages = [*history, {"role": "user", "content": ASK.format(question.text)}]

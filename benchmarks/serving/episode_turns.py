@@ -154,7 +154,7 @@ def _watch_preemptions(llm: Any) -> list[str]:
 
 def _watch_parts(parts: dict[str, Any]) -> None:
     """Milliseconds of a turn's parts, and whether its episode is another one."""
-    from vllm_kvplugins.episodes.book import EpisodeRouter
+    from vllm_kvplugins.episodes.routing import EpisodeRouter
     from vllm_kvplugins.sessions.transfer import Transfer
 
     route, restore = EpisodeRouter.route, Transfer.restore

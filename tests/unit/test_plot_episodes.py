@@ -82,33 +82,34 @@ def test_sessions_come_in_the_order_of_their_numbers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("contents", "dialogue", "words"),
+    ("contents", "dialogue", "value"),
     [
-        (None, None, "cannot read"),
-        ("{", None, "is not JSON"),
-        ({"role": "user"}, None, "holds no list of chat messages"),
-        ([], None, "has no text"),
-        ([{"role": "user", "content": " "}], None, "has no text"),
-        ([3], None, "message 0 is not"),
+        (None, None, "h.json"),
+        ("{", None, "h.json"),
+        ({"role": "user"}, None, "dict"),
+        ([], None, "h.json"),
+        ([{"role": "user", "content": " "}], None, "h.json"),
+        ([3], None, "message 0"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], None, "'image_url'"),
-        (locomo({}, {}), None, "with --dialogue, from 0 to 1"),
+        (locomo({}, {}), None, "from 0 to 1"),
         (locomo({}, {}), 2, "no dialogue 2; choose one from 0 to 1"),
         (locomo({}, {}), -1, "no dialogue -1"),
-        ([{"role": "user", "content": "x"}], 0, "is not a file of LoCoMo"),
-        ([], 0, "is not a file of LoCoMo"),
-        ([{"conversation": {"session_one": []}}], 0, "lacks a part"),
-        ([{"conversation": {"session_1": [{"speaker": "A"}]}}], 0, "lacks a part"),
-        ([{"conversation": []}], 0, "lacks a part"),
+        ([{"role": "user", "content": "x"}], 0, "h.json"),
+        ([], 0, "h.json"),
+        ([{"conversation": {"session_one": []}}], 0, "one"),
+        ([{"conversation": {"session_1": [{"speaker": "A"}]}}], 0, "text"),
+        ([{"conversation": []}], 0, "items"),
     ],
 )
-def test_other_files_are_refused(tmp_path, contents, dialogue, words):
+def test_rejects_unusable_files(tmp_path, contents, dialogue, value):
     file = tmp_path / "h.json"
     if contents is not None:
         text = contents if isinstance(contents, str) else json.dumps(contents)
         file.write_text(text)
-    with pytest.raises(KVPolicyError) as error:
+    with pytest.raises(KVPolicyError) as caught:
         read_history(file, dialogue)
-    assert words in str(error.value)
+    assert caught.value.codes == ("KVP508",)
+    assert value in str(caught.value)
 
 
 # -- the plot ------------------------------------------------------------------------
@@ -192,7 +193,7 @@ def test_equal_vectors_are_drawn_without_a_silhouette():
         (MESSAGES, ["--segment-utterances", "16"], "have 3 different segments of 16"),
         (MESSAGES, ["--episodes", "four"], "--episodes is 'four'"),
         (MESSAGES, ["--episodes", "0"], "episodes is 0"),
-        (MESSAGES, ["--dialogue", "0"], "is not a file of LoCoMo"),
+        (MESSAGES, ["--dialogue", "0"], "KVP508"),
     ],
 )
 def test_mistakes_give_one_line(tmp_path, messages, options, words):

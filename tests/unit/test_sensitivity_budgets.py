@@ -221,7 +221,7 @@ def test_a_profile_of_another_model_is_a_problem(tmp_path):
 
 
 def settle(request, **changes):
-    return layer_budgets.settled(
+    return layer_budgets.resolve_allocator(
         request, parse_policy(request), fingerprint_of(**changes)
     )
 
@@ -284,6 +284,9 @@ def test_other_allocators_ask_for_no_fingerprint(caplog):
         raise AssertionError("nobody needs it")
 
     with caplog.at_level(logging.INFO, "vllm.kv_policy"):
-        assert layer_budgets.settled(request, parse_policy(request), never) == request
+        assert (
+            layer_budgets.resolve_allocator(request, parse_policy(request), never)
+            == request
+        )
     assert parse_policy(request).page_allocator().model_problems(never) == []
     assert not caplog.records

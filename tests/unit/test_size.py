@@ -276,8 +276,8 @@ def test_a_file_without_a_shape_is_refused():
         ({"layer_types": ["full_attention", "linear_attention"]}, "without a KV"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"attn_logit_softcapping": 50.0}, "caps attention logits"),
-        ({"alibi": True}, "ALiBi"),
-        ({"num_kv_shared_layers": 10}, "share the cache"),
+        ({"alibi": True}, "KVP016"),
+        ({"num_kv_shared_layers": 10}, "KVP018"),
     ],
 )
 def test_models_that_the_engine_refuses_are_refused(tmp_path, change, words):

@@ -1,4 +1,4 @@
-"""Where turns end: the token that a template puts behind messages, or renderings."""
+"""Turn ends: from the token after each message, or from renderings of messages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import pytest
 from vllm_kvplugins.config import parse_policy
 
 pytest.importorskip("vllm")
-from vllm_kvplugins.vllm_adapter.config import turns
-from vllm_kvplugins.vllm_adapter.frontend import chat_turns
+from vllm_kvplugins.vllm_adapter.frontend import chat_turns, turn_ends
 
 NAMED = {"<eos>": 1, "<end_of_turn>": 2, "<start>": 3, "<end>": 4}
 
 
 class Tokenizer:
-    """A character is a token, but for the named ones. ``write``: one message."""
+    """Each character is a token, except named ones. ``write`` renders one message."""
 
     eos_token_id = 1
 
@@ -35,12 +34,12 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
-        found = []
+        token_ids = []
         while text:
             name = next((n for n in NAMED if text.startswith(n)), text[0])
-            found.append(NAMED[name] if name in NAMED else ord(name))
+            token_ids.append(NAMED[name] if name in NAMED else ord(name))
             text = text[len(name) :]
-        return found
+        return token_ids
 
 
 def gemma(message: dict) -> str:
@@ -52,14 +51,14 @@ def spaced(message: dict) -> str:
 
 
 def llama2(message: dict) -> str:
-    """Only answers are closed by a token."""
+    """Only answers end with a token."""
     if message["role"] == "assistant":
         return f" {message['content']} <eos>"
     return f"[INST] {message['content']} [/INST]"
 
 
 def mixed(message: dict) -> str:
-    """Answers open with what ends questions."""
+    """Answers begin with the token that ends questions."""
     if message["role"] == "assistant":
         return f"<end_of_turn>{message['content']}<end>"
     return f"<start>{message['content']}<end_of_turn>"
@@ -70,7 +69,7 @@ def plain(message: dict) -> str:
 
 
 def silent(message: dict) -> str:
-    """A template that leaves out what the assistant said."""
+    """A template that omits the messages of the assistant."""
     return gemma(message) if message["role"] == "user" else "<start>"
 
 
@@ -89,32 +88,31 @@ def refusing(message: dict) -> str:
         (silent, None),
     ],
 )
-def test_the_token_behind_every_message(write, token):
-    assert turns.message_end_token(Tokenizer(write)) == token
+def test_finds_the_token_after_every_message(write, token):
+    assert turn_ends.message_end_token(Tokenizer(write)) == token
 
 
-def test_a_name_that_is_not_written_as_its_token_does_not_count(monkeypatch):
-    """As where a tokenizer splits what the template writes."""
+def test_ignores_a_name_that_the_tokenizer_splits(monkeypatch):
     tokenizer = Tokenizer(gemma)
     monkeypatch.setattr(tokenizer, "encode", lambda text, **_: list(map(ord, text)))
-    assert turns.message_end_token(tokenizer) is None
+    assert turn_ends.message_end_token(tokenizer) is None
 
 
-def test_a_real_tokenizer(model_path):
+def test_finds_the_token_of_a_real_tokenizer(model_path):
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
-    token = turns.message_end_token(tokenizer)
+    token = turn_ends.message_end_token(tokenizer)
     assert tokenizer.decode([token]) == "<|im_end|>"
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.content }}<|endoftext|>\n{% endfor %}"
     )
-    token = turns.message_end_token(tokenizer)
+    token = turn_ends.message_end_token(tokenizer)
     assert tokenizer.decode([token]) == "<|endoftext|>"
     assert token != tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "token", "said"),
+    ("tokenizer", "token", "logged"),
     [
         (Tokenizer(gemma), 2, ""),
         (Tokenizer(plain, template=None), 1, "has no chat template"),
@@ -123,28 +121,32 @@ def test_a_real_tokenizer(model_path):
         (None, None, ""),
     ],
 )
-def test_settled(tokenizer, token, said, caplog):
+def test_resolves_the_turn_end_token(tokenizer, token, logged, caplog):
     policy = parse_policy("flowkv")
     caplog.set_level(logging.INFO)
-    # vLLM's loggers do not hand on what they are told
-    turns.logger.parent.addHandler(caplog.handler)
+    # Loggers of vLLM do not propagate messages to the root logger.
+    turn_ends.logger.parent.addHandler(caplog.handler)
     try:
-        found = turns.settled({"name": "flowkv"}, policy, lambda: tokenizer)
+        resolved = turn_ends.resolve_turn_end_token(
+            {"name": "flowkv"}, policy, lambda: tokenizer
+        )
     finally:
-        turns.logger.parent.removeHandler(caplog.handler)
-    assert found.get("turn_end_token") == token
-    assert said in caplog.text
-    assert bool(said) == bool(caplog.text)
+        turn_ends.logger.parent.removeHandler(caplog.handler)
+    assert resolved.get("turn_end_token") == token
+    assert logged in caplog.text
+    assert bool(logged) == bool(caplog.text)
 
 
-def test_nothing_is_settled_for_others_or_against_the_user():
+def test_keeps_settings_of_other_policies_and_of_the_user():
     def load() -> Any:
         raise AssertionError("needs no tokenizer")
 
     snapkv = {"name": "snapkv"}
-    assert turns.settled(snapkv, parse_policy("snapkv"), load) == snapkv
+    assert (
+        turn_ends.resolve_turn_end_token(snapkv, parse_policy("snapkv"), load) == snapkv
+    )
     given = {"name": "flowkv", "turn_end_token": 7}
-    assert turns.settled(given, parse_policy(given), load) == given
+    assert turn_ends.resolve_turn_end_token(given, parse_policy(given), load) == given
 
 
 # -- renderings ----------------------------------------------------------------
@@ -169,8 +171,8 @@ def conversation(kinds: str) -> list[dict[str, str]]:
         ("uasu", [3]),
     ],
 )
-def test_turns_close_where_a_user_speaks_again(kinds, counts):
-    assert turns.closed_turns(conversation(kinds)) == counts
+def test_a_turn_ends_before_the_next_user_message(kinds, counts):
+    assert turn_ends.messages_per_turn_end(conversation(kinds)) == counts
 
 
 @pytest.mark.parametrize(
@@ -187,18 +189,15 @@ def test_turns_close_where_a_user_speaks_again(kinds, counts):
         (None, []),
     ],
 )
-def test_only_what_the_prompt_begins_with_is_its_history(beginning, ends):
-    """The last two tokens may merge with what follows; nothing else may differ."""
+def test_a_rendering_may_differ_from_the_prompt_in_its_last_two_tokens(beginning, ends):
     prompt = [1, 2, 3, 4, 5, 6]
-    assert turns.ends_of(prompt, [beginning]) == ends
-    assert turns.ends_of(prompt, [beginning, [1], beginning]) == [1, *ends]
+    assert turn_ends.common_prefixes(prompt, [beginning]) == ends
+    assert turn_ends.common_prefixes(prompt, [beginning, [1], beginning]) == [1, *ends]
 
 
 def renderer(write: Any, policy: Any, **settings: Any) -> Any:
-    """vLLM's, with rendering and tokenization of our own."""
+    """A renderer of vLLM whose template and tokenizer are ours."""
     from vllm.renderers.base import BaseRenderer
-
-    from vllm_kvplugins.vllm_adapter.frontend import chat_turns
 
     chat_turns.install()
     tokenizer = Tokenizer(write)
@@ -213,7 +212,7 @@ def renderer(write: Any, policy: Any, **settings: Any) -> Any:
             )
 
         def _apply_prompt_extras(self, *_: Any) -> None:
-            """Asks for a real model."""
+            """Needs a real model."""
 
         def render_messages(self, messages: Any, params: Any) -> Any:
             text = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -252,23 +251,23 @@ def rendered(made: Any, messages: Any, asynchronous: bool) -> Any:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("write", [plain, llama2])
-def test_turns_of_a_chat_without_an_end_token(write, asynchronous):
+def test_finds_turns_of_a_chat_without_an_end_token(write, asynchronous):
     messages = conversation("suauau")
     prompt = rendered(renderer(write, "flowkv"), messages, asynchronous)
     length = [0]
     for message in messages:
         text = Tokenizer(write).encode(write(message), add_special_tokens=False)
         length.append(length[-1] + len(text))
-    assert prompt["kv_policy_found"] == {"turn_ends": [length[3], length[5]]}
+    assert prompt["kv_policy_parameters"] == {"turn_ends": [length[3], length[5]]}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_template_that_rewrites_history_gives_no_turn_end(asynchronous):
-    def forgetting(message: dict) -> str:
-        # the third message changes what the template wrote of the first ones
+    def changing(message: dict) -> str:
+        # With five messages, the template leaves out the second one.
         return plain(message) if message.get("kept", True) else ""
 
-    made = renderer(forgetting, "flowkv")
+    made = renderer(changing, "flowkv")
     messages = conversation("uauau")
     whole = made.render_messages
 
@@ -278,12 +277,12 @@ def test_a_template_that_rewrites_history_gives_no_turn_end(asynchronous):
         return whole(messages, params)
 
     made.render_messages = render
-    found = rendered(made, messages, asynchronous)["kv_policy_found"]
-    assert found == {"turn_ends": []}
+    parameters = rendered(made, messages, asynchronous)["kv_policy_parameters"]
+    assert parameters == {"turn_ends": []}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_beginning_that_cannot_be_rendered_fails_no_request(asynchronous):
+def test_a_beginning_that_cannot_be_rendered_does_not_fail_the_request(asynchronous):
     made = renderer(plain, "flowkv")
     whole = made.render_messages
 
@@ -294,7 +293,7 @@ def test_a_beginning_that_cannot_be_rendered_fails_no_request(asynchronous):
 
     made.render_messages = render
     prompt = rendered(made, conversation("uauau"), asynchronous)
-    assert len(prompt["kv_policy_found"]["turn_ends"]) == 1
+    assert len(prompt["kv_policy_parameters"]["turn_ends"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -305,29 +304,32 @@ def test_a_beginning_that_cannot_be_rendered_fails_no_request(asynchronous):
         (gemma, "flowkv", {"turn_end_token": 2}),
     ],
 )
-def test_nothing_is_rendered_twice_without_need(write, policy, settings):
+def test_messages_are_rendered_once_if_turns_are_known(write, policy, settings):
     made = renderer(write, policy, **settings)
     calls = []
     whole = made.render_messages
     made.render_messages = lambda *a: calls.append(a) or whole(*a)
-    assert "kv_policy_found" not in rendered(made, conversation("uau"), False)
+    assert "kv_policy_parameters" not in rendered(made, conversation("uau"), False)
     assert len(calls) == 1
 
 
-def test_turn_ends_go_into_the_request_unless_it_has_its_own():
+def test_adds_turn_ends_to_requests_that_have_none():
     from vllm import SamplingParams
 
-    flow, prompt = parse_policy("flowkv"), {"kv_policy_found": {"turn_ends": [4, 9]}}
+    flow, prompt = (
+        parse_policy("flowkv"),
+        {"kv_policy_parameters": {"turn_ends": [4, 9]}},
+    )
     params = SamplingParams(extra_args={"other": 1})
     shared = params.extra_args
-    chat_turns.pass_on(flow, prompt, params)
+    chat_turns.add_parameters(flow, prompt, params)
     assert params.extra_args == {"other": 1, "turn_ends": [4, 9]}
-    assert shared == {"other": 1}, "another request may share it"
+    assert shared == {"other": 1}, "other requests may share it"
     own = SamplingParams(extra_args={"turn_ends": [2]})
-    chat_turns.pass_on(flow, prompt, own)
+    chat_turns.add_parameters(flow, prompt, own)
     assert own.extra_args == {"turn_ends": [2]}
     for policy, given in ((flow, {}), (flow, "text"), (parse_policy("knorm"), prompt)):
         bare = SamplingParams()
-        chat_turns.pass_on(policy, given, bare)
+        chat_turns.add_parameters(policy, given, bare)
         assert bare.extra_args is None
-    chat_turns.pass_on(flow, prompt, None)
+    chat_turns.add_parameters(flow, prompt, None)

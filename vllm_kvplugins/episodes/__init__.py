@@ -1,10 +1,10 @@
-"""Episodes: which part of a long conversation a new question is about.
+"""Finds the part of a long conversation that a new query is about (EpiCache).
 
 ::
 
     messages ──> utterances ──> segments of 4 ──encoder──> K-Means ──> episodes
-    question ──encoder──> nearest centroid ──> episode ──> its guide (patched prompt)
+    query ──encoder──> nearest centroid ──> episode ──> its guide (patched prompt)
 
-The front end's half of EpiCache (section 3.1). It knows texts and vectors, neither
-tokens nor caches, and imports neither vLLM nor torch.
+This is the front end's half of EpiCache (section 3.1). It works on texts and vectors,
+not on tokens or caches, and imports neither vLLM nor torch.
 """

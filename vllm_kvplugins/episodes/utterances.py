@@ -1,4 +1,4 @@
-"""Utterances of a conversation, from chat messages."""
+"""Splits chat messages into utterances."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
-# A name of up to four words, a colon, a space, and something said on the same line.
-_SPOKEN = re.compile(
+# A name of up to four words, a colon, a space, and text on the same line.
+_NAMED_LINE = re.compile(
     r"([^\W\d_][\w.'’-]*(?: [\w.'’-]+){0,3}) ?(?::[ \t]+|：[ \t]*)(\S.*)"
 )
 _ROLES = frozenset(("user", "assistant", "human", "ai", "bot", "system"))
-# Words that open a line of prose, of a log or of a letter, and are nobody's name.
+# Words that open lines of prose, logs or letters. They are not names.
 _LABEL = re.compile(
     "attention|caution|cc|comment|conclusion|critical|date|debug|definition|edit|error|"
     "example|fatal|fixme|from|hint|https?|important|info|input|nb|notes?|output|ps|re|"
@@ -24,103 +24,107 @@ _LABEL = re.compile(
 
 
 class NotText(ValueError):
-    """A message holds something that is no text, such as an image."""
+    """A message contains something other than text, such as an image."""
 
 
 @dataclass(frozen=True, slots=True)
 class Utterance:
-    """What one speaker said at once: (r_j, t_j) of eq. 1."""
+    """A speaker and a text: (r_j, t_j) of eq. 1."""
 
     speaker: str
     text: str
 
 
 def dialogue_text(utterances: Iterable[Utterance]) -> str:
-    """``speaker: text`` lines."""
-    return "\n".join(f"{said.speaker}: {said.text}" for said in utterances)
+    """Lines of the form ``speaker: text``."""
+    return "\n".join(f"{item.speaker}: {item.text}" for item in utterances)
 
 
 def utterances_of(messages: Sequence[Mapping[str, Any]]) -> list[Utterance]:
     """Utterances of chat messages, in order.
 
-    A message is one utterance of its role, unless a dialogue was pasted into it: then
-    each line ``Name: text`` begins an utterance of that name, lines without a name go
-    on with the last one, and what stands above the first name is the role's. It is a
-    dialogue if at least two lines, and more than half of all that are not blank, begin
-    with a name, and names come back: with n such lines there are at most 1 + n / 2
-    names, so that lists of ``Key: value`` stay whole. A name has up to four words, and
-    begins with a capital (in scripts that have them) or is a role such as "user".
-    ``Note:``, ``INFO:`` and the like are no names.
+    A message is one utterance of its role, unless it contains a pasted dialogue. In a
+    dialogue, each line ``Name: text`` begins an utterance of that name. Lines without a
+    name continue the utterance before them. Text above the first name belongs to the
+    role.
 
-    What a message gives does not depend on other messages: the utterances of a
-    history's beginning are the beginning of its utterances.
+    A message is a dialogue if at least two lines, and more than half of the lines that
+    are not blank, begin with a name, and if names repeat: n such lines contain at most
+    1 + n / 2 names, so that lists of ``Key: value`` stay whole. A name has up to four
+    words. It begins with a capital (in scripts with capitals) or is a role such as
+    "user". ``Note:``, ``INFO:`` and similar words are not names.
+
+    Each message is split independently. The utterances of a history's beginning are
+    therefore the beginning of the history's utterances.
 
     Args:
-        messages: ``{"role", "content"}`` each; the content a text, a list of texts and
-            text parts, or None (an assistant that only called tools).
+        messages: each ``{"role", "content"}``. The content is a text, a list of texts
+            and text parts, or None (an assistant that only called tools).
 
     Returns:
-        Texts are stripped; empty ones are left out.
+        Utterances with stripped texts; empty ones are left out.
 
     Raises:
-        NotText: a part is no text, or a message has no role or no such content.
+        NotText: a part is not text, or a message lacks a role or has other content.
 
     Cost: one regular expression per line.
     """
     return [
-        said
-        for number, message in enumerate(messages)
-        for said in _utterances(_role(message, number), _text(message, number))
+        utterance
+        for index, message in enumerate(messages)
+        for utterance in _split(_role(message, index), _text(message, index))
     ]
 
 
-def _role(message: Mapping[str, Any], number: int) -> str:
+def _role(message: Mapping[str, Any], index: int) -> str:
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str):
-        raise NotText(f"message {number} is not {{'role': …, 'content': …}}")
+        raise NotText(f"message {index} is not {{'role': …, 'content': …}}")
     return role
 
 
-def _text(message: Mapping[str, Any], number: int) -> str:
+def _text(message: Mapping[str, Any], index: int) -> str:
     content = message.get("content")
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, Iterable) or isinstance(content, bytes | Mapping):
-        raise NotText(f"the content of message {number} is a {type(content).__name__}")
-    return "\n".join(_part(part, number) for part in content)
+        raise NotText(f"the content of message {index} is a {type(content).__name__}")
+    return "\n".join(_part(part, index) for part in content)
 
 
-def _part(part: Any, number: int) -> str:
+def _part(part: Any, index: int) -> str:
     if isinstance(part, str):
         return part
     kind, text = type(part).__name__, None
     if isinstance(part, Mapping):
         kind, text = part.get("type", "text"), part.get("text")
     if kind not in _TEXT_PARTS or not isinstance(text, str):
-        raise NotText(f"message {number} has a part that is no text: {kind!r}")
+        raise NotText(f"message {index} has a part that is not text: {kind!r}")
     return text
 
 
-def _utterances(role: str, text: str) -> list[Utterance]:
+def _split(role: str, text: str) -> list[Utterance]:
+    """Utterances of one message."""
     lines = text.splitlines()
-    found = [_spoken(line) for line in lines]
-    if not _is_dialogue(found, sum(bool(line.strip()) for line in lines)):
-        found = [None] * len(lines)
-    said: list[tuple[str, list[str]]] = [(role, [])]
-    for line, spoken in zip(lines, found, strict=True):
-        if spoken is None:
-            said[-1][1].append(line)
+    named = [_name_and_words(line) for line in lines]
+    if not _is_dialogue(named, sum(bool(line.strip()) for line in lines)):
+        named = [None] * len(lines)
+    parts: list[tuple[str, list[str]]] = [(role, [])]
+    for line, name_and_words in zip(lines, named, strict=True):
+        if name_and_words is None:
+            parts[-1][1].append(line)
         else:
-            said.append((spoken[0], [spoken[1]]))
-    joined = ((speaker, "\n".join(parts).strip()) for speaker, parts in said)
+            name, words = name_and_words
+            parts.append((name, [words]))
+    joined = ((speaker, "\n".join(texts).strip()) for speaker, texts in parts)
     return [Utterance(speaker, text) for speaker, text in joined if text]
 
 
-def _spoken(line: str) -> tuple[str, str] | None:
-    """Name and words of a line that somebody speaks."""
-    match = _SPOKEN.fullmatch(line)
+def _name_and_words(line: str) -> tuple[str, str] | None:
+    """Name and text of a line ``Name: text``; None for other lines."""
+    match = _NAMED_LINE.fullmatch(line)
     if match is None:
         return None
     name, words = match.groups()
@@ -129,7 +133,8 @@ def _spoken(line: str) -> tuple[str, str] | None:
     return name, words
 
 
-def _is_dialogue(found: Sequence[tuple[str, str] | None], lines: int) -> bool:
-    names = [spoken[0] for spoken in found if spoken is not None]
-    few_names = 2 * (len(set(names)) - 1) <= len(names)
-    return len(names) >= 2 and 2 * len(names) > lines and few_names
+def _is_dialogue(named: Sequence[tuple[str, str] | None], num_lines: int) -> bool:
+    """See ``utterances_of``; ``num_lines`` does not count blank lines."""
+    names = [name_and_words[0] for name_and_words in named if name_and_words]
+    names_repeat = 2 * (len(set(names)) - 1) <= len(names)
+    return len(names) >= 2 and 2 * len(names) > num_lines and names_repeat

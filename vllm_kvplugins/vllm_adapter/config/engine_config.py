@@ -1,4 +1,4 @@
-"""What a configuration of vLLM says of policy, model and the shape of the cache."""
+"""Reads the policy, the model and the shape of the KV cache from a ``VllmConfig``."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-# In the settings of our connector, which go to all processes as well. vLLM hashes
-# additional_config for its cache of compiled graphs: with what was measured in there,
-# no start would find what another has compiled.
+# Key in the settings of our connector, which reach all processes. Measured values must
+# not be in additional_config: vLLM hashes it to find compiled graphs, so each start
+# would compile again.
 _MEASURED = "kv_policy_measured"
 
 
 def request_of(vllm_config: VllmConfig) -> dict[str, Any] | str | None:
-    """What a configuration asks for, with what was measured at start-up.
+    """The policy's settings, including values that were measured at start-up.
 
     Returns:
-        As ``parse_policy`` takes it; None without a policy.
+        An argument for ``parse_policy``; None without a policy.
     """
     config = vllm_config.additional_config
     request: dict[str, Any] | str | None = (
@@ -41,23 +41,23 @@ def request_of(vllm_config: VllmConfig) -> dict[str, Any] | str | None:
 
 
 def remember_measured(vllm_config: VllmConfig, measured: Mapping[str, int]) -> None:
-    """Tell all processes what was measured in one; for ``request_of``.
+    """Store values that one process measured, so that ``request_of`` returns them.
 
     Args:
-        measured: settings that the user left open, in bytes.
+        measured: sizes in bytes, by setting, which the user left open.
     """
     transfer = vllm_config.kv_transfer_config
-    assert transfer is not None, "a policy brings its own connector"
+    assert transfer is not None, "with a policy, our connector is configured"
     transfer.kv_connector_extra_config[_MEASURED] = dict(measured)
 
 
 def policy_of(vllm_config: VllmConfig) -> KVCachePolicy | None:
-    """The policy that a configuration asks for, if any.
+    """The policy of a configuration; None if it has none.
 
-    Equal settings give the same object: policies are immutable, and some read files
-    when they are parsed. The front end calls this for every request.
+    Parses equal settings only once, because the front end calls this for every request
+    and some policies read files when they are parsed. Policies are immutable.
 
-    Cost: serializing the settings, some microseconds; the first call parses them.
+    Cost: serializes the settings, some microseconds; the first call parses them.
     """
     request = request_of(vllm_config)
     if request is None:
@@ -71,7 +71,7 @@ def _parsed(request: str) -> KVCachePolicy:
 
 
 def fingerprint_of(vllm_config: VllmConfig) -> ModelFingerprint:
-    """Of the whole model, over all ranks."""
+    """Fingerprint of the whole model, over all ranks."""
     model = vllm_config.model_config
     config = model.hf_config.to_dict()
     return ConfigOnlyModel(model.model, str(model.dtype), config).fingerprint()

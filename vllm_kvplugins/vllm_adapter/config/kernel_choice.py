@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kv_policy")
 
-_HERE = "vllm_kvplugins.vllm_adapter.attention"
+_ATTENTION = "vllm_kvplugins.vllm_adapter.attention"
 _BACKENDS = {
-    "cpu": f"{_HERE}.cpu.PagedPolicyBackend",
-    "flash": f"{_HERE}.flash.FlashPolicyBackend",
-    "flashinfer": f"{_HERE}.flashinfer.FlashInferPolicyBackend",
-    "triton": f"{_HERE}.triton.TritonPolicyBackend",
+    "cpu": f"{_ATTENTION}.cpu.PagedPolicyBackend",
+    "flash": f"{_ATTENTION}.flash.FlashPolicyBackend",
+    "flashinfer": f"{_ATTENTION}.flashinfer.FlashInferPolicyBackend",
+    "triton": f"{_ATTENTION}.triton.TritonPolicyBackend",
 }
 
 
@@ -36,9 +36,9 @@ def problems(vllm_config: VllmConfig, request: dict[str, Any]) -> list[str]:
     """Reasons why the requested kernel cannot run here."""
     from vllm.platforms import current_platform
 
-    wanted = parse_kernel(request)
+    kernel = parse_kernel(request)
     if current_platform.is_cpu():
-        return _cpu_problems(wanted)
+        return _cpu_problems(kernel)
     found = []
     backend = vllm_config.attention_config.backend
     # CUSTOM is our own, set by an earlier engine with the same settings object.
@@ -50,18 +50,18 @@ def problems(vllm_config: VllmConfig, request: dict[str, Any]) -> list[str]:
                 'KV policy; remove it and set {"kernel": ...} in --kv-policy-config',
             )
         )
-    if wanted in _KERNEL_PROBLEMS:
+    if kernel in _KERNEL_PROBLEMS:
         found += [
-            coded("KVP025", f"kernel {wanted!r}: {problem}; use 'triton' or 'auto'")
-            for problem in _KERNEL_PROBLEMS[wanted](vllm_config)
+            coded("KVP025", f"kernel {kernel!r}: {problem}; use 'triton' or 'auto'")
+            for problem in _KERNEL_PROBLEMS[kernel](vllm_config)
         ]
     return found
 
 
-def _cpu_problems(wanted: str) -> list[str]:
-    if wanted == "auto" or (wanted == "triton" and interpreted()):
+def _cpu_problems(kernel: str) -> list[str]:
+    if kernel == "auto" or (kernel == "triton" and interpreted()):
         return []
-    if wanted == "triton":
+    if kernel == "triton":
         return [
             coded(
                 "KVP025",
@@ -69,7 +69,7 @@ def _cpu_problems(wanted: str) -> list[str]:
                 "very slow; use 'auto', or set TRITON_INTERPRET=1 for tests",
             )
         ]
-    return [coded("KVP025", f"kernel {wanted!r} needs CUDA; on a CPU use 'auto'")]
+    return [coded("KVP025", f"kernel {kernel!r} needs CUDA; on a CPU use 'auto'")]
 
 
 def _flash_problems(vllm_config: VllmConfig) -> list[str]:
@@ -134,33 +134,37 @@ _FLASHINFER_HEAD_SIZES = (64, 128, 256)
 _KERNEL_PROBLEMS = {"flash": _flash_problems, "flashinfer": _flashinfer_problems}
 
 
-def settled(request: dict[str, Any], vllm_config: VllmConfig) -> dict[str, Any]:
-    """Replaces ``auto`` by a kernel and tells vLLM to use our backend."""
+def resolve_kernel(request: dict[str, Any], vllm_config: VllmConfig) -> dict[str, Any]:
+    """Replace kernel ``auto`` by a specific one and set our backend in vLLM.
+
+    Returns:
+        The policy's settings; unchanged on a CPU.
+    """
     from vllm.platforms import current_platform
 
-    wanted = parse_kernel(request)
+    kernel = parse_kernel(request)
     if current_platform.is_cpu():
         return request
-    if wanted == "auto":
-        why = _flash_problems(vllm_config)
-        wanted = "triton" if why else "flash"
-        if why:
-            logger.info("KV policy: using kernel triton: %s", "; ".join(why))
+    if kernel == "auto":
+        flash_problems = _flash_problems(vllm_config)
+        kernel = "triton" if flash_problems else "flash"
+        if flash_problems:
+            logger.info("KV policy: using kernel triton: %s", "; ".join(flash_problems))
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
     logger.warning(
         "KV policy: kernel %s has not been tested on a GPU; compare answers with "
         "--kv-policy full (docs/gpu.md)",
-        wanted,
+        kernel,
     )
-    return request | {"kernel": wanted}
+    return request | {"kernel": kernel}
 
 
 def in_use(request: dict[str, Any]) -> str:
     """Name of the kernel of a resolved request."""
-    wanted = parse_kernel(request)
-    return "cpu" if wanted == "auto" else wanted
+    kernel = parse_kernel(request)
+    return "cpu" if kernel == "auto" else kernel
 
 
 def register(request: dict[str, Any]) -> None:
@@ -170,17 +174,19 @@ def register(request: dict[str, Any]) -> None:
         register_backend,
     )
 
-    register_backend(AttentionBackendEnum[_place()], _BACKENDS[in_use(request)])
+    register_backend(
+        AttentionBackendEnum[_registry_entry()], _BACKENDS[in_use(request)]
+    )
 
 
 def unregister() -> None:
     """Restore the stock backend."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    AttentionBackendEnum[_place()].clear_override()
+    AttentionBackendEnum[_registry_entry()].clear_override()
 
 
-def _place() -> str:
+def _registry_entry() -> str:
     """Name of the entry in vLLM's backend registry that we override."""
     from vllm.platforms import current_platform
 

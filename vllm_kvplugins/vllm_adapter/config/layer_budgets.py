@@ -1,4 +1,4 @@
-"""Which profile the layers' budgets follow, settled once for all processes."""
+"""Resolves the allocator of page budgets once, for all processes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ from vllm_kvplugins.policies.base import KVCachePolicy
 logger = logging.getLogger("vllm.kv_policy")
 
 
-def settled(
-    request: dict[str, Any], policy: KVCachePolicy, model: LoadFingerprint
+def resolve_allocator(
+    request: dict[str, Any], policy: KVCachePolicy, load_fingerprint: LoadFingerprint
 ) -> dict[str, Any]:
-    """The policy's settings with what its allocator left open, so that all processes
-    know the same."""
+    """Set what the policy's allocator leaves open, such as the model's profile.
+
+    Args:
+        request: the policy's settings, with its name.
+        load_fingerprint: describes the model; called only if the allocator needs it.
+
+    Returns:
+        The settings; unchanged if the allocator leaves nothing open.
+    """
     allocator = policy.page_allocator()
-    found, said = allocator.settled(model)
-    if said is not None:
-        logger.info("KV policy %s: %s", policy.name, said)
-    if found == allocator:
+    resolved, note = allocator.settled(load_fingerprint)
+    if note is not None:
+        logger.info("KV policy %s: %s", policy.name, note)
+    if resolved == allocator:
         return request
-    options = {"name": found.name, **found.model_dump(mode="json")}
+    options = {"name": resolved.name, **resolved.model_dump(mode="json")}
     return policy.with_allocator(request, options)

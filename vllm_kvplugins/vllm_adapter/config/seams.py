@@ -1,4 +1,7 @@
-"""What of vLLM this package uses below its documented interfaces."""
+"""Lists the names of vLLM that this package uses below its documented interfaces.
+
+``compat.problems`` checks them at start-up.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,20 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """What we use of one class or module of vLLM.
+    """Names of one vLLM class or module that this package uses.
 
     Attributes:
         where: ``module`` or ``module:Class``.
-        uses: names separated by spaces. ``f(a b)`` is a function that we
-            override or call, with the parameters that we rely on; other names
-            are attributes, fields, or what a constructor assigns.
+        uses: names separated by spaces. ``f(a b)`` is a function that we override or
+            call, with the parameters that we use. Other names are attributes, fields,
+            or names that a constructor assigns.
     """
 
     where: str
     uses: str
 
     def problems(self) -> Iterator[str]:
-        """What is no longer as we need it."""
+        """Names and parameters that this vLLM lacks."""
         module, _, class_name = self.where.partition(":")
         try:
             owner: Any = import_module(module)
@@ -39,31 +42,31 @@ class Seam:
                 return
         short = class_name or module
         assigned = _assigned(owner)
-        for name, call, wanted in re.findall(r"(\w+)(\(([^)]*)\))?", self.uses):
-            found = getattr(owner, name, None)
-            if found is None and (call or name not in assigned | set(dir(owner))):
+        for name, call, parameters in re.findall(r"(\w+)(\(([^)]*)\))?", self.uses):
+            member = getattr(owner, name, None)
+            if member is None and (call or name not in assigned | set(dir(owner))):
                 yield f"{short} no longer has {name}"
-            elif call and (missing := _missing_parameters(found, wanted)):
+            elif call and (missing := _missing_parameters(member, parameters)):
                 yield f"{short}.{name} no longer takes {missing}"
 
 
-def _missing_parameters(function: Any, wanted: str) -> str:
+def _missing_parameters(function: Any, names: str) -> str:
     parameters = inspect.signature(function).parameters
-    return ", ".join(name for name in wanted.split() if name not in parameters)
+    return ", ".join(name for name in names.split() if name not in parameters)
 
 
 def _assigned(owner: Any) -> set[str]:
-    """Fields of a class, and the names that its constructors mention."""
+    """Fields of a class, and the names that its constructors use."""
     if not isinstance(owner, type):
         return set()
-    known: set[str] = set()
+    names: set[str] = set()
     for cls in owner.__mro__:
-        known.update(inspect.get_annotations(cls))
+        names.update(inspect.get_annotations(cls))
         for constructor in ("__init__", "__post_init__"):
             function = vars(cls).get(constructor)
             if inspect.isfunction(function):
-                known.update(inspect.unwrap(function).__code__.co_names)
-    return known
+                names.update(inspect.unwrap(function).__code__.co_names)
+    return names
 
 
 _CORE = "vllm.v1.core"
@@ -71,7 +74,7 @@ _TRANSFER = "vllm.distributed.kv_transfer"
 _CONNECTOR = f"{_TRANSFER}.kv_connector.v1"
 
 _EVERYWHERE = {
-    # Where --kv-policy comes in, and where requests are checked.
+    # Configuration with --kv-policy; validation of requests.
     "vllm.engine.arg_utils:EngineArgs": "add_cli_args(parser) from_cli_args(args) "
     "create_engine_config() additional_config block_size kv_transfer_config "
     "scheduler_cls speculative_config worker_cls",
@@ -103,7 +106,7 @@ _EVERYWHERE = {
     "quantization revision",
     "vllm.utils.torch_utils": "STR_DTYPE_TO_TORCH_DTYPE",
     "vllm.envs": "VLLM_USE_BREAKABLE_CUDAGRAPH",
-    # The scheduler: where prefill is cut, what a prefix hit may reuse.
+    # The scheduler: ends of prefill chunks, length of prefix-cache hits.
     f"{_CORE}.sched.scheduler:Scheduler": "_reserve_prefill_lookahead(request "
     "num_computed_tokens num_new_tokens) _get_local_prefix_cache_hit(request) "
     "update_from_output(scheduler_output model_runner_output) _preempt_request("
@@ -156,12 +159,12 @@ _EVERYWHERE = {
     "query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound block_table_tensor req_idx "
     "num_actual_tokens max_query_len",
     "vllm.config": "get_layers_from_vllm_config()",
-    # Probes: a forward pass of our own.
+    # Probes: our own forward passes.
     "vllm.forward_context": "set_forward_context(attn_metadata vllm_config "
     "num_tokens slot_mapping skip_compiled)",
     "vllm.tokenizers": "cached_tokenizer_from_config(model_config)",
     "vllm.model_executor.layers.attention:Attention": "impl kv_cache",
-    # The worker, and what its model runner knows of a step's rows.
+    # The worker, and the rows of a step in its model runner.
     "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids num_prompt_tokens "
     "num_computed_tokens_cpu",
     "vllm.v1.worker.gpu.states:RequestState": "index_to_req_id prompt_len "
@@ -235,7 +238,7 @@ _ON_GPUS = {
     "vllm.utils.flashinfer": "has_flashinfer()",
     "vllm.envs": "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE",
     "vllm.config:AttentionConfig": "backend flash_attn_max_num_splits_for_cuda_graph",
-    # CUDA graphs: who may be in one, and which step is replayed.
+    # CUDA graphs: capture, and replay of steps.
     "vllm.config:CompilationConfig": "cudagraph_mode max_cudagraph_capture_size",
     "vllm.config:CUDAGraphMode": "NONE FULL has_full_cudagraphs()",
     "vllm.v1.attention.backend:AttentionCGSupport": "NEVER UNIFORM_SINGLE_TOKEN_DECODE",
@@ -254,8 +257,8 @@ _ON_GPUS = {
 
 
 def all_seams(on_cpu: bool) -> list[Seam]:
-    """Everything that is used on a platform."""
-    used = dict(_EVERYWHERE)
-    for where, more in (_ON_CPUS if on_cpu else _ON_GPUS).items():
-        used[where] = f"{used[where]} {more}" if where in used else more
-    return [Seam(where, uses) for where, uses in used.items()]
+    """All seams on CPUs or on GPUs."""
+    seams = dict(_EVERYWHERE)
+    for where, uses in (_ON_CPUS if on_cpu else _ON_GPUS).items():
+        seams[where] = f"{seams[where]} {uses}" if where in seams else uses
+    return [Seam(where, uses) for where, uses in seams.items()]

@@ -1,11 +1,11 @@
-"""Episodes of chat requests: where the history ends, and what to ask it.
+"""Routes chat requests to episodes (EpiCache).
 
 ::
 
-    messages ──> history | query ──> EpisodeBook.route ──> patched prompt of the episode
-                    └─ its end in tokens
+    messages ──> history | query ──> EpisodeRouter.route ──> episode's patched prompt
+                    └─ number of tokens
 
-Runs in the front end, in its threads; the engine sees token counts and ids only.
+Runs in threads of the front end. The engine sees only token counts and token IDs.
 """
 
 from __future__ import annotations
@@ -21,46 +21,57 @@ from weakref import WeakKeyDictionary
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
-from vllm_kvplugins.episodes.book import EpisodeRouter
 from vllm_kvplugins.episodes.encoder import load_encoder
+from vllm_kvplugins.episodes.routing import EpisodeRouter, Route
 from vllm_kvplugins.episodes.settings import EpisodeSettings
-from vllm_kvplugins.episodes.utterances import NotText, dialogue_text, utterances_of
+from vllm_kvplugins.episodes.utterances import (
+    NotText,
+    Utterance,
+    dialogue_text,
+    utterances_of,
+)
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.plan.geometry import Lengths
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of
-from vllm_kvplugins.vllm_adapter.config.turns import PATCHED_PROMPT, TURN_ENDS
+from vllm_kvplugins.vllm_adapter.config.request_params import PATCHED_PROMPT, TURN_ENDS
 
 logger = init_logger("vllm.kv_policy")
 
-# Beside the tokens in a rendered prompt: what requests to the other episodes are told.
-OTHERS = "kv_policy_other_episodes"
-# And what may wait until nobody asks: a call that embeds the newest segments.
-LESSON = "kv_policy_episode_lesson"
+# Keys in a rendered prompt, next to its tokens.
+# Parameters of requests to the conversation's other episodes.
+OTHER_EPISODES = "kv_policy_other_episodes"
+# A callable that embeds segments without a vector; to be called when the engine idles.
+EMBEDDING_JOB = "kv_policy_embedding_job"
+
+_NOT_CONVERSATION = ("system", "developer")  # roles
 
 
 @dataclass(slots=True)
 class EpisodeFrontend:
-    """One front end's episodes."""
+    """Router and tokenizer for the episodes of one renderer."""
 
-    book: EpisodeRouter
-    tokenizer: Any  # of its own: those of the renderer are in use by its threads
+    router: EpisodeRouter
+    tokenizer: Any  # a copy: threads of the renderer use the original
     lock: Lock = field(default_factory=Lock)
 
-    def tokens(self, text: str, most: int) -> list[int]:
-        """Of a text; of a longer one its middle, where the medoid is."""
+    def tokens(self, text: str, max_tokens: int) -> list[int]:
+        """Token IDs of a text. Of a long text, those in the middle: the medoid."""
         with self.lock:
             ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        first = max(len(ids) - most, 0) // 2
-        return ids[first : first + most]
+        first = max(len(ids) - max_tokens, 0) // 2
+        return ids[first : first + max_tokens]
 
 
-_desks: WeakKeyDictionary[Any, EpisodeFrontend] = WeakKeyDictionary()
-_desks_lock = Lock()
+_frontends: WeakKeyDictionary[Any, EpisodeFrontend] = WeakKeyDictionary()  # by renderer
+_frontends_lock = Lock()
 
 
-def keep_parts(conversations: Sequence[Sequence[Any]]) -> None:
-    """Make lists of contents that can be read only once, before anybody reads them."""
+def materialize_contents(conversations: Sequence[Sequence[Any]]) -> None:
+    """Turn message contents that are iterators into lists, because we read them again.
+
+    vLLM's request validation produces iterators for contents with several parts.
+    """
     for messages in conversations:
         for message in messages:
             content = message.get("content")
@@ -68,57 +79,87 @@ def keep_parts(conversations: Sequence[Sequence[Any]]) -> None:
                 message["content"] = list(content)
 
 
-def history_of(messages: Sequence[Any]) -> list[int]:
-    """How many messages come before the query, the last one of the user; none: []."""
-    asked = [n for n, message in enumerate(messages) if message.get("role") == "user"]
-    return [asked[-1]] if asked and asked[-1] else []
+def history_length(messages: Sequence[Any]) -> list[int]:
+    """Number of messages before the query, which is the last user message.
+
+    Returns:
+        One number; empty if there is no query or no history.
+    """
+    users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
+    return [users[-1]] if users and users[-1] else []
 
 
-def parameters(
+def request_parameters(
     renderer: Any,
     policy: KVCachePolicy,
     messages: Sequence[Any],
     prompt: Any,
-    ends: list[int],
+    turn_ends: list[int],
 ) -> dict[str, Any]:
-    """What a chat request is told: turn ends, and the patched prompt of its episode.
+    """Parameters of a chat request: turn ends, and the patched prompt of its episode.
+
+    Writes ``OTHER_EPISODES`` and ``EMBEDDING_JOB`` into the prompt.
 
     Args:
-        prompt: rendered.
-        ends: where its history ends, if that could be found.
+        prompt: the rendered prompt.
+        turn_ends: number of tokens of the history; empty if unknown.
 
     Returns:
-        Nothing for histories that are not compressed: shorter than budget and block,
-        or with parts that are no text. What requests to the other episodes would be
-        told is put into the prompt, under ``OTHERS``.
+        Empty if the history is not compressed: it is shorter than budget and block, or
+        has parts that are not text.
 
     Raises:
-        VLLMValidationError: the encoder fails.
+        VLLMValidationError: the encoder failed.
     """
     tokens = prompt["prompt_token_ids"]
-    plan = policy.plan(Lengths(len(tokens), tuple(ends)), geometry_of(renderer.config))
-    if plan.is_static:
+    lengths = Lengths(len(tokens), tuple(turn_ends))
+    if policy.plan(lengths, geometry_of(renderer.config)).is_static:
         return {}
-    found: dict[str, Any] = {TURN_ENDS: ends}
+    parameters: dict[str, Any] = {TURN_ENDS: turn_ends}
     routing = policy.episode_routing
     if routing is None:
-        return found
-    (count,) = history_of(messages)
+        return parameters
+    (count,) = history_length(messages)
     try:
-        history = _spoken(messages[:count])
+        history = _conversation(messages[:count])
         query = dialogue_text(utterances_of(messages[count:]))
     except NotText as error:
         logger.warning_once("a chat is not compressed: %s", str(error))
         return {}
     if not history:
         return {}
-    desk = _desk(renderer, routing.settings)
+    frontend = _frontend(renderer, routing.settings)
     owner = prompt.get("cache_salt") or ""
+    route = _route(frontend.router, owner, history, query)
+    max_tokens = routing.patched_prompt_tokens
+    by_guide = {
+        guide: parameters | {PATCHED_PROMPT: frontend.tokens(guide, max_tokens)}
+        for guide in route.guides
+    }
+    own = by_guide.pop(route.guide)
+    prompt[OTHER_EPISODES] = list(by_guide.values())
+    if route.unknown_segments:
+        prompt[EMBEDDING_JOB] = functools.partial(
+            frontend.router.embed_new_segments, owner, history
+        )
+    return own
+
+
+def _conversation(messages: Sequence[Any]) -> list[Utterance]:
+    """Utterances of users and assistants; instructions to the model are left out."""
+    return utterances_of(
+        [m for m in messages if m.get("role") not in _NOT_CONVERSATION]
+    )
+
+
+def _route(
+    router: EpisodeRouter, owner: str, history: list[Utterance], query: str
+) -> Route:
     try:
-        route = desk.book.route(owner, history, query)
+        route = router.route(owner, history, query)
     except KVPolicyError as error:
         raise VLLMValidationError(str(error), parameter="messages") from error
-    assert route is not None, "there is a history"
+    assert route is not None, "the history is not empty"
     logger.debug(
         "episode %d of %d (cosine %.2f, switched: %s): encode %.1f ms, match %.1f ms",
         route.episode,
@@ -128,26 +169,14 @@ def parameters(
         route.encode_ms,
         route.match_ms,
     )
-    most = routing.patched_prompt_tokens
-    told = {g: found | {PATCHED_PROMPT: desk.tokens(g, most)} for g in route.guides}
-    mine = told.pop(route.guide)
-    prompt[OTHERS] = list(told.values())
-    if route.unknown_segments:
-        prompt[LESSON] = functools.partial(desk.book.learn, owner, history)
-    return mine
+    return route
 
 
-def _spoken(messages: Sequence[Any]) -> Any:
-    """Utterances of a history; what the system is told is no conversation."""
-    said = [m for m in messages if m.get("role") not in ("system", "developer")]
-    return utterances_of(said)
-
-
-def _desk(renderer: Any, settings: EpisodeSettings) -> EpisodeFrontend:
-    with _desks_lock:
-        desk = _desks.get(renderer)
-        if desk is None:
-            book = EpisodeRouter(settings, load_encoder)
-            desk = EpisodeFrontend(book, copy.deepcopy(renderer.get_tokenizer()))
-            _desks[renderer] = desk
-        return desk
+def _frontend(renderer: Any, settings: EpisodeSettings) -> EpisodeFrontend:
+    with _frontends_lock:
+        frontend = _frontends.get(renderer)
+        if frontend is None:
+            router = EpisodeRouter(settings, load_encoder)
+            tokenizer = copy.deepcopy(renderer.get_tokenizer())
+            frontend = _frontends[renderer] = EpisodeFrontend(router, tokenizer)
+        return frontend

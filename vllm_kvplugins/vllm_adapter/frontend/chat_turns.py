@@ -1,8 +1,9 @@
-"""What only the front end knows of a chat: where its turns end, and its episodes.
+"""Finds the turn ends of chat requests while vLLM renders them.
 
-It has the messages and the template, so it renders the first ones again: as many
-tokens as they have, the whole prompt has had when they were all. What comes of it goes
-with the rendered prompt to where the request is made, and into its parameters.
+Only the front end has the messages and the chat template. To find a turn end, it
+renders the messages before it alone; their tokens are the beginning of the whole
+prompt. Request parameters that are found in this way travel with the rendered prompt,
+until ``request_validation`` copies them into the request.
 """
 
 from __future__ import annotations
@@ -17,23 +18,25 @@ from vllm.renderers.base import BaseRenderer
 
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter.config.engine_config import policy_of
-from vllm_kvplugins.vllm_adapter.config.turns import (
+from vllm_kvplugins.vllm_adapter.config.request_params import (
     TURN_ENDS,
-    asked_turn_ends,
-    closed_turns,
-    ends_of,
+    requested_turn_ends,
 )
 from vllm_kvplugins.vllm_adapter.frontend import chat_episodes
+from vllm_kvplugins.vllm_adapter.frontend.turn_ends import (
+    common_prefixes,
+    messages_per_turn_end,
+)
 
 logger = init_logger("vllm.kv_policy")
 
-# Beside the tokens in a rendered prompt: parameters of the request.
-_FOUND = "kv_policy_found"
+# Key in a rendered prompt, next to its tokens: parameters for the request.
+REQUEST_PARAMETERS = "kv_policy_parameters"
 _INSTALLED = "_kvplugins_installed"
 
 
 def install() -> None:
-    """Wrap the rendering of chats; does nothing the second time."""
+    """Wrap vLLM's rendering of chats; idempotent."""
     if getattr(BaseRenderer, _INSTALLED, False):
         return
     setattr(BaseRenderer, _INSTALLED, True)
@@ -44,136 +47,159 @@ def install() -> None:
         self: BaseRenderer, conversations: Any, *args: Any, **kwargs: Any
     ) -> Any:
         _prepare(self, conversations)
-        said, prompts = render(self, conversations, *args, **kwargs)
+        rendered_conversations, prompts = render(self, conversations, *args, **kwargs)
         for messages, prompt in zip(conversations, prompts, strict=True):
-            turns = _unseen_turns(self, messages, prompt)
-            if turns:
-                cut = [_beginning(self, messages[:n], *args, **kwargs) for n in turns]
-                ends = ends_of(prompt["prompt_token_ids"], cut)
-                prompt[_FOUND] = _parameters(self, messages, prompt, ends)
-        return said, prompts
+            counts = _messages_to_render(self, messages, prompt)
+            if counts:
+                renderings = [
+                    _render_beginning(self, messages[:count], *args, **kwargs)
+                    for count in counts
+                ]
+                ends = common_prefixes(prompt["prompt_token_ids"], renderings)
+                prompt[REQUEST_PARAMETERS] = _parameters(self, messages, prompt, ends)
+        return rendered_conversations, prompts
 
     @functools.wraps(render_async)
     async def render_chat_async(
         self: BaseRenderer, conversations: Any, *args: Any, **kwargs: Any
     ) -> Any:
         _prepare(self, conversations)
-        said, prompts = await render_async(self, conversations, *args, **kwargs)
+        rendered_conversations, prompts = await render_async(
+            self, conversations, *args, **kwargs
+        )
         for messages, prompt in zip(conversations, prompts, strict=True):
-            turns = _unseen_turns(self, messages, prompt)
-            if turns:
-                parts = (
-                    _beginning_async(self, messages[:n], *args, **kwargs) for n in turns
+            counts = _messages_to_render(self, messages, prompt)
+            if counts:
+                renderings = await asyncio.gather(
+                    *(
+                        _render_beginning_async(self, messages[:count], *args, **kwargs)
+                        for count in counts
+                    )
                 )
-                ends = ends_of(prompt["prompt_token_ids"], await asyncio.gather(*parts))
-                # encoders take their time, and other requests wait for this thread
-                prompt[_FOUND] = await asyncio.to_thread(
+                ends = common_prefixes(prompt["prompt_token_ids"], renderings)
+                # In a thread, because the encoder would block the event loop.
+                prompt[REQUEST_PARAMETERS] = await asyncio.to_thread(
                     _parameters, self, messages, prompt, ends
                 )
-        return said, prompts
+        return rendered_conversations, prompts
 
     BaseRenderer.render_chat = render_chat
     BaseRenderer.render_chat_async = render_chat_async
 
 
-def pass_on(policy: KVCachePolicy, prompt: Any, sampling_params: Any) -> None:
-    """Put what was found of a rendered prompt into the request's own parameters,
-    unless they say something already."""
-    found = prompt.get(_FOUND) if isinstance(prompt, dict) else None
-    if policy.turns is None or found is None or sampling_params is None:
+def add_parameters(policy: KVCachePolicy, prompt: Any, sampling_params: Any) -> None:
+    """Copy the parameters found for a rendered prompt into its request.
+
+    A request that brings its own turn ends stays unchanged.
+    """
+    parameters = prompt.get(REQUEST_PARAMETERS) if isinstance(prompt, dict) else None
+    if policy.turns is None or parameters is None or sampling_params is None:
         return
-    if asked_turn_ends(sampling_params) is None:
-        sampling_params.extra_args = (sampling_params.extra_args or {}) | found
+    if requested_turn_ends(sampling_params) is None:
+        # A new dictionary: other requests may share the old one.
+        sampling_params.extra_args = (sampling_params.extra_args or {}) | parameters
 
 
-def requests_of_episodes(prompt: Any) -> list[dict[str, Any]]:
-    """What requests to the episodes of a rendered chat are told, its own first."""
-    others = prompt.get(chat_episodes.OTHERS)
-    return [] if others is None else [prompt[_FOUND], *others]
+def parameters_of_episodes(prompt: Any) -> list[dict[str, Any]]:
+    """Request parameters for each episode of a rendered chat; its own come first.
+
+    Empty if the chat is not compressed.
+    """
+    others = prompt.get(chat_episodes.OTHER_EPISODES)
+    return [] if others is None else [prompt[REQUEST_PARAMETERS], *others]
 
 
 def _prepare(renderer: BaseRenderer, conversations: Any) -> None:
     policy = policy_of(renderer.config)
     turns = policy.turns if policy is not None else None
     if turns is not None and (turns.finds_in_prompt or turns.history_only):
-        chat_episodes.keep_parts(conversations)
+        chat_episodes.materialize_contents(conversations)
 
 
-def _unseen_turns(renderer: BaseRenderer, messages: Any, prompt: Any) -> list[int]:
-    """How many messages close a turn each, where the prompt's tokens do not show it."""
+def _messages_to_render(
+    renderer: BaseRenderer, messages: Any, prompt: Any
+) -> list[int]:
+    """Numbers of first messages whose renderings show turn ends.
+
+    Empty if the policy needs no turns or finds them in the prompt's tokens.
+    """
     policy, tokens = policy_of(renderer.config), prompt.get("prompt_token_ids")
     turns = policy.turns if policy is not None else None
     if turns is None or not tokens:
         return []
     if turns.history_only:
-        return chat_episodes.history_of(messages)
-    # where it is known which token ends a message, and there is one, it says more
+        return chat_episodes.history_length(messages)
+    # Tokens that end messages show turns more reliably than renderings.
     if not turns.finds_in_prompt or turns.turn_ends(tokens, None):
         return []
-    return closed_turns(messages)
+    return messages_per_turn_end(messages)
 
 
 def _parameters(
-    renderer: BaseRenderer, messages: Any, prompt: Any, ends: list[int]
+    renderer: BaseRenderer, messages: Any, prompt: Any, turn_ends: list[int]
 ) -> dict[str, Any]:
-    """What a request is told of its turns, and of its episode."""
+    """Request parameters for a chat: its turn ends and, with EpiCache, its episode."""
     policy = policy_of(renderer.config)
-    assert policy is not None, "nothing was looked for"
+    assert policy is not None, "messages are rendered again for a policy only"
     if policy.turns is not None and policy.turns.history_only:
-        return chat_episodes.parameters(renderer, policy, messages, prompt, ends)
-    return {TURN_ENDS: ends}
+        return chat_episodes.request_parameters(
+            renderer, policy, messages, prompt, turn_ends
+        )
+    return {TURN_ENDS: turn_ends}
 
 
-def _as_history(chat_params: Any) -> Any:
-    """The same template and settings, without the opening of an answer."""
+def _without_answer_prompt(chat_params: Any) -> Any:
+    """The same template settings, without the tokens that open an answer."""
     history = {"add_generation_prompt": False, "continue_final_message": False}
     kwargs = chat_params.chat_template_kwargs | history
     return dataclasses.replace(chat_params, chat_template_kwargs=kwargs)
 
 
-def _beginning(
+def _render_beginning(
     renderer: BaseRenderer,
     messages: Any,
     chat_params: Any,
     tok_params: Any = None,
     **_: Any,
 ) -> list[int] | None:
-    """Tokens of the first messages; None if the template refuses them alone."""
+    """Tokens of the first messages; None if the template cannot render them alone."""
     tok_params = tok_params or renderer.default_chat_tok_params
     try:
-        _, text = renderer.render_messages(messages, _as_history(chat_params))
+        _, text = renderer.render_messages(
+            messages, _without_answer_prompt(chat_params)
+        )
         (prompt,) = renderer.tokenize_prompts([text], tok_params)
-    except Exception as error:  # the request itself is sound: it was rendered
-        _say(error)
+    except Exception as error:  # the request is valid: all its messages were rendered
+        _log_failure(error)
         return None
     token_ids: list[int] | None = prompt.get("prompt_token_ids")
     return token_ids
 
 
-async def _beginning_async(
+async def _render_beginning_async(
     renderer: BaseRenderer,
     messages: Any,
     chat_params: Any,
     tok_params: Any = None,
     **_: Any,
 ) -> list[int] | None:
-    """The same in the front end's threads."""
+    """``_render_beginning`` in the renderer's threads."""
     tok_params = tok_params or renderer.default_chat_tok_params
     try:
         _, text = await renderer.render_messages_async(
-            messages, _as_history(chat_params)
+            messages, _without_answer_prompt(chat_params)
         )
         (prompt,) = await renderer.tokenize_prompts_async([text], tok_params)
-    except Exception as error:  # the request itself is sound: it was rendered
-        _say(error)
+    except Exception as error:  # the request is valid: all its messages were rendered
+        _log_failure(error)
         return None
     token_ids: list[int] | None = prompt.get("prompt_token_ids")
     return token_ids
 
 
-def _say(error: Exception) -> None:
+def _log_failure(error: Exception) -> None:
     logger.warning_once(
-        "a turn's end stays unknown, as the chat template cannot render the messages "
-        "up to it: %s",
+        "a turn end is unknown, because the chat template cannot render the messages "
+        "before it alone: %s",
         str(error),
     )

@@ -1,10 +1,13 @@
-"""Validates single requests under a policy. A rejected client gets HTTP 400."""
+"""Validates single requests under a policy.
+
+A rejected client gets HTTP 400; the engine keeps running.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
@@ -15,19 +18,22 @@ from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of, policy_of
 from vllm_kvplugins.vllm_adapter.config.host_memory import too_long
 from vllm_kvplugins.vllm_adapter.config.pool import blocks_per_engine, too_large
-from vllm_kvplugins.vllm_adapter.config.turns import (
-    asked_patched_prompt,
-    asked_turn_ends,
+from vllm_kvplugins.vllm_adapter.config.request_params import (
     patched_prompt_problem,
+    requested_patched_prompt,
+    requested_turn_ends,
     turn_ends_problem,
 )
 from vllm_kvplugins.vllm_adapter.frontend import chat_turns
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _INSTALLED = "_kvplugins_installed"
 
 
 def install() -> None:
-    """Wrap the function in which vLLM validates requests; idempotent."""
+    """Wrap the method in which vLLM validates requests; idempotent."""
     if getattr(InputProcessor, _INSTALLED, False):
         return
     setattr(InputProcessor, _INSTALLED, True)
@@ -36,9 +42,11 @@ def install() -> None:
 
     @functools.wraps(original)
     def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
-        asked = signature.bind(self, *args, **kwargs).arguments
         policy = policy_of(self.vllm_config)
-        if policy is not None and asked.get("resumable"):
+        if policy is None:
+            return original(self, *args, **kwargs)
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        if arguments.get("resumable"):
             raise VLLMValidationError(
                 coded(
                     "KVP500",
@@ -49,29 +57,41 @@ def install() -> None:
                 value=True,
             )
         request = original(self, *args, **kwargs)
-        if policy is not None and policy.host_storage is not None:
-            _check_host_memory(self.vllm_config, policy, request)
-        if policy is not None and policy.spans is not None:
-            _check_tokens(policy, request)
-        if policy is not None and policy.turns is not None:
-            chat_turns.pass_on(policy, asked.get("prompt"), request.sampling_params)
-            _check_turn_ends(request)
-        if policy is not None:
-            _check_patched_prompt(self.vllm_config, policy, request)
-            _check_pool(self.vllm_config, policy, request)
+        if policy.turns is not None:
+            prompt = arguments.get("prompt")
+            chat_turns.add_parameters(policy, prompt, request.sampling_params)
+        _validate(self.vllm_config, policy, request)
         return request
 
     InputProcessor.process_inputs = process_inputs
 
 
-def _check_host_memory(vllm_config: Any, policy: KVCachePolicy, request: Any) -> None:
+def _validate(vllm_config: VllmConfig, policy: KVCachePolicy, request: Any) -> None:
+    """Check a request that vLLM accepts.
+
+    Raises:
+        VLLMValidationError: the first problem that was found.
+    """
+    if policy.host_storage is not None:
+        _check_host_memory(vllm_config, policy, request)
+    if policy.spans is not None:
+        _check_tokens(policy, request)
+    if policy.turns is not None:
+        _check_turn_ends(request)
+    _check_patched_prompt(vllm_config, policy, request)
+    _check_pool(vllm_config, policy, request)
+
+
+def _check_host_memory(
+    vllm_config: VllmConfig, policy: KVCachePolicy, request: Any
+) -> None:
     if request.sampling_params is None:
         return
-    answer = request.sampling_params.max_tokens or 0
-    tokens = len(request.prompt_token_ids or ()) + answer
+    max_tokens = request.sampling_params.max_tokens or 0
+    tokens = len(request.prompt_token_ids or ()) + max_tokens
     problem = too_long(policy, geometry_of(vllm_config), tokens)
     if problem is not None:
-        raise VLLMValidationError(problem, parameter="max_tokens", value=answer)
+        raise VLLMValidationError(problem, parameter="max_tokens", value=max_tokens)
 
 
 def _check_tokens(policy: KVCachePolicy, request: Any) -> None:
@@ -90,34 +110,43 @@ def _check_turn_ends(request: Any) -> None:
     tokens = len(request.prompt_token_ids or ())
     problem = turn_ends_problem(request.sampling_params, tokens)
     if problem is not None:
-        asked = asked_turn_ends(request.sampling_params)
-        raise VLLMValidationError(problem, parameter="turn_ends", value=asked)
+        value = requested_turn_ends(request.sampling_params)
+        raise VLLMValidationError(problem, parameter="turn_ends", value=value)
 
 
 def _check_patched_prompt(
-    vllm_config: Any, policy: KVCachePolicy, request: Any
+    vllm_config: VllmConfig, policy: KVCachePolicy, request: Any
 ) -> None:
-    vocabulary = vllm_config.model_config.get_vocab_size()
-    problem = patched_prompt_problem(request.sampling_params, policy, vocabulary)
+    vocab_size = vllm_config.model_config.get_vocab_size()
+    problem = patched_prompt_problem(request.sampling_params, policy, vocab_size)
     if problem is not None:
-        asked = asked_patched_prompt(request.sampling_params)
-        raise VLLMValidationError(problem, parameter="patched_prompt", value=asked)
+        value = requested_patched_prompt(request.sampling_params)
+        raise VLLMValidationError(problem, parameter="patched_prompt", value=value)
 
 
-def _check_pool(vllm_config: Any, policy: KVCachePolicy, request: Any) -> None:
-    """Reject requests that never fit and that vLLM's start-up check admits."""
-    geometry, longest = geometry_of(vllm_config), vllm_config.model_config.max_model_len
-    bounded = policy.max_prompt_blocks(longest, geometry) is not None
-    if request.sampling_params is None or not bounded:
+def _check_pool(vllm_config: VllmConfig, policy: KVCachePolicy, request: Any) -> None:
+    """Reject requests that can never run, although vLLM's own check admits them.
+
+    vLLM checks at start-up that a prompt of ``max_model_len`` tokens fits into the
+    pool. A policy that bounds the blocks of a prompt needs fewer blocks for that than
+    some answers need.
+    """
+    geometry = geometry_of(vllm_config)
+    max_model_len = vllm_config.model_config.max_model_len
+    is_bounded = policy.max_prompt_blocks(max_model_len, geometry) is not None
+    if request.sampling_params is None or not is_bounded:
         return
     ids, embeds = request.prompt_token_ids, request.prompt_embeds
-    prompt = len(ids if ids is not None else embeds)
-    answer = request.sampling_params.max_tokens or 0
-    pool = blocks_per_engine(vllm_config)
-    assert pool is not None, "a request before the engine's start-up"
-    turns = policy.find_turn_ends(ids or (), asked_turn_ends(request.sampling_params))
-    plan = policy.plan(Lengths(prompt, turns), geometry)
-    ahead = bool(vllm_config.scheduler_config.async_scheduling)
-    problem = too_large(policy, plan, prompt, answer, pool, ahead)
+    prompt_tokens = len(ids if ids is not None else embeds)
+    max_tokens = request.sampling_params.max_tokens or 0
+    pool_blocks = blocks_per_engine(vllm_config)
+    assert pool_blocks is not None, "requests arrive after the engine has started"
+    requested = requested_turn_ends(request.sampling_params)
+    turn_ends = policy.find_turn_ends(ids or (), requested)
+    plan = policy.plan(Lengths(prompt_tokens, turn_ends), geometry)
+    runs_ahead = bool(vllm_config.scheduler_config.async_scheduling)
+    problem = too_large(
+        policy, plan, prompt_tokens, max_tokens, pool_blocks, runs_ahead
+    )
     if problem is not None:
-        raise VLLMValidationError(problem, parameter="max_tokens", value=answer)
+        raise VLLMValidationError(problem, parameter="max_tokens", value=max_tokens)

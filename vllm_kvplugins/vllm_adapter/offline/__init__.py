@@ -1,1 +1,1 @@
-"""Engines without a server, for the command line: ``explain`` and ``record``."""
+"""Engines without a server, for ``kvplugins explain`` and ``kvplugins record``."""

@@ -1,6 +1,6 @@
-"""A real engine in this process for one prompt, as command-line tools need it.
+"""Starts an engine for one prompt in this process, for command-line tools.
 
-In this process, so that the worker can be asked what its policy did.
+Runs the worker in this process, too, so that tools can read what its policy did.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvplugins.config import CONFIG_KEY, parse_policy
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.plan.geometry import Geometry
 
 _IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-# Room beyond prompt and answer: vLLM's null block, rounding.
+# Tokens in addition to prompt and answer: vLLM's null block, rounding.
 _SPARE_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine that is ready for its prompt.
+    """A running engine and its tokenized prompt.
 
     Attributes:
         llm: vLLM's ``LLM``.
@@ -37,15 +37,15 @@ class Engine:
     head_dim: int
 
     def generate(self, prompt_token_ids: list[int], max_tokens: int) -> list[int]:
-        """The greedy answer to a prompt; ends early with the model's end of text."""
+        """Generate greedily; stops early at the model's end-of-text token."""
         from vllm import SamplingParams
 
-        (done,) = self.llm.generate(
+        (output,) = self.llm.generate(
             [{"prompt_token_ids": prompt_token_ids}],
             SamplingParams(temperature=0.0, max_tokens=max_tokens),
             use_tqdm=False,
         )
-        return list(done.outputs[0].token_ids)
+        return list(output.outputs[0].token_ids)
 
 
 @contextmanager
@@ -58,22 +58,22 @@ def engine(
     max_model_len: int | None = None,
     progress: Callable[[str], None] = lambda step: None,
 ) -> Iterator[Engine]:
-    """Start an engine that is just large enough, and shut it down afterwards.
+    """Start an engine that is just large enough; shut it down on exit.
 
     Args:
-        model: a folder or a Hugging Face id.
-        request: the policy as ``parse_policy`` takes it.
+        model: a folder or a Hugging Face ID.
+        request: the policy, in the form that ``parse_policy`` takes.
         prompt: text.
-        max_tokens: that will be generated.
+        max_tokens: maximum number of tokens to generate.
         dtype: vLLM's ``dtype``.
-        max_model_len: context to run with; None = the model's, of which only
-            as much as is needed is set up.
-        progress: told what is being done, step by step.
+        max_model_len: maximum context; None: the model's. The engine allocates only
+            as much as prompt and answer need.
+        progress: called with a description of each step.
 
     Raises:
         KVPolicyError: the policy, the model or the prompt cannot be used.
 
-    Cost: start-up of an engine.
+    Cost: starts an engine.
     """
     parse_policy(request)
     _check_folder(model)
@@ -121,36 +121,47 @@ def _tokenizer(model_config: Any) -> Any:
 
 
 def _check_folder(model: str) -> None:
-    """Say plainly what transformers would report as a malformed repository id."""
+    """Check that a path exists; transformers would report a malformed model ID."""
     path = Path(model).expanduser()
     if model.startswith(("/", ".", "~")) and not (path / "config.json").is_file():
-        what = "holds no config.json" if path.is_dir() else "does not exist"
+        problem = "has no config.json" if path.is_dir() else "does not exist"
         raise KVPolicyError(
-            f"the model folder {model} {what}; pass a folder with a model in Hugging "
-            "Face format, or a Hugging Face id"
+            coded(
+                "KVP628",
+                f"the model folder {model} {problem}; give a folder with a model in "
+                "Hugging Face format, or a Hugging Face ID",
+            )
         )
 
 
 def _check_length(
-    tokens: int, answer: int, context: int, model: str, asked: int | None
+    prompt_tokens: int,
+    max_tokens: int,
+    context: int,
+    model: str,
+    max_model_len: int | None,
 ) -> None:
-    if tokens == 0:
-        raise KVPolicyError("the prompt has no tokens; write some text into the file")
-    if tokens + answer > context:
-        where, remedy = f"the context of {model}, {context}", "shorten the prompt"
-        if answer > 1:
-            remedy += " or lower --max-tokens"
-        if asked:
-            where, remedy = f"--max-model-len {asked}", f"raise it or {remedy}"
+    if prompt_tokens == 0:
         raise KVPolicyError(
-            f"the prompt has {tokens} tokens and needs "
-            f"{'one' if answer == 1 else answer} more to generate, which does not fit "
-            f"{where}; {remedy}"
+            coded("KVP509", "the prompt has 0 tokens; write some text into the file")
+        )
+    if prompt_tokens + max_tokens > context:
+        limit, remedy = f"the context of {model}, {context}", "shorten the prompt"
+        if max_tokens > 1:
+            remedy += " or lower --max-tokens"
+        if max_model_len:
+            limit, remedy = f"--max-model-len {max_model_len}", f"raise it or {remedy}"
+        raise KVPolicyError(
+            coded(
+                "KVP509",
+                f"a prompt of {prompt_tokens} tokens and an answer of up to "
+                f"{max_tokens} do not fit into {limit}; {remedy}",
+            )
         )
 
 
 def _room_for(tokens: int, context: int, geometry: Geometry) -> dict[str, int]:
-    """A context and a KV cache just large enough, whatever the model's limit."""
+    """Engine arguments for a context and a KV cache that are just large enough."""
     limit = min(context, tokens + _SPARE_TOKENS)
     slots = limit + _SPARE_TOKENS
     return {
@@ -161,17 +172,17 @@ def _room_for(tokens: int, context: int, geometry: Geometry) -> dict[str, int]:
 
 @contextmanager
 def _refusals(title: str) -> Iterator[None]:
-    """Turn what vLLM and transformers raise about a model into one message."""
+    """Turn errors of vLLM and transformers about a model into a short message."""
     try:
         yield
     except KVPolicyError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
-        raise KVPolicyError(f"{title}: {_first_words(error)}") from error
+        raise KVPolicyError(coded("KVP039", f"{title}: {_shorten(error)}")) from error
 
 
-def _first_words(error: Exception) -> str:
-    """The message without pydantic's frame, at most three lines."""
+def _shorten(error: Exception) -> str:
+    """Up to three lines of a message, without those that pydantic adds."""
     reports = getattr(error, "errors", None)
     if callable(reports):
         messages = (str(item["msg"]) for item in reports())
@@ -182,7 +193,7 @@ def _first_words(error: Exception) -> str:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables, and put them back afterwards."""
+    """Set environment variables; restore them on exit."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -1,4 +1,4 @@
-"""One prompt through a real engine: which positions each KV head keeps."""
+"""Prefills a prompt and reads which positions each KV head keeps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from vllm_kvplugins.vllm_adapter.offline.engine import Engine, engine
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a policy kept of one prompt.
+    """The positions of a prompt that a policy kept.
 
     Attributes:
-        prompt_token_ids: as the engine saw them.
-        tokens: the same, as text.
-        kept_positions: per layer, per KV head: ascending prompt positions that
-            are resident after prefill.
+        prompt_token_ids: token IDs of the prompt.
+        tokens: text of each token.
+        kept_positions: [num_layers][num_kv_heads]; ascending prompt positions that are
+            resident after prefill.
     """
 
     prompt_token_ids: list[int]
@@ -33,21 +33,21 @@ def explain(
     max_model_len: int | None = None,
     progress: Callable[[str], None] = lambda step: None,
 ) -> Explanation:
-    """Prefill a prompt under a policy and read back what stayed.
+    """Prefill a prompt under a policy and read which positions are resident.
 
     Args:
-        model: a folder or a Hugging Face id.
-        request: the policy as ``parse_policy`` takes it.
+        model: a folder or a Hugging Face ID.
+        request: the policy, in the form that ``parse_policy`` takes.
         prompt: text, tokenized as vLLM does for a completion (no chat template).
         dtype: vLLM's ``dtype``.
-        max_model_len: context to run with; None = the model's, of which only
-            as much as the prompt needs is set up.
-        progress: told what is being done, step by step.
+        max_model_len: maximum context; None: the model's. The engine allocates only
+            as much as the prompt needs.
+        progress: called with a description of each step.
 
     Raises:
         KVPolicyError: the policy, the model or the prompt cannot be used.
 
-    Cost: start-up of an engine, and prefill of the prompt.
+    Cost: starts an engine and prefills the prompt.
     """
     with engine(model, request, prompt, 1, dtype, max_model_len, progress) as running:
         ids = running.prompt_token_ids
@@ -58,10 +58,10 @@ def explain(
 
 
 def readable_tokens(tokenizer: Any, ids: list[int]) -> list[str]:
-    """Each token's text by itself.
+    """Text of each token.
 
-    A token that is only a part of a character reads as U+FFFD. SentencePiece
-    tokenizers drop the space in front of a lone word; it is put back.
+    A token that is a part of a character becomes U+FFFD. SentencePiece tokenizers drop
+    the space before a single word; this function restores it.
     """
     pieces = tokenizer.convert_ids_to_tokens(ids)
     texts = [tokenizer.decode([token_id]) for token_id in ids]
@@ -72,11 +72,11 @@ def readable_tokens(tokenizer: Any, ids: list[int]) -> list[str]:
 
 
 def _prefill(running: Engine) -> list[list[list[int]]]:
-    """Kept positions per layer and KV head; all of them without a compaction."""
+    """Kept positions per layer and KV head; all positions if nothing was compacted."""
     running.llm.collective_rpc("kv_policy_record", args=(True,))
     running.generate(running.prompt_token_ids, 1)
     (records,) = running.llm.collective_rpc("kv_policy_take_records")
-    if records:  # the newest one tells what is resident now
+    if records:  # the newest record shows what is resident now
         kept: list[list[list[int]]] = records[-1].kept_positions
         return kept
     everything = list(range(len(running.prompt_token_ids)))

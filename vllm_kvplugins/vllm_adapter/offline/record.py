@@ -1,4 +1,4 @@
-"""One prompt through a real engine: what every decode step fetched."""
+"""Generates an answer and records what every decode step fetches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_kvplugins.engine.recorded_run import Fetch, Header, RecordedRun
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.vllm_adapter.offline.engine import Engine, engine
 
 
@@ -20,23 +20,23 @@ def record(
     max_model_len: int | None = None,
     progress: Callable[[str], None] = lambda step: None,
 ) -> RecordedRun:
-    """Generate under a policy that retrieves, and take down its fetches.
+    """Generate under a retrieval policy and record its fetches.
 
     Args:
-        model: a folder or a Hugging Face id.
-        request: the policy as ``parse_policy`` takes it.
-        config: all of its settings, for the run's header.
+        model: a folder or a Hugging Face ID.
+        request: the policy, in the form that ``parse_policy`` takes.
+        config: all settings of the policy, for the header of the recording.
         prompt: text, tokenized as vLLM does for a completion (no chat template).
-        max_tokens: to generate, greedily; the model's end of text ends it early.
+        max_tokens: maximum number of tokens to generate, greedily.
         dtype: vLLM's ``dtype``.
         max_model_len: see ``offline.engine``.
-        progress: told what is being done, step by step.
+        progress: called with a description of each step.
 
     Raises:
-        KVPolicyError: the policy, the model or the prompt cannot be used, or
-            nothing was fetched.
+        KVPolicyError: the policy, the model or the prompt cannot be used, or no step
+            fetched anything.
 
-    Cost: start-up of an engine, the generation, and a ``RetrievalLog``.
+    Cost: starts an engine, generates the answer and keeps a ``RetrievalLog``.
     """
     arguments = (model, request, prompt, max_tokens, dtype, max_model_len, progress)
     with engine(*arguments) as running:
@@ -45,9 +45,12 @@ def record(
         answer, fetches = _generate(running, max_tokens)
     if not fetches:
         raise KVPolicyError(
-            f"{name} fetched nothing: after {len(ids)} tokens of the prompt and "
-            f"{len(answer)} of the answer all is still resident; lower the budget, "
-            "give a longer prompt or raise --max-tokens"
+            coded(
+                "KVP510",
+                f"{name} fetched nothing, because all {len(ids)} tokens of the prompt "
+                f"and {len(answer)} of the answer are resident; lower the budget, give "
+                "a longer prompt or raise --max-tokens",
+            )
         )
     geometry = running.geometry
     rows = geometry.num_layers * geometry.num_kv_heads
@@ -67,8 +70,8 @@ def record(
 
 
 def _generate(running: Engine, max_tokens: int) -> tuple[list[int], list[Fetch]]:
-    """The answer's tokens, and the fetches."""
-    # the worker learns with its first step where the cache lies
+    """Tokens of the answer, and the fetches."""
+    # The worker finds the KV cache in its first step; logging needs it.
     running.generate(running.prompt_token_ids[:1], 1)
     running.llm.collective_rpc("kv_policy_log_retrieval")
     answer = running.generate(running.prompt_token_ids, max_tokens)

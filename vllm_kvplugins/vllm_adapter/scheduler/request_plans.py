@@ -13,7 +13,7 @@ from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.plan_cache import PlanCache
 from vllm_kvplugins.plan.residency_plan import Compaction, ResidencyPlan
 from vllm_kvplugins.policies.base import KVCachePolicy
-from vllm_kvplugins.vllm_adapter.config.turns import asked_turn_ends
+from vllm_kvplugins.vllm_adapter.config.request_params import requested_turn_ends
 
 # vLLM configures only the loggers below its own name.
 logger = init_logger("vllm.kv_policy")
@@ -68,7 +68,7 @@ class RequestPlans:
         if lengths is None:
             turns: tuple[int, ...] = ()
             if self._policy.turns is not None:
-                requested = asked_turn_ends(request.sampling_params)
+                requested = requested_turn_ends(request.sampling_params)
                 prompt = request.prompt_token_ids or ()
                 turns = self._policy.turns.turn_ends(prompt, requested)
             lengths = Lengths(request.num_prompt_tokens, turns)

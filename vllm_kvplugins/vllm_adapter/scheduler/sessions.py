@@ -27,7 +27,7 @@ from vllm_kvplugins.sessions.directory import Match, SessionDirectory
 from vllm_kvplugins.sessions.files import SessionFileError, SessionFolder
 from vllm_kvplugins.vllm_adapter.config.engine_config import request_of
 from vllm_kvplugins.vllm_adapter.config.host_memory import HostReservations
-from vllm_kvplugins.vllm_adapter.config.turns import asked_patched_prompt
+from vllm_kvplugins.vllm_adapter.config.request_params import requested_patched_prompt
 from vllm_kvplugins.vllm_adapter.scheduler.admission import Admission
 from vllm_kvplugins.vllm_adapter.scheduler.block_manager import ResidencyBlockManager
 from vllm_kvplugins.vllm_adapter.scheduler.session_config import session_folder
@@ -131,7 +131,7 @@ class SchedulerSessions:
         """
         if not _has_plain_prompt(request) or request.skip_reading_prefix_cache:
             return None
-        patched = asked_patched_prompt(request.sampling_params)
+        patched = requested_patched_prompt(request.sampling_params)
         best = self._best(request, owner_of(request, patched), more_than)
         if patched:
             # A session that was never compressed serves any patched prompt.
@@ -253,7 +253,9 @@ class SchedulerSessions:
         query_bytes = (tokens - first_query) * self._query_bytes
         storage = self._policy.host_storage
         host_bytes = storage.host_bytes(tokens, self._geometry) if storage else 0
-        patched = asked_patched_prompt(request.sampling_params) if compaction else ()
+        patched = (
+            requested_patched_prompt(request.sampling_params) if compaction else ()
+        )
         session = Session(
             session_id=uuid.uuid4().hex,
             owner=owner_of(request, patched),

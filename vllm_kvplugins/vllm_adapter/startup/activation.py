@@ -25,7 +25,6 @@ from vllm_kvplugins.vllm_adapter.config import (
     host_memory,
     kernel_choice,
     layer_budgets,
-    turns,
     validation,
 )
 from vllm_kvplugins.vllm_adapter.config.engine_config import (
@@ -35,6 +34,7 @@ from vllm_kvplugins.vllm_adapter.config.engine_config import (
     remember_measured,
     request_of,
 )
+from vllm_kvplugins.vllm_adapter.frontend import turn_ends
 from vllm_kvplugins.vllm_adapter.scheduler import session_config
 from vllm_kvplugins.vllm_adapter.worker import probing, surprisal
 
@@ -49,8 +49,8 @@ CONNECTOR_NAME = "KVPolicyConnector"
 CONNECTOR_MODULE = f"{_PACKAGE}.scheduler.connector"
 _CPU_WORKER = f"{_PACKAGE}.worker.cpu_worker.KVPolicyCPUWorker"
 _GPU_WORKER = f"{_PACKAGE}.worker.gpu_worker.KVPolicyGPUWorker"
-# Smaller pages than vLLM's CPU default of 128 waste less of a budget. For GPUs it is
-# vLLM's default, but said, so that no backend's preference changes it later.
+# On CPUs, smaller than vLLM's default of 128, because large pages waste a part of the
+# budget. On GPUs, vLLM's default, but explicit: otherwise vLLM lets the backend choose.
 _CPU_BLOCK_SIZE, _GPU_BLOCK_SIZE = 32, 16
 
 
@@ -59,13 +59,14 @@ _CPU_BLOCK_SIZE, _GPU_BLOCK_SIZE = 32, 16
 
 @contextmanager
 def prepared(args: EngineArgs, policy: KVCachePolicy) -> Iterator[None]:
-    """Settings that vLLM must see while it resolves its configuration.
+    """Set our connector and block size while vLLM resolves its configuration.
+
+    Restores the user's arguments on exit.
 
     Raises:
-        KVPolicyError: the arguments ask for something that does not go
-            together with a policy.
+        KVPolicyError: some arguments contradict a policy; lists all of them.
     """
-    # First and alone: on an unknown vLLM the other checks may not even import.
+    # Before all other checks, which may fail to import on an unknown vLLM.
     refuse(f"KV policy {policy.name!r} cannot run on this vLLM", compat.problems())
 
     from vllm.config import KVTransferConfig
@@ -93,10 +94,14 @@ def prepared(args: EngineArgs, policy: KVCachePolicy) -> Iterator[None]:
 def finish_config(
     args: EngineArgs, vllm_config: VllmConfig, policy: KVCachePolicy
 ) -> None:
-    """Check the resolved configuration and put our classes into it.
+    """Check the resolved configuration and set our scheduler and worker classes.
+
+    Also resolves settings that the user left open, so that all processes use the same
+    values.
 
     Raises:
-        KVPolicyError: model or engine cannot run with a policy; all reasons.
+        KVPolicyError: the model or the engine cannot run with a policy; lists all
+            reasons.
     """
     from vllm.platforms import current_platform
 
@@ -120,12 +125,14 @@ def finish_config(
     _install_front_end(policy)
     for remark in policy.remarks:
         logger.info("KV policy %s: %s", policy.name, remark)
-    request = layer_budgets.settled(
+    request = layer_budgets.resolve_allocator(
         request, policy, lambda: fingerprint_of(vllm_config)
     )
-    request = turns.settled(request, policy, lambda: _tokenizer(vllm_config))
+    request = turn_ends.resolve_turn_end_token(
+        request, policy, lambda: _tokenizer(vllm_config)
+    )
     request = session_config.resolve(request, policy)
-    request = kernel_choice.settled(request, vllm_config)
+    request = kernel_choice.resolve_kernel(request, vllm_config)
     vllm_config.additional_config = config | {CONFIG_KEY: request}
     measured = host_memory.measured(policy) | session_config.measured(request)
     remember_measured(vllm_config, measured)
@@ -139,11 +146,11 @@ def finish_config(
 
 
 def _install_front_end(policy: KVCachePolicy) -> None:
-    """Wrap what this front-end process needs for the policy, and nothing else.
+    """Wrap the methods of vLLM that the front end needs for this policy.
 
-    Every front-end process builds its own configuration, also with
-    ``--api-server-count``, so this runs in each of them and in no process of a stock
-    server.
+    Runs in every front-end process, because each one builds its own configuration, also
+    with ``--api-server-count`` (vLLM's ``build_async_engine_client_from_engine_args``).
+    Never runs in a process of a stock server.
     """
     from vllm_kvplugins.vllm_adapter.frontend import request_validation
 
@@ -153,9 +160,9 @@ def _install_front_end(policy: KVCachePolicy) -> None:
 
         chat_turns.install()
     if policy.episode_routing is not None:
-        from vllm_kvplugins.vllm_adapter.frontend import embedding_jobs
+        from vllm_kvplugins.vllm_adapter.frontend import episode_builds
 
-        embedding_jobs.install()
+        episode_builds.install()
 
 
 def _tokenizer(vllm_config: VllmConfig) -> Any:
@@ -168,6 +175,7 @@ def _tokenizer(vllm_config: VllmConfig) -> Any:
 
 
 def _shape_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
+    """Why the policy cannot run with the model's layers, heads or weights."""
     geometry = geometry_of(vllm_config)
     allocator = policy.page_allocator()
     return [

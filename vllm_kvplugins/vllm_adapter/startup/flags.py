@@ -1,8 +1,8 @@
-"""Adds ``--kv-policy`` to everything that is built on vLLM's EngineArgs.
+"""Adds ``--kv-policy`` to everything that uses vLLM's ``EngineArgs``.
 
-Three methods of EngineArgs are wrapped in every process, because a policy can only be
-configured through them. Everything else is wrapped by ``activation.finish_config``,
-once an engine is configured with a policy.
+Wraps three methods of ``EngineArgs`` in every process, because a policy can only be
+configured through them. ``activation.finish_config`` wraps everything else, when an
+engine is configured with a policy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INSTALLED = "_kvplugins_installed"
 
 
 def install() -> None:
-    """Wrap three methods of EngineArgs; does nothing the second time."""
+    """Wrap three methods of ``EngineArgs``; idempotent."""
     if getattr(EngineArgs, _INSTALLED, False):
         return
     setattr(EngineArgs, _INSTALLED, True)

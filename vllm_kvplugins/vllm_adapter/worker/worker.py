@@ -11,9 +11,9 @@ from vllm_kvplugins.engine.requests import Record
 from vllm_kvplugins.engine.retrieval.log import RetrievalLog
 from vllm_kvplugins.errors import refuse
 from vllm_kvplugins.vllm_adapter.config import compat, host_memory
-from vllm_kvplugins.vllm_adapter.config.turns import (
-    asked_patched_prompt,
-    asked_turn_ends,
+from vllm_kvplugins.vllm_adapter.config.request_params import (
+    requested_patched_prompt,
+    requested_turn_ends,
 )
 from vllm_kvplugins.vllm_adapter.startup import activation
 
@@ -55,8 +55,8 @@ class PolicyWorker:
                 runtime.end_step()
         self._clear_new_blocks(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
-            turns = asked_turn_ends(new.sampling_params)
-            patched = asked_patched_prompt(new.sampling_params)
+            turns = requested_turn_ends(new.sampling_params)
+            patched = requested_patched_prompt(new.sampling_params)
             runtime.learn(new.req_id, new.prompt_token_ids or (), turns, patched)
         if store is not None and meta is not None:
             store.execute(meta.commands)

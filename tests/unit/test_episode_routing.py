@@ -1,4 +1,4 @@
-"""The book of episodes: routes, growth, branches, and what it shares and forgets."""
+"""EpisodeRouter: routes, growing histories, branches, owners and eviction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fake_encoder import TOPICS, BagOfWords, Constant, speak
 
-from vllm_kvplugins.episodes.book import EpisodeRouter, Route
+from vllm_kvplugins.episodes.routing import EpisodeRouter, Route
 from vllm_kvplugins.episodes.settings import EpisodeSettings
 from vllm_kvplugins.episodes.utterances import Utterance, dialogue_text
 from vllm_kvplugins.errors import KVPolicyError
@@ -24,11 +24,9 @@ def dialogue(*topics, seed=0):
     return [said for topic in topics for said in speak(rng, 8, topic)]
 
 
-def book_of(encoder=None, most_conversations=1024, **given):
+def router_of(encoder=None, max_conversations=1024, **given):
     encoder = encoder or BagOfWords()
-    return EpisodeRouter(
-        EpisodeSettings(**given), lambda _: encoder, most_conversations
-    )
+    return EpisodeRouter(EpisodeSettings(**given), lambda _: encoder, max_conversations)
 
 
 def untimed(route: Route | None) -> Route | None:
@@ -38,12 +36,12 @@ def untimed(route: Route | None) -> Route | None:
 HISTORY = dialogue("sea", "tea", "art", "dog")
 
 
-# -- what a route says ---------------------------------------------------------------
+# -- routes ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("topic", TOPICS)
 def test_a_query_goes_to_the_episode_of_its_topic(topic):
-    route = book_of().route("me", HISTORY, TOPICS[topic])
+    route = router_of().route("me", HISTORY, TOPICS[topic])
     assert route.episode == list(TOPICS).index(topic)
     assert route.guide == route.guides[route.episode], "equally many segments each"
     assert len(route.guide.splitlines()) == 8
@@ -55,59 +53,59 @@ def test_a_query_goes_to_the_episode_of_its_topic(topic):
     assert route.match_ms > 0
 
 
-def test_without_a_history_there_is_no_route():
+def test_an_empty_history_has_no_route():
     encoder = BagOfWords()
-    assert book_of(encoder).route("me", [], "hello") is None
+    assert router_of(encoder).route("me", [], "hello") is None
     assert encoder.seen == []
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_history_shorter_than_a_segment_is_one_segment(count):
     encoder = BagOfWords()
-    book = book_of(encoder)
+    router = router_of(encoder)
     history = HISTORY[:count]
-    route = book.route("me", history, "sea")
+    route = router.route("me", history, "sea")
     assert encoder.seen == [dialogue_text(history), "sea"]
     assert route.guides == (route.guide,) == (dialogue_text(history),)
-    assert not book.route("me", history, "sea").clustered
+    assert not router.route("me", history, "sea").clustered
 
 
-def test_a_short_history_that_grows_is_clustered_anew():
+def test_a_short_history_that_grows_is_clustered_again():
     """Its one segment was not the first segment of what it grew to."""
-    book = book_of()
+    router = router_of()
     for count in range(1, 6):
-        route = book.route("me", HISTORY[:count], "sea")
+        route = router.route("me", HISTORY[:count], "sea")
         assert route.clustered == (count < 5)
         assert route.guide == dialogue_text(HISTORY[: min(count, 4)])
 
 
-def test_switched_compares_with_the_conversation_s_last_route():
-    book = book_of()
+def test_switched_compares_with_the_last_route_of_the_conversation():
+    router = router_of()
     told = []
     history = list(HISTORY)
     for topic in ("sea", "sea", "tea", "tea", "sea"):
-        told.append(book.route("me", history, TOPICS[topic]).switched)
+        told.append(router.route("me", history, TOPICS[topic]).switched)
         history += [Utterance("A", f"{topic}?"), Utterance("B", "so.")]
     assert told == [None, False, True, False, True]
     other = dialogue("tea", "sea", seed=9)
-    assert book.route("me", other, TOPICS["tea"]).switched is None
+    assert router.route("me", other, TOPICS["tea"]).switched is None
 
 
 def test_guides_come_with_the_most_populous_episode_first():
     history = dialogue("sea", "tea", "tea", "tea", "art", "art")
-    book = book_of(episodes=3, guide_utterances=4)
-    route = book.route("me", history, TOPICS["sea"])
+    router = router_of(episodes=3, guide_utterances=4)
+    route = router.route("me", history, TOPICS["sea"])
     topics = [
         next(t for t, words in TOPICS.items() if guide.split()[1] in words.split())
         for guide in route.guides
     ]
     assert topics == ["tea", "art", "sea"]
     grown = history + dialogue("art", "art", seed=5)  # 12 + 4 segments
-    later = book.route("me", grown, TOPICS["sea"])
-    assert later.guides == route.guides, "new ones count once they have a vector"
-    book.learn("me", grown)
+    later = router.route("me", grown, TOPICS["sea"])
+    assert later.guides == route.guides, "new segments count once they have a vector"
+    router.embed_new_segments("me", grown)
     assert [route.guides[i] for i in (1, 0, 2)] == list(
-        book.route("me", grown, TOPICS["sea"]).guides
+        router.route("me", grown, TOPICS["sea"]).guides
     ), "new segments count, where they were assigned"
 
 
@@ -119,8 +117,8 @@ def test_a_clustered_segment_counts_where_k_means_put_it():
             return np.array([[float(t.split()[-1]), 0] for t in texts], np.float32)
 
     history = [Utterance("A", x) for x in ("1", "2", "100", "101", "102")]
-    book = book_of(Line(), episodes=2, segment_utterances=1, guide_utterances=1)
-    route = book.route("me", history, "1")
+    router = router_of(Line(), episodes=2, segment_utterances=1, guide_utterances=1)
+    route = router.route("me", history, "1")
     assert route.episode == 0
     assert route.guides == ("A: 100", "A: 1")
 
@@ -129,43 +127,43 @@ def test_a_clustered_segment_counts_where_k_means_put_it():
 
 
 @pytest.mark.parametrize(("growth", "at"), [(0.5, 12), (0.25, 10), (1.0, 16)])
-def test_the_history_is_clustered_anew_when_it_has_grown_enough(growth, at):
-    book = book_of(recluster_growth=growth)
+def test_the_history_is_clustered_again_when_it_has_grown_enough(growth, at):
+    router = router_of(recluster_growth=growth)
     history = HISTORY + dialogue("sea", "tea", "art", "dog", seed=4)
     clustered = [
         k
         for k in range(8, 17)
-        if book.route("me", history[: 4 * k + 3], "boat").clustered
+        if router.route("me", history[: 4 * k + 3], "boat").clustered
     ]
     assert clustered[:2] == [8, at]
 
 
-def test_guides_stay_until_then_and_are_new_after():
-    book = book_of()
-    before = book.route("me", HISTORY, TOPICS["tea"])
+def test_guides_change_only_when_the_history_is_clustered_again():
+    router = router_of()
+    before = router.route("me", HISTORY, TOPICS["tea"])
     history = HISTORY + dialogue("tea", "tea", seed=4)[:12]
-    kept = book.route("me", history, TOPICS["tea"])
+    kept = router.route("me", history, TOPICS["tea"])
     assert set(kept.guides) == set(before.guides)
     assert kept.switched is False
     history += dialogue("tea", seed=5)
-    after = book.route("me", history, TOPICS["tea"])
+    after = router.route("me", history, TOPICS["tea"])
     assert after.clustered
     assert set(after.guides) != set(before.guides)
-    assert after.guides == book_of().route("me", history, "tea").guides
+    assert after.guides == router_of().route("me", history, "tea").guides
     assert after.switched == (after.guide != kept.guide)
 
 
-def test_what_came_between_changes_no_route():
-    book = book_of()
+def test_other_conversations_do_not_change_a_route():
+    router = router_of()
     rng = random.Random(3)
     asked = [(HISTORY + speak(rng, n), rng.choice(list(TOPICS))) for n in (0, 5, 9, 15)]
-    book.route("me", HISTORY, "first")
-    first = [book.route("me", *each) for each in asked]
+    router.route("me", HISTORY, "first")
+    first = [router.route("me", *each) for each in asked]
     for _ in range(60):
         history = HISTORY[: rng.choice([20, 32])] + speak(rng, rng.randrange(30))
-        book.route(rng.choice("xy"), history, rng.choice(list(TOPICS)))
+        router.route(rng.choice("xy"), history, rng.choice(list(TOPICS)))
         i = rng.randrange(len(asked))
-        again = book.route("me", *asked[i])
+        again = router.route("me", *asked[i])
         assert not again.clustered
         assert (again.episode, again.similarity, again.guides) == (
             first[i].episode,
@@ -175,55 +173,55 @@ def test_what_came_between_changes_no_route():
 
 
 def test_a_branch_leaves_its_sibling_alone():
-    book = book_of()
-    book.route("me", HISTORY, "sea")
+    router = router_of()
+    router.route("me", HISTORY, "sea")
     trunk = HISTORY + dialogue("dog", "dog", "dog", "dog", seed=7)
-    whole = book.route("me", trunk, TOPICS["dog"])
+    whole = router.route("me", trunk, TOPICS["dog"])
     assert whole.clustered
     branch = [*trunk[:34], Utterance("A", "edited"), *trunk[35:44]]
-    edited = book.route("me", branch, TOPICS["dog"])
+    edited = router.route("me", branch, TOPICS["dog"])
     assert not edited.clustered, "what is older than the edit is known"
-    assert set(edited.guides) == set(book.route("me", HISTORY, "tea").guides)
+    assert set(edited.guides) == set(router.route("me", HISTORY, "tea").guides)
     early = [Utterance("A", "edited"), *trunk[1:]]
-    assert book.route("me", early, TOPICS["dog"]).clustered
-    again = book.route("me", trunk, TOPICS["dog"])
+    assert router.route("me", early, TOPICS["dog"]).clustered
+    again = router.route("me", trunk, TOPICS["dog"])
     assert again.guides == whole.guides
     assert not again.clustered
     assert again.switched is False
 
 
-# -- owners, forgetting --------------------------------------------------------------
+# -- owners, eviction --------------------------------------------------------------
 
 
 def test_owners_share_nothing():
     encoder = BagOfWords()
-    book = book_of(encoder)
-    first = book.route("ann", HISTORY, "sea")
+    router = router_of(encoder)
+    first = router.route("ann", HISTORY, "sea")
     encoder.seen.clear()
-    second = book.route("bob", HISTORY, "sea")
+    second = router.route("bob", HISTORY, "sea")
     assert len(encoder.seen) == 9, "neither are vectors taken over"
     assert untimed(second) == untimed(first)
-    book.route("ann", HISTORY, TOPICS["tea"])
-    assert book.route("bob", HISTORY, "sea").switched is False
+    router.route("ann", HISTORY, TOPICS["tea"])
+    assert router.route("bob", HISTORY, "sea").switched is False
 
 
 def test_texts_cannot_be_shifted_between_fields():
-    book = book_of()
-    book.route("ab", [Utterance("c", "d"), Utterance("e", "f")], "q")
+    router = router_of()
+    router.route("ab", [Utterance("c", "d"), Utterance("e", "f")], "q")
     for owner, history in (
         ("a", [Utterance("bc", "d"), Utterance("e", "f")]),
         ("ab", [Utterance("cd", ""), Utterance("e", "f")]),
         ("ab", [Utterance("c", "de"), Utterance("", "f")]),
     ):
-        assert book.route(owner, history, "q").switched is None
+        assert router.route(owner, history, "q").switched is None
 
 
-def test_the_least_recently_used_conversation_is_forgotten():
-    book = book_of(most_conversations=2)
+def test_evicts_the_least_recently_used_conversation():
+    router = router_of(max_conversations=2)
     a, b, c = (dialogue("sea", "tea", seed=seed) for seed in range(3))
 
     def clustered(history):
-        return book.route("me", history, "q").clustered
+        return router.route("me", history, "q").clustered
 
     assert [clustered(h) for h in (a, b, a, c)] == [True, True, False, True]
     assert not clustered(a)
@@ -232,49 +230,49 @@ def test_the_least_recently_used_conversation_is_forgotten():
     assert clustered(c)
 
 
-def test_vectors_and_routes_are_forgotten_too():
+def test_evicts_vectors_and_routes():
     encoder = BagOfWords()
-    book = book_of(encoder, most_conversations=1)
+    router = router_of(encoder, max_conversations=1)
     long = [said for seed in range(9) for said in dialogue(*TOPICS, seed=seed)]
-    first = book.route("me", long, "q")  # 72 segments, 64 are remembered
-    book.route("me", HISTORY, "q")
+    first = router.route("me", long, "q")  # 72 segments, 64 are remembered
+    router.route("me", HISTORY, "q")
     encoder.seen.clear()
-    second = book.route("me", long, "q")
+    second = router.route("me", long, "q")
     assert len(encoder.seen) > 8
     assert second.guides == first.guides
     for n in range(20):
-        book.route("me", [Utterance("A", str(n))], "q")
-    assert book.route("me", long, "q").switched is None
+        router.route("me", [Utterance("A", str(n))], "q")
+    assert router.route("me", long, "q").switched is None
 
 
-def test_a_book_must_hold_something():
-    with pytest.raises(ValueError, match="most_conversations is 0"):
-        book_of(most_conversations=0)
+def test_max_conversations_is_at_least_one():
+    with pytest.raises(ValueError, match="max_conversations is 0"):
+        router_of(max_conversations=0)
 
 
 # -- odd encoders --------------------------------------------------------------------
 
 
 def test_equal_vectors_give_one_episode():
-    route = book_of(Constant()).route("me", HISTORY, "q")
+    route = router_of(Constant()).route("me", HISTORY, "q")
     assert len(route.guides) == 1
     assert route.similarity == pytest.approx(1)
 
 
 def test_more_episodes_than_segments():
-    route = book_of(episodes=40).route("me", HISTORY, TOPICS["tea"])
+    route = router_of(episodes=40).route("me", HISTORY, TOPICS["tea"])
     assert len(route.guides) == 8
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_broken_vector_is_a_clear_error_and_is_not_remembered(value):
     encoder = Constant(value)
-    book = book_of(encoder)
+    router = router_of(encoder)
     for _ in range(2):
-        with pytest.raises(KVPolicyError, match="NaN or infinity for 9 of 9 texts"):
-            book.route("me", HISTORY, "q")
+        with pytest.raises(KVPolicyError, match=r"KVP507.*9 of 9 texts"):
+            router.route("me", HISTORY, "q")
     encoder.value = 1.0
-    assert book.route("me", HISTORY, "q").clustered
+    assert router.route("me", HISTORY, "q").clustered
 
 
 def test_a_wrong_number_of_vectors_is_a_clear_error():
@@ -282,11 +280,11 @@ def test_a_wrong_number_of_vectors_is_a_clear_error():
         def encode(self, texts):
             return super().encode(texts)[:-1]
 
-    with pytest.raises(KVPolicyError, match=r"shape \(8, 4\) for 9 texts"):
-        book_of(Short()).route("me", HISTORY, "q")
+    with pytest.raises(KVPolicyError, match=r"KVP507.*\(8, 4\)"):
+        router_of(Short()).route("me", HISTORY, "q")
 
 
-def test_the_encoder_is_loaded_once_and_a_failure_is_tried_again():
+def test_the_encoder_is_loaded_once_and_a_failure_is_retried():
     loaded = []
 
     def load(name):
@@ -295,23 +293,23 @@ def test_the_encoder_is_loaded_once_and_a_failure_is_tried_again():
             raise KVPolicyError("no encoder")
         return BagOfWords()
 
-    book = EpisodeRouter(EpisodeSettings(encoder="some/model"), load)
+    router = EpisodeRouter(EpisodeSettings(encoder="some/model"), load)
     with pytest.raises(KVPolicyError, match="no encoder"):
-        book.load()
-    book.load()
-    book.route("me", HISTORY, "q")
+        router.load()
+    router.load()
+    router.route("me", HISTORY, "q")
     assert loaded == ["some/model"] * 2
 
 
 def test_lone_surrogates_have_digests():
     told = [Utterance("A", "\ud800"), Utterance("A", "\udfff")]
-    assert book_of(Constant()).route("me", told, "q") is not None
+    assert router_of(Constant()).route("me", told, "q") is not None
 
 
 # -- threads -------------------------------------------------------------------------
 
 
-def test_threads_get_what_one_thread_gets():
+def test_threads_get_the_same_routes_as_one_thread():
     class Alone(BagOfWords):
         busy = threading.Lock()
 
@@ -328,8 +326,8 @@ def test_threads_get_what_one_thread_gets():
         for user in range(6)
         for topic in TOPICS.values()
     ]
-    alone = [book_of().route(*each) for each in asked]
-    shared = book_of(Alone())
+    alone = [router_of().route(*each) for each in asked]
+    shared = router_of(Alone())
     with ThreadPoolExecutor(12) as pool:
         routes = list(pool.map(lambda each: shared.route(*each), asked * 4))
     for i, route in enumerate(routes):
@@ -341,7 +339,7 @@ def test_threads_get_what_one_thread_gets():
         )
 
 
-def test_a_long_history_does_not_hold_up_a_short_one():
+def test_a_long_history_does_not_delay_a_short_one():
     started, release = threading.Event(), threading.Event()
     calls = []
 
@@ -353,13 +351,13 @@ def test_a_long_history_does_not_hold_up_a_short_one():
             return super().encode(texts)
 
     long = [said for seed in range(9) for said in dialogue(*TOPICS, seed=seed)]
-    book = book_of(Slow())
+    router = router_of(Slow())
     with ThreadPoolExecutor(2) as pool:
-        waiting = pool.submit(book.route, "me", long, "q")
+        waiting = pool.submit(router.route, "me", long, "q")
         assert started.wait(20)
-        other = pool.submit(book.route, "you", HISTORY[:4], "q")
+        other = pool.submit(router.route, "you", HISTORY[:4], "q")
         deadline = monotonic() + 20
-        while not book._door.locked() and monotonic() < deadline:
+        while not router._encoder_turnstile.locked() and monotonic() < deadline:
             sleep(0.001)
         release.set()
         assert other.result(20).clustered

@@ -1,4 +1,4 @@
-"""The book of episodes against a naive one, on random conversations."""
+"""EpisodeRouter against a naive implementation, on random conversations."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from fake_encoder import TOPICS, BagOfWords, speak
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvplugins.episodes.book import EpisodeRouter, Route
 from vllm_kvplugins.episodes.clustering import (
     cluster,
     guide_text,
     segments,
     similarities,
 )
+from vllm_kvplugins.episodes.routing import EpisodeRouter, Route
 from vllm_kvplugins.episodes.settings import EpisodeSettings
 from vllm_kvplugins.episodes.utterances import dialogue_text
 
 
-class NaiveBook:
-    """The same rules over plain lists, everything computed anew."""
+class NaiveRouter:
+    """The same rules over plain lists; computes everything again each time."""
 
     def __init__(self, settings, most):
         self.settings, self.most = settings, most
@@ -99,7 +99,7 @@ class NaiveBook:
 
 @settings(max_examples=25, deadline=None, print_blob=True)
 @given(seed=st.integers(0, 10**6), most=st.sampled_from([2, 3, 50]))
-def test_the_book_routes_as_a_naive_one_does(seed, most):
+def test_the_router_routes_as_a_naive_one_does(seed, most):
     rng = random.Random(seed)
     given = EpisodeSettings(
         episodes=rng.choice([1, 2, 3, "auto"]),
@@ -107,8 +107,8 @@ def test_the_book_routes_as_a_naive_one_does(seed, most):
         guide_utterances=rng.choice([1, 4, 7]),
         recluster_growth=rng.choice([0.25, 0.5, 1.0]),
     )
-    book = EpisodeRouter(given, lambda _: BagOfWords(), most)
-    naive = NaiveBook(given, most)
+    router = EpisodeRouter(given, lambda _: BagOfWords(), most)
+    naive = NaiveRouter(given, most)
     histories = [[]]
     for _ in range(30):
         history = list(rng.choice(histories[-6:]))
@@ -121,13 +121,13 @@ def test_the_book_routes_as_a_naive_one_does(seed, most):
         # so few routes that none is forgotten, which the naive one never does
         if len(naive.routed) < 8 * most:
             expected = naive.route(owner, history, query)
-            if learned := rng.random() < 0.5:
-                book.learn(owner, history)
-            found = book.route(owner, history, query)
+            if embedded := rng.random() < 0.5:
+                router.embed_new_segments(owner, history)
+            found = router.route(owner, history, query)
             if found is not None:
-                assert not found.unknown_segments or not learned
+                assert not found.unknown_segments or not embedded
                 found = replace(found, encode_ms=0, match_ms=0, unknown_segments=0)
-            if found is not None and not learned:  # some may have no vector to count
+            if found is not None and not embedded:  # some may have no vector to count
                 assert sorted(found.guides) == sorted(expected.guides)
                 found = replace(found, guides=expected.guides)
             assert found == expected

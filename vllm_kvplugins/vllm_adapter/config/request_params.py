@@ -1,0 +1,87 @@
+"""Parameters that a request passes to the policy: turn ends and the patched prompt.
+
+They are in ``SamplingParams.extra_args``; over HTTP, clients send them in
+``vllm_xargs``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_kvplugins.errors import coded
+from vllm_kvplugins.policies.base import KVCachePolicy
+
+TURN_ENDS = "turn_ends"
+PATCHED_PROMPT = "patched_prompt"
+_SHOWN_CHARACTERS = 100  # of an invalid value, in the error message
+
+
+def requested_turn_ends(sampling_params: Any) -> list[int] | None:
+    """The request's turn ends, as token counts; None if it has none."""
+    turn_ends: list[int] | None = _extra_args(sampling_params).get(TURN_ENDS)
+    return turn_ends
+
+
+def requested_patched_prompt(sampling_params: Any) -> list[int]:
+    """Token IDs of the request's patched prompt; empty if it has none."""
+    patched: list[int] = _extra_args(sampling_params).get(PATCHED_PROMPT) or []
+    return patched
+
+
+def turn_ends_problem(sampling_params: Any, prompt_tokens: int) -> str | None:
+    """Why the turn ends of a request are invalid; None if they are valid."""
+    turn_ends = requested_turn_ends(sampling_params)
+    if turn_ends is None:
+        return None
+    if (
+        not isinstance(turn_ends, list)
+        or not all(type(end) is int for end in turn_ends)
+        or turn_ends != sorted(set(turn_ends))
+        or any(not 0 < end <= prompt_tokens for end in turn_ends)
+    ):
+        return coded(
+            "KVP504",
+            f"turn_ends must be ascending token counts from 1 to {prompt_tokens}, the "
+            f"length of the prompt; got {_shortened(turn_ends)}",
+        )
+    return None
+
+
+def patched_prompt_problem(
+    sampling_params: Any, policy: KVCachePolicy, vocab_size: int
+) -> str | None:
+    """Why the patched prompt of a request is invalid; None if it is valid."""
+    patched = requested_patched_prompt(sampling_params)
+    max_tokens = policy.max_patched_prompt_tokens
+    if not patched:
+        return None
+    if not max_tokens:
+        return coded(
+            "KVP505",
+            f"KV policy {policy.name!r} does not use patched_prompt; remove it",
+        )
+    if (
+        not isinstance(patched, list)
+        or not all(type(token) is int and 0 <= token < vocab_size for token in patched)
+        or len(patched) > max_tokens
+    ):
+        return coded(
+            "KVP505",
+            f"patched_prompt must be a list of up to {max_tokens} token IDs below "
+            f"{vocab_size}; got {_shortened(patched)}",
+        )
+    if not requested_turn_ends(sampling_params):
+        return coded(
+            "KVP505",
+            "patched_prompt needs turn_ends, which state where the history ends; add "
+            "turn_ends or remove patched_prompt",
+        )
+    return None
+
+
+def _extra_args(sampling_params: Any) -> dict[str, Any]:
+    return getattr(sampling_params, "extra_args", None) or {}
+
+
+def _shortened(value: Any) -> str:
+    return str(value)[:_SHOWN_CHARACTERS]
