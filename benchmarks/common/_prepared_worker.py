@@ -24,12 +24,12 @@ def prepare(
     layers: int,
     heads: int,
     dim: int,
-    losses: SurprisalModel | None = None,
+    surprisal: SurprisalModel | None = None,
 ) -> tuple[PolicyRuntime, list[Row], torch.Tensor, torch.Tensor]:
     """Keys and values around 200 centres, in bfloat16, and prompts of equal length.
 
     Args:
-        losses: of the prompts' tokens, for policies that need them.
+        surprisal: of the prompts' tokens, for policies that need them.
 
     Returns:
         The runtime, the rows of a decode step, their lengths and block table.
@@ -47,7 +47,7 @@ def prepare(
     geometry = Geometry(BLOCK, layers, heads, 2 * layers * heads * dim * 2)
     runtime = PolicyRuntime(parse_policy(config), geometry)
     heap = Heap(pages, layout, layers, blocks, heads)
-    runtime.attach(heap, [dim**-0.5] * layers, None, losses=losses)
+    runtime.bind_heap(heap, [dim**-0.5] * layers, None, surprisal=surprisal)
     table = torch.arange(blocks, dtype=torch.int32).view(requests, per_request)
     for i in range(requests):
         row = Row(str(i), tokens, 0, tokens, 0)
@@ -55,7 +55,7 @@ def prepare(
         runtime.begin_step([row], torch.tensor([tokens]), table[i : i + 1])
         queries = torch.randn(tokens, heads * GROUP, dim).to(torch.bfloat16)
         for layer in range(layers):
-            runtime.after_attention(layer, queries)
+            runtime.after_layer(layer, queries)
         runtime.end_step()
     rows = [Row(str(i), tokens, tokens, 1, i) for i in range(requests)]
     return runtime, rows, torch.full((requests,), tokens + 1), table

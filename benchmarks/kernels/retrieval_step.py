@@ -82,7 +82,7 @@ def main(
                 clock.spent = 0.0
             began = time.perf_counter()
             for layer in range(layers):
-                runtime.before_attention(layer, queries)
+                runtime.before_layer(layer, queries)
             spent = {"all": 1e3 * (time.perf_counter() - began)}
             spent |= {name: clock.spent for name, clock in clocks.items()}
             spent["rest"] = spent["all"] - spent["select"] - spent["fill"]

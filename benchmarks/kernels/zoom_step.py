@@ -87,7 +87,7 @@ class Losses:
     def states(self, first: int, count: int) -> torch.Tensor:
         return torch.empty(count, 0)
 
-    def losses(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def surprisal(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return -3 * torch.rand(len(targets), generator=self._random).log()
 
 
@@ -108,8 +108,8 @@ def main(
         chosen = {"name": "sekv", **json.loads(config)}
         shape = requests, tokens, layers, heads, dim
         runtime, rows, lengths, table = prepare(chosen, *shape, Losses())
-    here = runtime.zooming
-    assert here is not None
+    (here,) = runtime.extensions
+    assert isinstance(here, controller.SpanController)
     clocks, found = Clocks(), defaultdict(list)
     gates = clocks.around("route", here.policy.gates)
     fetch = clocks.around("fetch", here._factors)

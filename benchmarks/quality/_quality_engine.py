@@ -72,12 +72,8 @@ class ResidencyWatch:
 
     def _beside(self, name: str) -> int:
         """Bytes of a request's entries beside its pages, all layers together."""
-        zooming = getattr(self._runtime, "zooming", None)
-        if zooming is None or name not in zooming._requests:
-            return 0
-        _, entries = zooming._run(zooming._requests[name])
-        keys = zooming._arena._keys  # [layers, entries, head_dim]; values lie alike
-        return int(2 * entries * keys.shape[0] * keys[0, 0].nbytes)
+        extensions = self._runtime.extensions if self._runtime is not None else []
+        return sum(each.device_bytes(name) for each in extensions)
 
 
 def open_engine(

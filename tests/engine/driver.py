@@ -145,6 +145,16 @@ class Driver:
     # -- what it looks like inside ---------------------------------------------
 
     @property
+    def worker(self) -> Any:
+        """The engine's worker."""
+        return worker_of(self.llm)
+
+    @property
+    def runtime(self) -> Any:
+        """The policy runtime of the worker."""
+        return self.worker.kv_policy.runtime
+
+    @property
     def free_blocks(self) -> int:
         return int(self.pool.get_num_free_blocks())
 
@@ -183,11 +193,10 @@ class Driver:
         return int(tracked)
 
 
-def runtime() -> Any:
-    """The policy runtime of this process's worker."""
-    from vllm_kvplugins.vllm_adapter.startup import activation
-
-    return activation.runtime()
+def worker_of(llm: Any) -> Any:
+    """The only worker of an engine in this process."""
+    core = llm.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker
 
 
 def _margin(entry: dict[int, Any]) -> float:

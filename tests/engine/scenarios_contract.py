@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import torch
-from driver import Driver, make_llm, runtime
+from driver import Driver, make_llm
 from scenarios_fuzz import Fuzzer
 from texts import random_tokens
 from tiny_model import VOCABULARY
@@ -50,7 +50,7 @@ class PoisoningDriver(Driver):
 
         def executed(*args: Any, **kwargs: Any) -> Any:
             # not before: a worker may still read what compactions have freed
-            _fill(self._handed_out, torch.finfo(torch.float32).max)
+            _fill(self.runtime.heap, self._handed_out, torch.finfo(torch.float32).max)
             self._is_nan -= set(self._handed_out)
             self._handed_out = []
             return execute(*args, **kwargs)
@@ -62,18 +62,17 @@ class PoisoningDriver(Driver):
         self.poison()
 
     def poison(self) -> None:
-        if runtime().heap is None:  # it is known with the first step
+        if self.runtime.heap is None:  # it is known with the first step
             return
         free = self.pool.free_block_queue.get_all_free_blocks()
         fresh = {block.block_id for block in free} - self._is_nan
-        _fill(list(fresh), torch.nan)
+        _fill(self.runtime.heap, list(fresh), torch.nan)
         self._is_nan |= fresh
         self.poisoned += len(fresh)
 
 
-def _fill(block_ids: list[int], number: float) -> None:
+def _fill(heap: Any, block_ids: list[int], number: float) -> None:
     """All keys and values of these blocks."""
-    heap = runtime().heap
     if block_ids and heap is not None:
         heap.pages[heap.page_ids(torch.tensor(block_ids)).reshape(-1)] = number
 
@@ -134,7 +133,7 @@ def _traffic(
         "preempted_compacted": driver.preempted_compacted,
         "compactions": getattr(driver.manager, "compactions", 0),
         "poisoned": driver.poisoned,
-        "unscored": runtime().unscored_compactions,
+        "unscored": driver.runtime.unscored_compactions,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from driver import Driver, make_llm, runtime
+from driver import Driver, make_llm
 from scenarios_sessions import counts, directory, finish, settle
 from texts import random_tokens
 from tiny_model import VOCABULARY
@@ -32,7 +32,7 @@ class Parking(Driver):
         )
 
         def counted(into: Any, ids: Any, *source: Any) -> None:
-            self.copied += ids.numel() if into is runtime().heap.pages else 0
+            self.copied += ids.numel() if into is self.runtime.heap.pages else 0
             copy(into, ids, *source)
 
         counted.stock = copy

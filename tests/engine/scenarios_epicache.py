@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from driver import Driver, make_llm, runtime
+from driver import Driver, make_llm
 from scenarios_sessions import counts, settle
 from texts import random_tokens
 from tiny_model import VOCABULARY
@@ -23,9 +23,7 @@ class StepObserver:
     def __init__(self, driver: Driver) -> None:
         self.probed: list[int] = []
         self._computed: list[tuple[Any, Any]] = []
-        from vllm_kvplugins.vllm_adapter.startup import activation
-
-        model = activation.runner().model
+        model = driver.worker.model_runner.model
         model.register_forward_hook(self._note)
         self._driver = driver
         self._watched = False
@@ -33,8 +31,8 @@ class StepObserver:
     def step(self) -> None:
         self._computed = []
         self._driver.step()
-        if not self._watched and runtime().prober is not None:
-            self._watch(runtime().prober)
+        if not self._watched and self._driver.runtime.prober is not None:
+            self._watch(self._driver.runtime.prober)
         for output, copy in self._computed:
             assert torch.equal(output, copy), "hidden states changed"
 
@@ -46,7 +44,7 @@ class StepObserver:
         self._watched = True
 
         def watched(requests: Any) -> None:
-            pages = runtime().heap.pages
+            pages = self._driver.runtime.heap.pages
             before = pages.clone()
             run(requests)
             same = (pages == before) | (pages.isnan() & before.isnan())
@@ -262,7 +260,7 @@ def scored(
             prompt = prompts[length]
         driver.add(length, prompt, max_tokens, False, [int(length)], None, tokens)
         runs[length] = {"prompt": prompt, "compactions": []}
-    prober = runtime().prober
+    prober = driver.runtime.prober
     run = prober.run
 
     def watched(requests: Any) -> None:

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from driver import Driver, make_llm, runtime
+from driver import Driver, make_llm
 from texts import random_tokens
 from tiny_model import VOCABULARY
 
@@ -74,7 +74,7 @@ class Fuzzer:
         if hasattr(driver.manager, "freed_compactions"):
             assert not driver.manager.freed_compactions, "plan state leaked"
             assert driver.check_policy_state() == 0, "requests leaked in the worker"
-            assert runtime().tables.num_slot_indices == 0, "seats leaked"
+            assert driver.runtime.tables.num_slot_indices == 0, "seats leaked"
         self.counts["hits"] += sum(driver.cached.get(name, 0) > 0 for name in self.sent)
         self._compare()
         self.sent.clear()
@@ -125,7 +125,7 @@ class Fuzzer:
         live = set(driver.scheduler.requests)
         assert set(driver.manager.req_to_blocks) <= live, "blocks of dead requests"
         # One that ended in the last step is forgotten with the next.
-        gone = set(runtime()._requests) - live
+        gone = set(driver.runtime._requests) - live
         assert gone <= set(driver.scheduler.finished_req_ids), "state of dead requests"
 
     def _compare(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import scenarios_model
 import torch
-from driver import Driver, make_llm, runtime
+from driver import Driver, make_llm
 from texts import random_tokens
 from tiny_model import VOCABULARY
 
@@ -72,10 +72,10 @@ def answers(
                 continue
             blocks = driver.manager.req_to_blocks[request.request_id]
             held[name] = max(held[name], sum(not block.is_null for block in blocks))
-            state = runtime().zooming._requests.get(request.request_id)
+            state = driver.runtime.extensions[0]._requests.get(request.request_id)
             if state is not None:
                 entries[name] = state.entries_per_head
-    runtime().zooming.check_integrity()
+    driver.runtime.check_integrity()
     together = {name: driver.tokens[name] for name in prompts}
     alone = {}
     for name, prompt in prompts.items():
@@ -108,12 +108,12 @@ def trace(
     while driver.busy:
         driver.step()
         for request in driver.scheduler.running:
-            state = runtime().zooming._requests.get(request.request_id)
+            state = driver.runtime.extensions[0]._requests.get(request.request_id)
             if state is None or request.num_computed_tokens <= length:
                 continue
             ids = driver.manager.req_to_blocks[request.request_id]
             blocks = sum(not block.is_null for block in ids)
-            size = runtime().geometry.block_size
+            size = driver.runtime.geometry.block_size
             # the last block is filled up to the token that has just been computed
             slots = blocks * size - (-request.num_computed_tokens % size)
             generated = request.num_computed_tokens - length

@@ -103,9 +103,7 @@ def talks(
 
 def finish(driver: Driver) -> None:
     """Everything that is being written is written, and the books are right."""
-    from vllm_kvplugins.vllm_adapter.startup import activation
-
-    store = activation.vault()
+    store = driver.worker.kv_policy.session_store
     if store is not None:
         store.wait_for_writes()
         settle(driver)
@@ -184,7 +182,6 @@ def faults(model: str, policy: dict[str, Any], folder: str) -> dict[str, Any]:
     from pathlib import Path
 
     from vllm_kvplugins.sessions import files as session_files
-    from vllm_kvplugins.vllm_adapter.startup import activation
 
     # room for about two sessions of 400 tokens
     policy = policy | {"session_dir": folder, "session_memory": "1MiB"}
@@ -208,7 +205,9 @@ def faults(model: str, policy: dict[str, Any], folder: str) -> dict[str, Any]:
     for session in directory(driver):
         for i, prompt in prompts.items():
             if session.tokens[:400].tolist() == prompt:
-                paths[i] = activation.vault()._files.path(session.session_id, 0)
+                paths[i] = driver.worker.kv_policy.session_store._files.path(
+                    session.session_id, 0
+                )
     # 0: a bit has changed; 1: the end is missing; 2: somebody removed it
     raw = bytearray(paths[0].read_bytes())
     raw[-5] ^= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from driver import make_llm, runtime
+from driver import make_llm, worker_of
 
 
 def beside(
@@ -69,7 +69,7 @@ def _beside(
 
     (alone,) = run(well)
     ill, beside_it = run(sick, well)
-    unscored = runtime().unscored_compactions
+    unscored = worker_of(llm).kv_policy.runtime.unscored_compactions
     (after,) = run(well)
     return {
         "alone": alone,

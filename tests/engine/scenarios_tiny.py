@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from driver import Driver, make_llm, runtime
+from driver import Driver, make_llm
 from texts import random_tokens
 from tiny_model import VOCABULARY
 
@@ -48,7 +48,7 @@ def observe_reclaim(model: str, policy: Policy) -> dict[str, Any]:
         driver.check_blocks()
         if driver.busy:
             (request,) = driver.scheduler.running
-            pages = _seated_pages()
+            pages = _seated_pages(driver.runtime)
             steps.append(
                 {
                     "computed": request.num_computed_tokens,
@@ -77,9 +77,8 @@ def _policy_metrics(llm: Any) -> dict[str, float]:
     return found
 
 
-def _seated_pages() -> list[int]:
+def _seated_pages(state: Any) -> list[int]:
     """Retained region pages per (layer, KV head) of the only request, compacted."""
-    state = runtime()
     (tracked,) = state._requests.values()
     held = (tracked.resident.positions >= 0).sum(1)
     return (held // state.geometry.block_size).tolist()
@@ -113,15 +112,15 @@ def observe_prefix(model: str, policy: Policy) -> dict[str, Any]:
     driver.step_until(lambda: driver.decoding() == 1)
     (blocks,) = driver.manager.req_to_blocks.values()
     ids = [block.block_id for block in blocks if block.block_hash is not None]
-    before = _pages_of(ids)
+    before = _pages_of(driver.runtime.heap, ids)
     driver.run()
-    after_first = _pages_of(ids)
+    after_first = _pages_of(driver.runtime.heap, ids)
     for name in ("same", "longer", "shorter", "short"):
         driver.generate({name: prompts[name]}, 24)
     # and all at once, sharing blocks while they run
     together = {f"together-{name}": prompt for name, prompt in prompts.items()}
     driver.generate(together, 24)
-    after_all = _pages_of(ids)
+    after_all = _pages_of(driver.runtime.heap, ids)
 
     # the next turn of a conversation that was never compacted
     turn = [*prompts["short"], *driver.tokens["short"], *_prompt(14, 30)]
@@ -140,13 +139,12 @@ def observe_prefix(model: str, policy: Policy) -> dict[str, Any]:
     }
 
 
-def _pages_of(block_ids: list[int]) -> str:
+def _pages_of(heap: Any, block_ids: list[int]) -> str:
     """Fingerprint of what these blocks hold in all layers and KV heads."""
     import hashlib
 
     import torch
 
-    heap = runtime().heap
     pages = heap.pages[heap.page_ids(torch.tensor(block_ids)).reshape(-1)]
     return hashlib.sha256(pages.numpy().tobytes()).hexdigest()
 
@@ -226,7 +224,7 @@ def recorded(
     }
     for record in records:  # of one request: in the order in which they ran
         done = runs[str(record.prompt_tokens)]["compactions"]
-        plan = runtime().plan(record.prompt_tokens)
+        plan = driver.runtime.plan(record.prompt_tokens)
         at_tokens = plan.compaction(len(done)).at_tokens
         done.append({"at_tokens": at_tokens, "kept": record.kept_positions})
     return runs

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_kvplugins.engine.fixed_table import FlatTable
-from vllm_kvplugins.engine.page_table import PageTables
+from vllm_kvplugins.engine.page_table import FlatTable, PageTables
 from vllm_kvplugins.vllm_adapter.attention import flash, flashinfer, flat
 
 if TYPE_CHECKING:

@@ -93,13 +93,13 @@ class Request:
         self.visible[:] = True
 
 
-class FakeLosses:
+class FakeSurprisal:
     """What the fake model makes of a step's tokens: a number by token."""
 
     def states(self, first: int, count: int) -> torch.Tensor:
         return torch.zeros(count, 1)
 
-    def losses(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def surprisal(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         assert len(states) == len(targets)
         named = [f"surprise {token}".encode() for token in targets.tolist()]
         return torch.tensor([zlib.crc32(name) / 2**30 for name in named])
@@ -129,7 +129,7 @@ class FakeEngine:
         model = ProbeModel(self._run_probe, encode, POSITIONS, max_tokens=128)
         rotary = make_rotary(HEAD_DIM)
         scales = [SCALE] * LAYERS
-        self.runtime.attach(self.heap, scales, rotary, model, FakeLosses())
+        self.runtime.bind_heap(self.heap, scales, rotary, model, FakeSurprisal())
         self.runtime.records = []
         self.fetches = self.runtime.policy.retrieval is not None
         self.free = list(range(blocks - 1, 0, -1))
@@ -138,6 +138,17 @@ class FakeEngine:
         self.gone: set[str] = set()
         self.preempted: set[str] = set()
         self.steps, self.attend_every = 0, 1
+
+    @property
+    def retrieval(self) -> Any:
+        """The runtime's only extension, of a retriever."""
+        (extension,) = self.runtime.extensions
+        return extension
+
+    @property
+    def spans(self) -> Any:
+        """The runtime's only extension, of a span policy."""
+        return self.retrieval
 
     # -- requests ---------------------------------------------------------
 
@@ -196,7 +207,7 @@ class FakeEngine:
         lens = torch.tensor([row.after_tokens for row in rows])
         flat = self.table = self.runtime.begin_step(rows, lens, table)
         for layer in range(LAYERS):
-            self.runtime.before_attention(layer, self._queries(rows, layer))
+            self.runtime.before_layer(layer, self._queries(rows, layer))
         for index, row in enumerate(rows):
             span = slice(index * KV_HEADS, (index + 1) * KV_HEADS)
             pages = flat.pages[:, span].long()
@@ -208,7 +219,7 @@ class FakeEngine:
             if self.steps % self.attend_every == 0:
                 self._check_attention(row, pages, lengths)
         for layer in range(LAYERS):
-            self.runtime.after_attention(layer, self._queries(rows, layer))
+            self.runtime.after_layer(layer, self._queries(rows, layer))
         due = [self._due(row) for row in rows]
         before = self.heap.pages.clone() if any(due) else None
         self.runtime.end_step()
@@ -396,5 +407,5 @@ class FakeEngine:
         self.runtime.finish(self.gone)
         self.runtime.check_integrity()
         assert not self.requests
-        assert self.runtime.num_tracked == 0, "requests leaked in the worker"
+        assert self.runtime.num_requests == 0, "requests leaked in the worker"
         assert len(self.free) == self.blocks - 1, "blocks leaked"

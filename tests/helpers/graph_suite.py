@@ -7,6 +7,9 @@ vLLM would, with steps padded to the sizes that were captured; the other has non
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import fake_flashinfer
 import pytest
 import torch
@@ -33,7 +36,7 @@ from vllm_kvplugins.ops.triton import paged_attention
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.registry import available_policies
 from vllm_kvplugins.vllm_adapter.attention import flash, flat, graphs, triton
-from vllm_kvplugins.vllm_adapter.startup import activation
+from vllm_kvplugins.vllm_adapter.worker.context import WorkerContext
 
 
 @pytest.fixture(autouse=True)
@@ -78,22 +81,14 @@ def test_graphs_find_what_is_found_without(monkeypatch, kernel, runner, name, mo
     plain, graphed = (
         Engine(monkeypatch, policy, kernel, mode, runner) for mode in MODES
     )
-    with monkeypatch.context() as patch:
-        graphed.activate(patch)
-        graphed.capture()
+    graphed.capture()
     steps = 0
     while plain.scheduled():
-        found = []
-        for engine in (plain, graphed):
-            with monkeypatch.context() as patch:
-                engine.activate(patch)
-                found.append(engine.step())
+        found = [engine.step() for engine in (plain, graphed)]
         assert torch.equal(*found), f"step {steps}"
         steps += 1
         if steps % 5 == 0:
-            with monkeypatch.context() as patch:
-                graphed.activate(patch)
-                graphed.idle()
+            graphed.idle()
     assert not graphed.scheduled()
     assert plain.replays == 0
     assert graphed.replays > steps / 3
@@ -102,7 +97,14 @@ def test_graphs_find_what_is_found_without(monkeypatch, kernel, runner, name, mo
     assert (graphed.refusals > 0) == wants
 
 
-def test_who_may_be_in_graphs(monkeypatch):
+def give_context(config: Any, runtime: PolicyRuntime) -> None:
+    """As a worker does when it has loaded a model of one layer."""
+    layers = {"0": SimpleNamespace(impl=SimpleNamespace())}
+    WorkerContext(runtime).bind_layers(layers.values())
+    config.compilation_config.static_forward_context = layers
+
+
+def test_who_may_be_in_graphs():
     """What policies do between layers, not their names, says who may not."""
     config, found = vllm_config(MODES[1]), {}
     geometry = Geometry(BLOCK, LAYERS, KV_HEADS, 1024)
@@ -110,8 +112,7 @@ def test_who_may_be_in_graphs(monkeypatch):
         policy = parse_policy(configure(name, SETTINGS))
         for sessions in (False, True):
             runtime = PolicyRuntime(policy, geometry, sessions)
-            process = activation._Process(runtime)
-            monkeypatch.setattr(activation, "_process", process)
+            give_context(config, runtime)
             said = triton.TritonPolicyBuilder.get_cudagraph_support(config, None)
             found[name, sessions] = said == (
                 AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -131,7 +132,7 @@ def test_who_observes_answers_stays_out(folds):
     """It is what the policy is set to do that counts."""
     policy = parse_policy(configure("h2o", SETTINGS | (FOLDING if folds else {})))
     runtime = PolicyRuntime(policy, Geometry(BLOCK, LAYERS, KV_HEADS, 1024))
-    assert runtime.watch.lets_decode_alone != folds
+    assert runtime.observer.decode_needs_only_page_lists != folds
 
 
 @pytest.mark.parametrize(("window", "may"), [(15, True), (16, False)])
@@ -155,12 +156,10 @@ def test_flashinfer_s_graphs_share_their_page_lists(monkeypatch):
     policy = parse_policy(configure("snapkv", SETTINGS | FOLDING))
     engine = Engine(monkeypatch, policy, "flashinfer", MODES[1], "V1")
     seen = set()
-    with monkeypatch.context() as patch:
-        engine.activate(patch)
-        engine.capture()
-        while rows := engine.scheduled():
-            seen.add(len(rows))
-            engine.step()
+    engine.capture()
+    while rows := engine.scheduled():
+        seen.add(len(rows))
+        engine.step()
     assert seen - set(SIZES)
     wrappers = engine.builder._wrappers
     assert {rows for kind, rows in wrappers if kind == "captured"} == set(SIZES)
@@ -172,8 +171,8 @@ def test_flashinfer_s_graphs_share_their_page_lists(monkeypatch):
 def test_tables_that_are_too_large_stay_out(monkeypatch, caplog):
     policy = parse_policy(configure("snapkv", SETTINGS | UNEVEN))
     runtime = PolicyRuntime(policy, Geometry(BLOCK, 32, 8, 1024))
-    monkeypatch.setattr(activation, "_process", activation._Process(runtime))
     config = vllm_config(MODES[1])
+    give_context(config, runtime)
     assert graphs.problems(config, runtime) == []
     config.model_config.max_model_len = 1 << 24
     (problem,) = graphs.problems(config, runtime)
@@ -206,25 +205,21 @@ def test_what_vllm_makes_of_it(support, mode):
 def test_a_cache_made_to_measure_graphs_with_is_let_go(monkeypatch):
     policy = parse_policy(configure("snapkv", SETTINGS))
     engine = Engine(monkeypatch, policy, "flash", MODES[1], "V1")
-    with monkeypatch.context() as patch:
-        engine.activate(patch)
-        engine.capture()
-        first = engine.runtime.heap
-        assert first is not None
-        activation.set_attach(engine.builder._attach)
-        assert engine.runtime.heap is engine.runtime.tables is None
-        engine.capture()
-        assert engine.runtime.heap is not first
+    engine.capture()
+    first = engine.runtime.heap
+    assert first is not None
+    engine.context.register_heap_binding(engine.builder._bind_heap)
+    assert engine.runtime.heap is engine.runtime.tables is None
+    engine.capture()
+    assert engine.runtime.heap is not first
 
 
 def test_a_step_that_is_wanted_may_not_be_replayed(monkeypatch):
     """Should vLLM replay it all the same, it is said and not passed over."""
     policy = parse_policy(configure("snapkv", SETTINGS))
     engine = Engine(monkeypatch, policy, "flash", MODES[1], "V1")
-    monkeypatch.setattr(engine.runtime, "wants_of_layers", lambda rows: False)
-    with monkeypatch.context() as patch:
-        engine.activate(patch)
-        engine.adapter._unfit = lambda rows: False
-        engine.capture()
-        with pytest.raises(AssertionError, match="layers had to tell"):
-            engine.live()
+    monkeypatch.setattr(engine.runtime, "requires_layers", lambda rows: False)
+    engine.adapter._unfit = lambda rows: False
+    engine.capture()
+    with pytest.raises(AssertionError, match="did not report"):
+        engine.live()

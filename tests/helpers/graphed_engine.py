@@ -21,7 +21,7 @@ from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.vllm_adapter.attention import flash, flashinfer, flat, triton
 from vllm_kvplugins.vllm_adapter.config import compat
-from vllm_kvplugins.vllm_adapter.startup import activation
+from vllm_kvplugins.vllm_adapter.worker.context import WorkerContext
 
 SEED = 20261122
 LAYERS, KV_HEADS, GROUP, HEAD_DIM = 2, 2, 2, 16
@@ -120,10 +120,13 @@ class Engine:
             str(i): SimpleNamespace(impl=impl, kv_cache=caches[i])
             for i, impl in enumerate(self.impls)
         }
+        self.context = WorkerContext(self.runtime)
+        self.context.runner = self.adapter = compat.runner_adapter(self.runner)
+        self.context.bind_layers(layers.values())
+        self.config.compilation_config.static_forward_context = layers
         with monkeypatch.context() as patch:
             patch.setattr(flat, "get_layers_from_vllm_config", lambda *_: layers)
             patch.setattr(flat, "rotary_of", lambda model: None)
-            self.activate(patch)
             device = torch.device("cpu")
             self.builder = builder_cls(None, list(layers), self.config, device)
         self.caches, self.turn = caches, 0
@@ -139,16 +142,6 @@ class Engine:
         self.graphs: dict[int, PretendedGraph] = {}
         self.captured: dict[int, Any] = {}
         self.replays = self.refusals = 0
-
-    def activate(self, patch: Any) -> None:
-        adapter = compat.runner_adapter(self.runner)
-        if hasattr(self, "builder"):
-            adapter = self.adapter
-        self.adapter = adapter
-        process = activation._Process(self.runtime, runner=adapter)
-        patch.setattr(activation, "_process", process)
-        if hasattr(self, "builder"):
-            process.attach = self.builder._attach
 
     def _impl(self, cls: Any, kernel: str) -> Any:
         impl = object.__new__(cls)
@@ -294,7 +287,7 @@ class Engine:
             with PretendedGraph() as graph:
                 self.forward(made, size)
             self.graphs[size], self.captured[size] = graph, made
-        assert self.runtime.num_tracked == 0
+        assert self.runtime.num_requests == 0
 
     def dummy(self, size: int) -> Any:
         """Metadata of rows that nobody asked for; numbered as requests are."""

@@ -21,7 +21,7 @@ from pretended_life import ANSWER, PROMPTS, Life, numbers, on, without_inference
 from vllm_kvplugins.engine.retrieval import offload_queue, pinned
 from vllm_kvplugins.engine.retrieval.controller import RetrievalController
 from vllm_kvplugins.engine.retrieval.host_tier import HostTier
-from vllm_kvplugins.engine.retrieval.offloaded import Traffic
+from vllm_kvplugins.engine.step_extension import Traffic
 from vllm_kvplugins.ops.device import AsyncHostCopy
 from vllm_kvplugins.ops.hot_set import HotSet, fill_hot
 from vllm_kvplugins.ops.layout import PagedKV, PageLayout
@@ -58,8 +58,7 @@ def lived(life: Life) -> tuple[list[torch.Tensor], Traffic]:
     tables = []
     while life.computed["short"] < PROMPTS["short"] + 3 * ANSWER:
         tables += life.step(life.rows())
-    retrieval = life.runtime.retrieval
-    assert retrieval is not None
+    retrieval = life.retrieval
     retrieval._join()
     traffic = retrieval.take_traffic()
     found = [numbers(t).clone() for t in (*tables, life.heap.pages)]
@@ -82,7 +81,7 @@ def test_direct_is_staged(policy: dict[str, Any]):
             life.runtime.forget(list(PROMPTS))
             life.runtime.check_integrity()
             gpu.host.finish()
-            life.runtime.detach()
+            life.runtime.unbind_heap()
             assert not gpu.host.pinned
     same(found["staged"], found["direct"])
     assert traffic["staged"] == traffic["direct"]
@@ -132,13 +131,11 @@ def test_nobody_writes_where_the_gpu_still_reads(
     policy = POLICIES[0] | {"prefetch": prefetch}
     life = Life(policy, CUDA)
     lived(life)
-    assert life.runtime.retrieval is not None
-    needed = life.runtime.retrieval.tier.used_bytes
+    needed = life.retrieval.tier.used_bytes
     life = Life(policy | {"host_fetch": "direct", "host_memory": needed}, CUDA)
     for _ in range(2):
         lived(life)
-        assert life.runtime.retrieval is not None
-        assert life.runtime.retrieval.tier.num_free == 0
+        assert life.retrieval.tier.num_free == 0
         life.runtime.forget(list(PROMPTS))
         life.computed = dict.fromkeys(PROMPTS, 0)
     gpu.host.finish()
@@ -263,8 +260,7 @@ def test_what_cannot_be_pinned_is_staged(gpu: PretendedGPU, caplog):
         life.step(life.rows())
     gpu.host.room = 0
     found, traffic = lived(life)
-    assert life.runtime.retrieval is not None
-    assert life.runtime.retrieval.tier.reads is None
+    assert life.retrieval.tier.reads is None
     (said,) = [r.message for r in caplog.records if "pinned" in r.message]
     assert "cudaErrorMemoryAllocation" in said
     fetches, pinned_then = gpu.host.fetches, len(gpu.host.pinned)

@@ -16,7 +16,7 @@ from policy_settings import drop
 from pretend_cuda import CUDA, PretendedGPU
 from pretended_life import ANSWER, PROMPTS, Life, numbers, on, policies
 
-from vllm_kvplugins.engine import views
+from vllm_kvplugins.engine import compactor
 from vllm_kvplugins.ops.device import AsyncHostCopy
 from vllm_kvplugins.ops.page_votes import page_votes
 
@@ -103,10 +103,12 @@ def test_pages_are_asked_for_the_same_choice(monkeypatch, policy: dict[str, Any]
         asked.append(args)
         return page_votes(*args)
 
-    monkeypatch.setattr(views, "page_votes", noted)
+    monkeypatch.setattr(compactor, "page_votes", noted)
     left = []
     for answer in (False, True):
-        monkeypatch.setattr(views, "pages_answer", lambda device, a=answer: a)
+        monkeypatch.setattr(
+            compactor, "reads_votes_from_pages", lambda device, a=answer: a
+        )
         life = Life(policy, torch.device("cpu"))
         while life.computed["short"] < PROMPTS["short"] + ANSWER:
             tables = life.step(life.rows())

@@ -75,8 +75,7 @@ def test_retrieval_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]
                 decoding = all(row.new_tokens == 1 for row in rows)
                 if gpu and decoding and not life.compacted:
                     late.append(gpu.waits[before:])
-            retrieval = life.runtime.retrieval
-            assert retrieval is not None
+            retrieval = life.retrieval
             retrieval._join()
             fetched[device.type] = retrieval.take_traffic()
             assert not gpu or not gpu.sent, "nobody has waited for these"
@@ -116,8 +115,7 @@ def test_keys_that_wait_for_their_index_are_not_pinned(monkeypatch):
     monkeypatch.setattr(CompiledIndex, "append", append)
     with on(CUDA):
         life = Life(RETRIEVERS[-1], CUDA)
-        retrieval = life.runtime.retrieval
-        assert retrieval is not None
+        retrieval = life.retrieval
         retrieval._indexer._thread.submit(may_build.wait, 60)
         while life.computed["short"] < PROMPTS["short"] + 2:
             life.step(life.rows())
@@ -199,9 +197,8 @@ def test_zooming_on_a_gpu_is_that_on_a_cpu(monkeypatch, tmp_path, zoom: str):
                 decoding = all(row.new_tokens == 1 for row in rows)
                 if gpu and decoding:
                     late.append(gpu.waits[before:])
-            assert life.runtime.zooming is not None
-            traffic[device.type] = life.runtime.zooming.take_traffic()
-            for entries in life.runtime.zooming._arena.layers:
+            traffic[device.type] = life.spans.take_traffic()
+            for entries in life.spans._arena.layers:
                 on_there = numbers(entries.attended_bias)
                 assert on_there.equal(entries.bias), "host and GPU see other spans"
             life.runtime.forget(list(PROMPTS))
@@ -218,7 +215,7 @@ def test_zooming_on_a_gpu_is_that_on_a_cpu(monkeypatch, tmp_path, zoom: str):
 
 def zone_contents(life: Life, name: str) -> torch.Tensor:
     """Of a request's retained region, page by page."""
-    resident = life.runtime.tracked(name).resident
+    resident = life.runtime.request_state(name).resident
     assert resident is not None
     assert life.runtime.tables is not None
     pages, counts = (

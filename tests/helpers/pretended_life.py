@@ -40,7 +40,7 @@ class Losses:
     def states(self, first: int, count: int) -> torch.Tensor:
         return self._life.here(torch.zeros(count, 2))
 
-    def losses(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def surprisal(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         assert states.device == self._life.device
         return (targets % 7 == 3) * 5.0 + targets % 4
 
@@ -67,7 +67,7 @@ class Life:
                 object.__setattr__(rotary, field.name, self.here(value))
         model = ProbeModel(self._probe, encode, POSITIONS, max_tokens=128)
         scales = [HEAD_DIM**-0.5] * LAYERS
-        self.runtime.attach(heap, scales, rotary, model, Losses(self))
+        self.runtime.bind_heap(heap, scales, rotary, model, Losses(self))
         self.prompts = dict(PROMPTS)
         self.computed = dict.fromkeys(PROMPTS, 0)
         self.turns: dict[str, tuple[int, ...]] = {}
@@ -78,6 +78,17 @@ class Life:
             ends = turns is not None and turns.history_only
             self.turns[name] = (prompt - 3,) if ends else ()
             self.runtime.learn(name, range(prompt), self.turns[name])
+
+    @property
+    def retrieval(self) -> Any:
+        """The runtime's only extension, of a retriever."""
+        (extension,) = self.runtime.extensions
+        return extension
+
+    @property
+    def spans(self) -> Any:
+        """The runtime's only extension, of a span policy."""
+        return self.retrieval
 
     def here(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.device.type == "cpu" else Pretending.of(tensor.clone())
@@ -114,14 +125,14 @@ class Life:
         for layer in range(LAYERS):
             shape = (first, KV_HEADS * GROUP, HEAD_DIM)
             queries = self.here(torch.randn(shape, generator=self.rng))
-            self.runtime.before_attention(layer, queries)
-            spans = self.runtime.zooming
-            if spans is not None and spans.takes_any:
+            self.runtime.before_layer(layer, queries)
+            spans = self.runtime.attending
+            if spans is not None:
                 output = torch.zeros_like(queries)
                 scope = flat.pages[0], flat.lengths[0]
                 spans.attend(layer, queries, *scope, output)
                 seen.append(output)
-            self.runtime.after_attention(layer, queries)
+            self.runtime.after_layer(layer, queries)
         self.compacted = bool(self.runtime._due)
         self.runtime.end_step()
         self.runtime.check_integrity()

@@ -10,9 +10,13 @@ import pytest
 import torch
 from pretend_cuda import CUDA, PretendedGPU, Pretending
 
-from vllm_kvplugins.engine.fixed_table import FixedTable, TableShape
-from vllm_kvplugins.engine.page_runs import page_indices, page_runs
-from vllm_kvplugins.engine.page_table import PageTables
+from vllm_kvplugins.engine.page_table import (
+    FixedTable,
+    PageTables,
+    TableShape,
+    page_indices,
+    page_runs,
+)
 
 SEED = 20261122
 LAYERS, HEADS, BLOCK, BLOCKS, WIDTH = 3, 2, 4, 60, 20

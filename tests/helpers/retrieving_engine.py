@@ -26,7 +26,7 @@ class RetrievingEngine(FakeEngine):
     """
 
     def step(self, chunks: dict[str, int]) -> None:
-        held = self.runtime.retrieval._requests
+        held = self.retrieval._requests
         self.served = {name for name, state in held.items() if state.served}
         first = {name: self.requests[name].computed for name in chunks}
         super().step(chunks)
@@ -84,7 +84,7 @@ class RetrievingEngine(FakeEngine):
             queries = self._asking(request, row, layer)
             seen[layer, :, SINKS:stop] = False
             if self.runtime.policy.name != "exact-topk":
-                token = self.runtime.retrieval.hot_tokens(request.name, layer)
+                token = self.retrieval.hot_tokens(request.name, layer)
                 assert token.shape[1] == hot
                 assert all(len(set(head)) == hot for head in token.tolist())
                 seen[layer].scatter_(1, token + SINKS, True)

@@ -46,8 +46,7 @@ class ZoomingEngine(FakeEngine):
 
     def step(self, chunks: dict[str, int]) -> None:
         super().step(chunks)
-        zooming = self.runtime.zooming
-        assert zooming is not None
+        zooming = self.spans
         spanned = [row for _, row in zooming._rows]
         if not spanned:
             return
@@ -68,7 +67,7 @@ class ZoomingEngine(FakeEngine):
         zooming.check_integrity()
 
     def _check_row(self, row: Row, layer: int, output: torch.Tensor) -> None:
-        state = self.runtime.zooming._requests[row.request_id]
+        state = self.spans._requests[row.request_id]
         request = self.requests[row.request_id]
         for turn in range(row.new_tokens):
             position = row.computed_tokens + turn

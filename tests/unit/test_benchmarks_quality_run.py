@@ -9,7 +9,6 @@ import random
 import types
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 import _quality_fit as fit_module
@@ -24,8 +23,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.engine.spans.controller import SpanController
-from vllm_kvplugins.engine.spans.entries import EntryArena
+from vllm_kvplugins.engine.step_extension import StepExtension
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 
@@ -202,15 +200,12 @@ def test_the_context_holds_the_longest_chat_and_its_answer():
 
 
 def test_what_lies_beside_the_pool_counts():
-    arena = EntryArena(3, 8, torch.bfloat16)
-    arena.take(5)
-    zooming = types.SimpleNamespace(
-        _requests={"7-ab": "state"}, _run=lambda state: (0, 5), _arena=arena
-    )
-    assert hasattr(SpanController, "_run")  # which this stands for
+    spans = StepExtension()
+    spans.device_bytes = lambda name: {"7-ab": 480}.get(name, 0)
+    assert StepExtension().device_bytes("7-ab") == 0
     watch = object.__new__(ResidencyWatch)
-    watch._runtime = types.SimpleNamespace(zooming=zooming)
-    assert watch._beside("7-ab") == 3 * 5 * 2 * 8 * 2  # layers, entries, K and V
+    watch._runtime = types.SimpleNamespace(extensions=[spans])
+    assert watch._beside("7-ab") == 480
     assert watch._beside("8-cd") == 0
     watch._runtime = None  # stock
     assert watch._beside("7-ab") == 0

@@ -78,7 +78,7 @@ def attach(runtime: PolicyRuntime, heap: Heap, rotary: Rotary) -> None:
             runtime.prober.attend(layer, *tables.rows(token_ids, layer))
 
     model = ProbeModel(forward, encode, POSITIONS, POSITIONS)
-    runtime.attach(heap, [SCALE] * LAYERS, rotary, model)
+    runtime.bind_heap(heap, [SCALE] * LAYERS, rotary, model)
 
 
 def runtime_keeps(policy: Any, prompt: Prompt, selector: Selector) -> torch.Tensor:
@@ -102,7 +102,7 @@ def runtime_keeps(policy: Any, prompt: Prompt, selector: Selector) -> torch.Tens
         row = Row("r", TOKENS, start, stop - start, 0)
         runtime.begin_step([row], torch.tensor([stop]), table)
         for layer, queries in enumerate(prompt.queries):
-            runtime.after_attention(layer, queries[:, start:stop].transpose(0, 1))
+            runtime.after_layer(layer, queries[:, start:stop].transpose(0, 1))
         runtime.end_step()
     keep = torch.ones(LAYERS, KV_HEADS, TOKENS, dtype=torch.bool)
     for record in runtime.records:

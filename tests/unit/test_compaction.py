@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_kvplugins.budgets import parse_allocator
-from vllm_kvplugins.engine.compaction import CompactedPages, Moves, compact
+from vllm_kvplugins.engine.compaction import CompactedPages, Moves, plan_moves
 from vllm_kvplugins.scoring.selection import keep_top
 
 SEED = 7
@@ -67,7 +67,7 @@ def first_compaction(seed: int, name: str, candidates: int, retained: int):
     keep = keep_top(scores.view(ROWS, -1), counts * BLOCK)
     pool = pages[:, candidates - retained :].reshape(-1)
     owned = torch.full((ROWS,), candidates)
-    after = compact(keep, counts, pages, owned, positions, pool)
+    after = plan_moves(keep, counts, pages, owned, positions, pool)
     apply(heap, after)
     check(heap, after, tokens, keep, counts, pool)
     return generator, heap, after, counts, spare
@@ -127,7 +127,7 @@ def test_a_second_compaction_survives_any_ownership(name, fresh):
         if int(again[0]) > int(owned[0]):
             again = counts
         keep = keep_top(scores, again * BLOCK)
-        after = compact(keep, again, pages, owned, positions, pool)
+        after = plan_moves(keep, again, pages, owned, positions, pool)
         apply(heap, after)
         check(heap, after, tokens, keep, again, pool)
 
@@ -136,7 +136,7 @@ def test_tokens_already_home_do_not_move():
     keep = torch.zeros(1, 4 * 16, dtype=torch.bool)
     keep[:, 32:] = True  # exactly the pages that stay
     positions = torch.arange(64, dtype=torch.int32).expand(1, -1)
-    after = compact(
+    after = plan_moves(
         keep,
         torch.tensor([2]),
         torch.arange(4)[None],

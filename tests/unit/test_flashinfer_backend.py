@@ -17,8 +17,7 @@ import kernel_suite
 from backend_kernels import through_flashinfer
 from kernel_suite import make_case
 
-from vllm_kvplugins.engine.page_runs import page_indices, page_runs
-from vllm_kvplugins.engine.page_table import PageTables
+from vllm_kvplugins.engine.page_table import PageTables, page_indices, page_runs
 from vllm_kvplugins.vllm_adapter.attention import flashinfer
 
 SEED = 20261122

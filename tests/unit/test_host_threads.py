@@ -63,7 +63,10 @@ def test_threads_of_a_gpu_s_worker(monkeypatch, policy, ranks, exported, threads
 
     monkeypatch.setattr(gpu_worker.Worker, "load_model", load_model)
     worker = gpu_worker.KVPolicyGPUWorker.__new__(gpu_worker.KVPolicyGPUWorker)
-    worker.kv_policy_runtime = SimpleNamespace(policy=parse_policy(policy))
+    runtime = SimpleNamespace(policy=parse_policy(policy))
+    worker.kv_policy = SimpleNamespace(runtime=runtime, bind_layers=list)
+    config = SimpleNamespace(static_forward_context={})
+    worker.vllm_config = SimpleNamespace(compilation_config=config)
     worker.parallel_config = SimpleNamespace(
         local_world_size=ranks, data_parallel_size_local=1
     )

@@ -62,7 +62,7 @@ def test_retrieval_holds_sinks_budget_and_window(name):
     assert most == keep + 1, "one page per head beyond sinks, budget and window"
     # the host has the rest, in every layer and head
     tokens = request.computed - sinks - window
-    tier = engine.runtime.retrieval.tier
+    tier = engine.retrieval.tier
     held_pages = (len(tier.pages) - tier.num_free) // (LAYERS * KV_HEADS)
     assert 0 <= held_pages * tier.page_tokens - tokens + BLOCK <= 2 * BLOCK
     engine.remove("long")

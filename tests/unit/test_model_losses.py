@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
 from vllm.config import CUDAGraphMode
 
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.vllm_adapter.startup import activation
+from vllm_kvplugins.vllm_adapter.worker.context import WorkerContext
 from vllm_kvplugins.vllm_adapter.worker.surprisal import LogitsSurprisal, problems
 
 
@@ -52,19 +52,20 @@ def test_graphs_that_replay_the_whole_model_are_refused(
     assert all("VLLM_USE_BREAKABLE_CUDAGRAPH=1 replays" in each for each in found)
 
 
-def test_the_hook_of_a_cache_that_is_gone_is_gone(monkeypatch):
+def test_the_hook_of_a_cache_that_is_gone_is_gone():
     """vLLM makes one to measure graphs with."""
-    runtime = SimpleNamespace(detach=lambda: None)
-    monkeypatch.setattr(activation, "_process", activation._Process(runtime))
+    context = WorkerContext(SimpleNamespace(heap=None, unbind_heap=lambda: None))
     model = torch.nn.Identity()
     seen: list[LogitsSurprisal] = []
     for _ in range(2):
-        activation.set_attach(lambda: seen.append(activation.losses(model)))
-        activation._process.attach()
+        context.register_heap_binding(
+            lambda: seen.append(context.new_surprisal_model(model))
+        )
+        context.ensure_heap()
         model(torch.arange(3.0))
     assert len(model._forward_hooks) == 1
     with pytest.raises(AssertionError, match="no step has run"):
         seen[0].states(0, 1)
     assert seen[1].states(1, 2).tolist() == [1, 2]
-    activation.set_attach(lambda: None)
+    context.register_heap_binding(lambda: None)
     assert not model._forward_hooks

@@ -9,8 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vllm_kvplugins.engine import page_table
-from vllm_kvplugins.engine.fixed_table import FixedTable, FlatTable, TableShape
-from vllm_kvplugins.engine.page_table import PageTables
+from vllm_kvplugins.engine.page_table import (
+    FixedTable,
+    FlatTable,
+    PageTables,
+    TableShape,
+)
 
 SEED = 20261203
 CPU = torch.device("cpu")

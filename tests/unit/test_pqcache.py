@@ -206,8 +206,8 @@ def test_the_engine_scans_where_keys_are_refused(monkeypatch):
     request = fake.add("r", 40, 10)
     while not request.done:
         fake.step({"r": 40})
-    assert fake.runtime.retrieval.traffic.failed == LAYERS - 1
-    state = fake.runtime.retrieval._requests["r"]
+    assert fake.retrieval.traffic.failed == LAYERS - 1
+    state = fake.retrieval._requests["r"]
     assert all(isinstance(here.index, ExactScan) for here in state.layers.values())
     fake.remove("r")
     fake.check_idle()

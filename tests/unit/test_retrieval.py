@@ -41,12 +41,12 @@ def test_attention_is_over_what_was_asked_for(name, prompt, age_blocks):
     request = fake.add("r", prompt, 60)
     while not request.done:
         fake.step({"r": 11})
-    traffic = fake.runtime.retrieval.traffic
+    traffic = fake.retrieval.traffic
     assert traffic.selected > traffic.fetched > 0
-    assert fake.runtime.retrieval.tier.used_bytes > 0
+    assert fake.retrieval.tier.used_bytes > 0
     fake.remove("r")
     fake.check_idle()
-    assert fake.runtime.retrieval.tier.used_bytes == 0
+    assert fake.retrieval.tier.used_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["exact-topk", "icecache"])
@@ -62,7 +62,7 @@ def test_fetching_ahead_asks_with_earlier_queries(name, prefetch):
         step += 1
         if step == 15:
             fake.preempt("33")
-    assert fake.runtime.retrieval.traffic.fetched > 0
+    assert fake.retrieval.traffic.fetched > 0
     assert (fake.times_served > 20) == (prefetch == "step")
     for prompt in (33, 47):
         fake.remove(str(prompt))
@@ -74,7 +74,7 @@ def test_layers_between_anchors_reuse_their_choice():
     fake = engine("exact-topk", reuse_every=2)
     fake.attend_every = 10_000
     request = fake.add("r", 43, 20)
-    retrieval = fake.runtime.retrieval
+    retrieval = fake.retrieval
     while not request.done:
         fake.step({"r": 43})
         if not retrieval._batches:
@@ -229,7 +229,7 @@ def test_no_request_needs_more_than_it_reserves(name):
         most = 0
         while not request.done:
             fake.step({"r": 50})
-            most = max(most, fake.runtime.retrieval.tier.used_bytes)
+            most = max(most, fake.retrieval.tier.used_bytes)
         assert most <= policy.host_bytes(prompt + answer, shape) < 64 * 1024
         fake.remove("r")
         fake.check_idle()

@@ -49,8 +49,8 @@ def test_a_failing_index_is_replaced_by_a_scan(monkeypatch, appends, selects):
     request = fake.add("r", 40, 20)
     while not request.done:
         fake.step({"r": 40})
-    assert fake.runtime.retrieval.traffic.failed == LAYERS - SKIP
-    state = fake.runtime.retrieval._requests["r"]
+    assert fake.retrieval.traffic.failed == LAYERS - SKIP
+    state = fake.retrieval._requests["r"]
     assert all(isinstance(here.index, ExactScan) for here in state.layers.values())
     fake.remove("r")
     fake.check_idle()
@@ -71,7 +71,7 @@ def test_a_failing_index_leaves_the_others_alone(monkeypatch):
     fake.add("failing", 40, 30)
     while not fake.requests["failing"].done:
         fake.step({n: 40 for n, r in fake.requests.items() if not r.done})
-    retrieval = fake.runtime.retrieval
+    retrieval = fake.retrieval
     assert retrieval.traffic.failed == LAYERS - SKIP
     for name, kind in (("sound", PageBounds), ("failing", ExactScan)):
         layers = retrieval._requests[name].layers.values()
@@ -129,7 +129,7 @@ def test_keys_that_no_index_takes_are_scanned(lazy):
     broken.keys[1:, :, 20] = torch.nan
     while not sound.done:
         fake.step({"broken": 43, "sound": 43})
-    retrieval = fake.runtime.retrieval
+    retrieval = fake.retrieval
     for here in retrieval._requests["broken"].layers.values():
         assert isinstance(here.index, ExactScan)
     for here in retrieval._requests["sound"].layers.values():
@@ -157,7 +157,7 @@ def test_what_is_being_fetched_is_not_freed(monkeypatch):
         fake.add(name, 43, 30)
     for _ in range(8):
         fake.step({"a": 43, "b": 43})
-    fake.runtime.retrieval._join()  # what the step before still fetches
+    fake.retrieval._join()  # what the step before still fetches
     monkeypatch.setattr(retrieval_module, "fill_hot", slow_fill)
     fake.step({"a": 1, "b": 1})
     assert not arrived

@@ -47,7 +47,7 @@ def attended(fake: FakeEngine, name: str, layer: int, now: list[int]) -> float:
     Args:
         now: positions of the step's queries.
     """
-    request, retrieval = fake.requests[name], fake.runtime.retrieval
+    request, retrieval = fake.requests[name], fake.retrieval
     stop = SINKS + retrieval._requests[name].tokens
     hot = retrieval.hot_tokens(name, layer)
     shares = []
@@ -65,9 +65,9 @@ def step_and_check(
     fake: FakeEngine, log: RetrievalLog, chunks: dict[str, int]
 ) -> list[Fetch]:
     """One step; every fetch that it logs is checked. Returns them."""
-    retrieval = fake.runtime.retrieval
+    retrieval = fake.retrieval
     expected: dict[tuple[str, int], tuple[float, int]] = {}
-    fetch_layer = retrieval.fetch
+    fetch_layer = retrieval.before_layer
 
     def watch(layer: int, queries: torch.Tensor) -> None:
         fetch_layer(layer, queries)
@@ -81,11 +81,11 @@ def step_and_check(
 
     rows: list[Any] = []
     begin = retrieval.begin_step
-    retrieval.begin_step = lambda given: (rows.extend(given), begin(given))
-    retrieval.fetch = watch
+    retrieval.begin_step = lambda given: (rows.extend(given.rows), begin(given))
+    retrieval.before_layer = watch
     counts = retrieval.traffic.selected, retrieval.traffic.fetched
     fake.step(chunks)
-    del retrieval.begin_step, retrieval.fetch
+    del retrieval.begin_step, retrieval.before_layer
     found = log.take()
     assert {(f.request, f.layer) for f in found} == set(expected)
     assert len(found) == len(expected)
@@ -105,20 +105,20 @@ def step_and_check(
 @pytest.mark.parametrize("name", RETRIEVERS)
 def test_the_log_agrees_with_torch_and_with_the_counters(name):
     fake = engine(name)
-    log = fake.runtime.retrieval.log = RetrievalLog()
+    log = fake.retrieval.log = RetrievalLog()
     request = fake.add("r", 43, 20)
     found = 0
     while not request.done:
         found += len(step_and_check(fake, log, {"r": 11}))
     assert found == (LAYERS - SKIP) * 19, "every step but those of the prompt"
-    assert fake.runtime.retrieval.traffic.fetched > 0
+    assert fake.retrieval.traffic.fetched > 0
 
 
 @pytest.mark.parametrize("prefetch", ["step", "layer"])
 def test_what_was_fetched_ahead_counts_for_the_step_it_is_for(prefetch):
     """The mass is that of the queries that attend, not of those that asked."""
     fake = engine("exact-topk", prefetch=prefetch)
-    log = fake.runtime.retrieval.log = RetrievalLog()
+    log = fake.retrieval.log = RetrievalLog()
     for name, prompt in (("a", 40), ("b", 33)):
         fake.add(name, prompt, 30)
     found: list[Fetch] = []
@@ -134,7 +134,7 @@ def test_what_was_fetched_ahead_counts_for_the_step_it_is_for(prefetch):
 
 def test_requests_are_kept_apart_and_recomputed_tokens_ask_together():
     fake = engine("exact-topk", reuse_every=2)
-    log = fake.runtime.retrieval.log = RetrievalLog()
+    log = fake.retrieval.log = RetrievalLog()
     for name, prompt in (("a", 40), ("b", 33), ("c", 50)):
         fake.add(name, prompt, 25)
     found: list[Fetch] = []
@@ -183,11 +183,11 @@ def test_without_a_log_nothing_is_computed(monkeypatch):
 
     fake = engine("exact-topk")
     monkeypatch.setattr(log, "covered", never)
-    monkeypatch.setattr(type(fake.runtime.retrieval), "_note", never)
+    monkeypatch.setattr(type(fake.retrieval), "_note", never)
     request = fake.add("r", 43, 8)
     while not request.done:
         fake.step({"r": 11})
-    assert fake.runtime.retrieval.traffic.fetched > 0
+    assert fake.retrieval.traffic.fetched > 0
 
 
 # -- the file -------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class Bench:
             BLOCK, LAYERS, KV_HEADS, 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
         )
         self.runtime = PolicyRuntime(parse_policy(policy), geometry)
-        self.runtime.attach(heap, [SCALE] * LAYERS, None)
+        self.runtime.bind_heap(heap, [SCALE] * LAYERS, None)
         self.runtime.records = []
         self.heap = heap
         self.free = (torch.randperm(BLOCKS - 1, generator=self.rng) + 1).tolist()
@@ -102,7 +102,7 @@ class Bench:
                 before = self.queries.get(key) if row.computed_tokens else None
                 both = part if before is None else torch.cat([before, part], 1)
                 self.queries[key] = both
-            self.runtime.after_attention(layer, queries)
+            self.runtime.after_layer(layer, queries)
         self.runtime.end_step()
         self.runtime.check_integrity()
         return flat
@@ -286,10 +286,10 @@ def test_check_integrity_sees_a_lost_and_a_shared_seat():
         bench.step((name, 6 * BLOCK, 0, 6 * BLOCK))
     requests = bench.runtime._requests
     kept = requests.pop("a")
-    with pytest.raises(AssertionError, match="seats leaked"):
+    with pytest.raises(AssertionError, match="leaked"):
         bench.runtime.check_integrity()
     requests["a"] = requests["b"]
-    with pytest.raises(AssertionError, match="seats shared"):
+    with pytest.raises(AssertionError, match="shared"):
         bench.runtime.check_integrity()
     requests["a"] = kept
     bench.runtime.check_integrity()

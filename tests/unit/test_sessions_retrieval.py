@@ -64,19 +64,19 @@ def test_a_conversation_keeps_its_index(name, more, in_place):
         else:
             request = fake.resume(request, saved, prompt, 15, in_place=in_place)
             assert request.computed == PROMPTS[turn - 1] + 14, "nothing is recomputed"
-        state = fake.runtime.retrieval._requests.get("r")
+        state = fake.retrieval._requests.get("r")
         tables.append(state and state.pages[SKIP][:, :2].clone())
         while not request.done:
             fake.step({"r": 10})
         saved = fake.save("r")
-        assert fake.runtime.retrieval.num_requests == 0
-        fake.runtime.retrieval.check_integrity()
+        assert fake.retrieval.num_requests == 0
+        fake.retrieval.check_integrity()
         fake.remove("r")
     assert torch.equal(tables[1], tables[2]), "host pages stay where they are"
-    assert fake.runtime.retrieval.tier.used_bytes > 0
+    assert fake.retrieval.tier.used_bytes > 0
     fake.transfer.discard(saved)
     fake.check_idle()
-    assert fake.runtime.retrieval.tier.used_bytes == 0
+    assert fake.retrieval.tier.used_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_conversation_keeps_its_index(name, more, in_place):
     [
         (saved_caches, "copy_pages"),
         (RetrievalController, "attach"),
-        (RetrievalController, "settle"),
+        (RetrievalController, "after_compaction"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
@@ -98,7 +98,7 @@ def test_a_load_that_fails_leaves_nothing_on_the_host(monkeypatch, owner, what):
         fake.step({"r": 10})
     saved = fake.save("r")
     fake.remove("r")
-    tier = fake.runtime.retrieval.tier
+    tier = fake.retrieval.tier
     assert tier.used_bytes > 0
 
     def no_room(*arguments):
@@ -125,7 +125,7 @@ def test_a_save_waits_for_fetches_under_way(monkeypatch):
     request, source = fake.add("r", PROMPTS[0], 15), Request.make("r", 140, 0)
     request.keys, request.values = source.keys, source.values
     request.queries, request.visible = source.queries, source.visible
-    retrieval = fake.runtime.retrieval
+    retrieval = fake.retrieval
     fetch, refresh = retrieval._fetch_ahead, retrieval.refresh_positions
 
     def late(*arguments):
@@ -159,7 +159,7 @@ def test_a_long_question_is_searched_with_some_of_its_queries():
     """The oracle takes 32 queries, first and last and evenly in between."""
     fake = engine("exact-topk")
     asked = []
-    choose = fake.runtime.retrieval._choose
+    choose = fake.retrieval._choose
 
     def noted(batch, layer, queries):
         asked.append(queries.shape[2] // GROUP)
@@ -174,7 +174,7 @@ def test_a_long_question_is_searched_with_some_of_its_queries():
     saved = fake.save("r")
     fake.remove("r")
     request = fake.resume(request, saved, 190, 2)
-    fake.runtime.retrieval._choose = noted
+    fake.retrieval._choose = noted
     before, steps = request.computed, []
     for most in (32, 33, 60):
         fake.step({"r": most})
@@ -220,7 +220,7 @@ def test_requests_reuse_slot_indices_of_ended_ones():
         fake.remove(name)
     fake.transfer.discard(saved.pop("r1"))
     fake.check_idle()
-    assert fake.runtime.retrieval.tier.used_bytes == 0
+    assert fake.retrieval.tier.used_bytes == 0
 
 
 @settings(max_examples=200, deadline=None)

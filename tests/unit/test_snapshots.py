@@ -11,7 +11,7 @@ from fake_sessions import SessionEngine
 from test_flowkv import contents, flow
 from test_sessions_runtime import BLOCK, run, says, small
 
-from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine import compactor
 from vllm_kvplugins.engine.page_table import PageTables
 from vllm_kvplugins.engine.requests import Row
 from vllm_kvplugins.engine.windows import Window
@@ -105,11 +105,11 @@ def fails(
 def lost(engine: SessionEngine, request: Request) -> None:
     """It holds no state, no layer observes it, and it cannot be saved."""
     runtime, tokens = engine.runtime, request.computed
-    assert runtime.tracked("r").lost
+    assert runtime.request_state("r").lost
     assert runtime.tables is not None
     assert runtime.tables.num_slot_indices == 0
     row = Row("r", request.prompt, tokens, 1, 0)
-    assert not runtime.wants_of_layers([row])
+    assert not runtime.requires_layers([row])
     table = torch.tensor([request.table + [0] * 9], dtype=torch.int32)
     step = runtime.begin_step([row], torch.tensor([tokens + 1]), table)
     assert step.lengths.eq(tokens + 1).all()
@@ -126,7 +126,7 @@ def lost(engine: SessionEngine, request: Request) -> None:
         (saved_caches, "copy_pages", 1),
         (PageTables, "assign", 0),
         (PageTables, "assign", 1),  # of the compaction that is due
-        (Heap, "apply", 0),
+        (compactor, "compact", 0),
         (Window, "restored", 0),
     ],
     ids=["tail", "retained", "slot", "later-slot", "compaction", "queries"],

@@ -17,7 +17,7 @@ class Losses:
     def states(self, first: int, count: int) -> torch.Tensor:
         return torch.arange(first, first + count, dtype=torch.float32)[:, None]
 
-    def losses(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def surprisal(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.asked.append((states[:, 0].int().tolist(), targets.tolist()))
         return targets.float() / 10
 
@@ -71,7 +71,7 @@ def test_requests_that_go_leave_no_states():
 def test_impossible_tokens_and_broken_numbers_count_as_something(monkeypatch):
     losses = Losses()
     broken = torch.tensor([torch.nan, torch.inf, -1])
-    monkeypatch.setattr(losses, "losses", lambda states, targets: broken)
+    monkeypatch.setattr(losses, "surprisal", lambda states, targets: broken)
     known = SurprisalTracker(losses)
     known.note(Row("a", 4, 0, 4, 0), [1, 2, 3, 4])
     assert known.take("a").tolist() == [0, 0, 100, 0]

@@ -8,19 +8,19 @@ from layouts import make_layout
 from policy_settings import write_weights
 
 from vllm_kvplugins.budgets import ALLOCATORS, parse_allocator
+from vllm_kvplugins.engine.compactor import InvalidScores
 from vllm_kvplugins.engine.heap import Heap
-from vllm_kvplugins.engine.scores import UnscoredTokens
 
 LAYERS, BLOCKS, KV_HEADS = 3, 5, 2
 BLOCK = 4
 
 
 def settle(unscored, scores, policy="knorm", request="a", room=BLOCK):
-    return unscored.settle(policy, request, scores, room)
+    return unscored.replace(policy, request, scores, room)
 
 
 def test_what_has_no_score_is_worth_the_least(caplog):
-    unscored = UnscoredTokens()
+    unscored = InvalidScores()
     scores = torch.arange(24.0).view(LAYERS, KV_HEADS, 4)
     scores[1, 0, 2] = scores[2, 1] = torch.nan
     expected = scores.nan_to_num(-torch.inf)
@@ -33,7 +33,7 @@ def test_what_has_no_score_is_worth_the_least(caplog):
 
 
 def test_not_everything_can_demand_to_stay():
-    unscored = UnscoredTokens()
+    unscored = InvalidScores()
     scores = torch.zeros(1, 3, 8)
     scores[0, 0, :5] = scores[0, 1, :4] = torch.inf
     before, most = scores.clone(), torch.finfo(torch.float32).max
@@ -53,7 +53,7 @@ def test_every_allocator_takes_what_comes_of_it(tmp_path, name, score):
     )
     for broken in (scores.clone(), torch.full_like(scores, score)):
         broken[1, 0] = score
-        found = settle(UnscoredTokens(), broken, room=3 * BLOCK)
+        found = settle(InvalidScores(), broken, room=3 * BLOCK)
         available = torch.full((LAYERS, KV_HEADS), 7)
         pages = allocator.allocate(found, 3, BLOCK, available)
         assert int(pages.sum()) == 3 * LAYERS * KV_HEADS
@@ -61,7 +61,7 @@ def test_every_allocator_takes_what_comes_of_it(tmp_path, name, score):
 
 
 def test_it_is_said_ever_more_seldom(caplog):
-    unscored = UnscoredTokens()
+    unscored = InvalidScores()
     for number in range(10):
         nothing = torch.full((1, 1, 1), torch.nan)
         settle(unscored, nothing, request=f"chat-{number}")
@@ -73,7 +73,7 @@ def test_it_is_said_ever_more_seldom(caplog):
 
 
 def test_all_other_scores_stay(caplog):
-    unscored = UnscoredTokens()
+    unscored = InvalidScores()
     scores = torch.tensor([[[1.0, -torch.inf, torch.inf]]])
     assert settle(unscored, scores).equal(scores.clone())
     assert not unscored.compactions

@@ -89,7 +89,7 @@ def test_preempted_requests_zoom_as_before():
 
 def test_entries_move_and_are_given_back_while_requests_come_and_go():
     engine = ZoomingEngine(POLICY)
-    zooming = engine.runtime.zooming
+    zooming = engine.spans
     places = []
     print("seed", SEED)
     rng = random.Random(SEED)
@@ -117,11 +117,11 @@ def test_a_request_that_starts_over_unannounced_is_forgotten_in_time():
     engine.add("b", 97, 12)
     for _ in range(4):
         engine.step({"a": 100, "b": 100})
-    assert engine.runtime.zooming.num_requests == 2
+    assert engine.spans.num_requests == 2
     engine.preempt("a")
     engine.preempted.clear()
     engine.step({"a": 20, "b": 1})
-    assert engine.runtime.zooming.num_requests == 1
+    assert engine.spans.num_requests == 1
     while not engine.requests["a"].done:
         going = [n for n, request in engine.requests.items() if not request.done]
         engine.step(dict.fromkeys(going, 100))
@@ -135,14 +135,14 @@ def test_requests_that_go_while_their_prompt_is_read_leave_nothing():
     for name in ("a", "b"):
         engine.add(name, 150, 3)
     engine.step({"a": 20, "b": 20})
-    assert len(engine.runtime.zooming._surprisals) == 2
+    assert len(engine.spans._surprisals) == 2
     engine.remove("a")
     engine.preempt("b")
     engine.step({"b": 10})
-    assert len(engine.runtime.zooming._surprisals) == 1
+    assert len(engine.spans._surprisals) == 1
     engine.remove("b")
     engine.check_idle()
-    assert len(engine.runtime.zooming._surprisals) == 0
+    assert len(engine.spans._surprisals) == 0
 
 
 def test_who_goes_before_a_step_is_settled_is_not_divided(monkeypatch):
@@ -162,9 +162,9 @@ def test_who_goes_before_a_step_is_settled_is_not_divided(monkeypatch):
     monkeypatch.setattr(engine, "_settle", lambda rows: None)
     engine.step({"a": 200, "b": 200})
     assert [record.request_id for record in runtime.records] == ["b"]
-    assert list(runtime.zooming._requests) == ["b"]
-    assert len(runtime.zooming._surprisals) == 0
-    assert runtime.num_tracked == 1
+    assert list(engine.spans._requests) == ["b"]
+    assert len(engine.spans._surprisals) == 0
+    assert runtime.num_requests == 1
     runtime.check_integrity()
 
 
@@ -173,7 +173,7 @@ def test_lower_ranks_see_less():
     for rank in (8, 4, 1):
         engine = ZoomingEngine(POLICY)
         # the oracle sees the tokens themselves
-        engine.runtime.zooming.policy = parse_policy(POLICY | {"rank": rank})
+        engine.spans.policy = parse_policy(POLICY | {"rank": rank})
         with contextlib.suppress(AssertionError):
             run(engine, {"a": 150}, 4, 150, SEED)
         errors.append(engine.worst)
@@ -280,7 +280,7 @@ def test_what_cannot_be_is_refused(wrong, said):
 
 def test_spans_that_cannot_be_decomposed_are_not_zoomed(monkeypatch, caplog):
     engine = ZoomingEngine(POLICY)
-    decompose, calls = engine.runtime.zooming._decompose, []
+    decompose, calls = engine.spans._decompose, []
 
     def failing(*args: Any) -> Any:
         calls.append(args)
@@ -288,7 +288,7 @@ def test_spans_that_cannot_be_decomposed_are_not_zoomed(monkeypatch, caplog):
             raise RuntimeError("no factors")
         return decompose(*args)
 
-    monkeypatch.setattr(engine.runtime.zooming, "_decompose", failing)
+    monkeypatch.setattr(engine.spans, "_decompose", failing)
     checked = ZoomingEngine._check_row
 
     def all_but_that(self: Any, row: Row, layer: int, output: torch.Tensor) -> None:
@@ -296,16 +296,16 @@ def test_spans_that_cannot_be_decomposed_are_not_zoomed(monkeypatch, caplog):
             checked(self, row, layer, output)
         else:
             assert bool(output[row.first_query].isfinite().all())
-            state = self.runtime.zooming._requests["b"]
+            state = self.spans._requests["b"]
             count, per_head = state.segments.num_spans, state.entries_per_head
-            bias = self.runtime.zooming._arena.layers[layer].bias[state.first :]
+            bias = self.spans._arena.layers[layer].bias[state.first :]
             bias = bias[: KV_HEADS * per_head].view(KV_HEADS, per_head)
             assert bool((bias[:, :count] > -torch.inf).all()), "zoomed"
 
     monkeypatch.setattr(ZoomingEngine, "_check_row", all_but_that)
     run(engine, {"a": 150, "b": 97}, 4, 30, SEED)
-    taken = engine.runtime.zooming.take_traffic()
+    taken = engine.spans.take_traffic()
     assert taken.failed == 1
     assert taken.selected > taken.fetched > 0
     assert "could not be decomposed" in caplog.text
-    assert engine.runtime.zooming.take_traffic().selected == 0
+    assert engine.spans.take_traffic().selected == 0

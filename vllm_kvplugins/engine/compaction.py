@@ -25,6 +25,9 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.ops import dispatch as ops
+
 
 @dataclass(frozen=True, slots=True)
 class Moves:
@@ -60,6 +63,49 @@ class CompactedPages:
 
 
 def compact(
+    heap: Heap,
+    keep: torch.Tensor,
+    counts: torch.Tensor,
+    pages: torch.Tensor,
+    owned: torch.Tensor,
+    positions: torch.Tensor,
+    pool: torch.Tensor,
+) -> CompactedPages:
+    """Move the tokens that stay into the pages that stay.
+
+    Args:
+        keep, counts, pages, owned, positions, pool: see :func:`plan_moves`.
+
+    Returns:
+        The pages and positions after the moves.
+    """
+    after = plan_moves(keep, counts, pages, owned, positions, pool)
+    direct, staged = after.direct, after.staged
+    if len(direct):
+        ops.move_tokens(
+            heap.pages,
+            direct.source_page,
+            direct.source_slot,
+            direct.target_page,
+            direct.target_slot,
+            heap.layout,
+        )
+    if len(staged):
+        keys, values = ops.gather_tokens(
+            heap.pages, staged.source_page, staged.source_slot, heap.layout
+        )
+        ops.scatter_tokens(
+            heap.pages,
+            staged.target_page,
+            staged.target_slot,
+            keys,
+            values,
+            heap.layout,
+        )
+    return after
+
+
+def plan_moves(
     keep: torch.Tensor,
     counts: torch.Tensor,
     pages: torch.Tensor,

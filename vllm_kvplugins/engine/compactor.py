@@ -1,17 +1,26 @@
-"""Carries out compactions: scores, choice, moves, and a new seat."""
+"""Compactions of requests: show the policy each layer, choose slots, move tokens.
+
+::
+
+    pages of the request ── LayerView per layer ── policy.score
+        ── allocator: pages per (layer, KV head) ── slots to keep
+        ── compaction.compact: move the kept tokens ── new retained region
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from vllm_kvplugins.engine.choice import choose_slots
-from vllm_kvplugins.engine.compaction import CompactedPages, compact
+from vllm_kvplugins.budgets import PageAllocator
+from vllm_kvplugins.engine.compaction import compact
 from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.page_table import PageTables
-from vllm_kvplugins.engine.probing import Prober, ProbeRequest
 from vllm_kvplugins.engine.requests import (
     DueCompaction,
     PageList,
@@ -19,31 +28,38 @@ from vllm_kvplugins.engine.requests import (
     Resident,
     Row,
 )
-from vllm_kvplugins.engine.retrieval.controller import RetrievalController
-from vllm_kvplugins.engine.scores import UnscoredTokens, slot_scores
-from vllm_kvplugins.engine.views import Views
-from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.engine.step_extension import StepExtension
+from vllm_kvplugins.errors import KVPolicyError, coded
+from vllm_kvplugins.log_throttle import LogThrottle
+from vllm_kvplugins.ops.extension import compiled_for
+from vllm_kvplugins.ops.page_votes import page_votes
+from vllm_kvplugins.plan.residency_plan import Compaction
+from vllm_kvplugins.policies.base import KVCachePolicy, LayerView
+from vllm_kvplugins.scoring.rotary import Rotary
+from vllm_kvplugins.scoring.selection import keep_top
+
+logger = logging.getLogger("vllm.kv_policy")
 
 
 @dataclass(frozen=True, slots=True)
 class Compactor:
-    """Compacts requests of one worker, once its heap is known.
+    """Compacts the requests of one worker.
 
     Attributes:
-        retrieval: for policies that offload.
+        extensions: called before and after the tokens of a request move.
     """
 
     policy: KVCachePolicy
     heap: Heap
     views: Views
     tables: PageTables
-    retrieval: RetrievalController | None
-    unscored: UnscoredTokens = field(default_factory=UnscoredTokens)
+    extensions: Sequence[StepExtension] = ()
+    invalid_scores: InvalidScores = field(default_factory=lambda: InvalidScores())
 
     def owned(
         self, row: Row, blocks: torch.Tensor, resident: Resident | None
     ) -> PageList:
-        """All pages of a request after this step, its partial last one included.
+        """All pages of a request after this step, including the partial last page.
 
         Args:
             blocks: int64, physical ids; those in front of the tail are stale.
@@ -57,102 +73,362 @@ class Compactor:
             *self.tables.retained(resident.slot_index), resident.positions
         )
 
-    def probe(
-        self,
-        prober: Prober,
-        due_now: Sequence[DueCompaction],
-        requests: Mapping[str, RequestState],
-        prompts: Mapping[str, tuple[Sequence[int], Sequence[int]]],
-    ) -> None:
-        """Run the probes of all requests that are due, together.
-
-        Args:
-            requests: what is known of them; get what the policy observed.
-            prompts: per request the prompt and the patched prompt.
-        """
-        asks = []
-        for due in due_now:
-            name = due.row.request_id
-            prompt, patched = prompts.get(name, ((), ()))
-            asks.append(self.asked(due, requests[name], prompt, patched))
-        prober.run(asks)
-        for due, asked in zip(due_now, asks, strict=True):
-            requests[due.row.request_id].observed = asked.observed
-
-    def asked(
-        self,
-        due: DueCompaction,
-        tracked: RequestState,
-        prompt: Sequence[int],
-        patched: Sequence[int],
-    ) -> ProbeRequest:
-        """What the prober needs to know about a request.
-
-        Args:
-            prompt: token ids.
-            patched: the request's patched prompt; empty = none.
-        """
-        row = due.row
-        owned = self.owned(row, due.blocks, tracked.resident)
-        since = tracked.compacted_at
-        return ProbeRequest(prompt, owned, since, row.after_tokens, patched)
-
-    def run(self, due: DueCompaction, tracked: RequestState) -> torch.Tensor:
+    def run(self, due: DueCompaction, state: RequestState) -> torch.Tensor:
         """Compact a request.
 
         Args:
-            tracked: what is known of it; gets its new retained region.
+            state: of the request; gets the new retained region.
 
         Returns:
-            int32 [rows, slots], RoPE positions in the retained region, -1 unused.
+            int32 [rows, slots], RoPE positions in the retained region, -1 in unused
+            slots.
         """
-        row, resident, compaction = due.row, tracked.resident, due.compaction
+        row, resident, compaction = due.row, state.resident, due.compaction
         size = self.heap.layout.block_size
-        if self.retrieval is not None and resident is not None:
-            # the retained region's positions say what was fetched last
-            self.retrieval.refresh_positions(row.request_id, resident.positions)
+        if resident is not None:
+            for extension in self.extensions:
+                extension.refresh_positions(row.request_id, resident.positions)
         owned = self.owned(row, due.blocks, resident)
-        # the partial last page is the tail; it does not compete
+        for extension in self.extensions:
+            observed = extension.before_compaction(due, owned)
+            if observed is not None:
+                state.observed = observed
+        # The partial last page is the tail. It does not compete.
         competing = owned.owned - int(row.after_tokens % size > 0)
         fixed = torch.zeros_like(competing)
         if compaction.fixed_blocks:
-            assert resident is not None, "nothing was kept before"
+            assert resident is not None, "a first compaction has no fixed blocks"
             fixed = self.tables.retained(resident.slot_index)[1]
         scores = slot_scores(
-            self.policy, self.views, due, owned, fixed, competing, tracked
+            self.policy, self.views, due, owned, fixed, competing, state
         )
         room = (len(compaction.retained) - compaction.fixed_blocks) * size
-        scores = self.unscored.settle(self.policy.name, row.request_id, scores, room)
+        scores = self.invalid_scores.replace(
+            self.policy.name, row.request_id, scores, room
+        )
         keep, counts = choose_slots(
             self.policy.page_allocator(), compaction, scores, competing, fixed, size
         )
-        most = int(competing.max())
+        max_pages = int(competing.max())
         retained = due.blocks[compaction.retained.start : compaction.retained.stop]
         after = compact(
+            self.heap,
             keep,
             counts,
-            owned.pages[:, :most],
+            owned.pages[:, :max_pages],
             competing,
-            owned.positions[:, : most * size],
-            # the retained region's pages, whoever owns them now
+            owned.positions[:, : max_pages * size],
+            # The pages of the retained region, whichever row owns them now.
             self.heap.page_ids(retained).reshape(-1),
         )
-        self.heap.apply(after)
-        self._settle(due, tracked, after)
-        return after.positions
-
-    def _settle(
-        self, due: DueCompaction, tracked: RequestState, after: CompactedPages
-    ) -> None:
-        """Seat the request on its new pages; from now on it reads only these."""
-        before, tail_block = tracked.resident, due.compaction.retained.stop
-        tracked.resident = Resident(
-            self.tables.assign(after.pages, after.counts, tail_block),
-            due.compaction.at_tokens,
-            tail_block,
+        state.resident = Resident(
+            self.tables.assign(after.pages, after.counts, compaction.retained.stop),
+            compaction.at_tokens,
+            compaction.retained.stop,
             after.positions,
         )
-        if before is not None:  # not earlier: a request whose seat is gone owns none
-            self.tables.leave(before.slot_index)
-        if self.retrieval is not None:
-            self.retrieval.settle(due.row.request_id, after.pages, after.positions)
+        # Only now: a request without a slot index would own no pages.
+        if resident is not None:
+            self.tables.leave(resident.slot_index)
+        for extension in self.extensions:
+            extension.after_compaction(row.request_id, after.pages, after.positions)
+        return after.positions
+
+
+# -- what the policy sees ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """Makes the views of one worker's cache that policies read.
+
+    Attributes:
+        scales: softmax scale per layer.
+        rotary: the model's RoPE; None if policies cannot undo it.
+    """
+
+    heap: Heap
+    scales: Sequence[float]
+    rotary: Rotary | None
+
+    def rows(self, layer: int) -> slice:
+        """The layer's rows among all (layer, KV head) pairs."""
+        heads = self.heap.num_kv_heads
+        return slice(layer * heads, (layer + 1) * heads)
+
+    def positions(self, layer: int, owned: PageList, tokens: int) -> torch.Tensor:
+        """int64 [kv_heads, max slots], -1 in slots without a token."""
+        rows, size = self.rows(layer), self.heap.layout.block_size
+        lengths = owned.owned[rows] * size - (-tokens % size)
+        longest = int(lengths.max())
+        place = torch.arange(longest, device=lengths.device)
+        positions = owned.positions[rows, :longest].long()
+        return positions.masked_fill(place >= lengths[:, None], -1)
+
+    def view(
+        self,
+        layer: int,
+        owned: PageList,
+        tokens: int,
+        queries: torch.Tensor,
+        observed: Any,
+        budget_tokens: int = 0,
+        order: torch.Tensor | None = None,
+    ) -> LayerView:
+        """One layer of a request whose newest token has position ``tokens - 1``.
+
+        Args:
+            queries: [num_q_heads, num_queries, head_dim] of its newest tokens.
+            order: int64 [kv_heads, slots], the order in which the view shows the
+                slots; None = the order in the cache.
+        """
+        heap = self.heap
+        positions = self.positions(layer, owned, tokens)
+        slots = positions.shape[1]
+        used = -(-slots // heap.layout.block_size)
+        pages = owned.pages[self.rows(layer), :used]
+
+        def ordered(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor[:, :slots]
+            if order is None:
+                return tensor
+            return tensor.gather(1, order[..., None].expand_as(tensor))
+
+        query_positions = torch.arange(
+            tokens - queries.shape[1], tokens, device=pages.device
+        )
+        votes = self.votes(
+            layer, pages, positions, queries, query_positions, order=order
+        )
+        if order is not None:
+            positions = positions.gather(1, order)
+        return LayerView(
+            layer=layer,
+            keys=ordered(heap.keys(pages)),
+            positions=positions,
+            valid=positions >= 0 if bool((positions < 0).any()) else None,
+            queries=queries,
+            query_positions=query_positions,
+            scale=self.scales[layer],
+            rotary=self.rotary,
+            observed=observed,
+            budget_tokens=budget_tokens,
+            load_values=lambda: ordered(heap.values(pages)),
+            page_votes=votes,
+        )
+
+    def votes(
+        self,
+        layer: int,
+        pages: torch.Tensor,
+        positions: torch.Tensor,
+        queries: torch.Tensor,
+        query_positions: torch.Tensor,
+        own_keys: torch.Tensor | None = None,
+        order: torch.Tensor | None = None,
+    ) -> Callable[[bool], torch.Tensor] | None:
+        """``LayerView.page_votes`` of some pages; None where votes need dense keys.
+
+        Args:
+            positions: int64 [kv_heads, slots], in the order of the cache.
+            own_keys: of a probe; its slots come last and get 0.
+        """
+        if not reads_votes_from_pages(self.heap.pages.device):
+            return None
+        heap = self.heap
+
+        def votes_of(largest: bool) -> torch.Tensor:
+            votes = page_votes(
+                heap.pages,
+                pages,
+                positions,
+                queries,
+                query_positions,
+                heap.layout,
+                self.scales[layer],
+                largest,
+                own_keys,
+            )
+            if own_keys is not None:
+                votes = F.pad(votes, (0, own_keys.shape[1]))
+            if order is None:
+                return votes
+            return votes.gather(2, order.unsqueeze(1).expand_as(votes))
+
+        return votes_of
+
+
+def reads_votes_from_pages(device: torch.device) -> bool:
+    """Whether votes are computed from pages instead of a copy of the keys.
+
+    True on a GPU with our compiled kernels. On a CPU the copy is faster
+    (docs/cuda.md).
+    """
+    return device.type == "cuda" and compiled_for(device)[0]
+
+
+# -- what the policy answers ------------------------------------------------------
+
+
+def slot_scores(
+    policy: KVCachePolicy,
+    views: Views,
+    due: DueCompaction,
+    owned: PageList,
+    fixed: torch.Tensor,
+    competing: torch.Tensor,
+    state: RequestState,
+) -> torch.Tensor:
+    """Ask a policy for the score of every competing slot.
+
+    Args:
+        owned: the request's pages.
+        fixed: int64 [rows], pages per row that stay whole.
+        competing: int64 [rows], pages per row up to which slots compete; the pages
+            behind ``fixed`` up to this number do.
+        state: of the request; its window of queries is used up.
+
+    Returns:
+        float32 [layers, kv_heads, slots]; -inf where no slot competes. May hold NaN
+        elsewhere, see :class:`InvalidScores`.
+
+    Raises:
+        KVPolicyError: the policy did not return one float per slot.
+    """
+    heap, row = views.heap, due.row
+    size = heap.layout.block_size
+    slots = int(competing.max()) * size
+    shape = (heap.num_layers, heap.num_kv_heads, slots)
+    # Layers with fewer slots than the longest layer keep -inf behind their own.
+    scores = torch.full(shape, -torch.inf, device=heap.pages.device)
+    window, state.window = state.window, None
+    queries = torch.empty(heap.num_layers, 0, 0, 0)
+    if due.first_query < row.after_tokens:
+        assert window is not None, "the queries that score it were not kept"
+        queries = window.take(due.first_query, row.after_tokens)
+    compaction = due.compaction
+    blocks = len(compaction.retained) - compaction.fixed_blocks
+    budget = blocks * size + row.after_tokens % size
+    for layer in range(heap.num_layers):
+        order = None
+        if state.resident is not None:
+            # The slots of a retained region are unordered. Show the oldest first.
+            positions = views.positions(layer, owned, row.after_tokens)
+            order = positions.argsort(dim=1, stable=True)
+        observed = state.observed.get(layer)
+        layer_queries = queries[layer].transpose(0, 1).contiguous()
+        view = views.view(
+            layer, owned, row.after_tokens, layer_queries, observed, budget, order
+        )
+        score = policy.score(view)
+        check_scores(policy, layer, score, view)
+        if order is not None:
+            score = score.scatter(1, order, score)
+        width = min(score.shape[1], slots)
+        scores[layer, :, :width] = score[:, :width]
+    place = torch.arange(slots, device=scores.device)
+    first, stop = ((pages * size).view(*shape[:2], 1) for pages in (fixed, competing))
+    return scores.masked_fill_((place < first) | (place >= stop), -torch.inf)
+
+
+def check_scores(
+    policy: KVCachePolicy, layer: int, score: torch.Tensor, view: LayerView
+) -> None:
+    """Refuse scores that are not one float per slot.
+
+    A tensor of another shape might broadcast and score the wrong tokens.
+
+    Raises:
+        KVPolicyError: the shape or the dtype is wrong.
+    """
+    expected = tuple(view.positions.shape)
+    got = tuple(score.shape) if isinstance(score, torch.Tensor) else type(score)
+    if got != expected or not score.is_floating_point():
+        kind = f" of {score.dtype}" if isinstance(score, torch.Tensor) else ""
+        raise KVPolicyError(
+            coded(
+                "KVP201",
+                f"{policy.name}.score returned {got}{kind} for layer {layer}; return "
+                f"a tensor of floats with shape [KV heads, slots] = {expected}",
+            )
+        )
+
+
+@dataclass(slots=True)
+class InvalidScores:
+    """Replaces NaN and surplus ``inf`` scores, so that one request cannot stop the
+    server.
+
+    Such scores occur when the model's own numbers overflow, as they may in float16,
+    or when a policy has a bug.
+
+    Attributes:
+        compactions: compactions that had invalid scores.
+    """
+
+    compactions: int = 0
+    _notes: LogThrottle = field(default_factory=LogThrottle)
+
+    def replace(
+        self, policy: str, request_id: str, scores: torch.Tensor, room: int
+    ) -> torch.Tensor:
+        """Replace NaN by the lowest score, and log the request.
+
+        A row that marks more slots with ``inf`` than there is room for gets the
+        largest finite score in these slots.
+
+        Args:
+            scores: float32 [layers, kv_heads, slots]; overwritten.
+            room: slots that each KV head keeps, on average.
+        """
+        unknown = scores.isnan()
+        surplus = scores.isposinf()
+        surplus &= surplus.sum(-1, keepdim=True) > room
+        invalid = unknown | surplus
+        if not bool(invalid.any()):
+            return scores
+        self.compactions += 1
+        layers = invalid.flatten(1).any(1).nonzero()[:, 0].tolist()
+        note = (
+            f"{policy} returned scores that are NaN, or infinite for more tokens than "
+            f"fit into the budget, in {len(layers)} layers, first in layer {layers[0]}."
+            " Either keys, values or queries of the request hold NaN or infinity, or "
+            "the policy has a bug. Tokens with a NaN score are dropped first"
+        )
+        if format := self._notes.format(note):
+            logger.warning("request %s: %s", request_id, format)
+        largest = torch.finfo(scores.dtype).max
+        return scores.masked_fill_(unknown, -torch.inf).masked_fill_(surplus, largest)
+
+
+def choose_slots(
+    allocator: PageAllocator,
+    compaction: Compaction,
+    scores: torch.Tensor,
+    competing: torch.Tensor,
+    fixed: torch.Tensor,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the slots that stay.
+
+    Args:
+        scores: float32 [layers, kv_heads, slots]; -inf in pages that stay whole.
+        competing: int64 [layers * kv_heads], pages of each row, the earlier retained
+            region first.
+        fixed: int64, same shape, pages of that region that stay whole.
+
+    Returns:
+        bool [rows, slots], the slots that stay; int64 [rows], pages of each row after
+        the compaction.
+    """
+    layers, heads, slots = scores.shape
+    counts = allocator.allocate(
+        scores,
+        len(compaction.retained) - compaction.fixed_blocks,
+        block_size,
+        (competing - fixed).view(layers, heads).cpu(),
+    )
+    counts = counts.to(scores.device).view(-1)
+    keep = keep_top(scores.view(layers * heads, -1), counts * block_size)
+    stays = torch.arange(slots, device=scores.device) < fixed[:, None] * block_size
+    return keep | stays, counts + fixed

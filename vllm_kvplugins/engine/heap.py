@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvplugins.engine.compaction import CompactedPages
 from vllm_kvplugins.ops import dispatch as ops
 from vllm_kvplugins.ops.layout import PageLayout
 
@@ -68,28 +67,3 @@ class Heap:
     def clear(self, blocks: torch.Tensor) -> None:
         """Zero all keys and values of these blocks."""
         self.pages.index_fill_(0, self.page_ids(blocks).reshape(-1), 0)
-
-    def apply(self, after: CompactedPages) -> None:
-        """Carry out the moves of a compaction, in place."""
-        direct, staged = after.direct, after.staged
-        if len(direct):
-            ops.move_tokens(
-                self.pages,
-                direct.source_page,
-                direct.source_slot,
-                direct.target_page,
-                direct.target_slot,
-                self.layout,
-            )
-        if len(staged):
-            keys, values = ops.gather_tokens(
-                self.pages, staged.source_page, staged.source_slot, self.layout
-            )
-            ops.scatter_tokens(
-                self.pages,
-                staged.target_page,
-                staged.target_slot,
-                keys,
-                values,
-                self.layout,
-            )

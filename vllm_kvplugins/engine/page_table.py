@@ -14,10 +14,10 @@ retained region: no pages, tail from block 0.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from vllm_kvplugins.engine.fixed_table import FixedTable, FlatTable
 from vllm_kvplugins.ops.device import on_device
 
 # Most bytes of what is computed on the way to a table: vLLM, which measures what a
@@ -25,6 +25,91 @@ from vllm_kvplugins.ops.device import on_device
 SLICE_BYTES = 64 << 20
 # per page: its place in the block table, its block, its page of a zone, which of them
 _BYTES_PER_PAGE = 8 + 4 + 4 + 1
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTable:
+    """Page table of one step.
+
+    Attributes:
+        pages: int32 [scopes, rows * kv_heads, most_pages]. One scope: the ids
+            are relative to any layer's own pages and hold for all layers.
+            Else one scope per layer, ids count pages of the whole heap.
+        lengths: int32 [scopes, rows * kv_heads], tokens to attend to.
+        seats: per row.
+        known_lens: per row, logical tokens; None = not known on the host.
+    """
+
+    pages: torch.Tensor
+    lengths: torch.Tensor
+    slot_indices: Sequence[int]
+    known_lens: Sequence[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TableShape:
+    """Of a table that holds any decoding step.
+
+    Attributes:
+        scopes: as in :class:`FlatTable`.
+        rows: most requests of a step.
+        heads: KV heads per layer.
+        pages: most pages of any KV head of a request.
+    """
+
+    scopes: int
+    rows: int
+    heads: int
+    pages: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of pages and lengths."""
+        return 4 * self.scopes * self.rows * self.heads * (self.pages + 1)
+
+
+class FixedTable:
+    """A page table that steps are written into, one after the other.
+
+    A graph that was captured with so many rows reads them at the same place whenever
+    it is replayed. What a step does not use keeps what an earlier one wrote there:
+    nobody reads a list beyond its length, and rows without a request have length 0.
+    """
+
+    def __init__(self, shape: TableShape, device: torch.device) -> None:
+        self.shape = shape
+        sequences = shape.scopes, shape.rows * shape.heads
+        self._pages = torch.zeros(
+            *sequences, shape.pages, dtype=torch.int32, device=device
+        )
+        self._lengths = torch.zeros(*sequences, dtype=torch.int32, device=device)
+
+    def room(
+        self,
+        rows: int,
+        most: int,
+        slot_indices: Sequence[int],
+        known_lens: Sequence[int] | None,
+    ) -> FlatTable:
+        """Where a step is written.
+
+        Args:
+            rows: requests of the step, padding included.
+            most: pages of its longest row; what lies behind stays as it is.
+            seats, known_lens: as in :class:`FlatTable`.
+
+        Returns:
+            Views of this table, with room for its most pages.
+
+        Cost: none; nothing is written.
+        """
+        shape = self.shape
+        assert rows <= shape.rows, f"{rows} rows, room for {shape.rows}"
+        assert most <= shape.pages, f"{most} pages, room for {shape.pages}"
+        used = rows * shape.heads
+        return FlatTable(
+            self._pages[:, :used], self._lengths[:, :used], slot_indices, known_lens
+        )
 
 
 class PageTables:
@@ -293,3 +378,39 @@ def _zones(lists: torch.Tensor, pages: torch.Tensor, counts: torch.Tensor) -> No
     """
     place = torch.arange(lists.shape[-1], device=lists.device)
     torch.where(place < counts[..., None], pages, lists, out=lists)
+
+
+def page_runs(
+    lengths: torch.Tensor, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each sequence's pages begin in one list of all, and how full its last is.
+
+    Args:
+        lengths: int32 [sequences], on the host.
+
+    Returns:
+        int32 [sequences + 1], int32 [sequences]; 0 for an empty sequence.
+    """
+    used = (lengths + page_size - 1) // page_size
+    start = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    torch.cumsum(used, 0, out=start[1:])
+    return start, (lengths - (used - 1).clamp_(min=0) * page_size).int()
+
+
+def page_indices(pages: torch.Tensor, start: torch.Tensor, total: int) -> torch.Tensor:
+    """Page lists behind each other.
+
+    Args:
+        pages: int32 [sequences, most_pages].
+        start: int32 [sequences + 1], of :func:`page_runs`, on the same device.
+        total: its last number.
+
+    Returns:
+        int32 [total].
+
+    Cost: a few launches; no host sync.
+    """
+    place = torch.arange(total, dtype=torch.int32, device=pages.device)
+    owner = torch.bucketize(place, start[1:], right=True)
+    column = place - start[owner]
+    return pages.reshape(-1)[owner * pages.shape[1] + column]

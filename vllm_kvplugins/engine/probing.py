@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from vllm_kvplugins.engine.compactor import Views
 from vllm_kvplugins.engine.requests import PageList
-from vllm_kvplugins.engine.views import Views
 from vllm_kvplugins.policies.base import LayerView
 from vllm_kvplugins.policies.capabilities import (
     Encode,

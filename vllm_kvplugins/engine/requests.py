@@ -1,7 +1,8 @@
-"""What the worker remembers of single requests."""
+"""What the worker knows about single requests."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.windows import StepQueries, Window
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.plan.residency_plan import Compaction
+from vllm_kvplugins.policies.base import KVCachePolicy
 
 
 @dataclass(slots=True)
@@ -19,8 +21,8 @@ class Row:
 
     Attributes:
         prompt_tokens: length of its prompt.
-        computed_tokens: before the step.
-        new_tokens: computed by the step.
+        computed_tokens: tokens computed before the step.
+        new_tokens: tokens computed by the step.
         first_query: index of its first token among the step's tokens.
     """
 
@@ -32,18 +34,66 @@ class Row:
 
     @property
     def after_tokens(self) -> int:
+        """Tokens computed after the step."""
         return self.computed_tokens + self.new_tokens
+
+
+class RequestPrompts:
+    """Prompts of live requests, as far as the policy needs them.
+
+    Attributes:
+        tokens: per request, token ids of the prompt and of the patched prompt; only
+            for policies that read them.
+    """
+
+    def __init__(self, policy: KVCachePolicy) -> None:
+        self._policy = policy
+        self.tokens: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
+        self._turn_ends: dict[str, tuple[int, ...]] = {}
+
+    def learn(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        turn_ends: Sequence[int] | None,
+        patched_prompt: Sequence[int],
+    ) -> None:
+        """Add a new request.
+
+        Args:
+            turn_ends: token counts at which turns end, if the request sent them.
+        """
+        policy = self._policy
+        if policy.probing is not None or policy.spans is not None:
+            self.tokens[request_id] = prompt, patched_prompt
+        if policy.turns is not None:
+            self._turn_ends[request_id] = policy.turns.turn_ends(prompt, turn_ends)
+
+    def turn_ends(self, request_id: str) -> tuple[int, ...]:
+        """Token counts at which turns of the prompt end; empty without turns."""
+        return self._turn_ends.get(request_id, ())
+
+    def forget(self, request_id: str) -> None:
+        """Remove a request that has ended."""
+        self.tokens.pop(request_id, None)
+        self._turn_ends.pop(request_id, None)
+
+    @property
+    def request_ids(self) -> set[str]:
+        """Requests that have an entry."""
+        return {*self.tokens, *self._turn_ends}
 
 
 @dataclass(slots=True)
 class Resident:
-    """A request that has been compacted.
+    """The retained region of a request that has been compacted.
 
     Attributes:
-        seat: its place in the page tables.
-        compacted_at: token count of its last compaction.
-        tail_block: first logical block after the retained region.
-        positions: int32 [rows, slots], RoPE position per zone slot, -1 unused.
+        slot_index: row of the request in the page tables.
+        compacted_at: token count at its last compaction.
+        tail_block: first logical block behind the retained region.
+        positions: int32 [rows, slots], RoPE position per slot of the retained region,
+            -1 in unused slots.
     """
 
     slot_index: int
@@ -54,15 +104,15 @@ class Resident:
 
 @dataclass(slots=True)
 class RequestState:
-    """Everything about one request; gone when it is forgotten.
+    """The runtime's state of one request; dropped when the request is forgotten.
 
     Attributes:
-        resident: set once it has been compacted.
+        resident: its retained region; None before the first compaction.
         window: its newest queries, if they are kept.
-        observed: per layer, what the policy's ``observe`` last returned.
-        restored: the compaction behind the cache that it started from.
-        lost: what it started from could not be loaded. It computes nonsense, which
-            nobody looks at, until it is forgotten and begins anew.
+        observed: per layer, what the policy's ``observe`` returned last.
+        restored: the compaction of the session that it continues.
+        lost: its session failed to load, so its KV is invalid. Discard its outputs
+            until the scheduler preempts it and recomputes it.
     """
 
     resident: Resident | None = None
@@ -72,7 +122,7 @@ class RequestState:
     lost: bool = False
 
     def keep_queries(self, row: Row, since: int, step: StepQueries) -> None:
-        """Keep a step's queries, from the token at position ``since`` on."""
+        """Keep a step's queries from the token at position ``since`` on."""
         start = max(row.computed_tokens, since)
         if start >= row.after_tokens:
             return
@@ -84,7 +134,7 @@ class RequestState:
 
     @property
     def compacted_at(self) -> int:
-        """Token count of its last compaction; 0 if there was none."""
+        """Token count at its last compaction; 0 if there was none."""
         return self.resident.compacted_at if self.resident else 0
 
 
@@ -93,10 +143,10 @@ class PageList:
     """The pages that a request owns at some token count, all layers and heads.
 
     Attributes:
-        pages: int64 [rows, most], retained region first, then plain blocks in
+        pages: int64 [rows, max pages], retained region first, then plain blocks in
             order; row r uses the first ``owned[r]``.
         owned: int64 [rows].
-        positions: int32 [rows, most * block_size]; -1 in unused slots.
+        positions: int32 [rows, max pages * block_size]; -1 in unused slots.
     """
 
     pages: torch.Tensor
@@ -105,7 +155,7 @@ class PageList:
 
     @staticmethod
     def of_blocks(heap: Heap, blocks: torch.Tensor, first_block: int) -> PageList:
-        """Blocks that nobody compacted, logical index ``first_block`` onwards."""
+        """Plain blocks, whose logical indices start at ``first_block``."""
         size = heap.layout.block_size
         pages = heap.page_ids(blocks)
         start = first_block * size
@@ -123,49 +173,59 @@ class PageList:
         """These pages behind a retained region of ``counts`` pages per row."""
         size = self.positions.shape[1] // self.pages.shape[1]
         return PageList(
-            _behind(pages, counts, self.pages),
+            _append_rows(pages, counts, self.pages),
             counts + self.owned,
-            _behind(positions, counts * size, self.positions, unused=-1),
+            _append_rows(positions, counts * size, self.positions, unused=-1),
         )
 
 
-def _behind(
+def _append_rows(
     first: torch.Tensor, counts: torch.Tensor, second: torch.Tensor, unused: int = 0
 ) -> torch.Tensor:
     """Rows of ``second`` directly behind the ``counts`` used entries of ``first``."""
-    most = int(counts.max())
-    place = torch.arange(most + second.shape[1], device=first.device)
+    longest = int(counts.max())
+    place = torch.arange(longest + second.shape[1], device=first.device)
     offset = place - counts[:, None]
     out = second.gather(1, offset.clamp(0, second.shape[1] - 1))
     out.masked_fill_(offset >= second.shape[1], unused)
-    out[:, :most] = torch.where(offset[:, :most] < 0, first[:, :most], out[:, :most])
+    out[:, :longest] = torch.where(
+        offset[:, :longest] < 0, first[:, :longest], out[:, :longest]
+    )
     return out
 
 
 @dataclass(slots=True)
 class DueCompaction:
-    """A compaction that the running step completes."""
+    """A compaction that runs when the current step has ended.
+
+    Attributes:
+        first_query: position of the first query that scores it; the step's last query
+            is the last.
+        blocks: int64, physical ids of the request's blocks; entries in front of its
+            tail are stale.
+    """
 
     row: Row
     compaction: Compaction
-    # position of the first query that scores it; the step's last one ends them
     first_query: int
-    # int64, physical ids of the request's blocks; entries below its tail are stale
     blocks: torch.Tensor
 
 
 @dataclass(slots=True)
 class Record:
-    """A compaction as ``explain`` shows it."""
+    """A compaction as ``explain`` shows it.
+
+    Attributes:
+        kept_positions: per layer, per KV head: positions kept, ascending.
+    """
 
     request_id: str
     prompt_tokens: int
-    # per layer, per KV head: ascending kept positions
     kept_positions: list[list[list[int]]]
 
     @staticmethod
     def of(due: DueCompaction, positions: torch.Tensor, geometry: Geometry) -> Record:
-        """A compaction's record: the retained region's positions and the tail."""
+        """The record of a compaction: the positions of retained region and tail."""
         tail_start = due.compaction.retained.stop * geometry.block_size
         tail = list(range(tail_start, due.row.after_tokens))
         shape = (geometry.num_layers, geometry.num_kv_heads, -1)

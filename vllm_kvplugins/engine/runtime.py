@@ -1,35 +1,34 @@
-"""The worker's side: follows requests through steps and compacts them.
+"""The policy runtime of one worker: follows requests through steps and compacts them.
 
-No vLLM here: the adapter tells it which rows a step has, hands it each layer's
-queries, and calls it when the step's forward pass is over.
+This module does not import vLLM. The adapter tells it which rows a step has, hands it
+the queries of each layer, and calls it when the forward pass has ended.
 
 A request's life::
 
-    begin_step ── which rows near a compaction? which does the policy observe?
-    after_attention (once per layer) ── keep their queries, let the policy observe
-    end_step ──> keys from pages -> policy scores -> allocator -> moves -> seat
-    begin_step ... page tables now come from the seat
-    forget (finished, aborted, preempted) ──> seat returned
+    begin_step ── which rows come to a compaction? which does the policy observe?
+    before_layer, after_layer (once per layer) ── keep queries, let the policy observe
+    end_step ──> policy scores -> allocator -> token moves -> slot index
+    begin_step ... page tables now come from the slot index
+    forget (finished, aborted, preempted) ──> slot index returned
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
-from vllm_kvplugins.engine.compactor import Compactor
-from vllm_kvplugins.engine.fixed_table import FixedTable, FlatTable
+from vllm_kvplugins.engine.compactor import Compactor, Views
 from vllm_kvplugins.engine.heap import Heap
-from vllm_kvplugins.engine.page_table import PageTables
-from vllm_kvplugins.engine.probing import ProbeModel, Prober
-from vllm_kvplugins.engine.prompts import Prompts
+from vllm_kvplugins.engine.page_table import FixedTable, FlatTable, PageTables
+from vllm_kvplugins.engine.probing import ProbeModel, Prober, ProbeRequest
 from vllm_kvplugins.engine.requests import (
     DueCompaction,
     PageList,
     Record,
+    RequestPrompts,
     RequestState,
     Resident,
     Row,
@@ -37,21 +36,18 @@ from vllm_kvplugins.engine.requests import (
 from vllm_kvplugins.engine.retrieval.controller import RetrievalController
 from vllm_kvplugins.engine.spans.controller import SpanController
 from vllm_kvplugins.engine.spans.surprisal import SurprisalModel
+from vllm_kvplugins.engine.step_extension import Step, StepExtension, Traffic
 from vllm_kvplugins.engine.step_requirements import (
     NO_REQUIREMENTS,
     StepObserver,
     StepRequirements,
 )
-from vllm_kvplugins.engine.views import Views
 from vllm_kvplugins.engine.windows import StepQueries
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.plan_cache import PlanCache
 from vllm_kvplugins.plan.residency_plan import Compaction, ResidencyPlan
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.scoring.rotary import Rotary
-
-if TYPE_CHECKING:
-    pass
 
 
 class PolicyRuntime:
@@ -60,7 +56,16 @@ class PolicyRuntime:
     Args:
         policy: the policy, already validated.
         geometry: of this worker's cache.
-        sessions: requests may be continued, see :class:`Watch`.
+        sessions: later requests may continue a request, see :class:`StepObserver`.
+
+    Attributes:
+        heap: the KV cache; None until the adapter binds it.
+        tables: page tables of compacted requests; None like ``heap``.
+        prober: runs the policy's probes; None if it has none.
+        extensions: what the policy does around layers, empty for most policies.
+        attending: the extension that computes the attention of rows of this step;
+            None = no row needs it.
+        records: compactions since recording started; None = recording is off.
     """
 
     def __init__(
@@ -68,74 +73,76 @@ class PolicyRuntime:
     ) -> None:
         self.policy, self.geometry = policy, geometry
         self.heap: Heap | None = None
-        self.records: list[Record] | None = None
-        self.prober: Prober | None = None
-        self.retrieval: RetrievalController | None = None
-        self.zooming: SpanController | None = None
-        self._compactor: Compactor | None = None
-        self._seconds: list[float] = []
         self.tables: PageTables | None = None
+        self.prober: Prober | None = None
+        self.extensions: list[StepExtension] = []
+        self.attending: StepExtension | None = None
+        self.records: list[Record] | None = None
+        self.observer = StepObserver(policy, sessions)
+        self._compactor: Compactor | None = None
+        self._compression_seconds: list[float] = []
         self._requests: dict[str, RequestState] = {}
-        self._prompts = Prompts(policy)
-        self._due: list[DueCompaction] = []
-        self._kept = StepQueries(geometry.num_layers)  # this step's
-        self._unheard = 0  # layers of which this step wants something yet
-        # this step's rows that the policy observes, with what they own
-        self._seen: list[tuple[Row, PageList]] = []
-        # what requests due own before a compaction that sends tokens to the host tier
-        self._leaving: list[tuple[DueCompaction, PageList]] = []
+        self._prompts = RequestPrompts(policy)
         self._plans = PlanCache(policy.plan, geometry)
-        self.watch = StepObserver(policy, sessions)
+        # The current step: compactions due after it, queries to keep, rows that the
+        # policy observes with their pages, and layers that have yet to report.
+        self._due: list[DueCompaction] = []
+        self._queries = StepQueries(geometry.num_layers)
+        self._observed_rows: list[tuple[Row, PageList]] = []
+        self._missing_layers = 0
 
     # -- start-up ---------------------------------------------------------
 
-    def attach(
+    def bind_heap(
         self,
         heap: Heap,
         scales: Sequence[float],
         rotary: Rotary | None,
         model: ProbeModel | None = None,
-        losses: SurprisalModel | None = None,
+        surprisal: SurprisalModel | None = None,
     ) -> None:
-        """Learn where the cache lies.
+        """Use this KV cache from now on.
 
         Args:
             scales: softmax scale per layer.
-            model: needed by policies that probe.
-            losses: needed by policies that need surprisal.
+            rotary: the model's RoPE; None if policies cannot undo it.
+            model: runs probes; only policies that probe need it.
+            surprisal: computes surprisal; only span policies need it.
         """
-        self.heap, views = heap, Views(heap, list(scales), rotary)
-        policy = self.policy
+        policy, views = self.policy, Views(heap, list(scales), rotary)
+        self.heap = heap
         if policy.probing is not None:
             assert model is not None, f"{policy.name} needs a model to probe"
             self.prober = Prober(policy.probing, views, model)
+        self.extensions = []
         if policy.retrieval is not None:
             share = heap.bytes_per_token / self.geometry.kv_bytes_per_token
-            self.retrieval = RetrievalController(policy.retrieval, heap, scales, share)
+            self.extensions.append(
+                RetrievalController(policy.retrieval, heap, scales, share)
+            )
         if policy.spans is not None:
-            assert losses is not None, f"{policy.name} needs surprisal"
-            self.zooming = SpanController(
-                policy.spans, heap, self.geometry, scales, losses
+            assert surprisal is not None, f"{policy.name} needs surprisal"
+            self.extensions.append(
+                SpanController(policy.spans, heap, self.geometry, scales, surprisal)
             )
         self.tables = PageTables(
             heap.num_layers,
             heap.num_kv_heads,
             heap.num_blocks,
             heap.layout.block_size,
-            self.policy.page_allocator().uniform,
+            policy.page_allocator().uniform,
             heap.pages.device,
         )
-        self._compactor = Compactor(
-            self.policy, heap, views, self.tables, self.retrieval
-        )
+        self._compactor = Compactor(policy, heap, views, self.tables, self.extensions)
 
-    def detach(self) -> None:
-        """Let go of a cache that is gone: vLLM makes one to measure graphs with."""
-        assert not self._requests, "requests have tokens there"
-        if self.retrieval is not None:
-            self.retrieval.close()
+    def unbind_heap(self) -> None:
+        """Drop a KV cache that vLLM has freed; it makes one to measure CUDA graphs."""
+        assert not self._requests, "requests have tokens in the cache"
+        for extension in self.extensions:
+            extension.close()
         self.heap = self.tables = self._compactor = None
-        self.prober = self.retrieval = self.zooming = None
+        self.prober = self.attending = None
+        self.extensions = []
 
     def plan(
         self,
@@ -148,13 +155,8 @@ class PolicyRuntime:
 
     def _plan_of(self, request_id: str, prompt_tokens: int) -> ResidencyPlan:
         turn_ends = self._prompts.turn_ends(request_id)
-        return self.plan(prompt_tokens, turn_ends, self.tracked(request_id).restored)
-
-    def _wants(self, row: Row) -> StepRequirements:
-        self._resident(row)  # a row that begins anew is forgotten
-        if self.tracked(row.request_id).lost:
-            return NO_REQUIREMENTS
-        return self.watch.of(row, self._plan_of(row.request_id, row.prompt_tokens))
+        restored = self.request_state(request_id).restored
+        return self.plan(prompt_tokens, turn_ends, restored)
 
     def learn(
         self,
@@ -163,19 +165,25 @@ class PolicyRuntime:
         turn_ends: Sequence[int] | None = None,
         patched_prompt: Sequence[int] = (),
     ) -> None:
-        """Remember a new request's prompt and its turns, if the policy needs them.
+        """Store a new request's prompt and turns, if the policy needs them.
 
         Args:
-            turn_ends: what the request says about them.
-            patched_prompt: token ids that it wants to be asked.
+            turn_ends: token counts at which turns end, if the request sent them.
+            patched_prompt: token ids that probes use instead of the prompt's end.
         """
         self._prompts.learn(request_id, prompt, turn_ends, patched_prompt)
 
     # -- one step -----------------------------------------------------------
 
-    def wants_of_layers(self, rows: Sequence[Row]) -> bool:
-        """Whether layers must hand something over in a step of these rows."""
-        return any(self._wants(row).of_layers for row in rows)
+    def requires_layers(self, rows: Sequence[Row]) -> bool:
+        """Whether layers must hand over queries in a step of these rows."""
+        return any(self._requirements(row).of_layers for row in rows)
+
+    def _requirements(self, row: Row) -> StepRequirements:
+        self._resident(row)  # forgets a row that is being recomputed
+        if self.request_state(row.request_id).lost:
+            return NO_REQUIREMENTS
+        return self.observer.of(row, self._plan_of(row.request_id, row.prompt_tokens))
 
     def begin_step(
         self,
@@ -184,177 +192,248 @@ class PolicyRuntime:
         block_table: torch.Tensor,
         into: FixedTable | None = None,
     ) -> FlatTable:
-        """Page tables for a step, and note what it means for the policy.
+        """Build the page tables of a step and work out what the policy requires.
 
         Args:
-            rows: the step's requests, in batch order; empty for a dummy batch,
-                which then reads plain blocks.
+            rows: the step's requests, in batch order; empty for a dummy batch, which
+                reads plain blocks.
             seq_lens: [rows], logical tokens including the step's; 0 for padding behind
                 the requests.
             block_table: int32 [rows, blocks], vLLM's.
-            into: where the page tables are written, see :class:`PageTables`.
+            into: tensors to write the page tables to, see :class:`PageTables`.
         """
-        assert self.tables is not None, "not attached"
-        self._seen, self._leaving = [], []
-        if rows:  # else what waits for the next step goes on waiting
+        assert self.tables is not None, "the heap is not bound"
+        self._observed_rows = []
+        if rows:  # a dummy batch must not drop compactions that wait for the next step
             self._due = []
-        self._kept = StepQueries(self.geometry.num_layers)
-        if self.zooming is not None:
-            self.zooming.begin_step(rows)
+        self._queries = StepQueries(self.geometry.num_layers)
         slot_indices = [0] * seq_lens.numel()
+        followed = []
         for index, row in enumerate(rows):
             resident = self._resident(row)
             if resident is not None:
                 slot_indices[index] = resident.slot_index
-            wants = self._wants(row)
-            if wants is not NO_REQUIREMENTS:
-                self._note(row, wants, block_table[index])
-        if self.retrieval is not None:
-            self.retrieval.begin_step(rows)
-            self._leaving = [(d, self._owned(d.row, d.blocks)) for d in self._due]
-        self._unheard = self.geometry.num_layers if self._kept or self._seen else 0
-        known = [row.after_tokens for row in rows] + [0] * (
-            len(slot_indices) - len(rows)
-        )
+            requirements = self._requirements(row)
+            if requirements is not NO_REQUIREMENTS:
+                followed.append(row)
+                self._follow(row, requirements, block_table[index])
+        self._begin_extensions(rows, followed)
+        collects = self._queries or self._observed_rows
+        self._missing_layers = self.geometry.num_layers if collects else 0
+        known_lens = [row.after_tokens for row in rows]
+        known_lens += [0] * (len(slot_indices) - len(rows))
         return self.tables.build(
-            slot_indices, seq_lens, block_table, known if rows else None, into
+            slot_indices, seq_lens, block_table, known_lens if rows else None, into
         )
 
+    def _begin_extensions(self, rows: Sequence[Row], followed: Sequence[Row]) -> None:
+        if not self.extensions:
+            return
+        step = Step(rows, followed, self._due, lambda d: self._owned(d.row, d.blocks))
+        self.attending = None
+        for extension in self.extensions:
+            extension.begin_step(step)
+            if extension.attends_any:
+                self.attending = extension
+
     def _resident(self, row: Row) -> Resident | None:
-        """The row's retained region; forgotten if it is being computed anew."""
-        resident = self.tracked(row.request_id).resident
+        """The row's retained region. Forgets a request that is being recomputed."""
+        resident = self.request_state(row.request_id).resident
         if resident is not None and row.computed_tokens < resident.compacted_at:
             self.forget([row.request_id])
             return None
         return resident
 
-    def _note(self, row: Row, wants: StepRequirements, blocks: torch.Tensor) -> None:
-        """Queries to keep, observations to make, a compaction to run."""
-        if self.zooming is not None:
-            self.zooming.watch(row)
-        if wants.since is not None:
-            tracked = self._requests.setdefault(row.request_id, RequestState())
-            tracked.keep_queries(row, wants.since, self._kept)
-        if wants.due is not None:
-            blocks_now = blocks.long().clone()
+    def _follow(
+        self, row: Row, requirements: StepRequirements, blocks: torch.Tensor
+    ) -> None:
+        """Note which queries to keep, what to observe and which compaction to run."""
+        if requirements.since is not None:
+            state = self._requests.setdefault(row.request_id, RequestState())
+            state.keep_queries(row, requirements.since, self._queries)
+        if requirements.due is not None:
+            block_ids = blocks.long().clone()
             self._due.append(
-                DueCompaction(row, wants.due, wants.first_query, blocks_now)
+                DueCompaction(
+                    row, requirements.due, requirements.first_query, block_ids
+                )
             )
-        if wants.observes:
-            self._seen.append((row, self._owned(row, blocks.long())))
+        if requirements.observes:
+            self._observed_rows.append((row, self._owned(row, blocks.long())))
 
-    def before_attention(self, layer: int, queries: torch.Tensor) -> None:
-        """Called when a layer is about to attend, its cache written.
+    def before_layer(self, layer: int, queries: torch.Tensor) -> None:
+        """Called when a layer is about to attend, after its cache was written.
 
         Args:
             queries: [step tokens, num_q_heads, head_dim], after RoPE.
         """
-        if self.retrieval is not None:
-            self.retrieval.fetch(layer, queries)
+        for extension in self.extensions:
+            extension.before_layer(layer, queries)
 
-    def after_attention(self, layer: int, queries: torch.Tensor) -> None:
+    def after_layer(self, layer: int, queries: torch.Tensor) -> None:
         """Called when a layer has attended, with the step's queries.
 
         Args:
             queries: [step tokens, num_q_heads, head_dim], after RoPE.
         """
-        for due, owned in self._leaving:
-            assert self.retrieval is not None
-            row = due.row
-            before_tail = due.compaction.retained.stop * self.geometry.block_size
-            self.retrieval.offload(
-                row.request_id, layer, owned, row.after_tokens, before_tail
-            )
-        if self.retrieval is not None and not self._leaving:
-            self.retrieval.fetch_for_next_step(layer, queries)
-        self._unheard -= self._unheard > 0
-        if len(self._kept):
-            self._kept.put(layer, queries)
-        observation = self.policy.observation if self._seen else None
-        for row, owned in self._seen:
+        for extension in self.extensions:
+            extension.after_layer(layer, queries)
+        self._missing_layers -= self._missing_layers > 0
+        if len(self._queries):
+            self._queries.put(layer, queries)
+        observation = self.policy.observation if self._observed_rows else None
+        for row, owned in self._observed_rows:
             assert observation is not None
-            tracked = self._requests.setdefault(row.request_id, RequestState())
+            state = self._requests.setdefault(row.request_id, RequestState())
             part = queries[row.first_query : row.first_query + row.new_tokens]
-            observed = tracked.observed.get(layer)
             assert self._compactor is not None
             view = self._compactor.views.view(
-                layer, owned, row.after_tokens, part.transpose(0, 1), observed
+                layer,
+                owned,
+                row.after_tokens,
+                part.transpose(0, 1),
+                state.observed.get(layer),
             )
-            tracked.observed[layer] = observation.observe(view)
+            state.observed[layer] = observation.observe(view)
 
     def end_step(self) -> None:
-        """Run the compactions that this step completed. Call it when all layers have
-        attended, or as the next step begins (policies with ``spans``)."""
-        assert not self._unheard, "a step went by that layers had to tell of"
-        due_now, self._due, self._leaving = self._due, [], []
-        if self.zooming is not None:
-            self.zooming.end_step(self._prompts.tokens)
+        """Run the compactions that this step completed.
+
+        Call it when all layers have attended. For policies with ``spans``, whose
+        compactions take long, call it as the next step begins: the step's tokens then
+        leave the engine first.
+        """
+        assert not self._missing_layers, "layers did not report their queries"
+        due_now, self._due = self._due, []
+        for extension in self.extensions:
+            extension.end_step(self._prompts.tokens)
         if due_now:
             self._compact(due_now)
 
-    def _owned(self, row: Row, blocks: torch.Tensor) -> PageList:
-        assert self._compactor is not None
-        return self._compactor.owned(row, blocks, self.tracked(row.request_id).resident)
-
     def _compact(self, due_now: Sequence[DueCompaction]) -> None:
-        """Probe for all requests that are due, together, then compact each."""
+        """Probe all requests together, then compact each."""
         assert self._compactor is not None
-        began = time.perf_counter()
-        for due in due_now:
+        start = time.perf_counter()
+        states = [
             self._requests.setdefault(due.row.request_id, RequestState())
+            for due in due_now
+        ]
         if self.prober is not None:
-            prompts = self._prompts.tokens
-            self._compactor.probe(self.prober, due_now, self._requests, prompts)
-        probing = (time.perf_counter() - began) / len(due_now)
-        for due in due_now:
-            began = time.perf_counter()
-            tracked = self._requests[due.row.request_id]
-            if self.zooming is not None:
-                here = self._owned(due.row, due.blocks)
-                tracked.observed = self.zooming.divide(due, here)
-            positions = self._compactor.run(due, tracked)
+            self._probe(self.prober, due_now, states)
+        probing = (time.perf_counter() - start) / len(due_now)
+        for due, state in zip(due_now, states, strict=True):
+            start = time.perf_counter()
+            positions = self._compactor.run(due, state)
             if self.records is not None:
                 self.records.append(Record.of(due, positions, self.geometry))
-            self._seconds.append(probing + time.perf_counter() - began)
+            self._compression_seconds.append(probing + time.perf_counter() - start)
 
-    # -- sessions: called outside of steps, whose tensors they touch -------------
+    def _probe(
+        self,
+        prober: Prober,
+        due_now: Sequence[DueCompaction],
+        states: Sequence[RequestState],
+    ) -> None:
+        """Run the probes of all requests together and store what they observed."""
+        requests = []
+        for due, state in zip(due_now, states, strict=True):
+            row = due.row
+            prompt, patched = self._prompts.tokens.get(row.request_id, ((), ()))
+            owned = self._owned(row, due.blocks)
+            requests.append(
+                ProbeRequest(
+                    prompt, owned, state.compacted_at, row.after_tokens, patched
+                )
+            )
+        prober.run(requests)
+        for request, state in zip(requests, states, strict=True):
+            state.observed = request.observed
 
-    def tracked(self, request_id: str) -> RequestState:
-        """What is known of a request."""
+    def _owned(self, row: Row, blocks: torch.Tensor) -> PageList:
+        """The pages of a request after this step."""
+        assert self._compactor is not None
+        resident = self.request_state(row.request_id).resident
+        return self._compactor.owned(row, blocks, resident)
+
+    # -- sessions: called between steps, whose tensors they change ---------------
+
+    def request_state(self, request_id: str) -> RequestState:
+        """State of a request; a new one if the runtime has none."""
         return self._requests.get(request_id, RequestState())
 
-    def adopt(
+    def resume(
         self,
         request_id: str,
         prompt_tokens: int,
-        tracked: RequestState,
+        state: RequestState,
         tokens: int,
         blocks: torch.Tensor,
     ) -> None:
-        """Let a request go on from a cache that lies in its blocks; call before its
-        first step and after ``learn``. Compacts it if that is due by now.
+        """Let a request continue from a cache that was restored into its blocks.
+
+        Call it before the request's first step and after ``learn``. Compacts the
+        request if a compaction is due at this token count.
 
         Args:
-            tokens: how many there are.
+            tokens: number of restored tokens.
             blocks: int64, physical ids, from its first resident block on.
         """
-        if tracked != RequestState():
-            self._requests[request_id] = tracked
+        if state != RequestState():
+            self._requests[request_id] = state
         plan = self._plan_of(request_id, prompt_tokens)
-        due = plan.due(tracked.compacted_at, tokens)
+        due = plan.due(state.compacted_at, tokens)
         if due is not None:
-            holes = tracked.restored.retained.start if tracked.restored else 0
+            freed = state.restored.retained.start if state.restored else 0
             row = Row(request_id, prompt_tokens, tokens - 1, 1, 0)
             first = plan.window_start(tokens, self.policy.queries_needed)
-            table = torch.cat([blocks.new_zeros(holes), blocks])
+            table = torch.cat([blocks.new_zeros(freed), blocks])
             self._compact([DueCompaction(row, due, first, table)])
 
-    def lose(self, request_id: str) -> None:
-        """A request's cache could not be loaded; see :class:`Tracked`."""
+    def mark_lost(self, request_id: str) -> None:
+        """Note that a request's session failed to load; see :class:`RequestState`."""
         self.forget([request_id])
         self._requests[request_id] = RequestState(lost=True)
 
-    # -- requests that go ----------------------------------------------------
+    def refresh_positions(self, request_id: str) -> None:
+        """Bring the positions of a request's retained region up to date."""
+        resident = self.request_state(request_id).resident
+        if resident is not None:
+            for extension in self.extensions:
+                extension.refresh_positions(request_id, resident.positions)
+
+    def detach_extensions(self, request_id: str) -> tuple[Any, ...]:
+        """Remove a request's state from all extensions, for a session.
+
+        Returns:
+            The state per extension; empty if no extension has any.
+        """
+        states = tuple(each.detach(request_id) for each in self.extensions)
+        return states if any(state is not None for state in states) else ()
+
+    def attach_extensions(self, request_id: str, states: Sequence[Any]) -> None:
+        """Give detached state to the request that continues a session.
+
+        ``place_extensions`` comes next.
+        """
+        for extension, state in zip(self.extensions, states, strict=True):
+            if state is not None:
+                extension.attach(request_id, state)
+
+    def place_extensions(self, request_id: str, resident: Resident) -> None:
+        """Tell all extensions where the retained region of a restored request is."""
+        assert self.tables is not None, "the heap is not bound"
+        pages, _ = self.tables.retained(resident.slot_index)
+        for extension in self.extensions:
+            extension.after_compaction(request_id, pages, resident.positions)
+
+    def discard_extensions(self, states: Sequence[Any]) -> None:
+        """Free detached state that no request will attach."""
+        if states:
+            for extension, state in zip(self.extensions, states, strict=True):
+                if state is not None:
+                    extension.discard(state)
+
+    # -- requests that end -----------------------------------------------------
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """Drop everything about finished or aborted requests."""
@@ -363,49 +442,61 @@ class PolicyRuntime:
             self._prompts.forget(request_id)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop the state of requests that will be computed anew, if ever."""
+        """Drop the state of requests that may be recomputed later."""
         for request_id in request_ids:
-            tracked = self._requests.pop(request_id, None)
+            state = self._requests.pop(request_id, None)
             self._due = [due for due in self._due if due.row.request_id != request_id]
-            for holder in (self.retrieval, self.zooming):
-                if holder is not None:
-                    holder.forget([request_id])
-            if tracked is not None and tracked.resident is not None:
+            for extension in self.extensions:
+                extension.forget([request_id])
+            if state is not None and state.resident is not None:
                 assert self.tables is not None
-                self.tables.leave(tracked.resident.slot_index)
+                self.tables.leave(state.resident.slot_index)
 
     @property
-    def num_tracked(self) -> int:
-        """Requests that this worker holds any state of."""
+    def num_requests(self) -> int:
+        """Requests of which this worker holds any state."""
         return len({*self._requests} | self._prompts.request_ids)
 
     def check_integrity(self) -> None:
-        """Every compacted request has exactly one seat, and no seat is lost."""
+        """Every compacted request has its own slot index, and none is lost."""
         if self.tables is None:  # no step has run yet
-            assert not self._requests, "state without a heap"
+            assert not self._requests, "request state without a heap"
             return
         slot_indices = [
-            t.resident.slot_index for t in self._requests.values() if t.resident
+            state.resident.slot_index
+            for state in self._requests.values()
+            if state.resident
         ]
         assert len(set(slot_indices)) == len(slot_indices), (
-            f"seats shared: {sorted(slot_indices)}"
+            f"slot indices shared: {sorted(slot_indices)}"
         )
-        assert self.tables.num_slot_indices == len(slot_indices), "seats leaked"
-        for holder in (self.retrieval, self.zooming):
-            if holder:
-                holder.check_integrity()
-                assert holder.num_requests <= len(slot_indices), (
-                    "state of somebody unseated"
-                )
+        assert self.tables.num_slot_indices == len(slot_indices), "slot indices leaked"
+        for extension in self.extensions:
+            extension.check_integrity()
+            assert extension.num_requests <= len(slot_indices), (
+                "an extension holds state of a request without a retained region"
+            )
 
     # -- observability ---------------------------------------------------------
 
     @property
     def unscored_compactions(self) -> int:
-        """Compactions with scores that told nothing, see ``UnscoredTokens``."""
-        return self._compactor.unscored.compactions if self._compactor else 0
+        """Compactions with invalid scores, see ``InvalidScores``."""
+        return self._compactor.invalid_scores.compactions if self._compactor else 0
 
     def take_compression_seconds(self) -> list[float]:
         """Durations of compactions since the last call."""
-        taken, self._seconds = self._seconds, []
+        taken, self._compression_seconds = self._compression_seconds, []
         return taken
+
+    def take_traffic(self) -> Traffic | None:
+        """Traffic of the extensions since the last call; None without extensions."""
+        if not self.extensions:
+            return None
+        total = Traffic()
+        for extension in self.extensions:
+            traffic = extension.take_traffic()
+            total.selected += traffic.selected
+            total.fetched += traffic.fetched
+            total.failed += traffic.failed
+        return total

@@ -1,8 +1,9 @@
-"""What a policy wants to be shown of a step, row by row.
+"""What a policy requires of a step, row by row.
 
-Queries and observations are taken between layers, in Python. A CUDA graph that holds a
-whole step makes no such calls when it is replayed: it may hold steps of which nothing
-is wanted, and what follows from those (compactions, probes) comes after the step.
+The engine takes queries and observations between layers, in Python. A CUDA graph that
+holds a whole step makes no such calls when vLLM replays it. A graph may therefore hold
+only steps without requirements on layers. Compactions and probes run after the step
+and do not prevent a replay.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from vllm_kvplugins.policies.capabilities import Trigger
 
 @dataclass(frozen=True, slots=True)
 class StepRequirements:
-    """Of one row.
+    """What the policy requires of one row.
 
     Attributes:
         due: the compaction that the step completes.
         first_query: position of the first query that scores it.
-        since: the step's queries are kept from this position on; None = none are.
-        observes: the policy looks at the step.
+        since: keep the step's queries from this position on; None = keep none.
+        observes: the policy observes the step.
     """
 
     due: Compaction | None
@@ -34,7 +35,7 @@ class StepRequirements:
 
     @property
     def of_layers(self) -> bool:
-        """Whether layers have to hand anything over."""
+        """Whether layers must hand over their queries."""
         return self.observes or self.since is not None
 
 
@@ -42,19 +43,19 @@ NO_REQUIREMENTS = StepRequirements(None, 0, None, False)
 
 
 class StepObserver:
-    """What is wanted of a policy's requests.
+    """Works out what a policy requires of each row.
 
     Args:
-        sessions: requests may be continued: who observes a prompt observes the
-            answer too, and the newest queries are kept, since the next request will
-            not compute these tokens again.
+        sessions: later requests may continue a request. The engine then keeps the
+            newest queries at all times, and a policy that observes prompts observes
+            answers as well: the next request does not compute these tokens again.
     """
 
     def __init__(self, policy: KVCachePolicy, sessions: bool = False) -> None:
         self._policy = policy
         observation = policy.observation
         self._observes = observation.triggers if observation else Trigger(0)
-        # also requests that are never compacted: one that goes on may be
+        # Also for requests that are never compacted: their continuation may be.
         observes_all = sessions and observation is not None
         if observes_all:
             self._observes |= Trigger.DECODE_STEP
@@ -62,21 +63,21 @@ class StepObserver:
         self._always = observes_all or self._keeps_newest
 
     @property
-    def lets_decode_alone(self) -> bool:
-        """Whether most decoding steps need nothing from the host but page lists."""
+    def decode_needs_only_page_lists(self) -> bool:
+        """Whether most decode steps need nothing from the host but page lists."""
         observes = Trigger.DECODE_STEP in self._observes
         drops = self._policy.host_storage is None
         return drops and not observes and not self._keeps_newest
 
     def of(self, row: Row, plan: ResidencyPlan) -> StepRequirements:
-        """What is wanted of a row's step; ``NOTHING`` if it is not looked at."""
+        """The requirements of a row; ``NO_REQUIREMENTS`` itself if there are none."""
         if plan.is_static and not self._always:
             return NO_REQUIREMENTS
-        tokens, wanted = row.after_tokens, self._policy.queries_needed
+        tokens, num_queries = row.after_tokens, self._policy.queries_needed
         cut = plan.next_cut(row.computed_tokens)
-        assert cut is None or tokens <= cut, "a step ran past a compaction"
-        first = tokens if cut is None else plan.window_start(cut, wanted)
-        since = first_kept(tokens, wanted) if self._keeps_newest else first
+        assert cut is None or tokens <= cut, "the step ran past a compaction"
+        first = tokens if cut is None else plan.window_start(cut, num_queries)
+        since = first_kept(tokens, num_queries) if self._keeps_newest else first
         due = plan.due(row.computed_tokens, tokens) if tokens == cut else None
         decoding = row.computed_tokens >= row.prompt_tokens
         phase = Trigger.DECODE_STEP if decoding else Trigger.PREFILL_CHUNK

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.page_table import PageTables
 from vllm_kvplugins.engine.requests import Resident
-from vllm_kvplugins.engine.retrieval.offloaded import Offloaded
 from vllm_kvplugins.ops.bulk import copy_pages
 from vllm_kvplugins.plan.residency_plan import Compaction
 
@@ -57,7 +57,8 @@ class CacheSnapshot:
         queries: [num_layers, n, num_q_heads, head_dim], of its newest tokens; None =
             the policy needs none.
         observed: per layer, the packed result of the policy's last observation.
-        offloaded: its tokens in the host tier, which move with it; None = none.
+        extension_states: state of step extensions, for example tokens in the host
+            tier, which moves with it; empty = none.
         place: where it was saved from; None = it was read from a file.
     """
 
@@ -70,7 +71,7 @@ class CacheSnapshot:
     layout: str
     queries: torch.Tensor | None = None
     observed: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
-    offloaded: Offloaded | None = None
+    extension_states: tuple[Any, ...] = ()
     place: Place | None = None
 
     @property

@@ -66,45 +66,39 @@ class Transfer:
         """
         runtime = self._runtime
         assert runtime.tables is not None, "not attached"
-        tracked = runtime.tracked(request_id)
+        state = runtime.request_state(request_id)
         compacted_at = compaction.at_tokens if compaction else 0
-        if tracked.lost:
+        if state.lost:
             raise ValueError("its own session failed to load")
-        if tracked.compacted_at != compacted_at:
+        if state.compacted_at != compacted_at:
             raise ValueError(
-                f"compacted at {tracked.compacted_at} tokens, not at {compacted_at}"
+                f"compacted at {state.compacted_at} tokens, not at {compacted_at}"
             )
-        retrieval = runtime.retrieval
-        if retrieval is not None and tracked.resident is not None:
-            # the positions must be those of the tokens that were fetched last
-            retrieval.refresh_positions(request_id, tracked.resident.positions)
+        runtime.refresh_positions(request_id)
         saved = copy_out(
             self._heap,
             runtime.tables,
-            tracked.resident,
+            state.resident,
             compaction,
             tokens,
             self._ids(blocks),
         )
         if first_query < tokens:
-            window = tracked.window
+            window = state.window
             if window is None or not window.has(first_query, tokens):
                 raise ValueError(f"queries {first_query} to {tokens} were not kept")
             saved.queries = window.take(first_query, tokens)
         observation = runtime.policy.observation
         if observation is not None:
-            for layer, observed in tracked.observed.items():
+            for layer, observed in state.observed.items():
                 saved.observed[layer] = observation.pack(observed)
-        if retrieval is not None:
-            saved.offloaded = retrieval.detach(request_id)
+        saved.extension_states = runtime.detach_extensions(request_id)
         return saved.on(torch.device("cpu"))
 
     def discard(self, saved: CacheSnapshot) -> None:
         """Free the host tier that a snapshot holds; it will not be restored."""
-        if saved.offloaded is not None:
-            assert self._runtime.retrieval is not None
-            self._runtime.retrieval.discard(saved.offloaded)
-            saved.offloaded = None
+        self._runtime.discard_extensions(saved.extension_states)
+        saved.extension_states = ()
 
     def mismatch(self, saved: CacheSnapshot) -> str | None:
         """Why a snapshot does not fit this worker; None = it does."""
@@ -143,12 +137,13 @@ class Transfer:
                 resident = reuse_in_place(runtime.tables, there, blocks)
             else:
                 resident = copy_in(self._heap, runtime.tables, there, tokens, ids)
-            tracked = self._restored_state(request_id, saved, there, tokens, resident)
-            runtime.adopt(request_id, prompt_tokens, tracked, tokens, ids)
+            state = self._restored_state(request_id, saved, there, tokens, resident)
+            runtime.resume(request_id, prompt_tokens, state, tokens, ids)
         except COPY_ERRORS:
-            if resident is not None and runtime.tracked(request_id).resident is None:
+            in_table = runtime.request_state(request_id).resident is not None
+            if resident is not None and not in_table:
                 runtime.tables.leave(resident.slot_index)
-            runtime.lose(request_id)
+            runtime.mark_lost(request_id)
             self.discard(saved)
             raise
 
@@ -166,14 +161,11 @@ class Transfer:
             there: ``saved`` with its small tensors on the pool's device.
         """
         runtime = self._runtime
-        if saved.offloaded is not None:
-            assert runtime.retrieval is not None
-            assert runtime.tables is not None
+        if saved.extension_states:
             assert resident is not None, "tokens are offloaded by compactions only"
-            runtime.retrieval.attach(request_id, saved.offloaded)
-            saved.offloaded = None  # the request owns it from now on
-            pages, _ = runtime.tables.retained(resident.slot_index)
-            runtime.retrieval.settle(request_id, pages, resident.positions)
+            runtime.attach_extensions(request_id, saved.extension_states)
+            saved.extension_states = ()  # the request owns it from now on
+            runtime.place_extensions(request_id, resident)
         observation = runtime.policy.observation
         assert observation is not None or not there.observed
         observed = {

@@ -14,7 +14,7 @@ from time import perf_counter
 
 import torch
 
-from vllm_kvplugins.engine.scores import check_scores
+from vllm_kvplugins.engine.compactor import check_scores
 from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.policies.base import KVCachePolicy, LayerView
 from vllm_kvplugins.scoring.rotary import Rotary

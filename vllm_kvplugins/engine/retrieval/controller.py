@@ -16,24 +16,21 @@ host, and what they ask for goes back in one copy, or the GPU takes it from ther
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_kvplugins.engine.heap import Heap
-from vllm_kvplugins.engine.requests import PageList, Row
+from vllm_kvplugins.engine.recorded_run import Fetch
+from vllm_kvplugins.engine.requests import DueCompaction, PageList, Row
 from vllm_kvplugins.engine.retrieval.host_tier import tier_for
 from vllm_kvplugins.engine.retrieval.hot_slots import HotSlots
 from vllm_kvplugins.engine.retrieval.indexing import Indexer
+from vllm_kvplugins.engine.retrieval.log import RetrievalLog
 from vllm_kvplugins.engine.retrieval.offload_queue import OffloadQueue
-from vllm_kvplugins.engine.retrieval.offloaded import (
-    Batch,
-    Fetched,
-    Offloaded,
-    Traffic,
-)
+from vllm_kvplugins.engine.retrieval.offloaded import Batch, Fetched, Offloaded
+from vllm_kvplugins.engine.step_extension import Step, StepExtension, Traffic
 from vllm_kvplugins.index import Keys
 from vllm_kvplugins.ops.device import AsyncHostCopy, SideStream, moved
 from vllm_kvplugins.ops.hot_set import HotSet, fill_hot
@@ -41,16 +38,12 @@ from vllm_kvplugins.ops.layout import PagedKV
 from vllm_kvplugins.ops.threads import helper
 from vllm_kvplugins.policies.retrieval import Retriever
 
-if TYPE_CHECKING:
-    from vllm_kvplugins.engine.retrieval.log import RetrievalLog
-
-
 # Queries of a step that select, at most, per query head.
 _MOST_ASKING = 32
 
 
-class RetrievalController:
-    """Host tier and hot zones of all requests on one worker.
+class RetrievalController(StepExtension):
+    """Host tier and hot slots of all requests on one worker.
 
     Args:
         scales: softmax scale per layer.
@@ -88,6 +81,8 @@ class RetrievalController:
         self._under_way: list[tuple[Batch, int, Future[Fetched]]] = []
         # not yet in the traffic: a sum per layer would cost more than it tells
         self._copied: list[torch.Tensor] = []
+        # requests that a compaction after this step sends tokens to the host for
+        self._offloading: list[tuple[DueCompaction, PageList]] = []
 
     @property
     def traffic(self) -> Traffic:
@@ -140,7 +135,7 @@ class RetrievalController:
         if layer == max(self._zones):
             state.tokens = max(len(wanted), first)
 
-    def settle(
+    def after_compaction(
         self, request_id: str, pages: torch.Tensor, positions: torch.Tensor
     ) -> None:
         """Find the hot slots after a compaction; wait for indices that must be there.
@@ -187,8 +182,12 @@ class RetrievalController:
 
     # -- steps --------------------------------------------------------------------
 
-    def begin_step(self, rows: Sequence[Row]) -> None:
-        """Note which rows of a step have tokens to fetch."""
+    def begin_step(self, step: Step) -> None:
+        """Note which rows fetch tokens, and which requests offload some."""
+        self._begin_fetches(step.rows)
+        self._offloading = [(due, step.pages_of(due)) for due in step.due]
+
+    def _begin_fetches(self, rows: Sequence[Row]) -> None:
         self._join()
         alike: dict[tuple[int, bool], list[Row]] = {}
         for row in rows:
@@ -209,12 +208,8 @@ class RetrievalController:
         for state in self._requests.values():
             state.served = False
 
-    def fetch(self, layer: int, queries: torch.Tensor) -> None:
-        """Make resident what this step's queries ask for, before they attend.
-
-        Args:
-            queries: [step tokens, num_q_heads, head_dim].
-        """
+    def before_layer(self, layer: int, queries: torch.Tensor) -> None:
+        """Make the tokens resident that this step's queries select."""
         for batch in self._batches:
             if layer in self._zones:
                 fetched = self._fetched(batch, layer, queries)
@@ -244,9 +239,24 @@ class RetrievalController:
         if fetched is not None:
             self._copied.append(fetched)
 
-    def fetch_for_next_step(self, layer: int, queries: torch.Tensor) -> None:
-        """Called when a layer has attended: start to fetch for the step after, if
-        the policy asks for it, with this step's queries. Not before a compaction."""
+    def after_layer(self, layer: int, queries: torch.Tensor) -> None:
+        """Offload this layer's tokens before a compaction; without one, start to
+        fetch for the next step."""
+        for due, owned in self._offloading:
+            row = due.row
+            before_tail = due.compaction.retained.stop * self._heap.layout.block_size
+            self.offload(row.request_id, layer, owned, row.after_tokens, before_tail)
+        if not self._offloading:
+            self._fetch_for_next_step(layer, queries)
+
+    def end_step(
+        self, prompts: Mapping[str, tuple[Sequence[int], Sequence[int]]]
+    ) -> None:
+        """The step has offloaded all layers."""
+        self._offloading = []
+
+    def _fetch_for_next_step(self, layer: int, queries: torch.Tensor) -> None:
+        """Start to fetch with this step's queries, if the policy prefetches."""
         if self._policy.prefetch != "step" or layer not in self._zones:
             return
         for batch in self._batches:
@@ -360,7 +370,7 @@ class RetrievalController:
         return state
 
     def attach(self, request_id: str, state: Offloaded) -> None:
-        """Go on with what another request had on the host; ``settle`` comes next."""
+        """Give the host tokens of a session to the request that continues it."""
         state.slot_index, state.served = self._take_slot_index(), False
         self._detached.remove(state)
         self._requests[request_id] = state
@@ -377,6 +387,15 @@ class RetrievalController:
         """Let go of the host memory; nobody has any of it."""
         self._join()
         self.tier.close()
+
+    def start_log(self) -> bool:
+        """Log every fetch from now on."""
+        self.log = RetrievalLog()
+        return True
+
+    def take_log(self) -> list[Fetch]:
+        """Fetches since the last call; empty unless logging is on."""
+        return self.log.take() if self.log is not None else []
 
     def hot_tokens(self, request_id: str, layer: int) -> torch.Tensor:
         """int64 [num_kv_heads, count]: numbers of the host tokens that are hot."""

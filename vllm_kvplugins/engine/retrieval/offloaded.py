@@ -98,18 +98,3 @@ class Fetched(NamedTuple):
         if self.done is not None:
             self.done.wait()
         return self.copied
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Counts over all layers and KV heads.
-
-    Attributes:
-        selected: tokens that queries asked for.
-        fetched: of these, copied from the host because they were not resident.
-        failed: indices that raised; their layers are scanned from then on.
-    """
-
-    selected: int = 0
-    fetched: int = 0
-    failed: int = 0

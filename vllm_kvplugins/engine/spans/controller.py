@@ -27,10 +27,10 @@ import torch
 
 from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.requests import DueCompaction, PageList, Row
-from vllm_kvplugins.engine.retrieval.offloaded import Traffic
 from vllm_kvplugins.engine.spans.entries import EntryArena
 from vllm_kvplugins.engine.spans.state import LayerSpans, RequestSpans, Turn
 from vllm_kvplugins.engine.spans.surprisal import SurprisalModel, SurprisalTracker
+from vllm_kvplugins.engine.step_extension import Step, StepExtension, Traffic
 from vllm_kvplugins.ops import dispatch as ops
 from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.device import AsyncHostCopy, moved
@@ -58,12 +58,12 @@ _NO_FACTORS = LowRank(
 )
 
 
-class SpanController:
+class SpanController(StepExtension):
     """Spans of all requests on one worker.
 
     Args:
         scales: softmax scale per layer.
-        losses: of the step that has just run.
+        surprisal: computes the surprisal of a step that has just run.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class SpanController:
         heap: Heap,
         geometry: Geometry,
         scales: Sequence[float],
-        losses: SurprisalModel,
+        surprisal: SurprisalModel,
     ) -> None:
         self.policy = policy
         self._heap = heap
         self._geometry = geometry
         self._scales = list(scales)
-        self._surprisals = SurprisalTracker(losses)
-        self._watched: list[Row] = []
+        self._surprisals = SurprisalTracker(surprisal)
+        self._followed: list[Row] = []
         self._num_rows = 0
         self._requests: dict[str, RequestSpans] = {}
         self._helper = helper("kvp-spans")
@@ -93,35 +93,31 @@ class SpanController:
 
     # -- compactions --------------------------------------------------------------
 
-    def end_step(self, prompts: Mapping[str, tuple[Sequence[int], object]]) -> None:
-        """The step's forward pass is over: see how surprising its tokens were.
-
-        Args:
-            prompts: token ids of live requests, and what else they asked.
-        """
-        for row in self._watched:
+    def end_step(
+        self, prompts: Mapping[str, tuple[Sequence[int], Sequence[int]]]
+    ) -> None:
+        """Collect the hidden states that give the surprisal of the step's tokens."""
+        for row in self._followed:
             self._surprisals.note(row, prompts[row.request_id][0])
-        self._watched = []
+        self._followed = []
 
-    def divide(self, due: DueCompaction, owned: PageList) -> dict[int, Segments]:
-        """Cut a prompt into spans, and take in the tokens that leave with the
-        compaction that comes next.
-
-        Args:
-            owned: the request's pages.
+    def before_compaction(
+        self, due: DueCompaction, owned: PageList
+    ) -> dict[int, Segments]:
+        """Cut a prompt into spans and store the tokens that the compaction drops.
 
         Returns:
-            For every layer, what the policy scores by.
+            The segments, for every layer.
         """
         row, size = due.row, self._heap.layout.block_size
         stays = len(due.compaction.retained) * size + row.after_tokens % size
         surprisal = self._surprisals.take(row.request_id)
         segments = self.policy.segment(surprisal, stays, self._geometry)
         if segments.num_spans:
-            self._take_in(row.request_id, owned, segments)
+            self._store(row.request_id, owned, segments)
         return dict.fromkeys(range(self._heap.num_layers), segments)
 
-    def _take_in(self, request_id: str, owned: PageList, segments: Segments) -> None:
+    def _store(self, request_id: str, owned: PageList, segments: Segments) -> None:
         room = self.policy.zoom_tokens(segments.resident.numel(), self._geometry)
         heads = self._heap.num_kv_heads
         first = self._arena.take(heads * (segments.num_spans + room))
@@ -169,27 +165,24 @@ class SpanController:
 
     # -- steps --------------------------------------------------------------------
 
-    def begin_step(self, rows: Sequence[Row]) -> None:
+    def begin_step(self, step: Step) -> None:
         """Note which rows of a step have spans."""
-        self._watched, self._num_rows, self._turns = [], len(rows), None
+        self._followed, self._num_rows = list(step.followed), len(step.rows)
+        self._turns = None
         self._rows = [
             (index, row)
-            for index, row in enumerate(rows)
+            for index, row in enumerate(step.rows)
             if row.request_id in self._requests
         ]
 
-    def watch(self, row: Row) -> None:
-        """A row of the step whose prompt is divided when it is in."""
-        self._watched.append(row)
-
     @property
-    def takes_any(self) -> bool:
+    def attends_any(self) -> bool:
         """Whether a row of this step has spans."""
         return bool(self._rows)
 
     @property
-    def takes_all(self) -> bool:
-        """Whether all have, so that nobody else need attend."""
+    def attends_all(self) -> bool:
+        """Whether all rows have spans, so that the kernel need not run."""
         return len(self._rows) == self._num_rows > 0
 
     def attend(
@@ -297,7 +290,7 @@ class SpanController:
         """Drop requests; what is being decomposed for them is not waited for."""
         for request_id in request_ids:
             self._surprisals.forget([request_id])
-            self._watched = [r for r in self._watched if r.request_id != request_id]
+            self._followed = [r for r in self._followed if r.request_id != request_id]
             state = self._requests.pop(request_id, None)
             if state is None:
                 continue
@@ -309,6 +302,11 @@ class SpanController:
             self._rows = [
                 (i, row) for i, row in self._rows if row.request_id != request_id
             ]
+
+    def device_bytes(self, request_id: str) -> int:
+        """Keys and values of a request's entries, all layers together."""
+        state = self._requests.get(request_id)
+        return 0 if state is None else self._arena.num_bytes(self._run(state)[1])
 
     def _run(self, state: RequestSpans) -> tuple[int, int]:
         return state.first, self._heap.num_kv_heads * state.entries_per_head

@@ -72,6 +72,10 @@ class EntryArena:
         """Entries per layer, taken or not."""
         return int(self._bias.shape[1])
 
+    def num_bytes(self, count: int) -> int:
+        """Keys and values of so many entries, all layers together."""
+        return int(2 * count * self._num_layers * self._head_dim * self._dtype.itemsize)
+
     @property
     def free(self) -> int:
         """Entries per layer that nobody has."""

@@ -25,7 +25,7 @@ class SurprisalModel(Protocol):
         """A copy of the hidden states [count, width] of the step's tokens from
         ``first`` on."""
 
-    def losses(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def surprisal(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Surprisal in nats, float32 [n], of the tokens int64 [n] as the ones that
         follow these hidden states."""
 
@@ -62,9 +62,9 @@ class SurprisalTracker:
     """
 
     def __init__(
-        self, losses: SurprisalModel, most_waiting_bytes: int = MOST_WAITING_BYTES
+        self, model: SurprisalModel, most_waiting_bytes: int = MOST_WAITING_BYTES
     ) -> None:
-        self._losses = losses
+        self._model = model
         self._most_waiting_bytes = most_waiting_bytes
         self._known: dict[str, torch.Tensor] = {}
         self._waiting: dict[str, list[_Piece]] = {}
@@ -78,7 +78,7 @@ class SurprisalTracker:
         if row.request_id not in self._known:
             self._known[row.request_id] = torch.zeros(row.prompt_tokens)
         first = row.computed_tokens + 1
-        states = self._losses.states(row.first_query, stop + 1 - first)
+        states = self._model.states(row.first_query, stop + 1 - first)
         piece = _Piece(first, states, torch.as_tensor(prompt[first : stop + 1]))
         if self.waiting_bytes + piece.nbytes > self._most_waiting_bytes:
             self._ask(row.request_id, piece)
@@ -87,7 +87,7 @@ class SurprisalTracker:
         self._waiting.setdefault(row.request_id, []).append(piece)
 
     def _ask(self, request_id: str, piece: _Piece) -> None:
-        found = self._losses.losses(piece.states, piece.targets).float()
+        found = self._model.surprisal(piece.states, piece.targets).float()
         # of a token that the model cannot say, or of numbers that are none: requests
         # of others go on
         found = torch.nan_to_num(found, nan=0.0, posinf=_MOST).clamp(0.0, _MOST)

@@ -20,7 +20,6 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.vllm_adapter.attention.flat import (
-    PolicyBackend,
     PolicyBuilder,
     PolicyImpl,
     Scope,
@@ -29,7 +28,7 @@ from vllm_kvplugins.vllm_adapter.attention.flat import (
 )
 
 
-class PagedPolicyBackend(PolicyBackend, CPUAttentionBackend):
+class PagedPolicyBackend(CPUAttentionBackend):
     """Takes the place of CPU_ATTN in processes where a policy is active."""
 
     @staticmethod

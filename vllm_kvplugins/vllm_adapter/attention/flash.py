@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionImpl,
 )
 
-from vllm_kvplugins.engine.fixed_table import FlatTable
+from vllm_kvplugins.engine.page_table import FlatTable
 from vllm_kvplugins.ops.device import moved
 from vllm_kvplugins.vllm_adapter.attention.flat import (
     PolicyImpl,

@@ -19,8 +19,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionImpl,
 )
 
-from vllm_kvplugins.engine.fixed_table import FlatTable
-from vllm_kvplugins.engine.page_runs import page_indices, page_runs
+from vllm_kvplugins.engine.page_table import FlatTable, page_indices, page_runs
 from vllm_kvplugins.errors import refuse
 from vllm_kvplugins.ops.device import moved
 from vllm_kvplugins.vllm_adapter.attention.flat import (

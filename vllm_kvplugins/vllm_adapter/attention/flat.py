@@ -21,8 +21,8 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
-from vllm_kvplugins.engine.fixed_table import FixedTable, FlatTable
 from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.page_table import FixedTable, FlatTable
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.errors import refuse
 from vllm_kvplugins.ops.layout import PageLayout
@@ -30,8 +30,7 @@ from vllm_kvplugins.vllm_adapter.config.validation import (
     layer_problems,
     rotary_problems,
 )
-from vllm_kvplugins.vllm_adapter.scheduler.spec import with_policy
-from vllm_kvplugins.vllm_adapter.startup import activation
+from vllm_kvplugins.vllm_adapter.worker.context import context_of_layers
 from vllm_kvplugins.vllm_adapter.worker.probing import ProbeMetadata, probe_model
 from vllm_kvplugins.vllm_adapter.worker.rotary import rotary_of
 
@@ -45,30 +44,25 @@ class Scope:
     schedule: Any = None  # the kernel's own plan, if it makes one
 
 
-class PolicyBackend:
-    """Mixin of backends: their caches are under a policy."""
-
-    @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        spec = super().customize_spec(spec)  # type: ignore[misc]
-        runtime = activation.runtime()
-        return with_policy(spec, runtime.policy, runtime.geometry)
-
-
 class PolicyBuilder(ABC):
-    """Mixin of metadata builders: tells the runtime of steps and where the cache is."""
+    """Mixin of metadata builders: starts each step and binds the heap.
+
+    Attributes:
+        context: of the worker that these layers belong to.
+    """
 
     vllm_config: Any
     layer_names: list[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.runtime = activation.runtime()
         layers = get_layers_from_vllm_config(
             self.vllm_config, Attention, self.layer_names
         )
         self.layers = [layers[name] for name in self.layer_names]
-        self.rotary = rotary_of(activation.runner().model)
+        self.context = context_of_layers(self.layers)
+        self.runtime = self.context.runtime
+        self.rotary = rotary_of(self.context.runner.model)
         refuse(
             f"KV policy {self.runtime.policy.name!r} cannot run with this model",
             [
@@ -82,7 +76,7 @@ class PolicyBuilder(ABC):
         )
         for index, layer in enumerate(self.layers):
             layer.impl.bind(self.runtime, index)
-        activation.set_attach(self._attach)
+        self.context.register_heap_binding(self._bind_heap)
 
     @abstractmethod
     def page_layout(self, block_size: int, head_dim: int) -> PageLayout:
@@ -97,25 +91,26 @@ class PolicyBuilder(ABC):
             into: where they are written; None = new tensors.
             dummy: no request's step.
         """
-        activation.attach()
+        self.context.ensure_heap()
         num_rows = common.num_reqs
         return self.runtime.begin_step(
-            [] if dummy else activation.runner().rows(common),
+            [] if dummy else self.context.runner.rows(common),
             common.seq_lens[:num_rows],
             common.block_table_tensor[:num_rows],
             into,
         )
 
-    def _attach(self) -> None:
+    def _bind_heap(self) -> None:
         """Give the runtime the heap; caches exist only from the first step on."""
         _, _, block_size, content = self.layers[0].kv_cache.shape
-        model = activation.runner().model
-        self.runtime.attach(
+        model = self.context.runner.model
+        surprisal = self.context.new_surprisal_model
+        self.runtime.bind_heap(
             build_heap(self.layers, self.page_layout(block_size, content // 2)),
             [layer.impl.scale for layer in self.layers],
             self.rotary,
             probe_model(self.vllm_config, model, self.layer_names),
-            activation.losses(model) if self.runtime.policy.spans else None,
+            surprisal(model) if self.runtime.policy.spans else None,
         )
 
 
@@ -178,14 +173,17 @@ class PolicyImpl(ABC):
                 **kwargs,
             )
             return found
-        self.runtime.before_attention(self.layer_index, query)
-        zooming = self.runtime.zooming
-        if zooming is None or not zooming.takes_all:
+        runtime = self.runtime
+        runtime.before_layer(self.layer_index, query)
+        attending = runtime.attending
+        if attending is None or not attending.attends_all:
             self.attend(query, kv_cache, attn_metadata, output)
-        if zooming is not None and zooming.takes_any:
+        if attending is not None:
             (scope,) = attn_metadata.scopes
-            zooming.attend(self.layer_index, query, scope.pages, scope.lengths, output)
-        self.runtime.after_attention(self.layer_index, query)
+            attending.attend(
+                self.layer_index, query, scope.pages, scope.lengths, output
+            )
+        runtime.after_layer(self.layer_index, query)
         return output
 
     def scope(

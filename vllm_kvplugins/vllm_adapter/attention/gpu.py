@@ -17,15 +17,15 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from vllm_kvplugins.engine.fixed_table import FlatTable
+from vllm_kvplugins.engine.page_table import FlatTable
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.vllm_adapter.attention import graphs
-from vllm_kvplugins.vllm_adapter.attention.flat import PolicyBackend, PolicyBuilder
-from vllm_kvplugins.vllm_adapter.startup import activation
+from vllm_kvplugins.vllm_adapter.attention.flat import PolicyBuilder
+from vllm_kvplugins.vllm_adapter.worker.context import context_of_layers
 
 
-class GPUPolicyBackend(PolicyBackend):
+class GPUPolicyBackend:
     """Mixin of backends that stand in vLLM's place for custom ones."""
 
     @staticmethod
@@ -50,7 +50,9 @@ class GPUPolicyBuilder(PolicyBuilder):
     def get_cudagraph_support(
         cls, vllm_config: Any, kv_cache_spec: Any
     ) -> AttentionCGSupport:
-        if cls.graph_problems(vllm_config, activation.runtime()):
+        layers = vllm_config.compilation_config.static_forward_context
+        runtime = context_of_layers(layers.values()).runtime
+        if cls.graph_problems(vllm_config, runtime):
             return AttentionCGSupport.NEVER
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -66,7 +68,7 @@ class GPUPolicyBuilder(PolicyBuilder):
             self.vllm_config, self.runtime, self.device, why_not
         )
         if self.table is not None:
-            activation.runner().keep_out_of_graphs(self.runtime.wants_of_layers)
+            self.context.runner.keep_out_of_graphs(self.runtime.requires_layers)
 
     def page_layout(self, block_size: int, head_dim: int) -> PageLayout:
         device = self.layers[0].kv_cache.device

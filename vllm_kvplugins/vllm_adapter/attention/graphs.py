@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from vllm_kvplugins.engine.fixed_table import FixedTable, TableShape
+from vllm_kvplugins.engine.page_table import FixedTable, TableShape
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ def table_shape(vllm_config: VllmConfig, runtime: PolicyRuntime) -> TableShape:
 
 def problems(vllm_config: VllmConfig, runtime: PolicyRuntime) -> list[str]:
     """Why no graph may hold a decoding step."""
-    if not runtime.watch.lets_decode_alone:
+    if not runtime.observer.decode_needs_only_page_lists:
         return [f"{runtime.policy.name} works between the layers of decoding steps"]
     fold = runtime.plan(vllm_config.model_config.max_model_len).fold
     every = fold.every_blocks * runtime.geometry.block_size if fold else 0

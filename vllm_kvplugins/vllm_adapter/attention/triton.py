@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionImpl,
 )
 
-from vllm_kvplugins.engine.fixed_table import FlatTable
+from vllm_kvplugins.engine.page_table import FlatTable
 from vllm_kvplugins.ops.triton.paged_attention import attend_paged
 from vllm_kvplugins.vllm_adapter.attention.flat import PolicyImpl, Scope
 from vllm_kvplugins.vllm_adapter.attention.gpu import GPUPolicyBackend, GPUPolicyBuilder

@@ -179,6 +179,14 @@ def register(request: dict[str, Any]) -> None:
     )
 
 
+def is_registered() -> bool:
+    """Whether vLLM builds the layers of this process with our backend."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    entry = AttentionBackendEnum[_place()]
+    return entry.is_overridden() and entry.get_path() in _BACKENDS.values()
+
+
 def unregister() -> None:
     """Restore the stock backend."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

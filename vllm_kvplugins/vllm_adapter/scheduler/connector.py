@@ -31,7 +31,6 @@ from vllm_kvplugins.vllm_adapter.scheduler.sessions import (
     NO_SESSIONS,
     SchedulerSessions,
 )
-from vllm_kvplugins.vllm_adapter.startup import activation
 
 if TYPE_CHECKING:
     import torch
@@ -84,15 +83,16 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self.host: HostReservations | None = None
         self.sessions: SchedulerSessions | None = None
         self._reported = (0, 0)  # freed blocks, compactions
-        if role == KVConnectorRole.WORKER:
-            self._runtime = activation.runtime()
-            self._store = activation.vault()
 
     @property
     def requires_kv_delivery(self) -> bool:
         return False
 
     # -- worker ---------------------------------------------------------------
+
+    def bind_worker(self, runtime: PolicyRuntime, store: SessionStore | None) -> None:
+        """Serve this worker; called by the worker once vLLM has made the connector."""
+        self._runtime, self._store = runtime, store
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to do: the worker restored sessions before it prepared the step."""
@@ -205,16 +205,14 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _take_traffic(self) -> dict[str, int]:
-        """Tokens selected and fetched since the last call."""
-        runtime = self._runtime
-        holder = (runtime.retrieval or runtime.zooming) if runtime else None
-        if holder is None:
+        """Tokens selected and fetched since the last call; empty if none can be."""
+        traffic = self._runtime.take_traffic() if self._runtime is not None else None
+        if traffic is None:
             return {}
-        taken = holder.take_traffic()
         return {
-            "selected_tokens": taken.selected,
-            "fetched_tokens": taken.fetched,
-            "failed_indices": taken.failed,
+            "selected_tokens": traffic.selected,
+            "fetched_tokens": traffic.fetched,
+            "failed_indices": traffic.failed,
         }
 
     @classmethod

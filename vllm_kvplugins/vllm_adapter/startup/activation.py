@@ -1,25 +1,21 @@
-"""Switching a policy on: in the configuration, and in each process.
+"""Switching a policy on in vLLM's configuration.
 
-Front end: ``prepared`` and ``finish_config`` point vLLM's configuration at our
-scheduler, worker and connector. Worker: ``activate`` puts our attention backend
-in the place of the stock one, for this process only. ``deactivate`` undoes that
-when the same process goes on to build an engine without a policy.
+``prepared`` and ``finish_config`` point the configuration at our scheduler, worker and
+connector. The worker then builds its model on our attention backend
+(``worker.context``). ``deactivate`` undoes that when the same process builds an engine
+without a policy.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvplugins.config import CONFIG_KEY, parse_sessions
-from vllm_kvplugins.engine.runtime import PolicyRuntime
-from vllm_kvplugins.errors import KVPolicyError, coded, refuse
+from vllm_kvplugins.config import CONFIG_KEY
+from vllm_kvplugins.errors import refuse
 from vllm_kvplugins.policies.base import KVCachePolicy
-from vllm_kvplugins.sessions.store import SessionStore
-from vllm_kvplugins.sessions.transfer import Transfer
 from vllm_kvplugins.vllm_adapter.config import (
     compat,
     host_memory,
@@ -30,9 +26,7 @@ from vllm_kvplugins.vllm_adapter.config import (
 from vllm_kvplugins.vllm_adapter.config.engine_config import (
     fingerprint_of,
     geometry_of,
-    policy_of,
     remember_measured,
-    request_of,
 )
 from vllm_kvplugins.vllm_adapter.frontend import turn_ends
 from vllm_kvplugins.vllm_adapter.scheduler import session_config
@@ -185,108 +179,8 @@ def _shape_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]
     ]
 
 
-# -- worker: this process ---------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Process:
-    runtime: PolicyRuntime | None = None
-    # sessions of this worker, if they are kept
-    vault: SessionStore | None = None
-    # gives the runtime its heap; set when the attention backend exists
-    attach: Callable[[], None] | None = None
-    # adapter around this process's model runner; set when the runner exists
-    runner: Any = None
-    # asks the model about its steps, if the policy wants to know
-    losses: surprisal.LogitsSurprisal | None = None
-
-
-_process = _Process()
-
-
-def activate(vllm_config: VllmConfig) -> PolicyRuntime:
-    """Make this process build its model on our attention backend."""
-    policy = policy_of(vllm_config)
-    if policy is None:
-        raise KVPolicyError(
-            coded(
-                "KVP009",
-                "the worker of vllm_kvplugins was started without a KV policy; use "
-                "--kv-policy instead of --worker-cls",
-            )
-        )
-    request = request_of(vllm_config)
-    assert isinstance(request, dict), "not settled"
-    kernel_choice.register(request)
-    compat.forget_previous_engine()
-    kept = parse_sessions(request).sessions
-    _close_losses()
-    _process.runtime = PolicyRuntime(policy, geometry_of(vllm_config), bool(kept))
-    _process.runner = _process.attach = _process.vault = None
-    if kept:
-        files = session_config.session_folder(vllm_config)
-        moves = policy.retrieval is not None
-        _process.vault = SessionStore(
-            Transfer(_process.runtime), files, vllm_config.parallel_config.rank, moves
-        )
-    return _process.runtime
-
-
 def deactivate() -> None:
-    """Restore the stock backend for whatever this process builds next."""
-    if _process.runtime is None:
-        return
-    kernel_choice.unregister()
-    compat.forget_previous_engine()
-    _close_losses()
-    _process.runtime = _process.runner = _process.attach = _process.vault = None
+    """Restore the stock backend for an engine without a policy in this process."""
+    from vllm_kvplugins.vllm_adapter.worker.context import restore_stock_backend
 
-
-def runtime() -> PolicyRuntime:
-    """The runtime of the engine that this process is building."""
-    assert _process.runtime is not None, "no policy is active in this process"
-    return _process.runtime
-
-
-def vault() -> SessionStore | None:
-    """The sessions of this worker, if they are kept."""
-    return _process.vault
-
-
-def set_attach(attach: Callable[[], None]) -> None:
-    """Remember how the runtime gets its heap, and forget the one that it has: vLLM
-    builds a small cache to measure graphs with, throws it away, and begins again."""
-    runtime().detach()
-    _close_losses()
-    _process.attach = attach
-
-
-def attach() -> None:
-    """Give the runtime its heap, if it has none yet."""
-    if runtime().heap is None:
-        assert _process.attach is not None, "there is no attention backend yet"
-        _process.attach()
-
-
-def losses(model: Any) -> surprisal.LogitsSurprisal:
-    """What asks the model about its steps, as long as the runtime has this heap."""
-    _close_losses()
-    _process.losses = surprisal.LogitsSurprisal(model)
-    return _process.losses
-
-
-def _close_losses() -> None:
-    if _process.losses is not None:
-        _process.losses.close()
-    _process.losses = None
-
-
-def set_runner(adapter: Any) -> None:
-    """Remember the adapter around this process's model runner."""
-    _process.runner = adapter
-
-
-def runner() -> Any:
-    """The model-runner adapter of this process."""
-    assert _process.runner is not None, "the model runner does not exist yet"
-    return _process.runner
+    restore_stock_backend()

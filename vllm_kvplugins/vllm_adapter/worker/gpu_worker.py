@@ -17,5 +17,5 @@ class KVPolicyGPUWorker(PolicyWorker, Worker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         threads = torch.get_num_threads()
         super().load_model(*args, **kwargs)
-        policy = self.kv_policy_runtime.policy
+        policy = self.kv_policy.runtime.policy
         host_threads.restore(policy, self.parallel_config, threads)

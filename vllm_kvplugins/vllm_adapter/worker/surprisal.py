@@ -47,7 +47,7 @@ class LogitsSurprisal:
         return self._last[first : first + count].clone()
 
     @torch.inference_mode()
-    def losses(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def surprisal(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         targets = targets.to(states.device).long()
         parts = []
         for rows, wanted in zip(

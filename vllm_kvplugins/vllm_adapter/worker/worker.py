@@ -1,35 +1,48 @@
-"""vLLM's worker with a policy switched on before the model is built."""
+"""vLLM's worker under a policy."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from vllm_kvplugins.engine.recorded_run import Fetch
 from vllm_kvplugins.engine.requests import Record
-from vllm_kvplugins.engine.retrieval.log import RetrievalLog
+from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.errors import refuse
 from vllm_kvplugins.vllm_adapter.config import compat, host_memory
 from vllm_kvplugins.vllm_adapter.config.request_params import (
     requested_patched_prompt,
     requested_turn_ends,
 )
-from vllm_kvplugins.vllm_adapter.startup import activation
+from vllm_kvplugins.vllm_adapter.scheduler.spec import with_policy
+from vllm_kvplugins.vllm_adapter.worker.context import WorkerContext
 
 
 class PolicyWorker:
     """Mixin of workers under a policy.
 
-    The runtime does its work in the attention backend and in the connector;
-    here it is created, given the model runner, and told which requests left.
+    The worker creates the context, hands it to the attention layers and the connector,
+    and tells the runtime which requests start and end. The attention backend and the
+    connector call the runtime in each step.
+
+    Attributes:
+        kv_policy: runtime, session store and model runner of this worker.
     """
 
+    vllm_config: Any
     model_runner: Any
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        self.kv_policy_runtime = activation.activate(vllm_config)
+        # Before the model is built: its layers look the attention backend up.
+        self.kv_policy = WorkerContext.create(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+
+    @property
+    def kv_policy_runtime(self) -> PolicyRuntime:
+        """The runtime of this worker."""
+        return self.kv_policy.runtime
 
     def init_device(self) -> None:
         super().init_device()  # type: ignore[misc]
@@ -38,19 +51,38 @@ class PolicyWorker:
             f"KV policy {policy.name!r} cannot run on this machine",
             host_memory.pinning_problems(policy, self.model_runner.device),
         )
-        activation.set_runner(compat.runner_adapter(self.model_runner))
+        self.kv_policy.runner = compat.runner_adapter(self.model_runner)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        layers = self.vllm_config.compilation_config.static_forward_context
+        self.kv_policy.bind_layers(layers.values())
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        """vLLM's specs, which carry the policy to the scheduler's block manager."""
+        runtime = self.kv_policy.runtime
+        specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        return {
+            name: with_policy(spec, runtime.policy, runtime.geometry)
+            for name, spec in specs.items()
+        }
+
+    def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
+        context = self.kv_policy
+        get_kv_transfer_group().bind_worker(context.runtime, context.session_store)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        runtime, store = self.kv_policy_runtime, activation.vault()
+        runtime, store = self.kv_policy.runtime, self.kv_policy.session_store
         meta = scheduler_output.kv_connector_metadata
         if store is not None and meta is not None:
             if meta.commands.saves or meta.commands.loads or meta.commands.stage:
-                activation.attach()
+                self.kv_policy.ensure_heap()
             store.save(meta.commands)
         runtime.finish(scheduler_output.finished_req_ids)
         runtime.forget(getattr(scheduler_output, "preempted_req_ids", None) or ())
         if runtime.policy.spans is not None:
-            # before this step writes: blocks that are read may be another's by now
+            # Before this step writes: other requests may own these blocks now.
             with torch.inference_mode():
                 runtime.end_step()
         self._clear_new_blocks(scheduler_output)
@@ -66,21 +98,21 @@ class PolicyWorker:
         return run(scheduler_output, *args, **kwargs)
 
     def _clear_new_blocks(self, scheduler_output: Any) -> None:
-        """Zero blocks that requests were given, where the scheduler asks for that.
+        """Zero newly allocated blocks, where the scheduler asks for it.
 
-        Not by vLLM's runner, which would do it after sessions are restored. Whoever
-        had the blocks is done with them: saved, or compacted, above.
+        vLLM's runner would do it after sessions are restored. Their earlier owners have
+        been saved or compacted above.
         """
         heap = self.kv_policy_runtime.heap
         fresh = scheduler_output.new_block_ids_to_zero
         scheduler_output.new_block_ids_to_zero = None
-        if heap is not None and fresh:  # without a heap nobody has written yet
+        if heap is not None and fresh:  # without a heap no block was written
             heap.clear(torch.tensor(fresh, device=heap.pages.device))
 
     # -- called through LLM.collective_rpc ----------------------------------------
 
     def kv_policy_record(self, enabled: bool) -> None:
-        """Start or stop keeping which positions each compaction kept."""
+        """Start or stop recording the positions that each compaction keeps."""
         self.kv_policy_runtime.records = [] if enabled else None
 
     def kv_policy_take_records(self) -> list[Record]:
@@ -91,31 +123,25 @@ class PolicyWorker:
         return taken
 
     def kv_policy_log_retrieval(self) -> None:
-        """Start to log what is fetched; a step must have run, under a retriever."""
-        retrieval = self.kv_policy_runtime.retrieval
-        assert retrieval is not None, "no retriever, or no step has run yet"
-        retrieval.log = RetrievalLog()
+        """Start to log fetches. Needs a retriever, and a step that has run."""
+        logs = [each.start_log() for each in self.kv_policy_runtime.extensions]
+        assert any(logs), "no retriever, or no step has run yet"
 
     def kv_policy_take_fetches(self) -> list[Fetch]:
-        """What was fetched since the last call; empty unless a log is kept."""
-        retrieval = self.kv_policy_runtime.retrieval
-        log = retrieval.log if retrieval is not None else None
-        return log.take() if log is not None else []
+        """Fetches since the last call; empty unless logging is on."""
+        extensions = self.kv_policy_runtime.extensions
+        return [fetch for each in extensions for fetch in each.take_log()]
 
     def kv_policy_check_integrity(self) -> int:
-        """Raise if the residency state contradicts itself.
+        """Raise AssertionError if the residency state contradicts itself.
 
         Returns:
-            Requests that this worker holds any state of.
+            Requests of which this worker holds any state.
         """
         self.kv_policy_runtime.check_integrity()
-        return self.kv_policy_runtime.num_tracked
+        return self.kv_policy_runtime.num_requests
 
     def kv_policy_held_sessions(self) -> list[int]:
-        """What this worker keeps for requests to come.
-
-        Returns:
-            Number of sessions in memory, and bytes of their pages and queries.
-        """
-        store = activation.vault()
+        """Number of sessions in memory, and bytes of their pages and queries."""
+        store = self.kv_policy.session_store
         return [store.num_held, store.held_bytes] if store is not None else [0, 0]
