@@ -183,7 +183,7 @@ def is_registered() -> bool:
     """Whether vLLM builds the layers of this process with our backend."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    entry = AttentionBackendEnum[_place()]
+    entry = AttentionBackendEnum[_registry_entry()]
     return entry.is_overridden() and entry.get_path() in _BACKENDS.values()
 
 

@@ -88,8 +88,9 @@ _EVERYWHERE = {
     "tokenize_prompts_async(prompts params)",
     "vllm.renderers:ChatParams": "chat_template_kwargs",
     "vllm:SamplingParams": "extra_args",
-    "vllm.config:VllmConfig": "additional_config cache_config kv_transfer_config "
-    "lora_config model_config parallel_config scheduler_config",
+    "vllm.config:VllmConfig": "additional_config cache_config "
+    "compilation_config kv_transfer_config lora_config model_config parallel_config "
+    "scheduler_config",
     "vllm.config:SchedulerConfig": "async_scheduling scheduler_cls "
     "max_num_batched_tokens max_num_seqs long_prefill_token_threshold",
     "vllm.config:ParallelConfig": "worker_cls data_parallel_size is_moe_model "
@@ -153,12 +154,13 @@ _EVERYWHERE = {
     # The attention backend.
     "vllm.v1.attention.backends.registry": "register_backend(backend class_path)",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum": "clear_override() "
-    "CPU_ATTN CUSTOM",
+    "get_path() is_overridden() CPU_ATTN CUSTOM",
     "vllm.v1.attention.selector": "_cached_get_attn_backend()",
     "vllm.v1.attention.backend:CommonAttentionMetadata": "num_reqs query_start_loc "
     "query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound block_table_tensor req_idx "
     "num_actual_tokens max_query_len",
     "vllm.config": "get_layers_from_vllm_config()",
+    "vllm.config:CompilationConfig": "static_forward_context",
     # Probes: our own forward passes.
     "vllm.forward_context": "set_forward_context(attn_metadata vllm_config "
     "num_tokens slot_mapping skip_compiled)",
@@ -189,15 +191,15 @@ _EVERYWHERE = {
     "per_engine_labelvalues",
     f"{_CONNECTOR}.metrics:KVConnectorStats": "aggregate(other) reduce() reset() "
     "is_empty() data",
-    f"{_TRANSFER}.kv_transfer_state": "ensure_kv_transfer_shutdown()",
+    f"{_TRANSFER}.kv_transfer_state": "ensure_kv_transfer_shutdown() "
+    "get_kv_transfer_group()",
 }
 
 _BACKENDS = "vllm.v1.attention.backends"
 _CPU = f"{_BACKENDS}.cpu_attn"
 
 _ON_CPUS = {
-    f"{_CPU}:CPUAttentionBackend": "customize_spec(spec) get_impl_cls() "
-    "get_builder_cls()",
+    f"{_CPU}:CPUAttentionBackend": "get_impl_cls() get_builder_cls()",
     f"{_CPU}:CPUAttentionMetadataBuilder": "build(common_prefix_len "
     "common_attn_metadata) vllm_config layer_names num_heads num_kv_heads head_dim "
     "dtype isa kv_cache_dtype reorder_batch_threshold",
@@ -214,7 +216,8 @@ _ON_CPUS = {
     "kv_cache_dtype) cpu_attn_reshape_and_cache()",
     "vllm.envs": "VLLM_CPU_ATTN_SPLIT_KV",
     "vllm.v1.worker.cpu_worker:CPUWorker": "__init__(vllm_config) init_device() "
-    "execute_model(scheduler_output)",
+    "load_model() get_kv_cache_spec() initialize_from_config(kv_cache_config) "
+    "execute_model(scheduler_output) vllm_config",
 }
 
 _IMPL = (
@@ -225,11 +228,11 @@ _IMPL = (
 )
 
 _ON_GPUS = {
-    f"{_BACKENDS}.triton_attn:TritonAttentionBackend": "customize_spec(spec) "
-    "get_impl_cls() get_builder_cls() supported_kv_cache_layouts()",
+    f"{_BACKENDS}.triton_attn:TritonAttentionBackend": "get_impl_cls() "
+    "get_builder_cls() supported_kv_cache_layouts()",
     f"{_BACKENDS}.triton_attn:TritonAttentionImpl": _IMPL,
-    f"{_BACKENDS}.flash_attn:FlashAttentionBackend": "customize_spec(spec) "
-    "get_impl_cls() get_builder_cls() supported_kv_cache_layouts() "
+    f"{_BACKENDS}.flash_attn:FlashAttentionBackend": "get_impl_cls() "
+    "get_builder_cls() supported_kv_cache_layouts() "
     "supports_head_size(head_size) supports_dtype(dtype)",
     f"{_BACKENDS}.flash_attn:FlashAttentionImpl": f"{_IMPL} vllm_flash_attn_version",
     f"{_BACKENDS}.fa_utils": "flash_attn_varlen_func(q k v out cu_seqlens_q "
@@ -251,7 +254,8 @@ _ON_GPUS = {
     "scheduler_output dummy_run)",
     "vllm.v1.worker.gpu.model_runner:BatchReqState": "req_ids idx_mapping_np",
     "vllm.v1.worker.gpu_worker:Worker": "__init__(vllm_config) init_device() "
-    "load_model() execute_model(scheduler_output)",
+    "load_model() get_kv_cache_spec() initialize_from_config(kv_cache_config) "
+    "execute_model(scheduler_output) vllm_config",
     "vllm.utils.torch_utils": "startup_omp_num_threads(num_local_procs)",
 }
 
