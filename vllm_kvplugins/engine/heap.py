@@ -41,7 +41,7 @@ class Heap:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of keys and values, over all layers and this worker's KV heads."""
+        """Bytes of one token's keys and values, in all layers and KV heads here."""
         return int(2 * self.rows * self.layout.head_dim * self.pages.itemsize)
 
     def page_ids(self, blocks: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,9 @@
     step 7  [ a b b b ]        window of b: three of step 7, one of step 8
     step 8  [ a b ]            window of a: one of each
 
-Without sessions a request's queries are kept once a compaction is near. With them
-the newest ones are kept at all times: what its last tokens leave to be compacted is
-due when the next request goes on, which does not compute these tokens again.
+Without sessions, the worker keeps a request's queries once a compaction is near. With
+sessions it keeps the newest queries at all times: the request that continues the
+session may start with a compaction, and it does not compute these tokens again.
 """
 
 from __future__ import annotations
@@ -19,53 +19,58 @@ import torch
 
 from vllm_kvplugins.ops.device import on_device
 
-# Queries kept beyond those that a compaction needs. The next request may leave out the
-# newest tokens: steps in flight when an answer is cut short, a stop string, what a
-# client that left has not heard.
+# Queries kept beyond those that a compaction needs. The next request may omit the
+# newest tokens: steps in flight when an answer was cut short, a stop string, or tokens
+# that a disconnected client never received.
 SPARE_TOKENS = 8
 
 
-def first_kept(computed_tokens: int, wanted: int) -> int:
+def first_kept(computed_tokens: int, num_queries: int) -> int:
     """First of the newest queries that a worker keeps for sessions.
 
     Args:
         computed_tokens: by the worker.
-        wanted: newest queries that a compaction needs; at least 1.
+        num_queries: newest queries that a compaction needs; at least 1.
     """
-    return max(computed_tokens - wanted - SPARE_TOKENS, 0)
+    return max(computed_tokens - num_queries - SPARE_TOKENS, 0)
 
 
 def first_saved(
-    tokens: int, computed_tokens: int, wanted: int, known_from: int, compacted_at: int
+    tokens: int,
+    computed_tokens: int,
+    num_queries: int,
+    known_from: int,
+    compacted_at: int,
 ) -> int:
     """First of the newest queries that a session keeps: all that its workers have.
-    Pure, so that nobody has to ask them.
+
+    A pure function, so that the scheduler need not ask the workers.
 
     Args:
         tokens: in the session.
         computed_tokens: by the workers, steps in flight included.
-        wanted: newest queries that a compaction needs.
-        known_from: position from which on the request's queries are known.
-        compacted_at: token count of its last compaction, which has used up those
-            before it.
+        num_queries: newest queries that a compaction needs.
+        known_from: first position whose query the request's workers have seen.
+        compacted_at: token count of its last compaction, which used up all earlier
+            queries.
 
     Returns:
-        ``tokens`` if there are none.
+        A position; ``tokens`` if the session keeps no queries.
     """
-    if not wanted:
+    if not num_queries:
         return tokens
-    kept = max(first_kept(computed_tokens, wanted), known_from, compacted_at)
+    kept = max(first_kept(computed_tokens, num_queries), known_from, compacted_at)
     return min(kept, tokens)
 
 
 class StepQueries:
-    """Those of one step's queries that are kept, of all its rows.
+    """The queries of one step that are kept, of all its rows.
 
     Attributes:
         queries: [num_layers, kept tokens, num_q_heads, head_dim]; None until the
             first layer has attended.
 
-    Cost: one copy per layer, of what is kept.
+    Cost: one copy of the kept queries per layer.
     """
 
     __slots__ = ("_index", "_num_layers", "_tokens", "queries")
@@ -78,7 +83,7 @@ class StepQueries:
 
     @staticmethod
     def of(queries: torch.Tensor) -> StepQueries:
-        """Queries of an earlier request, as they were saved."""
+        """Queries that a session saved."""
         step = StepQueries(queries.shape[0])
         step.queries = queries
         return step
@@ -86,20 +91,20 @@ class StepQueries:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def want(self, first: int, count: int) -> int:
-        """Keep some of the step's tokens.
+    def keep(self, first: int, count: int) -> int:
+        """Keep the queries of some of the step's tokens.
 
         Returns:
-            The place of the first among those that are kept.
+            Index of the first among the kept queries.
         """
         place = len(self._tokens)
         self._tokens.extend(range(first, first + count))
         return place
 
     def put(self, layer: int, queries: torch.Tensor) -> None:
-        """Take a layer's queries, [step tokens, num_q_heads, head_dim].
+        """Copy a layer's kept queries out of [step tokens, num_q_heads, head_dim].
 
-        They are copied: who computed them may write others to the same memory.
+        The model may overwrite its own tensor in the next layer.
         """
         if self.queries is None:
             shape = (self._num_layers, len(self._tokens), *queries.shape[1:])
@@ -107,7 +112,7 @@ class StepQueries:
             self._index = on_device(self._tokens, queries.device)
         assert self._index is not None
         if len(queries) == len(self._tokens):
-            # all of them, as while generating: twice as fast
+            # All queries are kept, as in decode steps: twice as fast.
             self.queries[layer] = queries
         else:
             torch.index_select(queries, 0, self._index, out=self.queries[layer])
@@ -120,7 +125,8 @@ class Window:
     Attributes:
         first: position of the oldest.
         stop: position behind the newest.
-        parts: oldest first: the step, place of the first there, how many.
+        parts: oldest first: the step, index of the first kept query in it, and how
+            many follow.
     """
 
     first: int
@@ -129,14 +135,15 @@ class Window:
 
     @staticmethod
     def restored(queries: torch.Tensor, first: int, tokens: int) -> Window | None:
-        """Of a request that goes on from the first ``tokens`` tokens of a session.
+        """The window of a request that continues the first tokens of a session.
 
         Args:
-            queries: [num_layers, n, num_q_heads, head_dim], saved ones.
-            first: position of the first of them.
+            queries: [num_layers, n, num_q_heads, head_dim], saved by the session.
+            first: position of the first saved query.
+            tokens: how many tokens of the session the request continues.
 
         Returns:
-            None if all of them are of tokens that were cut off.
+            None if the request continues none of the tokens with saved queries.
         """
         if tokens <= first:
             return None
@@ -144,21 +151,21 @@ class Window:
         return Window(first, tokens, deque([part]))
 
     def add(self, step: StepQueries, first: int, count: int) -> None:
-        """Some of a step's tokens follow.
+        """Append the queries of some of a step's tokens.
 
         Args:
             first: index of the first among the step's tokens.
         """
-        self.parts.append((step, step.want(first, count), count))
+        self.parts.append((step, step.keep(first, count), count))
         self.stop += count
 
     def drop_before(self, position: int) -> None:
-        """Let go of steps that have only older queries."""
+        """Drop steps that hold only older queries."""
         while self.parts and self.first + self.parts[0][2] <= position:
             self.first += self.parts.popleft()[2]
 
     def has(self, first: int, stop: int) -> bool:
-        """Whether ``take`` can be asked for these."""
+        """Whether the window holds the queries of these positions."""
         return self.first <= first < stop <= self.stop
 
     def take(self, first: int, stop: int) -> torch.Tensor:
@@ -168,11 +175,11 @@ class Window:
             [num_layers, stop - first, num_q_heads, head_dim], a copy.
         """
         assert self.has(first, stop), f"queries {first} to {stop} are missing"
-        found, position = [], self.first
+        parts, position = [], self.first
         for step, place, count in self.parts:
             assert step.queries is not None, "the step has not run"
             start, end = max(first - position, 0), min(stop - position, count)
             if start < end:
-                found.append(step.queries[:, place + start : place + end])
+                parts.append(step.queries[:, place + start : place + end])
             position += count
-        return torch.cat(found, dim=1)
+        return torch.cat(parts, dim=1)
