@@ -3,7 +3,8 @@
 One request, all layers and KV heads at once; every (layer, KV head) is a *row*.
 Before the compaction, a row owns some pages. After it, the row owns ``counts[row]``
 pages of the *pool*, which are the pages of the blocks that stay. A row keeps its own
-pages in the pool, newest first. If it gets more, it takes pages that other rows gave up.
+pages in the pool, newest first. If it gets more, it takes pages that other rows gave
+up.
 
 Kept tokens in a page that the row keeps do not move, because attention ignores the
 order of slots. The other kept tokens fill the free slots::

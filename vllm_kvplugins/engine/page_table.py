@@ -286,12 +286,16 @@ class PageTables:
             table = into.view(rows, max_pages, slot_indices, known_lens)
         else:
             shape = self.scopes, rows * heads
-            pages = torch.empty(*shape, max_pages, dtype=torch.int32, device=self.device)
+            pages = torch.empty(
+                *shape, max_pages, dtype=torch.int32, device=self.device
+            )
             table = FlatTable(pages, pages.new_empty(shape), slot_indices, known_lens)
         # rows first per scope, the order in which the kernel's sequences stand
         table.lengths.unflatten(1, (rows, heads)).copy_(lengths)
         lists = table.pages.unflatten(1, (rows, heads))[..., :max_pages]
-        retained = min(max((self._known[s][0] for s in slot_indices), default=0), max_pages)
+        retained = min(
+            max((self._known[s][0] for s in slot_indices), default=0), max_pages
+        )
         for scopes, some in self._slices(rows, max_pages):
             self._write_tails(
                 lists[scopes, some],
@@ -303,7 +307,9 @@ class PageTables:
                 pages = self._retained_pages[
                     slot_index[some], scopes, :, :retained
                 ].transpose(0, 1)
-                _write_retained(lists[scopes, some, :, :retained], pages, counts[scopes, some])
+                _write_retained(
+                    lists[scopes, some, :, :retained], pages, counts[scopes, some]
+                )
         return table
 
     def _slices(self, rows: int, max_pages: int) -> Iterator[tuple[slice, slice]]:
@@ -339,7 +345,7 @@ class PageTables:
         torch.add(base, listed.gather(3, block), alpha=heads, out=lists)
 
     def lengths_on_host(self, table: FlatTable) -> torch.Tensor:
-        """The lengths of a table that was just built, for kernels that plan on the host.
+        """Lengths of the table that was built last, for kernels that plan on the host.
 
         Returns:
             int32 [scopes, rows * kv_heads], on the host.

@@ -1,8 +1,8 @@
-"""Probes: extra tokens that run through the model only to see where they look.
+"""Probes: extra tokens that run through the model to see what they attend to.
 
-Their keys and values are never written to the cache. Attention over the
-request's pages and the probe's own tokens is computed here, densely, so that a
-probe needs no slots, no page tables and no kernel of its own::
+Their keys and values are never written to the cache. This module computes attention
+over the request's pages and the probe's own tokens densely, so a probe needs no slots,
+no page tables and no kernel of its own::
 
     policy.probes of all requests due ──> forward(token_ids, positions)
                                               │ every layer, request by request
@@ -35,14 +35,14 @@ _MAX_MASK = 1 << 26
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProbeModel:
-    """The model, as probes need it.
+    """The model as the prober uses it.
 
     Attributes:
         forward: runs int64 [tokens] ids at int64 [tokens] positions through all
-            layers; each of them calls ``Prober.attend``.
-        encode: its tokenizer.
-        max_positions: positions that it has.
-        max_tokens: most tokens of one forward pass.
+            layers, each of which calls ``Prober.attend``.
+        encode: the tokenizer.
+        max_positions: number of positions that the model supports.
+        max_tokens: maximum number of tokens per forward pass.
     """
 
     forward: Callable[[torch.Tensor, torch.Tensor], None]
@@ -58,10 +58,10 @@ class ProbeRequest:
     Attributes:
         prompt: its token ids.
         owned: its pages.
-        since: token count at its compaction before; 0 if there was none.
+        since: token count at its previous compaction; 0 if there was none.
         tokens: its token count.
         patched_prompt: see ``ProbeOccasion``.
-        observed: per layer what the policy observed last; filled by the probes.
+        observed: per layer, what the policy observed last; filled by the probes.
     """
 
     prompt: Sequence[int]
@@ -74,9 +74,9 @@ class ProbeRequest:
 
 @dataclasses.dataclass(slots=True)
 class _Part:
-    """One request's tokens in the forward pass that is under way."""
+    """One request's tokens in the current forward pass."""
 
-    asked: ProbeRequest
+    request: ProbeRequest
     probe: Probe
     tokens: slice
 
@@ -91,57 +91,55 @@ class Prober:
         self._running: list[_Part] = []
 
     def run(self, requests: Sequence[ProbeRequest]) -> None:
-        """Let the policy probe requests; what it observes goes into each.
+        """Run the policy's probes and fill ``observed`` of each request.
 
-        The first probes of all requests share forward passes, then the second ones,
-        and so on: a request's next probe may build on what the one before observed.
+        The first probes of all requests share forward passes, then the second probes,
+        and so on. The next probe of a request may use what the previous one observed.
 
         Cost: a forward pass per ``max_tokens`` tokens of probes, and dense copies of
             one layer's keys and values of one request at a time.
         """
-        asks = [(asked, self._probes(asked)) for asked in requests]
-        for turn in range(max((len(probes) for _, probes in asks), default=0)):
+        with_probes = [(request, self._probes(request)) for request in requests]
+        for turn in range(max((len(probes) for _, probes in with_probes), default=0)):
             batch: list[tuple[ProbeRequest, Probe]] = []
             count = 0
-            for asked, probes in asks:
+            for request, probes in with_probes:
                 if turn >= len(probes):
                     continue
                 tokens = len(probes[turn].token_ids)
                 if count + tokens > self._model.max_tokens:
                     self._forward(batch)
                     batch, count = [], 0
-                batch.append((asked, probes[turn]))
+                batch.append((request, probes[turn]))
                 count += tokens
             self._forward(batch)
 
-    def _probes(self, asked: ProbeRequest) -> Sequence[Probe]:
-        room = min(self._model.max_positions - asked.tokens, self._model.max_tokens)
+    def _probes(self, request: ProbeRequest) -> Sequence[Probe]:
+        room = min(self._model.max_positions - request.tokens, self._model.max_tokens)
         probes = self._probing.probes(
             ProbeOccasion(
-                asked.prompt,
-                asked.since,
-                asked.tokens,
+                request.prompt,
+                request.since,
+                request.tokens,
                 room,
                 self._model.encode,
-                asked.patched_prompt,
+                request.patched_prompt,
             )
         )
         for probe in probes:
             count = len(probe.token_ids)
-            assert 0 < count <= room, (
-                f"probe of {count} tokens, there is room for {room}"
-            )
+            assert 0 < count <= room, f"a probe has {count} tokens, the limit is {room}"
         return probes
 
     def _forward(self, batch: Sequence[tuple[ProbeRequest, Probe]]) -> None:
         token_ids: list[int] = []
         positions: list[int] = []
-        for asked, probe in batch:
+        for request, probe in batch:
             count = len(probe.token_ids)
             part = slice(len(token_ids), len(token_ids) + count)
-            self._running.append(_Part(asked, probe, part))
+            self._running.append(_Part(request, probe, part))
             token_ids += probe.token_ids
-            positions += range(asked.tokens, asked.tokens + count)
+            positions += range(request.tokens, request.tokens + count)
         device = batch[0][0].owned.pages.device
         try:
             self._model.forward(
@@ -151,8 +149,8 @@ class Prober:
         finally:
             self._running = []
         layers = self._views.heap.num_layers
-        for asked, _ in batch:
-            assert len(asked.observed) == layers, "layers were left out"
+        for request, _ in batch:
+            assert len(request.observed) == layers, "a layer did not call attend"
 
     def attend(
         self,
@@ -161,7 +159,7 @@ class Prober:
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
-        """One layer's attention for the running probes; shows it to the policy.
+        """Compute one layer's attention of the running probes; let the policy observe.
 
         Args:
             queries: [tokens, num_q_heads, head_dim], after RoPE.
@@ -176,7 +174,7 @@ class Prober:
         for part in self._running:
             view = self._probe_view(part, layer, queries, keys, values)
             output[part.tokens] = dense_attention(view).transpose(0, 1)
-            part.asked.observed[layer] = self._probing.observe(view)
+            part.request.observed[layer] = self._probing.observe(view)
         return output
 
     def _probe_view(
@@ -187,23 +185,26 @@ class Prober:
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> LayerView:
-        """A request's slots with its probe's own behind them."""
-        asked, here = part.asked, part.tokens
+        """A request's slots, followed by the slots of its probe."""
+        request, tokens = part.request, part.tokens
         cached = self._views.view(
             layer,
-            asked.owned,
-            asked.tokens,
-            queries[here].transpose(0, 1),
-            asked.observed.get(layer),
+            request.owned,
+            request.tokens,
+            queries[tokens].transpose(0, 1),
+            request.observed.get(layer),
         )
-        own_keys, own_values = keys[here].transpose(0, 1), values[here].transpose(0, 1)
+        own_keys, own_values = (
+            keys[tokens].transpose(0, 1),
+            values[tokens].transpose(0, 1),
+        )
         own = torch.arange(
-            asked.tokens, asked.tokens + own_keys.shape[1], device=keys.device
+            request.tokens, request.tokens + own_keys.shape[1], device=keys.device
         )
         positions = torch.cat([cached.positions, own.expand(len(own_keys), -1)], 1)
         votes = self._views.votes(
             layer,
-            asked.owned.pages[self._views.rows(layer)],
+            request.owned.pages[self._views.rows(layer)],
             cached.positions,
             cached.queries,
             own,
@@ -227,16 +228,16 @@ def dense_attention(view: LayerView) -> torch.Tensor:
     Returns:
         [num_q_heads, num_queries, head_dim], dtype of the queries.
 
-    Cost: memory for a mask of 64 MiB, else that of torch's attention.
+    Cost: memory for a mask of 64 MiB, plus the memory of torch's attention.
     """
     num_kv_heads, num_slots, head_dim = view.keys.shape
     num_queries = view.queries.shape[1]
     grouped = view.queries.unflatten(0, (num_kv_heads, -1))
     group = grouped.shape[1]
-    # What lies in slots without a token may be NaN, which no mask removes.
+    # Slots without a token may hold NaN, which a mask does not remove.
     keys = valid_keys(view.keys, view.valid).unsqueeze(1)
     values = valid_keys(view.values, view.valid).unsqueeze(1)
-    # Slots lie alike in all heads until a compaction: one mask is enough then.
+    # Before a compaction, all heads have the same slots: one mask is enough.
     positions = view.positions if view.valid is not None else view.positions[:1]
     if view.valid is None and not bool((view.positions == positions).all()):
         positions = view.positions
