@@ -71,6 +71,8 @@ export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
 # By default every vLLM process pins itself to the same first cores, which
 # makes engines that run side by side crawl.
 export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
+# One thread per worker: two workers with a thread per core each wait for each other.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 tier=default
 for argument in "$@"; do
