@@ -96,7 +96,7 @@ fi
 checks=$SECONDS
 say "• pytest, $tier tier"
 code=0
-cores="$(nproc 2>/dev/null || echo 1)"
+cores="$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 1)" # nproc obeys that variable
 workers="${KVP_TEST_WORKERS:-$((cores < 4 ? cores : 4))}"
 # Whole files, whose tests share engines; each engine has one thread. In the order of
 # tests/conftest.py: those that take longest come first.
