@@ -79,7 +79,7 @@ CODES: dict[str, str] = {
     "KVP138": "check-policy: a session cannot store what `observe` returned",
     "KVP139": "check-policy: all scores are equal",
     # 200-299: worker and attention
-    "KVP201": "A policy's score is not one float per slot.",
+    "KVP201": "a policy's `score` did not return one float per slot",
     # 300-399: sessions
     "KVP301": "sessions is false, but a setting that needs sessions is set",
     "KVP302": "session_disk is set without session_dir",
