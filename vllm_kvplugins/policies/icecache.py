@@ -99,9 +99,10 @@ class IceCache(Retriever):
             found.append(
                 coded(
                     "KVP403",
-                    f"icecache needs the compiled extension ({missing}); install with "
-                    "a C++ compiler and CMake, KVP_BUILD=require pip install "
-                    "--no-build-isolation -e ., or use exact-topk",
+                    f"icecache needs the compiled extension ({missing}); install a "
+                    "wheel that has it, or build it in the source tree (pip install "
+                    "--no-build-isolation . with a C++ compiler and CMake), or use "
+                    "exact-topk",
                 )
             )
         return found

@@ -50,8 +50,8 @@ def fetch_problems(policy: KVCachePolicy) -> list[str]:
         coded(
             "KVP033",
             f"host_fetch 'direct' needs this package's CUDA kernels ({problem}); build "
-            "them (KVP_CUDA=ON KVP_BUILD=require pip install --no-build-isolation -e "
-            ".) or use 'staged'",
+            "them (KVP_CUDA=ON pip install --no-build-isolation . in the source tree) "
+            "or use 'staged'",
         )
     ]
 
