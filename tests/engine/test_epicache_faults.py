@@ -43,7 +43,7 @@ def test_readers_that_leave_leave_nothing_behind(tiny_model, asynchronous):
     for each in found:
         about = (each["kind"], each["place"])
         assert each["said"] == [], f"{about} had been read to its end"
-        assert each["held"] == each["tracked"] == each["orders"] == 0, about
+        assert each["held"] == each["tracked"] == each["commands"] == 0, about
         assert each["answers"][0] == each["answers"][1], about
         assert each["company"][0] == each["company"][1], about
         # what was read is not read again

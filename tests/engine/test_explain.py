@@ -143,5 +143,5 @@ def test_a_prompt_beyond_the_context_is_refused(model_path, prompt, tmp_path):
     done = run_cli(*arguments, "--max-model-len", "256")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert "does not fit --max-model-len 256" in done.stderr
+    assert "[KVP509]" in done.stderr
     assert not out.exists()

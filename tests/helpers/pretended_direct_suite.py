@@ -98,7 +98,7 @@ def test_what_is_chosen_for_the_next_step_is_not_this_steps(monkeypatch, name):
 
     def late(self: RetrievalController, batch: Any, layer: int) -> torch.Tensor:
         if threading.current_thread() is threading.main_thread():
-            for _, _, future in self._under_way:
+            for _, _, future in self._pending:
                 future.result()
         return fill(self, batch, layer)
 
@@ -179,7 +179,7 @@ def test_pages_rest_until_they_are_read(gpu: PretendedGPU):
     gpu.waits.clear()
     scene.fetch(mine)
     assert numbers(scene.heap).abs().eq(1).all()
-    tier.give(mine)
+    tier.release(mine)
     assert tier.num_free == 5
     tier.check_integrity([])
     others = tier.take(3)
@@ -213,8 +213,8 @@ def test_memory_is_pinned_as_it_fills_and_once(gpu: PretendedGPU):
     assert arena is not None
 
     def chunks() -> int:
-        if arena._coming is not None:
-            arena._coming.result(30)
+        if arena._next is not None:
+            arena._next.result(30)
         assert list(gpu.host.pinned) == [c.data_ptr() for c in arena._pinned]
         return len(gpu.host.pinned)
 
@@ -224,12 +224,12 @@ def test_memory_is_pinned_as_it_fills_and_once(gpu: PretendedGPU):
     gpu.host.quick.clear()
     tier.take(1)  # of the second; the third is on its way
     assert len(gpu.host.pinned) == 2
-    assert arena._coming is not None
-    assert not arena._coming.done()
+    assert arena._next is not None
+    assert not arena._next.done()
     gpu.host.quick.set()
     tier.take(2 * each)  # more than is pinned
     assert chunks() == 5
-    tier.give(first)
+    tier.release(first)
     tier.take(2 * each + 2)
     assert tier.num_free == 0
     assert sum(gpu.host.pinned.values()) >= tier.pages.nbytes

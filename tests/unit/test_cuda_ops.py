@@ -136,7 +136,7 @@ def test_pages_are_given_again_when_they_are_read(device):
         reads = tier.reads
         assert reads is not None
         ops.fill_hot(kv, tier.pages, table, spots, slot_index, hot, reads)
-        tier.give(pages)
+        tier.release(pages)
         if turn % 10 == 9:
             own = heap.view(8, 16, 2, 128)
             assert bool((own[:, :, 0] == turn).all() and (own[:, :, 1] == -turn).all())

@@ -42,7 +42,7 @@ def test_runs_keep_what_they_hold_while_others_come_and_go():
     for number in range(1, 200):
         if taken and rng.random() < 0.48:
             gone = rng.choice(sorted(taken))
-            arena.give(*taken.pop(gone))
+            arena.release(*taken.pop(gone))
         else:
             count = rng.choice([1, 7, 30, 200])
             start = arena.take(count)
@@ -60,7 +60,7 @@ def test_runs_keep_what_they_hold_while_others_come_and_go():
     assert most > 800
     assert largest < 4 * most, "gaps are not used again"
     for run in taken.values():
-        arena.give(*run)
+        arena.release(*run)
     assert arena.capacity == 0
 
 
@@ -69,7 +69,7 @@ def test_runs_are_taken_in_steps_and_given_back_between_them():
     with torch.inference_mode():
         first, second = arena.take(10), arena.take(50)
         fill(arena, second, 50, 3)
-    arena.give(first, 10)
+    arena.release(first, 10)
     with torch.inference_mode():
         assert holds(arena, second, 50, 3)
 
@@ -79,26 +79,26 @@ def test_gaps_side_by_side_are_one():
     starts = [arena.take(10) for _ in range(4)]
     before = arena.capacity
     for start in (starts[1], starts[3], starts[2]):
-        arena.give(start, 10)
+        arena.release(start, 10)
     assert arena.take(30) == starts[1]
     assert arena.capacity == before
 
 
 @pytest.mark.parametrize(
-    ("break_it", "said"),
+    ("break_it", "message"),
     [
         (lambda arena: arena._gaps.append((4, 6)), "shared"),
-        (lambda arena: arena._gaps.clear(), "nobody"),
-        (lambda arena: arena.layers[1].bias[19].fill_(0.0), "a free one"),
-        (lambda arena: arena.layers[1].owner[19].fill_(0), "owned but free"),
+        (lambda arena: arena._gaps.clear(), "lost"),
+        (lambda arena: arena.layers[1].bias[19].fill_(0.0), "has a bias"),
+        (lambda arena: arena.layers[1].owner[19].fill_(0), "but owned"),
     ],
 )
-def test_what_is_lost_or_shared_is_seen(break_it, said):
+def test_what_is_lost_or_shared_is_seen(break_it, message):
     arena = EntryArena(LAYERS, DIM, torch.float32)
     first, second = arena.take(10), arena.take(5)
-    arena.give(first, 10)
+    arena.release(first, 10)
     arena.check_integrity([(second, 5)])
     assert arena.capacity == 20
     break_it(arena)
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=message):
         arena.check_integrity([(second, 5)])

@@ -43,8 +43,8 @@ def test_a_file_says_what_was_written(tmp_path):
         ({"format": "other"}, "format: Input should be 'kvplugins-sensitivity'"),
         ({"version": 2}, "version: Input should be 1"),
         ({"sensitivity": [0.1]}, "1 sensitivities for 2 layers"),
-        ({"sensitivity": [0.1, float("nan")]}, "lies in [0, 2]"),
-        ({"sensitivity": [0.1, -0.1]}, "lies in [0, 2]"),
+        ({"sensitivity": [0.1, float("nan")]}, "in [0, 2]"),
+        ({"sensitivity": [0.1, -0.1]}, "in [0, 2]"),
         ({"documents": []}, "documents: "),
         ({"more": 1}, "more: Extra inputs"),
         (
@@ -62,7 +62,7 @@ def test_other_files_are_refused_with_a_way_out(tmp_path, change, words):
         path.write_text(change)
     with pytest.raises(KVPolicyError) as error:
         profiles.read_profile(path)
-    for part in (str(path), words, "kvplugins calibrate"):
+    for part in ("KVP114", str(path), words, "kvplugins calibrate"):
         assert part in str(error.value)
 
 

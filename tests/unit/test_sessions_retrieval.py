@@ -119,7 +119,7 @@ def test_a_load_that_fails_leaves_nothing_on_the_host(monkeypatch, owner, what):
     fake.check_idle()
 
 
-def test_a_save_waits_for_fetches_under_way(monkeypatch):
+def test_a_save_waits_for_fetches_pending(monkeypatch):
     """Otherwise positions and pages would be of different fetches."""
     fake, gate = engine("exact-topk", prefetch="step"), Event()
     request, source = fake.add("r", PROMPTS[0], 15), Request.make("r", 140, 0)
@@ -135,7 +135,7 @@ def test_a_save_waits_for_fetches_under_way(monkeypatch):
     def then_fetched(*arguments):
         refresh(*arguments)
         gate.set()
-        for *_, future in retrieval._under_way:
+        for *_, future in retrieval._pending:
             future.result()
 
     while request.generated < 14:
@@ -143,7 +143,7 @@ def test_a_save_waits_for_fetches_under_way(monkeypatch):
     monkeypatch.setattr(retrieval, "_fetch_ahead", late)
     fake.step({"r": 10})
     assert request.done
-    assert retrieval._under_way
+    assert retrieval._pending
     monkeypatch.setattr(retrieval, "refresh_positions", then_fetched)
     saved = fake.save("r")
     monkeypatch.undo()

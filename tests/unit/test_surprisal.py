@@ -29,9 +29,9 @@ SURPRISAL = torch.tensor([0, 1.1, 1.3, 1.7, 1.9])
 def test_surprisal_is_put_together_from_chunks():
     losses = Losses()
     known = SurprisalTracker(losses)
-    known.note(Row("a", 5, 0, 2, 3), PROMPT)
-    known.note(Row("a", 5, 2, 3, 0), PROMPT)
-    known.note(Row("a", 5, 5, 1, 0), PROMPT)  # an answer's token
+    known.add(Row("a", 5, 0, 2, 3), PROMPT)
+    known.add(Row("a", 5, 2, 3, 0), PROMPT)
+    known.add(Row("a", 5, 5, 1, 0), PROMPT)  # an answer's token
     assert losses.asked == [], "asked before the first token has left"
     torch.testing.assert_close(known.take("a"), SURPRISAL)
     # the last token of a chunk says how surprising the next chunk's first one is
@@ -41,14 +41,14 @@ def test_surprisal_is_put_together_from_chunks():
 
 def test_states_wait_in_bounded_memory():
     losses = Losses()
-    known = SurprisalTracker(losses, most_waiting_bytes=16)
-    known.note(Row("a", 5, 0, 2, 0), PROMPT)
+    known = SurprisalTracker(losses, max_waiting_bytes=16)
+    known.add(Row("a", 5, 0, 2, 0), PROMPT)
     assert known.waiting_bytes == 8
-    known.note(Row("b", 5, 0, 3, 0), PROMPT)
+    known.add(Row("b", 5, 0, 3, 0), PROMPT)
     assert losses.asked == [([0, 1, 2], [11, 13, 17])], "no room for these"
-    known.note(Row("a", 5, 2, 3, 0), PROMPT)
+    known.add(Row("a", 5, 2, 3, 0), PROMPT)
     assert known.waiting_bytes == 16
-    known.note(Row("b", 5, 3, 2, 0), PROMPT)
+    known.add(Row("b", 5, 3, 2, 0), PROMPT)
     for name in "ab":
         torch.testing.assert_close(known.take(name), SURPRISAL)
     assert len(losses.asked) == 4
@@ -57,13 +57,13 @@ def test_states_wait_in_bounded_memory():
 
 def test_requests_that_go_leave_no_states():
     known = SurprisalTracker(Losses())
-    known.note(Row("a", 5, 0, 2, 0), PROMPT)
-    known.note(Row("b", 5, 0, 4, 0), PROMPT)
+    known.add(Row("a", 5, 0, 2, 0), PROMPT)
+    known.add(Row("b", 5, 0, 4, 0), PROMPT)
     known.forget(["a", "c"])
     assert known.waiting_bytes == 16
     # computed anew
     known.forget(["b"])
-    known.note(Row("b", 5, 0, 5, 0), PROMPT)
+    known.add(Row("b", 5, 0, 5, 0), PROMPT)
     torch.testing.assert_close(known.take("b"), SURPRISAL)
     assert len(known) == known.waiting_bytes == 0
 
@@ -73,5 +73,5 @@ def test_impossible_tokens_and_broken_numbers_count_as_something(monkeypatch):
     broken = torch.tensor([torch.nan, torch.inf, -1])
     monkeypatch.setattr(losses, "surprisal", lambda states, targets: broken)
     known = SurprisalTracker(losses)
-    known.note(Row("a", 4, 0, 4, 0), [1, 2, 3, 4])
+    known.add(Row("a", 4, 0, 4, 0), [1, 2, 3, 4])
     assert known.take("a").tolist() == [0, 0, 100, 0]

@@ -2,7 +2,7 @@
 
 A request that keeps M blocks owns M * L * H pages, and any (layer, KV head)
 may use any of them. Allocators therefore hand out whole pages whose sum is
-exactly M * L * H: what is freed does not depend on who got how much.
+exactly M * L * H: the freed amount does not depend on the distribution.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Budget:
         if isinstance(value, float):
             if not 0 < value <= 1:
                 raise ValueError(
-                    f"a fractional budget lies in (0, 1], got {value}; for tokens "
+                    f"a fractional budget must be in (0, 1], got {value}; for tokens "
                     "write a whole number"
                 )
             return cls(fraction=value)

@@ -32,7 +32,7 @@ class PageAllocator(BaseModel, ABC):
         """Why this allocator does not fit this very model, if so."""
         return []
 
-    def settled(self, model: LoadFingerprint) -> tuple[PageAllocator, str | None]:
+    def resolve(self, model: LoadFingerprint) -> tuple[PageAllocator, str | None]:
         """This allocator with what it leaves open filled in for a model.
 
         Returns:
@@ -56,7 +56,7 @@ class PageAllocator(BaseModel, ABC):
             pages_per_head: M, the average.
             block_size: slots per page.
             available: int64 [layers, kv_heads], pages that each row has to
-                choose from; nobody gets more.
+                choose from; an upper limit.
 
         Returns:
             int64 [layers, kv_heads], each in [1, available], with sum exactly

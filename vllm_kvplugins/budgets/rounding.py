@@ -68,7 +68,7 @@ def in_proportion(
 
     Args:
         weights: float64 [n], >= 0.
-        total: the sum asked for, between the sums of the bounds.
+        total: the requested sum, between the sums of the bounds.
         most, least: int64 [n].
 
     Returns:
@@ -79,7 +79,7 @@ def in_proportion(
     if not bool(positive.any()):
         return least.double()
     low, high = 0.0, float((most[positive] / weights[positive]).max())
-    for _ in range(200):  # halvings; a float64 has no more to tell
+    for _ in range(200):  # halvings; a float64 has no more precision
         middle = (low + high) / 2
         given = (weights * middle).clamp(least, most)
         low, high = (middle, high) if float(given.sum()) < total else (low, middle)
@@ -99,7 +99,7 @@ def round_to_pages(
 
     Args:
         wanted: float64, any shape; fractional pages.
-        total: the exact sum asked for.
+        total: the exact requested sum.
         most: int64, shape of ``wanted``; largest entries.
         least: int64, shape of ``wanted``; smallest entries, each >= 1.
 

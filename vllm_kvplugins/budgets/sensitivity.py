@@ -93,7 +93,7 @@ class Sensitivity(PageAllocator):
             f"this one ({'; '.join(different)}); make one with `kvplugins calibrate`"
         ]
 
-    def settled(self, model: LoadFingerprint) -> tuple[PageAllocator, str | None]:
+    def resolve(self, model: LoadFingerprint) -> tuple[PageAllocator, str | None]:
         path = self.profile or shipped_profile(model())
         if path is None:
             return self, (

@@ -9,10 +9,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.model_config import ModelFingerprint
 
-_AGAIN = "make one with `kvplugins calibrate MODEL -o profile.json`"
+_REMEDY = "make one with `kvplugins calibrate MODEL -o profile.json`"
 
 
 class MeasureSettings(BaseModel):
@@ -84,9 +84,9 @@ class SensitivityProfile(BaseModel):
         for row in (self.sensitivity, *(d.sensitivity for d in self.documents)):
             if len(row) != layers:
                 raise ValueError(f"{len(row)} sensitivities for {layers} layers")
-            # a cosine lies in [-1, 1]; also refuses NaN
+            # a cosine is in [-1, 1]; also refuses NaN
             if not all(0 <= value <= 2 for value in row):
-                raise ValueError(f"a sensitivity lies in [0, 2], got {list(row)}")
+                raise ValueError(f"a sensitivity must be in [0, 2], got {list(row)}")
         return self
 
 
@@ -100,39 +100,42 @@ def write_profile(profile: SensitivityProfile, path: Path) -> None:
     """Write a file for ``read_profile``.
 
     Raises:
-        OSError: it cannot be written there.
+        OSError: the file cannot be written.
     """
     text = json.dumps(profile.model_dump(mode="json"), indent=1)
     path.write_text(text + "\n", encoding="utf-8")
 
 
 def read_profile(path: Path) -> SensitivityProfile:
-    """Read what ``write_profile`` wrote.
+    """Read a profile written by ``write_profile``.
 
     Raises:
-        KVPolicyError: no such file, or it is no profile of this version.
+        KVPolicyError: the file cannot be read or is not a profile of this version.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise KVPolicyError(
-            f"cannot read the sensitivity profile {path}: {error.strerror}; {_AGAIN}"
+            _invalid(f"cannot read the sensitivity profile {path}: {error.strerror}")
         ) from error
     except ValueError as error:
         raise KVPolicyError(
-            f"{path} is not a sensitivity profile ({error}); {_AGAIN}"
+            _invalid(f"{path} is not a sensitivity profile ({error})")
         ) from error
     try:
         return SensitivityProfile.model_validate(found)
     except ValidationError as error:
-        said = "; ".join(
+        details = "; ".join(
             ": ".join([".".join(map(str, item["loc"])), item["msg"]]).removeprefix(": ")
             for item in error.errors()
         )
         raise KVPolicyError(
-            f"{path} is not a sensitivity profile that this program reads ({said}); "
-            f"{_AGAIN}"
+            _invalid(f"{path} is not a valid sensitivity profile ({details})")
         ) from error
+
+
+def _invalid(reason: str) -> str:
+    return coded("KVP114", f"{reason}; {_REMEDY}")
 
 
 def shipped_profiles() -> list[Path]:

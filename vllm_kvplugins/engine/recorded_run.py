@@ -29,7 +29,7 @@ class Header:
     Attributes:
         model: as the user named it.
         config: all settings of the policy, as a user writes them.
-        generated_tokens: of which the last one was not computed.
+        generated_tokens: includes the last one, whose KV was not computed.
         block_size: tokens per page.
         num_kv_heads: on this worker.
         token_bytes: key and value of one token, in one layer and KV head.
@@ -56,7 +56,7 @@ class Fetch:
     Attributes:
         step: of this request, from 0: the first one that fetched.
         new_tokens: whose queries asked; 1 when decoding, more (32 at most) where a
-            preempted request is computed anew or a continued one reads its prompt.
+            preempted request is recomputed or a continued one reads its prompt.
         offloaded_tokens: on the host.
         hot_tokens: resident of these after the fetch, as many as hot slots.
         fetched_tokens: copied for it because they were not resident.

@@ -5,7 +5,7 @@ the queries of each layer, and calls it when the forward pass has ended.
 
 A request's life::
 
-    begin_step ── which rows come to a compaction? which does the policy observe?
+    begin_step ── which rows reach a compaction? which does the policy observe?
     before_layer, after_layer (once per layer) ── keep queries, let the policy observe
     end_step ──> policy scores -> allocator -> token moves -> slot index
     begin_step ... page tables now come from the slot index
@@ -454,7 +454,7 @@ class PolicyRuntime:
 
     @property
     def num_requests(self) -> int:
-        """Requests of which this worker holds any state."""
+        """Requests for which this worker holds state."""
         return len({*self._requests} | self._prompts.request_ids)
 
     def check_integrity(self) -> None:

@@ -50,7 +50,7 @@ class Step:
 
     Attributes:
         rows: its requests, in batch order; empty for a dummy batch.
-        followed: the rows of which the policy requires something.
+        followed: the rows for which the policy has step requirements.
         due: compactions that run after the step.
         pages_of: the pages of a request before its compaction.
     """

@@ -239,7 +239,7 @@ class EpisodeRouter:
             The clustering of another thread, if it was faster.
         """
         clustering = cluster(vectors, self._settings)
-        # Guides, too, depend on full segments only.
+        # Guides also depend on full segments only.
         utterances = history[: known.segments[-1].stop]
         guides = tuple(
             guide_text(

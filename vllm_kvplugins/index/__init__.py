@@ -4,7 +4,7 @@
 tree; ``BruteForceIndex`` scans all keys with the same interface, and is the oracle of
 the tree's tests; ``ExactScan`` is the scan in torch that replaces an index that failed.
 Retrieval policies add page and quantized indices. An index stores no keys and reads
-them where they lie (``Keys``). Nothing here imports vLLM.
+them in place (``Keys``). Nothing here imports vLLM.
 """
 
 from vllm_kvplugins.index.base import KeyIndex, Pages, TopKeys

@@ -16,7 +16,7 @@ class KeyIndex(ABC):
     The tree, the exact scans and the page and quantized indices of the retrieval
     policies implement it; the engine calls nothing else. Tokens are numbered in the
     order in which they were appended, from 0. An index stores no keys: ``select``
-    reads them where they lie.
+    reads them in place.
     """
 
     @abstractmethod
@@ -45,7 +45,7 @@ class KeyIndex(ABC):
         Args:
             queries: [num_kv_heads, group, head_dim], after RoPE: all queries that
                 share a KV head, of one new token or of several.
-            keys: where the appended keys lie, with one request.
+            keys: the memory of the appended keys, of one request.
             scale: softmax scale.
             count: tokens per KV head.
 

@@ -65,7 +65,7 @@ class CompiledIndex(KeyIndex):
         """Add the first ``count`` keys of a description to every head.
 
         Args:
-            keys: the new keys, in the order of their slots whatever ``by_page`` says.
+            keys: the new keys, in the order of their slots, also with ``by_page``.
             count: number of keys; None adds all keys of the description.
 
         Raises:
@@ -172,7 +172,7 @@ def query_topk(
         indexes: one per request, of the same heads and head_dim.
         queries: float32 or bfloat16 [requests, heads, group, head_dim]; the
             queries of a group share a KV head (grouped-query attention).
-        keys: where the indexed keys of all requests lie.
+        keys: the memory of all requests' indexed keys.
         k: keys per query.
         max_visits: approximate number of keys scored per query; 0 is no limit. None:
             the setting of the first index.
@@ -244,7 +244,7 @@ def select_compiled(
         indexes: one per request, of the same heads and head_dim; trees and scans may
             be mixed. The trees must have the same settings.
         queries: float32 or bfloat16 [requests, heads, group, head_dim].
-        keys: where the indexed keys of all requests lie.
+        keys: the memory of all requests' indexed keys.
         scale: softmax scale.
         count: keys per KV head.
 

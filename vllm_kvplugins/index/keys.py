@@ -1,4 +1,4 @@
-"""Description of where the keys of a layer lie in memory."""
+"""Memory layout of the keys of a layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Keys:
             [num_pages, block_size, head_dim] that all requests and heads share.
         table: int64 [requests, heads, pages]: slot ``s`` of a head is slot
             ``s % block_size`` of page ``table[..., s // block_size]``.
-        by_page: the keys lie in the places that the index gave them
+        by_page: the keys are in the places that the index gave them
             (:meth:`CompiledIndex.places`) instead of in the order of their slots.
             Neighbours in the tree are then neighbours in memory.
     """

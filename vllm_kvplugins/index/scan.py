@@ -11,7 +11,7 @@ from vllm_kvplugins.index.keys import Keys
 
 
 class ExactScan(KeyIndex):
-    """Scores all keys in torch. Never fails, whatever values the keys have; the engine
+    """Scores all keys in torch. Never fails, for any values of the keys; the engine
     uses it where another index has failed.
 
     Args:
@@ -47,7 +47,7 @@ def scan_in_torch(
     Args:
         num_keys: number of keys of each request.
         queries: [requests, heads, group, head_dim].
-        keys: where the keys of all requests lie.
+        keys: the memory of all requests' keys.
         scale: softmax scale.
         count: tokens per KV head.
 

@@ -23,7 +23,7 @@ def select(
     Args:
         indices: one per request, of the same heads and head_dim.
         queries: [requests, num_kv_heads, group, head_dim].
-        keys: where the keys of all requests lie.
+        keys: the memory of all requests' keys.
         scale: softmax scale.
         count: tokens per KV head.
 

@@ -130,13 +130,13 @@ def in_torch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``assign_and_average`` in torch; the oracle of the others."""
     clusters = proto.assign_to_prototypes(keys, prototypes)
-    nobody = prototypes.shape[1]
+    unassigned = prototypes.shape[1]
     if valid is not None:
-        clusters = clusters.masked_fill(~valid, nobody)
+        clusters = clusters.masked_fill(~valid, unassigned)
         values = values.masked_fill(~valid, 0)
     if clusters.shape[1] == 0:
         return values.clone(), clusters
-    return attention_votes.cluster_mean(values, clusters, nobody + 1), clusters
+    return attention_votes.cluster_mean(values, clusters, unassigned + 1), clusters
 
 
 def backend_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:

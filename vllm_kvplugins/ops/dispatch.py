@@ -113,7 +113,7 @@ def move_tokens(
 
     Args:
         heap: float32, float16 or bfloat16 [num_pages, page_elems].
-        src_pages, src_slots: int64 [n], where each token lies.
+        src_pages, src_slots: int64 [n], the place of each token.
         dst_pages, dst_slots: int64 [n], where it goes; pairs must differ.
         layout: order of elements in a page, on the heap's device.
 

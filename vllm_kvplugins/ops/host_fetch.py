@@ -25,7 +25,7 @@ def pin(memory: torch.Tensor, device: torch.device) -> None:
 
     Args:
         memory: one dimension, contiguous, on the CPU; whole pages of the operating
-            system, none of which is pinned already.
+            system. None of it may be pinned already.
         device: the device whose context registers it; all devices can read it.
 
     Raises:
@@ -57,7 +57,7 @@ def fetch_tokens(
     layout: PageLayout,
 ) -> None:
     """Write keys and values of single tokens into the heap, in place, out of rows that
-    lie anywhere in the host's memory.
+    be anywhere in host memory.
 
     On CUDA the GPU reads the rows itself, in stream order: until then they must stay
     pinned (:func:`pin`) and unchanged.
@@ -103,7 +103,7 @@ def _check(
 ) -> None:
     """Raise ValueError if an argument does not fit; on CUDA waits for the stream."""
     checks.check_heap(_OP, heap, layout)
-    # Rows lie on the host, whatever the device of the heap.
+    # Rows are on the host, on every device of the heap.
     on_host = torch.empty(0, dtype=heap.dtype)
     checks.check_rows(_OP, "rows", rows, on_host, (len(rows), layout.head_dim))
     for name, each, what, limit in (

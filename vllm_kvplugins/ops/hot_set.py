@@ -16,14 +16,14 @@ from vllm_kvplugins.ops.layout import PagedKV
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HotSet:
-    """The hot slots of one layer: where they lie, and which tokens they hold.
+    """The hot slots of one layer: their places in the heap, and the tokens they hold.
 
     Entry i of every tensor belongs to the request with slot index i.
 
     Attributes:
         token: int64 [entries, heads, width], number of the host token in each hot
             slot; updated by :func:`fill_hot`.
-        page, slot: int64 [entries, heads, width], where the hot slots lie in the heap.
+        page, slot: int64 [entries, heads, width], the hot slots in the heap.
         counts: int64 [entries], how many of the ``width`` slots are in use.
     """
 
@@ -59,10 +59,10 @@ def fill_hot(
     tokens from ``host`` itself.
 
     Args:
-        kv: the heap, written, on any device. All other tensors lie on the CPU.
+        kv: the heap, written, on any device. All other tensors are on the CPU.
         host: heap's dtype [host_pages, 2 (keys, values), page_tokens, head_dim].
         table: int64 [requests, heads, pages], host pages of each request and head;
-            token t lies in slot ``t % page_tokens`` of entry ``t // page_tokens``.
+            token t is in slot ``t % page_tokens`` of entry ``t // page_tokens``.
         wanted: int64 [requests, heads, n], host tokens, distinct, best first; -1 is
             ignored, and so are entries beyond a request's count.
         slot_indices: int64 [requests], the entry of ``hot`` of each request, distinct.

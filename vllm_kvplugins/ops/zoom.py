@@ -1,7 +1,7 @@
 """The zoom of a step: choose the spans that queries see token by token.
 
 Compiled if built, in torch otherwise; ``KVP_OPS`` overrides this (``extension.py``).
-Spans are chosen on the CPU; keys and values may lie on a GPU.
+Spans are chosen on the CPU; keys and values can be on a GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ZoomEntries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ZoomRegions:
-    """Where the entries of some requests lie, and their spans.
+    """The places of some requests' entries, and their spans.
 
     Args:
         table: int64 [requests, 3]: first entry, number of spans, and room for tokens.

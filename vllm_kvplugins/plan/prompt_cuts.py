@@ -24,7 +24,7 @@ class Blockwise:
     Attributes:
         every_tokens: a prompt is compacted whenever so many tokens have come on
             top of its budget; rounded down to whole blocks, but one at least.
-        least_tokens: fewest new tokens that can score what is held. Where a block
+        least_tokens: fewest new tokens that can score the held tokens. Where a block
             would leave fewer to the end of the prompt, it ends earlier.
     """
 
@@ -48,7 +48,7 @@ class Blockwise:
     ) -> Iterator[Compaction]:
         """The compactions of the first ``tokens`` tokens, and none at their end.
 
-        They lie where the budget and a block are full, however much follows: what is
+        They are where the budget and a block are full, at any prompt length: what is
         read later, by whichever request, moves none of them.
 
         Args:

@@ -155,7 +155,7 @@ class ResidencyPlan:
             previous_at, first_held = compaction.at_tokens, compaction.retained.start
         if self.fold and self.fold.first_at_block * self.block_size <= previous_at:
             raise ValueError(
-                f"the first fold, at block {self.fold.first_at_block}, lies before "
+                f"the first fold, at block {self.fold.first_at_block}, is before "
                 f"the last compaction at {previous_at} tokens"
             )
 

@@ -19,7 +19,7 @@ class Limit(str, Enum):
     PREFILL_NEVER_FITS = "prefill-never-fits"
     # vLLM starts only if a whole request of --max-model-len fits.
     START_UP = "start-up"
-    # The last request's whole prompt must fit beside those that decode.
+    # The last request's whole prompt must fit next to the requests that decode.
     PREFILL = "prefill"
     DECODING = "decoding"
     HOST_MEMORY = "host-memory"
@@ -86,7 +86,7 @@ def footprint(
     size = plan.block_size
     last = prompt_tokens + answer_tokens - 1
     positions = -(-(last + 1) // size)
-    # A step first frees what is due, then takes room for its token: a request holds
+    # A step first frees blocks, then allocates the block of its token: a request holds
     # more only in steps that begin a block.
     most = plan.resident_blocks(prompt_tokens)
     for computed in range(-(-prompt_tokens // size) * size, last, size):
@@ -106,7 +106,7 @@ def capacity(
 ) -> Capacity:
     """How many requests like this one a pool carries.
 
-    Prompts come in one at a time: the last one's must fit whole beside the others,
+    Prompts come in one at a time: the last one's must fit next to the others,
     which decode by then.
 
     Args:
@@ -121,8 +121,8 @@ def capacity(
         return Capacity(pool, decoding, 0, Limit.PREFILL_NEVER_FITS)
     if held.positions > pool:
         return Capacity(pool, decoding, 0, Limit.START_UP)
-    beside = (pool - held.prefill_peak) // held.decode_peak
-    requests = min(decoding, beside + 1)
+    decoding_beside_prefill = (pool - held.prefill_peak) // held.decode_peak
+    requests = min(decoding, decoding_beside_prefill + 1)
     limit = Limit.PREFILL if requests < decoding else Limit.DECODING
     if host_requests is not None and host_requests < requests:
         requests, limit = host_requests, Limit.HOST_MEMORY

@@ -21,7 +21,7 @@ Bound = Literal[
 
 
 class PageVolumes(OrderedPages):
-    """Per page a centre, and how far its keys lie from it.
+    """Per page a centre, and the distance of its keys from it.
 
     The centre c is the middle between the smallest and the largest key element of
     each channel. A cuboid has a radius per channel, from the distances |c - k| there;
@@ -74,9 +74,9 @@ class ArkVale(PageRetriever):
 
     Differs from the paper: queries that share a KV head add up their softmax over
     the estimates (the authors' code takes the mean of the estimates); pages that are
-    not full are ranked too. What is resident beside sinks and window is what the
-    newest query asked for; the paper keeps a larger cache of pages and evicts the
-    worst.
+    not full are ranked too. Besides sinks and window, only the tokens that the newest
+    query selected are resident; the paper keeps a larger cache of pages and evicts
+    the worst.
 
     Cost: per step and selecting layer one pass over two vectors per page.
     """

@@ -236,7 +236,7 @@ class KVCachePolicy(BaseModel, ABC):
     @property
     @final
     def host_storage(self) -> HostStorage | None:
-        """What lies in host memory; None: tokens that are not resident are gone."""
+        """The retrieval capability; None: tokens that are not resident are lost."""
         return self.retrieval if self.retrieval is not None else self.spans
 
     @property

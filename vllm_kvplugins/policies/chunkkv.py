@@ -25,7 +25,7 @@ class ChunkKV(SnapKV):
     differs: scores are pooled first (algorithm 1 has no pooling:
     ``kernel_size=1`` gives that); a short last chunk is compared by its mean
     (algorithm 1 compares sums, which no short chunk can win); the window counts
-    in its chunk's mean with more than the best score, so that the slots beside
+    in its chunk's mean with more than the best score, so that the slots next to
     it stay too. Differs from both: the window itself always stays. Not built:
     the paper's reuse of one layer's selection for the next layers (section
     3.3). Under tensor parallelism "all heads" are those of the rank.

@@ -34,7 +34,7 @@ class Compressor(KVCachePolicy):
     Rounding: of a prompt of n tokens the n % block_size newest stay in their
     block untouched, and the rest of the budget is rounded up to whole pages,
     so ``budget <= kept < budget + block_size`` tokens per KV head on average
-    (at least one page besides the newest tokens, whatever the budget).
+    (at least one page besides the newest tokens, for any budget).
     """
 
     compresses: ClassVar[bool] = True

@@ -60,7 +60,7 @@ class EpiCache(Wrapper):
     summary: ClassVar[str] = "a cache per episode of a conversation, queries routed"
     taken_settings: ClassVar[tuple[str, ...]] = (*Wrapper.taken_settings, "allocator")
     instead: ClassVar[str] = (
-        "epicache sets what is kept; use its own budget, prefill_block and allocator"
+        "epicache sets the budget; use its own budget, prefill_block and allocator"
     )
 
     base: str = Field(
@@ -108,13 +108,13 @@ class EpiCache(Wrapper):
     recluster_growth: float = Field(
         default=0.5,
         gt=0,
-        description="Episodes are made anew when a conversation has grown by this "
+        description="Episodes are recomputed when a conversation has grown by this "
         "share.",
     )
     episode_seed: int = Field(default=0, ge=0, description="Seed of the clustering.")
     build: Build = Field(
         default="lazy",
-        description="When a server builds caches of episodes that nobody has asked "
+        description="When a server builds caches of episodes that no request has asked "
         "about yet: lazy, while it is idle; eager, at once; never, when one does.",
     )
 

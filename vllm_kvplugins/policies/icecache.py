@@ -24,7 +24,7 @@ class TreePages(KeyIndex):
         self._tokens = torch.empty(tree.num_heads, 0, tree.page_size, dtype=torch.int64)
 
     def append(self, keys: torch.Tensor, first: int) -> None:
-        """Put new keys below the nodes nearest to them, and note which tokens lie in
+        """Put new keys below the nodes nearest to them, and record which tokens are in
         which page."""
         self._tree.append(keys, first)
         places = self._tree.places(first)
@@ -50,10 +50,10 @@ class TreePages(KeyIndex):
 class IceCache(Retriever):
     """Fetch clusters of similar keys from host memory (IceCache, ICLR 2026).
 
-    Sections 3.3 and 4, algorithms 1 to 4. All of the cache lies on the host; per
+    Sections 3.3 and 4, algorithms 1 to 4. The whole cache is on the host; per
     request, layer and KV head a DCI tree clusters it into pages. At every step the
     tree finds the best keys for the queries of a KV head's group, and they are
-    made resident beside sinks and window; what is resident already is not copied
+    made resident in addition to sinks and window; resident tokens are not copied
     again. Tokens that age out of the window enter the tree.
 
     Differs from the paper: it fetches whole pages of the best keys, which fills

@@ -74,7 +74,7 @@ class InfiniPot(Compressor):
     instruction: str = Field(
         default="Summarize the previous context highlighting the most important parts.",
         min_length=1,
-        description="What is run behind the prompt.",
+        description="Text of the probe that runs after the prompt.",
     )
     aggregate: Literal["max", "avg"] = Field(
         default="max", description="Over the instruction's tokens and a group's heads."

@@ -17,8 +17,8 @@ class Knorm(Compressor):
     Needs no queries. RoPE keeps norms, so keys before and after it score the
     same. Differs from the paper: its experiments leave the first two layers
     uncompressed (section 4); here, as in kvpress, all layers are treated alike
-    unless the allocator says otherwise. Norms are taken in float32 whatever the
-    cache holds, because bfloat16 norms of different slots tie.
+    unless the allocator says otherwise. Norms are computed in float32, because
+    bfloat16 norms of different slots tie.
 
     Cost: one pass over the keys.
     """

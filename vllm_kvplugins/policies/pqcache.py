@@ -43,13 +43,13 @@ def k_means(
     points: torch.Tensor, count: int, iterations: int, seed: int
 ) -> torch.Tensor:
     """Centroids of several sets of points: Lloyd's iterations, from points drawn at
-    random, the same numbers in all sets. A centroid that is nobody's nearest stays
+    random, the same numbers in all sets. A centroid that is no key's nearest stays
     where it is.
 
     In torch and not scikit-learn, which takes 0.6 of the time (8192 tokens, 6 sets of
     32 dimensions, 64 centroids, 10 iterations, one thread: 78 ms against 123) but
     would be a new dependency, and limits the threads of the whole process while it
-    runs beside the model.
+    runs in parallel to the model.
 
     Args:
         points: float32 [groups, n, dim], n >= count.

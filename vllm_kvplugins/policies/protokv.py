@@ -36,7 +36,7 @@ class ProtoKV(Compressor):
         the window, which stays anyway.
       * k is ``slots // chunk_size``, at most ``max_chunks`` so that the cost
         grows linearly. As in line 2 of algorithm 1 chunks are ``n // k`` slots
-        and the ``n % k`` last slots lie in none: they can be neither irregular
+        and the ``n % k`` last slots are in none: they can be neither irregular
         nor part of a prototype, but are assigned and scored.
       * The union of equation 16 runs to u, as in algorithm 1's line 14 (to r in
         the equation); empty chunks and buckets give no prototype.
@@ -108,7 +108,7 @@ class ProtoKV(Compressor):
 
         Returns:
             [num_kv_heads, prototypes, head_dim], unit rows; regular ones first,
-            zero rows for what is empty.
+            zero rows for empty ones.
         """
         num_slots = keys.shape[1]
         buckets = 2**self.hash_bits

@@ -37,7 +37,7 @@ class Quest(PageRetriever):
 
     A page's bound for a query is the sum over channels of the larger of q * min
     and q * max (section 3.3 there). Differs from the paper: its cache stays on the
-    device, this one's lies on the host; queries that share a KV head add up their
+    device, this one's is on the host; queries that share a KV head add up their
     softmax over the bounds (the paper has no GQA).
 
     Cost: per step and selecting layer one pass over two vectors per page.

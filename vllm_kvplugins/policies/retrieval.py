@@ -1,8 +1,8 @@
-"""Policies that drop nothing: the cache lies in host memory, queries fetch from it.
+"""Policies that drop nothing: the cache is in host memory, and queries fetch from it.
 
 Per (layer, KV head), in the pages that a request holds::
 
-    [ sinks | hot: what the newest query asked for | window ] [ tail, growing ]
+    [ sinks | hot: selected by the newest query | window ] [ tail, growing ]
                ^ rewritten at every step                ages into the host tier
 
 Sinks and window are always resident. The first ``skip_layers`` layers keep all.
@@ -117,14 +117,14 @@ class Retriever(KVCachePolicy):
     )
     host_fetch: Literal["staged", "direct"] = Field(
         default="staged",
-        description="How tokens come to a GPU: gathered by the host and copied "
+        description="How tokens reach a GPU: gathered by the host and copied "
         "(staged), or read by the GPU out of pinned host memory (direct).",
     )
     host_memory: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
         default=None,
         ge=1,
         description='Most host memory for offloaded tokens ("8GiB"), all ranks '
-        "together; null: half of what is free at start-up. Requests wait for it.",
+        "together; null: half of the free memory at start-up. Requests wait for it.",
     )
 
     @property
@@ -169,7 +169,7 @@ class Retriever(KVCachePolicy):
         Args:
             indices: one per request.
             queries: [requests, num_kv_heads, group, head_dim], see ``KeyIndex.select``.
-            keys: where the appended keys of all requests lie.
+            keys: the memory of all requests' appended keys.
             scale: softmax scale.
             count: tokens per KV head.
 

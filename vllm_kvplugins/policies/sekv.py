@@ -29,7 +29,7 @@ class SeKV(SpanPolicy):
     """Semantic KV cache with a zoom (SeKV, section 3).
 
     When the prompt is in, its most surprising tokens stay as anchors (equation 1),
-    with sinks and the newest tokens. What lies between two anchors is a span: its
+    with sinks and the newest tokens. The tokens between two anchors are a span: its
     mean key and value, weighted by surprisal (equation 2), stand for it in every
     softmax, with log |S| on top of their score; its tokens go to the host as factors
     of rank ``rank`` (equation 6). Each step looks at the means, and sees the spans
@@ -37,10 +37,10 @@ class SeKV(SpanPolicy):
     Spans that surprise leaves long are cut into equal parts (``cut_evenly``).
 
     Budgets count what is on the device for the prompt, per KV head: resident tokens,
-    a mean per span (one token each), and zoomed tokens. What is generated stays whole
+    a mean per span (one token each), and zoomed tokens. Generated tokens stay whole
     on top of it.
 
-    A trained ``router`` zooms into spans whose gate (equation 5) lies above the
+    A trained ``router`` zooms into spans whose gate (equation 5) is above the
     threshold of a query head (equation 9), best first, as far as there is room, and
     says how many components a span's factors keep (equation 7). Without one spans are
     ranked by the attention that their means get, summed over the query heads that
@@ -110,7 +110,7 @@ class SeKV(SpanPolicy):
         default=None,
         ge=1,
         description='Most host memory for spans ("8GiB"), all ranks together; null: '
-        "half of what is free at start-up. Requests wait for it.",
+        "half of the free memory at start-up. Requests wait for it.",
     )
 
     # -- sizes ------------------------------------------------------------------
@@ -121,9 +121,9 @@ class SeKV(SpanPolicy):
         if budget >= prompt_tokens:
             return ResidencyPlan(size)
         spans = self._span_room(budget, prompt_tokens, geometry)
-        beside = self._least_zoom(budget, prompt_tokens, geometry) + spans
+        reserved = self._least_zoom(budget, prompt_tokens, geometry) + spans
         # the zone is rounded up to whole blocks; the budget holds all the same
-        resident = max(budget - beside - size + 1, 1)
+        resident = max(budget - reserved - size + 1, 1)
         return ResidencyPlan(size, prompt_compactions(prompt_tokens, size, resident))
 
     def _budget_tokens(self, prompt_tokens: int, geometry: Geometry) -> int:
@@ -165,8 +165,8 @@ class SeKV(SpanPolicy):
         return math.ceil(spans * self._tokens_each(geometry))
 
     def _tokens_each(self, geometry: Geometry) -> float:
-        """Tokens whose place a span takes: one for its mean key and value, and what
-        a router keeps of it, a number per query head, beside one."""
+        """Device memory of a span, in tokens: one for its mean key and value, plus the
+        router's number per query head."""
         if self.trained is None:
             return 1.0
         lengths = self.trained.threshold
@@ -178,7 +178,7 @@ class SeKV(SpanPolicy):
         return self.host_memory
 
     def host_bytes(self, tokens: int, geometry: Geometry) -> int:
-        # until they are decomposed, tokens lie there as they are; factors of short
+        # until they are decomposed, tokens are stored whole; factors of short
         # spans take more (equation 18)
         per_token = 1 + self.rank / self.least_span
         return int(tokens * geometry.kv_bytes_per_token * (1 + per_token))

@@ -3,9 +3,9 @@
 Per (layer, KV head), for each query::
 
     [ sinks, anchors, window ] [ a mean per span ] [ tokens of zoomed spans ] [ tail ]
-      pages of the request       entries beside the pages, in the same softmax
+      pages of the request       entries outside the pages, in the same softmax
 
-What is not resident lies in host memory as factors of low rank, from which zoomed
+Other tokens are in host memory as low-rank factors, from which zoomed
 spans are reconstructed.
 """
 

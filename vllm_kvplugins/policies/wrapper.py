@@ -17,7 +17,7 @@ class Wrapper(KVCachePolicy):
 
     Subclasses write ``plan`` and set the budget, so ``base_config`` has none. Every
     hook that neither this class nor the subclass overrides goes to the compressor. This
-    covers hooks that are added later, too (see the end of this file).
+    also covers hooks that are added later (see the end of this file).
     """
 
     # Settings of the compressor that the wrapper sets itself.

@@ -56,7 +56,7 @@ def window_votes(
         diagonal=1
     )
     votes = keys.new_empty(num_kv_heads, group, num_slots - window, dtype=torch.float32)
-    # A product instead of a mean: it reads the weights as they lie.
+    # A product instead of a mean: it reads the weights in their memory order.
     share = votes.new_full((group, 1, window), 1 / window)
     # One KV head at a time, in memory that is used again: fresh memory of this
     # size costs the kernel a page fault per 4 KiB, more than all the arithmetic.
@@ -82,7 +82,7 @@ def attention_mass(
 ) -> torch.Tensor:
     """Attention that some queries pay to each slot, summed over the queries.
 
-    Causal by position, so slots may lie in any order. Arguments and cost: see
+    Causal by position, so slots may be in any order. Arguments and cost: see
     ``_attention``.
 
     Returns:
@@ -105,7 +105,7 @@ def attention_peak(
     """Most attention that any of some queries pays to each slot.
 
     Equation 3 (max) of the EpiCache paper, the maximum also over the queries
-    that share a KV head (its appendix A.2). Causal by position, so slots may lie
+    that share a KV head (its appendix A.2). Causal by position, so slots may be
     in any order. Arguments and cost: see ``_attention``.
 
     Returns:
@@ -192,7 +192,7 @@ def mark_window(scores: torch.Tensor, num_slots: int) -> torch.Tensor:
 
 
 def valid_keys(keys: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """The keys, zero where there is no token (what lies there may be NaN).
+    """The keys, zero where there is no token (such slots may hold NaN).
 
     Args:
         keys: [num_kv_heads, num_slots, head_dim].
@@ -263,7 +263,7 @@ def mean_over_heads(
     """
     if valid is not None:
         scores = scores.masked_fill(~valid, 0)
-    # Places are numbered anew, so that the table is as long as the slots.
+    # Renumber the places, so that the table is as long as the slots.
     found, clusters = torch.unique(places, return_inverse=True)
     flat = cluster_mean(scores.reshape(1, -1), clusters.view(1, -1), found.numel())
     return flat.view_as(scores)

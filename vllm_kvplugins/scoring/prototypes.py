@@ -40,7 +40,7 @@ def irregularity(
 
     Returns:
         [H, k * (n // k)], larger means less regular, -inf where invalid; the
-        ``n % k`` last slots lie in no chunk and are left out.
+        last ``n % k`` slots are in no chunk and are left out.
     """
     num_heads, num_slots, head_dim = keys.shape
     length = num_slots // num_chunks

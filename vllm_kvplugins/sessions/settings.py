@@ -68,7 +68,7 @@ class SessionSettings(BaseModel):
     session_dir: Path | None = Field(
         default=None,
         description="Directory for session files, which outlive memory and restarts; "
-        "null: memory only. Whoever can read it can read the conversations.",
+        "null: memory only. Users who can read it can read the conversations.",
     )
     session_disk: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
         default=None,

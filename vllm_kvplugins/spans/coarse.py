@@ -20,7 +20,8 @@ class CoarseSpans:
         values: float32 [num_kv_heads, spans, head_dim].
         log_sizes: float32 [spans], added to a span's score, so that the span competes
             like the tokens that it stands for.
-        sizes: int64 [spans], tokens; on the CPU. All other tensors lie with the keys.
+        sizes: int64 [spans], tokens; on the CPU. All other tensors are on the keys'
+            device.
         summary: the policy's routing features, computed from ``keys``.
     """
 

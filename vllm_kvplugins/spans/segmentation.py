@@ -55,7 +55,7 @@ def segment(
 ) -> Segments:
     """Divide a prompt (SeKV, section 3.1, equations 1 and 2).
 
-    Tokens whose surprisal lies more than ``sensitivity`` standard deviations above the
+    Tokens whose surprisal is more than ``sensitivity`` standard deviations above the
     mean become anchors, the most surprising first, while there is room for them and for
     the spans shorter than ``least_span`` that they cut off, which stay resident. The
     remaining room goes to the next most surprising tokens, which are no anchors.

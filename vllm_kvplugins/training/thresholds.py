@@ -36,7 +36,7 @@ def calibrated(router: Router, examples: Sequence[Example]) -> Router:
 def best_thresholds(gates: Gates, examples: Sequence[Example]) -> torch.Tensor:
     """The threshold of each head with the best F1 on these examples.
 
-    A threshold lies halfway between the last gate above it and the next gate.
+    A threshold is halfway between the last gate above it and the next gate.
 
     Returns:
         [layers, num_q_heads].
@@ -53,7 +53,7 @@ def best_thresholds(gates: Gates, examples: Sequence[Example]) -> torch.Tensor:
         zoomed = torch.arange(1, values.shape[1] + 1)
         last = (2 * right / (zoomed + right[:, -1:])).argmax(1, keepdim=True)
         after = (last + 1).clamp(max=values.shape[1] - 1)
-        # all gates lie above: slightly less than the smallest one
+        # all gates are above it: slightly less than the smallest one
         both = values.gather(1, last) + values.gather(1, after)
         best.append(torch.where(after > last, both / 2, values[:, -1:] - 1e-3)[:, 0])
     return torch.stack(best)

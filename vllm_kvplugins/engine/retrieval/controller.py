@@ -1,17 +1,17 @@
-"""Retrieval: fills the hot zone with the tokens that a query asks for.
+"""Retrieval: fill the hot slots with the tokens that each query selects.
 
 One request, one layer::
 
     compaction ── tokens older than the window ──> host tier, index
     every step ── query ──> index.select ──> which of them are not resident?
-                             copy those over the hot slots of tokens not asked for
+                             copy those into hot slots of tokens that are not selected
 
-Only contents change: page tables and lengths stay as the compaction left them. All
-requests of a step are served in one call per layer.
+Only the contents of hot slots change: page tables and lengths stay as the compaction
+wrote them. One call per layer serves all requests of a step.
 
-Choosing is the host's work, whatever the cache's device: queries of a GPU come to the
-host, and what they ask for goes back in one copy, or the GPU takes it from there
-(``host_fetch``). Tables of who has which hot slot are on the host.
+The host selects, on every device. On a GPU, queries are copied to the host. The
+selected tokens are copied back in one transfer, or the GPU reads them itself
+(``host_fetch``). The tables that map hot slots to tokens are on the host.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from vllm_kvplugins.ops.layout import PagedKV
 from vllm_kvplugins.ops.threads import helper
 from vllm_kvplugins.policies.retrieval import Retriever
 
-# Queries of a step that select, at most, per query head.
-_MOST_ASKING = 32
+# Most queries per query head that select in one step.
+_MAX_SELECTING_QUERIES = 32
 
 
 class RetrievalController(StepExtension):
@@ -47,8 +47,8 @@ class RetrievalController(StepExtension):
 
     Args:
         scales: softmax scale per layer.
-        share: this worker's part of the policy's host memory; the rest is other
-            ranks'.
+        share: this worker's part of the policy's host memory. Other ranks have the
+            rest.
     """
 
     def __init__(
@@ -64,36 +64,38 @@ class RetrievalController(StepExtension):
         self._heap = heap
         self._scales = scales
         self.tier = tier_for(policy, heap, share)
-        self._zones = {
+        self._hot_slots = {
             layer: HotSlots.empty(heap.num_kv_heads)
             for layer in range(policy.skip_layers, heap.num_layers)
         }
         self._indexer = Indexer(policy, self._failed)
-        self._departures = OffloadQueue(heap, self.tier, self._zones, self._indexer)
+        self._offload_queue = OffloadQueue(
+            heap, self.tier, self._hot_slots, self._indexer
+        )
         self._requests: dict[str, Offloaded] = {}
-        # of requests that have ended, for those that go on from them
+        # of ended requests, for requests that continue them
         self._detached: list[Offloaded] = []
         self._free_slot_indices: list[int] = []
         self._batches: list[Batch] = []
-        # fetches on another thread: for the next layer, or for the next step
+        # fetches on another thread, for the next layer or the next step
         self._helper = helper("kvp-fetch")
         self._side = SideStream(heap.pages.device)
-        self._under_way: list[tuple[Batch, int, Future[Fetched]]] = []
-        # not yet in the traffic: a sum per layer would cost more than it tells
+        self._pending: list[tuple[Batch, int, Future[Fetched]]] = []
+        # not yet in the traffic: summing once per read is cheaper than once per layer
         self._copied: list[torch.Tensor] = []
-        # requests that a compaction after this step sends tokens to the host for
+        # requests whose compaction at the end of this step offloads tokens
         self._offloading: list[tuple[DueCompaction, PageList]] = []
 
     @property
     def traffic(self) -> Traffic:
-        """What has been counted since it was last taken."""
+        """Counts since the last ``take_traffic``."""
         copied, self._copied = self._copied, []
         if copied:
             self._traffic.fetched += int(torch.cat(copied).sum())
         return self._traffic
 
     def take_traffic(self) -> Traffic:
-        """The same, and count anew."""
+        """Return the counts and start again at zero."""
         taken, self._traffic = self.traffic, Traffic()
         return taken
 
@@ -110,51 +112,51 @@ class RetrievalController(StepExtension):
         tokens: int,
         before_tail: int,
     ) -> None:
-        """Copy one layer's tokens to the host that leave the window with the
-        compaction at the end of this step, and start to index them.
+        """Copy one layer's tokens to the host that leave the window in the compaction
+        at the end of this step, and start to index them.
 
         Args:
             owned: the request's pages before the compaction.
-            tokens: in the cache.
-            before_tail: of these, in front of the tail.
+            tokens: number of tokens in the cache.
+            before_tail: how many of them are before the tail.
         """
-        if layer not in self._zones:
+        if layer not in self._hot_slots:
             return
         state = self._requests.get(request_id)
         if state is None:
             state = self._requests[request_id] = Offloaded(self._take_slot_index())
-        wanted = self._policy.offloaded(tokens, before_tail)
+        offloaded = self._policy.offloaded(tokens, before_tail)
         first = state.tokens
         heads, dim = self._heap.num_kv_heads, self._heap.layout.head_dim
         if layer not in state.layers:
             state.pages[layer] = torch.empty(heads, 0, dtype=torch.int64)
             state.layers[layer] = self._indexer.new_layer(heads, dim)
-        if wanted.start + first < wanted.stop:
-            start = wanted.start + first
-            self._departures.send(state, layer, owned, start, wanted.stop)
-        if layer == max(self._zones):
-            state.tokens = max(len(wanted), first)
+        start = offloaded.start + first
+        if start < offloaded.stop:
+            self._offload_queue.send(state, layer, owned, start, offloaded.stop)
+        if layer == max(self._hot_slots):
+            state.tokens = max(len(offloaded), first)
 
     def after_compaction(
         self, request_id: str, pages: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        """Find the hot slots after a compaction; wait for indices that must be there.
+        """Record the hot slots of a compacted request; wait for eager indices.
 
         Args:
-            pages: int64 [rows, most], retained region.
-            positions: int32 [rows, most * block_size], -1 where unused.
+            pages: int64 [rows, max pages], the retained region's.
+            positions: int32 [rows, max pages * block_size], -1 where unused.
         """
-        self._departures.take_in()
+        self._offload_queue.drain()
         pages, positions = pages.cpu(), positions.cpu()
         state = self._requests[request_id]
         state.served = False
         heads, size = self._heap.num_kv_heads, self._heap.layout.block_size
-        for layer, here in state.layers.items():
+        for layer, offloaded in state.layers.items():
             rows = slice(layer * heads, (layer + 1) * heads)
             token = positions[rows].long() - self._policy.sinks
             hot = (token >= 0) & (token < state.tokens)
             place = hot.nonzero(as_tuple=True)[1].view(heads, -1)
-            self._zones[layer].settle(
+            self._hot_slots[layer].replace(
                 state.slot_index,
                 page=pages[rows].gather(1, place // size),
                 slot=place % size,
@@ -162,20 +164,20 @@ class RetrievalController(StepExtension):
                 token=token.gather(1, place),
             )
             state.hot[layer] = place.shape[1]
-            self._indexer.settle(here)
+            self._indexer.wait(offloaded)
 
     def refresh_positions(self, request_id: str, positions: torch.Tensor) -> None:
-        """Write which tokens are hot into a retained region's positions."""
-        self._join()  # whoever reads the zone next must find these tokens in it
+        """Write the positions of the hot tokens into those of a retained region."""
+        self._join()  # pending fetches change the hot slots
         state = self._requests.get(request_id)
         if state is None:
             return
         heads, here = self._heap.num_kv_heads, positions.cpu()
         for layer, count in state.hot.items():
-            zones = self._zones[layer]
+            hot_slots = self._hot_slots[layer]
             rows = here[layer * heads : (layer + 1) * heads]
-            token = zones.hot_tokens(state.slot_index) + self._policy.sinks
-            place = zones.place[state.slot_index, :, :count]
+            token = hot_slots.hot_tokens(state.slot_index) + self._policy.sinks
+            place = hot_slots.place[state.slot_index, :, :count]
             rows.scatter_(1, place, token.to(positions.dtype))
         if here is not positions:
             positions.copy_(moved(here, positions.device))
@@ -189,19 +191,22 @@ class RetrievalController(StepExtension):
 
     def _begin_fetches(self, rows: Sequence[Row]) -> None:
         self._join()
-        alike: dict[tuple[int, bool], list[Row]] = {}
+        batches: dict[tuple[int, bool], list[Row]] = {}
         for row in rows:
             state = self._requests.get(row.request_id)
             if state is not None and any(state.hot.values()):
-                alike.setdefault((row.new_tokens, state.served), []).append(row)
+                batches.setdefault((row.new_tokens, state.served), []).append(row)
         self._batches = []
-        for (length, served), batch in alike.items():
+        for (length, served), batch in batches.items():
             states = [self._requests[row.request_id] for row in batch]
             slot_indices = tuple(state.slot_index for state in states)
             first = torch.tensor([row.first_query for row in batch])
-            # of a long chunk not all ask: so many searches cost more than they save
-            ask = torch.linspace(0, length - 1, min(length, _MOST_ASKING)).long()
-            query = moved((first[:, None] + ask).flatten(), self._heap.pages.device)
+            # In a long chunk only some queries select: more searches cost more than
+            # they save.
+            count = min(length, _MAX_SELECTING_QUERIES)
+            selecting = torch.linspace(0, length - 1, count).long()
+            query = (first[:, None] + selecting).flatten()
+            query = moved(query, self._heap.pages.device)
             self._batches.append(
                 Batch(states, torch.tensor(slot_indices), slot_indices, query, served)
             )
@@ -211,26 +216,26 @@ class RetrievalController(StepExtension):
     def before_layer(self, layer: int, queries: torch.Tensor) -> None:
         """Make the tokens resident that this step's queries select."""
         for batch in self._batches:
-            if layer in self._zones:
+            if layer in self._hot_slots:
                 fetched = self._fetched(batch, layer, queries)
                 self._count(batch, layer, fetched)
                 if self.log is not None:
                     self._note(self.log, batch, layer, queries, fetched)
-            if self._policy.prefetch == "layer" and layer + 1 in self._zones:
+            if self._policy.prefetch == "layer" and layer + 1 in self._hot_slots:
                 batch.ahead = self._submit(batch, layer + 1, queries)
 
     def _fetched(
         self, batch: Batch, layer: int, queries: torch.Tensor
     ) -> torch.Tensor | None:
-        """How many tokens had to be copied, per request."""
+        """int64 [requests]: tokens that had to be copied; None: counted before."""
         if batch.served:
-            return None  # counted when they were fetched
+            return None  # counted when the previous step fetched them
         ahead, batch.ahead = batch.ahead, None
         if ahead is not None:
             return ahead.result().join()
         if self._policy.selects(layer):
-            asked = batch.asked(queries, self._heap.num_kv_heads)
-            self._choose(batch, layer, asked.wait())
+            on_host = batch.copy_queries(queries, self._heap.num_kv_heads)
+            self._choose(batch, layer, on_host.wait())
         return self._fill(batch, layer)
 
     def _count(self, batch: Batch, layer: int, fetched: torch.Tensor | None) -> None:
@@ -252,30 +257,30 @@ class RetrievalController(StepExtension):
     def end_step(
         self, prompts: Mapping[str, tuple[Sequence[int], Sequence[int]]]
     ) -> None:
-        """The step has offloaded all layers."""
+        """All layers have offloaded."""
         self._offloading = []
 
     def _fetch_for_next_step(self, layer: int, queries: torch.Tensor) -> None:
         """Start to fetch with this step's queries, if the policy prefetches."""
-        if self._policy.prefetch != "step" or layer not in self._zones:
+        if self._policy.prefetch != "step" or layer not in self._hot_slots:
             return
         for batch in self._batches:
             later = batch.for_next_step()
-            self._under_way.append((later, layer, self._submit(later, layer, queries)))
+            self._pending.append((later, layer, self._submit(later, layer, queries)))
             for state in batch.states:
                 state.served = True
 
     def _submit(
         self, batch: Batch, layer: int, queries: torch.Tensor
     ) -> Future[Fetched]:
-        # a copy of the queries: the model may write over its own
-        asked = batch.asked(queries, self._heap.num_kv_heads)
-        return self._helper.submit(self._fetch_ahead, batch, layer, asked)
+        # a copy of the queries: the model may overwrite its own
+        on_host = batch.copy_queries(queries, self._heap.num_kv_heads)
+        return self._helper.submit(self._fetch_ahead, batch, layer, on_host)
 
     def _join(self) -> None:
-        """Wait until nothing is being fetched for a later step, or sent away."""
-        self._departures.take_in()
-        under_way, self._under_way = self._under_way, []
+        """Wait for all offloads and for all fetches for a later step."""
+        self._offload_queue.drain()
+        under_way, self._pending = self._pending, []
         for batch, layer, future in under_way:
             fetched = future.result().join()
             self._copied.append(fetched)
@@ -284,17 +289,17 @@ class RetrievalController(StepExtension):
                     self.log.add_ahead(name, layer, int(fetched[row]))
 
     @torch.inference_mode()
-    def _fetch_ahead(self, batch: Batch, layer: int, asked: AsyncHostCopy) -> Fetched:
-        """On another thread, while the model computes."""
-        queries = asked.wait()
-        with self._side.after(asked.event):
+    def _fetch_ahead(self, batch: Batch, layer: int, on_host: AsyncHostCopy) -> Fetched:
+        """Select and fetch on the helper thread, while the model computes."""
+        queries = on_host.wait()
+        with self._side.after(on_host.event):
             if self._policy.selects(layer):
                 self._choose(batch, layer, queries)
             return Fetched(self._fill(batch, layer), self._side.event())
 
     def _choose(self, batch: Batch, layer: int, queries: torch.Tensor) -> None:
         count = max(state.hot[layer] for state in batch.states)
-        table = self._zones[layer].tables_of(batch.slot_numbers)
+        table = self._hot_slots[layer].tables_of(batch.slot_numbers)
         keys = Keys.paged(self.tier.keys, table)
         layers = [state.layers[layer] for state in batch.states]
         scale = self._scales[layer]
@@ -302,15 +307,15 @@ class RetrievalController(StepExtension):
 
     def _fill(self, batch: Batch, layer: int) -> torch.Tensor:
         """Returns int64 [requests]: tokens that had to be copied."""
-        zones = self._zones[layer]
+        hot_slots = self._hot_slots[layer]
         assert batch.chosen is not None, "the first layer that retrieves selects"
         return fill_hot(
             PagedKV(self._heap.pages, self._heap.layout),
             self.tier.pages,
-            zones.tables_of(batch.slot_numbers),
+            hot_slots.tables_of(batch.slot_numbers),
             batch.chosen,
             batch.slot_indices,
-            HotSet(zones.token, zones.page, zones.slot, zones.counts),
+            HotSet(hot_slots.token, hot_slots.page, hot_slots.slot, hot_slots.counts),
             self.tier.reads,
         )
 
@@ -322,34 +327,35 @@ class RetrievalController(StepExtension):
         queries: torch.Tensor,
         fetched: torch.Tensor | None,
     ) -> None:
-        """Log what this layer fetched; scans all offloaded keys."""
+        """Log what this layer fetched. Scans all offloaded keys."""
         heads = self._heap.num_kv_heads
-        asked, group = batch.asked(queries, heads).wait(), queries.shape[1] // heads
-        scale, zones = self._scales[layer], self._zones[layer]
+        on_host = batch.copy_queries(queries, heads).wait()
+        group = queries.shape[1] // heads
+        scale, hot_slots = self._scales[layer], self._hot_slots[layer]
         for row, name in enumerate(self._names(batch)):
             state = batch.states[row]
             keys = self.tier.keys[state.pages[layer]].flatten(1, 2)[:, : state.tokens]
-            hot, copied = zones.hot_tokens(state.slot_index), None
+            hot, copied = hot_slots.hot_tokens(state.slot_index), None
             if fetched is not None:
                 copied = int(fetched[row])
-            log.add(name, layer, asked[row], group, keys, hot, scale, copied)
+            log.add(name, layer, on_host[row], group, keys, hot, scale, copied)
 
     def _names(self, batch: Batch) -> list[str]:
         """Ids of a batch's requests."""
         names = {state.slot_index: name for name, state in self._requests.items()}
         return [names[slot_index] for slot_index in batch.slot_numbers]
 
-    # -- requests that go ---------------------------------------------------------
+    # -- ended requests -----------------------------------------------------------
 
     def _take_slot_index(self) -> int:
         if self._free_slot_indices:
             return self._free_slot_indices.pop()
         return len(self._requests)
 
-    # The engine calls these outside its steps, whose tensors they write.
+    # Called outside the engine's steps, but they write tensors of inference mode.
     @torch.inference_mode()
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Free the host memory of requests; waits for fetches that are under way."""
+        """Free the host memory of requests; wait for pending fetches."""
         for request_id in request_ids:
             state = self.detach(request_id)
             if state is not None:
@@ -357,13 +363,13 @@ class RetrievalController(StepExtension):
 
     @torch.inference_mode()
     def detach(self, request_id: str) -> Offloaded | None:
-        """Take out what a request has on the host, for another to attach."""
+        """Remove a request; return its host tokens for ``attach`` or ``discard``."""
         self._join()
         state = self._requests.pop(request_id, None)
         if state is None:
             return None
-        for zones in self._zones.values():
-            zones.leave(state.slot_index)
+        for hot_slots in self._hot_slots.values():
+            hot_slots.clear(state.slot_index)
         self._free_slot_indices.append(state.slot_index)
         self._batches = []
         self._detached.append(state)
@@ -375,16 +381,16 @@ class RetrievalController(StepExtension):
         self._detached.remove(state)
         self._requests[request_id] = state
         for layer, pages in state.pages.items():
-            self._zones[layer].add_pages(state.slot_index, pages)
+            self._hot_slots[layer].set_pages(state.slot_index, pages)
 
     def discard(self, state: Offloaded) -> None:
-        """Free what nobody will attach."""
+        """Free detached host tokens that no request will attach."""
         self._detached.remove(state)
         for pages in state.pages.values():
-            self.tier.give(pages.flatten())
+            self.tier.release(pages.flatten())
 
     def close(self) -> None:
-        """Let go of the host memory; nobody has any of it."""
+        """Release the host memory. No request may own any of it."""
         self._join()
         self.tier.close()
 
@@ -398,20 +404,19 @@ class RetrievalController(StepExtension):
         return self.log.take() if self.log is not None else []
 
     def hot_tokens(self, request_id: str, layer: int) -> torch.Tensor:
-        """int64 [num_kv_heads, count]: numbers of the host tokens that are hot."""
-        return self._zones[layer].hot_tokens(self._requests[request_id].slot_index)
+        """int64 [num_kv_heads, count]: indices of the host tokens in hot slots."""
+        return self._hot_slots[layer].hot_tokens(self._requests[request_id].slot_index)
 
     @property
     def num_requests(self) -> int:
         return len(self._requests)
 
     def check_integrity(self) -> None:
-        """Host pages and seats have one owner each."""
+        """Check that each host page and each slot index has one owner."""
         held = [*self._requests.values(), *self._detached]
         self.tier.check_integrity(
             [pages.flatten() for state in held for pages in state.pages.values()]
         )
-        slot_indices = [
-            state.slot_index for state in self._requests.values()
-        ] + self._free_slot_indices
-        assert sorted(slot_indices) == list(range(len(slot_indices))), "a seat is lost"
+        indices = [state.slot_index for state in self._requests.values()]
+        indices += self._free_slot_indices
+        assert sorted(indices) == list(range(len(indices))), "a slot index is lost"

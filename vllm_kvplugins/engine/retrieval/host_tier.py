@@ -19,21 +19,22 @@ class HostTier:
     """One arena of pages for all requests, layers and KV heads of a worker.
 
     A page holds keys and values of ``page_tokens`` tokens of one KV head. The arena
-    is reserved at once and touched as it fills, so that it costs what is used; freed
-    pages are used again first.
+    is reserved at start-up, but memory is committed only as pages are first written.
+    Freed pages are reused first.
 
-    Where a GPU reads pages itself, it does so some time after it was told to. What is
-    returned meanwhile rests until that is over: nobody gets it, so nobody writes there.
+    A GPU that reads pages itself does so asynchronously. Pages released meanwhile stay
+    quarantined until those reads are done, so that no one overwrites them.
 
     Args:
-        limit_bytes: most memory of all pages together.
+        limit_bytes: limit of the memory of all pages together.
         page_tokens: tokens per page.
         head_dim: elements per key and per value.
         dtype: the cache's.
-        reader: a GPU that reads pages itself; they are pinned before anybody gets them.
+        reader: a GPU that reads pages itself; pages are then pinned before ``take``
+            returns them.
 
     Raises:
-        RuntimeError: the reader cannot, or nothing can be pinned.
+        RuntimeError: the reader cannot read host memory, or pinning fails.
     """
 
     def __init__(
@@ -55,9 +56,9 @@ class HostTier:
             self._arena = PinnedArena(count * self.page_bytes, reader)
             self.pages = self._arena.memory.view(dtype).view(shape)
         self._fresh = 0
-        # behind which work of the GPU they are returned
-        self._resting: deque[tuple[list[torch.cuda.Event], torch.Tensor]] = deque()
-        self._num_resting = 0
+        # released pages and the GPU work that may still read them
+        self._quarantined: deque[tuple[list[torch.cuda.Event], torch.Tensor]] = deque()
+        self._num_quarantined = 0
         self._returned: list[torch.Tensor] = []
         self._num_returned = 0
 
@@ -72,36 +73,39 @@ class HostTier:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody owns."""
-        returned = self._num_returned + self._num_resting
+        """Number of pages without an owner."""
+        returned = self._num_returned + self._num_quarantined
         return len(self.pages) - self._fresh + returned
 
     @property
     def reads(self) -> Reads | None:
-        """What the GPU reads of the pages itself; None: it must not, they go through a
-        staging buffer."""
+        """Reads of a GPU that reads pages itself; None: tokens go through a staging
+        buffer."""
         arena = self._arena
         return arena.reads if arena is not None and arena.complete else None
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages that requests own."""
+        """Bytes of the pages that have an owner."""
         return int((len(self.pages) - self.num_free) * self.page_bytes)
 
     def take(self, count: int) -> torch.Tensor:
-        """int64 [count]: ids of pages that are the caller's from now on.
+        """Allocate pages.
+
+        Returns:
+            int64 [count], page ids.
 
         Raises:
-            RuntimeError: there are not so many; nothing was taken.
+            RuntimeError: fewer pages are free; none was allocated.
 
-        Cost: waits for a GPU only if all that is left is what it still reads, and for
-            pinning if that is not done.
+        Cost: waits for a GPU only if it still reads all remaining free pages, and for
+            pinning if new pages are not pinned yet.
         """
         if count > self.num_free:
             raise RuntimeError(
-                f"the host tier has {self.num_free} free pages, {count} are wanted"
+                f"the host tier has {self.num_free} free pages, {count} are requested"
             )
-        self._wake(count)
+        self._end_quarantine(count)
         parts, missing = [], count
         while missing and self._returned:
             last = self._returned.pop()
@@ -117,28 +121,28 @@ class HostTier:
         self._fresh += missing
         return torch.cat(parts)
 
-    def _wake(self, count: int) -> None:
-        """Let go of what the GPU has read; wait for it if too little else is free."""
-        while self._resting:
-            events, pages = self._resting[0]
-            late = [event for event in events if not event.query()]
-            if late and len(self.pages) - self._fresh + self._num_returned >= count:
+    def _end_quarantine(self, count: int) -> None:
+        """Free pages whose reads are done; wait for reads if too few pages are free."""
+        while self._quarantined:
+            events, pages = self._quarantined[0]
+            unfinished = [event for event in events if not event.query()]
+            free = len(self.pages) - self._fresh + self._num_returned
+            if unfinished and free >= count:
                 return
-            for event in late:
+            for event in unfinished:
                 event.synchronize()
-            self._resting.popleft()
-            self._num_resting -= len(pages)
+            self._quarantined.popleft()
+            self._num_quarantined -= len(pages)
             self._put_back(pages)
 
-    def give(self, pages: torch.Tensor) -> None:
-        """Return pages; nobody reads them any more, but for the GPU what it was told to
-        read until now."""
+    def release(self, pages: torch.Tensor) -> None:
+        """Free pages. Only reads that a GPU has queued already may still use them."""
         if not len(pages):
             return
         events = self._arena.reads.so_far() if self._arena is not None else []
         if events:
-            self._resting.append((events, pages))
-            self._num_resting += len(pages)
+            self._quarantined.append((events, pages))
+            self._num_quarantined += len(pages)
         else:
             self._put_back(pages)
 
@@ -147,7 +151,7 @@ class HostTier:
         self._num_returned += len(pages)
 
     def close(self) -> None:
-        """Nobody will fetch from it; waits for the GPU, if that reads it."""
+        """Release the arena; wait for a GPU that reads it. No fetch may follow."""
         if self._arena is not None:
             self._arena.close()
 
@@ -157,8 +161,8 @@ class HostTier:
         """Store tokens of a request and layer.
 
         Args:
-            table: int64 [num_kv_heads, pages], where they belong.
-            first: number of the first one.
+            table: int64 [num_kv_heads, pages], the host pages of the layer.
+            first: index of the first token.
             keys, values: [num_kv_heads, n, head_dim].
         """
         token = torch.arange(first, first + keys.shape[1])
@@ -167,25 +171,25 @@ class HostTier:
         self.pages[page, 1, slot] = values
 
     def read_keys(self, table: torch.Tensor, tokens: range) -> torch.Tensor:
-        """A copy of what was stored: [num_kv_heads, n, head_dim]; see ``write``."""
+        """A copy of stored keys: [num_kv_heads, n, head_dim]; see ``write``."""
         token = torch.arange(tokens.start, tokens.stop)
         page, slot = table[:, token // self.page_tokens], token % self.page_tokens
         return self.pages[page, 0, slot]
 
     def check_integrity(self, owned: list[torch.Tensor]) -> None:
-        """Every page is free or owned, and that once.
+        """Check that each page is either free or owned, exactly once.
 
         Args:
-            owned: pages of all who have any.
+            owned: the pages of each owner.
         """
-        free = [*self._returned, *(pages for _, pages in self._resting)]
+        free = [*self._returned, *(pages for _, pages in self._quarantined)]
         ids = torch.cat([*owned, *free, torch.empty(0, dtype=torch.int64)])
         assert ids.unique().numel() == ids.numel(), "a host page has two owners"
         assert ids.numel() == self._fresh, "a host page is lost"
 
 
 def tier_for(policy: Retriever, heap: Heap, share: float) -> HostTier:
-    """The host tier of a worker, as its policy is set.
+    """Create the host tier of a worker by its policy's settings.
 
     Args:
         share: this worker's part of the policy's host memory.

@@ -1,6 +1,6 @@
-"""Who has which hot slots: one layer, all requests that retrieve.
+"""The hot slots of one layer and the tokens in them, for all requests that retrieve.
 
-Kept in tensors over all requests, so that a step serves them in one call.
+The tensors cover all requests, so that one call serves a whole step.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import torch
 
 @dataclass(slots=True)
 class HotSlots:
-    """Hot slots and host pages of one layer, a row (seat) per request.
+    """Hot slots and host pages of one layer, one row (slot index) per request.
 
     Attributes:
-        table: int64 [seats, num_kv_heads, host pages], pages of the host tier; 0
-            behind a request's last.
-        page, slot: int64 [seats, num_kv_heads, width], where hot slots are in the
-            heap.
-        token: int64 [seats, num_kv_heads, width], number of the host token there.
-        place: int64 [seats, num_kv_heads, width], their place in the retained region's
-            rows of positions.
-        counts: int64 [seats], how many of ``width`` there are.
+        table: int64 [slot indices, num_kv_heads, host pages], pages of the host
+            tier; 0 after a request's last page.
+        page, slot: int64 [slot indices, num_kv_heads, width], where the hot slots are
+            in the heap.
+        token: int64 [slot indices, num_kv_heads, width], index of the host token in
+            the slot.
+        place: int64 [slot indices, num_kv_heads, width], their column in the
+            retained region's positions.
+        counts: int64 [slot indices], how many of ``width`` are in use.
     """
 
     table: torch.Tensor
@@ -31,7 +32,7 @@ class HotSlots:
     token: torch.Tensor
     place: torch.Tensor
     counts: torch.Tensor
-    # the last answer of tables_of, while it holds
+    # the last result of tables_of, while it is valid
     _tables: tuple[tuple[int, ...], torch.Tensor] | None = None
 
     @staticmethod
@@ -49,20 +50,20 @@ class HotSlots:
         )
 
     def tables_of(self, slot_indices: tuple[int, ...]) -> torch.Tensor:
-        """int64 [len(seats), num_kv_heads, host pages]; the same tensor again while
-        neither seats nor pages change, which is for most steps."""
+        """int64 [len(slot_indices), num_kv_heads, host pages]. Returns the same tensor
+        while neither the slot indices nor the pages change, which is most steps."""
         if self._tables is None or self._tables[0] != slot_indices:
             self._tables = slot_indices, self.table[list(slot_indices)]
         return self._tables[1]
 
-    def add_pages(self, slot_index: int, pages: torch.Tensor) -> None:
-        """A request has so many host pages now, int64 [num_kv_heads, pages]."""
+    def set_pages(self, slot_index: int, pages: torch.Tensor) -> None:
+        """Set a request's host pages, int64 [num_kv_heads, pages]."""
         self.make_room(slot_index + 1, pages=pages.shape[1])
         self.table[slot_index, :, : pages.shape[1]] = pages
         self._tables = None
 
     def make_room(self, slot_indices: int, pages: int = 0, width: int = 0) -> None:
-        """Grow to at least so many seats, host pages and hot slots."""
+        """Grow to at least this many slot indices, host pages and hot slots."""
         if slot_indices > len(self.counts):
             grown = self.counts.new_zeros(max(slot_indices, 2 * len(self.counts)))
             grown[: len(self.counts)] = self.counts
@@ -71,14 +72,14 @@ class HotSlots:
         for name in ("page", "slot", "token", "place"):
             setattr(self, name, _grown(getattr(self, name), len(self.counts), width))
 
-    def leave(self, slot_index: int) -> None:
-        """The request of this seat has gone."""
+    def clear(self, slot_index: int) -> None:
+        """Remove the request with this slot index."""
         if slot_index < len(self.counts):
             self.counts[slot_index] = 0
             self.table[slot_index] = 0
             self._tables = None
 
-    def settle(
+    def replace(
         self,
         slot_index: int,
         page: torch.Tensor,
@@ -86,10 +87,10 @@ class HotSlots:
         place: torch.Tensor,
         token: torch.Tensor,
     ) -> None:
-        """A compaction has laid out a request's hot slots anew.
+        """Replace a request's hot slots, after a compaction.
 
         Args:
-            page, slot, place, token: int64 [num_kv_heads, n], as the attributes.
+            page, slot, place, token: int64 [num_kv_heads, n]; see the attributes.
         """
         count = page.shape[1]
         self.make_room(slot_index + 1, width=count)
@@ -105,7 +106,7 @@ class HotSlots:
 
 
 def _grown(tensor: torch.Tensor, slot_indices: int, width: int) -> torch.Tensor:
-    """With room for so many; a quarter more than asked for, for the next time."""
+    """A copy that is large enough, with a quarter more width for the next time."""
     have, heads, wide = tensor.shape
     if slot_indices <= have and width <= wide:
         return tensor

@@ -28,14 +28,14 @@ class OffloadedLayer:
 
     Attributes:
         tokens: number of tokens appended or being appended.
-        under_way: its last addition, if that may still be running.
+        pending: its last append, if it may still be running.
         meanwhile: the scan to use until then, if the index is lazy.
     """
 
     index: KeyIndex
     meanwhile: KeyIndex | None = None
     tokens: int = 0
-    under_way: Future[None] | None = None
+    pending: Future[None] | None = None
 
 
 class Indexer:
@@ -49,7 +49,7 @@ class Indexer:
     def __init__(self, policy: Retriever, failed: Callable[[], None]) -> None:
         self._policy = policy
         self._failed = failed
-        # One thread, so that additions to an index keep their order.
+        # One thread, so that appends to an index keep their order.
         self._thread = helper("kvp-index")
 
     def new_layer(self, num_kv_heads: int, head_dim: int) -> OffloadedLayer:
@@ -71,16 +71,16 @@ class Indexer:
         Args:
             layer: the layer of a request.
             keys: [num_kv_heads, n, head_dim].
-            first: number of the first of these tokens.
+            first: index of the first of these tokens.
             read: reads the same keys later, so that ``keys`` need not be kept until
                 then. That memory must not change while the index is in use; an index
                 that is no longer used may read other keys.
         """
         layer.tokens = first + keys.shape[1]
         if read is None:
-            layer.under_way = self._thread.submit(layer.index.append, keys, first)
+            layer.pending = self._thread.submit(layer.index.append, keys, first)
         else:
-            layer.under_way = self._thread.submit(_append, layer.index, read, first)
+            layer.pending = self._thread.submit(_append, layer.index, read, first)
         if layer.meanwhile is None:
             return
         try:
@@ -88,7 +88,7 @@ class Indexer:
         except (RuntimeError, ValueError) as error:
             self._scan_instead(layer, error)
 
-    def settle(self, layer: OffloadedLayer) -> None:
+    def wait(self, layer: OffloadedLayer) -> None:
         """Wait until an index has all its tokens, unless it is lazy."""
         if layer.meanwhile is None:
             self._collect(layer)
@@ -117,29 +117,29 @@ class Indexer:
         return torch.cat(chosen)
 
     def _ready(self, layer: OffloadedLayer) -> KeyIndex:
-        if layer.under_way is None:
+        if layer.pending is None:
             return layer.index
-        if layer.meanwhile is not None and not layer.under_way.done():
+        if layer.meanwhile is not None and not layer.pending.done():
             return layer.meanwhile
         self._collect(layer)
         return layer.index
 
     def _collect(self, layer: OffloadedLayer) -> None:
-        """Wait for the addition under way, and replace the index if it failed."""
-        if layer.under_way is None:
+        """Wait for the pending append; replace the index if it failed."""
+        if layer.pending is None:
             return
         try:
-            layer.under_way.result()
+            layer.pending.result()
         except (RuntimeError, ValueError) as error:
             self._scan_instead(layer, error)
-        layer.under_way = None
+        layer.pending = None
 
     def _scan_instead(self, layer: OffloadedLayer, error: Exception) -> None:
         """Replace a failed index by a scan, so that the server keeps running."""
         self._failed()
         logger.warning("an index failed; its keys are scanned instead: %s", error)
         layer.index, layer.meanwhile = ExactScan(layer.tokens), None
-        layer.under_way = None
+        layer.pending = None
 
 
 def _append(index: KeyIndex, read: Callable[[], torch.Tensor], first: int) -> None:

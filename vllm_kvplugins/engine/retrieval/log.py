@@ -1,4 +1,4 @@
-"""What every fetch of a step brought, and how much of the attention it covers."""
+"""Log of fetches: the tokens copied, and the share of attention they cover."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from vllm_kvplugins.engine.recorded_run import Fetch
 class RetrievalLog:
     """Collects one :class:`Fetch` per step, layer and request.
 
-    All steps that fetch are logged: those that decode, those that compute a preempted
-    request anew, and those in which a request that continues a session reads its
-    prompt. Other prompts fetch nothing. What was fetched
-    ahead counts for the step that it was fetched for.
+    It logs all steps that fetch: decode steps, steps that recompute a preempted
+    request, and prefill steps of a request that continues a session. Other prefill
+    steps fetch nothing. A fetch made ahead counts for the step that it serves.
 
-    The mass covered is measured, not estimated: per query, a softmax over *all*
-    offloaded keys of its KV head, in float32; of this the share that falls on the
-    tokens that are hot after the fetch. Averaged over the queries of a KV head's
-    group, then over KV heads. Sinks, window and tail are always resident and are
-    left out.
+    The covered mass is measured, not estimated: a float32 softmax of each query over
+    *all* offloaded keys of its KV head, and the share of it on the tokens that are hot
+    after the fetch. The mean is over the queries of a KV head's group, then over KV
+    heads. Sinks, window and tail are always resident and are left out.
 
-    Cost: a scan of all offloaded keys per step, layer and request, and their copy in
-    float32, of one request at a time; only while a log is attached.
+    Cost: a scan of all offloaded keys per step, layer and request, and a float32 copy
+    of one request's keys at a time; only while a log is attached.
     """
 
     def __init__(self) -> None:
@@ -41,22 +39,22 @@ class RetrievalLog:
         scale: float,
         fetched: int | None,
     ) -> None:
-        """Note what a request fetched in a layer, before this layer attends.
+        """Log the fetch of a request in a layer, before this layer attends.
 
         Args:
             request: its id.
             queries: [num_kv_heads, group * new tokens, head_dim], after RoPE.
             group: query heads per KV head.
-            keys: [num_kv_heads, tokens, head_dim], all that are offloaded.
-            hot: int64 [num_kv_heads, count], numbers of those that are resident now.
+            keys: [num_kv_heads, tokens, head_dim], all offloaded keys.
+            hot: int64 [num_kv_heads, count], indices of the keys in hot slots.
             scale: softmax scale.
-            fetched: tokens copied for it, over all KV heads; None if they were
-                fetched during the step before.
+            fetched: number of tokens copied, over all KV heads; None if the previous
+                step fetched them.
         """
-        # taken in any case: what a preempted request had fetched is gone
+        # Removed in any case: a preempted request has lost what was fetched ahead.
         ahead = self._ahead.pop((request, layer), 0)
         fetched = ahead if fetched is None else fetched
-        # a request fetches once per layer and step, whatever others do
+        # A request fetches once per layer and step.
         step = self._steps.get((request, layer), 0)
         self._steps[request, layer] = step + 1
         token_bytes = 2 * keys.shape[2] * keys.element_size()  # key and value
@@ -75,11 +73,11 @@ class RetrievalLog:
         )
 
     def add_ahead(self, request: str, layer: int, fetched: int) -> None:
-        """Note what was fetched for a request's next step."""
+        """Log a fetch for a request's next step."""
         self._ahead[request, layer] = fetched
 
     def take(self) -> list[Fetch]:
-        """The fetches since the last call, oldest first; steps go on counting."""
+        """The fetches since the last call, oldest first. Step numbers continue."""
         taken, self._fetches = self._fetches, []
         return taken
 
@@ -90,7 +88,7 @@ def covered(
     hot: torch.Tensor,
     scale: float,
 ) -> float:
-    """Share of the attention over keys that falls on some of them.
+    """Share of the attention over all keys that falls on the hot ones.
 
     Args:
         queries: [heads, group, head_dim].
@@ -102,7 +100,7 @@ def covered(
         Mean over queries and heads, from 0 to 1.
     """
     logits = queries.float() @ keys.float().transpose(1, 2) * scale
-    weights = logits.softmax(-1).sum(1)  # of a head's queries together
+    weights = logits.softmax(-1).sum(1)  # summed over the queries of a head
     share = weights.gather(1, hot).sum(1) / queries.shape[1]
-    # rounding may add up to a little more than everything
+    # rounding may add up to slightly more than 1
     return min(float(share.mean()), 1.0)

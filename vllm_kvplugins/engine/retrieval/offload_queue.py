@@ -1,4 +1,4 @@
-"""Tokens on their way from the cache into the host tier."""
+"""Queue of tokens that are being copied from the cache into the host tier."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PendingOffload:
     """Tokens of one layer of a request.
 
     Attributes:
-        first: number of the first one.
+        first: index of the first one among the request's host tokens.
         keys, values: [num_kv_heads, n, head_dim].
     """
 
@@ -35,72 +35,72 @@ class PendingOffload:
 
 
 class OffloadQueue:
-    """Sends tokens to the host tier and has them indexed there.
+    """Copies tokens to the host tier and starts to index them.
 
-    From a GPU they are taken in a layer later, while it computes that one (IceCache,
-    fig. 5b).
+    On a GPU, a layer's tokens are stored one layer later, while the GPU computes that
+    layer (IceCache, figure 5b).
     """
 
     def __init__(
         self,
         heap: Heap,
         tier: HostTier,
-        zones: Mapping[int, HotSlots],
+        hot_slots: Mapping[int, HotSlots],
         indexer: Indexer,
     ) -> None:
         self._heap, self._tier = heap, tier
-        self._zones, self._indexer = zones, indexer
-        self._leaving: list[PendingOffload] = []
+        self._hot_slots, self._indexer = hot_slots, indexer
+        self._pending: list[PendingOffload] = []
 
     def send(
         self, state: Offloaded, layer: int, owned: PageList, start: int, stop: int
     ) -> None:
-        """Send tokens of a layer off, behind those that its request has there.
+        """Start to copy a layer's tokens, after those that the request has on the host.
 
         Args:
             owned: the request's pages.
-            start, stop: positions; all of them must be there.
+            start, stop: positions; the cache must hold all of them.
         """
-        self.take_in(besides=layer)
+        self.drain(except_layer=layer)
         keys, values = read_tokens(self._heap, layer, owned, start, stop)
-        self._leaving.append(
+        self._pending.append(
             PendingOffload(
                 state, layer, state.tokens, AsyncHostCopy(keys), AsyncHostCopy(values)
             )
         )
         if not keys.is_cuda:
-            self.take_in()
+            self.drain()
 
-    def take_in(self, besides: int | None = None) -> None:
-        """Store what has left the cache, and start to index it.
+    def drain(self, except_layer: int | None = None) -> None:
+        """Store the tokens whose copies are pending, and start to index them.
 
         Args:
-            besides: what this layer gave may still be on its way.
+            except_layer: leave the copies of this layer pending.
         """
-        for each in self._leaving:
-            if each.layer == besides:
+        for each in self._pending:
+            if each.layer == except_layer:
                 continue
             keys, values = each.keys.wait(), each.values.wait()
             self._make_room(each.state, each.layer, each.first + keys.shape[1])
             pages = each.state.pages[each.layer]
             self._tier.write(pages, each.first, keys, values)
-            layer, here = each.state.layers[each.layer], None
+            layer, read = each.state.layers[each.layer], None
             if each.keys.event is not None:
-                # keys wait for their turn where they lie now, not in pinned memory
+                # Read the keys from the host tier later, to free pinned memory.
                 tokens = range(each.first, each.first + keys.shape[1])
-                here = partial(self._tier.read_keys, pages, tokens)
-            self._indexer.insert(layer, keys, each.first, here)
-        self._leaving = [each for each in self._leaving if each.layer == besides]
+                read = partial(self._tier.read_keys, pages, tokens)
+            self._indexer.insert(layer, keys, each.first, read)
+        self._pending = [each for each in self._pending if each.layer == except_layer]
 
     def _make_room(self, state: Offloaded, layer: int, tokens: int) -> None:
-        """Host pages for so many tokens of a layer."""
+        """Allocate host pages until the layer's pages hold this many tokens."""
         have, size = state.pages[layer], self._tier.page_tokens
         more = -(-tokens // size) - have.shape[1]
         if more <= 0:
             return
         fresh = self._tier.take(more * len(have)).view(len(have), more)
         pages = state.pages[layer] = torch.cat([have, fresh], 1)
-        self._zones[layer].add_pages(state.slot_index, pages)
+        self._hot_slots[layer].set_pages(state.slot_index, pages)
 
 
 def read_tokens(
@@ -110,7 +110,7 @@ def read_tokens(
 
     Args:
         owned: the request's pages.
-        start, stop: positions; all of them must be there.
+        start, stop: positions; the cache must hold all of them.
 
     Returns:
         Two [num_kv_heads, stop - start, head_dim].
@@ -123,7 +123,7 @@ def read_tokens(
     row, place = ((positions >= start) & (positions < stop) & used).nonzero(
         as_tuple=True
     )
-    assert row.numel() == heads * (stop - start), "tokens to offload are not there"
+    assert row.numel() == heads * (stop - start), "tokens to offload are missing"
     place = place.view(heads, -1)
     place = place.gather(1, positions.gather(1, place).argsort(1))
     page = owned.pages[rows].gather(1, place // size)

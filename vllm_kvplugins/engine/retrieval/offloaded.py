@@ -1,4 +1,4 @@
-"""Requests whose tokens lie in the host tier, and what a step fetches for them."""
+"""Requests with tokens in the host tier, and what a step fetches for them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class Offloaded:
     """A request that has tokens in the host tier.
 
     Attributes:
-        seat: its row in the hot zones of every layer.
-        tokens: how many are on the host; the same in all layers.
+        slot_index: its row in the hot slots of every layer.
+        tokens: number of tokens on the host; the same in all layers.
         pages: int64 [num_kv_heads, n] per layer, its pages of the host tier.
+        layers: its index per layer.
         hot: hot slots per KV head, per layer; empty before the first compaction.
-        served: they are being filled for the next step.
+        served: the hot slots are being filled for the next step.
     """
 
     slot_index: int
@@ -34,15 +35,15 @@ class Offloaded:
 
 @dataclass(slots=True)
 class Batch:
-    """Requests of a step with equally many new tokens.
+    """Requests of a step with the same number of new tokens.
 
     Attributes:
-        seats: int64 [requests], on the host; also as numbers.
-        query: int64 [requests * new tokens], rows among the step's queries, on their
-            device.
-        chosen: what the last anchor layer selected.
-        served: its hot slots were filled during the step before.
-        ahead: what the next layer fetches, under way on another thread.
+        slot_indices: int64 [requests], on the host; ``slot_numbers`` as Python ints.
+        query: int64 [requests * selecting queries], rows of the step's queries, on
+            their device.
+        chosen: the selection of the last anchor layer.
+        served: the previous step filled its hot slots.
+        ahead: the fetch for the next layer, pending on another thread.
         later: see :meth:`for_next_step`.
     """
 
@@ -56,16 +57,16 @@ class Batch:
     later: Batch | None = None
 
     def for_next_step(self) -> Batch:
-        """The same requests for another thread: what is chosen there for the step to
-        come is not what this step's layers are filled with."""
+        """A batch of the same requests for the helper thread, whose selection for the
+        next step must not replace this step's."""
         if self.later is None:
             self.later = Batch(
                 self.states, self.slot_indices, self.slot_numbers, self.query
             )
         return self.later
 
-    def asked(self, queries: torch.Tensor, num_kv_heads: int) -> AsyncHostCopy:
-        """A copy of these requests' queries, on its way to the host.
+    def copy_queries(self, queries: torch.Tensor, num_kv_heads: int) -> AsyncHostCopy:
+        """Start to copy the selecting queries of these requests to the host.
 
         Args:
             queries: [step tokens, num_q_heads, head_dim].
@@ -83,18 +84,18 @@ class Batch:
 
 
 class Fetched(NamedTuple):
-    """What one layer of a batch was given.
+    """Result of one fetch of a layer for a batch.
 
     Attributes:
-        copied: int64 [requests], tokens.
-        done: on a GPU, when they are there, if another stream brings them.
+        copied: int64 [requests], number of copied tokens.
+        done: the event after the copies, if another stream of a GPU made them.
     """
 
     copied: torch.Tensor
     done: torch.cuda.Event | None = None
 
     def join(self) -> torch.Tensor:
-        """Let the current stream go on behind it; returns what was copied."""
+        """Make the current stream wait for the copies; return ``copied``."""
         if self.done is not None:
             self.done.wait()
         return self.copied

@@ -1,4 +1,4 @@
-"""Memory of the host that a GPU reads by itself: pinned piece by piece, as it fills."""
+"""Host memory that a GPU reads directly: pinned chunk by chunk, as it fills."""
 
 from __future__ import annotations
 
@@ -19,34 +19,33 @@ CHUNK_BYTES = 128 << 20
 
 
 class PinnedArena:
-    """Bytes of the host whose first ones are pinned, as many as are needed.
+    """A byte buffer on the host whose used part is pinned.
 
-    Pinning gives memory its physical pages, so pinning all of it at once would cost a
-    server the whole of its limit at start-up. The chunk behind those that are needed is
-    pinned beside what follows, on a thread of its own.
+    Pinning commits physical memory, so pinning the whole buffer would take the full
+    limit at start-up. A thread pins the next chunk in advance.
 
     Args:
-        num_bytes: how many, at most.
+        num_bytes: size of the buffer.
         device: the GPU.
 
     Attributes:
-        memory: uint8 [num_bytes], at a border of the operating system's pages.
-        reads: what the GPU still reads of it.
-        complete: whether all that is needed is pinned; once it is not, it stays so.
+        memory: uint8 [num_bytes], aligned to the operating system's pages.
+        reads: the reads that the GPU has not finished.
+        complete: whether the whole used part is pinned. Never becomes true again.
 
     Raises:
-        RuntimeError: the device cannot read the host's memory, or already the first
-            chunk cannot be pinned.
+        RuntimeError: the device cannot read host memory, or the first chunk cannot be
+            pinned.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         problem = host_fetch.direct_problem(device)
         if problem is not None:
             raise RuntimeError(f"host memory cannot be read directly: {problem}")
-        border = mmap.PAGESIZE
-        whole = -(-num_bytes // border) * border
-        room = torch.empty(whole + border, dtype=torch.uint8)
-        start = -room.data_ptr() % border
+        page_bytes = mmap.PAGESIZE
+        whole = -(-num_bytes // page_bytes) * page_bytes
+        room = torch.empty(whole + page_bytes, dtype=torch.uint8)
+        start = -room.data_ptr() % page_bytes
         room = room[start : start + whole]
         self.memory = room[:num_bytes]
         self.reads = Reads(device)
@@ -54,11 +53,11 @@ class PinnedArena:
         self._device = device
         self._chunks = room.split(CHUNK_BYTES) if whole else ()
         self._pinned: list[torch.Tensor] = []
-        self._coming: Future[None] | None = None
+        self._next: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvp-pin")
-        # Not __del__: when the interpreter ends, torch may be gone before it.
-        self._let_go = weakref.finalize(
-            self, _let_go, self._pinned, self.reads, self._thread
+        # Not __del__: at interpreter exit, torch may be unloaded first.
+        self._release = weakref.finalize(
+            self, _release, self._pinned, self.reads, self._thread
         )
         problem = self._cover(1)
         if problem is not None:
@@ -66,44 +65,43 @@ class PinnedArena:
             raise RuntimeError(f"host memory cannot be pinned: {problem}")
 
     def cover(self, num_bytes: int) -> None:
-        """Have so many first bytes pinned, and the next chunk soon."""
+        """Pin the first ``num_bytes`` bytes, and start to pin the next chunk."""
         problem = self._cover(-(-num_bytes // CHUNK_BYTES)) if self.complete else None
         if problem is None:
             return
-        # What is pinned stays so: another thread may be ordering a read of it.
+        # Pinned chunks stay pinned: another thread may be queueing a read of one.
         self.complete = False
         logger.warning(
-            "KV policy: %d MiB of host memory are pinned and no more can be (%s); from "
-            "now on tokens are fetched as with host_fetch 'staged'",
+            "KV policy: cannot pin more than %d MiB of host memory (%s); tokens are "
+            "fetched as with host_fetch 'staged' from now on",
             sum(map(len, self._pinned)) >> 20,
             problem,
         )
 
     def _cover(self, count: int) -> str | None:
-        """So many chunks; the problem, if there is one."""
+        """Pin the first ``count`` chunks; return the problem, if any."""
         count = min(count, len(self._chunks))
-        while len(self._pinned) < count or self._coming_is_over():
-            coming, self._coming = self._coming or self._begin(), None
+        while len(self._pinned) < count or self._next_is_pinned():
+            pinning, self._next = self._next or self._pin_next(), None
             try:
-                coming.result()
+                pinning.result()
             except (ValueError, RuntimeError) as error:
                 return str(error)
-        if self._coming is None and len(self._pinned) == count < len(self._chunks):
-            self._coming = self._begin()
+        if self._next is None and len(self._pinned) == count < len(self._chunks):
+            self._next = self._pin_next()
         return None
 
-    def _coming_is_over(self) -> bool:
-        return self._coming is not None and self._coming.done()
+    def _next_is_pinned(self) -> bool:
+        return self._next is not None and self._next.done()
 
-    def _begin(self) -> Future[None]:
+    def _pin_next(self) -> Future[None]:
         chunk = self._chunks[len(self._pinned)]
         return self._thread.submit(_pin, chunk, self._device, self._pinned)
 
     def close(self) -> None:
-        """Unpin all, behind everything that still reads it; then it is plain memory. A
-        second call does nothing."""
+        """Unpin all chunks after their last read. Further calls do nothing."""
         self.complete = False
-        self._let_go()
+        self._release()
 
 
 def _pin(chunk: torch.Tensor, device: torch.device, pinned: list[torch.Tensor]) -> None:
@@ -111,7 +109,7 @@ def _pin(chunk: torch.Tensor, device: torch.device, pinned: list[torch.Tensor]) 
     pinned.append(chunk)
 
 
-def _let_go(
+def _release(
     pinned: list[torch.Tensor], reads: Reads, thread: ThreadPoolExecutor
 ) -> None:
     thread.shutdown()

@@ -1,18 +1,18 @@
-"""Zooming: spans of a prompt as means, and some of them token by token.
+"""Spans: attend to their means, and token by token to the spans that are zoomed.
 
 One request, one layer::
 
-    compaction ── tokens that do not stay ──> their spans' means, and on another
-                                              thread factors in host memory
+    compaction ── dropped tokens ──> means of their spans; another thread computes
+                                     low-rank factors in host memory
     every step ── query ──> policy.gates ──> which spans are zoomed now?
-                             tokens of those that were not before: made from factors
+                             tokens of newly zoomed spans: reconstructed from factors
 
-Means and zoomed tokens are *entries*: keys and values beside the request's pages,
-each with a bias on its score. A mean whose span is zoomed is off, as is an entry for
-zoomed tokens that has none: their bias is ``-inf``.
+Means and zoomed tokens are *entries*: keys and values outside the request's pages, each
+with a bias that is added to its score. Unused entries have the bias ``-inf``, and so
+have the means of zoomed spans.
 
-With the cache on a GPU, means and entries are there, and gates; their numbers come to
-the host, which chooses, and sends the factors of spans that are new.
+On a GPU, means, entries and gates are on the device. The gates are copied to the host,
+which selects spans and sends the factors of newly zoomed ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.requests import DueCompaction, PageList, Row
 from vllm_kvplugins.engine.spans.entries import EntryArena
-from vllm_kvplugins.engine.spans.state import LayerSpans, RequestSpans, Turn
+from vllm_kvplugins.engine.spans.state import LayerSpans, QueryRound, RequestSpans
 from vllm_kvplugins.engine.spans.surprisal import SurprisalModel, SurprisalTracker
 from vllm_kvplugins.engine.step_extension import Step, StepExtension, Traffic
 from vllm_kvplugins.ops import dispatch as ops
@@ -63,7 +63,7 @@ class SpanController(StepExtension):
 
     Args:
         scales: softmax scale per layer.
-        surprisal: computes the surprisal of a step that has just run.
+        surprisal: computes the surprisal of the tokens of the last step.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SpanController(StepExtension):
         self._requests: dict[str, RequestSpans] = {}
         self._helper = helper("kvp-spans")
         self._rows: list[tuple[int, Row]] = []
-        self._turns: list[Turn] | None = None
+        self._rounds: list[QueryRound] | None = None
         self._traffic = Traffic()
         device = heap.pages.device
         self._arena = EntryArena(
@@ -98,7 +98,7 @@ class SpanController(StepExtension):
     ) -> None:
         """Collect the hidden states that give the surprisal of the step's tokens."""
         for row in self._followed:
-            self._surprisals.note(row, prompts[row.request_id][0])
+            self._surprisals.add(row, prompts[row.request_id][0])
         self._followed = []
 
     def before_compaction(
@@ -110,9 +110,9 @@ class SpanController(StepExtension):
             The segments, for every layer.
         """
         row, size = due.row, self._heap.layout.block_size
-        stays = len(due.compaction.retained) * size + row.after_tokens % size
+        resident = len(due.compaction.retained) * size + row.after_tokens % size
         surprisal = self._surprisals.take(row.request_id)
-        segments = self.policy.segment(surprisal, stays, self._geometry)
+        segments = self.policy.segment(surprisal, resident, self._geometry)
         if segments.num_spans:
             self._store(row.request_id, owned, segments)
         return dict.fromkeys(range(self._heap.num_layers), segments)
@@ -127,20 +127,20 @@ class SpanController(StepExtension):
             spans = CoarseSpans.of(
                 keys, values, segments, partial(self.policy.summarize, layer)
             )
-            leaving = (
+            on_host = (
                 AsyncHostCopy(keys),
                 AsyncHostCopy(values),
                 AsyncHostCopy(spans.keys),
             )
-            factors = self._helper.submit(self._decompose, layer, leaving, spans)
+            factors = self._helper.submit(self._decompose, layer, on_host, spans)
             state.put_means(entries, spans)
             state.layers.append(LayerSpans(spans, factors))
 
     def _read(
         self, layer: int, owned: PageList, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [num_kv_heads, n, head_dim] of a request that has never
-        been compacted: its pages are in order."""
+        """Keys and values [num_kv_heads, n, head_dim] of a request that was never
+        compacted, whose pages are therefore in order of position."""
         heads, size = self._heap.num_kv_heads, self._heap.layout.block_size
         pages = owned.pages[layer * heads : (layer + 1) * heads]
         positions = moved(positions, pages.device)
@@ -154,10 +154,10 @@ class SpanController(StepExtension):
     def _decompose(
         self,
         layer: int,
-        leaving: tuple[AsyncHostCopy, AsyncHostCopy, AsyncHostCopy],
+        on_host: tuple[AsyncHostCopy, AsyncHostCopy, AsyncHostCopy],
         spans: CoarseSpans,
     ) -> LowRank:
-        keys, values, means = (arrival.wait() for arrival in leaving)
+        keys, values, means = (copy.wait() for copy in on_host)
         if means is not spans.keys:
             log_sizes = spans.sizes.float().log()
             spans = replace(spans, keys=means, log_sizes=log_sizes)
@@ -166,9 +166,9 @@ class SpanController(StepExtension):
     # -- steps --------------------------------------------------------------------
 
     def begin_step(self, step: Step) -> None:
-        """Note which rows of a step have spans."""
+        """Record which rows of a step have spans."""
         self._followed, self._num_rows = list(step.followed), len(step.rows)
-        self._turns = None
+        self._rounds = None
         self._rows = [
             (index, row)
             for index, row in enumerate(step.rows)
@@ -182,7 +182,7 @@ class SpanController(StepExtension):
 
     @property
     def attends_all(self) -> bool:
-        """Whether all rows have spans, so that the kernel need not run."""
+        """Whether all rows have spans, so that the stock kernel can be skipped."""
         return len(self._rows) == self._num_rows > 0
 
     def attend(
@@ -193,101 +193,108 @@ class SpanController(StepExtension):
         lengths: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        """Attention of the rows that have spans, over pages and entries in one
-        softmax. Of several new tokens (computed anew after a preemption) each zooms
-        for itself, one after the other.
+        """Attention of the rows that have spans, over pages and entries in one softmax.
+
+        When a row has several new tokens (after a preemption), each selects its own
+        spans, one after the other.
 
         Args:
             queries: [step tokens, num_q_heads, head_dim].
-            pages: int32 [rows * num_kv_heads, most], relative to the layer.
-            lengths: int32 [rows * num_kv_heads], tokens there.
-            output: as ``queries``; written where a row has spans.
+            pages: int32 [rows * num_kv_heads, max pages], relative to the layer.
+            lengths: int32 [rows * num_kv_heads], tokens in the pages.
+            output: like ``queries``; written for the rows that have spans.
         """
         flat, entries = output.view(-1, *queries.shape[1:]), self._arena.layers[layer]
-        if self._turns is None:
-            self._turns = self._list_turns()
-        for turn in self._turns:
-            asking = queries[turn.queries]
-            self._zoom(layer, turn, asking)
-            flat[turn.queries], _ = attend_mixed(
-                asking,
+        if self._rounds is None:
+            self._rounds = self._list_rounds()
+        for query_round in self._rounds:
+            selected = queries[query_round.queries]
+            self._zoom(layer, query_round, selected)
+            flat[query_round.queries], _ = attend_mixed(
+                selected,
                 self._heap.layer_pages(layer),
                 self._heap.layout,
-                *turn.paged(pages, lengths),
+                *query_round.paged(pages, lengths),
                 self._scales[layer],
                 CoarseEntries(
                     entries.keys,
                     entries.values,
                     entries.attended_bias,
-                    turn.starts,
-                    turn.counts,
+                    query_round.starts,
+                    query_round.counts,
                 ),
             )
 
-    def _list_turns(self) -> list[Turn]:
+    def _list_rounds(self) -> list[QueryRound]:
         rows = [(i, row, self._requests[row.request_id]) for i, row in self._rows]
-        turns = []
+        rounds = []
         for number in range(max(row.new_tokens for _, row in self._rows)):
             now = [each for each in rows if each[1].new_tokens > number]
             heap = self._heap
-            turns.append(Turn.of(number, now, heap.num_kv_heads, heap.pages.device))
-        return turns
+            rounds.append(
+                QueryRound.of(number, now, heap.num_kv_heads, heap.pages.device)
+            )
+        return rounds
 
-    def _zoom(self, layer: int, turn: Turn, queries: torch.Tensor) -> None:
-        """Let each of queries [rows, num_q_heads, head_dim] choose its spans."""
+    def _zoom(self, layer: int, query_round: QueryRound, queries: torch.Tensor) -> None:
+        """Select the spans of each query [rows, num_q_heads, head_dim]."""
         heads, scale = self._heap.num_kv_heads, self._scales[layer]
         grouped = queries.view(len(queries), heads, -1, queries.shape[2])
         gates, factors = [], []
-        for name, state, query in zip(turn.names, turn.states, grouped, strict=True):
-            here = state.layers[layer]
-            made = self._factors(layer, name, here) if state.room else _NO_FACTORS
-            if made is _NO_FACTORS:
-                shape = here.spans.keys.shape[:2]
-                gates.append(here.spans.keys.new_full(shape, -torch.inf))
+        for name, state, query in zip(
+            query_round.names, query_round.states, grouped, strict=True
+        ):
+            spans = state.layers[layer]
+            ready = self._factors(layer, name, spans) if state.room else _NO_FACTORS
+            if ready is _NO_FACTORS:
+                shape = spans.spans.keys.shape[:2]
+                gates.append(spans.spans.keys.new_full(shape, -torch.inf))
             else:
-                gates.append(self.policy.gates(layer, query, here.spans, scale))
-            factors.append(made)
-        if all(made is _NO_FACTORS for made in factors):
+                gates.append(self.policy.gates(layer, query, spans.spans, scale))
+            factors.append(ready)
+        if all(ready is _NO_FACTORS for ready in factors):
             return
         every = AsyncHostCopy(torch.cat([gate.flatten() for gate in gates])).wait()
         entries = self._arena.layers[layer]
-        if turn.places is None:
-            made_tokens, shown = zoom_spans(entries, turn.regions, every, factors)
-        else:
-            made_tokens, shown = fetch_spans(
-                entries, turn.regions, *turn.places, every, factors
+        if query_round.places is None:
+            reconstructed, shown = zoom_spans(
+                entries, query_round.regions, every, factors
             )
-        self._traffic.fetched += made_tokens
+        else:
+            reconstructed, shown = fetch_spans(
+                entries, query_round.regions, *query_round.places, every, factors
+            )
+        self._traffic.fetched += reconstructed
         self._traffic.selected += shown
 
-    def _factors(self, layer: int, request_id: str, here: LayerSpans) -> LowRank:
-        """Waits for them; none of any matrix if they could not be made."""
-        if here.factors is None:
+    def _factors(self, layer: int, request_id: str, spans: LayerSpans) -> LowRank:
+        """Wait for the factors of a layer; empty ones if they could not be computed."""
+        if spans.factors is None:
             return _NO_FACTORS
         try:
-            return here.factors.result()
+            return spans.factors.result()
         except (RuntimeError, ValueError, MemoryError):
-            # the request goes on with what its spans are as a whole
+            # The request continues with the means of its spans.
             logger.warning(
-                "request %s, layer %d: no zoom, its spans could not be decomposed",
+                "request %s, layer %d: zoom is off, the spans could not be decomposed",
                 request_id,
                 layer,
                 exc_info=True,
             )
             self._traffic.failed += 1
-            here.factors = None
+            spans.factors = None
             return _NO_FACTORS
 
     def take_traffic(self) -> Traffic:
-        """Tokens that queries saw one by one, how many of them had to be made, and
-        layers that could not zoom, since the last call."""
+        """Counts since the last call: tokens of zoomed spans, reconstructed tokens,
+        and layers whose factors failed."""
         taken, self._traffic = self._traffic, Traffic()
         return taken
 
-    # -- requests that go ---------------------------------------------------------
+    # -- ended requests -----------------------------------------------------------
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop requests; what is being decomposed for them is not waited for."""
+        """Drop requests without waiting for decompositions that are running."""
         for request_id in request_ids:
             self._surprisals.forget([request_id])
             self._followed = [r for r in self._followed if r.request_id != request_id]
@@ -297,14 +304,14 @@ class SpanController(StepExtension):
             for layer in state.layers:
                 if layer.factors is not None:
                     layer.factors.cancel()
-            self._arena.give(*self._run(state))
-            # it may be a row of the step that begins
+            self._arena.release(*self._run(state))
+            # the request can be a row of the step that begins
             self._rows = [
                 (i, row) for i, row in self._rows if row.request_id != request_id
             ]
 
     def device_bytes(self, request_id: str) -> int:
-        """Keys and values of a request's entries, all layers together."""
+        """Bytes of the keys and values of a request's entries, in all layers."""
         state = self._requests.get(request_id)
         return 0 if state is None else self._arena.num_bytes(self._run(state)[1])
 
@@ -317,8 +324,8 @@ class SpanController(StepExtension):
         return len(self._requests)
 
     def check_integrity(self) -> None:
-        """Every zoomed span has its tokens, nobody else has any, and every entry
-        belongs to one request or none."""
+        """Check that zoomed spans, and only they, have their tokens as entries, and
+        that each entry belongs to at most one request."""
         states = self._requests.values()
         self._arena.check_integrity([self._run(state) for state in states])
         for state in states:

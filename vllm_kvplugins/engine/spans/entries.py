@@ -1,14 +1,14 @@
-"""Memory of the entries that requests attend to beside their pages.
+"""Memory of the entries that requests attend to in addition to their pages.
 
-Keys, values and their bias are where attention reads them; who is on, and whose, is
-known on the host as well. All layers lie alike: a request has one run of entries, at
-the same place in each::
+Keys, values and biases are on the device of attention. The host also has the biases,
+and the span that owns each entry. A request has one run of entries, at the same place
+in all layers::
 
     entry  0 ........ 600 ........ 1500 ........ 2100 ......... capacity
            request a     request b      (free)       request c
 
-Runs are taken from the first gap that is large enough. When none is, everything moves
-to a larger arena; when the last run is given back, the arena goes.
+A run is allocated in the first gap that is large enough. If there is none, all runs
+move to a larger arena. The arena is freed with its last run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class EntryArena:
 
     Args:
         head_dim: elements of a key, and of a value.
-        dtype: of both.
-        device: where queries attend to them.
+        dtype: dtype of both.
+        device: the device on which queries attend to them.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class EntryArena:
         self._gaps: list[tuple[int, int]] = []  # start and stop, in order
         self._allocate(0)
 
-    # the first run is taken in a step, the last one given back between two
+    # The first run is allocated in a step, the last one released between steps.
     @torch.inference_mode(False)
     def _allocate(self, capacity: int) -> None:
         shape = (self._num_layers, capacity)
@@ -53,10 +53,10 @@ class EntryArena:
         self._values = torch.zeros_like(self._keys)
         self._bias = torch.full(shape, -torch.inf)
         self._owner = torch.full(shape, -1)
-        self._there: torch.Tensor | None = None
+        self._device_bias: torch.Tensor | None = None
         if self._device.type != "cpu":
-            self._there = torch.full(shape, -torch.inf, device=self._device)
-        # views cost more than what is done with them in a step
+            self._device_bias = torch.full(shape, -torch.inf, device=self._device)
+        # kept, because making views takes longer than a step's work on them
         self.layers = [
             ZoomEntries(*(part[layer] for part in self._all))
             for layer in range(self._num_layers)
@@ -65,31 +65,31 @@ class EntryArena:
     @property
     def _all(self) -> list[torch.Tensor]:
         known = [self._keys, self._values, self._bias, self._owner]
-        return known if self._there is None else [*known, self._there]
+        return known if self._device_bias is None else [*known, self._device_bias]
 
     @property
     def capacity(self) -> int:
-        """Entries per layer, taken or not."""
+        """Entries per layer, allocated or free."""
         return int(self._bias.shape[1])
 
     def num_bytes(self, count: int) -> int:
-        """Keys and values of so many entries, all layers together."""
+        """Bytes of the keys and values of ``count`` entries, in all layers."""
         return int(2 * count * self._num_layers * self._head_dim * self._dtype.itemsize)
 
     @property
     def free(self) -> int:
-        """Entries per layer that nobody has."""
+        """Free entries per layer."""
         return sum(stop - start for start, stop in self._gaps)
 
     def take(self, count: int) -> int:
-        """Take a run of entries, all off. Moves the others if none is long enough.
+        """Allocate a run of unused entries. All runs move if no gap is long enough.
 
         Returns:
-            Its first entry.
+            The first entry of the run.
 
-        Cost: a copy of all entries if they move; each time to twice the room at least.
+        Cost: a copy of all entries if they move; the arena then at least doubles.
         """
-        assert count > 0, "a run of nothing"
+        assert count > 0, "an empty run"
         for i, (start, stop) in enumerate(self._gaps):
             if stop - start >= count:
                 self._gaps[i] = (start + count, stop)
@@ -106,10 +106,10 @@ class EntryArena:
             target[:, :old] = source
         self._add_gap(old, self.capacity)
 
-    def give(self, start: int, count: int) -> None:
-        """Give a run back that was taken."""
+    def release(self, start: int, count: int) -> None:
+        """Free a run."""
         self._owner[:, start : start + count] = -1
-        for bias in (self._bias, self._there):
+        for bias in (self._bias, self._device_bias):
             if bias is not None:
                 bias[:, start : start + count] = -torch.inf
         self._add_gap(start, start + count)
@@ -127,17 +127,19 @@ class EntryArena:
         self._gaps = merged
 
     def check_integrity(self, taken: Sequence[tuple[int, int]]) -> None:
-        """Runs and gaps cover everything once, and nothing is on in a gap.
+        """Check that runs and gaps cover the arena once, and that gaps are unused.
 
         Args:
-            taken: first entry and number of entries of each run that somebody has.
+            taken: first entry and number of entries of each run that is in use.
         """
         runs = [(start, start + count) for start, count in taken]
         end = 0
         for start, stop in sorted([*runs, *self._gaps]):
-            assert start == end, f"entries {end} to {start} are nobody's, or shared"
+            assert start == end, f"entries {end} to {start} are lost or shared"
             end = stop
-        assert end == self.capacity, "entries at the end are nobody's"
+        assert end == self.capacity, "entries at the end are lost"
         for start, stop in self._gaps:
-            assert bool((self._bias[:, start:stop] == -torch.inf).all()), "a free one"
-            assert bool((self._owner[:, start:stop] == -1).all()), "owned but free"
+            assert bool((self._bias[:, start:stop] == -torch.inf).all()), (
+                "free, but has a bias"
+            )
+            assert bool((self._owner[:, start:stop] == -1).all()), "free, but owned"

@@ -1,4 +1,4 @@
-"""What is known of one request whose prompt has been divided, and of one step."""
+"""State of one request whose prompt is cut into spans, and of one step."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class LayerSpans:
     """One layer of a request.
 
     Attributes:
-        spans: their means.
-        factors: when they are there; of all spans' keys, KV head by KV head, and
-            then of all values. None if that has failed: there is no zoom.
+        spans: the means of its spans.
+        factors: the low-rank factors of all spans' keys, one KV head after the other,
+            then of all values. None if they failed: the layer cannot zoom.
     """
 
     spans: CoarseSpans
@@ -32,12 +32,12 @@ class LayerSpans:
 
 @dataclass(slots=True, eq=False)
 class RequestSpans:
-    """A request whose prompt has been divided.
+    """A request whose prompt is cut into spans.
 
     Attributes:
-        room: tokens that can be zoomed, per KV head.
-        first: where its entries begin, in every layer; first those of one KV head,
-            ``num_spans + room``, then the next one's.
+        room: maximum number of zoomed tokens per KV head.
+        first: its first entry, in every layer. Each KV head has ``num_spans + room``
+            entries, one head after the other.
         layers: one per layer.
     """
 
@@ -48,11 +48,11 @@ class RequestSpans:
 
     @property
     def entries_per_head(self) -> int:
-        """Means, and room for tokens."""
+        """Entries for means and for zoomed tokens."""
         return self.segments.num_spans + self.room
 
     def put_means(self, entries: ZoomEntries, spans: CoarseSpans) -> None:
-        """Let queries see all spans of a layer as a whole."""
+        """Write the means of all spans of a layer, and switch them on."""
         heads, count, _ = spans.keys.shape
         head = torch.arange(heads)[:, None]
         at = self.first + head * self.entries_per_head + torch.arange(count)
@@ -63,32 +63,32 @@ class RequestSpans:
         entries.attended_bias[there] = spans.log_sizes
 
     def check_integrity(self, entries: ZoomEntries, heads: int) -> None:
-        """A span's tokens are entries if and only if it is zoomed; else its mean."""
+        """Check that each span has either its mean or its tokens as entries."""
         count, sizes = self.segments.num_spans, self.segments.sizes
         run = slice(self.first, self.first + heads * self.entries_per_head)
         on = entries.bias[run].view(heads, -1) > -torch.inf
         owner = entries.owner[run].view(heads, -1)[:, count:]
         owned = torch.zeros(heads, count + 1, dtype=torch.int64)
         owned.scatter_add_(1, owner + 1, torch.ones_like(owner))
-        wanted = ~on[:, :count] * sizes
-        assert torch.equal(owned[:, 1:], wanted), "a zoomed span lacks tokens"
-        assert torch.equal(on[:, count:], owner >= 0), "an entry of nobody"
+        expected = ~on[:, :count] * sizes
+        assert torch.equal(owned[:, 1:], expected), "a zoomed span lacks tokens"
+        assert torch.equal(on[:, count:], owner >= 0), "an entry has a bias but no span"
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
-    """The n-th new tokens of a step's rows that have spans: the same in all layers.
+class QueryRound:
+    """The n-th new token of each row with spans; the same in all layers of a step.
 
     Attributes:
         states: one per row.
-        queries: int64 [rows], among the step's.
-        rows: int64 [rows], among all rows of the step.
-        later: int32 [rows], new tokens behind these.
-        regions: of the rows' entries; on the host.
-        starts, counts: int64 [rows * num_kv_heads], the same.
-        places: int64, all entries of the rows, on the host and where they are; None
-            where that is the host.
-        pages, lengths: of the rows, and ``paged_of``, what they were taken from.
+        queries: int64 [rows], indices of the step's queries.
+        rows: int64 [rows], indices of the step's rows.
+        later: int32 [rows], number of new tokens after this one.
+        regions: the rows' entries; on the host.
+        starts, counts: int64 [rows * num_kv_heads], the same on the device.
+        places: int64, all entries of the rows, on the host and on the device; None on
+            a CPU.
+        pages, lengths: the rows' page lists, cached for the page lists ``paged_of``.
     """
 
     states: list[RequestSpans]
@@ -110,8 +110,8 @@ class Turn:
         rows: Sequence[tuple[int, Row, RequestSpans]],
         heads: int,
         device: torch.device,
-    ) -> Turn:
-        """Of rows that have so many new tokens and more."""
+    ) -> QueryRound:
+        """The round of the rows that have more than ``number`` new tokens."""
         states = [state for *_, state in rows]
         sizes = torch.cat([state.segments.sizes for state in states])
         table = torch.tensor(
@@ -122,7 +122,7 @@ class Turn:
         if device.type != "cpu":
             places = regions.places, moved(regions.places, device)
         later = [row.new_tokens - 1 - number for _, row, _ in rows]
-        return Turn(
+        return QueryRound(
             states,
             [row.request_id for _, row, _ in rows],
             on_device([row.first_query + number for _, row, _ in rows], device),
@@ -137,7 +137,7 @@ class Turn:
     def paged(
         self, pages: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows' part of page lists and lengths, taken once for all layers."""
+        """The rows' page lists and lengths, selected once for all layers."""
         if self.paged_of is not pages or self.pages is None or self.lengths is None:
             heads, self.paged_of = self.regions.num_kv_heads, pages
             self.pages = pages.unflatten(0, (-1, heads))[self.rows].flatten(0, 1)

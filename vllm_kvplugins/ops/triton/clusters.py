@@ -153,6 +153,6 @@ def _look_up(clusters, sums, sizes, unit, means, slots, count, SLOTS: tl.constex
     table = head * (count + 1) + tl.load(clusters + at, mask=there, other=0)
     total = tl.load(sums + table, mask=there, other=0).to(tl.float64)
     size = tl.load(sizes + table, mask=there, other=1).to(tl.float64)
-    # nobody counts what is no token: 0 / 0 there
+    # slots without a token (0 / 0) are not counted
     mean = total / tl.where(size > 0, size, 1.0) * tl.load(unit + head)
     tl.store(means + at, mean.to(tl.float32), mask=there)

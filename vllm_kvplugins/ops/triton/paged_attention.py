@@ -50,7 +50,7 @@ def attend_paged(
         lengths: int32 [rows * num_kv_heads], tokens, the new ones included; 0 for a
             padded row.
         scale: of the scores.
-        coarse: what sequences attend to beside their pages; None = nothing.
+        coarse: entries to attend to in addition to the pages; None: none.
         out: like ``queries``; None = a new tensor.
         splits: parts that sequences are cut into; None = as many as keep the GPU busy.
 

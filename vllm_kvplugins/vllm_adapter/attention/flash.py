@@ -42,7 +42,7 @@ class FlashPolicyMetadata:
 
     num_actual_tokens: int
     flat_query_start: torch.Tensor  # int32 [rows * kv_heads + 1]
-    order: torch.Tensor | None  # int64 [tokens * kv_heads]; None = as they lie
+    order: torch.Tensor | None  # int64 [tokens * kv_heads]; None: already in order
     most_queries: int
     scopes: list[Scope]
     # most parts that sequences are cut into; 0 = the kernel decides

@@ -51,7 +51,7 @@ class FlashInferPolicyMetadata:
     """One step. ``scopes`` has one entry, or one per layer, each with its wrapper."""
 
     num_actual_tokens: int
-    order: torch.Tensor | None  # int64 [tokens * kv_heads]; None = as they lie
+    order: torch.Tensor | None  # int64 [tokens * kv_heads]; None: already in order
     scopes: list[Scope]
 
 

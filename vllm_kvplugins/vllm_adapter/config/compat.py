@@ -78,7 +78,7 @@ def kv_element_bytes(vllm_config: VllmConfig) -> int:
 
 
 def max_positions(vllm_config: VllmConfig) -> int:
-    """Number of token positions that the model supports, whatever is served."""
+    """Number of token positions that the model supports, not max_model_len."""
     model = vllm_config.model_config
     trained = getattr(model.hf_text_config, "max_position_embeddings", None) or 0
     return max(int(trained), int(model.max_model_len))

@@ -90,7 +90,7 @@ class HostReservations:
         self._reserved: dict[str, int] = {}
         # of sessions, whose tokens stay on the host between requests
         self._held: dict[str, int] = {}
-        # requests that wait now, and have been told so
+        # requests that wait now and whose wait was logged
         self.held: set[str] = set()
 
     def fits(self, request: Any) -> bool:

@@ -24,7 +24,7 @@ def resolve_allocator(
         The settings; unchanged if the allocator leaves nothing open.
     """
     allocator = policy.page_allocator()
-    resolved, note = allocator.settled(load_fingerprint)
+    resolved, note = allocator.resolve(load_fingerprint)
     if note is not None:
         logger.info("KV policy %s: %s", policy.name, note)
     if resolved == allocator:

@@ -1,6 +1,6 @@
 """Starts an engine for one prompt in this process, for command-line tools.
 
-Runs the worker in this process, too, so that tools can read what its policy did.
+Runs the worker in this process, so that tools can read the records of its policy.
 """
 
 from __future__ import annotations

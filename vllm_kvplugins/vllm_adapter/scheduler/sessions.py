@@ -151,7 +151,7 @@ class SchedulerSessions:
         best: Match | None = None
         for match in self.directory.find(owner, self._prompt_of(request)):
             if match.shared <= more_than:
-                break  # the others share no more than this one
+                break  # the remaining ones share at most as much
             if whole and match.session.compaction is not None:
                 continue
             tokens = self._restorable(request, match)

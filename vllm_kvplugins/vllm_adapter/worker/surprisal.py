@@ -34,7 +34,7 @@ class LogitsSurprisal:
         self._hook = model.register_forward_hook(self._remember)
 
     def close(self) -> None:
-        """Ask no more; what the model says is remembered no longer."""
+        """Stop recording the model's hidden states."""
         self._hook.remove()
         self._last = None
 

@@ -136,7 +136,7 @@ class PolicyWorker:
         """Raise AssertionError if the residency state contradicts itself.
 
         Returns:
-            Requests of which this worker holds any state.
+            Requests for which this worker holds state.
         """
         self.kv_policy_runtime.check_integrity()
         return self.kv_policy_runtime.num_requests
