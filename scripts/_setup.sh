@@ -204,7 +204,8 @@ kvp_install_project() { # kvp_install_project run|dev
   printf '%s %s\n' "$wanted" "$hash" >"$KVP_STATE/project-done"
 }
 
-# kvp_setup run|dev: all of the above, one process at a time.
+# kvp_setup run|dev|vllm: all of the above, one process at a time; vllm leaves this
+# project out.
 kvp_setup() {
   kvp_find_python
   kvp_require_tools
@@ -217,7 +218,7 @@ kvp_setup() {
   fi
   kvp_make_venv
   kvp_install_vllm
-  kvp_install_project "$1"
+  if [[ "$1" != vllm ]]; then kvp_install_project "$1"; fi
   flock -u 9
   exec 9<&-
 }
