@@ -10,7 +10,7 @@ A page marks such a part with two comments, which stay:
 
     settings NAME    the settings of a policy, of ``sessions`` or of ``kernel``: a
                      table, from the pydantic models
-    figures POLICY   what measurements.md and its like say of a policy, as a list
+    figures POLICY   measured figures of a policy from docs/research, as a list
     imports          who imports whom in the package, from its source
     matrix           what was run where: from the tests' ``proves`` marks
 """

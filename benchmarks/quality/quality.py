@@ -1,9 +1,9 @@
 """Answers under KV-cache policies, beside stock vLLM's, at equal resident bytes.
 
 Tasks are generated (``passkey``, ``multikey``, ``needle``) or read from published
-files that you have; ``docs/quality.md`` says which. One engine per policy and budget
-answers all samples; every answer is a line of ``--out``, and a run that was
-interrupted goes on there.
+files that you have (``docs/benchmark-quality.md``). One engine per policy and budget
+answers all samples. Every answer is a line of ``--out``; an interrupted run resumes
+there.
 
     python benchmarks/quality/quality.py run MODEL --tasks passkey,multikey \\
         --policies full,snapkv,sekv --budgets 0.05,0.1,0.2 --out quality.jsonl

@@ -262,7 +262,7 @@ def reads_votes_from_pages(device: torch.device) -> bool:
     """Whether votes are computed from pages instead of a copy of the keys.
 
     True on a GPU with our compiled kernels. On a CPU the copy is faster
-    (docs/cuda.md).
+    (docs/gpu.md).
     """
     return device.type == "cuda" and compiled_for(device)[0]
 

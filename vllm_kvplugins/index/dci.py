@@ -23,7 +23,7 @@ class DCIIndex(CompiledIndex):
     - The number of keys scored is a setting; in the paper it follows from k.
     - Nodes are ranked by the mean of their keys unless ``route`` is "parent".
     - Prioritized DCI within a node is off unless ``visit_ratio`` is below 1: nodes are
-      small, and scoring all their keys is faster (docs/measurements-index.md).
+      small, and scoring all their keys is faster (docs/research/key-index.md).
     - Later keys may have larger norms than all earlier ones: the constant c of
       equation 2 is the running maximum, and every bound follows it.
 
