@@ -90,7 +90,7 @@ class Life:
     def compactions(self, tokens: int) -> list[Compaction]:
         """Those that ran by so many tokens."""
         found: list[Compaction] = []
-        while self.plan.fold or len(found) < len(self.plan.compactions):
+        while self.plan.decode_compaction or len(found) < len(self.plan.compactions):
             compaction = self.plan.compaction(len(found))
             if compaction.at_tokens > tokens:
                 break

@@ -93,7 +93,7 @@ def test_many_compactions_release_in_order():
 
 
 @st.composite
-def folding_plans(draw: st.DrawFn) -> ResidencyPlan:
+def decoding_plans(draw: st.DrawFn) -> ResidencyPlan:
     prompt_blocks = draw(st.integers(1, 60))
     retained = draw(st.integers(1, 60))
     prefill = ()
@@ -108,23 +108,25 @@ def folding_plans(draw: st.DrawFn) -> ResidencyPlan:
     first = prompt_blocks + max(keep + every - held, 1)
     if first <= keep:
         first = keep + 1
-    return ResidencyPlan(32, prefill, fold=DecodeCompaction(first, every, keep))
+    return ResidencyPlan(
+        32, prefill, decode_compaction=DecodeCompaction(first, every, keep)
+    )
 
 
-@given(folding_plans())
-def test_folding_keeps_memory_flat(plan):
-    """After the first fold, however long it generates, held blocks are bounded."""
-    fold = plan.fold
-    start = fold.first_at_block * 32
-    bound = fold.keep_blocks + fold.every_blocks
+@given(decoding_plans())
+def test_decode_compactions_bound_memory(plan):
+    """After the first one, the number of held blocks is bounded for any answer."""
+    decoding = plan.decode_compaction
+    start = decoding.first_at_block * 32
+    bound = decoding.keep_blocks + decoding.interval_blocks
     for tokens in range(start, start + 40 * 32, 7):
         assert plan.resident_blocks(tokens) <= bound
-    assert plan.resident_blocks(start) == fold.keep_blocks
+    assert plan.resident_blocks(start) == decoding.keep_blocks
 
 
-@given(folding_plans())
-def test_folding_frees_every_block_exactly_once(plan):
-    horizon = plan.fold.first_at_block * 32 + 2000
+@given(decoding_plans())
+def test_decode_compactions_free_every_block_once(plan):
+    horizon = plan.decode_compaction.first_at_block * 32 + 2000
     freed: list[int] = []
     for index in range(plan.num_done(horizon)):
         compaction = plan.compaction(index)
@@ -136,11 +138,11 @@ def test_folding_frees_every_block_exactly_once(plan):
     assert freed == list(range(len(freed))), "oldest first, none twice, none skipped"
 
 
-@given(folding_plans(), st.integers(1, 300))
-def test_folding_cuts_any_chunking(plan, chunk):
-    """Also a resumed request, which prefills its own output, stops at each fold."""
+@given(decoding_plans(), st.integers(1, 300))
+def test_decode_compactions_cut_any_chunking(plan, chunk):
+    """A resumed request, which prefills its own output, stops at each of them too."""
     computed, seen = 0, 0
-    horizon = plan.fold.first_at_block * 32 + 500
+    horizon = plan.decode_compaction.first_at_block * 32 + 500
     while computed < horizon:
         step = plan.clip_chunk(computed, chunk)
         assert step > 0
@@ -166,7 +168,7 @@ def test_folding_cuts_any_chunking(plan, chunk):
         lambda: ResidencyPlan(
             32,
             (Compaction(99, BlockSpan(0, 3), BlockSpan(1, 3)),),
-            fold=DecodeCompaction(3, 1, 1),
+            decode_compaction=DecodeCompaction(3, 1, 1),
         ),
     ],
 )

@@ -160,7 +160,7 @@ def test_the_bound_does_not_grow_with_the_prompt():
 def test_plans_that_skip_what_is_held_are_refused():
     """Each compaction takes all that is held; sizes are counted from the last."""
     first = Compaction(96, BlockSpan(0, 3), BlockSpan(2, 3))
-    with pytest.raises(ValueError, match="first one that is still held"):
+    with pytest.raises(ValueError, match="first block that is still held"):
         ResidencyPlan(32, (first, Compaction(192, BlockSpan(3, 6), BlockSpan(5, 6))))
 
 

@@ -1,4 +1,4 @@
-"""The sizes that a plan is made from: the shape of the cache and token counts."""
+"""Inputs of a plan: the shape of the cache, and the token counts of a request."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from vllm_kvplugins.plan.residency_plan import Compaction
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Shape of the KV cache that a plan is made for.
+    """Shape of a KV cache.
 
     Attributes:
         block_size: tokens per block.
         num_layers: attention layers in the heap.
         num_kv_heads: KV heads per layer on this rank.
-        kv_bytes_per_token: bytes of K and V of one token over all layers and
-            all KV heads of all ranks.
+        kv_bytes_per_token: bytes of keys and values of one token, over all layers and
+            the KV heads of all ranks.
     """
 
     block_size: int
@@ -27,15 +27,15 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Token counts of one request that both processes know.
+    """Token counts of one request that scheduler and worker both know.
 
     Attributes:
-        turn_ends: token counts at which turns of the prompt end, ascending; see
-            the policy's ``turn_ends``.
-        restored: the compaction behind the cache that a continued session starts
-            from, the plan's first one then. Its ``candidates`` start at block 0,
-            ``zone`` is the retained region. Nothing is planned up to its
-            ``at_tokens``; so many tokens are restored at least.
+        turn_ends: token counts at which turns of the prompt end, ascending; see the
+            policy's ``turn_ends``.
+        restored: the last compaction of the session that the request continues, with
+            ``candidates`` from block 0; None: no session, or one that was never
+            compacted. It is the first compaction of the plan. At least its
+            ``at_tokens`` tokens are restored.
     """
 
     prompt_tokens: int

@@ -9,10 +9,10 @@ from vllm_kvplugins.plan.residency_plan import ResidencyPlan
 
 
 class PlanCache:
-    """Computes each plan once and keeps the last few thousand.
+    """Computes each plan once. Discards all plans when 4096 are cached.
 
     Args:
-        make_plan: a policy's ``plan``; pure.
+        make_plan: a policy's ``plan``, a pure function.
         geometry: shape of the cache, the same for all plans.
     """
 

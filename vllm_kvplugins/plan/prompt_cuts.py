@@ -1,12 +1,12 @@
-"""Where a prompt is compacted to a budget, from counts alone.
+"""Where a prompt is compacted to a budget, from token counts alone.
 
-Once, at its end; or block by block while it is read, so that never more is held
-than the budget and a block::
+A prompt is compacted once, at its end, or block by block while it is read. Block by
+block, a request never holds more than the budget and one block::
 
-    budget 2, every 3    read   [. . . . .]                     5 held
-                         keep         [. .]                     2
-                         read         [. . . . .]               5
-                         keep               [. .]               2, and so on
+    budget 2, block 3    read   [. . . . .]                     5 held
+                         keep         [. .]                     2 held
+                         read         [. . . . .]               5 held
+                         keep               [. .]               2 held, and so on
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ class Blockwise:
     """Compactions while a prompt is read.
 
     Attributes:
-        every_tokens: a prompt is compacted whenever so many tokens have come on
-            top of its budget; rounded down to whole blocks, but one at least.
-        least_tokens: fewest new tokens that can score the held tokens. Where a block
-            would leave fewer to the end of the prompt, it ends earlier.
+        interval_tokens: new tokens between two compactions; rounded down to whole
+            blocks, at least one block.
+        min_new_tokens: smallest number of new tokens that can score the held tokens.
+            If a compaction would leave fewer tokens to the end of the prompt, it runs
+            earlier.
     """
 
-    every_tokens: int
-    least_tokens: int = 1
+    interval_tokens: int
+    min_new_tokens: int = 1
 
-    def most_blocks(self, budget_tokens: int, block_size: int) -> int:
-        """Blocks held at most, the partial one included; however long the prompt."""
-        return -(-budget_tokens // block_size) + self.every_blocks(block_size) + 1
+    def max_blocks(self, budget_tokens: int, block_size: int) -> int:
+        """Largest number of held blocks for any prompt, with the partial one."""
+        return -(-budget_tokens // block_size) + self.interval_blocks(block_size) + 1
 
-    def every_blocks(self, block_size: int) -> int:
-        """Whole blocks that come between two compactions."""
-        return max(self.every_tokens // block_size, 1)
+    def interval_blocks(self, block_size: int) -> int:
+        """Whole blocks between two compactions."""
+        return max(self.interval_tokens // block_size, 1)
 
     def grid(
         self,
@@ -46,18 +47,18 @@ class Blockwise:
         budget_tokens: int,
         restored: Compaction | None = None,
     ) -> Iterator[Compaction]:
-        """The compactions of the first ``tokens`` tokens, and none at their end.
+        """The compactions of the first ``tokens`` tokens, without one at their end.
 
-        They are where the budget and a block are full, at any prompt length: what is
-        read later, by whichever request, moves none of them.
+        Each runs when budget and interval are full. Their places therefore do not
+        depend on the length of the prompt, and later requests cannot move them.
 
         Args:
-            restored: one of them, which has run; only those behind it follow.
+            restored: one of these compactions, which has run; yields only later ones.
         """
         keep = -(-budget_tokens // block_size)
-        every = self.every_blocks(block_size)
+        interval = self.interval_blocks(block_size)
         start = restored.retained.start if restored else 0
-        for stop in range(start + keep + every, tokens // block_size + 1, every):
+        for stop in range(start + keep + interval, tokens // block_size + 1, interval):
             retained = BlockSpan(stop - keep, stop)
             yield Compaction(stop * block_size, BlockSpan(start, stop), retained)
             start = retained.start
@@ -69,21 +70,21 @@ class Blockwise:
         budget_tokens: int,
         restored: Compaction | None = None,
     ) -> Iterator[Compaction]:
-        """The compactions before the one at the prompt's end, which may be none."""
+        """The compactions before the one at the prompt's end; there may be none."""
         keep = -(-budget_tokens // block_size)
-        every = self.every_blocks(block_size)
-        least = min(self.least_tokens, every * block_size)
+        interval = self.interval_blocks(block_size)
+        min_new = min(self.min_new_tokens, interval * block_size)
         start, done = (
             (restored.retained.start, restored.at_tokens) if restored else (0, 0)
         )
-        # what was restored may hold more than this leaves, so the first cut waits
-        # for its queries only
-        first = max(start + keep + every, -(-(done + least) // block_size))
+        # A restored region may be larger than this budget. The first cut then waits
+        # only for its queries.
+        first = max(start + keep + interval, -(-(done + min_new) // block_size))
         full = prompt_tokens // block_size
-        stops = list(range(first, full, every))
-        if stops and prompt_tokens - stops[-1] * block_size < least:
+        stops = list(range(first, full, interval))
+        if stops and prompt_tokens - stops[-1] * block_size < min_new:
             before = stops[-2] if stops[1:] else max(start + keep, done // block_size)
-            earlier = (prompt_tokens - least) // block_size
+            earlier = (prompt_tokens - min_new) // block_size
             stops[-1:] = [earlier] if earlier > before else []
         for stop in stops:
             kept = BlockSpan(stop - keep, stop)
@@ -98,25 +99,27 @@ def prompt_compactions(
     blockwise: Blockwise | None = None,
     restored: Compaction | None = None,
 ) -> tuple[Compaction, ...]:
-    """The compactions of a request until its prompt is in.
+    """The compactions of a request up to the end of its prompt.
 
-    The last one, at the end of the prompt, leaves ``budget_tokens``: the tail in
-    its partial block counts, the rest is rounded up to whole blocks.
+    The last one, at the end of the prompt, leaves ``budget_tokens``. The tokens in the
+    partial block count towards the budget; the rest is rounded up to whole blocks.
 
     Args:
-        blockwise: None: there is no other.
-        restored: the compaction behind the cache that the request starts from; it
-            comes first, and only what follows it is planned.
+        blockwise: compactions before the end of the prompt; None: there are none.
+        restored: the last compaction of the session that the request continues. It
+            comes first in the result; only later compactions are planned.
     """
-    found = [] if restored is None else [restored]
+    compactions = [] if restored is None else [restored]
     if restored and prompt_tokens <= restored.at_tokens:
-        return tuple(found)
+        return tuple(compactions)
     if blockwise is not None:
-        found += blockwise.cuts(prompt_tokens, block_size, budget_tokens, restored)
+        compactions += blockwise.cuts(
+            prompt_tokens, block_size, budget_tokens, restored
+        )
     full, tail = divmod(prompt_tokens, block_size)
-    start = found[-1].retained.start if found else 0
+    start = compactions[-1].retained.start if compactions else 0
     retained = max(-(-(budget_tokens - tail) // block_size), 1)
     if retained < full - start:
         kept = BlockSpan(full - retained, full)
-        found.append(Compaction(prompt_tokens, BlockSpan(start, full), kept))
-    return tuple(found)
+        compactions.append(Compaction(prompt_tokens, BlockSpan(start, full), kept))
+    return tuple(compactions)

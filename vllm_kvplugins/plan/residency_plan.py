@@ -1,18 +1,18 @@
-"""The residency plan: which blocks of a request are resident, from counts alone.
+"""The residency plan: which blocks of a request are resident, from token counts alone.
 
-Scheduler and worker are different processes and never message each other about
-sizes. Both evaluate the same pure function of token counts; only the worker
-knows WHICH tokens fill the resident blocks.
+Scheduler and worker are different processes and send each other no messages about
+sizes. Both evaluate the same pure function of token counts. Only the worker knows
+which tokens fill the resident blocks.
 
-One compaction at token count ``at`` (here the end of a prompt)::
+One compaction at token count ``at_tokens``, here the end of a prompt::
 
-    blocks: [0 ........ zone.start) [zone.start ... zone.stop) [zone.stop ...
-             freed, become null      retained region, rewritten    tail, untouched;
-                                     with the kept tokens       decoding goes on
-            |<------------- candidates ------------------>|
+    blocks  [0 ... retained.start) [retained.start ... retained.stop) [retained.stop ...
+             freed, become null     retained region, rewritten         tail, unchanged;
+                                    with the kept tokens               decoding appends
+            |<------------------- candidates ------------------->|
 
-Blocks below the first retained region are freed but never modified, so what the
-prefix cache knows about them stays true.
+Blocks below the first retained region are freed but never modified, so their entries
+in the prefix cache stay valid.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Compaction:
     """One compaction of a request.
 
     Attributes:
-        at_tokens: runs when exactly this many tokens have been computed.
-        candidates: the blocks whose tokens compete for a place.
-        zone: the last blocks of ``candidates``; the survivors move here and
-            the rest of ``candidates`` is freed.
-        fixed_blocks: the retained region before this one, of so many blocks, moves
-            here whole; only what came after it competes, for what is left.
+        at_tokens: runs when exactly this many tokens are computed.
+        candidates: the blocks whose tokens compete for the retained region.
+        retained: the retained region, the last blocks of ``candidates``. The kept
+            tokens move here; all other blocks of ``candidates`` are freed.
+        fixed_blocks: size of the previous retained region if it moves here whole, else
+            0. Only later tokens then compete, for the remaining blocks.
     """
 
     at_tokens: int
@@ -70,6 +70,7 @@ class Compaction:
 
     @property
     def freed(self) -> BlockSpan:
+        """Blocks that go back to vLLM's pool."""
         return BlockSpan(self.candidates.start, self.retained.start)
 
 
@@ -78,42 +79,48 @@ _AT_TOKENS = attrgetter("at_tokens")
 
 @dataclass(frozen=True, slots=True)
 class DecodeCompaction:
-    """Compactions that go on while a request generates.
+    """Compactions while a request generates.
 
-    Whenever ``every_blocks`` new blocks are full, they and the retained region are
-    folded into the newest ``zone_blocks`` blocks: ``keep_blocks`` for most layers,
-    and everything for ``whole_layers`` of ``num_layers``.
+    Whenever ``interval_blocks`` new blocks are full, the request compacts them and the
+    retained region into the newest blocks. Most layers keep ``keep_blocks``;
+    ``whole_layers`` of the ``num_layers`` layers keep everything.
 
     Attributes:
-        first_at_block: full blocks at the first fold.
+        first_at_block: number of full blocks at the first compaction.
     """
 
     first_at_block: int
-    every_blocks: int
+    interval_blocks: int
     keep_blocks: int
     whole_layers: int = 0
     num_layers: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.every_blocks, self.keep_blocks) < 1:
+        if min(self.interval_blocks, self.keep_blocks) < 1:
             raise ValueError(
-                f"a fold keeps and takes at least one block, got {self.keep_blocks} "
-                f"and {self.every_blocks}"
+                "a decode-time compaction needs an interval and a retained region of "
+                f"at least one block, got {self.interval_blocks} and "
+                f"{self.keep_blocks}"
             )
         if self.first_at_block <= self.keep_blocks:
             raise ValueError(
-                f"a fold at block {self.first_at_block} has nothing to free beyond "
-                f"{self.keep_blocks} blocks"
+                f"a compaction at block {self.first_at_block} that keeps "
+                f"{self.keep_blocks} blocks frees nothing"
             )
         if not 0 <= self.whole_layers < self.num_layers:
             raise ValueError(
                 f"{self.whole_layers} of {self.num_layers} layers cannot stay whole"
             )
 
-    def retained_blocks(self, stop: int) -> int:
-        """Blocks whose pages hold what stays of the first ``stop`` ones."""
-        some = (self.num_layers - self.whole_layers) * self.keep_blocks
-        return -(-(some + self.whole_layers * stop) // self.num_layers)
+    def retained(self, stop: int) -> BlockSpan:
+        """The retained region of a compaction of the first ``stop`` blocks.
+
+        All layers share the pages of its blocks: layers that keep everything use more
+        than their part, the others less.
+        """
+        compacted = (self.num_layers - self.whole_layers) * self.keep_blocks
+        size = -(-(compacted + self.whole_layers * stop) // self.num_layers)
+        return BlockSpan(max(stop - size, 0), stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +129,16 @@ class ResidencyPlan:
 
     Attributes:
         block_size: tokens per block.
-        compactions: strictly increasing in ``at_tokens``, each one's candidates
-            from the first block on that is still held; empty = all resident.
-        fold: what happens during generation, after ``compactions``; None = the
-            request grows.
-        notes: what the user should know about it; logged once per request.
+        compactions: strictly increasing in ``at_tokens``; the candidates of each start
+            at the first block that is still held. Empty: all blocks stay resident.
+        decode_compaction: compactions after ``compactions``, while the request
+            generates; None: the request grows.
+        notes: messages for the user, logged once per request.
     """
 
     block_size: int
     compactions: tuple[Compaction, ...] = ()
-    fold: DecodeCompaction | None = None
+    decode_compaction: DecodeCompaction | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -144,60 +151,61 @@ class ResidencyPlan:
                 )
             if compaction.candidates.stop * self.block_size > compaction.at_tokens:
                 raise ValueError(
-                    f"candidates {compaction.candidates} reach past the "
+                    f"candidates {compaction.candidates} extend beyond the "
                     f"{compaction.at_tokens} computed tokens"
                 )
             if compaction.candidates.start != first_held:
                 raise ValueError(
                     f"candidates {compaction.candidates} do not start at block "
-                    f"{first_held}, the first one that is still held"
+                    f"{first_held}, the first block that is still held"
                 )
             previous_at, first_held = compaction.at_tokens, compaction.retained.start
-        if self.fold and self.fold.first_at_block * self.block_size <= previous_at:
+        decoding = self.decode_compaction
+        if decoding and decoding.first_at_block * self.block_size <= previous_at:
             raise ValueError(
-                f"the first fold, at block {self.fold.first_at_block}, is before "
-                f"the last compaction at {previous_at} tokens"
+                f"the first decode-time compaction, at block "
+                f"{decoding.first_at_block}, is not after the last compaction of the "
+                f"prompt at {previous_at} tokens"
             )
 
     # -- the sequence of compactions ------------------------------------------
 
     def compaction(self, index: int) -> Compaction:
-        """The ``index``-th compaction; with a fold there is no last one."""
+        """Compaction number ``index``; unlimited with decode-time compactions."""
         if index < len(self.compactions):
             return self.compactions[index]
-        assert self.fold is not None, f"there is no compaction {index}"
+        decoding = self.decode_compaction
+        assert decoding is not None, f"there is no compaction {index}"
         step = index - len(self.compactions)
-        stop = self.fold.first_at_block + step * self.fold.every_blocks
+        stop = decoding.first_at_block + step * decoding.interval_blocks
         if step:
-            before = stop - self.fold.every_blocks
-            start = before - self.fold.retained_blocks(before)
+            start = decoding.retained(stop - decoding.interval_blocks).start
         else:
             start = self.compactions[-1].retained.start if self.compactions else 0
         return Compaction(
-            stop * self.block_size,
-            BlockSpan(start, stop),
-            BlockSpan(stop - self.fold.retained_blocks(stop), stop),
+            stop * self.block_size, BlockSpan(start, stop), decoding.retained(stop)
         )
 
     def num_done(self, computed_tokens: int) -> int:
-        """How many compactions have run at ``computed_tokens``."""
+        """Number of compactions that have run at ``computed_tokens``."""
         done = bisect_right(self.compactions, computed_tokens, key=_AT_TOKENS)
-        if self.fold is not None:
+        decoding = self.decode_compaction
+        if decoding is not None:
             blocks = computed_tokens // self.block_size
-            past = blocks - self.fold.first_at_block
+            past = blocks - decoding.first_at_block
             if past >= 0:
-                done += past // self.fold.every_blocks + 1
+                done += past // decoding.interval_blocks + 1
         return done
 
     @property
     def is_static(self) -> bool:
         """Whether no compaction ever runs."""
-        return not self.compactions and self.fold is None
+        return not self.compactions and self.decode_compaction is None
 
-    # -- what the scheduler asks ---------------------------------------------
+    # -- chunks and queries ---------------------------------------------------
 
     def clip_chunk(self, computed_tokens: int, proposed_tokens: int) -> int:
-        """Largest chunk <= ``proposed_tokens``: one ends at the next compaction."""
+        """``proposed_tokens``, or fewer if the next compaction comes before."""
         cut = self.next_cut(computed_tokens)
         return (
             proposed_tokens
@@ -206,71 +214,76 @@ class ResidencyPlan:
         )
 
     def next_cut(self, computed_tokens: int) -> int | None:
-        """Token count of the first compaction past ``computed_tokens``."""
+        """Token count of the first compaction after ``computed_tokens``, if any."""
         index = self.num_done(computed_tokens)
-        if index >= len(self.compactions) and self.fold is None:
+        if index >= len(self.compactions) and self.decode_compaction is None:
             return None
         return self.compaction(index).at_tokens
 
     def due(self, before_tokens: int, after_tokens: int) -> Compaction | None:
-        """The compaction that a step from ``before`` to ``after`` completes."""
+        """The compaction at the end of a step between two token counts, if any."""
         index = self.num_done(before_tokens)
         if self.num_done(after_tokens) == index:
             return None
         compaction = self.compaction(index)
-        assert after_tokens == compaction.at_tokens, "a chunk ran past a compaction"
+        assert after_tokens == compaction.at_tokens, "a chunk crosses a compaction"
         return compaction
 
-    def window_start(self, cut: int, wanted: int) -> int:
-        """First of the newest ``wanted`` tokens before the compaction at ``cut``;
-        none that the compaction before that has seen."""
+    def window_start(self, cut: int, num_queries: int) -> int:
+        """Position of the first query that the compaction at ``cut`` needs.
+
+        The compaction needs the newest ``num_queries`` queries, without those before
+        the previous compaction.
+        """
         done = self.num_done(cut - 1)
         previous = self.compaction(done - 1).at_tokens if done else 0
-        return max(cut - wanted, previous)
+        return max(cut - num_queries, previous)
 
     def can_start_at(
-        self, tokens: int, compacted_at: int, wanted: int, first_query: int
+        self, tokens: int, compacted_at: int, num_queries: int, first_query: int
     ) -> int:
-        """From how many of ``tokens`` restored ones a request can go on: from none
-        behind the next compaction, and from none that it needs as a query, if the
-        oldest query that it needs is not restored with them.
+        """How many of ``tokens`` restored tokens a request can start from.
+
+        It cannot skip the next compaction. If the session lacks a query that the next
+        compaction needs, the request must compute all tokens of the query window.
 
         Args:
-            compacted_at: of the restored cache, without which it makes no sense.
-            wanted: queries that a compaction needs.
-            first_query: position from which on queries are restored.
+            compacted_at: tokens at the last compaction of the restored cache; fewer
+                cannot be restored.
+            num_queries: number of queries that a compaction needs.
+            first_query: position of the first restored query.
 
         Returns:
-            At least ``compacted_at``; 0 = from none.
+            At least ``compacted_at``, or 0: the cache cannot be restored.
         """
         cut = self.next_cut(compacted_at)
         if cut is not None:
-            opens = self.window_start(cut, wanted)
-            tokens = min(tokens, cut if first_query <= opens else opens)
+            window_start = self.window_start(cut, num_queries)
+            tokens = min(tokens, cut if first_query <= window_start else window_start)
         return tokens if tokens >= compacted_at else 0
 
     @property
     def exact_prefix_blocks(self) -> int | None:
-        """Leading blocks that no compaction ever rewrites; None = all of them.
+        """Number of first blocks that no compaction rewrites; None: all of them.
 
-        Only these may be hashed for the prefix cache or taken from it.
+        Only these may enter the prefix cache or come from it.
         """
         return None if self.is_static else self.compaction(0).retained.start
 
     # -- sizes ----------------------------------------------------------------
 
     def resident_blocks(self, computed_tokens: int) -> int:
-        """Blocks that a request holds after computing ``computed_tokens``."""
+        """Number of held blocks after computing ``computed_tokens``."""
         total = -(-computed_tokens // self.block_size)
         done = self.num_done(computed_tokens)
         return total - (self.compaction(done - 1).retained.start if done else 0)
 
     def peak_blocks(self, total_tokens: int, since: int = 0) -> int:
-        """Most blocks held at any count up to ``total_tokens``.
+        """Largest number of held blocks at any count up to ``total_tokens``.
 
         Args:
-            since: compactions that had run before the request began: 1 for one that
-                continues a session.
+            since: number of compactions before the request's first step; 1 if it
+                continues a compacted session.
         """
         held = [self.resident_blocks(total_tokens)]
         for index in range(since, self.num_done(total_tokens)):

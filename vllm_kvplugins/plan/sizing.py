@@ -1,7 +1,7 @@
-"""How much memory requests need under a plan, and how many fit a pool.
+"""How much memory requests need under a plan, and how many fit into a pool.
 
-Counts blocks, as vLLM's pool does. A pool of n blocks holds n - 1: vLLM never
-hands out the first one.
+Counts blocks, as vLLM does. A pool of n blocks has n - 1 usable blocks, because vLLM
+never allocates its null block.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from vllm_kvplugins.plan.residency_plan import ResidencyPlan
 
 
 class Limit(str, Enum):
-    """What keeps more requests from running in a pool."""
+    """Why a pool cannot run one more request."""
 
-    # The prompt alone needs more than the pool.
+    # A single prompt needs more than the pool.
     PREFILL_NEVER_FITS = "prefill-never-fits"
     # vLLM starts only if a whole request of --max-model-len fits.
     START_UP = "start-up"
-    # The last request's whole prompt must fit next to the requests that decode.
+    # The whole prompt of the last request must fit next to the decoding requests.
     PREFILL = "prefill"
     DECODING = "decoding"
     HOST_MEMORY = "host-memory"
@@ -27,18 +27,18 @@ class Limit(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Blocks that one request holds.
+    """Number of blocks that one request holds.
 
     Attributes:
-        full: prompt and answer, if nothing is freed.
-        prefill_peak: most while the prompt is computed.
-        after_prefill: at the first decode step, when the prompt's compaction has
-            given its blocks back.
-        decode_peak: most in any decode step.
+        full: for prompt and answer, if nothing is freed.
+        prefill_peak: maximum while the prompt is computed.
+        after_prefill: at the first decode step, when the compaction of the prompt has
+            freed its blocks.
+        decode_peak: maximum of all decode steps.
         end: after the last decode step.
-        positions: what vLLM's start-up check wants: prompt and answer with the
-            answer's last token, which is never computed; or the policy's bound for
-            prompts.
+        positions: blocks that vLLM's start-up check requires: for prompt and answer
+            with the last token of the answer, which is never computed; or the policy's
+            bound for prompts.
     """
 
     full: int
@@ -51,13 +51,13 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How many requests a pool carries, each counted at its longest.
+    """How many requests fit into a pool, each at its full length.
 
     Attributes:
-        pool: blocks that can be handed out.
-        decoding: as many could decode if their prompts took no room.
-        requests: as many run at once, one after the other having been admitted.
-        limit: why not one more.
+        pool: usable blocks.
+        decoding: number of requests that could decode if prefill needed no blocks.
+        requests: number of requests that run at the same time, admitted one by one.
+        limit: why no further request fits.
     """
 
     pool: int
@@ -72,13 +72,13 @@ def footprint(
     answer_tokens: int,
     prompt_blocks: int | None = None,
 ) -> Footprint:
-    """Walk one request through its plan.
+    """Count the blocks of one request under its plan.
 
     Args:
         plan: for this prompt length.
-        prompt_tokens: >= 1.
-        answer_tokens: >= 2; the prefill makes the first, so that one decode step
-            or more follows.
+        prompt_tokens: at least 1.
+        answer_tokens: at least 2: the prefill generates the first token, and at least
+            one decode step follows.
         prompt_blocks: the policy's bound for prompts up to that length, if any.
 
     Cost: O(blocks of the answer).
@@ -86,16 +86,16 @@ def footprint(
     size = plan.block_size
     last = prompt_tokens + answer_tokens - 1
     positions = -(-(last + 1) // size)
-    # A step first frees blocks, then allocates the block of its token: a request holds
-    # more only in steps that begin a block.
-    most = plan.resident_blocks(prompt_tokens)
+    # A step first frees blocks, then allocates the block of its token. The number of
+    # blocks therefore grows only in steps that begin a block.
+    decode_peak = plan.resident_blocks(prompt_tokens)
     for computed in range(-(-prompt_tokens // size) * size, last, size):
-        most = max(most, plan.resident_blocks(computed) + 1)
+        decode_peak = max(decode_peak, plan.resident_blocks(computed) + 1)
     return Footprint(
         full=-(-last // size),
         prefill_peak=plan.peak_blocks(prompt_tokens),
         after_prefill=plan.resident_blocks(prompt_tokens),
-        decode_peak=most,
+        decode_peak=decode_peak,
         end=plan.resident_blocks(last),
         positions=positions if prompt_blocks is None else prompt_blocks,
     )
@@ -104,16 +104,16 @@ def footprint(
 def capacity(
     held: Footprint, pool_bytes: int, block_bytes: int, host_requests: int | None
 ) -> Capacity:
-    """How many requests like this one a pool carries.
+    """How many equal requests fit into a pool.
 
-    Prompts come in one at a time: the last one's must fit next to the others,
-    which decode by then.
+    Prompts are computed one at a time. The last prompt must fit next to the other
+    requests, which then decode.
 
     Args:
-        held: of each request.
+        held: blocks of each request.
         pool_bytes: memory of vLLM's KV cache.
-        block_bytes: of all layers and ranks.
-        host_requests: as many fit the host memory; None if that has no limit.
+        block_bytes: bytes of a block, over all layers and ranks.
+        host_requests: number of requests that fit into host memory; None: no limit.
     """
     pool = max(pool_bytes // block_bytes - 1, 0)
     decoding = pool // held.decode_peak
@@ -121,8 +121,8 @@ def capacity(
         return Capacity(pool, decoding, 0, Limit.PREFILL_NEVER_FITS)
     if held.positions > pool:
         return Capacity(pool, decoding, 0, Limit.START_UP)
-    decoding_beside_prefill = (pool - held.prefill_peak) // held.decode_peak
-    requests = min(decoding, decoding_beside_prefill + 1)
+    decoding_during_prefill = (pool - held.prefill_peak) // held.decode_peak
+    requests = min(decoding, decoding_during_prefill + 1)
     limit = Limit.PREFILL if requests < decoding else Limit.DECODING
     if host_requests is not None and host_requests < requests:
         requests, limit = host_requests, Limit.HOST_MEMORY
@@ -130,8 +130,7 @@ def capacity(
 
 
 def blocks_for(held: Footprint, requests: int) -> int:
-    """Smallest pool, in blocks with the one that is never handed out, that carries
-    so many requests."""
+    """Smallest pool for a number of requests, in blocks with the null block."""
     decoding = requests * held.decode_peak
     prefilling = (requests - 1) * held.decode_peak + held.prefill_peak
     return max(decoding, prefilling, held.positions) + 1

@@ -84,15 +84,17 @@ class Compressor(KVCachePolicy):
         held_blocks = full_blocks - (
             compactions[-1].retained.start if compactions else 0
         )
-        fold = self._fold(full_blocks, held_blocks, prompt_tokens, geometry)
-        return ResidencyPlan(size, compactions, fold)
+        decode_compaction = self._decode_compaction(
+            full_blocks, held_blocks, prompt_tokens, geometry
+        )
+        return ResidencyPlan(size, compactions, decode_compaction)
 
     def max_prompt_blocks(self, tokens: int, geometry: Geometry) -> int | None:
         if self._blockwise is None:
             return None
         budget_tokens = self._tokens(self.budget, tokens, geometry)
-        most = self._blockwise.most_blocks(budget_tokens, geometry.block_size)
-        return min(most, -(-tokens // geometry.block_size))
+        max_blocks = self._blockwise.max_blocks(budget_tokens, geometry.block_size)
+        return min(max_blocks, -(-tokens // geometry.block_size))
 
     @property
     def _blockwise(self) -> Blockwise | None:
@@ -101,17 +103,17 @@ class Compressor(KVCachePolicy):
         return Blockwise(self.prefill_block, self.min_new_tokens)
 
     def _tokens(self, budget: Budget, prompt_tokens: int, geometry: Geometry) -> int:
-        asked = budget.resolve(prompt_tokens, geometry.kv_bytes_per_token)
-        return max(asked, self.minimum_budget_tokens)
+        tokens = budget.resolve(prompt_tokens, geometry.kv_bytes_per_token)
+        return max(tokens, self.minimum_budget_tokens)
 
-    def _fold(
+    def _decode_compaction(
         self,
         full_blocks: int,
         held_blocks: int,
         prompt_tokens: int,
         geometry: Geometry,
     ) -> DecodeCompaction | None:
-        """Compactions while generating, from the block at which they are due."""
+        """Compactions while the request generates; None: there are none."""
         if self.decode_budget is None:
             return None
         tokens = self._tokens(self.decode_budget, prompt_tokens, geometry)

@@ -133,10 +133,10 @@ class EpiCache(Wrapper):
         return ResidencyPlan(size, found, notes=notes)
 
     def max_prompt_blocks(self, tokens: int, geometry: Geometry) -> int | None:
-        most = self._blockwise.most_blocks(
+        max_blocks = self._blockwise.max_blocks(
             self._budget_tokens(geometry), geometry.block_size
         )
-        return min(most, -(-tokens // geometry.block_size))
+        return min(max_blocks, -(-tokens // geometry.block_size))
 
     @property
     def _blockwise(self) -> Blockwise:

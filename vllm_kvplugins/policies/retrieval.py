@@ -187,9 +187,9 @@ class Retriever(KVCachePolicy):
         full = prompt_tokens // size
         hot = self.budget.resolve(prompt_tokens, geometry.kv_bytes_per_token)
         keep = -(-(self.sinks + hot + self.window) // size)
-        fold = DecodeCompaction(
+        decoding = DecodeCompaction(
             first_at_block=max(full, keep) + self.age_blocks,
-            every_blocks=self.age_blocks,
+            interval_blocks=self.age_blocks,
             keep_blocks=keep,
             whole_layers=self.skip_layers,
             num_layers=geometry.num_layers,
@@ -198,13 +198,13 @@ class Retriever(KVCachePolicy):
         compactions = () if restored is None else (restored,)
         start = restored.retained.start if restored else 0
         # the budget may be a share of the prompt, and larger than before
-        while fold.first_at_block - fold.retained_blocks(fold.first_at_block) < start:
-            fold = replace(fold, first_at_block=fold.first_at_block + 1)
-        retained = BlockSpan(max(full - fold.retained_blocks(full), 0), full)
+        while decoding.retained(decoding.first_at_block).start < start:
+            decoding = replace(decoding, first_at_block=decoding.first_at_block + 1)
+        retained = decoding.retained(full)
         if full <= keep or (restored and retained.start <= start):
-            return ResidencyPlan(size, compactions, fold)
+            return ResidencyPlan(size, compactions, decoding)
         compaction = Compaction(prompt_tokens, BlockSpan(start, full), retained)
-        return ResidencyPlan(size, (*compactions, compaction), fold)
+        return ResidencyPlan(size, (*compactions, compaction), decoding)
 
     def score(self, view: LayerView) -> torch.Tensor:
         """Sinks and window stay; the newest others fill the hot zone until the

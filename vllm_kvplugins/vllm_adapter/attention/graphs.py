@@ -37,13 +37,15 @@ def problems(vllm_config: VllmConfig, runtime: PolicyRuntime) -> list[str]:
     """Why no graph may hold a decoding step."""
     if not runtime.observer.decode_needs_only_page_lists:
         return [f"{runtime.policy.name} works between the layers of decoding steps"]
-    fold = runtime.plan(vllm_config.model_config.max_model_len).fold
-    every = fold.every_blocks * runtime.geometry.block_size if fold else 0
-    wanted = runtime.policy.queries_needed
-    if 0 < every <= wanted:
+    plan = runtime.plan(vllm_config.model_config.max_model_len)
+    decoding = plan.decode_compaction
+    size = runtime.geometry.block_size
+    interval = decoding.interval_blocks * size if decoding else 0
+    num_queries = runtime.policy.queries_needed
+    if 0 < interval <= num_queries:
         return [
-            f"{runtime.policy.name} compacts answers every {every} tokens, by the last "
-            f"{wanted} queries, so it wants those of every step"
+            f"{runtime.policy.name} compacts answers every {interval} tokens by the "
+            f"last {num_queries} queries, so it needs those of every step"
         ]
     shape = table_shape(vllm_config, runtime)
     if shape.num_bytes > MOST_TABLE_BYTES:
