@@ -69,6 +69,8 @@ CODES: dict[str, str] = {
     "KVP112": "base_config contains a setting that the wrapper policy sets itself",
     "KVP113": "base_config is not valid for the base policy",
     "KVP114": "a sensitivity profile cannot be read or is not valid",
+    "KVP115": "a file with page weights cannot be read or is not valid",
+    "KVP116": "a setting or a file of the policy does not fit the model",
     "KVP130": "check-policy: the policy does not drop tokens by a score",
     "KVP131": "check-policy: the policy runs probes, which need a model",
     "KVP132": "check-policy: `score` or `observe` raised an exception",

@@ -265,7 +265,7 @@ def test_without_a_shipped_profile_the_log_says_uniform(caplog):
         assert settle(request) == request
     (record,) = caplog.records
     assert "no sensitivity profile is shipped" in record.message
-    assert "all layers get as many pages" in record.message
+    assert "all layers get the same budget" in record.message
 
 
 def test_a_named_profile_stays(tmp_path, caplog):

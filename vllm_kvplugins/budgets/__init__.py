@@ -1,8 +1,8 @@
 """Budgets: how much a request keeps, and how layers and KV heads share it.
 
-A request that keeps M blocks owns M * L * H pages, and any (layer, KV head)
-may use any of them. Allocators therefore hand out whole pages whose sum is
-exactly M * L * H: the freed amount does not depend on the distribution.
+A request that keeps M blocks owns M * L * H pages of L layers and H KV heads, and every
+(layer, KV head) can use any of them. An allocator distributes whole pages with the sum
+M * L * H, so the freed memory does not depend on the distribution.
 """
 
 from __future__ import annotations

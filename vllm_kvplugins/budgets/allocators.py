@@ -1,4 +1,4 @@
-"""Allocators that look at scores, at the layer's place, or into a file."""
+"""Allocators that use scores, the index of the layer, or weights from a file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pydantic import Field
 
 from vllm_kvplugins.budgets.base import PageAllocator
 from vllm_kvplugins.budgets.rounding import (
-    pages_that_must_stay,
+    required_pages,
     round_to_pages,
     share_of_top,
     within_layers,
 )
+from vllm_kvplugins.errors import KVPolicyError, coded
 
 
 class Uniform(PageAllocator):
@@ -39,13 +40,15 @@ class Uniform(PageAllocator):
 class Pyramid(PageAllocator):
     """More pages for lower layers, fewer for higher ones (arXiv:2406.02069).
 
-    PyramidKV, section 3.2: budgets fall linearly from layer to layer; the top
-    layer gets ``1 / beta`` of the average, the bottom one what balances it. As in
-    its published code, what must stay (the window) comes on top of the shares.
+    PyramidKV, section 3.2: budgets fall linearly from layer to layer. The highest layer
+    gets ``1 / beta`` of the average, and layer 0 as much more. As in the published
+    code, tokens that must stay (the window) are added to every share.
     """
 
     name: ClassVar[str] = "pyramid"
-    beta: float = Field(default=20.0, gt=1.0, description="Average over top layer.")
+    beta: float = Field(
+        default=20.0, gt=1.0, description="Average share / share of the highest layer."
+    )
 
     def allocate(
         self,
@@ -55,28 +58,32 @@ class Pyramid(PageAllocator):
         available: torch.Tensor,
     ) -> torch.Tensor:
         layers, heads = scores.shape[:2]
-        must = torch.isposinf(scores).sum(-1).double().mean().item() / block_size
-        free = max(pages_per_head - must, 0.0)
-        top = free / self.beta
-        share = must + torch.linspace(2 * free - top, top, layers).double()
-        wanted = share[:, None].expand(layers, heads).contiguous()
+        required = torch.isposinf(scores).sum(-1).double().mean().item() / block_size
+        free = max(pages_per_head - required, 0.0)
+        highest = free / self.beta
+        share = required + torch.linspace(2 * free - highest, highest, layers).double()
+        shares = share[:, None].expand(layers, heads).contiguous()
         total = pages_per_head * layers * heads
-        least = pages_that_must_stay(scores, block_size)
-        return round_to_pages(wanted, total, available, least)
+        return round_to_pages(
+            shares, total, available, required_pages(scores, block_size)
+        )
 
 
 class HeadAdaptive(PageAllocator):
-    """Within a layer, pages go where the best scores are (Ada-KV).
+    """Within a layer, KV heads with high scores get more pages (Ada-KV).
 
-    arXiv:2407.11550, algorithm 1: the layer's top tokens over all its heads
-    decide the heads' shares; each head is sure of ``safeguard`` of the average, and
-    the rest is shared. Differs from kvpress, where the top tokens decide alone and
-    only heads below the safeguard are lifted to it.
+    arXiv:2407.11550, algorithm 1: each head gets ``safeguard`` of the average. The
+    highest scores of the layer, over all its heads, determine how the heads share the
+    rest. Differs from kvpress, where these scores determine all shares, and only heads
+    below the safeguard are raised to it.
     """
 
     name: ClassVar[str] = "head-adaptive"
     safeguard: float = Field(
-        default=0.2, ge=0.0, le=1.0, description="Share that every head is sure of."
+        default=0.2,
+        ge=0.0,
+        le=1.0,
+        description="Minimum of every head, as a share of the average.",
     )
 
     def allocate(
@@ -92,11 +99,14 @@ class HeadAdaptive(PageAllocator):
 
 
 class CrossLayer(PageAllocator):
-    """One ranking over all layers and KV heads, each sure of ``safeguard``."""
+    """One ranking over all layers and KV heads; each gets at least ``safeguard``."""
 
     name: ClassVar[str] = "cross-layer"
     safeguard: float = Field(
-        default=0.2, ge=0.0, le=1.0, description="Share that every head is sure of."
+        default=0.2,
+        ge=0.0,
+        le=1.0,
+        description="Minimum of every head, as a share of the average.",
     )
 
     def allocate(
@@ -109,17 +119,17 @@ class CrossLayer(PageAllocator):
         layers, heads, slots = scores.shape
         flat = scores.reshape(1, layers * heads, slots)
         total = pages_per_head * layers * heads
-        wanted = share_of_top(flat, torch.tensor([total]), block_size, self.safeguard)
-        least = pages_that_must_stay(scores, block_size).reshape(-1)
-        counts = round_to_pages(wanted[0], total, available.reshape(-1), least)
-        return counts.view(layers, heads)
+        shares = share_of_top(flat, torch.tensor([total]), block_size, self.safeguard)
+        minimum = required_pages(scores, block_size).reshape(-1)
+        pages = round_to_pages(shares[0], total, available.reshape(-1), minimum)
+        return pages.view(layers, heads)
 
 
 class FileWeights(PageAllocator):
     """Pages in proportion to weights from a JSON file.
 
-    ``{"layer_weights": [w, ...]}``, one per layer, or ``{"head_weights":
-    [[w, ...], ...]}``, one per KV head of each layer.
+    ``{"layer_weights": [w, ...]}`` has one weight per layer, ``{"head_weights":
+    [[w, ...], ...]}`` one per KV head of each layer.
     """
 
     name: ClassVar[str] = "file"
@@ -130,27 +140,27 @@ class FileWeights(PageAllocator):
         """One list per layer: a weight per KV head, or a single one for all.
 
         Raises:
-            ValueError: the file cannot be read or does not hold weights.
+            KVPolicyError: the file cannot be read or contains no weights.
         """
         return _read_weights(self.path)
 
     def model_post_init(self, context: Any) -> None:
-        assert self.weights  # a bad file is refused when it is named, not used
+        assert self.weights  # read the file now, to refuse a bad one at start-up
 
     def problems(self, num_layers: int, num_kv_heads: int) -> list[str]:
         widths = {len(row) for row in self.weights}
-        found = []
+        problems = []
         if len(self.weights) != num_layers:
-            found.append(
+            problems.append(
                 f"{self.path} has weights for {len(self.weights)} layers, the model "
                 f"has {num_layers}; make a file for this model"
             )
         if widths not in ({1}, {num_kv_heads}):
-            found.append(
+            problems.append(
                 f"{self.path} has weights for {sorted(widths)} KV heads per layer, "
                 f"this rank has {num_kv_heads}; give one per head, or layer_weights"
             )
-        return found
+        return [coded("KVP116", problem) for problem in problems]
 
     def allocate(
         self,
@@ -162,16 +172,23 @@ class FileWeights(PageAllocator):
         layers, heads = scores.shape[:2]
         weights = torch.tensor(self.weights, dtype=torch.float64).expand(layers, heads)
         total = pages_per_head * layers * heads
-        least = pages_that_must_stay(scores, block_size)
-        wanted = weights * (total / weights.sum())
-        return round_to_pages(wanted, total, available, least)
+        shares = weights * (total / weights.sum())
+        return round_to_pages(
+            shares, total, available, required_pages(scores, block_size)
+        )
 
 
 def _read_weights(path: Path) -> list[list[float]]:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read weights from {path}: {error}") from error
+        raise KVPolicyError(
+            coded(
+                "KVP115",
+                f"cannot read weights from {path}: {error}; give a JSON file with "
+                "weights",
+            )
+        ) from error
     rows: Any = None
     if isinstance(content, dict) and "layer_weights" in content:
         rows = [[weight] for weight in content["layer_weights"]]
@@ -183,8 +200,11 @@ def _read_weights(path: Path) -> list[list[float]]:
         weights = []
     flat = [weight for row in weights for weight in row]
     if not flat or not all(0 < weight < float("inf") for weight in flat):
-        raise ValueError(
-            f"{path} must hold positive numbers as 'layer_weights' (a list) or "
-            "'head_weights' (a list of lists)"
+        raise KVPolicyError(
+            coded(
+                "KVP115",
+                f"{path} must contain positive numbers as 'layer_weights' (a list) or "
+                "'head_weights' (a list of lists)",
+            )
         )
     return weights

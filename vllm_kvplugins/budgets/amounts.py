@@ -1,4 +1,4 @@
-"""How much a request keeps: tokens, a share of the prompt, or bytes."""
+"""Amounts that users write: memory, and budgets of requests."""
 
 from __future__ import annotations
 
@@ -7,22 +7,31 @@ from dataclasses import dataclass
 from typing import Any
 
 _UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmg]ib|b)\s*", re.IGNORECASE)
 
 
 def parse_bytes(value: Any) -> int | None:
-    """Read an amount of memory: ``"8GiB"``, or bytes as a number; None stays.
+    """Read an amount of memory: ``"8GiB"``, or a number of bytes.
+
+    Returns:
+        Bytes; None for None.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the value has another form.
     """
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?b)\s*", str(value).lower())
-    if match is None or match[2] not in _UNITS:
+    num_bytes = _bytes_of(str(value))
+    if num_bytes is None:
         raise ValueError(
-            f"an amount of memory looks like '8GiB' (B, KiB, MiB, GiB), got {value!r}"
+            f"write an amount of memory as '8GiB' (B, KiB, MiB, GiB); got {value!r}"
         )
-    return int(float(match[1]) * _UNITS[match[2]])
+    return num_bytes
+
+
+def _bytes_of(text: str) -> int | None:
+    match = _AMOUNT.fullmatch(text)
+    return int(float(match[1]) * _UNITS[match[2].lower()]) if match else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +44,15 @@ class Budget:
 
     @classmethod
     def parse(cls, value: Any) -> Budget:
-        """Read a budget as a user writes it: ``512``, ``0.25`` or ``"64MiB"``.
+        """Read a budget as users write it: ``512``, ``0.25`` or ``"64MiB"``.
 
         Raises:
-            ValueError: anything else, or a budget of nothing.
+            ValueError: the value has another form, or is not positive.
         """
         if isinstance(value, Budget):
             return value
         if isinstance(value, bool) or not isinstance(value, int | float | str):
-            raise ValueError(f"a budget is 512, 0.25 or '64MiB', got {value!r}")
+            raise ValueError(f"a budget is 512, 0.25 or '64MiB'; got {value!r}")
         if isinstance(value, int):
             if value < 1:
                 raise ValueError(f"a budget of {value} tokens keeps nothing; give >= 1")
@@ -51,25 +60,24 @@ class Budget:
         if isinstance(value, float):
             if not 0 < value <= 1:
                 raise ValueError(
-                    f"a fractional budget must be in (0, 1], got {value}; for tokens "
-                    "write a whole number"
+                    f"a budget as a share of the prompt must be in (0, 1], got "
+                    f"{value}; write a number of tokens without a decimal point"
                 )
             return cls(fraction=value)
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?b)\s*", value.lower())
-        if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+        num_bytes = _bytes_of(value)
+        if not num_bytes:
             raise ValueError(
-                "a budget in bytes looks like '64MiB' (B, KiB, MiB, GiB), got "
-                f"{value!r}"
+                f"write a budget in bytes as '64MiB' (B, KiB, MiB, GiB); got {value!r}"
             )
-        return cls(num_bytes=int(float(match[1]) * _UNITS[match[2]]))
+        return cls(num_bytes=num_bytes)
 
     @classmethod
     def parse_optional(cls, value: Any) -> Budget | None:
-        """As ``parse``, but None stays None."""
+        """``parse``, but None for None."""
         return None if value is None else cls.parse(value)
 
     def resolve(self, prompt_tokens: int, kv_bytes_per_token: int) -> int:
-        """Tokens per KV head for a prompt of ``prompt_tokens``; at least 1."""
+        """Tokens per KV head for a prompt of this length; at least 1."""
         if self.tokens is not None:
             return self.tokens
         if self.fraction is not None:

@@ -1,4 +1,4 @@
-"""What every allocator owes: whole pages with an exact sum."""
+"""The contract of allocators: whole pages with an exact sum."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_kvplugins.model_config import ModelFingerprint
 
-# Called by allocators that look at the model; not every configuration has one.
+# Reads the model's fingerprint. Called only when needed, because some models have none.
 LoadFingerprint = Callable[[], ModelFingerprint]
 
 
 class PageAllocator(BaseModel, ABC):
-    """Shares M * L * H pages between layers and KV heads."""
+    """Distributes M * L * H pages over layers and KV heads."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -25,18 +25,24 @@ class PageAllocator(BaseModel, ABC):
     uniform: ClassVar[bool] = False
 
     def problems(self, num_layers: int, num_kv_heads: int) -> list[str]:
-        """Why this allocator does not fit a model of this shape, if so."""
+        """Why this allocator does not fit a model of this shape; empty if it does.
+
+        Each reason has a code.
+        """
         return []
 
     def model_problems(self, model: LoadFingerprint) -> list[str]:
-        """Why this allocator does not fit this very model, if so."""
+        """Why this allocator belongs to another model; empty if it does not.
+
+        Each reason has a code.
+        """
         return []
 
     def resolve(self, model: LoadFingerprint) -> tuple[PageAllocator, str | None]:
-        """This allocator with what it leaves open filled in for a model.
+        """Complete settings whose defaults depend on the model.
 
         Returns:
-            The allocator, and one line for the log that says what it goes by.
+            The allocator, and a line for the log about the chosen values.
         """
         return self, None
 
@@ -51,12 +57,11 @@ class PageAllocator(BaseModel, ABC):
         """Pages per (layer, KV head).
 
         Args:
-            scores: float32 [layers, kv_heads, slots]; slots is a multiple of
-                ``block_size``, ``inf`` marks what must stay.
-            pages_per_head: M, the average.
+            scores: float32 [layers, kv_heads, slots]. The number of slots is a
+                multiple of ``block_size``; ``inf`` marks tokens that must stay.
+            pages_per_head: M, the average number of pages per (layer, KV head).
             block_size: slots per page.
-            available: int64 [layers, kv_heads], pages that each row has to
-                choose from; an upper limit.
+            available: int64 [layers, kv_heads], largest number of pages of each.
 
         Returns:
             int64 [layers, kv_heads], each in [1, available], with sum exactly

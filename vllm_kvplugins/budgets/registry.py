@@ -24,7 +24,7 @@ def parse_allocator(value: Any) -> PageAllocator:
     """Read an allocator: a name, or ``{"name": …, options…}``.
 
     Raises:
-        ValueError: no such allocator, or options that it does not have.
+        ValueError: unknown allocator or option.
     """
     if isinstance(value, PageAllocator):
         return value

@@ -1,4 +1,4 @@
-"""From shares to whole pages with an exact sum."""
+"""Turns shares into whole pages with an exact sum."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from vllm_kvplugins.scoring.selection import keep_top
 def share_of_top(
     scores: torch.Tensor, pages: torch.Tensor, block_size: int, safeguard: float
 ) -> torch.Tensor:
-    """Fractional pages per head: the safeguard, then a head's part of the top.
+    """Fractional pages per head: the safeguard, and a share of the highest scores.
 
     Args:
-        scores: float32 [groups, heads, slots]; ranking is within a group.
-        pages: int64 [groups], what the heads of a group share.
+        scores: float32 [groups, heads, slots]; each group has its own ranking.
+        pages: int64 [groups], pages that the heads of a group share.
         block_size: slots per page.
-        safeguard: part of the group's average that every head is sure of.
+        safeguard: minimum of every head, as a share of the average of its group.
 
     Returns:
-        float64 [groups, heads], each group's sum its ``pages``.
+        float64 [groups, heads]; the sum of each group is its ``pages``.
     """
     groups, heads, slots = scores.shape
     top_slots = (pages * block_size).clamp(max=heads * slots)
@@ -36,88 +36,91 @@ def within_layers(
     available: torch.Tensor,
     safeguard: float,
 ) -> torch.Tensor:
-    """Whole pages per head where the pages of each layer are given.
+    """Whole pages per head for given pages per layer.
 
     Args:
         scores: float32 [layers, kv_heads, slots].
-        layer_pages: int64 [layers], their exact sums.
-        available: int64 [layers, kv_heads].
-        safeguard: as in ``share_of_top``; 1 shares a layer's pages equally.
+        layer_pages: int64 [layers], exact sums.
+        available: int64 [layers, kv_heads], largest number of pages.
+        safeguard: see ``share_of_top``; 1 gives all heads of a layer equal shares.
 
     Returns:
         int64 [layers, kv_heads].
     """
-    wanted = share_of_top(scores, layer_pages, block_size, safeguard)
-    least = pages_that_must_stay(scores, block_size)
+    shares = share_of_top(scores, layer_pages, block_size, safeguard)
+    minimum = required_pages(scores, block_size)
     return torch.stack(
         [
-            round_to_pages(layer, int(total), most, few)
-            for layer, total, most, few in zip(
-                wanted, layer_pages, available, least, strict=True
+            round_to_pages(layer_shares, int(total), high, low)
+            for layer_shares, total, high, low in zip(
+                shares, layer_pages, available, minimum, strict=True
             )
         ]
     )
 
 
 def in_proportion(
-    weights: torch.Tensor, total: int, most: torch.Tensor, least: torch.Tensor
+    weights: torch.Tensor, total: int, maximum: torch.Tensor, minimum: torch.Tensor
 ) -> torch.Tensor:
     """Fractional pages in proportion to weights, within bounds.
 
-    What a bound takes from an entry or gives to it, the others share by weight.
+    Entries within their bounds share the rest by weight.
 
     Args:
         weights: float64 [n], >= 0.
         total: the requested sum, between the sums of the bounds.
-        most, least: int64 [n].
+        maximum, minimum: int64 [n].
 
     Returns:
-        float64 [n]. The sum is ``total``, unless all entries with a weight are at
-        their largest; the others then stay at their smallest.
+        float64 [n]. The sum is ``total``, unless all entries with a weight are at their
+        maximum; the others are then at their minimum.
     """
     positive = weights > 0
     if not bool(positive.any()):
-        return least.double()
-    low, high = 0.0, float((most[positive] / weights[positive]).max())
-    for _ in range(200):  # halvings; a float64 has no more precision
+        return minimum.double()
+    # Bisect the factor of the weights.
+    low, high = 0.0, float((maximum[positive] / weights[positive]).max())
+    for _ in range(200):  # more than the precision of a float64 needs
         middle = (low + high) / 2
-        given = (weights * middle).clamp(least, most)
-        low, high = (middle, high) if float(given.sum()) < total else (low, middle)
-    return (weights * high).clamp(least, most)
+        pages = (weights * middle).clamp(minimum, maximum)
+        low, high = (middle, high) if float(pages.sum()) < total else (low, middle)
+    return (weights * high).clamp(minimum, maximum)
 
 
-def pages_that_must_stay(scores: torch.Tensor, block_size: int) -> torch.Tensor:
-    """int64 [layers, kv_heads], >= 1: pages for the slots marked ``inf``."""
+def required_pages(scores: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Pages for the tokens that must stay: int64 [layers, kv_heads], at least 1."""
     slots = torch.isposinf(scores).sum(-1).cpu()
     return (-(-slots // block_size)).clamp(min=1)
 
 
 def round_to_pages(
-    wanted: torch.Tensor, total: int, most: torch.Tensor, least: torch.Tensor
+    shares: torch.Tensor, total: int, maximum: torch.Tensor, minimum: torch.Tensor
 ) -> torch.Tensor:
-    """Whole pages near ``wanted`` with an exact sum (largest remainder).
+    """Whole pages near ``shares`` with an exact sum (largest remainder method).
 
     Args:
-        wanted: float64, any shape; fractional pages.
-        total: the exact requested sum.
-        most: int64, shape of ``wanted``; largest entries.
-        least: int64, shape of ``wanted``; smallest entries, each >= 1.
+        shares: float64, any shape; fractional pages.
+        total: the exact sum.
+        maximum: int64, same shape.
+        minimum: int64, same shape, each at least 1.
 
     Returns:
-        int64, shape of ``wanted``. Deterministic: ties go to the lower index.
+        int64, same shape. Deterministic: ties go to the lower index.
 
     Raises:
         ValueError: no such rounding exists.
     """
-    flat, high, low = wanted.reshape(-1).double(), most.reshape(-1), least.reshape(-1)
+    flat, high = shares.reshape(-1).double(), maximum.reshape(-1)
+    low = minimum.reshape(-1)
     if not int(low.sum()) <= total <= int(high.sum()) or bool((low > high).any()):
         raise ValueError(
-            f"{total} pages do not fit heads with {low.tolist()} to {high.tolist()} "
-            "pages"
+            f"{total} pages do not fit heads that take {low.tolist()} to "
+            f"{high.tolist()} pages"
         )
     counts = flat.floor().long().maximum(low).minimum(high)
     while (missing := total - int(counts.sum())) != 0:
-        # Furthest from its wish first; one page each, as often as needed.
+        # Change entries by one page, those farthest from their share first. Repeat
+        # until the sum is exact.
         distance = flat - counts
         movable = counts < high if missing > 0 else counts > low
         order = (distance if missing > 0 else -distance).masked_fill(
@@ -126,4 +129,4 @@ def round_to_pages(
         chosen = order.sort(descending=True, stable=True).indices
         chosen = chosen[: min(abs(missing), int(movable.sum()))]
         counts[chosen] += 1 if missing > 0 else -1
-    return counts.view(wanted.shape)
+    return counts.view(shares.shape)

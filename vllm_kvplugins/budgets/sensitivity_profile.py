@@ -1,4 +1,4 @@
-"""Sensitivity profiles: what ``kvplugins calibrate`` writes. Needs no torch."""
+"""Sensitivity profiles, which ``kvplugins calibrate`` writes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _REMEDY = "make one with `kvplugins calibrate MODEL -o profile.json`"
 
 
 class MeasureSettings(BaseModel):
-    """What the second pass may see.
+    """Settings of a measurement.
 
     Attributes:
-        budget: M, tokens that a query attends to, itself and the sinks included.
-        sinks: first tokens, which all queries attend to.
+        budget: M, number of tokens that a query of the second pass attends to, with
+            itself and the sinks.
+        sinks: number of first tokens that all queries attend to.
         dtype: of weights and keys.
     """
 
@@ -35,17 +36,17 @@ class MeasureSettings(BaseModel):
         if self.sinks >= self.budget:
             raise ValueError(
                 f"{self.sinks} sinks leave nothing of a budget of {self.budget} tokens "
-                "for the most recent ones; give fewer"
+                "for the most recent tokens; give fewer sinks"
             )
         return self
 
 
 class DocumentSensitivity(BaseModel):
-    """One document's part.
+    """The measurement of one document.
 
     Attributes:
         name: of its file, without folders.
-        tokens: as many were read.
+        tokens: number of tokens that were read.
         sha256: of the whole text in UTF-8.
         sensitivity: s_l = 1 - sigma_l per layer (equation 9).
     """
@@ -64,7 +65,7 @@ class SensitivityProfile(BaseModel):
     Attributes:
         model: name of the model that was measured.
         sensitivity: per layer, the mean over documents (algorithm 1, line 11).
-        plugin: version that measured.
+        plugin: version of this package.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -91,8 +92,8 @@ class SensitivityProfile(BaseModel):
 
 
 def mean_sensitivity(documents: list[DocumentSensitivity]) -> tuple[float, ...]:
-    """Per layer, over documents (algorithm 1, line 11)."""
-    columns = zip(*(found.sensitivity for found in documents), strict=True)
+    """Mean sensitivity per layer, over documents (algorithm 1, line 11)."""
+    columns = zip(*(document.sensitivity for document in documents), strict=True)
     return tuple(sum(column) / len(documents) for column in columns)
 
 
@@ -113,7 +114,7 @@ def read_profile(path: Path) -> SensitivityProfile:
         KVPolicyError: the file cannot be read or is not a profile of this version.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise KVPolicyError(
             _invalid(f"cannot read the sensitivity profile {path}: {error.strerror}")
@@ -123,7 +124,7 @@ def read_profile(path: Path) -> SensitivityProfile:
             _invalid(f"{path} is not a sensitivity profile ({error})")
         ) from error
     try:
-        return SensitivityProfile.model_validate(found)
+        return SensitivityProfile.model_validate(content)
     except ValidationError as error:
         details = "; ".join(
             ": ".join([".".join(map(str, item["loc"])), item["msg"]]).removeprefix(": ")
@@ -139,13 +140,13 @@ def _invalid(reason: str) -> str:
 
 
 def shipped_profiles() -> list[Path]:
-    """The profiles that come with this package, in order of their names."""
+    """Paths of the profiles in this package, by name."""
     folder = Path(str(resources.files(__package__))) / "profiles"
     return sorted(folder.glob("*.json"))
 
 
 def shipped_profile(model: ModelFingerprint) -> Path | None:
-    """The shipped profile of a model of this fingerprint, if there is one."""
+    """Path of the shipped profile for a model; None if there is none."""
     for path in shipped_profiles():
         if not read_profile(path).fingerprint.differences(model):
             return path

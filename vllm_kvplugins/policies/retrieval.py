@@ -19,6 +19,7 @@ import torch
 from pydantic import BeforeValidator, Field
 
 from vllm_kvplugins.budgets import Budget, PageAllocator, parse_bytes
+from vllm_kvplugins.errors import coded
 from vllm_kvplugins.index import BruteForceIndex, KeyIndex, Keys, select
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.residency_plan import (
@@ -57,8 +58,11 @@ class WholeFirstLayers(PageAllocator):
         if self.whole_layers < num_layers:
             return []
         return [
-            f"skip_layers {self.whole_layers} leaves none of the model's {num_layers} "
-            "layers to offload; lower it"
+            coded(
+                "KVP116",
+                f"skip_layers {self.whole_layers} leaves none of the model's "
+                f"{num_layers} layers to offload; give a smaller number",
+            )
         ]
 
     def allocate(

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from vllm_kvplugins.budgets import Budget, parse_bytes
 from vllm_kvplugins.budgets.base import LoadFingerprint
+from vllm_kvplugins.errors import coded
 from vllm_kvplugins.ops.svd import LowRank
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.prompt_cuts import prompt_compactions
@@ -274,8 +275,11 @@ class SeKV(SpanPolicy):
             else f"{self.router} is a router of {facts.model}"
         )
         return [
-            f"{is_what}, another model than this one ({'; '.join(different)}); make "
-            "one with `kvplugins train-router`, or leave `router` out"
+            coded(
+                "KVP116",
+                f"{is_what}, another model than this one ({'; '.join(different)}); "
+                "make one with `kvplugins train-router`, or remove `router`",
+            )
         ]
 
     @property

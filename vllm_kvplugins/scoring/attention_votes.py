@@ -1,4 +1,4 @@
-"""Shared maths of policies: attention votes and their pooling."""
+"""Scores from attention: votes of queries, their pooling, and masks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-# Attention weights are materialised for at most this many entries at a time;
-# 2**25 float32 are 128 MiB.
+# Largest number of attention weights in memory; 2**25 float32 are 128 MiB.
 _MAX_WEIGHTS = 1 << 25
-# Work that goes over the slots once takes this many entries at a time.
+# Largest number of entries of a tile of slots.
 _MAX_TILE = 1 << 22
 
 
@@ -21,19 +20,18 @@ def window_votes(
     scale: float,
     valid: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Mean attention that the newest queries pay to each earlier slot.
+    """Mean attention of the newest queries to each earlier slot.
 
-    Equation 4 of the ProtoKV paper, divided by the number of queries. The
-    softmax runs over all slots, causally inside the window; only the slots
-    before the window are returned.
+    Equation 4 of the ProtoKV paper, divided by the number of queries. The softmax is
+    over all slots, causal inside the window. The result contains only the slots before
+    the window.
 
     Args:
-        queries: [num_q_heads, window, head_dim], after RoPE, newest last; they
-            belong to the last ``window`` slots.
+        queries: [num_q_heads, window, head_dim], after RoPE, newest last; those of the
+            last ``window`` slots.
         keys: [num_kv_heads, num_slots, head_dim], after RoPE.
         scale: softmax scale.
-        valid: bool [num_kv_heads, num_slots], slots that hold a token; None =
-            all.
+        valid: bool [num_kv_heads, num_slots], slots that hold a token; None: all.
 
     Returns:
         float32 [num_kv_heads, group, num_slots - window]; 0 at invalid slots.
@@ -41,8 +39,8 @@ def window_votes(
     Raises:
         ValueError: the window is not smaller than the number of slots.
 
-    Cost: O(num_q_heads * window * num_slots * head_dim); weights are held for
-        one KV head at a time.
+    Cost: O(num_q_heads * window * num_slots * head_dim); memory for the weights of one
+        KV head.
     """
     num_q_heads, window, head_dim = queries.shape
     num_kv_heads, num_slots, _ = keys.shape
@@ -51,20 +49,20 @@ def window_votes(
     group = num_q_heads // num_kv_heads
     rows = group * window
     grouped = queries.reshape(num_kv_heads, rows, head_dim)
-    # Query i of the window sits at slot num_slots - window + i.
+    # Query i of the window is at slot num_slots - window + i.
     future = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu_(
         diagonal=1
     )
     votes = keys.new_empty(num_kv_heads, group, num_slots - window, dtype=torch.float32)
-    # A product instead of a mean: it reads the weights in their memory order.
+    # A matrix product instead of a mean, because it reads weights in memory order.
     share = votes.new_full((group, 1, window), 1 / window)
-    # One KV head at a time, in memory that is used again: fresh memory of this
-    # size costs the kernel a page fault per 4 KiB, more than all the arithmetic.
-    narrow = keys.new_empty(rows, num_slots)
+    # All KV heads reuse this memory. New memory of this size causes a page fault per
+    # 4 KiB, which takes longer than the arithmetic.
+    products = keys.new_empty(rows, num_slots)
     weights = votes.new_empty(group, window, num_slots)
     for head in range(num_kv_heads):
-        torch.mm(grouped[head], keys[head].T, out=narrow)
-        weights.view(rows, num_slots).copy_(narrow).mul_(scale)
+        torch.mm(grouped[head], keys[head].T, out=products)
+        weights.view(rows, num_slots).copy_(products).mul_(scale)
         weights[..., num_slots - window :].masked_fill_(future, -torch.inf)
         if valid is not None:
             weights.masked_fill_(~valid[head], -torch.inf)
@@ -80,14 +78,14 @@ def attention_mass(
     query_positions: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention that some queries pay to each slot, summed over the queries.
+    """Attention to each slot, summed over queries.
 
-    Causal by position, so slots may be in any order. Arguments and cost: see
+    Causal by position, so slots can have any order. Arguments and cost: see
     ``_attention``.
 
     Returns:
-        float32 [num_kv_heads, num_slots], mean over the queries' group; 0 where
-        there is no token.
+        float32 [num_kv_heads, num_slots], mean over the query heads that share a KV
+        head; 0 where there is no token.
     """
     mass = torch.zeros(positions.shape, device=keys.device)
     for weights in _attention(queries, keys, scale, query_positions, positions):
@@ -102,11 +100,11 @@ def attention_peak(
     query_positions: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Most attention that any of some queries pays to each slot.
+    """Largest attention of any query to each slot.
 
-    Equation 3 (max) of the EpiCache paper, the maximum also over the queries
-    that share a KV head (its appendix A.2). Causal by position, so slots may be
-    in any order. Arguments and cost: see ``_attention``.
+    Equation 3 (max) of the EpiCache paper, with the maximum over the query heads that
+    share a KV head (appendix A.2). Causal by position, so slots can have any order.
+    Arguments and cost: see ``_attention``.
 
     Returns:
         float32 [num_kv_heads, num_slots]; 0 where there is no token.
@@ -124,7 +122,7 @@ def _attention(
     query_positions: torch.Tensor,
     positions: torch.Tensor,
 ) -> Iterator[torch.Tensor]:
-    """Attention weights of a few queries at a time.
+    """Attention weights, for a few queries at a time.
 
     Args:
         queries: [num_q_heads, num_queries, head_dim], after RoPE.
@@ -134,12 +132,11 @@ def _attention(
         positions: int64 [num_kv_heads, num_slots], -1 where there is no token.
 
     Yields:
-        float32 [num_kv_heads, group, some queries, num_slots]; 0 where there is no
-        token.
+        float32 [num_kv_heads, group, queries of this part, num_slots]; 0 where there
+        is no token.
 
-    Cost: O(num_q_heads * num_queries * num_slots * head_dim), as much as the
-        attention itself; weights are held for as many queries at a time as fit
-        128 MiB.
+    Cost: O(num_q_heads * num_queries * num_slots * head_dim), as for attention itself;
+        up to 128 MiB for weights.
     """
     num_q_heads, num_queries, head_dim = queries.shape
     num_kv_heads, num_slots, _ = keys.shape
@@ -151,39 +148,43 @@ def _attention(
         part = grouped[:, :, first : first + step]
         logits = torch.bmm(part.flatten(1, 2), keys_t).to(torch.float32).mul_(scale)
         logits = logits.view(num_kv_heads, group, -1, num_slots)
-        at = query_positions[first : first + step, None]
-        hidden = (positions[:, None] > at) | (positions[:, None] < 0)
-        yield logits.masked_fill_(hidden[:, None], -torch.inf).softmax(-1)
+        query_position = query_positions[first : first + step, None]
+        is_later = positions[:, None] > query_position
+        masked = is_later | (positions[:, None] < 0)
+        yield logits.masked_fill_(masked[:, None], -torch.inf).softmax(-1)
 
 
 def pool_votes(
     votes: torch.Tensor, kernel_size: int, pooling: Literal["avg", "max"]
 ) -> torch.Tensor:
-    """Smooth votes over neighbouring slots, same length out.
+    """Pool votes over neighbouring slots.
 
-    Equation 5 of the ProtoKV paper (``max``); SnapKV's code uses ``avg``, with
-    zeros beyond the ends.
+    Equation 5 of the ProtoKV paper (``max``). SnapKV's code uses ``avg``, with zeros
+    beyond the ends.
 
     Args:
         votes: float32 [..., rows, num_slots].
         kernel_size: width in slots; odd.
-        pooling: which.
+        pooling: mean or maximum.
+
+    Returns:
+        float32, same shape.
 
     Raises:
         ValueError: ``kernel_size`` is even.
     """
     if kernel_size % 2 == 0:
-        raise ValueError(f"kernel_size must be odd, got {kernel_size}")
+        raise ValueError(f"kernel_size must be odd; got {kernel_size}")
     pool = F.avg_pool1d if pooling == "avg" else F.max_pool1d
     return pool(votes, kernel_size, stride=1, padding=kernel_size // 2)
 
 
 def mark_window(scores: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """Append the observation window as slots that must stay.
+    """Append the slots of the observation window, which must stay.
 
     Args:
         scores: float32 [num_kv_heads, num_slots - window].
-        num_slots: total, window included.
+        num_slots: number of slots with the window.
 
     Returns:
         float32 [num_kv_heads, num_slots], ``inf`` in the window.
@@ -192,21 +193,21 @@ def mark_window(scores: torch.Tensor, num_slots: int) -> torch.Tensor:
 
 
 def valid_keys(keys: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """The keys, zero where there is no token (such slots may hold NaN).
+    """The keys, with 0 where there is no token; these slots can contain NaN.
 
     Args:
         keys: [num_kv_heads, num_slots, head_dim].
-        valid: bool [num_kv_heads, num_slots], or None if all are.
+        valid: bool [num_kv_heads, num_slots], slots that hold a token; None: all.
     """
     return keys if valid is None else keys.masked_fill(~valid.unsqueeze(2), 0)
 
 
 def drop_invalid(scores: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """The scores, ``-inf`` where there is no token.
+    """The scores, with ``-inf`` where there is no token.
 
     Args:
         scores: float32 [num_kv_heads, num_slots].
-        valid: bool, same shape, or None if all are.
+        valid: bool, same shape, slots that hold a token; None: all.
     """
     return scores if valid is None else scores.masked_fill(~valid, -torch.inf)
 
@@ -214,21 +215,21 @@ def drop_invalid(scores: torch.Tensor, valid: torch.Tensor | None) -> torch.Tens
 def cluster_mean(
     values: torch.Tensor, clusters: torch.Tensor, num_clusters: int
 ) -> torch.Tensor:
-    """Replace every value by the mean over its cluster.
+    """Replace each value by the mean of its cluster.
 
-    ProtoKV, equation 18. Sums are of 64-bit integers in units of a power of two
-    far below float32 precision of the largest value, so they do not depend on
-    the order of additions: the same input gives the same output with atomics too.
+    ProtoKV, equation 18. Adds 64-bit integers, in units of a power of two far below the
+    float32 precision of the largest value. Sums therefore do not depend on the order of
+    additions: equal inputs give equal outputs, also with atomic additions.
 
     Args:
         values: float32 [rows, n], finite.
         clusters: int64 [rows, n], each in ``[0, num_clusters)``.
-        num_clusters: of each row; rows do not mix.
+        num_clusters: number of clusters per row; each row has its own.
 
     Returns:
         float32 [rows, n]; bitwise equal within a cluster.
 
-    Cost: two passes over the values, one ``num_clusters``-sized table per row.
+    Cost: two passes over the values, and a table of ``num_clusters`` per row.
     """
     num_rows, num_values = values.shape
     # |sum| < num_values * 2 ** bits <= 2 ** 62
@@ -247,38 +248,38 @@ def cluster_mean(
 def mean_over_heads(
     scores: torch.Tensor, places: torch.Tensor, valid: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Replace every score by the mean over all heads' slots of the same place.
+    """Replace each score by the mean over the KV heads' slots of the same place.
 
-    For policies that decide once per layer. Slots are matched by place, not by
-    index, because KV heads may hold different tokens.
+    For policies that decide once per layer. Slots are matched by place and not by
+    index, because KV heads can hold different tokens.
 
     Args:
         scores: float32 [num_kv_heads, num_slots], finite where valid.
-        places: int64, same shape; positions, or numbers of chunks of positions.
-            Negative where invalid, and nowhere else.
-        valid: bool, same shape, or None if all are.
+        places: int64, same shape; positions, or indices of chunks of positions.
+            Negative exactly where there is no token.
+        valid: bool, same shape, slots that hold a token; None: all.
 
     Returns:
-        float32, same shape; equal for equal places, 0 where invalid.
+        float32, same shape; equal for equal places, 0 where there is no token.
     """
     if valid is not None:
         scores = scores.masked_fill(~valid, 0)
-    # Renumber the places, so that the table is as long as the slots.
-    found, clusters = torch.unique(places, return_inverse=True)
-    flat = cluster_mean(scores.reshape(1, -1), clusters.view(1, -1), found.numel())
-    return flat.view_as(scores)
+    # Number the distinct places, so that the table has at most one entry per slot.
+    distinct, clusters = torch.unique(places, return_inverse=True)
+    means = cluster_mean(scores.reshape(1, -1), clusters.view(1, -1), distinct.numel())
+    return means.view_as(scores)
 
 
 def slot_tiles(num_slots: int, entries_per_slot: int) -> list[slice]:
-    """Cut the slots into runs whose float32 copies stay small.
+    """Divide slots into tiles whose float32 copies are small.
 
     Args:
-        num_slots: how many to cover.
-        entries_per_slot: numbers held per slot while a tile is worked on.
+        num_slots: number of slots.
+        entries_per_slot: numbers in memory per slot of a tile.
 
     Returns:
-        Slices that cover ``[0, num_slots)`` in order, each of at most
-        ``2**22 / entries_per_slot`` slots (16 MiB of float32) but at least one.
+        Consecutive slices of ``[0, num_slots)``, each with at least one and at most
+        ``2**22 / entries_per_slot`` slots (16 MiB of float32).
     """
     size = max(_MAX_TILE // max(entries_per_slot, 1), 1)
     starts = range(0, num_slots, size)

@@ -1,12 +1,12 @@
-"""ProtoKV's maths: semantic prototypes of keys.
+"""Semantic prototypes of keys (ProtoKV).
 
-Everything is batched over KV heads and tiled over slots; arithmetic is float32
-(float64 for float64 keys). ``assign_to_prototypes`` and ``scoring.cluster_mean``
-are the hot part; ``ops.clusters`` fuses them.
+All functions process KV heads as a batch and slots in tiles. Arithmetic is float32, or
+float64 for float64 keys. ``assign_to_prototypes`` and ``cluster_mean`` take most of the
+time; ``ops.clusters`` fuses them.
 
-Shapes: H KV heads, n slots, D head_dim, k chunks, u buckets, P prototypes.
-A prototype that does not exist (an empty bucket) is a row of zeros, and so is
-the key of a slot without a token: zeros change no sum.
+Shapes: H KV heads, n slots, D head_dim, k chunks, u buckets, P prototypes. The
+prototype of an empty bucket and the key of a slot without a token are zeros, which do
+not change sums.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ import torch
 from vllm_kvplugins.scoring.attention_votes import slot_tiles
 from vllm_kvplugins.scoring.selection import keep_top
 
-# Tiles are this much smaller than slot_tiles makes them for one copy of the keys:
-# a chunk is gone over several times, and should still be in the cache.
+# Divides the size of a tile. Chunks are read several times and should stay in the
+# processor's cache.
 _COPIES = 16
 
 
 def irregularity(
     keys: torch.Tensor, num_chunks: int, valid: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """How far each key points away from its chunk, per spread of the chunk.
+    """Cosine distance of each key to the mean of its chunk, per spread of the chunk.
 
-    ProtoKV, equation 10. ``1 - cos`` is computed as half the squared distance
-    of unit vectors, which keeps its digits when keys are nearly parallel. Where
-    the equation divides zero by zero (all keys of a chunk equal) the result is
-    0; a zero key or a zero chunk mean has cosine 0.
+    ProtoKV, equation 10. ``1 - cos`` is computed as half the squared distance of unit
+    vectors, which is precise for nearly parallel keys. If all keys of a chunk are
+    equal, the equation divides zero by zero; the result is then 0. A zero key and a
+    zero mean have cosine 0.
 
     Args:
         keys: [H, n, D], any float type.
-        num_chunks: k; chunks are ``n // k`` slots long and start at slot 0.
-        valid: bool [H, n], or None if all are; other slots have zero keys.
+        num_chunks: k; chunks have ``n // k`` slots and start at slot 0.
+        valid: bool [H, n], slots that hold a token; None: all. The keys of other slots
+            are 0.
 
     Returns:
-        [H, k * (n // k)], larger means less regular, -inf where invalid; the
-        last ``n % k`` slots are in no chunk and are left out.
+        [H, k * (n // k)]; larger means less regular, -inf where there is no token. The
+        last ``n % k`` slots belong to no chunk and are left out.
     """
     num_heads, num_slots, head_dim = keys.shape
     length = num_slots // num_chunks
@@ -58,8 +59,8 @@ def _deltas(chunks: torch.Tensor, member: torch.Tensor | None) -> torch.Tensor:
     """Equation 10 for whole chunks; see ``irregularity``.
 
     Args:
-        chunks: [H, chunks, length, D], zero where there is no member.
-        member: bool [H, chunks, length], or None if all are.
+        chunks: [H, chunks, length, D], 0 where there is no token.
+        member: bool [H, chunks, length], slots that hold a token; None: all.
 
     Returns:
         [H, chunks, length].
@@ -74,7 +75,7 @@ def _deltas(chunks: torch.Tensor, member: torch.Tensor | None) -> torch.Tensor:
         off *= member.unsqueeze(3)
     spread = torch.linalg.vector_norm(off, dim=(2, 3)) / size[:, :, 0, 0].sqrt()
     apart = torch.div(chunks, _norms(chunks), out=off).sub_(mean / _norms(mean))
-    # Zero vectors gave NaN; they have no direction.
+    # Zero vectors have no direction; their distance is NaN here.
     dissimilarity = (_norms(apart)[..., 0].square() / 2).nan_to_num_(nan=1.0)
     spread = spread.unsqueeze(2)
     ratio = torch.where(spread > 0, dissimilarity / spread, 0.0)
@@ -86,7 +87,7 @@ def find_irregular(delta: torch.Tensor, count: int) -> torch.Tensor:
 
     Args:
         delta: [H, m], from :func:`irregularity`.
-        count: p; all slots if there are fewer.
+        count: p; if there are fewer slots, all are marked.
 
     Returns:
         bool [H, m]; ties go to the lower slot.
@@ -98,7 +99,7 @@ def find_irregular(delta: torch.Tensor, count: int) -> torch.Tensor:
 def regular_prototypes(
     keys: torch.Tensor, irregular: torch.Tensor, num_chunks: int
 ) -> torch.Tensor:
-    """Direction of the sum of each chunk's regular keys (equation 11).
+    """Direction of the sum of the regular keys of each chunk (equation 11).
 
     Args:
         keys: [H, n, D].
@@ -106,7 +107,7 @@ def regular_prototypes(
         num_chunks: k.
 
     Returns:
-        [H, k, D], unit rows; zero where a chunk has no regular key.
+        [H, k, D], unit vectors; 0 for a chunk without regular keys.
     """
     num_heads, num_slots, head_dim = keys.shape
     length = num_slots // num_chunks
@@ -125,16 +126,15 @@ def hash_buckets(
 ) -> torch.Tensor:
     """Buckets from the signs of random Fourier features (equations 12 to 14).
 
-    The factor ``sqrt(2 / r)`` of equation 12 does not change signs and is left
-    out. ``gamma`` is in units of 1 / (root mean square norm of the head's keys
-    that are not zero), because the paper gives no value and norms differ by
-    model, layer and head.
+    Leaves out the factor ``sqrt(2 / r)`` of equation 12, which does not change signs.
+    The paper gives no value for ``gamma``. It is relative to 1 / (root mean square norm
+    of the nonzero keys of a head), because norms differ by model, layer and head.
 
     Args:
         keys: [H, m, D].
         bits: r, 1 to 62.
         num_buckets: u.
-        gamma: standard deviation of the projections; larger separates more.
+        gamma: standard deviation of the projections; a larger one separates more keys.
         seed: of W and b, which all layers and heads share.
 
     Returns:
@@ -158,7 +158,10 @@ def hash_buckets(
 def bucket_prototypes(
     keys: torch.Tensor, buckets: torch.Tensor, num_buckets: int
 ) -> torch.Tensor:
-    """Direction of the sum of each bucket's keys (equation 15).
+    """Direction of the sum of the keys of each bucket (equation 15).
+
+    Adds keys as a product with one-hot rows, so that the order of additions does not
+    depend on the device.
 
     Args:
         keys: [H, m, D].
@@ -166,8 +169,7 @@ def bucket_prototypes(
         num_buckets: u.
 
     Returns:
-        [H, u, D], unit rows; zero where a bucket is empty. A product with
-        one-hot rows, so that the sum's order does not depend on the device.
+        [H, u, D], unit vectors; 0 for an empty bucket.
     """
     num_heads, num_slots, head_dim = keys.shape
     wide = _wide(keys)
@@ -182,18 +184,18 @@ def bucket_prototypes(
 def assign_to_prototypes(keys: torch.Tensor, prototypes: torch.Tensor) -> torch.Tensor:
     """Index of the prototype with the highest cosine to each key (equation 17).
 
-    A key's own norm does not change which cosine is highest and is not divided
-    by. Ties (all of a zero key's cosines) go to the lower prototype.
+    Keys are not normalized, because their norm does not change the order of cosines.
+    Ties go to the lower prototype; for a zero key, all prototypes are equal.
 
     Args:
         keys: [H, n, D], any float type and strides.
-        prototypes: [H, P, D], unit or zero rows, float32 (or float64); zero
-            rows are never chosen unless there are no others.
+        prototypes: [H, P, D], unit or zero vectors, float32 or float64. Zero vectors
+            are chosen only if there are no others.
 
     Returns:
         int64 [H, n], each in ``[0, P)``.
 
-    Cost: O(H * n * P * D); similarities of one tile of slots at a time.
+    Cost: O(H * n * P * D); memory for the similarities of one tile of slots.
     """
     num_heads, num_slots, head_dim = keys.shape
     absent = (prototypes == 0).all(dim=-1).unsqueeze(1)
@@ -213,7 +215,7 @@ def _wide(keys: torch.Tensor) -> torch.dtype:
 
 
 def _chunks(tensor: torch.Tensor, tile: slice, length: int) -> torch.Tensor:
-    """[H, chunks of the tile, length, ...]; keys in the wide type."""
+    """Chunks of a tile: [H, chunks, length, ...]; floats in the wide type."""
     part = tensor[:, tile.start * length : tile.stop * length]
     part = part.to(_wide(part)) if part.is_floating_point() else part
     return part.unflatten(1, (-1, length))
@@ -224,7 +226,7 @@ def _norms(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def directions(vectors: torch.Tensor) -> torch.Tensor:
-    """Unit vectors along the last dimension; zero stays zero."""
+    """Unit vectors along the last dimension; 0 for zero vectors."""
     norms = _norms(vectors)
     return torch.where(norms > 0, vectors / norms, 0.0)
 
@@ -233,9 +235,9 @@ def directions(vectors: torch.Tensor) -> torch.Tensor:
 def _fourier_weights(
     bits: int, head_dim: int, seed: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """W^T [D, r] from N(0, 1) and b [r] from [0, 2 pi), drawn on the CPU; 2**i [r].
+    """W^T [D, r] from N(0, 1), b [r] from [0, 2 pi), and powers of two [r].
 
-    Every layer asks for the same; the result is shared and must not be written.
+    Drawn on the CPU. All layers share the result; do not change it.
     """
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(bits, head_dim, generator=generator, dtype=torch.float64)

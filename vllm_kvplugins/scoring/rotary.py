@@ -1,4 +1,4 @@
-"""Rotary position embedding, as policies need it: undo it, average it."""
+"""Undoes and averages rotary position embeddings (RoPE)."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ class Rotary:
             float32 [heads, n, head_dim].
         """
         cos, sin = self.cos[positions], -self.sin[positions]
-        return self._turn(states.to(torch.float32), cos, sin)
+        return self._rotate(states.to(torch.float32), cos, sin)
 
     def mean_rotation(self, first: int, count: int, head_dim: int) -> torch.Tensor:
-        """Average rotation matrix over positions ``first`` to ``first + count``.
+        """Mean rotation matrix over positions ``first`` to ``first + count``.
 
-        Positions beyond the model's table are left out; at least one is used.
+        Uses only positions in the model's table, at least one.
 
         Returns:
-            float32 [head_dim, head_dim]; ``states @ matrix.T`` turns states.
+            float32 [head_dim, head_dim]; ``states @ matrix.T`` rotates states.
         """
         last = self.cos.shape[0]
         first = min(first, last - 1)
-        at = slice(first, min(first + count, last))
-        cos, sin = self.cos[at].mean(0), self.sin[at].mean(0)
+        positions = slice(first, min(first + count, last))
+        cos, sin = self.cos[positions].mean(0), self.sin[positions].mean(0)
         identity = torch.eye(head_dim, device=cos.device)
-        return self._turn(identity[None], cos[None], sin[None])[0].T
+        return self._rotate(identity[None], cos[None], sin[None])[0].T
 
-    def _turn(
+    def _rotate(
         self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         half = cos.shape[-1]
-        turned, rest = states[..., : 2 * half], states[..., 2 * half :]
+        rotary, rest = states[..., : 2 * half], states[..., 2 * half :]
         if self.is_neox:
-            a, b = turned[..., :half], turned[..., half:]
-            pair = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+            a, b = rotary[..., :half], rotary[..., half:]
+            rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
         else:
-            a, b = turned[..., 0::2], turned[..., 1::2]
-            pair = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1)
-            pair = pair.flatten(-2)
-        return torch.cat([pair, rest], dim=-1)
+            a, b = rotary[..., 0::2], rotary[..., 1::2]
+            rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1)
+            rotated = rotated.flatten(-2)
+        return torch.cat([rotated, rest], dim=-1)

@@ -1,5 +1,5 @@
-"""Context at several resolutions: spans cut at surprising tokens (SeKV).
+"""Context at several resolutions: spans between surprising tokens (SeKV).
 
 ``segmentation`` decides which tokens stay resident and which form spans. ``coarse``
-computes the one key and value that stand for a span.
+computes the mean key and value of each span.
 """

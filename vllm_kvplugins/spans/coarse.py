@@ -1,4 +1,4 @@
-"""Coarse spans: one key and one value that stand for many tokens."""
+"""Coarse spans: one mean key and value for many tokens."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from vllm_kvplugins.spans.segmentation import Segments
 
 @dataclass(frozen=True, slots=True)
 class CoarseSpans:
-    """All spans of one request and layer.
+    """All spans of one request in one layer.
 
     Attributes:
-        keys: float32 [num_kv_heads, spans, head_dim], the weighted mean key.
-        values: float32 [num_kv_heads, spans, head_dim].
-        log_sizes: float32 [spans], added to a span's score, so that the span competes
-            like the tokens that it stands for.
-        sizes: int64 [spans], tokens; on the CPU. All other tensors are on the keys'
-            device.
-        summary: the policy's routing features, computed from ``keys``.
+        keys, values: float32 [num_kv_heads, spans, head_dim], weighted means.
+        log_sizes: float32 [spans], logarithm of the span lengths. Attention adds it to
+            the score of a span, which then weighs as much as all its tokens.
+        sizes: int64 [spans], span lengths in tokens; on the CPU. All other tensors are
+            on the device of the keys.
+        summary: routing features that the policy computes from ``keys``.
     """
 
     keys: torch.Tensor
@@ -38,11 +37,11 @@ class CoarseSpans:
         segments: Segments,
         summarize: Callable[[torch.Tensor], torch.Tensor],
     ) -> CoarseSpans:
-        """The surprisal-weighted means of SeKV, section 3.2.
+        """Means weighted by surprisal (SeKV, section 3.2).
 
         Args:
-            keys, values: [num_kv_heads, n, head_dim], at ``segments.positions``; on
-                any device.
+            keys, values: [num_kv_heads, n, head_dim], of ``segments.positions``; on any
+                device.
             summarize: computes routing features from the mean keys.
         """
         device, sizes = keys.device, segments.sizes
@@ -54,5 +53,7 @@ class CoarseSpans:
             means = torch.zeros(heads, segments.num_spans, dim, device=device)
             return means.index_add_(1, span, weighted)
 
-        middle, log_sizes = mean(keys), moved(sizes.float().log(), device)
-        return CoarseSpans(middle, mean(values), log_sizes, sizes, summarize(middle))
+        mean_keys, log_sizes = mean(keys), moved(sizes.float().log(), device)
+        return CoarseSpans(
+            mean_keys, mean(values), log_sizes, sizes, summarize(mean_keys)
+        )

@@ -1,6 +1,6 @@
-"""Divide a prompt into spans and anchors by surprisal, within a given room.
+"""Divides a prompt into spans and anchors by surprisal, within a budget.
 
-Capitals stay resident; the other tokens move to host memory::
+Capital letters are resident tokens; the other tokens move to host memory::
 
     S S a b c A d e f g h A B i j C C C W W W
     sinks  span   span        short     window
@@ -26,11 +26,11 @@ class Segments:
     Attributes:
         resident: bool [tokens], whether a token stays at full resolution.
         positions: int64 [n], positions of the other tokens, ascending.
-        span: int64 [n], the number of their span, ascending from 0.
-        sizes: int64 [spans], tokens of each.
-        weights: float32 [n], a token's share of its span's surprisal (equation 2);
-            the weights of a span add up to 1.
-        anchors: int64 [a], positions of the tokens that cut spans.
+        span: int64 [n], index of the span of each of these tokens, ascending.
+        sizes: int64 [spans], tokens per span.
+        weights: float32 [n], share of each token in the surprisal of its span
+            (equation 2); the sum over a span is 1.
+        anchors: int64 [a], positions of the anchors, ascending.
     """
 
     resident: torch.Tensor
@@ -50,27 +50,28 @@ def segment(
     fixed: torch.Tensor,
     room: int,
     sensitivity: float,
-    least_span: int,
-    most_spans: int,
+    min_span: int,
+    max_spans: int,
 ) -> Segments:
     """Divide a prompt (SeKV, section 3.1, equations 1 and 2).
 
     Tokens whose surprisal is more than ``sensitivity`` standard deviations above the
-    mean become anchors, the most surprising first, while there is room for them and for
-    the spans shorter than ``least_span`` that they cut off, which stay resident. The
-    remaining room goes to the next most surprising tokens, which are no anchors.
+    mean become anchors, the most surprising first. Runs shorter than ``min_span``
+    between anchors stay resident too. When anchors and short runs fill the room, no
+    more anchors are added. The remaining room goes to the next most surprising tokens,
+    which are not anchors.
 
-    Differs from the paper: the paper has no limited room. It therefore neither stops
-    adding anchors nor keeps tokens that are not anchors.
+    Differs from the paper, where room is unlimited: it adds all anchors, and only
+    anchors and short runs stay resident.
 
     Args:
-        surprisal: float32 [tokens], in nats; the first token's value is ignored.
-        fixed: bool [tokens], tokens that always stay and are no anchors: sinks and
-            window.
-        room: number of other tokens that stay, at most all of them.
+        surprisal: float32 [tokens], in nats; the value of the first token is ignored.
+        fixed: bool [tokens], sinks and window: tokens that always stay and are not
+            anchors.
+        room: number of other tokens that stay.
         sensitivity: alpha of the paper.
-        least_span: L_min.
-        most_spans: at least 1.
+        min_span: L_min, in tokens.
+        max_spans: largest number of spans, at least 1.
 
     Raises:
         ValueError: a surprisal is not finite.
@@ -78,51 +79,52 @@ def segment(
     Cost: O(tokens log tokens); about a millisecond for 4K tokens.
     """
     if not bool(torch.isfinite(surprisal).all()):
-        raise ValueError("surprisal holds NaN or infinity")
+        raise ValueError("surprisal contains NaN or infinity")
     free = (~fixed).nonzero().squeeze(1)
     room = min(room, free.numel())
-    anchors = _anchors(surprisal, fixed, room, sensitivity, least_span, most_spans)
+    anchors = _anchors(surprisal, fixed, room, sensitivity, min_span, max_spans)
     resident = fixed.clone()
     resident[anchors] = True
-    short = _short_tokens(resident, least_span)
+    short = _short_runs(resident, min_span)
     if int(short.sum()) <= room - anchors.numel():
         resident |= short
-    left = room - int(resident.sum() - fixed.sum())
-    order = surprisal[free].argsort(descending=True, stable=True)
-    rest = free[order]
-    rest = rest[~resident[rest]][:left]
-    resident[rest] = True
-    return _divided(surprisal, resident, anchors)
+    room_left = room - int(resident.sum() - fixed.sum())
+    by_surprisal = free[surprisal[free].argsort(descending=True, stable=True)]
+    resident[by_surprisal[~resident[by_surprisal]][:room_left]] = True
+    return _segments(surprisal, resident, anchors)
 
 
-def cut_evenly(segments: Segments, least_span: int, most_spans: int) -> Segments:
-    """Cut the longest spans into equal parts, so that a zoom has room for them.
+def cut_evenly(segments: Segments, min_span: int, max_spans: int) -> Segments:
+    """Cut the longest spans into equal parts, so that a zoomed span fits its room.
 
-    Makes the longest part as short as possible. The paper has no counterpart: its spans
-    are as long as the distance of anchors, even if no room could hold them.
+    Makes the longest part as short as possible. Not in the paper, where the distance of
+    anchors alone determines the length of spans.
 
     Args:
-        least_span: smallest length of a part.
-        most_spans: largest number of spans; if there are more already, nothing is cut.
+        min_span: smallest length of a part, in tokens.
+        max_spans: largest number of spans; if there are more already, nothing is cut.
 
     Cost: see ``segment``.
     """
     sizes = segments.sizes
 
     def parts(longest: int) -> torch.Tensor:
-        return (-(-sizes // longest)).minimum((sizes // least_span).clamp(min=1))
+        """Number of parts of each span for a length of the longest part."""
+        return (-(-sizes // longest)).minimum((sizes // min_span).clamp(min=1))
 
-    limits = range(1, int(sizes.max()) if sizes.numel() else 1)
-    # Longer parts mean fewer parts.
-    at = bisect_left(limits, -most_spans, key=lambda limit: -int(parts(limit).sum()))
-    counts = parts(at + 1)
-    span = torch.arange(sizes.numel()).repeat_interleave(counts)
-    number = torch.arange(span.numel()) - (counts.cumsum(0) - counts)[span]
-    size, count = sizes[span], counts[span]
-    cut = (number + 1) * size // count - number * size // count
-    owner = torch.arange(cut.numel()).repeat_interleave(cut)
-    weights = _shares(segments.weights, owner, cut)
-    return replace(segments, span=owner, sizes=cut, weights=weights)
+    # Longer parts mean fewer parts: find the smallest length by bisection.
+    lengths = range(1, int(sizes.max()) if sizes.numel() else 1)
+    index = bisect_left(
+        lengths, -max_spans, key=lambda length: -int(parts(length).sum())
+    )
+    counts = parts(index + 1)
+    old_span = torch.arange(sizes.numel()).repeat_interleave(counts)
+    number = torch.arange(old_span.numel()) - (counts.cumsum(0) - counts)[old_span]
+    size, count = sizes[old_span], counts[old_span]
+    new_sizes = (number + 1) * size // count - number * size // count
+    span = torch.arange(new_sizes.numel()).repeat_interleave(new_sizes)
+    weights = _shares(segments.weights, span, new_sizes)
+    return replace(segments, span=span, sizes=new_sizes, weights=weights)
 
 
 def _anchors(
@@ -130,72 +132,79 @@ def _anchors(
     fixed: torch.Tensor,
     room: int,
     sensitivity: float,
-    least_span: int,
-    most_spans: int,
+    min_span: int,
+    max_spans: int,
 ) -> torch.Tensor:
-    """int64 [a], ascending: the most surprising tokens, as many as fit."""
-    known = surprisal[1:] if surprisal.numel() > 1 else surprisal
-    limit = known.mean() + sensitivity * known.std(correction=0)
-    wanted = ((surprisal > limit) & ~fixed).nonzero().squeeze(1)
-    order = surprisal[wanted].argsort(descending=True, stable=True)
-    walls = [-1, *fixed.nonzero().squeeze(1).tolist(), fixed.numel()]
-    chosen = wanted[order].tolist()
-    kept = _most_that_fit(walls, chosen, room, least_span, most_spans)
-    return torch.tensor(sorted(chosen[:kept]), dtype=torch.int64)
+    """Positions of the most surprising tokens that fit: int64 [a], ascending."""
+    measured = surprisal[1:] if surprisal.numel() > 1 else surprisal
+    threshold = measured.mean() + sensitivity * measured.std(correction=0)
+    surprising = ((surprisal > threshold) & ~fixed).nonzero().squeeze(1)
+    order = surprisal[surprising].argsort(descending=True, stable=True)
+    candidates = surprising[order].tolist()
+    fixed_positions = fixed.nonzero().squeeze(1).tolist()
+    count = _num_anchors(
+        [-1, *fixed_positions, fixed.numel()], candidates, room, min_span, max_spans
+    )
+    return torch.tensor(sorted(candidates[:count]), dtype=torch.int64)
 
 
-def _most_that_fit(
-    walls: list[int], chosen: list[int], room: int, least_span: int, most_spans: int
+def _num_anchors(
+    bounds: list[int], candidates: list[int], room: int, min_span: int, max_spans: int
 ) -> int:
-    """The number of tokens of ``chosen``, in their order, that can be anchors.
+    """How many of the candidates, in their order, can be anchors.
 
-    Each anchor takes a place, and so does every token of a gap between two walls
-    (anchors are walls) that is shorter than ``least_span``. That sum never decreases
-    when an anchor is added; the number of spans can.
+    An anchor takes the room of one token. A gap between two bounds that is shorter than
+    ``min_span`` takes the room of its tokens. A new anchor never frees room, but it can
+    reduce the number of spans.
+
+    Args:
+        bounds: ascending positions of fixed tokens and of both ends; anchors are added.
     """
 
-    def short(tokens: int) -> int:
-        return tokens if tokens < least_span else 0
+    def room_of(gap: int) -> int:
+        return gap if gap < min_span else 0
 
-    gaps = [right - left - 1 for left, right in itertools.pairwise(walls)]
-    used = sum(map(short, gaps))
-    spans = sum(gap >= least_span for gap in gaps)
-    most = 0
-    for count, position in enumerate(chosen, 1):
-        at = bisect_left(walls, position)
-        left, right = position - walls[at - 1] - 1, walls[at] - position - 1
+    gaps = [right - left - 1 for left, right in itertools.pairwise(bounds)]
+    used = sum(map(room_of, gaps))
+    spans = sum(gap >= min_span for gap in gaps)
+    num_anchors = 0
+    for count, position in enumerate(candidates, 1):
+        index = bisect_left(bounds, position)
+        left, right = position - bounds[index - 1] - 1, bounds[index] - position - 1
         whole = left + right + 1
-        used += 1 + short(left) + short(right) - short(whole)
-        spans += (left >= least_span) + (right >= least_span) - (whole >= least_span)
+        used += 1 + room_of(left) + room_of(right) - room_of(whole)
+        spans += (left >= min_span) + (right >= min_span) - (whole >= min_span)
         if used > room:
             break
-        if spans <= most_spans:
-            most = count
-        insort(walls, position)
-    return most
+        if spans <= max_spans:
+            num_anchors = count
+        insort(bounds, position)
+    return num_anchors
 
 
-def _short_tokens(resident: torch.Tensor, least_span: int) -> torch.Tensor:
-    """bool [tokens]: tokens of non-resident runs shorter than ``least_span``."""
-    run = resident.long().cumsum(0)  # the same throughout a run
+def _short_runs(resident: torch.Tensor, min_span: int) -> torch.Tensor:
+    """Tokens of non-resident runs shorter than ``min_span``: bool [tokens]."""
+    run = resident.long().cumsum(0)  # equal for all tokens of a run
     length = torch.bincount(run[~resident], minlength=int(run.max()) + 1)
-    return ~resident & (length[run] < least_span)
+    return ~resident & (length[run] < min_span)
 
 
-def _divided(
+def _segments(
     surprisal: torch.Tensor, resident: torch.Tensor, anchors: torch.Tensor
 ) -> Segments:
     positions = (~resident).nonzero().squeeze(1)
-    cut = torch.searchsorted(anchors, positions)  # anchors in front of each
-    _, span, sizes = cut.unique_consecutive(return_inverse=True, return_counts=True)
+    anchors_before = torch.searchsorted(anchors, positions)
+    _, span, sizes = anchors_before.unique_consecutive(
+        return_inverse=True, return_counts=True
+    )
     weights = _shares(surprisal[positions].clamp(min=0), span, sizes)
     return Segments(resident, positions, span, sizes, weights, anchors)
 
 
 def _shares(
-    worth: torch.Tensor, span: torch.Tensor, sizes: torch.Tensor
+    weights: torch.Tensor, span: torch.Tensor, sizes: torch.Tensor
 ) -> torch.Tensor:
-    """float32 [n]: each token's share of its span; equal shares if the sum is 0."""
-    total = torch.zeros(sizes.numel()).index_add_(0, span, worth)
-    even = 1 / sizes.float()
-    return torch.where(total[span] > 0, worth / total[span], even[span])
+    """Share of each token in its span: float32 [n]; equal shares if the sum is 0."""
+    total = torch.zeros(sizes.numel()).index_add_(0, span, weights)
+    equal = 1 / sizes.float()
+    return torch.where(total[span] > 0, weights / total[span], equal[span])
