@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,27 +19,27 @@ from vllm_kvplugins.sessions.settings import (
 
 CONFIG_KEY = "kv_policy"  # in vLLM's additional_config
 
+Model = TypeVar("Model", bound=BaseModel)
+
 
 class KernelSettings(BaseModel):
-    """What attends to the pages; part of ``--kv-policy-config``."""
+    """Choice of the attention kernel; part of ``--kv-policy-config``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kernel: Literal["auto", "flash", "flashinfer", "triton"] = Field(
         default="auto",
-        description="Attention kernel: on a GPU FlashAttention or this package's own "
-        "in Triton, auto: the first if it can, or FlashInfer; on a CPU vLLM's own, "
-        "auto.",
+        description="Attention kernel. On a GPU: FlashAttention (flash), FlashInfer, "
+        "or this package's Triton kernel; auto: FlashAttention where it can run, else "
+        "Triton. On a CPU: auto, vLLM's kernel.",
     )
 
 
 def parse_policy(request: Any) -> KVCachePolicy:
-    """Build a policy from ``{"name": "snapkv", "budget": 512, …}``.
-
-    A bare name works too.
+    """Build a policy from ``{"name": "snapkv", "budget": 512, …}``, or from its name.
 
     Raises:
-        KVPolicyError: everything that is wrong with it, in one message.
+        KVPolicyError: the policy cannot be configured in this way; lists all reasons.
     """
     if isinstance(request, str):
         request = {"name": request}
@@ -51,68 +51,86 @@ def parse_policy(request: Any) -> KVCachePolicy:
                 f'such as {{"name": "snapkv", "budget": 512}}; got {request!r}',
             )
         )
-    name = request["name"]
-    cls = get_policy_class(name)
+    cls = get_policy_class(request["name"])
     sessions, kernel = session_part(request), _kernel_part(request)
-    taken = {"name", *sessions, *kernel}
-    options = {k: v for k, v in request.items() if k not in taken}
-    reasons: list[str] = []
-    written = False
+    others = {"name", *sessions, *kernel}
+    options = {key: value for key, value in request.items() if key not in others}
+    policy, reasons = _validated(cls, options)
+    if policy is not None:
+        # Policies write most reasons without a code; they are about settings.
+        reasons += [
+            reason if codes_in(reason) else coded("KVP037", reason)
+            for reason in policy.problems()
+        ]
+    session_settings, session_reasons = _validated(SessionSettings, sessions)
+    reasons += session_reasons + _validated(KernelSettings, kernel)[1]
+    if policy is not None:
+        reasons += _session_problems(policy, sessions, session_settings)
+    refuse(f"KV policy {cls.name!r} cannot be configured like this", reasons)
+    assert policy is not None, "a policy that was not built has reasons"
+    return policy
+
+
+def _validated(
+    cls: type[Model], settings: dict[str, Any]
+) -> tuple[Model | None, list[str]]:
+    """The settings as a model, or None and the reasons why they are invalid."""
     try:
-        written = SessionSettings.model_validate(sessions).session_dir is not None
+        return cls.model_validate(settings), []
     except ValidationError as error:
-        reasons = [_explain(SessionSettings, item) for item in error.errors()]
-    try:
-        KernelSettings.model_validate(kernel)
-    except ValidationError as error:
-        reasons += [_explain(KernelSettings, item) for item in error.errors()]
-    try:
-        policy = cls.model_validate(options)
-    except ValidationError as error:
-        reasons = [_explain(cls, item) for item in error.errors()] + reasons
-        refuse(f"KV policy {name!r} cannot be configured like this", reasons)
-        raise AssertionError("unreachable") from error
-    reasons = policy.problems() + reasons
-    if policy.spans is not None and sessions.get("sessions", sessions):
-        reasons.append(
+        return None, [_explain(cls, item) for item in error.errors()]
+
+
+def _session_problems(
+    policy: KVCachePolicy, given: dict[str, Any], settings: SessionSettings | None
+) -> list[str]:
+    """Session settings that the policy does not support.
+
+    Args:
+        given: settings that the user has set.
+        settings: the same, validated; None: they are invalid.
+    """
+    problems = []
+    if policy.spans is not None and given.get("sessions", given):
+        problems.append(
             coded(
                 "KVP034",
-                f"{name} does not support sessions; remove {', '.join(sessions)}",
+                f"{policy.name} does not support sessions; remove {', '.join(given)}",
             )
         )
-    if written and policy.retrieval is not None:
-        reasons.append(
+    has_files = settings is not None and settings.session_dir is not None
+    if has_files and policy.retrieval is not None:
+        problems.append(
             coded(
                 "KVP035",
-                f"{name} does not support session_dir, because its indices are not "
-                "written to files; remove it to keep sessions in memory",
+                f"{policy.name} does not support session_dir, because its indices are "
+                "not written to files; remove it to keep sessions in memory",
             )
         )
-    refuse(f"KV policy {name!r} cannot be configured like this", reasons)
-    return policy
+    return problems
 
 
 def parse_sessions(request: Any) -> SessionSettings:
     """The session settings of a request that ``parse_policy`` accepts."""
-    parts = session_part(request) if isinstance(request, dict) else {}
-    return SessionSettings.model_validate(parts)
+    part = session_part(request) if isinstance(request, dict) else {}
+    return SessionSettings.model_validate(part)
+
+
+def parse_kernel(request: dict[str, Any] | str) -> str:
+    """The kernel setting of a request that ``parse_policy`` accepts."""
+    part = _kernel_part(request) if isinstance(request, dict) else {}
+    return KernelSettings.model_validate(part).kernel
 
 
 def _kernel_part(request: dict[str, Any]) -> dict[str, Any]:
     return {k: request[k] for k in KernelSettings.model_fields if k in request}
 
 
-def parse_kernel(request: dict[str, Any] | str) -> str:
-    """The kernel that a request asks for which ``parse_policy`` accepts."""
-    part = _kernel_part(request) if isinstance(request, dict) else {}
-    return KernelSettings.model_validate(part).kernel
-
-
 def parse_options(text: str) -> dict[str, Any]:
     """Read ``--kv-policy-config``: a JSON object.
 
     Raises:
-        KVPolicyError: not JSON, or not an object.
+        KVPolicyError: the text is not a JSON object, or contains a name.
     """
     try:
         options = json.loads(text)
@@ -153,15 +171,15 @@ def describe(policy: KVCachePolicy) -> str:
 
 
 def _explain(cls: type[BaseModel], item: Any) -> str:
-    """One pydantic error as a sentence that says what to do."""
+    """A pydantic error as a sentence with its remedy."""
     where = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        known = sorted(
+        names = sorted(
             {*cls.model_fields, *SESSION_SETTINGS, *KernelSettings.model_fields}
         )
-        near = difflib.get_close_matches(where, known, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(where, names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        listed = ", ".join(known) or "none"
+        listed = ", ".join(names)
         return coded("KVP036", f"unknown setting {where!r}: {hint}(settings: {listed})")
     message: str = item["msg"].removeprefix("Value error, ")
     if codes_in(message):

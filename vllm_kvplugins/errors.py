@@ -55,6 +55,8 @@ CODES: dict[str, str] = {
     "KVP037": "a setting has an invalid value",
     "KVP038": "the policy has no episodes",
     "KVP039": "vLLM cannot load the model (explain, record)",
+    "KVP040": "the policy's probes cannot run with these engine settings",
+    "KVP041": "the policy cannot read what it needs from the model",
     # 100-199: policies, budgets and plans
     "KVP100": "no policy has this name",
     "KVP101": "the import path of a policy is not 'module:Class'",

@@ -71,12 +71,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         SNAPKV
         | {"allocator": {"name": "sensitivity", "profile": str(shipped_profiles()[0])}},
         {},
-        ["30 layers, the model has 2", "another model", "hidden_size 576 there"],
+        ["1. [KVP116]", "30 layers, the model has 2", "2. [KVP116]", "hidden_size 576"],
     ),
     "two bad settings": (
         SNAPKV | {"budget": 10, "kernel_size": 4},
         {},
-        ["1. budget 10", "2. kernel_size 4"],
+        ["1. [KVP037] budget 10", "2. [KVP037] kernel_size 4"],
     ),
     "MLA": (SNAPKV, {"model": "mla"}, ["[KVP011]", "without a policy"]),
     "sliding window": (SNAPKV, {"model": "mistral"}, ["[KVP012]"]),
@@ -114,7 +114,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "probe without tokenizer": (
         {"name": "kvzip"},
         {"skip_tokenizer_init": True, "enable_lora": True},
-        ["1. kvzip", "remove --enable-lora", "2. ", "remove --skip-tokenizer-init"],
+        ["1. [KVP040]", "remove --enable-lora", "2. [KVP040]", "--skip-tokenizer-init"],
     ),
     "index of float16": (
         {"name": "quest"},

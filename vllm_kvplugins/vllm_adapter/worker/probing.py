@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_kvplugins.engine.probing import ProbeModel
+from vllm_kvplugins.errors import coded
 from vllm_kvplugins.policies.capabilities import Encode, Probing
 from vllm_kvplugins.vllm_adapter.config import compat
 
@@ -71,49 +72,55 @@ def encoder(vllm_config: VllmConfig) -> Encode:
 
 
 def problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
-    """What stands in the way of a policy that probes."""
+    """Reasons why a policy cannot run its probes with these engine settings."""
     probing = policy.probing
     if probing is None:
         return []
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    why = f"{policy.name} runs tokens of its own through the model"
-    found = []
+    probes = f"{policy.name} runs tokens of its own through the model"
+    problems = []
     if model.is_multimodal_model or model.uses_mrope:
-        found.append(f"{why}, which needs plain text positions; {model.model} has more")
+        problems.append(
+            f"{probes}, which needs plain text positions; {model.model} has others, so "
+            "use another policy"
+        )
     if vllm_config.lora_config is not None:
-        found.append(f"{why}, which does not work with LoRA; remove --enable-lora")
+        problems.append(
+            f"{probes}, which does not work with LoRA; remove --enable-lora"
+        )
     if getattr(model, "enable_prompt_embeds", False):
-        found.append(
-            f"{why} and reads the prompt's token ids; remove --enable-prompt-embeds"
+        problems.append(
+            f"{probes} and needs the prompt's token IDs; remove --enable-prompt-embeds"
         )
     if parallel.data_parallel_size > 1 and parallel.is_moe_model is not False:
-        found.append(
-            f"{why}, which the other ranks of --data-parallel-size "
-            f"{parallel.data_parallel_size} would not know of; leave it at 1"
+        problems.append(
+            f"{probes}, which the other ranks of --data-parallel-size "
+            f"{parallel.data_parallel_size} do not join; set it to 1"
         )
     if probing.needs_tokenizer and model.skip_tokenizer_init:
-        return [*found, f"{policy.name} encodes text; remove --skip-tokenizer-init"]
-    return found + _room_problems(vllm_config, policy, probing)
+        problems.append(f"{policy.name} encodes text; remove --skip-tokenizer-init")
+    else:
+        problems += _room_problems(vllm_config, policy, probing)
+    return [coded("KVP040", problem) for problem in problems]
 
 
 def _room_problems(
     vllm_config: VllmConfig, policy: KVCachePolicy, probing: Probing
 ) -> list[str]:
-    """A probe needs positions behind the longest sequence, and one batch."""
+    """Reasons why a probe does not fit behind the longest sequence, or into a batch."""
     room = max(probing.room(encoder(vllm_config)), policy.max_patched_prompt_tokens)
     longest = vllm_config.model_config.max_model_len
     positions = compat.max_positions(vllm_config)
     batch = vllm_config.scheduler_config.max_num_batched_tokens
-    found = []
+    problems = []
     if longest + room > positions:
-        found.append(
-            f"{policy.name} runs {room} tokens or more behind a sequence, and the "
-            f"model has {positions} positions; use --max-model-len "
-            f"{positions - room} or less"
+        problems.append(
+            f"{policy.name} runs {room} tokens or more after a sequence, and the model "
+            f"has {positions} positions; use --max-model-len {positions - room} or less"
         )
     if room > batch:
-        found.append(
-            f"{policy.name} runs {room} tokens or more at once; raise "
+        problems.append(
+            f"{policy.name} runs {room} tokens or more in one step; raise "
             f"--max-num-batched-tokens {batch}"
         )
-    return found
+    return problems

@@ -1,4 +1,4 @@
-"""How surprising a step's tokens were, asked of the loaded model."""
+"""Computes the surprisal of prompt tokens with the loaded model."""
 
 from __future__ import annotations
 
@@ -7,39 +7,43 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from vllm_kvplugins.errors import coded
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_kvplugins.policies.base import KVCachePolicy
 
-# Logits of so many tokens at a time. Of a vocabulary of 50K these are 25 MB, which
-# the allocator gives again; larger ones cost three times as much in page faults.
-_MOST_ROWS = 128
+# Tokens per chunk of logits. For a vocabulary of 50K a chunk takes 25 MB, and the
+# allocator reuses its memory. Larger chunks take three times as long, in page faults.
+_MAX_ROWS = 128
 
 
 class LogitsSurprisal:
-    """Remembers each step's hidden states, and asks the output layer about them.
+    """Records the hidden states of each step, and computes surprisal from them.
 
-    vLLM computes logits only where it samples; this computes them for all others. Ranks
-    of tensor parallelism ask together, as they run the same steps, and each gets the
-    logits of the whole vocabulary: all find the same surprisal.
+    vLLM computes logits only for tokens that it samples after; this class computes them
+    for other tokens. With tensor parallelism, all ranks run the same steps and get the
+    logits of the whole vocabulary, so all compute the same surprisal.
 
     Args:
-        model: vLLM's, with its output layer.
+        model: vLLM's model with its output layer.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._last: torch.Tensor | None = None
-        self._hook = model.register_forward_hook(self._remember)
+        self._hook = model.register_forward_hook(self._record)
 
     def close(self) -> None:
         """Stop recording the model's hidden states."""
         self._hook.remove()
         self._last = None
 
-    def _remember(self, module: Any, inputs: Any, output: Any) -> None:
-        assert isinstance(output, torch.Tensor), f"{type(module).__name__} returns more"
+    def _record(self, module: Any, inputs: Any, output: Any) -> None:
+        assert isinstance(output, torch.Tensor), (
+            f"{type(module).__name__} returns more than hidden states"
+        )
         self._last = output
 
     def states(self, first: int, count: int) -> torch.Tensor:
@@ -50,16 +54,16 @@ class LogitsSurprisal:
     def surprisal(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         targets = targets.to(states.device).long()
         parts = []
-        for rows, wanted in zip(
-            states.split(_MOST_ROWS), targets.split(_MOST_ROWS), strict=True
+        for rows, row_targets in zip(
+            states.split(_MAX_ROWS), targets.split(_MAX_ROWS), strict=True
         ):
             logits = self._model.compute_logits(rows).float()
-            parts.append(F.cross_entropy(logits, wanted, reduction="none"))
+            parts.append(F.cross_entropy(logits, row_targets, reduction="none"))
         return torch.cat(parts).cpu()
 
 
 def problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
-    """What stands in the way of a policy that asks the model about its steps."""
+    """Reasons why a policy cannot read what it needs from the model."""
     return [
         *_replay_problems(vllm_config, policy),
         *_head_problems(vllm_config, policy),
@@ -67,8 +71,11 @@ def problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
 
 
 def _replay_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
-    """Graphs that break at attention replay whole steps: hooks of the model do not run,
-    and what the last one saw would be taken for this step's."""
+    """Reasons why hidden states cannot be read.
+
+    CUDA graphs that break at attention replay whole steps without the model's hooks, so
+    the policy would read hidden states of an earlier step.
+    """
     from vllm import envs
     from vllm.config import CUDAGraphMode
 
@@ -77,18 +84,24 @@ def _replay_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str
     if vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
         return []
     return [
-        "VLLM_USE_BREAKABLE_CUDAGRAPH=1 replays steps without calling the model, of "
-        f"which {policy.name} reads the hidden states; set it to 0"
+        coded(
+            "KVP041",
+            "VLLM_USE_BREAKABLE_CUDAGRAPH=1 replays steps without calling the model, "
+            f"whose hidden states {policy.name} reads; set it to 0",
+        )
     ]
 
 
 def _head_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
-    """What tensor parallelism stands in the way of."""
+    """Reasons why numbers of query heads cannot be used with tensor parallelism."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if policy.spans is None or not policy.spans.uses_query_heads or ranks == 1:
         return []
     return [
-        f"{policy.name} has numbers for each query head of the model, of which each of "
-        f"{ranks} ranks has a part only; leave `router` out, or use "
-        "--tensor-parallel-size 1"
+        coded(
+            "KVP041",
+            f"the router of {policy.name} needs all query heads of the model, but each "
+            f"of the {ranks} ranks has only a part; remove `router`, or use "
+            "--tensor-parallel-size 1",
+        )
     ]
