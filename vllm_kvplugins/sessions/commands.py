@@ -1,4 +1,4 @@
-"""What the scheduler tells the workers about sessions, and what they answer."""
+"""Session commands of the scheduler, and acknowledgements of the workers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ Tokens = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Session:
-    """The cache of a conversation up to some token.
+    """The cache of the first tokens of a conversation.
 
     Attributes:
-        session_id: unique, and safe in file names.
-        owner: digest of who may continue it (salt, adapter, patched prompt).
-        tokens: int32 [n], ids of the tokens that it covers.
-        compaction: the last one that ran, with candidates counted from block 0;
-            None = the keys and values of all tokens are there.
-        num_bytes: host memory on all ranks together.
-        first_query: position of the first token whose query is kept; the number of
-            tokens = none is.
+        session_id: unique, and valid in file names.
+        owner: digest of cache salt, adapter and patched prompt; only requests with the
+            same digest can continue the session.
+        tokens: int32 [n], IDs of all tokens, with those that were dropped.
+        compaction: the last compaction, with candidates from block 0; None: keys and
+            values of all tokens are resident.
+        num_bytes: host memory, over all ranks.
+        first_query: position of the first stored query; the number of tokens if no
+            query is stored.
     """
 
     session_id: str
@@ -37,7 +38,7 @@ class Session:
 
     @property
     def compacted_at(self) -> int:
-        """Fewest tokens that a request can restore: compaction cannot be undone."""
+        """Smallest number of tokens to restore, because compactions are final."""
         return self.compaction.at_tokens if self.compaction else 0
 
     @property
@@ -48,10 +49,10 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Copy a request's resident pages before its blocks are used again.
+    """Copy the resident pages of a request before its blocks are reused.
 
     Attributes:
-        blocks: physical ids, from the session's first resident block on.
+        blocks: physical IDs, from the first resident block of the session.
     """
 
     session: Session
@@ -65,7 +66,7 @@ class Load:
 
     Attributes:
         prompt_tokens: length of the request's prompt.
-        blocks: physical ids, from the session's first resident block on.
+        blocks: physical IDs, from the first resident block of the session.
         in_place: the session was saved from these blocks, and no other request has
             written to them since; nothing is copied.
     """
@@ -83,6 +84,8 @@ class SessionCommands:
     """Commands of one step, executed in the order of the fields.
 
     Attributes:
+        saves: requests to save.
+        loads: sessions to load.
         drop: sessions to delete from memory.
         unlink: sessions whose files to delete.
         stage: sessions to read from their files into memory; a session may be dropped
@@ -105,7 +108,7 @@ class SessionAck:
 
     Attributes:
         event: "loaded" is sent only when a load failed.
-        problem: why the command failed; None = it succeeded.
+        problem: why the command failed; None: it succeeded.
         load: the command, for "loaded".
     """
 

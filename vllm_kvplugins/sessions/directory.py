@@ -1,4 +1,4 @@
-"""The scheduler's side of sessions: which ones exist, where, and which must go."""
+"""The scheduler's side of sessions: which exist, where they are, which to drop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Entry:
     Attributes:
         memory, disk: "pending" until all ranks have acknowledged.
         last_used: seconds, on the directory's clock.
-        acks_due: acknowledgements still to come, per event.
+        acks_due: number of missing acknowledgements, per event.
     """
 
     memory: Presence
@@ -45,9 +45,9 @@ class Match:
     """A session that a prompt can continue.
 
     Attributes:
-        tokens: how many of its tokens to restore.
-        shared: how many first tokens it has in common with the prompt.
-        ready: whether it is in memory; else a ``fetch`` brings it there.
+        tokens: number of tokens to restore.
+        shared: number of first tokens that session and prompt share.
+        ready: whether it is in memory; if not, ``fetch`` reads it.
     """
 
     session: Session
@@ -63,10 +63,11 @@ class Counts:
     Attributes:
         hits: requests that continued a session.
         device_hits: hits whose pages were still on the device.
+        misses: requests that started without a session.
         restored_tokens: prompt tokens restored from sessions.
         recomputed_tokens: prompt tokens that a session shares but does not restore.
-        evictions: sessions that left memory or disk for room, or expired.
-        refused: sessions that were not saved for want of memory.
+        evictions: sessions removed from memory or disk to make room, or by age.
+        refused: sessions that were not saved because memory was full.
         failures: sessions lost to an error.
     """
 
@@ -84,22 +85,22 @@ class SessionDirectory:
     """All sessions of an engine.
 
     Args:
-        memory_bytes: host memory for sessions, all ranks together.
-        ranks: workers that each hold a part of every session.
+        memory_bytes: host memory for sessions, over all ranks.
+        ranks: number of workers; each has a part of every session.
         min_tokens: see ``SessionIndex``.
         writes: whether workers write every session to a file.
-        disk_bytes: limit on files; None = no limit.
-        max_age_s: seconds after which an unused session expires; None = never.
-        moves: a session moves into the request that continues it; otherwise it is
-            copied.
-        on_forgotten: called with the id of each session that leaves the directory.
-        on_memory_freed: called with the id of each session that leaves memory, also
-            if its file stays.
+        disk_bytes: limit on files; None: no limit.
+        max_age_s: seconds after which an unused session expires; None: never.
+        moves: whether a session moves into the request that continues it. Otherwise it
+            is copied and stays in the directory.
+        on_forgotten: called with the ID of each session that leaves the directory.
+        on_memory_freed: called with the ID of each session that leaves memory, even if
+            its file stays.
         clock: seconds since the epoch, comparable to file times.
 
     Attributes:
-        held_bytes: of sessions in memory, pending ones included.
-        written_bytes: of sessions in files.
+        held_bytes: bytes of sessions in memory, with pending ones.
+        written_bytes: bytes of sessions in files.
     """
 
     def __init__(
@@ -140,11 +141,11 @@ class SessionDirectory:
         """Sessions that a prompt can continue. Changes nothing.
 
         Args:
-            prompt: int32 [n], token ids.
+            prompt: int32 [n], token IDs.
 
         Yields:
-            A match that restores all shared tokens; the one that shares most first,
-            then the newest. The caller lowers ``tokens`` if it can use fewer.
+            Matches that restore all shared tokens; the longest first, then the newest.
+            The caller reduces ``tokens`` if it can use fewer.
         """
         for shared, session in self._index.find(owner, prompt):
             if session.num_bytes > self.memory_bytes:
@@ -154,10 +155,10 @@ class SessionDirectory:
                 yield Match(session, shared, shared, ready)
 
     def fetch(self, match: Match, request_id: str) -> None:
-        """Bring a session into memory, and keep it there for a request.
+        """Read a session into memory, and keep it there for a request.
 
         It stays until the request starts or stops waiting. Otherwise two waiting
-        requests could take turns at evicting each other's session.
+        requests could evict each other's session again and again.
         """
         session_id = match.session.session_id
         entry = self._entries[session_id]
@@ -178,7 +179,7 @@ class SessionDirectory:
         blocks: Iterable[int],
         in_place: bool = False,
     ) -> None:
-        """Start a request from a session.
+        """Command the workers to load a session into the blocks of a request.
 
         Args:
             blocks, in_place: see ``Load``.
@@ -198,22 +199,22 @@ class SessionDirectory:
             self._touch(session_id)
 
     def stop_waiting(self, request_id: str) -> None:
-        """A request no longer waits for a session; it started, or it ended."""
+        """Note that a request has started or ended and waits for no session."""
         self._waiting.pop(request_id, None)
 
     def count_miss(self) -> None:
-        """A request starts without a session."""
+        """Count a request that starts without a session."""
         self.counts.misses += 1
 
     # -- a request ends -------------------------------------------------------
 
     def save(self, session: Session, request_id: str, blocks: Iterable[int]) -> bool:
-        """Save what a request has computed.
+        """Command the workers to save the cache of a request.
 
-        A session of the same owner with exactly the same tokens is replaced.
+        Replaces a session of the same owner with exactly the same tokens.
 
         Args:
-            blocks: physical ids, from ``session.first_block`` on.
+            blocks: physical IDs, from ``session.first_block``.
 
         Returns:
             False if there is no memory for it.
@@ -250,9 +251,9 @@ class SessionDirectory:
             logger.warning("%s", coded("KVP308", text))
 
     def add_file(self, session: Session, last_used: float) -> None:
-        """Add a session that an earlier engine left in a file.
+        """Add a session from a file of an earlier engine.
 
-        Call with the least recently used one first.
+        Call in the order of last use, least recent first.
         """
         self._index.add(session)
         self._entries[session.session_id] = _Entry("absent", "absent", last_used)
@@ -266,9 +267,9 @@ class SessionDirectory:
         return taken
 
     def process(self, acks: Iterable[SessionAck]) -> None:
-        """Process acknowledgements; a session that failed on one rank is gone."""
+        """Process acknowledgements. Removes sessions that failed on any rank."""
         acks = list(acks)
-        # A session that moves left the directory with its load command.
+        # A session that moves has left the directory with its load command.
         lost = {a.session_id for a in acks if a.event == "loaded" and self._moves}
         self.counts.failures += len(lost)
         for ack in acks:
@@ -329,15 +330,17 @@ class SessionDirectory:
         return False
 
     def clear(self) -> None:
-        """Remove all sessions and their files; they do not fit the model any more."""
+        """Remove all sessions and their files."""
         for session_id in list(self._entries):
             self._remove(session_id)
 
     def _make_room(self, num_bytes: int) -> bool:
         """Evict least recently used sessions from memory until ``num_bytes`` are free.
 
+        Pending and awaited sessions stay.
+
         Returns:
-            Whether they are; pending and awaited sessions stay.
+            Whether enough memory is free.
         """
         if num_bytes > self.memory_bytes:
             return False
@@ -377,7 +380,7 @@ class SessionDirectory:
         memory: Presence | None = None,
         disk: Presence | None = None,
     ) -> None:
-        """Note where a session is, and count its bytes there."""
+        """Set where a session is, and update the byte counts."""
         entry, size = self._entries[session_id], self._index.get(session_id).num_bytes
         if memory is not None:
             was, now = entry.memory != "absent", memory != "absent"
@@ -405,34 +408,34 @@ class SessionDirectory:
             self._commands.unlink.append(session_id)
         self._forget(session_id)
 
-    # -- numbers ----------------------------------------------------------------
+    # -- queries ----------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Session]:
-        """All sessions, wherever they are."""
+        """All sessions, in memory or in files."""
         return iter(self._index)
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that can be continued, at once or after a fetch."""
+        """Number of sessions that can be continued, at once or after a fetch."""
         return len(self._entries)
 
     @property
     def pending(self) -> set[str]:
-        """Sessions that are being copied or read into memory."""
+        """IDs of sessions that are being copied or read into memory."""
         return {i for i, e in self._entries.items() if e.memory == "pending"}
 
     @property
     def in_memory(self) -> set[str]:
-        """Sessions that all ranks have in memory."""
+        """IDs of sessions that all ranks have in memory."""
         return {i for i, e in self._entries.items() if e.memory == "present"}
 
     @property
     def on_disk(self) -> set[str]:
-        """Sessions that all ranks have in files."""
+        """IDs of sessions that all ranks have in files."""
         return {i for i, e in self._entries.items() if e.disk == "present"}
 
     def check_integrity(self) -> None:
-        """Every session is indexed once and is somewhere, and the sizes are right."""
+        """Each session is in the index and in memory or a file; sizes are correct."""
         sizes = {session.session_id: session.num_bytes for session in self._index}
         assert set(sizes) == set(self._entries), "indexed and known sessions differ"
         held = [sizes[i] for i, e in self._entries.items() if e.memory != "absent"]

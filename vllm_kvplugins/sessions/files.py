@@ -4,9 +4,9 @@
 
     DIR/<fingerprint>/<session>.r0of1.safetensors
 
-A file is written under a temporary name and then moved, and it holds a digest of its
-contents. A file of another program, model, policy or layout, or one that is damaged,
-is never loaded.
+A file is written under a temporary name and then renamed. It contains a digest of its
+contents. Files of another program, model, policy or layout and damaged files are never
+loaded.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class SessionFileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What the engine that saves a cache and the one that loads it must share.
+    """Everything that must be equal in the engines that save and load a cache.
 
     Attributes:
-        facts: names and values: model, policy, dtype, block size, versions.
+        facts: names and values, sorted: model, policy, dtype, block size, versions.
     """
 
     facts: tuple[tuple[str, str], ...]
@@ -56,7 +56,7 @@ class Identity:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all facts; names a directory."""
+        """Digest of all facts; the name of a directory."""
         return hashlib.sha256(json.dumps(self.facts).encode()).hexdigest()[:32]
 
 
@@ -66,7 +66,7 @@ class SessionFolder:
 
     Attributes:
         root: ``session_dir``.
-        ranks: workers that each write a part of every session.
+        ranks: number of workers; each writes its part of every session.
     """
 
     root: Path
@@ -75,7 +75,7 @@ class SessionFolder:
 
     @property
     def folder(self) -> Path:
-        """Where the files of this engine's model and policy are."""
+        """Folder of this engine's files, named by its identity."""
         return self.root / self.identity.fingerprint
 
     def path(self, session_id: str, rank: int) -> Path:
@@ -83,7 +83,7 @@ class SessionFolder:
         return self.folder / f"{session_id}.r{rank}of{self.ranks}{_SUFFIX}"
 
     def prepare(self) -> None:
-        """Create the folder, readable by its owner only.
+        """Create the folder, readable only by its owner.
 
         Raises:
             KVPolicyError: it cannot be created or written to.
@@ -100,10 +100,10 @@ class SessionFolder:
             raise KVPolicyError(coded("KVP304", text)) from error
 
     def write(self, session: Session, rank: int, saved: CacheSnapshot) -> None:
-        """Write a rank's part.
+        """Write a rank's part of a session.
 
         Raises:
-            OSError: no room or no permission; no file is left.
+            OSError: there is no room or no permission; no file remains.
         """
         tensors = _tensors(session, saved)
         about = {
@@ -121,7 +121,7 @@ class SessionFolder:
         _write_atomically(self.path(session.session_id, rank), tensors, about)
 
     def read(self, session_id: str, rank: int) -> CacheSnapshot:
-        """Read a rank's part.
+        """Read a rank's part of a session.
 
         Raises:
             SessionFileError: the file is missing, damaged, or of another engine.
@@ -133,19 +133,19 @@ class SessionFolder:
         if digest != _digest(about, tensors):
             raise SessionFileError(f"{path.name}: its contents have changed")
         with contextlib.suppress(OSError):
-            os.utime(path)  # the file time is when the session was last used
+            os.utime(path)  # the time of the file is the session's last use
         return _saved(about, tensors)
 
     def unlink(self, session_id: str, rank: int) -> None:
-        """Delete a rank's part, if it exists."""
+        """Delete a rank's part of a session, if it exists."""
         self.path(session_id, rank).unlink(missing_ok=True)
 
     def scan(self) -> Iterator[tuple[Session, float] | SessionFileError]:
-        """All sessions of which every rank's part exists, least recently used first.
+        """Find all sessions, least recently used first.
 
         Yields:
-            A session and when it was last used, in seconds since the epoch; or why a
-            file is not a session of this engine.
+            A session and the time of its last use, in seconds since the epoch; or an
+            error for a file that cannot be loaded or whose parts are incomplete.
         """
         suffix = f".r0of{self.ranks}{_SUFFIX}"
         paths = {p: p.stat().st_mtime for p in self.folder.glob(f"*{suffix}")}
@@ -160,7 +160,7 @@ class SessionFolder:
                 about, tensors = _read(path, only=("tokens",))
                 self._check(path, about)
                 if about.get("session") != session_id:
-                    raise SessionFileError(f"{path.name}: holds another session")
+                    raise SessionFileError(f"{path.name}: contains another session")
                 yield _session(about, tensors["tokens"]), paths[path]
             except SessionFileError as error:
                 yield error
@@ -180,15 +180,15 @@ class SessionFolder:
 def _write_atomically(
     path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]
 ) -> None:
-    """Write a temporary file and move it.
+    """Write a temporary file and rename it.
 
-    ``save_file`` writes tensor by tensor, so that no second copy is in memory.
+    ``save_file`` writes tensor by tensor, without a second copy in memory.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
     os.close(handle)
     try:
         save_file(dict(tensors), name, dict(about))
-        # open it only now: save_file may have replaced the file that mkstemp made
+        # Open the file only now: save_file may have replaced the one of mkstemp.
         with open(name, "rb") as file:
             os.fchmod(file.fileno(), 0o600)
             os.fsync(file.fileno())
@@ -270,8 +270,8 @@ def _session(about: Mapping[str, str], tokens: torch.Tensor) -> Session:
     )
 
 
-# Key in files -> field. Files call the retained region "zone"; earlier versions wrote
-# them so, and they must stay loadable.
+# Key in files -> field. Files of earlier versions call the retained region "zone", and
+# they must stay loadable.
 _SPANS = {"candidates": "candidates", "zone": "retained"}
 
 
@@ -295,12 +295,13 @@ def _unpacked(packed: dict[str, Any] | None) -> Compaction | None:
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file in a session directory.
+    """A session file in a directory, as ``kvplugins sessions`` lists it.
 
     Attributes:
-        facts: facts of its identity.
+        facts: of its identity.
         tokens: length of its session.
-        problem: why it cannot be loaded; None = its header is valid.
+        last_used: seconds since the epoch.
+        problem: why it cannot be loaded; None: its header is valid.
     """
 
     path: Path
@@ -314,7 +315,7 @@ class FoundFile:
 
 def list_files(root: Path) -> list[FoundFile]:
     """All session files under a directory, most recently used first."""
-    found = []
+    files = []
     for path in root.glob(f"*/*.r*of*{_SUFFIX}"):
         stat = path.stat()
         session_id = path.name.split(".", 1)[0]
@@ -326,9 +327,9 @@ def list_files(root: Path) -> list[FoundFile]:
             problem = None
         except SessionFileError as error:
             facts, tokens, problem = {}, 0, str(error)
-        found.append(
+        files.append(
             FoundFile(
                 path, session_id, facts, tokens, stat.st_size, stat.st_mtime, problem
             )
         )
-    return sorted(found, key=lambda file: -file.last_used)
+    return sorted(files, key=lambda file: -file.last_used)

@@ -1,9 +1,9 @@
-"""Which sessions begin a prompt: a hash chain over token ids.
+"""Finds sessions that share their first tokens with a prompt, by a hash chain.
 
-A session can be continued from any of its tokens at or after its last compaction;
-later tokens can be cut off. So it is filed under the digest of its owner and its
-tokens up to there. A prompt is hashed once, and the chain is read off at every length
-under which some session is filed.
+A request can continue a session from any token at or after its last compaction. The
+index therefore contains the digest of each session's owner and tokens up to that
+compaction. A lookup hashes the prompt once and compares the chain at each length that
+occurs in the index.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ class SessionIndex:
     """Sessions by their first tokens.
 
     Args:
-        min_tokens: a session that was never compacted is filed under this many
-            tokens; prompts that share fewer do not find it.
+        min_tokens: key length of sessions that were never compacted; prompts that share
+            fewer tokens do not find them.
     """
 
     def __init__(self, min_tokens: int) -> None:
         self._min_tokens = min_tokens
         self._sessions: dict[str, Session] = {}
         self._num_added = 0
-        # session -> how many were added before it
+        # Session ID -> number of sessions added before.
         self._number: dict[str, int] = {}
-        # length -> digest of the first tokens -> sessions
-        self._filed: dict[int, dict[bytes, list[str]]] = {}
-        self._lengths: list[int] = []  # ascending
+        # Key length -> digest of the first tokens -> session IDs.
+        self._by_key: dict[int, dict[bytes, list[str]]] = {}
+        self._lengths: list[int] = []  # keys of _by_key, ascending
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -45,21 +45,21 @@ class SessionIndex:
         return session_id in self._sessions
 
     def get(self, session_id: str) -> Session:
-        """The session of this id."""
+        """The session with this ID."""
         return self._sessions[session_id]
 
-    def _filed_length(self, session: Session) -> int:
+    def _key_length(self, session: Session) -> int:
         return max(session.compacted_at, min(self._min_tokens, len(session.tokens)))
 
     def add(self, session: Session) -> None:
-        """File a session."""
-        assert session.session_id not in self._sessions, "filed twice"
-        length = self._filed_length(session)
-        if length not in self._filed:
-            self._filed[length] = {}
+        """Add a session."""
+        assert session.session_id not in self._sessions, "added twice"
+        length = self._key_length(session)
+        if length not in self._by_key:
+            self._by_key[length] = {}
             insort(self._lengths, length)
         digest = _chain(session.owner, session.tokens, [length])[0]
-        self._filed[length].setdefault(digest, []).append(session.session_id)
+        self._by_key[length].setdefault(digest, []).append(session.session_id)
         self._sessions[session.session_id] = session
         self._number[session.session_id] = self._num_added
         self._num_added += 1
@@ -68,14 +68,14 @@ class SessionIndex:
         """Remove a session and return it."""
         session = self._sessions.pop(session_id)
         del self._number[session_id]
-        length = self._filed_length(session)
+        length = self._key_length(session)
         digest = _chain(session.owner, session.tokens, [length])[0]
-        by_digest = self._filed[length]
+        by_digest = self._by_key[length]
         by_digest[digest].remove(session_id)
         if not by_digest[digest]:
             del by_digest[digest]
         if not by_digest:
-            del self._filed[length]
+            del self._by_key[length]
             self._lengths.remove(length)
         return session
 
@@ -83,22 +83,22 @@ class SessionIndex:
         """Sessions of an owner that the prompt continues or branches off from.
 
         Returns:
-            How many first tokens session and prompt share, at least the session's
-            ``compacted_at``, and the session; longest first, then newest first.
+            Pairs of the number of shared first tokens (at least ``compacted_at`` of the
+            session) and the session; the longest first, then the newest.
 
-        Cost: one pass over the prompt, and one digest per distinct length filed.
+        Cost: one pass over the prompt, and one digest per distinct key length.
         """
         lengths = [n for n in self._lengths if n <= len(prompt)]
-        found: list[tuple[int, Session]] = []
+        matches: list[tuple[int, Session]] = []
         for length, digest in zip(lengths, _chain(owner, prompt, lengths), strict=True):
-            for session_id in self._filed[length].get(digest, ()):
+            for session_id in self._by_key[length].get(digest, ()):
                 session = self._sessions[session_id]
                 shared = _num_shared(session.tokens, prompt)
-                # digests may collide; owner and tokens decide
+                # Digests can collide, so compare owners and tokens.
                 if session.owner == owner and shared >= length:
-                    found.append((shared, session))
-        found.sort(key=lambda item: (-item[0], -self._number[item[1].session_id]))
-        return found
+                    matches.append((shared, session))
+        matches.sort(key=lambda item: (-item[0], -self._number[item[1].session_id]))
+        return matches
 
 
 def _chain(owner: str, tokens: Tokens, lengths: list[int]) -> list[bytes]:

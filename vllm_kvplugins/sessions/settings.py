@@ -20,7 +20,7 @@ _warned: set[str] = set()
 
 
 def rename_deprecated(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings under their present names; warns once per old name.
+    """The settings under their current names; warns once per old name.
 
     Raises:
         ValueError: a setting is given under both names.
@@ -47,12 +47,12 @@ class SessionSettings(BaseModel):
     sessions: bool | None = Field(
         default=None,
         description="Keep the KV cache of a request for the request that continues "
-        "it; null: if the policy works turn by turn.",
+        "it; null: only if the policy works turn by turn.",
     )
     session_memory: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
         default=None,
         ge=1,
-        description='Host memory for sessions ("2GiB"), all ranks together; null: a '
+        description='Host memory for sessions ("2GiB"), over all ranks; null: a '
         "quarter of the memory that is free at start-up.",
     )
     session_max_age_s: float | None = Field(
@@ -83,7 +83,7 @@ class SessionSettings(BaseModel):
 
     @property
     def _needs_sessions(self) -> list[str]:
-        """Settings that the user has set and that mean nothing without sessions."""
+        """Settings that the user has set and that have no effect without sessions."""
         others = {"sessions", "session_keep_on_device"}
         return sorted(self.model_dump(exclude=others, exclude_none=True))
 
@@ -96,12 +96,19 @@ class SessionSettings(BaseModel):
             )
         if self.session_disk is not None and self.session_dir is None:
             raise ValueError(
-                coded("KVP302", "session_disk needs a session_dir; set one")
+                coded(
+                    "KVP302",
+                    f"session_disk {self.session_disk} needs a session_dir; set one",
+                )
             )
         return self
 
     def on_for(self, works_by_turns: bool) -> bool:
-        """Whether sessions are on under a policy that works turn by turn, or not."""
+        """Whether sessions are on.
+
+        Args:
+            works_by_turns: whether the policy works turn by turn.
+        """
         if self.sessions is None:
             return works_by_turns or bool(self._needs_sessions)
         return self.sessions

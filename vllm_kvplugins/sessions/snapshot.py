@@ -3,7 +3,7 @@
 ::
 
     retained region: counts differ by row     tail: whole blocks, the last one partial
-    [ p p p ][ p ][ p p ] ...               [ b b b ] of every row
+    [ p p p ][ p ][ p p ] ...                 [ b b b ] of every row
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ COPY_ERRORS = (MemoryError, RuntimeError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in the pool a cache was when it was saved.
+    """Place in the pool from which a cache was saved.
 
     Attributes:
-        blocks: physical ids, from its first resident block on.
-        retained: int64 [sum of counts], page ids of its retained region, row by row.
+        blocks: physical IDs, from the first resident block.
+        retained: int64 [sum of counts], page IDs of the retained region, row by row.
     """
 
     blocks: tuple[int, ...]
@@ -47,19 +47,19 @@ class CacheSnapshot:
     """Pages of one request on one worker, in host memory.
 
     Attributes:
-        tokens: how many tokens it covers, dropped ones included.
-        compaction: the last one, with candidates counted from block 0; None = none.
+        tokens: number of tokens, with dropped ones.
+        compaction: the last compaction, with candidates from block 0; None: none.
         counts: int64 [rows], pages of the retained region per (layer, KV head).
         positions: int32 [rows, max pages * block_size], of the retained region.
         retained: [sum of counts, page_elems], pages of the retained region, row by row.
-        tail: [rows * tail blocks, page_elems], pages behind it, row by row.
+        tail: [rows * tail blocks, page_elems], pages after it, row by row.
         layout: digest of the layout inside a page.
-        queries: [num_layers, n, num_q_heads, head_dim], of its newest tokens; None =
-            the policy needs none.
+        queries: [num_layers, n, num_q_heads, head_dim], of the newest tokens; None: the
+            policy needs no queries.
         observed: per layer, the packed result of the policy's last observation.
-        extension_states: state of step extensions, for example tokens in the host
-            tier, which moves with it; empty = none.
-        place: where it was saved from; None = it was read from a file.
+        extension_states: states of step extensions, which move with the snapshot, for
+            example tokens in the host tier.
+        place: None: the snapshot was read from a file.
     """
 
     tokens: int
@@ -120,8 +120,8 @@ def copy_out(
     """Copy a request's pages out of the pool.
 
     Args:
-        resident: its retained region; None = it was never compacted.
-        blocks: int64, physical ids, from its first resident block on.
+        resident: its retained region; None: it was never compacted.
+        blocks: int64, physical IDs, from its first resident block.
 
     Returns:
         A snapshot with pages in host memory and the other tensors on the pool's device.
@@ -158,7 +158,7 @@ def copy_out(
 
 
 def mismatch(heap: Heap, saved: CacheSnapshot) -> str | None:
-    """Why a snapshot does not fit this heap; None = it does."""
+    """Why a snapshot does not fit this heap; None: it fits."""
     elems, dtype = heap.pages.shape[1], heap.pages.dtype
     if saved.counts.shape != (heap.rows,):
         return f"it has {saved.counts.numel()} rows of pages, the model {heap.rows}"
@@ -180,7 +180,7 @@ def copy_in(
     """Fill blocks of the pool with the first ``tokens`` tokens of a snapshot.
 
     Args:
-        blocks: int64, physical ids, from the first resident block on.
+        blocks: int64, physical IDs, from the first resident block.
 
     Returns:
         The request's retained region, with a slot index; None if it has none.
@@ -212,11 +212,11 @@ def copy_in(
 def reuse_in_place(
     tables: PageTables, saved: CacheSnapshot, blocks: Sequence[int]
 ) -> Resident | None:
-    """Continue in the blocks that a snapshot was copied from.
+    """Continue in the blocks from which a snapshot was copied.
 
     Args:
-        blocks: physical ids, from the first resident block on; no request has written
-            to them since.
+        blocks: physical IDs, from the first resident block; no request has written to
+            them since.
 
     Returns:
         The request's retained region, with a slot index; None if it has none.
@@ -242,13 +242,13 @@ def _register(
     """Register a retained region.
 
     Args:
-        retained: int64 [sum of counts], page ids, row by row.
+        retained: int64 [sum of counts], page IDs, row by row.
     """
     place = torch.arange(int(saved.counts.max()), device=retained.device)
     pages = retained.new_zeros(saved.counts.numel(), place.numel())
     pages[place < saved.counts[:, None]] = retained
     tail_block, positions = compaction.retained.stop, saved.positions.clone()
-    # last, so that an error before it leaves no slot index taken
+    # The last step that can fail, so that no error leaves a slot index assigned.
     slot_index = tables.assign(pages, saved.counts, tail_block)
     return Resident(slot_index, compaction.at_tokens, tail_block, positions)
 
@@ -256,7 +256,7 @@ def _register(
 def _clear(heap: Heap, pages: torch.Tensor, used: int) -> None:
     """Zero the unused slots of partial pages in host memory.
 
-    They may hold tokens of other requests.
+    They may contain tokens of other requests.
     """
     layout = heap.layout
     for offsets in (layout.k_offsets, layout.v_offsets):
@@ -293,9 +293,9 @@ def _copy_to_pool(
     """Copy pages from host memory into the pool.
 
     Args:
-        ids: int64 [n], target page ids, on the pool's device.
+        ids: int64 [n], target page IDs, on the pool's device.
         pages: [at least n, page_elems], in host memory.
-        which: int64 [n], rows of ``pages``, in host memory; None = the first n.
+        which: int64 [n], rows of ``pages``, in host memory; None: the first n.
     """
     for piece in _pieces(heap, len(ids)):
         part = pages[piece] if which is None else pages[which[piece]]

@@ -51,18 +51,18 @@ class CacheTransfer(Protocol):
         """
 
     def discard(self, saved: CacheSnapshot) -> None:
-        """Free what a snapshot holds outside of its own tensors."""
+        """Free the states of step extensions that a snapshot holds."""
 
     def mismatch(self, saved: CacheSnapshot) -> str | None:
-        """Why a snapshot does not fit this worker; None = it does."""
+        """Why a snapshot does not fit this worker; None: it fits."""
 
 
 class SessionStore:
     """The sessions of one worker.
 
     Args:
-        files: where they are written; None = memory only.
-        moves: a session moves into the request that continues it.
+        files: folder for session files; None: memory only.
+        moves: whether a session moves into the request that continues it.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SessionStore:
         self._moves = moves
         self._snapshots: dict[str, CacheSnapshot] = {}
         self._acks: list[SessionAck] = []
-        # separate threads, so that reads do not queue behind writes
+        # Separate threads, so that reads do not wait for writes.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvp-session-write")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvp-session-read")
         self._writes: dict[str, Future[None]] = {}
@@ -87,8 +87,8 @@ class SessionStore:
     def save(self, commands: SessionCommands) -> None:
         """Execute the saves.
 
-        Call before the worker forgets ended requests and before the step runs, whose
-        requests may own the blocks already.
+        Call before the worker forgets ended requests, and before the step runs: its
+        requests may already own the blocks.
         """
         for save in commands.saves:
             self._save(save)
@@ -111,14 +111,14 @@ class SessionStore:
             self._stage(session_id)
 
     def wait_for_reads(self) -> None:
-        """Wait up to 20 ms for files that are being read.
+        """Wait up to 20 ms for a file that is being read.
 
-        Call when a step computes nothing, so that the engine does not spin.
+        Call when a step computes nothing, so that the engine does not busy-wait.
         """
         wait(self._reads.values(), timeout=_READ_WAIT_S, return_when=FIRST_COMPLETED)
 
     def wait_for_writes(self) -> None:
-        """Wait until all files are written, or have failed."""
+        """Wait until all files are written or have failed."""
         wait(list(self._writes.values()))
 
     def take_acks(self) -> list[SessionAck]:
@@ -139,7 +139,7 @@ class SessionStore:
 
     @property
     def num_held(self) -> int:
-        """Sessions in memory."""
+        """Number of sessions in memory."""
         return len(self._snapshots)
 
     # -- commands ---------------------------------------------------------------
@@ -180,8 +180,8 @@ class SessionStore:
                 load.in_place,
             )
         except COPY_ERRORS as error:
-            # Held until the scheduler drops it: steps that it has already scheduled
-            # may load it again.
+            # Keep the snapshot until the scheduler drops it: steps that are already
+            # scheduled may load it again.
             problem = coded("KVP307", f"cannot be loaded: {error}")
             self._ack("loaded", load.session_id, problem, load)
 
@@ -193,7 +193,7 @@ class SessionStore:
 
     def _unlink(self, session_id: str) -> None:
         assert self._files is not None, "there are no files"
-        # the writer deletes the file after it has written it
+        # The writer thread deletes the file after writing it.
         self._writes.pop(session_id, None)
         self._writer.submit(self._files.unlink, session_id, self._rank)
 

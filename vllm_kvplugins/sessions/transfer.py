@@ -25,7 +25,7 @@ class Transfer:
     """Saves and restores requests of one worker.
 
     Args:
-        runtime: the worker's; it must be attached before the first call.
+        runtime: runtime of the worker, which must be attached before the first call.
     """
 
     def __init__(self, runtime: PolicyRuntime) -> None:
@@ -40,7 +40,7 @@ class Transfer:
         device = self._heap.pages.device
         return torch.tensor(blocks, dtype=torch.int64, device=device)
 
-    # Called outside of a step, but the pool's tensors are inference tensors.
+    # Runs outside of a step, but the pool's tensors are inference tensors.
     @torch.inference_mode()
     def save(
         self,
@@ -55,14 +55,14 @@ class Transfer:
         Call before the runtime forgets the request.
 
         Args:
-            compaction: its last one, with candidates counted from block 0.
-            tokens: how many of its tokens to save.
-            blocks: physical ids, from its first resident block on.
-            first_query: position of the first query to save; ``tokens`` = none.
+            compaction: its last compaction, with candidates from block 0.
+            tokens: number of tokens to save.
+            blocks: physical IDs, from its first resident block.
+            first_query: position of the first query to save; ``tokens``: save none.
 
         Raises:
-            ValueError: the request was last compacted at another token count, or its
-                queries were not kept, or its own session failed to load.
+            ValueError: the last compaction was at another token count, queries are
+                missing, or the request's own session failed to load.
         """
         runtime = self._runtime
         assert runtime.tables is not None, "not attached"
@@ -101,7 +101,7 @@ class Transfer:
         saved.extension_states = ()
 
     def mismatch(self, saved: CacheSnapshot) -> str | None:
-        """Why a snapshot does not fit this worker; None = it does."""
+        """Why a snapshot does not fit this worker; None: it fits."""
         return mismatch(self._heap, saved)
 
     @torch.inference_mode()
@@ -119,12 +119,12 @@ class Transfer:
         Call after the runtime has learned of the request, before its first step.
 
         Args:
-            tokens: how many of the saved tokens to restore.
-            blocks: physical ids, from its first resident block on.
-            in_place: the snapshot was saved from these blocks, and they still hold it.
+            tokens: number of saved tokens to restore.
+            blocks: physical IDs, from its first resident block.
+            in_place: whether these blocks still hold the snapshot.
 
         Raises:
-            COPY_ERRORS: a copy failed, for example for want of device memory. The
+            COPY_ERRORS: a copy failed, for example because device memory is full. The
                 request's KV is invalid until it is recomputed, and the session's
                 tokens in the host tier are freed.
         """
@@ -132,12 +132,12 @@ class Transfer:
         assert runtime.tables is not None, "not attached"
         runtime.forget([request_id])
         try:
-            ids, there = self._ids(blocks), saved.on(self._heap.pages.device)
+            ids, on_device = self._ids(blocks), saved.on(self._heap.pages.device)
             if in_place:
-                resident = reuse_in_place(runtime.tables, there, blocks)
+                resident = reuse_in_place(runtime.tables, on_device, blocks)
             else:
-                resident = copy_in(self._heap, runtime.tables, there, tokens, ids)
-            state = self._restored_state(request_id, saved, there, tokens, resident)
+                resident = copy_in(self._heap, runtime.tables, on_device, tokens, ids)
+            state = self._restored_state(request_id, saved, on_device, tokens, resident)
             runtime.resume(request_id, prompt_tokens, state, tokens, ids)
         except COPY_ERRORS:
             in_table = runtime.request_state(request_id).resident is not None
@@ -151,14 +151,14 @@ class Transfer:
         self,
         request_id: str,
         saved: CacheSnapshot,
-        there: CacheSnapshot,
+        on_device: CacheSnapshot,
         tokens: int,
         resident: Resident | None,
     ) -> RequestState:
         """The runtime's state of a request whose pages are restored.
 
         Args:
-            there: ``saved`` with its small tensors on the pool's device.
+            on_device: ``saved`` with its small tensors on the pool's device.
         """
         runtime = self._runtime
         if saved.extension_states:
@@ -167,13 +167,13 @@ class Transfer:
             saved.extension_states = ()  # the request owns it from now on
             runtime.place_extensions(request_id, resident)
         observation = runtime.policy.observation
-        assert observation is not None or not there.observed
+        assert observation is not None or not on_device.observed
         observed = {
             layer: observation.unpack(packed)
-            for layer, packed in there.observed.items()
+            for layer, packed in on_device.observed.items()
             if observation is not None
         }
         window = None
-        if there.queries is not None:
-            window = Window.restored(there.queries, there.first_query, tokens)
-        return RequestState(resident, window, observed, there.compaction)
+        if on_device.queries is not None:
+            window = Window.restored(on_device.queries, on_device.first_query, tokens)
+        return RequestState(resident, window, observed, on_device.compaction)

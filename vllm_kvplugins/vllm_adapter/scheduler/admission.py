@@ -1,20 +1,20 @@
-"""Admission: what a waiting request starts from, decided once per scheduling attempt.
+"""Admission: decides what a waiting request starts from, once per scheduling attempt.
 
-vLLM asks about a waiting request through several seams, in the order below. The first
-one makes the decision; the others read it. A request that finds no free blocks gets a
-new decision in a later step, because nothing is committed before the last seam::
+vLLM calls several methods for a waiting request, in the order below. The first call
+makes the decision; the others read it. If there are no free blocks, a later step makes
+a new decision, because only the last call commits it::
 
     vLLM, Scheduler.schedule()            this package
     ------------------------------------  -------------------------------------------
     _get_local_prefix_cache_hit           AdmissionController.admit -> Admission
-                                            1. host memory for what it may offload?
+                                            1. host memory for offloaded tokens?
                                             2. how much of the cache hit is usable?
-                                            3. does a session save more than that?
+                                            3. does a session restore more?
     connector.get_num_new_matched_tokens  reads Admission.external_tokens;
                                           None: vLLM tries again in a later step
     _reserve_prefill_lookahead            SessionStarts.clip_first_chunk
     allocate_slots
-      get_num_blocks_to_allocate          no block for what the session dropped
+      get_num_blocks_to_allocate          no blocks for tokens the session dropped
       allocate_external_computed_blocks   SessionStarts.take_blocks
     connector.update_state_after_alloc    AdmissionController.start: reserve host
                                           memory, tell the workers to load the session
@@ -24,9 +24,9 @@ new decision in a later step, because nothing is committed before the last seam:
     connector.request_finished_all_groups AdmissionController.finish: release host
                                           memory, save the session
 
-Matching a session is free of side effects. ``admit`` has two, both harmless when the
-request does not start after all: it drops idle sessions to make room in host memory,
-and it starts reading a session that is only in its files.
+Matching a session has no side effects. ``admit`` has two: it drops idle sessions to
+make room in host memory, and it starts to read a session that is only in its files.
+Both are harmless if the request does not start.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from vllm_kvplugins.sessions.directory import Match
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a request starts from, if vLLM finds blocks for it.
+    """What a request starts from, if vLLM has free blocks for it.
 
     A request starts from the prefix cache or from a session, never from both.
 
     Attributes:
-        cached_tokens: tokens of the prefix-cache hit to use, whole blocks; 0 if the
+        cached_tokens: usable tokens of the prefix-cache hit, whole blocks; 0 if the
             request continues a session.
-        match: the session to continue; None = none.
-        waits_for: why the request must not start in this step; None = it may.
+        match: the session to continue; None: no session.
+        waits_for: why the request cannot start in this step; None: it can.
     """
 
     cached_tokens: int = 0
@@ -62,21 +62,21 @@ class Admission:
 
     @property
     def external_tokens(self) -> int | None:
-        """Tokens that a session restores; None = ask again in a later step."""
+        """Tokens that a session restores; None: try again in a later step."""
         if self.waits_for is not None:
             return None
         return self.match.tokens if self.match else 0
 
     @property
     def first_block(self) -> int:
-        """First logical block that holds something; the session dropped the others."""
+        """First resident logical block; the session dropped the earlier ones."""
         return self.match.session.first_block if self.match else 0
 
     @property
     def first_query(self) -> int:
         """Position of the first token whose query the workers will have.
 
-        The prefix cache holds no queries; a session holds its newest ones.
+        The prefix cache has no queries; a session has the queries of its newest tokens.
         """
         if self.match is None:
             return self.cached_tokens

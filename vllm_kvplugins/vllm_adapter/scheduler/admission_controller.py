@@ -1,4 +1,4 @@
-"""Decides how requests start; ``admission`` describes the whole sequence."""
+"""Decides how requests start; ``admission`` describes the sequence of calls."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vllm_kvplugins.vllm_adapter.scheduler.sessions import SchedulerSessions
 
 
 class AdmissionController:
-    """Decides how requests start, and commits or releases what that takes.
+    """Decides how requests start, and reserves and releases their resources.
 
     Args:
-        manager: the engine's block manager; it keeps the decisions, because vLLM
-            asks it about requests by id.
-        host: host memory that requests have reserved.
-        sessions: None = sessions are off.
+        manager: the engine's block manager. It stores the decisions, because vLLM calls
+            it with request IDs.
+        host: reservations of host memory.
+        sessions: None: sessions are off.
     """
 
     def __init__(
@@ -31,17 +31,18 @@ class AdmissionController:
         self._manager = manager
         self._host = host
         self._sessions = sessions
-        # A cached token has no query. A policy that observes every query of the
-        # prompt must compute all of it, also if only a later request is compacted.
+        # Cached tokens have no queries. A policy that observes every query of the
+        # prompt must compute the whole prompt, even if only a request that continues
+        # the session is compacted.
         self._needs_whole_prompt = _observes_prompt(manager.kv_cache_spec.policy)
 
-    # -- before the request has blocks ------------------------------------------
+    # -- before the request has blocks --------------------------------------------
 
     def admit(self, request: Any, hit_tokens: int) -> Admission:
-        """Decide what a waiting request starts from, and remember it.
+        """Decide what a waiting request starts from, and record the decision.
 
         Args:
-            hit_tokens: tokens that vLLM found in its prefix cache.
+            hit_tokens: length of the hit in vLLM's prefix cache.
         """
         admission = self._decide(request, hit_tokens)
         self._manager.starts.record(request, admission)
@@ -62,11 +63,11 @@ class AdmissionController:
         return Admission(match=match, waits_for="session")
 
     def usable_hit(self, request: Any, hit_tokens: int) -> int:
-        """How many tokens of a prefix-cache hit a request may use.
+        """Number of tokens of a prefix-cache hit that a request may use.
 
-        Only blocks that no compaction rewrites: a longer hit would skip the queries
-        that score the prompt, and the retained region would lie in blocks that other
-        requests share. None at all if the policy observes the whole prompt.
+        Only blocks that no compaction rewrites are usable. A longer hit would skip the
+        queries that score the prompt, and the retained region would be in blocks that
+        other requests share. If the policy observes the whole prompt, none is usable.
         """
         blocks = self._manager.plans.continuing(request, None).exact_prefix_blocks
         if self._needs_whole_prompt and (blocks is not None or self._sessions):
@@ -78,24 +79,23 @@ class AdmissionController:
     def _make_host_room(self, request: Any) -> bool:
         """Whether host memory has room for a request.
 
-        Sessions give way to requests, the least recently used one first: they can be
-        recomputed.
+        Drops sessions to make room, least recently used first: they can be recomputed.
         """
         while not self._host.fits(request):
             if self._sessions is None or not self._sessions.directory.drop_oldest():
                 return False
         return True
 
-    # -- after that ---------------------------------------------------------------
+    # -- when the request starts and ends -----------------------------------------
 
     def start(self, request: Any) -> None:
-        """Commit the decision: vLLM gave the request its blocks."""
+        """Commit the decision; vLLM has given the request its blocks."""
         self._host.reserve(request)
         if self._sessions is not None:
             self._sessions.start(request, self._manager.starts.of(request))
 
     def finish(self, request: Any) -> None:
-        """Release a request's host memory and keep its cache as a session."""
+        """Release the host memory of a request, and keep its cache as a session."""
         self._host.release(request)
         if self._sessions is not None:
             self._sessions.finish(request, self._manager.starts.of(request))

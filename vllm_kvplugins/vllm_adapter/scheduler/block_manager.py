@@ -1,4 +1,4 @@
-"""The block manager: gives the blocks that a plan frees back to vLLM's pool."""
+"""The block manager: returns blocks that a plan frees to vLLM's pool."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vllm_kvplugins.vllm_adapter.scheduler.session_starts import SessionStarts
 
 
 class ResidencyBlockManager(FullAttentionManager):
-    """Frees blocks of running requests as their plans say.
+    """Frees blocks of running requests according to their plans.
 
     A compaction at token count ``p`` moves the kept tokens of its candidate blocks
-    ``[first, stop)`` into the newest of them, the retained region of ``m`` blocks.
-    As soon as ``p`` tokens are fully processed, this manager frees::
+    ``[first, stop)`` into the newest ``m`` of these blocks, the retained region. When
+    ``p`` tokens are fully processed, this manager frees::
 
         freed = [first, stop - m)        first = start of the last retained region, or 0
                                          stop <= p // block_size
@@ -26,24 +26,24 @@ class ResidencyBlockManager(FullAttentionManager):
         before       [ b0   b1   b2   b3   b4   b5 | b6 ...
                        freed ----------->| retained| tail: not compacted
         after        [ 0    0    0    0    b4   b5 | b6 ...    0: vLLM's null block
-        next time      first = 4: [4, stop - m) is freed, and so on
+        next time      first = 4: frees [4, stop - m), and so on
 
-    vLLM reports processed tokens only, so no step in flight still reads a freed block.
-    Freed blocks keep their contents and hashes: the prefix cache stays valid below the
+    vLLM reports only processed tokens, so no step in flight reads a freed block. Freed
+    blocks keep their contents and hashes, so the prefix cache stays valid below the
     first retained region. Rewritten blocks are never hashed.
 
     Attributes:
         plans: the plan of each request.
-        starts: the session that each request continues, if any.
-        device_sessions: free blocks that still hold the pages of sessions.
-        freed_blocks: blocks freed by compactions since the start.
-        compactions: compactions whose blocks were freed since the start.
-        freed_compactions: the same per request with blocks; absent = none yet.
+        starts: the admission of each request.
+        device_sessions: free blocks that still hold pages of sessions.
+        freed_blocks: number of blocks that compactions have freed.
+        compactions: number of compactions whose blocks are freed.
+        freed_compactions: the same for each request with blocks; no entry for 0.
     """
 
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
-        # The manager collects the new blocks of each step; the scheduler decides
-        # whether the workers zero them.
+        # vLLM's manager then collects the new blocks of each step. The scheduler
+        # decides whether workers zero them.
         kwargs["needs_kv_cache_zeroing"] = True
         super().__init__(kv_cache_spec, *args, **kwargs)
         policy, geometry = kv_cache_spec.policy, kv_cache_spec.geometry
@@ -65,7 +65,7 @@ class ResidencyBlockManager(FullAttentionManager):
     # -- freeing ------------------------------------------------------------------
 
     def freeable(self, request_id: str, processed_tokens: int) -> list[Compaction]:
-        """Compactions that have run and whose blocks are not freed yet, in order."""
+        """Compactions that have run but whose blocks are not freed yet, in order."""
         plan = self.plans.of_id(request_id)
         first = self.freed_compactions.get(request_id, 0)
         return [
@@ -78,23 +78,23 @@ class ResidencyBlockManager(FullAttentionManager):
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """Free the blocks of ``freeable``."""
+        """Free the blocks of compactions that have run."""
         blocks = self.req_to_blocks.get(request_id)
         if not blocks:
             return
-        due = self.freeable(request_id, processed_computed_tokens)
-        for compaction in due:
+        compactions = self.freeable(request_id, processed_computed_tokens)
+        for compaction in compactions:
             span = compaction.freed
             held = sum(not block.is_null for block in blocks[span.start : span.stop])
             self._remove_blocks_in_range(request_id, span.start, span.stop)
             self.freed_blocks += held
-        if due:
-            self.compactions += len(due)
+        if compactions:
+            self.compactions += len(compactions)
             before = self.freed_compactions.get(request_id, 0)
-            self.freed_compactions[request_id] = before + len(due)
+            self.freed_compactions[request_id] = before + len(compactions)
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
-        """Give up all blocks of a request that ends or is preempted."""
+        """Return all blocks of a request that ends or is preempted."""
         self.freed_compactions.pop(request_id, None)
         self.starts.release(request_id)
         blocks: list[Any] = super().pop_blocks_for_free(request_id)
@@ -110,10 +110,10 @@ class ResidencyBlockManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         **kwargs: Any,
     ) -> int:
-        """Count no block for what a session dropped.
+        """Number of blocks to allocate, without those that a session dropped.
 
-        At admission (``apply_admission_cap``) the count is what the request holds at
-        most, instead of its whole length, plus what running prompts will take again.
+        At admission (``apply_admission_cap``), counts the peak of the request instead
+        of its whole length, plus the blocks that running prompts still need.
         """
         dropped = promised = 0
         if request_id not in self.num_cached_block:
@@ -133,10 +133,10 @@ class ResidencyBlockManager(FullAttentionManager):
         return max(count - dropped, 0) + promised
 
     def _promised_blocks(self) -> int:
-        """Free blocks that the prompts now in prefill will take again.
+        """Free blocks that prompts in prefill will allocate again.
 
-        Without this, each compaction would seem to make room for one more prompt,
-        which the next block of the first one would preempt.
+        Otherwise each compaction would seem to make room for one more prompt, and the
+        next block of the running prompt would preempt it.
         """
         if not self._bounds_prompts:
             return 0
@@ -158,32 +158,35 @@ class ResidencyBlockManager(FullAttentionManager):
     def allocate_external_computed_blocks(
         self, request_id: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Begin the block table of a request that continues a session."""
+        """Start the block table of a request that continues a session."""
         blocks = self.starts.take_blocks(request_id)
         if blocks:
             self.req_to_blocks[request_id].extend(blocks)
         if self.starts.of_id(request_id).first_block:
-            # the session's compaction is the first of the plan, and already freed
+            # The compaction of the session is the first one of the plan, and its blocks
+            # are already free.
             self.freed_compactions[request_id] = 1
         super().allocate_external_computed_blocks(request_id, *args, **kwargs)
 
     def block_ids(self, request_id: str) -> set[int]:
-        """Physical ids of the blocks that a request holds."""
+        """Physical IDs of the blocks that a request holds."""
         blocks = self.req_to_blocks.get(request_id, ())
         return {block.block_id for block in blocks if not block.is_null}
 
     def new_step_starts(self) -> None:
-        """Keep the blocks of requests that have ended, before others allocate."""
+        """Keep blocks of ended requests for their sessions, before others allocate."""
         self.device_sessions.keep_freed_blocks()
         super().new_step_starts()
 
     # -- prefix cache ---------------------------------------------------------------
 
     def num_exact_tokens(self, request: Any, num_tokens: int) -> int:
-        """How many of the first ``num_tokens`` tokens lie in blocks that hold exactly
-        them, now and later; only these blocks may be hashed."""
+        """How many of the first ``num_tokens`` tokens are in blocks without changes.
+
+        No compaction rewrites these blocks, so they may enter the prefix cache.
+        """
         if self.starts.of(request).first_block:
-            return 0  # the session dropped the beginning
+            return 0  # the session dropped the first tokens
         blocks = self.plans.of(request).exact_prefix_blocks
         return (
             num_tokens if blocks is None else min(num_tokens, blocks * self.block_size)
@@ -197,7 +200,7 @@ class ResidencyBlockManager(FullAttentionManager):
         super().cache_blocks(request, exact, *args, **kwargs)
 
     def check_integrity(self) -> None:
-        """State belongs to requests with blocks; kept blocks belong to no request."""
+        """Only requests with blocks have state; no request has blocks of sessions."""
         stray = set(self.freed_compactions) - set(self.req_to_blocks)
         assert not stray, f"state of requests without blocks: {sorted(stray)}"
         self.starts.check_integrity()

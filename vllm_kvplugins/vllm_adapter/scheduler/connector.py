@@ -1,8 +1,8 @@
-"""Our KV connector: the supported seam for per-step hooks, sessions and metrics.
+"""Our KV connector: vLLM's interface for per-step hooks, sessions and metrics.
 
-vLLM creates one in the scheduler and one in each worker. The scheduler's reads
-admission decisions (see ``admission``) and sends session commands to the workers with
-each step; the workers' ends each step and sends acknowledgements back.
+vLLM creates one in the scheduler and one in each worker. The connector of the scheduler
+reads admission decisions (see ``admission``) and sends session commands to the workers
+with each step. The connectors of the workers end each step and return acknowledgements.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     """One instance in the scheduler, one in each worker; see ``role``.
 
     Attributes:
-        admission: decides how requests start; set in the scheduler once vLLM binds
-            its KV cache manager.
-        host: host memory that requests and sessions have reserved.
-        sessions: None where sessions are off, and in workers.
+        admission: decides how requests start; set in the scheduler when vLLM binds its
+            KV cache manager.
+        host: reservations of host memory; None in workers.
+        sessions: None if sessions are off, and in workers.
     """
 
     admission: AdmissionController
@@ -91,36 +91,36 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker ---------------------------------------------------------------
 
     def bind_worker(self, runtime: PolicyRuntime, store: SessionStore | None) -> None:
-        """Serve this worker; called by the worker once vLLM has made the connector."""
+        """Connect to a worker, which calls this after vLLM creates the connector."""
         self._runtime, self._store = runtime, store
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing to do: the worker restored sessions before it prepared the step."""
+        """Do nothing: the worker has restored sessions before this step."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing to save."""
+        """Do nothing: sessions are saved when requests end."""
 
     def wait_for_save(self) -> None:
-        """Run this step's compactions: all layers have attended.
+        """Run the compactions of this step, after the attention of all layers.
 
-        A policy that compacts late runs them before the next step instead.
+        Policies with spans run them before the next step instead.
         """
         assert self._runtime is not None
         if self._runtime.policy.spans is None:
             self._runtime.end_step()
 
     def build_connector_worker_meta(self) -> SessionAckMetadata | None:
-        """What became of the scheduler's commands."""
+        """Outcomes of the scheduler's commands."""
         acks = self._store.take_acks() if self._store is not None else []
         return SessionAckMetadata(acks) if acks else None
 
     def shutdown(self) -> None:
-        """Wait for files that are being written."""
+        """Wait until all session files are written."""
         if self._store is not None:
             self._store.close()
 
@@ -139,20 +139,20 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that a session restores; None: ask again in a later step."""
+        """Tokens that a session restores; None: try again in a later step."""
         assert self._manager is not None
         return self._manager.starts.of(request).external_tokens, False
 
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int
     ) -> None:
-        """The request has its blocks."""
+        """Start a request, which has its blocks."""
         self.admission.start(request)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: Any
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended; vLLM may free its blocks at once."""
+        """Finish a request; vLLM can free its blocks at once."""
         self.admission.finish(request)
         return False, None
 
@@ -174,7 +174,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         return [ack.load for ack in meta.acks if ack.load] if meta else []
 
     def reset_cache(self) -> bool:
-        """Drop all sessions: vLLM may be about to load other weights."""
+        """Drop all sessions, because vLLM may load other weights next."""
         if self.sessions is not None:
             self.sessions.directory.clear()
         return True
@@ -201,11 +201,11 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             logical_tokens=logical * self._manager.block_size,
             host_reserved_bytes=self.host.reserved_bytes if self.host else 0,
             held_requests=len(self.host.held) if self.host else 0,
-            **(self.sessions.take_numbers() if self.sessions else NO_SESSIONS),
+            **(self.sessions.take_metrics() if self.sessions else NO_SESSIONS),
         )
 
     def _take_traffic(self) -> dict[str, int]:
-        """Tokens selected and fetched since the last call; empty if none can be."""
+        """Tokens selected and fetched since the last call; empty without retrieval."""
         traffic = self._runtime.take_traffic() if self._runtime is not None else None
         if traffic is None:
             return {}

@@ -1,14 +1,13 @@
-"""Device-resident sessions: free blocks that still hold what a session was saved from.
+"""Device-resident sessions: free blocks that still hold the pages of a session.
 
 ::
 
     vLLM's free queue   [ empty ... | prefix cache | kept here: oldest ... newest ]
     next allocation ────┘                                          └── newly freed
 
-These blocks are free: vLLM counts them as free, and allocates them after all blocks
-that were freed before them. A request that continues the session before that gets the
-blocks back, and nothing is copied. The copy in host memory is the session itself, so
-the blocks can be reused at any time.
+vLLM counts these blocks as free and allocates them after all blocks that were freed
+earlier. A request that continues the session before then gets the blocks back, without
+a copy. The session itself is in host memory, so vLLM can reuse the blocks at any time.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from typing import Any
 
 
 class DeviceSessions:
-    """Which free blocks hold which session.
+    """Records which free blocks hold which session.
 
-    A session is first *pending* (its request has ended, but steps in flight may still
-    read its blocks), then *kept* (its blocks are free).
+    A session is first *pending*: its request has ended, but steps in flight may still
+    read its blocks. Then it is *kept*: its blocks are free.
 
     Args:
         pool: vLLM's block pool.
@@ -35,20 +34,20 @@ class DeviceSessions:
 
     @staticmethod
     def can_keep(blocks: Sequence[Any]) -> bool:
-        """Whether only the request that ends uses these blocks.
+        """Whether only the ending request uses these blocks.
 
-        Blocks that the prefix cache knows stay with it: other requests may share
-        them, and the request that continues the session would rewrite them.
+        Blocks in the prefix cache are not kept: other requests may share them, and the
+        request that continues the session would rewrite them.
         """
         return all(block.ref_cnt == 1 and block.block_hash is None for block in blocks)
 
     def add(self, session_id: str, blocks: Sequence[Any]) -> None:
-        """Keep a request's blocks once they are free, if they can be kept."""
+        """Keep a request's blocks as soon as they are free, if they can be kept."""
         if self.can_keep(blocks):
             self._pending[session_id] = list(blocks)
 
     def keep_freed_blocks(self) -> None:
-        """Keep the pending blocks that are free by now.
+        """Keep the pending blocks that are free now.
 
         Call before vLLM allocates blocks in a step.
         """
@@ -57,7 +56,7 @@ class DeviceSessions:
                 continue
             self._kept[session_id] = self._pending.pop(session_id)
             self._session_of.update((b.block_id, session_id) for b in blocks)
-            # move them from the front of the free queue to its end
+            # Move them from the front of the free queue to its end.
             self._pool.touch(blocks)
             self._pool.unpin_blocks(blocks, self._on_block_reused)
 
@@ -88,21 +87,21 @@ class DeviceSessions:
         return len(self._session_of)
 
     def check_integrity(self) -> None:
-        """Each kept block is free and holds one session."""
+        """Each kept block is free and belongs to one session."""
         blocks = [block for kept in self._kept.values() for block in kept]
         assert {b.block_id for b in blocks} == set(self._session_of), "blocks differ"
-        assert len(blocks) == len(self._session_of), "a block of several sessions"
+        assert len(blocks) == len(self._session_of), "a block is in several sessions"
         used = [block.block_id for block in blocks if block.ref_cnt]
         assert not used, f"kept blocks that a request holds: {used}"
 
     def _on_block_reused(self, block: Any) -> None:
-        """vLLM allocates a block to another request, or resets its prefix cache.
+        """Forget a session when vLLM reuses one of its blocks or resets its cache.
 
-        vLLM calls this also for blocks that were kept once and no longer are.
+        vLLM also calls this for blocks that are no longer kept.
         """
         session_id = self._session_of.get(block.block_id)
         if session_id is not None:
-            # its other blocks are the next ones in the queue
+            # Its other blocks are the next ones in the free queue.
             self._forget(session_id)
 
     def _forget(self, session_id: str) -> list[Any]:
@@ -112,6 +111,6 @@ class DeviceSessions:
         return blocks
 
     def _free_first(self, blocks: list[Any]) -> None:
-        """Move free blocks to the front of the queue; they hold nothing of use."""
+        """Move free blocks to the front of the queue; their pages are not needed."""
         self._pool.touch(blocks)
         self._pool.free_blocks(blocks)

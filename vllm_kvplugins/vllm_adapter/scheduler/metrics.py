@@ -8,7 +8,7 @@
 | ``vllm:kv_policy_compressions_total`` | counter | compactions |
 | ``vllm:kv_policy_compression_seconds`` | histogram | time of one compaction |
 | ``vllm:kv_policy_selected_tokens_total`` | counter | slots filled by retrieval |
-| ``vllm:kv_policy_fetched_tokens_total`` | counter | of these, read from the host |
+| ``vllm:kv_policy_fetched_tokens_total`` | counter | of these, read from host memory |
 | ``vllm:kv_policy_failed_indices_total`` | counter | indices that failed to build |
 | ``vllm:kv_policy_host_reserved_bytes`` | gauge | host memory reserved |
 | ``vllm:kv_policy_held_requests`` | gauge | requests waiting for host memory |
@@ -16,12 +16,12 @@
 | ``vllm:kv_policy_session_bytes`` | gauge | host memory of sessions |
 | ``vllm:kv_policy_session_disk_bytes`` | gauge | bytes of session files |
 | ``vllm:kv_policy_session_hits_total`` | counter | requests that continued a session |
-| ``vllm:kv_policy_session_parked_hits_total`` | counter | of these, on the device |
+| ``vllm:kv_policy_session_parked_hits_total`` | counter | of these, without a copy |
 | ``vllm:kv_policy_session_misses_total`` | counter | requests without a session |
 | ``vllm:kv_policy_session_restored_tokens_total`` | counter | prompt tokens restored |
-| ``vllm:kv_policy_session_recomputed_tokens_total`` | counter | shared, yet computed |
+| ``vllm:kv_policy_session_recomputed_tokens_total`` | counter | shared but computed |
 | ``vllm:kv_policy_session_evictions_total`` | counter | dropped for room or age |
-| ``vllm:kv_policy_session_refused_total`` | counter | not kept for want of room |
+| ``vllm:kv_policy_session_refused_total`` | counter | not saved, memory was full |
 | ``vllm:kv_policy_session_failures_total`` | counter | sessions lost to an error |
 """
 
@@ -30,7 +30,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -66,7 +65,7 @@ _BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 @dataclass
 class PolicyStats(KVConnectorStats):
-    """``data`` holds plain numbers and lists, which vLLM can serialize."""
+    """Statistics since the last call; ``data`` has plain numbers and lists."""
 
     @classmethod
     def from_worker(
@@ -205,6 +204,3 @@ class PolicyPromMetrics(KVConnectorPromMetrics):
                     getattr(self, key)[engine_idx].set(data[key])
         for seconds in data.get(_SECONDS, []):
             self.compression_seconds[engine_idx].observe(seconds)
-
-
-__all__ = ["Counter", "Gauge", "Histogram", "PolicyPromMetrics", "PolicyStats"]

@@ -20,9 +20,9 @@ logger = init_logger("vllm.kv_policy")
 
 
 class RequestPlans:
-    """Makes and finds plans by request, or by request id.
+    """Plans by request, or by request ID.
 
-    Holds requests weakly: an entry disappears with its request.
+    Has weak references to requests: an entry disappears with its request.
     """
 
     def __init__(self, policy: KVCachePolicy, geometry: Geometry) -> None:
@@ -33,7 +33,7 @@ class RequestPlans:
         self._throttle = LogThrottle()
 
     def __len__(self) -> int:
-        """Requests with a plan."""
+        """Number of requests with a plan."""
         return len(self._lengths)
 
     def of(self, request: Any) -> ResidencyPlan:
@@ -45,21 +45,21 @@ class RequestPlans:
         return self.of(self._requests[request_id])
 
     def request(self, request_id: str) -> Any | None:
-        """The request of this id; None if it has no plan."""
+        """The request with this ID; None if it has no plan."""
         return self._requests.get(request_id)
 
     def continuing(self, request: Any, compaction: Compaction | None) -> ResidencyPlan:
-        """The plan that a request would have. Changes nothing.
+        """The plan of a request if it continued a session. Changes nothing.
 
         Args:
-            compaction: the last one of the session that it would continue; None = it
-                would start from nothing.
+            compaction: last compaction of the session; None: no session, or one that
+                was never compacted.
         """
         lengths = self._lengths_of(request)
         return self._plans.get(replace(lengths, restored=compaction))
 
     def restart(self, request: Any, compaction: Compaction | None) -> None:
-        """Give a request the plan of ``continuing``."""
+        """Replace the plan of a request by that of ``continuing``."""
         lengths = self._lengths_of(request)
         self._lengths[request] = replace(lengths, restored=compaction)
 

@@ -19,7 +19,7 @@ logger = init_logger("vllm.kv_policy")
 
 
 class ResidencyScheduling:
-    """Mixin over vLLM's schedulers. It changes three decisions:
+    """Mixin for vLLM's schedulers. It changes three decisions:
 
     - where a chunk of prefill ends (``_reserve_prefill_lookahead``),
     - what a waiting request starts from (``_get_local_prefix_cache_hit``; see
@@ -27,7 +27,7 @@ class ResidencyScheduling:
     - which requests are preempted because their session failed to load
       (``update_from_output``).
 
-    On CPUs it also has new blocks zeroed.
+    On CPUs, it also makes workers zero new blocks.
     """
 
     kv_cache_manager: Any
@@ -51,27 +51,27 @@ class ResidencyScheduling:
         )
         self._residency_manager = manager
         if current_platform.is_cpu():
-            # The CPU kernel multiplies the slots behind a request's last token by 0.
-            # A NaN that an earlier request left there would spread to this one.
+            # The CPU kernel multiplies the slots after a request's last token by 0. A
+            # NaN of an earlier request in these slots would spread to this request.
             self.needs_kv_cache_zeroing = True
 
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """End a chunk at the plan's next compaction, and never inside the window.
+        """End a chunk at the next compaction of the plan.
 
-        With steps in flight, the next chunk of the prompt waits until an earlier
-        compaction has freed its blocks; otherwise the request would hold both. vLLM
-        skips a running request that gets 0 tokens. Generation does not wait.
+        With steps in flight, the next chunk of a prompt waits until earlier compactions
+        have freed their blocks. Otherwise the request would hold old and new blocks.
+        vLLM skips a running request that gets 0 tokens. Generation does not wait.
         """
         num_new_tokens = super()._reserve_prefill_lookahead(  # type: ignore[misc]
             request, num_computed_tokens, num_new_tokens
         )
         plan = self._residency_manager.plans.of(request)
         processed = max(num_computed_tokens - request.num_in_flight_tokens, 0)
-        freed = plan.num_done(processed) == plan.num_done(num_computed_tokens)
+        is_freed = plan.num_done(processed) == plan.num_done(num_computed_tokens)
         prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
-        if num_computed_tokens < prefill_end and not freed:
+        if num_computed_tokens < prefill_end and not is_freed:
             return 0
         num_new_tokens = plan.clip_chunk(num_computed_tokens, num_new_tokens)
         return self._residency_manager.starts.clip_first_chunk(
@@ -81,7 +81,7 @@ class ResidencyScheduling:
     def _get_local_prefix_cache_hit(
         self, request: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """Decide what the request starts from; use as much of the hit as that says."""
+        """Decide what the request starts from, and shorten the hit accordingly."""
         blocks, hit_tokens, *rest = super()._get_local_prefix_cache_hit(  # type: ignore[misc]
             request, *args, **kwargs
         )
@@ -104,12 +104,12 @@ class ResidencyScheduling:
         return super().update_from_output(scheduler_output, model_output)  # type: ignore[misc]
 
     def _recompute(self, loads: list[Load]) -> None:
-        """Preempt requests whose session failed to load, and requests that have
-        since hit the prefix cache in their blocks.
+        """Preempt requests with invalid KV.
 
-        As vLLM does when it resets its prefix cache: outputs in flight are dropped.
-        Some of the blocks may belong to other requests by now; preempting such a
-        request costs time only.
+        These are the requests whose session failed to load, and requests that share
+        their blocks through the prefix cache. Outputs in flight are dropped, as when
+        vLLM resets its prefix cache. Some blocks may belong to other requests by now;
+        preempting these only takes time.
         """
         manager = self._residency_manager
         invalid = {block for load in loads for block in load.blocks}
@@ -121,7 +121,7 @@ class ResidencyScheduling:
                 self.kv_cache_manager.evict_blocks(blocks)
                 self.running.remove(request)
                 self._preempt_request(request, time.monotonic(), drop_stale_output=True)  # type: ignore[attr-defined]
-                # it may be resumed in the very next step
+                # The next step may already resume it.
                 self.prev_step_scheduled_req_ids.discard(request.request_id)
         self.kv_cache_manager.evict_blocks(invalid)
 

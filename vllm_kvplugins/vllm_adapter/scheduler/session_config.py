@@ -26,7 +26,7 @@ def resolve(settings: dict[str, Any], policy: KVCachePolicy) -> dict[str, Any]:
 
 
 def measured(settings: dict[str, Any]) -> dict[str, int]:
-    """``session_memory`` from the memory that is free now.
+    """``session_memory``, a share of the memory that is free now.
 
     Empty if the user has set it, or if sessions are off.
     """
@@ -37,7 +37,7 @@ def measured(settings: dict[str, Any]) -> dict[str, int]:
 
 
 def session_folder(vllm_config: Any) -> SessionFolder | None:
-    """Where this engine's session files are; None if it writes none."""
+    """Folder of this engine's session files; None if it writes none."""
     settings = request_of(vllm_config)
     sessions = parse_sessions(settings)
     if not sessions.sessions or sessions.session_dir is None:
@@ -47,7 +47,7 @@ def session_folder(vllm_config: Any) -> SessionFolder | None:
 
 
 def _identity(vllm_config: Any, settings: Any) -> Identity:
-    """Everything that a cache depends on, except the layout of its pages."""
+    """Everything that a cache depends on, except for the layout of its pages."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     config = model.hf_config.to_dict()
     return Identity.of(

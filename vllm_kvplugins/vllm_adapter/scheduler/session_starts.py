@@ -1,11 +1,11 @@
-"""Requests that continue a session: which one, and in which blocks.
+"""Requests that continue a session: their admission and their first blocks.
 
 The block table of a request that restores ``n`` tokens of a session::
 
-    block      0 ... first) [first ........ ceil(n / block_size))  [...
-               null         what the session kept                  new
-               dropped by   device-resident blocks, or new ones    allocated by
-               the session  that the workers fill                  vLLM as usual
+    block      [0 ... first)  [first ........ ceil(n / block_size))  [...
+               null           kept by the session                    new
+               dropped by     device-resident blocks, or new ones    allocated by
+               the session    that the workers fill                  vLLM as usual
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_kvplugins.vllm_adapter.scheduler.admission import Admission
 from vllm_kvplugins.vllm_adapter.scheduler.device_sessions import DeviceSessions
 from vllm_kvplugins.vllm_adapter.scheduler.request_plans import RequestPlans
 
-_FROM_NOTHING = Admission()
+_EMPTY_CACHE = Admission()
 
 
 class SessionStarts:
@@ -29,8 +29,7 @@ class SessionStarts:
 
     Args:
         pool: vLLM's block pool.
-        block_tables: vLLM's lists of blocks, by request id; a request that waits has
-            none.
+        block_tables: vLLM's lists of blocks, by request ID; waiting requests have none.
     """
 
     def __init__(
@@ -48,28 +47,28 @@ class SessionStarts:
         self._pool = pool
         self._block_tables = block_tables
         self._device_sessions = device_sessions
-        # entries disappear with their requests
+        # Weak references: an entry disappears with its request.
         self._admissions: WeakKeyDictionary[Any, Admission] = WeakKeyDictionary()
-        # requests that took the blocks that their session was saved from
+        # IDs of requests that have the blocks from which their session was saved.
         self._in_place: set[str] = set()
 
     def __len__(self) -> int:
-        """Requests with an admission."""
+        """Number of requests with an admission."""
         return len(self._admissions)
 
     # -- which session ------------------------------------------------------------
 
     def of(self, request: Any) -> Admission:
-        """The last decision about a request; from nothing if there is none."""
-        return self._admissions.get(request, _FROM_NOTHING)
+        """The last decision for a request; without one, an empty cache."""
+        return self._admissions.get(request, _EMPTY_CACHE)
 
     def of_id(self, request_id: str) -> Admission:
-        """The same by request id."""
+        """The same by request ID."""
         request = self._plans.request(request_id)
-        return _FROM_NOTHING if request is None else self.of(request)
+        return _EMPTY_CACHE if request is None else self.of(request)
 
     def record(self, request: Any, admission: Admission) -> None:
-        """Remember a decision, and plan the request accordingly."""
+        """Store a decision, and replan the request accordingly."""
         session = admission.session
         self._admissions[request] = admission
         self._plans.restart(request, session.compaction if session else None)
@@ -77,10 +76,10 @@ class SessionStarts:
     # -- whether and how far it fits ------------------------------------------------
 
     def can_start(self, request: Any, session: Session, tokens: int) -> bool:
-        """Whether the pool can ever hold a request that restores so many tokens.
+        """Whether the pool is large enough for a request that restores these tokens.
 
-        It holds one block next to those of a compaction that is due at once. From
-        nothing the same request may need fewer.
+        If a compaction is due at once, the request holds its blocks and one more.
+        Starting with an empty cache may take fewer blocks.
         """
         first = session.first_block
         peak = self._plans.continuing(request, session.compaction).peak_blocks(
@@ -92,14 +91,15 @@ class SessionStarts:
     def clip_first_chunk(
         self, request: Any, computed_tokens: int, new_tokens: int
     ) -> int:
-        """How many new tokens a request may compute in its first step.
+        """Number of new tokens that a request may compute in its first step.
 
-        A compaction that is due by then runs before that step, but vLLM gets the
-        freed blocks back after it. Until then the request holds old and new blocks.
+        If a compaction is due at the start, it runs before the first step, but vLLM
+        gets the freed blocks back after that step. Until then the request holds old and
+        new blocks.
 
         Returns:
-            ``new_tokens`` unless the request continues a session and has such a
-            compaction; never less than what the last block has room for.
+            ``new_tokens``, or fewer if the request continues a session and a compaction
+            is due; at least the free slots of the last block.
         """
         session = self.of(request).session
         if session is None or request.request_id in self._block_tables:
@@ -116,10 +116,10 @@ class SessionStarts:
 
     @property
     def _max_request_blocks(self) -> int:
-        """Blocks that one request can hold when it has the pool for itself.
+        """Number of blocks that a single request can hold.
 
-        All but vLLM's null block and one spare, which steps in flight may hold a
-        little longer.
+        All blocks without vLLM's null block and one spare, which steps in flight may
+        hold a little longer.
         """
         blocks: int = self._pool.num_gpu_blocks
         return blocks - 2
@@ -127,10 +127,10 @@ class SessionStarts:
     # -- in which blocks ------------------------------------------------------------
 
     def take_blocks(self, request_id: str) -> list[Any]:
-        """First entries of the block table of a request that starts.
+        """First entries of the block table of a starting request.
 
-        Null blocks for what its session dropped, then the blocks that the session was
-        saved from, if they still hold it. vLLM allocates the others.
+        Null blocks for what its session dropped, then the device-resident blocks of the
+        session, if any. vLLM allocates the others.
         """
         match = self.of_id(request_id).match
         if match is None:
@@ -143,14 +143,14 @@ class SessionStarts:
         return [self._pool.null_block] * first + own
 
     def is_in_place(self, request_id: str) -> bool:
-        """Whether a request has the blocks that its session was saved from."""
+        """Whether a request has the blocks from which its session was saved."""
         return request_id in self._in_place
 
     def release(self, request_id: str) -> None:
-        """The request gives up its blocks."""
+        """Forget that a request continues in place; it returns its blocks."""
         self._in_place.discard(request_id)
 
     def check_integrity(self) -> None:
         """Only requests with blocks continue a session in place."""
         stray = self._in_place - set(self._block_tables)
-        assert not stray, f"continued in place without blocks: {sorted(stray)}"
+        assert not stray, f"requests in place without blocks: {sorted(stray)}"

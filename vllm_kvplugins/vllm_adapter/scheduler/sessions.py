@@ -1,6 +1,6 @@
-"""The scheduler's side of sessions: which one a request continues, what it leaves.
+"""The scheduler's side of sessions: finds, starts and saves them.
 
-``admission`` says when vLLM calls what.
+``admission`` describes the sequence of calls.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from vllm_kvplugins.vllm_adapter.scheduler.session_config import session_folder
 # vLLM configures only the loggers below its own name.
 logger = init_logger("vllm.kv_policy")
 
-# Errors leave no session.
+# Requests that end with an error are not saved.
 _STATUSES_TO_SAVE = (
     RequestStatus.FINISHED_STOPPED,
     RequestStatus.FINISHED_LENGTH_CAPPED,
     RequestStatus.FINISHED_ABORTED,
 )
 
-# The metrics of an engine without sessions.
+# Metrics of an engine without sessions.
 NO_SESSIONS = {"sessions": 0, "session_bytes": 0, "session_disk_bytes": 0}
-# Counts whose metric has another name; dashboards use it.
-_METRIC_OF = {"device_hits": "parked_hits"}
+# Counts whose metric has an older name, which dashboards use.
+_METRIC_NAMES = {"device_hits": "parked_hits"}
 
 
 def owner_of(request: Any, patched_prompt: Sequence[int] = ()) -> str:
-    """Digest of who may continue a request's session.
+    """Digest of everything that must be equal to continue a request's session.
 
     Args:
-        patched_prompt: token ids that the cache was compressed for; empty = none.
+        patched_prompt: token IDs for which the cache was compressed; empty: none.
     """
     lora = request.lora_request
     adapter = (lora.lora_name, lora.lora_int_id, lora.lora_path) if lora else None
@@ -67,7 +67,7 @@ class SchedulerSessions:
 
     Args:
         manager: the engine's block manager.
-        host: host memory that requests and sessions have reserved.
+        host: reservations of host memory.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class SchedulerSessions:
             writes=files is not None,
             disk_bytes=settings.session_disk,
             max_age_s=settings.session_max_age_s,
-            # a retriever's tokens are on the host already and are not copied
+            # Tokens of a retrieval policy are already on the host and not copied.
             moves=self._policy.retrieval is not None,
             on_forgotten=host.release_session,
             on_memory_freed=manager.device_sessions.drop,
@@ -121,20 +121,20 @@ class SchedulerSessions:
     # -- a request starts -------------------------------------------------------
 
     def match(self, request: Any, more_than: int) -> Match | None:
-        """The session that saves a request most. Changes nothing.
+        """The session that restores most tokens of a request. Changes nothing.
 
         Args:
             more_than: tokens that the request gets without a session.
 
         Returns:
-            None if no session restores more than that.
+            None if no session restores more tokens.
         """
         if not _has_plain_prompt(request) or request.skip_reading_prefix_cache:
             return None
         patched = requested_patched_prompt(request.sampling_params)
         best = self._best(request, owner_of(request, patched), more_than)
         if patched:
-            # A session that was never compressed serves any patched prompt.
+            # A session that was never compressed fits any patched prompt.
             at_least = best.tokens if best else more_than
             whole = self._best(request, owner_of(request), at_least, whole=True)
             best = whole or best
@@ -143,7 +143,7 @@ class SchedulerSessions:
     def _best(
         self, request: Any, owner: str, more_than: int, whole: bool = False
     ) -> Match | None:
-        """The session of one owner that restores most.
+        """The session of one owner that restores most tokens.
 
         Args:
             whole: only sessions that were never compressed.
@@ -151,7 +151,7 @@ class SchedulerSessions:
         best: Match | None = None
         for match in self.directory.find(owner, self._prompt_of(request)):
             if match.shared <= more_than:
-                break  # the remaining ones share at most as much
+                break  # the remaining sessions share at most as many tokens
             if whole and match.session.compaction is not None:
                 continue
             tokens = self._restorable(request, match)
@@ -160,17 +160,17 @@ class SchedulerSessions:
         return best
 
     def _prompt_of(self, request: Any) -> Tokens:
-        """Token ids of the prompt; cached, as vLLM asks again in every step."""
+        """Token IDs of the prompt; cached, because each attempt needs them."""
         ids = self._prompts.get(request)
         if ids is None:
             ids = self._prompts[request] = _token_ids(request.prompt_token_ids)
         return ids
 
     def _restorable(self, request: Any, match: Match) -> int:
-        """How many of the shared tokens a request can start from.
+        """Number of shared tokens from which a request can start.
 
-        Not its last token, which it must compute to sample from it. No token whose
-        query the next compaction needs, unless the session holds that query.
+        Excludes the last token, which the request must compute to sample, and tokens
+        whose query the next compaction needs but the session lacks.
         """
         session = match.session
         tokens = self._manager.plans.continuing(
@@ -181,13 +181,13 @@ class SchedulerSessions:
             self._policy.queries_needed,
             session.first_query,
         )
-        # what the policy observed of later tokens cannot be undone
+        # Observations of later tokens cannot be undone.
         if self._policy.observation is not None and tokens < len(session.tokens):
             return 0
         return tokens if self._manager.starts.can_start(request, session, tokens) else 0
 
     def start(self, request: Any, admission: Admission) -> None:
-        """A request has its blocks: load its session, if it continues one."""
+        """Load the session of a request that has its blocks, if it continues one."""
         match = admission.match
         if match is None:
             self.directory.stop_waiting(request.request_id)
@@ -208,9 +208,9 @@ class SchedulerSessions:
     # -- a request ends ---------------------------------------------------------
 
     def finish(self, request: Any, admission: Admission) -> None:
-        """Save the cache of a request that ended, if another one can continue it.
+        """Save the cache of an ended request, if another request can continue it.
 
-        Also of a request that was aborted: its client may come back.
+        Aborted requests are saved too, because the client may continue.
         """
         self.directory.stop_waiting(request.request_id)
         tokens = min(request.num_computed_tokens, request.num_tokens)
@@ -223,12 +223,12 @@ class SchedulerSessions:
         plan = self._manager.plans.of(request)
         done = plan.num_done(tokens)
         if plan.num_done(request.num_computed_tokens) != done:
-            return  # a compaction took tokens whose ids are not known yet
+            return  # a compaction included tokens whose IDs are not known yet
         compaction = _merged(plan.compaction(done - 1)) if done else None
         first = compaction.retained.start if compaction else 0
         table = self._manager.req_to_blocks.get(request.request_id, ())
         blocks = table[first : self._num_blocks(tokens)]
-        assert not any(block.is_null for block in blocks), "a resident block is gone"
+        assert not any(block.is_null for block in blocks), "a resident block is free"
         self._save(request, tokens, compaction, blocks, admission.first_query)
 
     def _save(
@@ -237,14 +237,14 @@ class SchedulerSessions:
         tokens: int,
         compaction: Compaction | None,
         blocks: Sequence[Any],
-        queries_from: int,
+        first_computed_query: int,
     ) -> None:
-        """Save the first ``tokens`` tokens of a request, which lie in ``blocks``."""
+        """Save the first ``tokens`` tokens of a request, which are in ``blocks``."""
         first_query = first_saved(
             tokens,
             request.num_computed_tokens,
             self._policy.queries_needed,
-            queries_from,
+            first_computed_query,
             compaction.at_tokens if compaction else 0,
         )
         page_bytes = (
@@ -271,10 +271,10 @@ class SchedulerSessions:
         if self._keeps_on_device:
             self._manager.device_sessions.add(session.session_id, blocks)
 
-    # -- numbers ----------------------------------------------------------------
+    # -- metrics ----------------------------------------------------------------
 
-    def take_numbers(self) -> dict[str, int]:
-        """For the metrics: current sizes, and counts since the last call."""
+    def take_metrics(self) -> dict[str, int]:
+        """Current sizes, and counts since the last call."""
         directory, counts = self.directory, asdict(self.directory.counts)
         new = {name: n - self._reported_counts[name] for name, n in counts.items()}
         self._reported_counts = counts
@@ -282,14 +282,14 @@ class SchedulerSessions:
             "sessions": directory.num_sessions,
             "session_bytes": directory.held_bytes,
             "session_disk_bytes": directory.written_bytes,
-        } | {f"session_{_METRIC_OF.get(name, name)}": n for name, n in new.items()}
+        } | {f"session_{_METRIC_NAMES.get(name, name)}": n for name, n in new.items()}
 
     def _num_blocks(self, tokens: int) -> int:
         return int(-(-tokens // self._manager.block_size))
 
 
 def _query_bytes_per_token(vllm_config: Any) -> int:
-    """Bytes of one token's queries: all layers, all heads of all ranks."""
+    """Bytes of the queries of one token, over all layers, heads and ranks."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     heads = model.get_num_attention_heads(parallel) * parallel.tensor_parallel_size
     layers: int = model.get_num_layers(parallel)
@@ -297,7 +297,7 @@ def _query_bytes_per_token(vllm_config: Any) -> int:
 
 
 def _has_plain_prompt(request: Any) -> bool:
-    """Whether the prompt consists of token ids alone."""
+    """Whether the prompt consists of token IDs only."""
     return (
         request.prompt_token_ids is not None
         and request.prompt_embeds is None
@@ -315,6 +315,6 @@ def _block_ids(blocks: Iterable[Any]) -> list[int]:
 
 
 def _merged(compaction: Compaction) -> Compaction:
-    """The last compaction, as if it had replaced all earlier ones."""
+    """The last compaction with candidates from block 0, as after all earlier ones."""
     retained = compaction.retained
     return Compaction(compaction.at_tokens, BlockSpan(0, retained.stop), retained)

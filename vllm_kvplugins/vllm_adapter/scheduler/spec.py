@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ResidencySpec(FullAttentionSpec):
-    """Full attention whose blocks a policy's plan may free."""
+    """Full attention with blocks that the plan of a policy can free."""
 
     policy: KVCachePolicy
     geometry: Geometry
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """Smallest pool with which vLLM starts: room for one longest request.
+        """Smallest pool with which vLLM starts: memory for one request of full length.
 
         A policy that bounds prompts needs less than ``--max-model-len`` tokens. Request
-        validation refuses a request whose answer would outgrow the pool.
+        validation rejects requests whose answers do not fit into the pool.
         """
         whole: int = super().max_memory_usage_bytes(vllm_config)
         longest = vllm_config.model_config.max_model_len
@@ -55,8 +55,8 @@ def with_policy(
     return converted
 
 
-# The registry adds the built-in specs only while it is empty. Without this call, ours
-# would be the only one.
+# The registry adds vLLM's specs only while it is empty. Without this call, it would
+# contain only ours.
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(
     ResidencySpec, ResidencyBlockManager, uniform_type_base_spec=FullAttentionSpec
