@@ -1,7 +1,7 @@
-"""``kvplugins``: what there is, whether it can run, and what it does.
+"""The command ``kvplugins``: lists, checks, sizes, explains and trains policies.
 
-One module per subcommand; ``app`` lists them. Nothing here imports vLLM; what
-needs an engine goes through ``vllm_adapter``.
+One module per subcommand; ``app`` lists them. Only ``vllm_adapter`` imports vLLM, so
+subcommands that need an engine call it.
 """
 
 from __future__ import annotations

@@ -66,9 +66,9 @@ def calibrate(
         settings = _settings(budget, sinks, dtype)
         config = _checked_config(model, dtype)
         texts = _texts(document or [])
-        found = _measure(model, config, texts, settings, max_tokens)
-        _write(found, out_path)
-    _print_summary(found, out_path)
+        profile = _measure(model, config, texts, settings, max_tokens)
+        _write(profile, out_path)
+    _print_summary(profile, out_path)
 
 
 def _settings(budget: int, sinks: int, dtype: str) -> MeasureSettings:
@@ -100,9 +100,18 @@ def _texts(documents: list[Path]) -> dict[str, str]:
     texts = {path.name: read_text(path, "document", "--document") for path in documents}
     if len(texts) < len(documents):
         raise KVPolicyError(
-            coded("KVP641", "two documents have the same file name; rename one")
+            coded(
+                "KVP641",
+                f"two documents have the same file name ({_repeated(documents)}); "
+                "rename one",
+            )
         )
     return texts
+
+
+def _repeated(documents: list[Path]) -> str:
+    names = [path.name for path in documents]
+    return next(name for name in names if names.count(name) > 1)
 
 
 def _measure(

@@ -19,7 +19,7 @@ from vllm_kvplugins.errors import KVPolicyError, coded
 
 
 def out() -> Console:
-    """Console for results; a new one each time, as tests replace ``sys.stdout``."""
+    """Console for results; a new one per call, because tests replace ``sys.stdout``."""
     return Console(highlight=False)
 
 

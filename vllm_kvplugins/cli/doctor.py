@@ -61,7 +61,7 @@ def doctor(
 
 
 def _fix() -> None:
-    """Mend what can be mended without a download, and say what was done."""
+    """Repair problems that need no download, and print each repair."""
     if not vllm_name.is_missing():
         typer.echo("nothing to fix", err=True)
         return

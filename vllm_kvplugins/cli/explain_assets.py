@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# One hue, lightness falls (light mode) or rises (dark mode) from level to level,
-# so that the order survives every kind of colour blindness and grey print.
+# Levels have one hue and increasing contrast, so that their order is visible in grey
+# prints and to colour-blind readers.
 STYLE = """
 :root {
   color-scheme: light dark;

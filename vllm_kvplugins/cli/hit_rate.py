@@ -25,7 +25,7 @@ _PNG_DPI = 150
 
 @dataclass(frozen=True, slots=True)
 class Grids:
-    """Means over requests; NaN where a layer did not retrieve in a step.
+    """Means over requests; NaN for a layer that did not retrieve in a step.
 
     Attributes:
         pages: [layers, steps], fetched tokens per KV head, in pages.
@@ -88,13 +88,13 @@ def draw(run: RecordedRun, path: Path) -> None:
         fetched, mass, means = figure.subplots(
             3, 1, sharex=True, height_ratios=[3, 3, 1.5]
         )
-        least, most = np.nanmin(grids.hot_pages), np.nanmax(grids.hot_pages)
-        hot = f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"
+        low, high = np.nanmin(grids.hot_pages), np.nanmax(grids.hot_pages)
+        hot = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
         _heat_map(
             figure,
             fetched,
             grids.pages,
-            # a scale up to all hot slots would hide the few fetched pages
+            # With a scale up to all hot slots, few fetched pages would be invisible.
             float(np.nanmax(grids.pages)) or 1.0,
             f"Tokens fetched per KV head, in pages of {header.block_size}",
             f"pages (hot slots: {hot})",

@@ -90,16 +90,20 @@ def read_retention(path: Path) -> Retention:
         KVPolicyError: the file is missing, incomplete, or of another kind or version.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise KVPolicyError(
-            coded("KVP601", f"cannot read {path}: {error.strerror}")
+            coded(
+                "KVP601",
+                f"cannot read {path}: {error.strerror}; give a file of "
+                "benchmarks/quality/retention.py",
+            )
         ) from error
     except ValueError as error:
         raise KVPolicyError(_foreign(path)) from error
-    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise KVPolicyError(_foreign(path))
-    if (version := found.pop("version", None)) != VERSION:
+    if (version := content.pop("version", None)) != VERSION:
         raise KVPolicyError(
             coded(
                 "KVP607",
@@ -108,22 +112,25 @@ def read_retention(path: Path) -> Retention:
             )
         )
     try:
-        found["runs"] = [Run(**run) for run in found["runs"]]
-        read = Retention(**found)
-        complete = all(read.mean(strategy) for strategy in _LOOKS)
+        content["runs"] = [Run(**run) for run in content["runs"]]
+        retention = Retention(**content)
+        is_complete = all(retention.mean(strategy) for strategy in _LOOKS)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise KVPolicyError(
             coded("KVP607", f"{path} is incomplete ({error}); measure again")
         ) from error
-    if not complete:
+    if not is_complete:
         raise KVPolicyError(
             coded("KVP606", f"{path} has runs without turns; measure longer dialogues")
         )
-    return read
+    return retention
 
 
 def _foreign(path: Path) -> str:
-    message = f"{path} was not written by benchmarks/quality/retention.py"
+    message = (
+        f"{path} was not written by benchmarks/quality/retention.py; give a file of "
+        "that benchmark"
+    )
     return coded("KVP607", message)
 
 

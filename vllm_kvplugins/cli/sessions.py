@@ -79,7 +79,11 @@ def remove_sessions(
     if names:
         unknown = [n for n in names if not any(_named(f, [n]) for f in found)]
         if unknown:
-            fail(coded("KVP605", f"no such session in {folder}: {', '.join(unknown)}"))
+            message = (
+                f"{folder} has no session {', '.join(unknown)}; `kvplugins sessions "
+                "ls` lists them"
+            )
+            fail(coded("KVP605", message))
         found = [file for file in found if _named(file, names)]
     elif older_than_h is not None:
         before = time.time() - 3600 * older_than_h

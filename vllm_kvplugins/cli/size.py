@@ -18,6 +18,7 @@ from vllm_kvplugins.errors import KVPolicyError, coded, refuse
 if TYPE_CHECKING:
     from vllm_kvplugins.model_config import ConfigOnlyModel
     from vllm_kvplugins.plan.geometry import Geometry
+    from vllm_kvplugins.plan.sizing import Footprint
     from vllm_kvplugins.policies.base import KVCachePolicy
 
 _GIB = 1 << 30
@@ -71,7 +72,7 @@ def size(
         message = f"{pool_gib} GiB is not the size of a pool; give a finite number"
         raise typer.BadParameter(coded("KVP603", message), param_hint="--pool-gib")
     with user_errors():
-        found = sizing(
+        figures = sizing(
             model,
             policy,
             policy_config,
@@ -83,10 +84,10 @@ def size(
             block_size=block_size,
         )
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(figures, indent=2))
     else:
-        _print(out(), found)
-    pool = found["pool"]
+        _print(out(), figures)
+    pool = figures["pool"]
     raise typer.Exit(1 if pool and pool["requests"] < concurrency else 0)
 
 
@@ -112,7 +113,7 @@ def sizing(
     from vllm_kvplugins.model_config import read_model_config
     from vllm_kvplugins.plan.geometry import Geometry, Lengths
     from vllm_kvplugins.plan.residency_plan import ResidencyPlan
-    from vllm_kvplugins.plan.sizing import blocks_for, capacity, footprint
+    from vllm_kvplugins.plan.sizing import blocks_for, footprint
 
     options = parse_options(policy_config) if policy_config is not None else {}
     policy = parse_policy({"name": policy_name, **options})
@@ -140,31 +141,8 @@ def sizing(
     block_bytes = block_size * geometry.kv_bytes_per_token
     storage = policy.host_storage
     host_bytes = storage.host_bytes(tokens, geometry) if storage else 0
-    pool = None
-    if pool_bytes is not None:
-        limit = storage.host_memory_bytes if storage else None
-        host_requests = limit // host_bytes if limit and host_bytes else None
-        ours = capacity(held, pool_bytes, block_bytes, host_requests)
-        theirs = capacity(stock, pool_bytes, block_bytes, None)
-        pool = {
-            "bytes": pool_bytes,
-            "blocks": ours.pool,
-            "requests": ours.requests,
-            "decoding_alone": ours.decoding,
-            "limit": ours.limit.value,
-            "stock_requests": theirs.requests,
-            "stock_decoding_alone": theirs.decoding,
-            "stock_limit": theirs.limit.value,
-        }
-
-    def amounts(footprint: Any) -> dict[str, dict[str, int]]:
-        names = ("full", "prefill_peak", "after_prefill", "decode_peak", "end")
-        blocks = {name: getattr(footprint, name) for name in names}
-        return {
-            name: {"blocks": count, "bytes": count * block_bytes}
-            for name, count in blocks.items()
-        }
-
+    host_limit = storage.host_memory_bytes if storage else None
+    host_requests = host_limit // host_bytes if host_limit and host_bytes else None
     return {
         "model": model_name,
         "policy": policy.name,
@@ -178,16 +156,52 @@ def sizing(
         "block_bytes": block_bytes,
         "prompt_tokens": prompt_tokens,
         "answer_tokens": answer_tokens,
-        "request": {**amounts(held), "host_bytes": host_bytes},
-        "stock_request": amounts(stock),
+        "request": {**_amounts(held, block_bytes), "host_bytes": host_bytes},
+        "stock_request": _amounts(stock, block_bytes),
         "wanted": {
             "requests": requests,
             "pool_bytes": blocks_for(held, requests) * block_bytes,
             "stock_pool_bytes": blocks_for(stock, requests) * block_bytes,
             "host_bytes": requests * host_bytes,
         },
-        "pool": pool,
+        "pool": None
+        if pool_bytes is None
+        else _pool(held, stock, pool_bytes, block_bytes, host_requests),
         "notes": _notes(policy, model, tokens),
+    }
+
+
+def _amounts(footprint: Footprint, block_bytes: int) -> dict[str, dict[str, int]]:
+    """Blocks and bytes of a request at each stage."""
+    names = ("full", "prefill_peak", "after_prefill", "decode_peak", "end")
+    blocks = {name: getattr(footprint, name) for name in names}
+    return {
+        name: {"blocks": count, "bytes": count * block_bytes}
+        for name, count in blocks.items()
+    }
+
+
+def _pool(
+    held: Footprint,
+    stock: Footprint,
+    pool_bytes: int,
+    block_bytes: int,
+    host_requests: int | None,
+) -> dict[str, Any]:
+    """Requests that fit into a pool, with the policy and with stock vLLM."""
+    from vllm_kvplugins.plan.sizing import capacity
+
+    ours = capacity(held, pool_bytes, block_bytes, host_requests)
+    theirs = capacity(stock, pool_bytes, block_bytes, None)
+    return {
+        "bytes": pool_bytes,
+        "blocks": ours.pool,
+        "requests": ours.requests,
+        "decoding_alone": ours.decoding,
+        "limit": ours.limit.value,
+        "stock_requests": theirs.requests,
+        "stock_decoding_alone": theirs.decoding,
+        "stock_limit": theirs.limit.value,
     }
 
 
@@ -275,18 +289,20 @@ _ROWS = {
 }
 
 
-def _print(console: Console, found: dict[str, Any]) -> None:
-    request, stock = found["request"], found["stock_request"]
+def _print(console: Console, figures: dict[str, Any]) -> None:
+    request, stock = figures["request"], figures["stock_request"]
     console.print(
-        f"[bold]{escape(found['policy'])}[/] on {escape(found['model'])}: prompt of "
-        f"{found['prompt_tokens']:,} tokens, answer of {found['answer_tokens']:,}"
+        f"[bold]{escape(figures['policy'])}[/] on {escape(figures['model'])}: "
+        f"prompt of {figures['prompt_tokens']:,} tokens, answer of "
+        f"{figures['answer_tokens']:,}"
     )
     console.print(
-        f"{found['num_layers']} layers × {found['num_kv_heads']} KV heads × "
-        f"{found['head_dim']}, {found['dtype']}: "
-        f"{found['kv_bytes_per_token']:,} bytes per token, "
-        f"{amount(found['block_bytes'])} per block of {found['block_size']} tokens; "
-        f"without a policy, a request needs {amount(request['full']['bytes'])}\n"
+        f"{figures['num_layers']} layers × {figures['num_kv_heads']} KV heads × "
+        f"{figures['head_dim']}, {figures['dtype']}: "
+        f"{figures['kv_bytes_per_token']:,} bytes per token, "
+        f"{amount(figures['block_bytes'])} per block of {figures['block_size']} "
+        f"tokens; without a policy, a request needs "
+        f"{amount(request['full']['bytes'])}\n"
     )
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("one request", no_wrap=True)
@@ -302,9 +318,9 @@ def _print(console: Console, found: dict[str, Any]) -> None:
     if request["host_bytes"]:
         table.add_row("host memory, maximum", "", amount(request["host_bytes"]))
     console.print(table)
-    for line in (*_wanted_lines(found["wanted"]), *_pool_lines(found)):
+    for line in (*_wanted_lines(figures["wanted"]), *_pool_lines(figures)):
         console.print(line)
-    for note in found["notes"]:
+    for note in figures["notes"]:
         console.print(f"[yellow]note:[/] {escape(note)}")
 
 
@@ -319,11 +335,11 @@ def _wanted_lines(wanted: dict[str, int]) -> list[str]:
     ]
 
 
-def _pool_lines(found: dict[str, Any]) -> list[str]:
-    pool = found["pool"]
+def _pool_lines(figures: dict[str, Any]) -> list[str]:
+    pool = figures["pool"]
     if pool is None:
         return []
-    enough = pool["requests"] >= found["wanted"]["requests"]
+    enough = pool["requests"] >= figures["wanted"]["requests"]
     colour = "green" if enough else "bold red"
     ratio = ""
     if pool["stock_requests"] and pool["requests"]:
@@ -332,20 +348,20 @@ def _pool_lines(found: dict[str, Any]) -> list[str]:
         f"[bold]A pool of {amount(pool['bytes'])} fits[/] [{colour}]"
         f"{_requests(pool['requests'])}[/] at once, each at full length; stock "
         f"{pool['stock_requests']:,}{ratio}",
-        f"[bold]Limit:[/] {_limit(found)}",
+        f"[bold]Limit:[/] {_limit(figures)}",
     ]
 
 
-def _limit(found: dict[str, Any]) -> str:
+def _limit(figures: dict[str, Any]) -> str:
     """The reason why no further request fits."""
-    pool, held = found["pool"], found["request"]
+    pool, held = figures["pool"], figures["request"]
     prefill, decode = amount(held["prefill_peak"]["bytes"]), held["decode_peak"]
     return {
         "prefill-never-fits": f"the prefill of one prompt needs {prefill}, more than "
         "the pool. A policy frees blocks only after the prompt, so no such request can "
         "run; with prefill_block it frees blocks during the prompt",
         "start-up": "vLLM starts only if a whole request of --max-model-len fits the "
-        f"pool, here {found['prompt_tokens'] + found['answer_tokens']:,} tokens, "
+        f"pool, here {figures['prompt_tokens'] + figures['answer_tokens']:,} tokens, "
         "before a policy frees anything; with prefill_block, only the part of a prompt "
         "that is held at once must fit",
         "prefill": f"the prefill. A prompt needs {prefill} in addition to the decoding "

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from vllm_kvplugins.model_config import ConfigOnlyModel
     from vllm_kvplugins.plan.geometry import Geometry
     from vllm_kvplugins.routers.files import RouterReport
+    from vllm_kvplugins.routers.router import Router
     from vllm_kvplugins.training.examples import Example
+    from vllm_kvplugins.training.loop import Training
     from vllm_kvplugins.training.losses import Terms
     from vllm_kvplugins.training.settings import TrainSettings
     from vllm_kvplugins.training.texts import Text, Texts
@@ -148,24 +150,15 @@ def _run(
     device: str,
     save_every: int,
 ) -> RouterReport:
-    import torch
-
+    """Train and evaluate a router, and write its files."""
     from vllm_kvplugins import __version__
-    from vllm_kvplugins.model_config import ConfigOnlyModel, read_model_config
-    from vllm_kvplugins.plan.geometry import Geometry
+    from vllm_kvplugins.model_config import ConfigOnlyModel
     from vllm_kvplugins.routers.files import RouterFacts, write_router
-    from vllm_kvplugins.training import loop, report, thresholds
+    from vllm_kvplugins.training import loop
     from vllm_kvplugins.training.teacher import load_model
     from vllm_kvplugins.training.texts import read_texts
-    from vllm_kvplugins.vllm_adapter.config import validation
 
-    config = read_model_config(model, settings.dtype)
-    reasons = [
-        *validation.model_problems(config),
-        *config.layer_problems(),
-        *_shape_problems(settings, config),
-    ]
-    refuse(f"no router can be trained for {model}", reasons)
+    geometry = _checked_geometry(model, settings)
     tokenizer = load_tokenizer(model)
     texts = read_texts(
         data, tokenizer, max(settings.lengths), settings.held_out, settings.seed
@@ -178,35 +171,13 @@ def _run(
     if checkpoint.exists():
         run = loop.Training.load(checkpoint, settings, of, loaded.device)
     with _progress() as progress:
-        shape = config.cache_shape()
-        geometry = Geometry(
-            _BLOCK_SIZE, shape.num_layers, shape.num_kv_heads, shape.bytes_per_token(2)
-        )
         maker = _Maker(loaded, settings, texts, geometry, progress)
         held_out = maker.held_out()  # first, to refuse unsuitable texts early
         if run is None:
             router = loop.starting_router(maker.stage(0), settings)
             run = loop.Training.begin(router, settings, of, loaded.device)
-        task = progress.add_task("training", total=settings.steps, completed=run.step)
-
-        def done(step: int, terms: Terms) -> None:
-            status = (
-                f"training: zoom {float(terms.zoom):.3f}, lost energy "
-                f"{float(terms.reconstruction):.3f}"
-            )
-            progress.update(task, completed=step, description=status)
-            if step % save_every == 0 or step == settings.steps:
-                run.save(checkpoint)
-                _log(progress, f"step {step} of {settings.steps}, {status}")
-
-        router = loop.train(loaded, run, maker.stage, done)
-        seen = maker.stage(len(settings.lengths) - 1)
-        if settings.calibrate:
-            _log(progress, "choosing thresholds")
-            on_device = thresholds.calibrated(router.on(loaded.device), seen)
-            router = on_device.on(torch.device("cpu"))
-        with torch.no_grad():
-            figures = report.report(loaded, router.on(loaded.device), seen, held_out)
+        router = _train(loaded, run, maker, checkpoint, save_every, progress)
+        router, figures = _evaluate(loaded, router, settings, maker, held_out, progress)
     facts = RouterFacts(
         plugin=__version__,
         model=Path(model).name,
@@ -220,6 +191,75 @@ def _run(
     )
     write_router(router, facts, out_dir / ROUTER)
     return figures
+
+
+def _checked_geometry(model: str, settings: TrainSettings) -> Geometry:
+    """Refuse models and settings that cannot work, before weights are loaded."""
+    from vllm_kvplugins.model_config import read_model_config
+    from vllm_kvplugins.plan.geometry import Geometry
+    from vllm_kvplugins.vllm_adapter.config import validation
+
+    config = read_model_config(model, settings.dtype)
+    reasons = [
+        *validation.model_problems(config),
+        *config.layer_problems(),
+        *_shape_problems(settings, config),
+    ]
+    refuse(f"no router can be trained for {model}", reasons)
+    shape = config.cache_shape()
+    return Geometry(
+        _BLOCK_SIZE, shape.num_layers, shape.num_kv_heads, shape.bytes_per_token(2)
+    )
+
+
+def _train(
+    model: Any,
+    run: Training,
+    maker: _Maker,
+    checkpoint: Path,
+    save_every: int,
+    progress: Progress,
+) -> Router:
+    """Run all remaining steps; show the progress and write checkpoints."""
+    from vllm_kvplugins.training import loop
+
+    steps = run.settings.steps
+    task = progress.add_task("training", total=steps, completed=run.step)
+
+    def done(step: int, terms: Terms) -> None:
+        status = (
+            f"training: zoom {float(terms.zoom):.3f}, lost energy "
+            f"{float(terms.reconstruction):.3f}"
+        )
+        progress.update(task, completed=step, description=status)
+        if step % save_every == 0 or step == steps:
+            run.save(checkpoint)
+            _log(progress, f"step {step} of {steps}, {status}")
+
+    return loop.train(model, run, maker.stage, done)
+
+
+def _evaluate(
+    model: Any,
+    router: Router,
+    settings: TrainSettings,
+    maker: _Maker,
+    held_out: Sequence[Example],
+    progress: Progress,
+) -> tuple[Router, RouterReport]:
+    """Choose thresholds, if set, and evaluate the router on held-out texts."""
+    import torch
+
+    from vllm_kvplugins.training import report, thresholds
+
+    examples = maker.stage(len(settings.lengths) - 1)
+    if settings.calibrate:
+        _log(progress, "choosing thresholds")
+        calibrated = thresholds.calibrated(router.on(model.device), examples)
+        router = calibrated.on(torch.device("cpu"))
+    with torch.no_grad():
+        on_device = router.on(model.device)
+        return router, report.report(model, on_device, examples, held_out)
 
 
 def _shape_problems(settings: TrainSettings, config: ConfigOnlyModel) -> list[str]:

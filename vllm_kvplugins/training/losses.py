@@ -158,8 +158,8 @@ def ranking_loss(logits: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     The router's shares are a softmax of its logits. Queries are weighted by their
     attention to spans.
 
-    Not in the paper, whose targets (equation 12) do not distinguish the span that a
-    query looks for from one that completes 90 % of its attention. The difference
+    Not in the paper, whose targets (equation 12) do not distinguish the most attended
+    span from the one that completes 90 % of the attention. The difference
     matters when spans compete for room.
 
     Args:

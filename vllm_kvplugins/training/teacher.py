@@ -31,10 +31,7 @@ def load_model(folder: str, dtype: str, device: str) -> Any:
     model = load_attending(folder, dtype, ATTENTION, _attention)
     try:
         return model.requires_grad_(False).to(device)
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # torch's errors for a missing device
+    except (RuntimeError, AssertionError) as error:  # torch: the device is missing
         raise KVPolicyError(
             coded("KVP603", f"cannot move the model to --device {device}: {error}")
         ) from error

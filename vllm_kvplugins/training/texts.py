@@ -37,12 +37,12 @@ class Texts:
 
 
 def read_texts(
-    folder: Path, tokenizer: Any, least_tokens: int, held_out: int, seed: int
+    folder: Path, tokenizer: Any, min_tokens: int, held_out: int, seed: int
 ) -> Texts:
     """Read all texts of a folder that are long enough.
 
     Args:
-        least_tokens: shorter texts are left out.
+        min_tokens: shorter texts are left out.
         held_out: number of texts that are drawn for the report.
         seed: of that draw.
 
@@ -60,13 +60,13 @@ def read_texts(
         )
     files = sorted(path for path in folder.rglob("*") if path.suffix in KINDS)
     read = [_read(path, folder, tokenizer) for path in files]
-    long = [text for text in read if len(text.tokens) >= least_tokens]
+    long = [text for text in read if len(text.tokens) >= min_tokens]
     refuse(
         f"cannot train on {folder}",
         [
             coded(
                 "KVP642",
-                f"{len(long)} of {len(read)} texts have {least_tokens} tokens, but "
+                f"{len(long)} of {len(read)} texts have {min_tokens} tokens, but "
                 f"more than the {held_out} held-out ones are needed; add longer texts, "
                 "or give smaller --lengths",
             )
