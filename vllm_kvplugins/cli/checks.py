@@ -167,13 +167,13 @@ def other_policies() -> Check:
     """Policies of other packages, and whether they can be loaded."""
     from vllm_kvplugins.policies.registry import outside_policies, problem_of
 
-    name, found = "other policies", outside_policies()
-    problems = [text for policy in found if (text := problem_of(policy))]
+    name, policies = "other policies", outside_policies()
+    problems = [text for policy in policies if (text := problem_of(policy))]
     if problems:
         return Check(
             name, Status.WARN, "; ".join(problems), "repair or uninstall that package"
         )
-    listed = ", ".join(f"{policy} ({path})" for policy, path in found.items())
+    listed = ", ".join(f"{policy} ({path})" for policy, path in policies.items())
     return Check(name, Status.OK, listed or "none of other packages")
 
 
@@ -247,8 +247,8 @@ def instruction_set() -> Check:
     if not flags:
         return Check(name, Status.OK, f"{machine}, instruction set unknown")
     useful = ("avx2", "avx512f", "avx512_bf16", "amx_tile")
-    found = [flag for flag in useful if flag in flags]
-    detail = f"{machine}: {', '.join(found) or 'neither AVX2 nor AVX-512'}"
+    supported = [flag for flag in useful if flag in flags]
+    detail = f"{machine}: {', '.join(supported) or 'neither AVX2 nor AVX-512'}"
     if "avx2" not in flags:
         remedy = "vLLM's CPU kernels need at least AVX2; use another machine"
         return Check(name, Status.WARN, detail, remedy)

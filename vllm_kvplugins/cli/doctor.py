@@ -83,8 +83,8 @@ def run_check(check: Callable[[], Check]) -> Check:
 
 def worst_status(results: Iterable[Check]) -> Status:
     """The worst status among results; OK if there are none."""
-    found = {Status.OK, *(result.status for result in results)}
-    return next(s for s in (Status.FAIL, Status.WARN, Status.OK) if s in found)
+    statuses = {Status.OK, *(result.status for result in results)}
+    return next(s for s in (Status.FAIL, Status.WARN, Status.OK) if s in statuses)
 
 
 def _print_table(results: list[Check], worst: Status) -> None:

@@ -105,7 +105,7 @@ def _plane(embeddings: np.ndarray, seed: int) -> np.ndarray:
     return points
 
 
-def draw(found: EpisodeMap, path: Path) -> None:
+def draw(segments: EpisodeMap, path: Path) -> None:
     """Draw the segments by episode, with the texts of the medoids in the legend.
 
     Args:
@@ -121,13 +121,13 @@ def draw(found: EpisodeMap, path: Path) -> None:
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         # emojis are not in every font
         warnings.filterwarnings("ignore", "Glyph .* missing from")
-        height = max(4.4, 0.3 + 0.2 * (_LINES + 2) * len(found.medoids))
+        height = max(4.4, 0.3 + 0.2 * (_LINES + 2) * len(segments.medoids))
         figure = Figure(figsize=(9, height), layout="constrained")
         axes = figure.subplots()
-        for episode in range(len(found.medoids)):
-            _episode(axes, found, episode)
+        for episode in range(len(segments.medoids)):
+            _episode(axes, segments, episode)
         axes.set(xticks=[], yticks=[], xlabel="t-SNE of segments, stars: medoids")
-        axes.set_title(_title(found), fontsize=9)
+        axes.set_title(_title(segments), fontsize=9)
         figure.legend(loc="outside right upper", frameon=False, fontsize=8)
         figure.savefig(
             path,
@@ -136,10 +136,10 @@ def draw(found: EpisodeMap, path: Path) -> None:
         )
 
 
-def _episode(axes: Axes, found: EpisodeMap, episode: int) -> None:
+def _episode(axes: Axes, segments: EpisodeMap, episode: int) -> None:
     """Draw the segments and the medoid of an episode, with a legend entry."""
     colour = _COLOURS[episode % len(_COLOURS)]
-    members = found.points[found.labels == episode]
+    members = segments.points[segments.labels == episode]
     axes.scatter(
         members[:, 0],
         members[:, 1],
@@ -148,9 +148,9 @@ def _episode(axes: Axes, found: EpisodeMap, episode: int) -> None:
         marker=_MARKS[episode % len(_MARKS)],
         edgecolors="white",
         linewidths=0.4,
-        label=_caption(episode, len(members), found.texts[episode]),
+        label=_caption(episode, len(members), segments.texts[episode]),
     )
-    x, y = found.points[found.medoids[episode]]
+    x, y = segments.points[segments.medoids[episode]]
     axes.scatter(x, y, s=240, marker="*", color=colour, edgecolors="black")
 
 
@@ -167,12 +167,12 @@ def _caption(episode: int, segments: int, text: str) -> str:
     return "\n".join([head, *lines]).replace("$", r"\$")
 
 
-def _title(found: EpisodeMap) -> str:
+def _title(segments: EpisodeMap) -> str:
     counts = (
-        f"{found.utterances} utterances, {len(found.labels)} segments, "
-        f"{len(found.medoids)} episodes"
+        f"{segments.utterances} utterances, {len(segments.labels)} segments, "
+        f"{len(segments.medoids)} episodes"
     )
-    made = f"by {found.encoder}"
-    if not np.isnan(found.silhouette):
-        made += f"  ·  silhouette {found.silhouette:.2f}"
+    made = f"by {segments.encoder}"
+    if not np.isnan(segments.silhouette):
+        made += f"  ·  silhouette {segments.silhouette:.2f}"
     return f"{counts}\n{made}".replace("$", r"\$")

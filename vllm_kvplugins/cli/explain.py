@@ -49,11 +49,13 @@ def explain(
         with quiet_engine(verbose) as progress:
             from vllm_kvplugins.vllm_adapter.offline import explain as engine
 
-            found = engine.explain(
-                model, request, prompt, dtype, max_model_len, progress
-            )
+            run = engine.explain(model, request, prompt, dtype, max_model_len, progress)
         document = build_document(
-            model, request, found.prompt_token_ids, found.tokens, found.kept_positions
+            model,
+            request,
+            run.prompt_token_ids,
+            run.tokens,
+            run.kept_positions,
         )
         write_text(json_path, json.dumps(document, ensure_ascii=False) + "\n")
         if html_path is not None:

@@ -161,15 +161,15 @@ def _flat(config: dict[str, Any]) -> dict[str, str]:
 
 def _spread(counts: list[list[int]]) -> str:
     numbers = [count for heads in counts for count in heads]
-    least, most = min(numbers), max(numbers)
-    if least == most:
-        return f"Every head keeps {most:,} tokens."
-    return f"From {least:,} to {most:,}; a stronger shade means more."
+    low, high = min(numbers), max(numbers)
+    if low == high:
+        return f"Every head keeps {high:,} tokens."
+    return f"From {low:,} to {high:,}; a stronger shade means more."
 
 
 def _strip(counts: list[list[int]]) -> str:
     """Table of layers (columns) and KV heads (rows), shaded up to the maximum."""
-    most = max(count for heads in counts for count in heads)
+    maximum = max(count for heads in counts for count in heads)
     top = "".join(
         f'<th scope="col" data-layer="{layer}">{layer}</th>'
         for layer in range(len(counts))
@@ -177,7 +177,7 @@ def _strip(counts: list[list[int]]) -> str:
     rows = []
     for head in range(len(counts[0])):
         cells = "".join(
-            f'<td class="l{-(-LEVELS * heads[head] // most)}" data-layer="{layer}" '
+            f'<td class="l{-(-LEVELS * heads[head] // maximum)}" data-layer="{layer}" '
             f'data-head="{head}">{heads[head]}</td>'
             for layer, heads in enumerate(counts)
         )

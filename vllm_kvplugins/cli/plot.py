@@ -65,8 +65,8 @@ def retention(
         _check_plot(plot_path)
         from vllm_kvplugins.cli.retention import draw, read_retention
 
-        found = read_retention(file_path)
-        _save(lambda: draw(found, plot_path), plot_path)
+        measured = read_retention(file_path)
+        _save(lambda: draw(measured, plot_path), plot_path)
 
 
 @plots.command("episodes")
@@ -102,8 +102,8 @@ def episodes(
             encoder=encoder,
         )
         history = read_history(history_path, dialogue)
-        found = episode_map(history, settings, load_encoder(settings.encoder))
-        _save(lambda: draw(found, plot_path), plot_path)
+        segments = episode_map(history, settings, load_encoder(settings.encoder))
+        _save(lambda: draw(segments, plot_path), plot_path)
 
 
 def _episodes(given: str) -> int | Literal["auto"]:

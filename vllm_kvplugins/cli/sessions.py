@@ -34,14 +34,14 @@ def list_sessions(
     ] = False,
 ) -> None:
     """List sessions, most recently used first. A running server may change them."""
-    found = _files(folder)
+    files = _files(folder)
     if as_json:
-        typer.echo(json.dumps([_plain(file) for file in found], indent=2))
+        typer.echo(json.dumps([_plain(file) for file in files], indent=2))
         return
-    table = Table(title=f"{len(found)} files in {folder}")
+    table = Table(title=f"{len(files)} files in {folder}")
     for heading in ("session", "last used", "tokens", "MiB", "model", "policy", ""):
         table.add_column(heading)
-    for file in found:
+    for file in files:
         used = datetime.fromtimestamp(file.last_used).strftime("%Y-%m-%d %H:%M")
         table.add_row(
             file.session_id[:12],
@@ -75,22 +75,22 @@ def remove_sessions(
     if bool(names) + everything + (older_than_h is not None) != 1:
         message = "choose sessions: give IDs, or --all, or --older-than HOURS"
         fail(coded("KVP603", message), 2)
-    found = _files(folder)
+    files = _files(folder)
     if names:
-        unknown = [n for n in names if not any(_named(f, [n]) for f in found)]
+        unknown = [n for n in names if not any(_named(f, [n]) for f in files)]
         if unknown:
             message = (
                 f"{folder} has no session {', '.join(unknown)}; `kvplugins sessions "
                 "ls` lists them"
             )
             fail(coded("KVP605", message))
-        found = [file for file in found if _named(file, names)]
+        files = [file for file in files if _named(file, names)]
     elif older_than_h is not None:
         before = time.time() - 3600 * older_than_h
-        found = [file for file in found if file.last_used < before]
-    for file in found:
+        files = [file for file in files if file.last_used < before]
+    for file in files:
         file.path.unlink(missing_ok=True)
-    out().print(f"removed {len({file.session_id for file in found})} sessions")
+    out().print(f"removed {len({file.session_id for file in files})} sessions")
 
 
 def _named(file: FoundFile, names: Iterable[str]) -> bool:

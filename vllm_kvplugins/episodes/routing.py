@@ -173,9 +173,9 @@ class EpisodeRouter:
             return None
         started = perf_counter()
         history = list(history)
-        known = self._look_up(owner, history)
-        base = known.base
-        new_texts = _texts_after(base, history, known.segments)
+        lookup = self._look_up(owner, history)
+        base = lookup.base
+        new_texts = _texts_after(base, history, lookup.segments)
         looked_up = perf_counter()
         if base is None:
             vectors, (query_vector,) = self._embed(owner, new_texts, [query])
@@ -185,18 +185,18 @@ class EpisodeRouter:
             (query_vector,) = self._encode([query])
         encoded = perf_counter()
         if clustered := base is None:
-            base = self._cluster(known, history, np.stack(vectors))
+            base = self._cluster(lookup, history, np.stack(vectors))
             new_texts, vectors = [], []
         episode, similarity, guides = _match(base, vectors, query_vector)
         guide = base.guides[episode]
         with self._cache_lock:
-            self._last_guides.put(known.digests[-1], guide)
+            self._last_guides.put(lookup.digests[-1], guide)
         return Route(
             episode,
             guide,
             similarity,
             guides,
-            switched=None if known.last_guide is None else guide != known.last_guide,
+            switched=None if lookup.last_guide is None else guide != lookup.last_guide,
             clustered=clustered,
             unknown_segments=len(new_texts) - len(vectors),
             encode_ms=(encoded - looked_up) * 1e3,
@@ -210,8 +210,8 @@ class EpisodeRouter:
             KVPolicyError: a library is missing, or the encoder failed.
         """
         history = list(history)
-        known = self._look_up(owner, history)
-        self._embed(owner, _texts_after(known.base, history, known.segments), [])
+        lookup = self._look_up(owner, history)
+        self._embed(owner, _texts_after(lookup.base, history, lookup.segments), [])
 
     def _look_up(self, owner: str, history: list[Utterance]) -> _Lookup:
         segments = full_segments(history, self._settings.segment_utterances)
@@ -231,7 +231,7 @@ class EpisodeRouter:
         return _Lookup(segments, digests, base, last_guide)
 
     def _cluster(
-        self, known: _Lookup, history: list[Utterance], vectors: np.ndarray
+        self, lookup: _Lookup, history: list[Utterance], vectors: np.ndarray
     ) -> _ClusteredHistory:
         """Cluster a history and cache the result.
 
@@ -240,20 +240,20 @@ class EpisodeRouter:
         """
         clustering = cluster(vectors, self._settings)
         # Guides also depend on full segments only.
-        utterances = history[: known.segments[-1].stop]
+        utterances = history[: lookup.segments[-1].stop]
         guides = tuple(
             guide_text(
-                utterances, known.segments, medoid, self._settings.guide_utterances
+                utterances, lookup.segments, medoid, self._settings.guide_utterances
             )
             for medoid in clustering.medoids
         )
         logger.info(
             "clustered %d segments into %d episodes (%s)",
-            len(known.segments),
+            len(lookup.segments),
             len(guides),
             clustering.reason,
         )
-        key = known.digests[len(utterances) - 1]
+        key = lookup.digests[len(utterances) - 1]
         made = _ClusteredHistory(clustering, guides)
         with self._cache_lock:
             return self._clusterings.get(key) or self._clusterings.put(key, made)

@@ -28,11 +28,11 @@ def build(llm: Any, messages: Sequence[dict[str, Any]]) -> int:
     """
     policy = policy_of(llm.llm_engine.vllm_config)
     if policy is None or policy.episode_routing is None:
-        found = "no KV policy" if policy is None else f"KV policy {policy.name!r}"
+        current = "no KV policy" if policy is None else f"KV policy {policy.name!r}"
         raise KVPolicyError(
             coded(
                 "KVP038",
-                f"the engine runs {found}, which has no episodes; start it with "
+                f"the engine runs {current}, which has no episodes; start it with "
                 'additional_config={"kv_policy": {"name": "epicache"}}',
             )
         )
