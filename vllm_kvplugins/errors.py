@@ -65,7 +65,7 @@ CODES: dict[str, str] = {
     "KVP104": "the class is not a policy",
     "KVP105": "the policy's `name` differs from the name under which it is listed",
     "KVP106": "the policy class defines a hook of an earlier version of the contract",
-    "KVP107": "a setting of the policy class has the name of a hook",
+    "KVP107": "a setting of the policy class has the name of a hook or engine setting",
     "KVP108": "the policy has no `score`, so it cannot choose tokens",
     "KVP111": "the base of a wrapper policy (flowkv, epicache) is not a compressor",
     "KVP112": "base_config contains a setting that the wrapper policy sets itself",

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from vllm_kvplugins.budgets import Pyramid
-from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.config import KernelSettings, parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.residency_plan import ResidencyPlan
@@ -15,8 +15,9 @@ from vllm_kvplugins.policies import registry
 from vllm_kvplugins.policies.base import KVCachePolicy, contract_hooks
 from vllm_kvplugins.policies.capabilities import Observation, Trigger, Turns
 from vllm_kvplugins.policies.compressor import Compressor
-from vllm_kvplugins.policies.hook_names import REMOVED_HOOKS
+from vllm_kvplugins.policies.hook_names import REMOVED_HOOKS, RESERVED_SETTINGS
 from vllm_kvplugins.policies.wrapper import Wrapper
+from vllm_kvplugins.sessions.settings import DEPRECATED_SETTINGS, SESSION_SETTINGS
 
 GEOMETRY = Geometry(16, 2, 2, 1024)
 REASON = "only models with two layers"
@@ -155,6 +156,19 @@ def test_settings_must_not_be_named_like_hooks():
             turns: int = 3
 
     assert caught.value.codes == ("KVP107",)
+
+
+@pytest.mark.parametrize("name", ["kernel", "sessions"])
+def test_settings_must_not_be_named_like_those_of_the_engine(name):
+    with pytest.raises(KVPolicyError) as caught:
+        fields = {"__annotations__": {name: int}, name: 3, "__module__": __name__}
+        type("Shadowing", (Compressor,), fields)
+    assert caught.value.codes == ("KVP107",)
+
+
+def test_reserved_settings_are_those_that_the_engine_takes():
+    taken = {"name", *KernelSettings.model_fields, *SESSION_SETTINGS}
+    assert {*taken, *DEPRECATED_SETTINGS} == RESERVED_SETTINGS
 
 
 def test_removed_names_are_not_names_of_the_contract():

@@ -39,6 +39,23 @@ REMOVED_HOOKS: dict[str, str] = {
 }
 
 
+# Settings of the engine in ``--kv-policy-config``. ``config.parse_policy`` removes them
+# before the policy sees its own settings.
+RESERVED_SETTINGS = frozenset(
+    {
+        "name",
+        "kernel",
+        "sessions",
+        "session_memory",
+        "session_max_age_s",
+        "session_keep_on_device",
+        "session_park",
+        "session_dir",
+        "session_disk",
+    }
+)
+
+
 def refuse_hook_names(
     cls: type, hooks: Collection[str], fields: Collection[str]
 ) -> None:
@@ -53,7 +70,7 @@ def refuse_hook_names(
 
     Raises:
         KVPolicyError: KVP106, with the new name of each old hook; KVP107 for settings
-            that are named like a hook.
+            that are named like a hook or like a setting of the engine.
     """
     reasons = [
         coded(
@@ -68,5 +85,14 @@ def refuse_hook_names(
         coded("KVP107", f"setting `{name}` is named like a hook; rename the setting.")
         for name in fields
         if name in hooks
+    ]
+    reasons += [
+        coded(
+            "KVP107",
+            f"setting `{name}` is named like a setting of the engine, which would take "
+            "its value; rename the setting.",
+        )
+        for name in fields
+        if name in RESERVED_SETTINGS
     ]
     refuse(f"policy class {cls.__name__!r} does not fit the contract", reasons)
