@@ -160,8 +160,8 @@ def test_settings_must_not_be_named_like_hooks():
 
 @pytest.mark.parametrize("name", ["kernel", "sessions"])
 def test_settings_must_not_be_named_like_those_of_the_engine(name):
+    fields = {"__annotations__": {name: int}, name: 3, "__module__": __name__}
     with pytest.raises(KVPolicyError) as caught:
-        fields = {"__annotations__": {name: int}, name: 3, "__module__": __name__}
         type("Shadowing", (Compressor,), fields)
     assert caught.value.codes == ("KVP107",)
 
