@@ -24,6 +24,29 @@ def _refusal(arguments: dict[str, Any]) -> list[str] | None:
     return None
 
 
+def lengths(cases: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
+    """Per case max_model_len and what was logged about it, or error and message."""
+    import io
+    import logging
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_kvplugins.vllm_adapter.worker import probing
+
+    found: dict[str, list[Any]] = {}
+    for name, arguments in cases.items():
+        said = io.StringIO()
+        # vLLM takes the handlers of its own loggers away while it configures them.
+        probing.logger = logging.Logger("test", logging.INFO)
+        probing.logger.addHandler(logging.StreamHandler(said))
+        try:
+            config = EngineArgs(**_with_objects(arguments)).create_engine_config()
+            found[name] = [config.model_config.max_model_len, said.getvalue()]
+        except Exception as error:
+            found[name] = [type(error).__name__, str(error)]
+    return found
+
+
 def _with_objects(arguments: dict[str, Any]) -> dict[str, Any]:
     from vllm.config import KVTransferConfig
 

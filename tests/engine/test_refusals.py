@@ -256,7 +256,55 @@ def test_serve_ends_with_the_reason(models, flags, parts):
     assert done.returncode not in (0, None), done.stdout
     for part in parts:
         assert part in done.stdout, done.stdout
-    assert done.stdout.count("KVPolicyError: ") == 1, "the message stands there once"
+    assert done.stdout.count("error: ") == 1, "the message stands there once"
+    assert "Traceback" not in done.stdout, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_command_line")
+def test_reasons_of_a_worker_are_shown_without_a_traceback(tmp_path):
+    """Only the loaded layers show ALiBi: two processes away from the command."""
+    changes = {"model_type": "bloom", "architectures": ["BloomForCausalLM"]}
+    changes |= {"n_layer": 2, "n_head": 4, "layer_norm_epsilon": 1e-5}
+    model = str(write_config(tmp_path / "bloom", **changes))
+    settings = ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"]
+    settings += ["--dtype", "float32", "--max-model-len", "2048"]
+    done = vllm_cli("serve", model, *settings, "--kv-policy", "snapkv")
+    assert done.returncode == 1, done.stdout
+    assert "Traceback" not in done.stdout, done.stdout
+    assert done.stdout.count("1. [KVP016] layer") == 1, done.stdout
+
+
+# -- room for probes ---------------------------------------------------------------
+
+
+def test_probes_get_their_positions_unless_the_user_set_the_length(model_path):
+    """A model of 8192 positions; an explicit larger length is refused above."""
+    cases = {
+        "none set": ("infinipot", None),
+        "auto": ("infinipot", -1),
+        "set": ("infinipot", 4096),
+        "no probes": ("snapkv", None),
+        "set too large": ("infinipot", 8192),
+    }
+    arguments = {
+        name: {
+            "model": model_path,
+            "max_model_len": length,
+            "skip_tokenizer_init": False,
+            "additional_config": {"kv_policy": policy},
+        }
+        for name, (policy, length) in cases.items()
+    }
+    lengths = run_scenario("scenarios_config:lengths", {"cases": arguments})
+    assert lengths["no probes"] == [8192, ""]
+    assert lengths["set"] == [4096, ""]
+    assert lengths["none set"] == lengths["auto"]
+    longest, said = lengths["none set"]
+    assert 8000 < longest < 8192
+    assert f"max_model_len is {longest} instead of 8192" in said
+    assert said.count("\n") == 1
+    assert lengths["set too large"][0] == "KVPolicyError"
 
 
 @pytest.mark.usefixtures("_command_line")

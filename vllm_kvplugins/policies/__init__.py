@@ -15,6 +15,7 @@ from vllm_kvplugins.policies.capabilities import (
     Turns,
 )
 from vllm_kvplugins.policies.compressor import Compressor
+from vllm_kvplugins.policies.kinds import PolicyKind, kind_of
 from vllm_kvplugins.policies.registry import available_policies, get_policy_class
 from vllm_kvplugins.policies.wrapper import Wrapper
 
@@ -26,6 +27,7 @@ __all__ = [
     "LayerView",
     "Lengths",
     "Observation",
+    "PolicyKind",
     "Probe",
     "ProbeOccasion",
     "Probing",
@@ -34,4 +36,5 @@ __all__ = [
     "Wrapper",
     "available_policies",
     "get_policy_class",
+    "kind_of",
 ]

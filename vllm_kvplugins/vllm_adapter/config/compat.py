@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
 KNOWN_VERSIONS = ("0.32", "0.33")
+# Attribute of vLLM's ModelConfig: ``max_positions`` before max_model_len was lowered.
+_UNLIMITED = "kv_policy_max_positions"
 _REMEDY = f"reinstall vLLM ({' or '.join(KNOWN_VERSIONS)}) or update vllm_kvplugins"
 
 
@@ -81,7 +83,20 @@ def max_positions(vllm_config: VllmConfig) -> int:
     """Number of token positions that the model supports, not max_model_len."""
     model = vllm_config.model_config
     trained = getattr(model.hf_text_config, "max_position_embeddings", None) or 0
-    return max(int(trained), int(model.max_model_len))
+    before = getattr(model, _UNLIMITED, 0)
+    return max(int(trained), int(model.max_model_len), int(before))
+
+
+def left_open_max_model_len(model: Any) -> bool:
+    """Whether the user set no ``--max-model-len``, or ``auto``."""
+    return getattr(model, "original_max_model_len", 0) in (None, -1)
+
+
+def lower_max_model_len(vllm_config: VllmConfig, max_model_len: int) -> None:
+    """Limit the length of sequences; ``max_positions`` stays the same."""
+    model = vllm_config.model_config
+    setattr(model, _UNLIMITED, max_positions(vllm_config))
+    model.max_model_len = max_model_len
 
 
 # Whether the runtime needs layers to run its host code in a step of these rows.

@@ -103,7 +103,7 @@ _EVERYWHERE = {
     "get_num_kv_heads(parallel_config) get_total_num_kv_heads() "
     "get_sliding_window() hf_text_config runner_type use_mla is_hybrid "
     "is_attention_free is_encoder_decoder is_multimodal_model uses_mrope "
-    "skip_tokenizer_init max_model_len dtype hf_config model "
+    "skip_tokenizer_init max_model_len original_max_model_len dtype hf_config model "
     "quantization revision",
     "vllm.utils.torch_utils": "STR_DTYPE_TO_TORCH_DTYPE",
     "vllm.envs": "VLLM_USE_BREAKABLE_CUDAGRAPH",

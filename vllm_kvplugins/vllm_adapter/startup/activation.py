@@ -103,6 +103,7 @@ def finish_config(
     request = config[CONFIG_KEY]
     if isinstance(request, str):
         request = {"name": request}
+    probing.leave_positions(vllm_config, policy)
     refuse(
         f"KV policy {policy.name!r} cannot run with these engine settings",
         [

@@ -16,6 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_kvplugins.config import CONFIG_KEY, parse_options, parse_policy
 from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.policies.registry import available_policies
+from vllm_kvplugins.vllm_adapter.startup import refusals
 
 _INSTALLED = "_kvplugins_installed"
 
@@ -28,6 +29,7 @@ def install() -> None:
     _wrap_add_cli_args()
     _wrap_from_cli_args()
     _wrap_create_engine_config()
+    refusals.report_to_parent()
 
 
 def _wrap_add_cli_args() -> None:
@@ -64,6 +66,7 @@ def _wrap_from_cli_args() -> None:
 
     @functools.wraps(original)
     def from_cli_args(cls: type[EngineArgs], args: argparse.Namespace) -> EngineArgs:
+        refusals.print_without_traceback()
         request = _request_from_flags(args)
         if request is not None:
             config = dict(getattr(args, "additional_config", None) or {})
@@ -116,6 +119,7 @@ def _wrap_create_engine_config() -> None:
         with activation.prepared(self, policy):
             vllm_config = original(self, *args, **kwargs)
         activation.finish_config(self, vllm_config, policy)
+        refusals.install()
         return vllm_config
 
     EngineArgs.create_engine_config = create_engine_config

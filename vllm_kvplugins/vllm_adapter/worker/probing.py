@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_kvplugins.policies.base import KVCachePolicy
+
+
+logger = logging.getLogger("vllm.kv_policy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,31 @@ def encoder(vllm_config: VllmConfig) -> Encode:
     return encode
 
 
+def leave_positions(vllm_config: VllmConfig, policy: KVCachePolicy) -> None:
+    """Lower max_model_len so that probes fit behind the longest sequence.
+
+    Only where the user set no ``--max-model-len``; ``problems`` refuses a larger value
+    that the user did set. Logs the change.
+    """
+    model, probing = vllm_config.model_config, policy.probing
+    if probing is None or not compat.left_open_max_model_len(model):
+        return
+    if probing.needs_tokenizer and model.skip_tokenizer_init:
+        return  # refused by ``problems``
+    room = _room(vllm_config, policy, probing)
+    longest = compat.max_positions(vllm_config) - room
+    if 0 < longest < model.max_model_len:
+        logger.info(
+            "KV policy %s: max_model_len is %d instead of %d, because %d positions "
+            "after the longest sequence stay free for probes",
+            policy.name,
+            longest,
+            model.max_model_len,
+            room,
+        )
+        compat.lower_max_model_len(vllm_config, longest)
+
+
 def problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
     """Reasons why a policy cannot run its probes with these engine settings."""
     probing = policy.probing
@@ -108,7 +137,7 @@ def _room_problems(
     vllm_config: VllmConfig, policy: KVCachePolicy, probing: Probing
 ) -> list[str]:
     """Reasons why a probe does not fit behind the longest sequence, or into a batch."""
-    room = max(probing.room(encoder(vllm_config)), policy.max_patched_prompt_tokens)
+    room = _room(vllm_config, policy, probing)
     longest = vllm_config.model_config.max_model_len
     positions = compat.max_positions(vllm_config)
     batch = vllm_config.scheduler_config.max_num_batched_tokens
@@ -124,3 +153,8 @@ def _room_problems(
             f"--max-num-batched-tokens {batch}"
         )
     return problems
+
+
+def _room(vllm_config: VllmConfig, policy: KVCachePolicy, probing: Probing) -> int:
+    """Minimum number of tokens of a probe."""
+    return max(probing.room(encoder(vllm_config)), policy.max_patched_prompt_tokens)
