@@ -51,7 +51,7 @@ def prepare(
     table = torch.arange(blocks, dtype=torch.int32).view(requests, per_request)
     for i in range(requests):
         row = Row(str(i), tokens, 0, tokens, 0)
-        runtime.learn(row.request_id, [0] * tokens)
+        runtime.add_request(row.request_id, [0] * tokens)
         runtime.begin_step([row], torch.tensor([tokens]), table[i : i + 1])
         queries = torch.randn(tokens, heads * GROUP, dim).to(torch.bfloat16)
         for layer in range(layers):

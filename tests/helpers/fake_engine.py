@@ -162,7 +162,7 @@ class FakeEngine:
     ) -> Request:
         request = self.requests[name] = Request.make(name, prompt, answer)
         request.turn_ends, request.patched = turn_ends, patched
-        self.runtime.learn(name, range(prompt), turn_ends, patched)
+        self.runtime.add_request(name, range(prompt), turn_ends, patched)
         return request
 
     def plan(self, name: str) -> ResidencyPlan:

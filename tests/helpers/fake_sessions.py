@@ -94,7 +94,7 @@ class SessionEngine(FakeEngine):
         self.runtime.finish(self.gone)
         self.gone = set()
         self.requests[old.name] = request
-        self.runtime.learn(old.name, range(prompt), turn_ends, old.patched)
+        self.runtime.add_request(old.name, range(prompt), turn_ends, old.patched)
         at = saved.compaction.at_tokens if saved.compaction else 0
         tokens = min(saved.tokens, prompt - 1, most or prompt)
         wanted = self.runtime.policy.queries_needed

@@ -59,7 +59,7 @@ def lived(life: Life) -> tuple[list[torch.Tensor], Traffic]:
     while life.computed["short"] < PROMPTS["short"] + 3 * ANSWER:
         tables += life.step(life.rows())
     retrieval = life.retrieval
-    retrieval._join()
+    retrieval._wait_for_pending()
     traffic = retrieval.take_traffic()
     found = [numbers(t).clone() for t in (*tables, life.heap.pages)]
     return found, traffic
@@ -94,7 +94,7 @@ def test_what_is_chosen_for_the_next_step_is_not_this_steps(monkeypatch, name):
     """However far the thread that fetches ahead is when a layer is filled."""
     (policy,) = (p for p in POLICIES if (p["name"], p["prefetch"]) == (name, "step"))
     found, traffic = lived(Life(policy, torch.device("cpu")))
-    fill = RetrievalController._fill
+    fill = RetrievalController._fill_hot_slots
 
     def late(self: RetrievalController, batch: Any, layer: int) -> torch.Tensor:
         if threading.current_thread() is threading.main_thread():
@@ -102,7 +102,7 @@ def test_what_is_chosen_for_the_next_step_is_not_this_steps(monkeypatch, name):
                 future.result()
         return fill(self, batch, layer)
 
-    monkeypatch.setattr(RetrievalController, "_fill", late)
+    monkeypatch.setattr(RetrievalController, "_fill_hot_slots", late)
     again, traffic_again = lived(Life(policy, torch.device("cpu")))
     same(found, again)
     assert traffic == traffic_again
@@ -131,7 +131,8 @@ def test_nobody_writes_where_the_gpu_still_reads(
     policy = POLICIES[0] | {"prefetch": prefetch}
     life = Life(policy, CUDA)
     lived(life)
-    needed = life.retrieval.tier.used_bytes
+    tier = life.retrieval.tier
+    needed = (len(tier.pages) - tier.num_free) * tier.page_bytes
     life = Life(policy | {"host_fetch": "direct", "host_memory": needed}, CUDA)
     for _ in range(2):
         lived(life)

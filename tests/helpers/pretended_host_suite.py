@@ -76,11 +76,11 @@ def test_retrieval_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]
                 if gpu and decoding and not life.compacted:
                     late.append(gpu.waits[before:])
             retrieval = life.retrieval
-            retrieval._join()
+            retrieval._wait_for_pending()
             fetched[device.type] = retrieval.take_traffic()
             assert not gpu or not gpu.sent, "nobody has waited for these"
             life.runtime.forget(list(PROMPTS))
-            assert retrieval.tier.used_bytes == 0
+            assert retrieval.tier.num_free == len(retrieval.tier.pages)
         found[device.type] = [numbers(t) for t in (*tables, life.heap.pages)]
     for here, there in zip(found["cpu"], found["cuda"], strict=True):
         torch.testing.assert_close(here, there, rtol=0, atol=0)
@@ -119,7 +119,7 @@ def test_keys_that_wait_for_their_index_are_not_pinned(monkeypatch):
         retrieval._indexer._thread.submit(may_build.wait, 60)
         while life.computed["short"] < PROMPTS["short"] + 2:
             life.step(life.rows())
-        retrieval._join()
+        retrieval._wait_for_pending()
         state = retrieval._requests["long"]
         under_way = [layer.under_way for layer in state.layers.values()]
         assert under_way

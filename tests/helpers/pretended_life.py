@@ -77,7 +77,7 @@ class Life:
             turns = self.runtime.policy.turns
             ends = turns is not None and turns.history_only
             self.turns[name] = (prompt - 3,) if ends else ()
-            self.runtime.learn(name, range(prompt), self.turns[name])
+            self.runtime.add_request(name, range(prompt), self.turns[name])
 
     @property
     def retrieval(self) -> Any:

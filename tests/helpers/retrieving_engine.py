@@ -27,7 +27,7 @@ class RetrievingEngine(FakeEngine):
 
     def step(self, chunks: dict[str, int]) -> None:
         held = self.retrieval._requests
-        self.served = {name for name, state in held.items() if state.served}
+        self.served = {name for name, state in held.items() if state.prefetched}
         first = {name: self.requests[name].computed for name in chunks}
         super().step(chunks)
         self.last_step = {

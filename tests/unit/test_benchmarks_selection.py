@@ -95,7 +95,7 @@ def runtime_keeps(policy: Any, prompt: Prompt, selector: Selector) -> torch.Tens
     heap = Heap(pages.flatten(0, 2).clone(), layout, LAYERS, blocks, KV_HEADS)
     runtime = PolicyRuntime(policy, selector.geometry)
     attach(runtime, heap, selector.rotary)
-    runtime.learn("r", PROMPT)
+    runtime.add_request("r", PROMPT)
     runtime.records = []
     table = torch.arange(blocks, dtype=torch.int32)[None]
     for start, stop in ((0, 120), (120, TOKENS)):

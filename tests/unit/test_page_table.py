@@ -130,7 +130,7 @@ def test_room_for_zones_is_that_of_those_who_are_there(uniform: bool):
         return slot_index
 
     def leave(slot_index: int) -> None:
-        tables.leave(slot_index)
+        tables.release(slot_index)
         del zones[slot_index]
 
     def room() -> int:

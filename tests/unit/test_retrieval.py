@@ -43,10 +43,10 @@ def test_attention_is_over_what_was_asked_for(name, prompt, age_blocks):
         fake.step({"r": 11})
     traffic = fake.retrieval.traffic
     assert traffic.selected > traffic.fetched > 0
-    assert fake.retrieval.tier.used_bytes > 0
+    assert fake.retrieval.tier.num_free < len(fake.retrieval.tier.pages)
     fake.remove("r")
     fake.check_idle()
-    assert fake.retrieval.tier.used_bytes == 0
+    assert fake.retrieval.tier.num_free == len(fake.retrieval.tier.pages)
 
 
 @pytest.mark.parametrize("name", ["exact-topk", "icecache"])
@@ -79,7 +79,7 @@ def test_layers_between_anchors_reuse_their_choice():
         fake.step({"r": 43})
         if not retrieval._batches:
             continue
-        chosen = retrieval._batches[0].chosen[0]
+        chosen = retrieval._batches[0].selected[0]
         for layer in (1, 2):
             hot = retrieval.hot_tokens("r", layer)
             if not fake.runtime.records and request.computed % BLOCK > 1:
@@ -229,7 +229,9 @@ def test_no_request_needs_more_than_it_reserves(name):
         most = 0
         while not request.done:
             fake.step({"r": 50})
-            most = max(most, fake.retrieval.tier.used_bytes)
+            tier = fake.retrieval.tier
+            used = (len(tier.pages) - tier.num_free) * tier.page_bytes
+            most = max(most, used)
         assert most <= policy.host_bytes(prompt + answer, shape) < 64 * 1024
         fake.remove("r")
         fake.check_idle()

@@ -157,7 +157,7 @@ def test_what_is_being_fetched_is_not_freed(monkeypatch):
         fake.add(name, 43, 30)
     for _ in range(8):
         fake.step({"a": 43, "b": 43})
-    fake.retrieval._join()  # what the step before still fetches
+    fake.retrieval._wait_for_pending()  # what the step before still fetches
     monkeypatch.setattr(retrieval_module, "fill_hot", slow_fill)
     fake.step({"a": 1, "b": 1})
     assert not arrived

@@ -303,7 +303,6 @@ def test_host_pages_have_one_owner(random):
         tier.check_integrity(owned)
         held = sum(map(len, owned))
         assert tier.num_free == 100 - held
-        assert tier.used_bytes == held * tier.page_bytes
     for pages in owned:
         tier.release(pages)
     tier.check_integrity([])

@@ -73,10 +73,10 @@ def test_a_conversation_keeps_its_index(name, more, in_place):
         fake.retrieval.check_integrity()
         fake.remove("r")
     assert torch.equal(tables[1], tables[2]), "host pages stay where they are"
-    assert fake.retrieval.tier.used_bytes > 0
+    assert fake.retrieval.tier.num_free < len(fake.retrieval.tier.pages)
     fake.transfer.discard(saved)
     fake.check_idle()
-    assert fake.retrieval.tier.used_bytes == 0
+    assert fake.retrieval.tier.num_free == len(fake.retrieval.tier.pages)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_load_that_fails_leaves_nothing_on_the_host(monkeypatch, owner, what):
     saved = fake.save("r")
     fake.remove("r")
     tier = fake.retrieval.tier
-    assert tier.used_bytes > 0
+    assert tier.num_free < len(tier.pages)
 
     def no_room(*arguments):
         raise RuntimeError("out of memory")
@@ -108,7 +108,7 @@ def test_a_load_that_fails_leaves_nothing_on_the_host(monkeypatch, owner, what):
         patch.setattr(owner, what, no_room)
         with pytest.raises(RuntimeError, match="out of memory"):
             fake.resume(request, saved, 75, 15)
-    assert tier.used_bytes == 0
+    assert tier.num_free == len(tier.pages)
     fake.runtime.check_integrity()
     fake.preempt("r")
     again = fake.requests["r"]
@@ -159,7 +159,7 @@ def test_a_long_question_is_searched_with_some_of_its_queries():
     """The oracle takes 32 queries, first and last and evenly in between."""
     fake = engine("exact-topk")
     asked = []
-    choose = fake.retrieval._choose
+    choose = fake.retrieval._select
 
     def noted(batch, layer, queries):
         asked.append(queries.shape[2] // GROUP)
@@ -174,7 +174,7 @@ def test_a_long_question_is_searched_with_some_of_its_queries():
     saved = fake.save("r")
     fake.remove("r")
     request = fake.resume(request, saved, 190, 2)
-    fake.retrieval._choose = noted
+    fake.retrieval._select = noted
     before, steps = request.computed, []
     for most in (32, 33, 60):
         fake.step({"r": most})
@@ -220,7 +220,7 @@ def test_requests_reuse_slot_indices_of_ended_ones():
         fake.remove(name)
     fake.transfer.discard(saved.pop("r1"))
     fake.check_idle()
-    assert fake.retrieval.tier.used_bytes == 0
+    assert fake.retrieval.tier.num_free == len(fake.retrieval.tier.pages)
 
 
 @settings(max_examples=200, deadline=None)

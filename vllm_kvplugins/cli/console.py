@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_kvplugins.default_model import ModelError
-from vllm_kvplugins.engine.recorded_run import RunFileError
 from vllm_kvplugins.errors import KVPolicyError, coded
 
 
@@ -35,8 +34,6 @@ def user_errors() -> Iterator[None]:
     """End the command without a traceback for errors that a user can cause."""
     try:
         yield
-    except RunFileError as error:
-        fail(coded("KVP607", str(error)))
     except (KVPolicyError, ModelError) as error:
         fail(str(error))
     except ModuleNotFoundError as error:

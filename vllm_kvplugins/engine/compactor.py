@@ -1,4 +1,4 @@
-"""Compactions of requests: show the policy each layer, choose slots, move tokens.
+"""Compactions of requests: the policy scores each layer, then the kept tokens move.
 
 ::
 
@@ -95,20 +95,7 @@ class Compactor:
                 state.observed = observed
         # The partial last page is the tail. It does not compete.
         competing = owned.owned - int(row.after_tokens % size > 0)
-        fixed = torch.zeros_like(competing)
-        if compaction.fixed_blocks:
-            assert resident is not None, "a first compaction has no fixed blocks"
-            fixed = self.tables.retained(resident.slot_index)[1]
-        scores = slot_scores(
-            self.policy, self.views, due, owned, fixed, competing, state
-        )
-        room = (len(compaction.retained) - compaction.fixed_blocks) * size
-        scores = self.invalid_scores.replace(
-            self.policy.name, row.request_id, scores, room
-        )
-        keep, counts = choose_slots(
-            self.policy.page_allocator(), compaction, scores, competing, fixed, size
-        )
+        keep, counts = self._choose_slots(due, state, owned, competing)
         max_pages = int(competing.max())
         retained = due.blocks[compaction.retained.start : compaction.retained.stop]
         after = compact(
@@ -129,13 +116,37 @@ class Compactor:
         )
         # Only now: a request without a slot index would own no pages.
         if resident is not None:
-            self.tables.leave(resident.slot_index)
+            self.tables.release(resident.slot_index)
         for extension in self.extensions:
             extension.after_compaction(row.request_id, after.pages, after.positions)
         return after.positions
 
+    def _choose_slots(
+        self,
+        due: DueCompaction,
+        state: RequestState,
+        owned: PageList,
+        competing: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Score the competing slots; returns the result of :func:`choose_slots`."""
+        compaction, size = due.compaction, self.heap.layout.block_size
+        fixed = torch.zeros_like(competing)
+        if compaction.fixed_blocks:
+            assert state.resident is not None, "a first compaction has no fixed blocks"
+            fixed = self.tables.retained(state.resident.slot_index)[1]
+        scores = slot_scores(
+            self.policy, self.views, due, owned, fixed, competing, state
+        )
+        room = (len(compaction.retained) - compaction.fixed_blocks) * size
+        scores = self.invalid_scores.replace(
+            self.policy.name, due.row.request_id, scores, room
+        )
+        return choose_slots(
+            self.policy.page_allocator(), compaction, scores, competing, fixed, size
+        )
 
-# -- what the policy sees ---------------------------------------------------------
+
+# -- views of the cache ---------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +278,7 @@ def reads_votes_from_pages(device: torch.device) -> bool:
     return device.type == "cuda" and compiled_for(device)[0]
 
 
-# -- what the policy answers ------------------------------------------------------
+# -- scores and selection ------------------------------------------------------
 
 
 def slot_scores(
@@ -279,14 +290,14 @@ def slot_scores(
     competing: torch.Tensor,
     state: RequestState,
 ) -> torch.Tensor:
-    """Ask a policy for the score of every competing slot.
+    """The policy's score of every competing slot.
 
     Args:
         owned: the request's pages.
         fixed: int64 [rows], pages per row that stay whole.
         competing: int64 [rows], pages per row up to which slots compete; the pages
             behind ``fixed`` up to this number do.
-        state: of the request; its window of queries is used up.
+        state: of the request; this function removes its window of queries.
 
     Returns:
         float32 [layers, kv_heads, slots]; -inf where no slot competes. May hold NaN
@@ -367,7 +378,7 @@ class InvalidScores:
     """
 
     compactions: int = 0
-    _notes: LogThrottle = field(default_factory=LogThrottle)
+    _throttle: LogThrottle = field(default_factory=LogThrottle)
 
     def replace(
         self, policy: str, request_id: str, scores: torch.Tensor, room: int
@@ -381,10 +392,10 @@ class InvalidScores:
             scores: float32 [layers, kv_heads, slots]; overwritten.
             room: slots that each KV head keeps, on average.
         """
-        unknown = scores.isnan()
+        is_nan = scores.isnan()
         surplus = scores.isposinf()
         surplus &= surplus.sum(-1, keepdim=True) > room
-        invalid = unknown | surplus
+        invalid = is_nan | surplus
         if not bool(invalid.any()):
             return scores
         self.compactions += 1
@@ -395,10 +406,10 @@ class InvalidScores:
             " Either keys, values or queries of the request hold NaN or infinity, or "
             "the policy has a bug. Tokens with a NaN score are dropped first"
         )
-        if format := self._notes.format(note):
-            logger.warning("request %s: %s", request_id, format)
+        if text := self._throttle.format(note):
+            logger.warning("KV policy: request %s: %s", request_id, text)
         largest = torch.finfo(scores.dtype).max
-        return scores.masked_fill_(unknown, -torch.inf).masked_fill_(surplus, largest)
+        return scores.masked_fill_(is_nan, -torch.inf).masked_fill_(surplus, largest)
 
 
 def choose_slots(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -110,6 +111,20 @@ class FixedTable:
         )
 
 
+class _HostRow(NamedTuple):
+    """What the host knows about a slot index.
+
+    Attributes:
+        max_pages: pages of the longest row of its retained region.
+        tail_block: first logical block behind the retained region.
+        counts: int64 [scopes, kv_heads], pages per row.
+    """
+
+    max_pages: int
+    tail_block: int
+    counts: torch.Tensor
+
+
 class PageTables:
     """Pages of the retained regions of all compacted requests.
 
@@ -144,10 +159,8 @@ class PageTables:
         # int32 [scopes, 1, kv_heads, 1]: pages of block 0
         self._base = (scope[:, None] * layer_pages + heads)[:, None, :, None]
         self._free_slot_indices: list[int] = []
-        # Per slot index, what the host knows: pages of the longest row, tail block,
-        # and int64 [scopes, kv_heads] pages per row.
-        none = torch.zeros(self.scopes, num_kv_heads, dtype=torch.int64)
-        self._known: list[tuple[int, int, torch.Tensor]] = [(0, 0, none)]
+        no_pages = torch.zeros(self.scopes, num_kv_heads, dtype=torch.int64)
+        self._host_rows = [_HostRow(0, 0, no_pages)]  # per slot index
         self._retained_pages = torch.zeros(
             1, self.scopes, num_kv_heads, 0, dtype=torch.int32, device=device
         )
@@ -167,7 +180,7 @@ class PageTables:
             tail_block: first logical block behind the retained region.
 
         Returns:
-            The request's slot index, >= 1, valid until ``leave``.
+            The request's slot index, >= 1, valid until ``release``.
         """
         on_host = counts.cpu()
         max_pages = int(on_host.max())
@@ -181,7 +194,9 @@ class PageTables:
         self._retained_pages[slot_index, ..., :max_pages] = rows.int()
         self._retained_counts[slot_index] = counts[:used].reshape(shape)
         self._tail_block[slot_index] = tail_block
-        self._known[slot_index] = max_pages, tail_block, on_host[:used].reshape(shape)
+        self._host_rows[slot_index] = _HostRow(
+            max_pages, tail_block, on_host[:used].reshape(shape)
+        )
         # Last: the index stays free if one of the writes fails.
         self._free_slot_indices.pop()
         return slot_index
@@ -194,7 +209,7 @@ class PageTables:
             [layers * kv_heads], pages used per row.
         """
         repeats = self.num_layers // self.scopes
-        max_pages = self._known[slot_index][0]
+        max_pages = self._host_rows[slot_index].max_pages
         pages = self._retained_pages[slot_index, ..., :max_pages].flatten(0, 1).long()
         pages = pages.repeat(repeats, 1)
         counts = self._retained_counts[slot_index].reshape(-1).repeat(repeats)
@@ -204,13 +219,13 @@ class PageTables:
             pages += base.repeat_interleave(self.num_kv_heads)[:, None]
         return pages, counts
 
-    def leave(self, slot_index: int) -> None:
-        """Return a slot index; a later ``assign`` overwrites its contents."""
+    def release(self, slot_index: int) -> None:
+        """Free a slot index; a later ``assign`` overwrites its contents."""
         assert slot_index > 0, "slot index 0 is shared"
         assert slot_index not in self._free_slot_indices, (
             f"slot index {slot_index} is not in use"
         )
-        self._known[slot_index] = self._known[0]
+        self._host_rows[slot_index] = self._host_rows[0]
         self._free_slot_indices.append(slot_index)
 
     @property
@@ -225,7 +240,7 @@ class PageTables:
         # Grow all of them before replacing the first: memory may run out.
         grown = [_extend(tensor, 0, more) for tensor in tensors]
         self._retained_pages, self._retained_counts, self._tail_block = grown
-        self._known += [self._known[0]] * more
+        self._host_rows += [self._host_rows[0]] * more
         # Lower indices first, so that runs repeat exactly.
         self._free_slot_indices = list(range(old + more - 1, old - 1, -1))
 
@@ -235,7 +250,7 @@ class PageTables:
         The next compaction after a long request has ended shrinks it again.
         """
         room = self._retained_pages.shape[-1]
-        needed = max(max_pages, *(known[0] for known in self._known))
+        needed = max(max_pages, *(row.max_pages for row in self._host_rows))
         if needed <= room <= 2 * needed:
             return
         # An eighth more, so that growing regions do not copy the table each time.
@@ -266,14 +281,13 @@ class PageTables:
             into: table to write to; None = new tensors, as wide as needed.
 
         Cost: O(scopes * rows * kv_heads * max pages) gathers, with at most
-            ``SLICE_BYTES`` besides the table, or what one row of one scope takes; no
-            host sync if lengths are known.
+            ``SLICE_BYTES`` (or one row of one scope) of temporary memory; no host sync
+            if lengths are known.
         """
         rows, heads = len(slot_indices), self.num_kv_heads
         slot_index = on_device(slot_indices, self.device)
-        counts = self._retained_counts[slot_index].transpose(
-            0, 1
-        )  # scopes, rows, heads
+        # [scopes, rows, heads]
+        counts = self._retained_counts[slot_index].transpose(0, 1)
         tail_block = self._tail_block[slot_index]
         tail_tokens = seq_lens.long() - tail_block * self.block_size
         lengths = counts * self.block_size + tail_tokens[:, None]
@@ -290,25 +304,24 @@ class PageTables:
                 *shape, max_pages, dtype=torch.int32, device=self.device
             )
             table = FlatTable(pages, pages.new_empty(shape), slot_indices, known_lens)
-        # rows first per scope, the order in which the kernel's sequences stand
+        # The kernel's sequences are ordered by row, then by KV head.
         table.lengths.unflatten(1, (rows, heads)).copy_(lengths)
         lists = table.pages.unflatten(1, (rows, heads))[..., :max_pages]
-        retained = min(
-            max((self._known[s][0] for s in slot_indices), default=0), max_pages
-        )
-        for scopes, some in self._slices(rows, max_pages):
+        retained = max((self._host_rows[s].max_pages for s in slot_indices), default=0)
+        retained = min(retained, max_pages)
+        for scopes, part in self._slices(rows, max_pages):
             self._write_tails(
-                lists[scopes, some],
-                tail_block[some, None] - counts[scopes, some],
-                block_table[some],
+                lists[scopes, part],
+                tail_block[part, None] - counts[scopes, part],
+                block_table[part],
                 self._base[scopes],
             )
             if retained:
-                pages = self._retained_pages[
-                    slot_index[some], scopes, :, :retained
-                ].transpose(0, 1)
+                pages = self._retained_pages[slot_index[part], scopes, :, :retained]
                 _write_retained(
-                    lists[scopes, some, :, :retained], pages, counts[scopes, some]
+                    lists[scopes, part, :, :retained],
+                    pages.transpose(0, 1),
+                    counts[scopes, part],
                 )
         return table
 
@@ -316,10 +329,10 @@ class PageTables:
         """Ranges of scopes and rows that are built at once."""
         each = _BYTES_PER_PAGE * self.num_kv_heads * max(max_pages, 1)
         fit = max(SLICE_BYTES // each, 1)  # rows of one scope
-        scopes, some = max(fit // max(rows, 1), 1), max(min(fit, rows), 1)
-        for scope in range(0, self.scopes, scopes):
-            for row in range(0, rows, some):
-                yield slice(scope, scope + scopes), slice(row, row + some)
+        num_scopes, num_rows = max(fit // max(rows, 1), 1), max(min(fit, rows), 1)
+        for scope in range(0, self.scopes, num_scopes):
+            for row in range(0, rows, num_rows):
+                yield slice(scope, scope + num_scopes), slice(row, row + num_rows)
 
     def _write_tails(
         self,
@@ -354,11 +367,11 @@ class PageTables:
         """
         if table.known_lens is None:
             return table.lengths.cpu()
-        known = [self._known[slot_index] for slot_index in table.slot_indices]
-        counts = torch.stack([counts for _, _, counts in known], dim=1)
+        host_rows = [self._host_rows[slot_index] for slot_index in table.slot_indices]
+        counts = torch.stack([row.counts for row in host_rows], dim=1)
         tails = [
-            tokens - tail_block * self.block_size
-            for tokens, (_, tail_block, _) in zip(table.known_lens, known, strict=True)
+            tokens - row.tail_block * self.block_size
+            for tokens, row in zip(table.known_lens, host_rows, strict=True)
         ]
         lengths = counts * self.block_size + torch.tensor(tails)[None, :, None]
         return lengths.flatten(1).int()
@@ -367,9 +380,9 @@ class PageTables:
         """Pages of the longest row: its retained region and its tail."""
         max_pages = 0
         for slot_index, tokens in zip(slot_indices, seq_lens, strict=True):
-            retained, tail_block, _ = self._known[slot_index]
-            tail = -(-tokens // self.block_size) - tail_block
-            max_pages = max(max_pages, retained + tail)
+            retained = self._host_rows[slot_index]
+            tail = -(-tokens // self.block_size) - retained.tail_block
+            max_pages = max(max_pages, retained.max_pages + tail)
         return max_pages
 
 

@@ -1,7 +1,7 @@
 """A recorded run: what retrieval fetched, as JSON Lines.
 
-The first line is a :class:`Header`, every other line one :class:`Fetch`. Needs no
-torch, so that a run can be looked at where no engine is installed.
+The first line is a :class:`Header`, every other line one :class:`Fetch`. This module
+does not import torch, so that a run can be plotted without an engine.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from vllm_kvplugins.errors import KVPolicyError, coded
+
 FORMAT = "kvplugins-retrieval-run"
 VERSION = 1
 
 _Line = TypeVar("_Line", "Header", "Fetch")
 
 
-class RunFileError(ValueError):
-    """A file is not a recorded run, or a broken one; the message says where."""
+class RunFileError(KVPolicyError):
+    """A file is not a recorded run, or it is damaged; the message says where."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What ran.
+    """The model, the policy and the prompt of a recorded run.
 
     Attributes:
         model: as the user named it.
-        config: all settings of the policy, as a user writes them.
+        config: all settings of the policy, as in --kv-policy-config.
         generated_tokens: includes the last one, whose KV was not computed.
         block_size: tokens per page.
         num_kv_heads: on this worker.
@@ -51,18 +53,19 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """One request in one layer of one step. Counts are over all KV heads.
+    """The fetch of one request in one layer and step. Counts are over all KV heads.
 
     Attributes:
-        step: of this request, from 0: the first one that fetched.
-        new_tokens: whose queries asked; 1 when decoding, more (32 at most) where a
-            preempted request is recomputed or a continued one reads its prompt.
-        offloaded_tokens: on the host.
-        hot_tokens: resident of these after the fetch, as many as hot slots.
-        fetched_tokens: copied for it because they were not resident.
-        copied_bytes: the same in bytes, keys and values.
-        mass_covered_share: of the attention over the offloaded tokens, what falls
-            on the hot ones; see ``RetrievalLog``.
+        step: number of the request's step; 0 is its first step that fetched.
+        new_tokens: number of new tokens whose queries select: 1 in a decode step, up
+            to 32 when a preempted request is recomputed or a request that continues a
+            session prefills.
+        offloaded_tokens: tokens on the host.
+        hot_tokens: host tokens that are resident after the fetch; one per hot slot.
+        fetched_tokens: tokens copied, because they were not resident.
+        copied_bytes: bytes of their keys and values.
+        mass_covered_share: share of the attention over the offloaded tokens that
+            falls on the hot ones; see ``RetrievalLog``.
     """
 
     request: str
@@ -92,68 +95,81 @@ def lines_of(run: RecordedRun) -> Iterator[str]:
 
 
 def read_run(path: Path) -> RecordedRun:
-    """Read a file that ``lines_of`` made.
+    """Read a file of ``lines_of``.
 
     Raises:
-        RunFileError: no such file, another kind of file, another version, a line
-            that is cut off or lacks something, or no fetch at all.
+        RunFileError: the file cannot be read, is of another kind or version, has a
+            line that is cut off or incomplete, or contains no fetch.
     """
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise RunFileError(f"cannot read {path}: {error.strerror}") from error
+        raise RunFileError(
+            coded("KVP601", f"cannot read {path}: {error.strerror}; check the path")
+        ) from error
     except UnicodeDecodeError as error:
-        raise RunFileError(_foreign(path)) from error
+        raise _other_format(path) from error
     try:
         first = json.loads(texts[0]) if texts else None
     except json.JSONDecodeError:
         first = None
     if not isinstance(first, dict) or first.get("format") != FORMAT:
-        raise RunFileError(_foreign(path))
+        raise _other_format(path)
     if first.get("version") != VERSION:
-        raise RunFileError(
-            f"{path} has version {first.get('version')!r} of the format, this program "
-            f"reads {VERSION}; record the run again"
+        raise _damaged(
+            f"{path} has version {first.get('version')!r} of the format, and this "
+            f"program reads version {VERSION}"
         )
-    header = _line(Header, first, f"{path}, line 1")
-    if min(header.block_size, header.num_layers, header.num_kv_heads) < 1:
-        raise RunFileError(f"{path}, line 1: a cache without pages, layers or heads")
+    header = _parse_line(Header, first, f"{path}, line 1")
+    for name in ("block_size", "num_layers", "num_kv_heads"):
+        if getattr(header, name) < 1:
+            raise _damaged(f"{path}, line 1: {name} is {getattr(header, name)}")
     fetches = list(_fetches(texts[1:], header, path))
     if not fetches:
-        raise RunFileError(f"{path} holds no fetch; record the run again")
+        raise _damaged(f"{path} contains no fetch")
     return RecordedRun(header, fetches)
 
 
-def _foreign(path: Path) -> str:
-    return f"{path} is not a recorded run; `kvplugins record` makes one"
+def _other_format(path: Path) -> RunFileError:
+    message = f"{path} is not a recorded run; `kvplugins record` makes one"
+    return RunFileError(coded("KVP607", message))
+
+
+def _damaged(problem: str) -> RunFileError:
+    return RunFileError(coded("KVP607", f"{problem}; record the run again"))
 
 
 def _fetches(texts: Sequence[str], header: Header, path: Path) -> Iterator[Fetch]:
     for number, text in enumerate(texts, 2):
         where = f"{path}, line {number}"
         try:
-            found = json.loads(text)
+            values = json.loads(text)
         except json.JSONDecodeError as error:
-            raise RunFileError(f"{where}: not JSON ({error.msg}); cut off?") from error
-        fetch = _line(Fetch, found, where)
-        # steps are counted from 0, so that none can exceed the number of lines
-        known = 0 <= fetch.layer < header.num_layers and 0 <= fetch.step < len(texts)
-        if not known:
-            raise RunFileError(
-                f"{where}: there is no layer {fetch.layer} or no step {fetch.step}"
+            raise _damaged(
+                f"{where}: not JSON ({error.msg}), perhaps cut off"
+            ) from error
+        fetch = _parse_line(Fetch, values, where)
+        if not 0 <= fetch.layer < header.num_layers:
+            raise _damaged(
+                f"{where}: layer is {fetch.layer}, of {header.num_layers} layers"
+            )
+        # Each step has at least one line.
+        if not 0 <= fetch.step < len(texts):
+            raise _damaged(
+                f"{where}: step is {fetch.step}, but there are {len(texts)} fetches"
             )
         yield fetch
 
 
-def _line(kind: type[_Line], found: Any, where: str) -> _Line:
-    """A line's object as one of the classes above.
+def _parse_line(kind: type[_Line], values: Any, where: str) -> _Line:
+    """The object of a line as a ``Header`` or a ``Fetch``.
 
     Raises:
         RunFileError: a name or a type differs.
     """
-    if not isinstance(found, dict):
-        raise RunFileError(f"{where}: not an object")
-    # annotations are text here; a mass of exactly 1 may have been written as 1
+    if not isinstance(values, dict):
+        raise _damaged(f"{where}: not a JSON object")
+    # Annotations are strings in this module. JSON may write a share of 1.0 as 1.
     types: dict[str, tuple[type, ...]] = {
         "int": (int,),
         "str": (str,),
@@ -161,7 +177,7 @@ def _line(kind: type[_Line], found: Any, where: str) -> _Line:
         "dict[str, Any]": (dict,),
     }
     for item in fields(kind):
-        value = found.get(item.name)
+        value = values.get(item.name)
         if not isinstance(value, types[str(item.type)]) or isinstance(value, bool):
-            raise RunFileError(f"{where}: {item.name} is {value!r}, not {item.type}")
-    return kind(**{item.name: found[item.name] for item in fields(kind)})
+            raise _damaged(f"{where}: {item.name} is {value!r}, not {item.type}")
+    return kind(**{item.name: values[item.name] for item in fields(kind)})

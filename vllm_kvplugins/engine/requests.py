@@ -1,4 +1,4 @@
-"""What the worker knows about single requests."""
+"""State of single requests on a worker."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RequestPrompts:
         self.tokens: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
         self._turn_ends: dict[str, tuple[int, ...]] = {}
 
-    def learn(
+    def add(
         self,
         request_id: str,
         prompt: Sequence[int],

@@ -158,7 +158,7 @@ class PolicyRuntime:
         restored = self.request_state(request_id).restored
         return self.plan(prompt_tokens, turn_ends, restored)
 
-    def learn(
+    def add_request(
         self,
         request_id: str,
         prompt: Sequence[int],
@@ -171,7 +171,7 @@ class PolicyRuntime:
             turn_ends: token counts at which turns end, if the request sent them.
             patched_prompt: token ids that probes use instead of the prompt's end.
         """
-        self._prompts.learn(request_id, prompt, turn_ends, patched_prompt)
+        self._prompts.add(request_id, prompt, turn_ends, patched_prompt)
 
     # -- one step -----------------------------------------------------------
 
@@ -371,7 +371,7 @@ class PolicyRuntime:
     ) -> None:
         """Let a request continue from a cache that was restored into its blocks.
 
-        Call it before the request's first step and after ``learn``. Compacts the
+        Call it before the request's first step and after ``add_request``. Compacts the
         request if a compaction is due at this token count.
 
         Args:
@@ -450,7 +450,7 @@ class PolicyRuntime:
                 extension.forget([request_id])
             if state is not None and state.resident is not None:
                 assert self.tables is not None
-                self.tables.leave(state.resident.slot_index)
+                self.tables.release(state.resident.slot_index)
 
     @property
     def num_requests(self) -> int:

@@ -142,7 +142,7 @@ class Transfer:
         except COPY_ERRORS:
             in_table = runtime.request_state(request_id).resident is not None
             if resident is not None and not in_table:
-                runtime.tables.leave(resident.slot_index)
+                runtime.tables.release(resident.slot_index)
             runtime.mark_lost(request_id)
             self.discard(saved)
             raise

@@ -68,22 +68,22 @@ class RetrievalController(StepExtension):
             layer: HotSlots.empty(heap.num_kv_heads)
             for layer in range(policy.skip_layers, heap.num_layers)
         }
-        self._indexer = Indexer(policy, self._failed)
+        self._indexer = Indexer(policy, self._count_failure)
         self._offload_queue = OffloadQueue(
             heap, self.tier, self._hot_slots, self._indexer
         )
         self._requests: dict[str, Offloaded] = {}
-        # of ended requests, for requests that continue them
+        # States of ended requests, for the requests that continue their sessions.
         self._detached: list[Offloaded] = []
         self._free_slot_indices: list[int] = []
         self._batches: list[Batch] = []
-        # fetches on another thread, for the next layer or the next step
+        # Fetches on another thread, for the next layer or the next step.
         self._helper = helper("kvp-fetch")
-        self._side = SideStream(heap.pages.device)
+        self._side_stream = SideStream(heap.pages.device)
         self._pending: list[tuple[Batch, int, Future[Fetched]]] = []
-        # not yet in the traffic: summing once per read is cheaper than once per layer
+        # Not yet in the traffic. One sum per read is cheaper than one per layer.
         self._copied: list[torch.Tensor] = []
-        # requests whose compaction at the end of this step offloads tokens
+        # Requests whose compaction at the end of this step offloads tokens.
         self._offloading: list[tuple[DueCompaction, PageList]] = []
 
     @property
@@ -99,7 +99,7 @@ class RetrievalController(StepExtension):
         taken, self._traffic = self.traffic, Traffic()
         return taken
 
-    def _failed(self) -> None:
+    def _count_failure(self) -> None:
         self._traffic.failed += 1
 
     # -- compactions --------------------------------------------------------------
@@ -149,7 +149,7 @@ class RetrievalController(StepExtension):
         self._offload_queue.drain()
         pages, positions = pages.cpu(), positions.cpu()
         state = self._requests[request_id]
-        state.served = False
+        state.prefetched = False
         heads, size = self._heap.num_kv_heads, self._heap.layout.block_size
         for layer, offloaded in state.layers.items():
             rows = slice(layer * heads, (layer + 1) * heads)
@@ -168,7 +168,7 @@ class RetrievalController(StepExtension):
 
     def refresh_positions(self, request_id: str, positions: torch.Tensor) -> None:
         """Write the positions of the hot tokens into those of a retained region."""
-        self._join()  # pending fetches change the hot slots
+        self._wait_for_pending()  # pending fetches change the hot slots
         state = self._requests.get(request_id)
         if state is None:
             return
@@ -190,14 +190,14 @@ class RetrievalController(StepExtension):
         self._offloading = [(due, step.pages_of(due)) for due in step.due]
 
     def _begin_fetches(self, rows: Sequence[Row]) -> None:
-        self._join()
+        self._wait_for_pending()
         batches: dict[tuple[int, bool], list[Row]] = {}
         for row in rows:
             state = self._requests.get(row.request_id)
             if state is not None and any(state.hot.values()):
-                batches.setdefault((row.new_tokens, state.served), []).append(row)
+                batches.setdefault((row.new_tokens, state.prefetched), []).append(row)
         self._batches = []
-        for (length, served), batch in batches.items():
+        for (length, prefetched), batch in batches.items():
             states = [self._requests[row.request_id] for row in batch]
             slot_indices = tuple(state.slot_index for state in states)
             first = torch.tensor([row.first_query for row in batch])
@@ -208,37 +208,41 @@ class RetrievalController(StepExtension):
             query = (first[:, None] + selecting).flatten()
             query = moved(query, self._heap.pages.device)
             self._batches.append(
-                Batch(states, torch.tensor(slot_indices), slot_indices, query, served)
+                Batch(
+                    states, torch.tensor(slot_indices), slot_indices, query, prefetched
+                )
             )
         for state in self._requests.values():
-            state.served = False
+            state.prefetched = False
 
     def before_layer(self, layer: int, queries: torch.Tensor) -> None:
         """Make the tokens resident that this step's queries select."""
         for batch in self._batches:
             if layer in self._hot_slots:
-                fetched = self._fetched(batch, layer, queries)
-                self._count(batch, layer, fetched)
+                fetched = self._fetch(batch, layer, queries)
+                self._count_traffic(batch, layer, fetched)
                 if self.log is not None:
-                    self._note(self.log, batch, layer, queries, fetched)
+                    self._log_fetches(self.log, batch, layer, queries, fetched)
             if self._policy.prefetch == "layer" and layer + 1 in self._hot_slots:
-                batch.ahead = self._submit(batch, layer + 1, queries)
+                batch.next_layer = self._submit_fetch(batch, layer + 1, queries)
 
-    def _fetched(
+    def _fetch(
         self, batch: Batch, layer: int, queries: torch.Tensor
     ) -> torch.Tensor | None:
         """int64 [requests]: tokens that had to be copied; None: counted before."""
-        if batch.served:
+        if batch.prefetched:
             return None  # counted when the previous step fetched them
-        ahead, batch.ahead = batch.ahead, None
-        if ahead is not None:
-            return ahead.result().join()
+        started, batch.next_layer = batch.next_layer, None
+        if started is not None:
+            return started.result().join()
         if self._policy.selects(layer):
             on_host = batch.copy_queries(queries, self._heap.num_kv_heads)
-            self._choose(batch, layer, on_host.wait())
-        return self._fill(batch, layer)
+            self._select(batch, layer, on_host.wait())
+        return self._fill_hot_slots(batch, layer)
 
-    def _count(self, batch: Batch, layer: int, fetched: torch.Tensor | None) -> None:
+    def _count_traffic(
+        self, batch: Batch, layer: int, fetched: torch.Tensor | None
+    ) -> None:
         hot = sum(state.hot[layer] for state in batch.states)
         self._traffic.selected += self._heap.num_kv_heads * hot
         if fetched is not None:
@@ -265,61 +269,64 @@ class RetrievalController(StepExtension):
         if self._policy.prefetch != "step" or layer not in self._hot_slots:
             return
         for batch in self._batches:
-            later = batch.for_next_step()
-            self._pending.append((later, layer, self._submit(later, layer, queries)))
+            next_batch = batch.for_next_step()
+            fetch = self._submit_fetch(next_batch, layer, queries)
+            self._pending.append((next_batch, layer, fetch))
             for state in batch.states:
-                state.served = True
+                state.prefetched = True
 
-    def _submit(
+    def _submit_fetch(
         self, batch: Batch, layer: int, queries: torch.Tensor
     ) -> Future[Fetched]:
         # a copy of the queries: the model may overwrite its own
         on_host = batch.copy_queries(queries, self._heap.num_kv_heads)
         return self._helper.submit(self._fetch_ahead, batch, layer, on_host)
 
-    def _join(self) -> None:
+    def _wait_for_pending(self) -> None:
         """Wait for all offloads and for all fetches for a later step."""
         self._offload_queue.drain()
-        under_way, self._pending = self._pending, []
-        for batch, layer, future in under_way:
+        pending, self._pending = self._pending, []
+        for batch, layer, future in pending:
             fetched = future.result().join()
             self._copied.append(fetched)
             if self.log is not None:
-                for row, name in enumerate(self._names(batch)):
+                for row, name in enumerate(self._request_ids(batch)):
                     self.log.add_ahead(name, layer, int(fetched[row]))
 
     @torch.inference_mode()
     def _fetch_ahead(self, batch: Batch, layer: int, on_host: AsyncHostCopy) -> Fetched:
         """Select and fetch on the helper thread, while the model computes."""
         queries = on_host.wait()
-        with self._side.after(on_host.event):
+        with self._side_stream.after(on_host.event):
             if self._policy.selects(layer):
-                self._choose(batch, layer, queries)
-            return Fetched(self._fill(batch, layer), self._side.event())
+                self._select(batch, layer, queries)
+            return Fetched(
+                self._fill_hot_slots(batch, layer), self._side_stream.event()
+            )
 
-    def _choose(self, batch: Batch, layer: int, queries: torch.Tensor) -> None:
+    def _select(self, batch: Batch, layer: int, queries: torch.Tensor) -> None:
         count = max(state.hot[layer] for state in batch.states)
         table = self._hot_slots[layer].tables_of(batch.slot_numbers)
         keys = Keys.paged(self.tier.keys, table)
         layers = [state.layers[layer] for state in batch.states]
         scale = self._scales[layer]
-        batch.chosen = self._indexer.select(layers, queries, keys, scale, count)
+        batch.selected = self._indexer.select(layers, queries, keys, scale, count)
 
-    def _fill(self, batch: Batch, layer: int) -> torch.Tensor:
+    def _fill_hot_slots(self, batch: Batch, layer: int) -> torch.Tensor:
         """Returns int64 [requests]: tokens that had to be copied."""
         hot_slots = self._hot_slots[layer]
-        assert batch.chosen is not None, "the first layer that retrieves selects"
+        assert batch.selected is not None, "the first layer that retrieves selects"
         return fill_hot(
             PagedKV(self._heap.pages, self._heap.layout),
             self.tier.pages,
             hot_slots.tables_of(batch.slot_numbers),
-            batch.chosen,
+            batch.selected,
             batch.slot_indices,
             HotSet(hot_slots.token, hot_slots.page, hot_slots.slot, hot_slots.counts),
             self.tier.reads,
         )
 
-    def _note(
+    def _log_fetches(
         self,
         log: RetrievalLog,
         batch: Batch,
@@ -332,7 +339,7 @@ class RetrievalController(StepExtension):
         on_host = batch.copy_queries(queries, heads).wait()
         group = queries.shape[1] // heads
         scale, hot_slots = self._scales[layer], self._hot_slots[layer]
-        for row, name in enumerate(self._names(batch)):
+        for row, name in enumerate(self._request_ids(batch)):
             state = batch.states[row]
             keys = self.tier.keys[state.pages[layer]].flatten(1, 2)[:, : state.tokens]
             hot, copied = hot_slots.hot_tokens(state.slot_index), None
@@ -340,7 +347,7 @@ class RetrievalController(StepExtension):
                 copied = int(fetched[row])
             log.add(name, layer, on_host[row], group, keys, hot, scale, copied)
 
-    def _names(self, batch: Batch) -> list[str]:
+    def _request_ids(self, batch: Batch) -> list[str]:
         """Ids of a batch's requests."""
         names = {state.slot_index: name for name, state in self._requests.items()}
         return [names[slot_index] for slot_index in batch.slot_numbers]
@@ -364,7 +371,7 @@ class RetrievalController(StepExtension):
     @torch.inference_mode()
     def detach(self, request_id: str) -> Offloaded | None:
         """Remove a request; return its host tokens for ``attach`` or ``discard``."""
-        self._join()
+        self._wait_for_pending()
         state = self._requests.pop(request_id, None)
         if state is None:
             return None
@@ -377,7 +384,7 @@ class RetrievalController(StepExtension):
 
     def attach(self, request_id: str, state: Offloaded) -> None:
         """Give the host tokens of a session to the request that continues it."""
-        state.slot_index, state.served = self._take_slot_index(), False
+        state.slot_index, state.prefetched = self._take_slot_index(), False
         self._detached.remove(state)
         self._requests[request_id] = state
         for layer, pages in state.pages.items():
@@ -391,7 +398,7 @@ class RetrievalController(StepExtension):
 
     def close(self) -> None:
         """Release the host memory. No request may own any of it."""
-        self._join()
+        self._wait_for_pending()
         self.tier.close()
 
     def start_log(self) -> bool:
@@ -413,9 +420,9 @@ class RetrievalController(StepExtension):
 
     def check_integrity(self) -> None:
         """Check that each host page and each slot index has one owner."""
-        held = [*self._requests.values(), *self._detached]
+        owners = [*self._requests.values(), *self._detached]
         self.tier.check_integrity(
-            [pages.flatten() for state in held for pages in state.pages.values()]
+            [pages.flatten() for state in owners for pages in state.pages.values()]
         )
         indices = [state.slot_index for state in self._requests.values()]
         indices += self._free_slot_indices

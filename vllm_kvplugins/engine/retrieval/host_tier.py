@@ -84,11 +84,6 @@ class HostTier:
         arena = self._arena
         return arena.reads if arena is not None and arena.complete else None
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the pages that have an owner."""
-        return int((len(self.pages) - self.num_free) * self.page_bytes)
-
     def take(self, count: int) -> torch.Tensor:
         """Allocate pages.
 

@@ -43,12 +43,12 @@ class Indexer:
 
     Args:
         policy: the policy that creates the indices.
-        failed: called when an index has failed.
+        on_failure: called when an index has failed.
     """
 
-    def __init__(self, policy: Retriever, failed: Callable[[], None]) -> None:
+    def __init__(self, policy: Retriever, on_failure: Callable[[], None]) -> None:
         self._policy = policy
-        self._failed = failed
+        self._on_failure = on_failure
         # One thread, so that appends to an index keep their order.
         self._thread = helper("kvp-index")
 
@@ -136,8 +136,10 @@ class Indexer:
 
     def _scan_instead(self, layer: OffloadedLayer, error: Exception) -> None:
         """Replace a failed index by a scan, so that the server keeps running."""
-        self._failed()
-        logger.warning("an index failed; its keys are scanned instead: %s", error)
+        self._on_failure()
+        logger.warning(
+            "KV policy: an index failed; all its keys are scanned instead: %s", error
+        )
         layer.index, layer.meanwhile = ExactScan(layer.tokens), None
         layer.pending = None
 

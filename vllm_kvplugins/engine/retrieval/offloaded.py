@@ -22,7 +22,7 @@ class Offloaded:
         pages: int64 [num_kv_heads, n] per layer, its pages of the host tier.
         layers: its index per layer.
         hot: hot slots per KV head, per layer; empty before the first compaction.
-        served: the hot slots are being filled for the next step.
+        prefetched: its hot slots are being filled for the next step.
     """
 
     slot_index: int
@@ -30,7 +30,7 @@ class Offloaded:
     pages: dict[int, torch.Tensor] = field(default_factory=dict)
     layers: dict[int, OffloadedLayer] = field(default_factory=dict)
     hot: dict[int, int] = field(default_factory=dict)
-    served: bool = False
+    prefetched: bool = False
 
 
 @dataclass(slots=True)
@@ -38,32 +38,33 @@ class Batch:
     """Requests of a step with the same number of new tokens.
 
     Attributes:
-        slot_indices: int64 [requests], on the host; ``slot_numbers`` as Python ints.
+        slot_indices: int64 [requests], on the host.
+        slot_numbers: the same as Python ints.
         query: int64 [requests * selecting queries], rows of the step's queries, on
             their device.
-        chosen: the selection of the last anchor layer.
-        served: the previous step filled its hot slots.
-        ahead: the fetch for the next layer, pending on another thread.
-        later: see :meth:`for_next_step`.
+        prefetched: the previous step filled its hot slots.
+        selected: the tokens that the last anchor layer selected.
+        next_layer: the fetch for the next layer, pending on another thread.
+        next_step: see :meth:`for_next_step`.
     """
 
     states: list[Offloaded]
     slot_indices: torch.Tensor
     slot_numbers: tuple[int, ...]
     query: torch.Tensor
-    served: bool = False
-    chosen: torch.Tensor | None = None
-    ahead: Future[Fetched] | None = None
-    later: Batch | None = None
+    prefetched: bool = False
+    selected: torch.Tensor | None = None
+    next_layer: Future[Fetched] | None = None
+    next_step: Batch | None = None
 
     def for_next_step(self) -> Batch:
         """A batch of the same requests for the helper thread, whose selection for the
         next step must not replace this step's."""
-        if self.later is None:
-            self.later = Batch(
+        if self.next_step is None:
+            self.next_step = Batch(
                 self.states, self.slot_indices, self.slot_numbers, self.query
             )
-        return self.later
+        return self.next_step
 
     def copy_queries(self, queries: torch.Tensor, num_kv_heads: int) -> AsyncHostCopy:
         """Start to copy the selecting queries of these requests to the host.

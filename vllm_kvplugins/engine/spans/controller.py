@@ -114,16 +114,18 @@ class SpanController(StepExtension):
         surprisal = self._surprisals.take(row.request_id)
         segments = self.policy.segment(surprisal, resident, self._geometry)
         if segments.num_spans:
-            self._store(row.request_id, owned, segments)
+            self._store_spans(row.request_id, owned, segments)
         return dict.fromkeys(range(self._heap.num_layers), segments)
 
-    def _store(self, request_id: str, owned: PageList, segments: Segments) -> None:
+    def _store_spans(
+        self, request_id: str, owned: PageList, segments: Segments
+    ) -> None:
         room = self.policy.zoom_tokens(segments.resident.numel(), self._geometry)
         heads = self._heap.num_kv_heads
         first = self._arena.take(heads * (segments.num_spans + room))
         state = self._requests[request_id] = RequestSpans(segments, room, first)
         for layer, entries in enumerate(self._arena.layers):
-            keys, values = self._read(layer, owned, segments.positions)
+            keys, values = self._read_tokens(layer, owned, segments.positions)
             spans = CoarseSpans.of(
                 keys, values, segments, partial(self.policy.summarize, layer)
             )
@@ -136,7 +138,7 @@ class SpanController(StepExtension):
             state.put_means(entries, spans)
             state.layers.append(LayerSpans(spans, factors))
 
-    def _read(
+    def _read_tokens(
         self, layer: int, owned: PageList, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [num_kv_heads, n, head_dim] of a request that was never
@@ -229,10 +231,10 @@ class SpanController(StepExtension):
         rows = [(i, row, self._requests[row.request_id]) for i, row in self._rows]
         rounds = []
         for number in range(max(row.new_tokens for _, row in self._rows)):
-            now = [each for each in rows if each[1].new_tokens > number]
+            active = [each for each in rows if each[1].new_tokens > number]
             heap = self._heap
             rounds.append(
-                QueryRound.of(number, now, heap.num_kv_heads, heap.pages.device)
+                QueryRound.of(number, active, heap.num_kv_heads, heap.pages.device)
             )
         return rounds
 
@@ -254,18 +256,19 @@ class SpanController(StepExtension):
             factors.append(ready)
         if all(ready is _NO_FACTORS for ready in factors):
             return
-        every = AsyncHostCopy(torch.cat([gate.flatten() for gate in gates])).wait()
+        all_gates = torch.cat([gate.flatten() for gate in gates])
+        host_gates = AsyncHostCopy(all_gates).wait()
         entries = self._arena.layers[layer]
         if query_round.places is None:
-            reconstructed, shown = zoom_spans(
-                entries, query_round.regions, every, factors
+            reconstructed, zoomed = zoom_spans(
+                entries, query_round.regions, host_gates, factors
             )
         else:
-            reconstructed, shown = fetch_spans(
-                entries, query_round.regions, *query_round.places, every, factors
+            reconstructed, zoomed = fetch_spans(
+                entries, query_round.regions, *query_round.places, host_gates, factors
             )
         self._traffic.fetched += reconstructed
-        self._traffic.selected += shown
+        self._traffic.selected += zoomed
 
     def _factors(self, layer: int, request_id: str, spans: LayerSpans) -> LowRank:
         """Wait for the factors of a layer; empty ones if they could not be computed."""
@@ -276,7 +279,8 @@ class SpanController(StepExtension):
         except (RuntimeError, ValueError, MemoryError):
             # The request continues with the means of its spans.
             logger.warning(
-                "request %s, layer %d: zoom is off, the spans could not be decomposed",
+                "KV policy: request %s, layer %d: zoom is off, its spans could not "
+                "be decomposed",
                 request_id,
                 layer,
                 exc_info=True,
@@ -305,7 +309,7 @@ class SpanController(StepExtension):
                 if layer.factors is not None:
                     layer.factors.cancel()
             self._arena.release(*self._run(state))
-            # the request can be a row of the step that begins
+            # The request can be a row of a step that has begun.
             self._rows = [
                 (i, row) for i, row in self._rows if row.request_id != request_id
             ]
@@ -316,6 +320,7 @@ class SpanController(StepExtension):
         return 0 if state is None else self._arena.num_bytes(self._run(state)[1])
 
     def _run(self, state: RequestSpans) -> tuple[int, int]:
+        """First entry and number of entries of a request."""
         return state.first, self._heap.num_kv_heads * state.entries_per_head
 
     @property

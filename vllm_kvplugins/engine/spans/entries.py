@@ -41,11 +41,11 @@ class EntryArena:
         self._num_layers, self._head_dim, self._dtype = num_layers, head_dim, dtype
         self._device = device
         self._gaps: list[tuple[int, int]] = []  # start and stop, in order
-        self._allocate(0)
+        self._tensorsocate(0)
 
     # The first run is allocated in a step, the last one released between steps.
     @torch.inference_mode(False)
-    def _allocate(self, capacity: int) -> None:
+    def _tensorsocate(self, capacity: int) -> None:
         shape = (self._num_layers, capacity)
         self._keys = torch.zeros(
             *shape, self._head_dim, dtype=self._dtype, device=self._device
@@ -56,16 +56,16 @@ class EntryArena:
         self._device_bias: torch.Tensor | None = None
         if self._device.type != "cpu":
             self._device_bias = torch.full(shape, -torch.inf, device=self._device)
-        # kept, because making views takes longer than a step's work on them
+        # Kept, because making the views takes longer than a step's work on them.
         self.layers = [
-            ZoomEntries(*(part[layer] for part in self._all))
+            ZoomEntries(*(part[layer] for part in self._tensors))
             for layer in range(self._num_layers)
         ]
 
     @property
-    def _all(self) -> list[torch.Tensor]:
-        known = [self._keys, self._values, self._bias, self._owner]
-        return known if self._device_bias is None else [*known, self._device_bias]
+    def _tensors(self) -> list[torch.Tensor]:
+        tensors = [self._keys, self._values, self._bias, self._owner]
+        return tensors if self._device_bias is None else [*tensors, self._device_bias]
 
     @property
     def capacity(self) -> int:
@@ -100,9 +100,9 @@ class EntryArena:
         return self.take(count)
 
     def _grow(self, count: int) -> None:
-        before, old = self._all, self.capacity
-        self._allocate(max(2 * old, old + count))
-        for source, target in zip(before, self._all, strict=True):
+        old_tensors, old = self._tensors, self.capacity
+        self._tensorsocate(max(2 * old, old + count))
+        for source, target in zip(old_tensors, self._tensors, strict=True):
             target[:, :old] = source
         self._add_gap(old, self.capacity)
 
@@ -115,7 +115,7 @@ class EntryArena:
         self._add_gap(start, start + count)
         if self.free == self.capacity:
             self._gaps = []
-            self._allocate(0)
+            self._tensorsocate(0)
 
     def _add_gap(self, start: int, stop: int) -> None:
         merged: list[tuple[int, int]] = []

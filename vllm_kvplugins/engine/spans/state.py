@@ -55,24 +55,24 @@ class RequestSpans:
         """Write the means of all spans of a layer, and switch them on."""
         heads, count, _ = spans.keys.shape
         head = torch.arange(heads)[:, None]
-        at = self.first + head * self.entries_per_head + torch.arange(count)
-        entries.bias[at] = spans.sizes.float().log()
-        there = moved(at, spans.keys.device)
-        entries.keys[there] = spans.keys.to(entries.keys.dtype)
-        entries.values[there] = spans.values.to(entries.values.dtype)
-        entries.attended_bias[there] = spans.log_sizes
+        place = self.first + head * self.entries_per_head + torch.arange(count)
+        entries.bias[place] = spans.sizes.float().log()
+        place = moved(place, spans.keys.device)
+        entries.keys[place] = spans.keys.to(entries.keys.dtype)
+        entries.values[place] = spans.values.to(entries.values.dtype)
+        entries.attended_bias[place] = spans.log_sizes
 
     def check_integrity(self, entries: ZoomEntries, heads: int) -> None:
         """Check that each span has either its mean or its tokens as entries."""
         count, sizes = self.segments.num_spans, self.segments.sizes
         run = slice(self.first, self.first + heads * self.entries_per_head)
-        on = entries.bias[run].view(heads, -1) > -torch.inf
+        is_on = entries.bias[run].view(heads, -1) > -torch.inf
         owner = entries.owner[run].view(heads, -1)[:, count:]
         owned = torch.zeros(heads, count + 1, dtype=torch.int64)
         owned.scatter_add_(1, owner + 1, torch.ones_like(owner))
-        expected = ~on[:, :count] * sizes
+        expected = ~is_on[:, :count] * sizes
         assert torch.equal(owned[:, 1:], expected), "a zoomed span lacks tokens"
-        assert torch.equal(on[:, count:], owner >= 0), "an entry has a bias but no span"
+        assert torch.equal(is_on[:, count:], owner >= 0), "a bias without a span"
 
 
 @dataclass(slots=True, eq=False)
@@ -83,24 +83,24 @@ class QueryRound:
         states: one per row.
         queries: int64 [rows], indices of the step's queries.
         rows: int64 [rows], indices of the step's rows.
-        later: int32 [rows], number of new tokens after this one.
+        newer: int32 [rows], number of the step's tokens after this one.
         regions: the rows' entries; on the host.
         starts, counts: int64 [rows * num_kv_heads], the same on the device.
         places: int64, all entries of the rows, on the host and on the device; None on
             a CPU.
-        pages, lengths: the rows' page lists, cached for the page lists ``paged_of``.
+        pages, lengths: the rows' page lists, cached for the page lists ``cached_for``.
     """
 
     states: list[RequestSpans]
     names: list[str]
     queries: torch.Tensor
     rows: torch.Tensor
-    later: torch.Tensor
+    newer: torch.Tensor
     regions: ZoomRegions
     starts: torch.Tensor
     counts: torch.Tensor
     places: tuple[torch.Tensor, torch.Tensor] | None = None
-    paged_of: torch.Tensor | None = None
+    cached_for: torch.Tensor | None = None
     pages: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
 
@@ -121,13 +121,13 @@ class QueryRound:
         places = None
         if device.type != "cpu":
             places = regions.places, moved(regions.places, device)
-        later = [row.new_tokens - 1 - number for _, row, _ in rows]
+        newer = [row.new_tokens - 1 - number for _, row, _ in rows]
         return QueryRound(
             states,
             [row.request_id for _, row, _ in rows],
             on_device([row.first_query + number for _, row, _ in rows], device),
             on_device([index for index, *_ in rows], device),
-            on_device(later, device).int(),
+            on_device(newer, device).int(),
             regions,
             moved(regions.starts, device),
             moved(regions.counts, device),
@@ -138,9 +138,9 @@ class QueryRound:
         self, pages: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows' page lists and lengths, selected once for all layers."""
-        if self.paged_of is not pages or self.pages is None or self.lengths is None:
-            heads, self.paged_of = self.regions.num_kv_heads, pages
+        if self.cached_for is not pages or self.pages is None or self.lengths is None:
+            heads, self.cached_for = self.regions.num_kv_heads, pages
             self.pages = pages.unflatten(0, (-1, heads))[self.rows].flatten(0, 1)
             own = lengths.view(-1, heads)[self.rows]
-            self.lengths = (own - self.later[:, None]).flatten().int()
+            self.lengths = (own - self.newer[:, None]).flatten().int()
         return self.pages, self.lengths

@@ -66,7 +66,7 @@ class SurprisalTracker:
     ) -> None:
         self._model = model
         self._max_waiting_bytes = max_waiting_bytes
-        self._known: dict[str, torch.Tensor] = {}
+        self._surprisal: dict[str, torch.Tensor] = {}
         self._waiting: dict[str, list[_Piece]] = {}
         self.waiting_bytes = 0
 
@@ -75,8 +75,8 @@ class SurprisalTracker:
         stop = min(row.after_tokens, row.prompt_tokens - 1)
         if row.computed_tokens >= stop:
             return
-        if row.request_id not in self._known:
-            self._known[row.request_id] = torch.zeros(row.prompt_tokens)
+        if row.request_id not in self._surprisal:
+            self._surprisal[row.request_id] = torch.zeros(row.prompt_tokens)
         first = row.computed_tokens + 1
         states = self._model.states(row.first_query, stop + 1 - first)
         piece = _Piece(first, states, torch.as_tensor(prompt[first : stop + 1]))
@@ -87,25 +87,26 @@ class SurprisalTracker:
         self._waiting.setdefault(row.request_id, []).append(piece)
 
     def _compute(self, request_id: str, piece: _Piece) -> None:
-        found = self._model.surprisal(piece.states, piece.targets).float()
+        surprisal = self._model.surprisal(piece.states, piece.targets).float()
         # A NaN or infinite logit must not fail other requests.
-        found = torch.nan_to_num(found, nan=0.0, posinf=_MAX_NATS).clamp(0.0, _MAX_NATS)
-        self._known[request_id][piece.first : piece.first + len(found)] = found
+        nats = torch.nan_to_num(surprisal, nan=0.0, posinf=_MAX_NATS)
+        part = self._surprisal[request_id][piece.first : piece.first + len(nats)]
+        part.copy_(nats.clamp_(0.0, _MAX_NATS))
 
     def take(self, request_id: str) -> torch.Tensor:
         """float32 [prompt tokens], after the whole prompt is computed; drops it."""
         for piece in self._waiting.get(request_id, ()):
             self._compute(request_id, piece)
-        known = self._known[request_id]
+        surprisal = self._surprisal[request_id]
         self.forget([request_id])
-        return known
+        return surprisal
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop requests that ended or will be recomputed."""
         for request_id in request_ids:
-            self._known.pop(request_id, None)
+            self._surprisal.pop(request_id, None)
             for piece in self._waiting.pop(request_id, ()):
                 self.waiting_bytes -= piece.nbytes
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._surprisal)

@@ -89,7 +89,7 @@ class PolicyWorker:
         for new in scheduler_output.scheduled_new_reqs:
             turns = requested_turn_ends(new.sampling_params)
             patched = requested_patched_prompt(new.sampling_params)
-            runtime.learn(new.req_id, new.prompt_token_ids or (), turns, patched)
+            runtime.add_request(new.req_id, new.prompt_token_ids or (), turns, patched)
         if store is not None and meta is not None:
             store.execute(meta.commands)
             if not scheduler_output.total_num_scheduled_tokens:
