@@ -75,7 +75,7 @@ std::tuple<Tensor, Tensor> assign_and_average_cpu(const Tensor& keys,
       break;
     default:
       fail(kAssign, "keys must be float32, float16 or bfloat16, got ",
-           torch::headeronly::toString(keys.scalar_type()));
+           type_name(keys.scalar_type()));
   }
   const float* value = values.const_data_ptr<float>();
   const bool* token = valid ? valid->const_data_ptr<bool>() : nullptr;
@@ -173,7 +173,7 @@ std::tuple<Tensor, Tensor> chunk_prototypes_cpu(const Tensor& keys, std::int64_t
       break;
     default:
       fail(op, "keys must be float32, float16 or bfloat16, got ",
-           torch::headeronly::toString(keys.scalar_type()));
+           type_name(keys.scalar_type()));
   }
   return {sums, slots};
 }

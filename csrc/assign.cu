@@ -53,7 +53,7 @@ std::tuple<Tensor, Tensor> assign_and_average_cuda(const Tensor& keys,
       break;
     default:
       fail(kAssign, "keys must be float32, float16 or bfloat16, got ",
-           torch::headeronly::toString(keys.scalar_type()));
+           type_name(keys.scalar_type()));
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return {means, clusters};

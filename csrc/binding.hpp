@@ -31,6 +31,28 @@ template <typename... Parts>
   throw std::runtime_error(message.str());
 }
 
+// The name of a dtype in messages, as in Python.
+inline const char* type_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Bool:
+      return "bool";
+    default:
+      return torch::headeronly::toString(type);
+  }
+}
+
 inline std::string shape_of(const Tensor& tensor) {
   std::ostringstream text;
   text << '[';
@@ -65,19 +87,30 @@ struct Argument {
 
   void require_type(ScalarType type) const {
     if (tensor.scalar_type() != type) {
-      fail(op, name, " must be ", torch::headeronly::toString(type), ", got ",
-           torch::headeronly::toString(tensor.scalar_type()));
+      fail(op, name, " must be ", type_name(type), ", got ",
+           type_name(tensor.scalar_type()));
     }
+  }
+
+  void require_shape(const std::vector<std::int64_t>& shape) const {
+    bool same = tensor.dim() == static_cast<std::int64_t>(shape.size());
+    for (std::size_t i = 0; same && i < shape.size(); ++i) {
+      same = tensor.size(static_cast<std::int64_t>(i)) == shape[i];
+    }
+    if (same) return;
+    std::ostringstream text;
+    for (std::size_t i = 0; i < shape.size(); ++i) text << (i ? ", " : "") << shape[i];
+    fail(op, name, " must have shape [", text.str(), "], got ", shape_of(tensor));
   }
 
   void require_contiguous() const {
     if (!tensor.is_contiguous()) fail(op, name, " must be contiguous");
   }
 
-  void require_device_of(const Tensor& heap) const {
-    if (tensor.is_cpu() != heap.is_cpu() ||
-        tensor.get_device_index() != heap.get_device_index()) {
-      fail(op, name, " must be on the device of the heap");
+  void require_device_of(const Tensor& other, const char* owner = "the heap") const {
+    if (tensor.is_cpu() != other.is_cpu() ||
+        tensor.get_device_index() != other.get_device_index()) {
+      fail(op, name, " must be on the device of ", owner);
     }
   }
 
@@ -128,19 +161,13 @@ struct Argument {
   }
 };
 
-// Checks that a contiguous CPU tensor has a shape.
+// Checks that a tensor is contiguous, on the CPU and of a shape.
 inline void require_shape(const char* op, const char* name, const Tensor& tensor,
                           const std::vector<std::int64_t>& shape) {
-  Argument{op, name, tensor}.require_contiguous();
-  bool same = tensor.dim() == static_cast<std::int64_t>(shape.size());
-  for (std::size_t i = 0; same && i < shape.size(); ++i) {
-    same = tensor.size(static_cast<std::int64_t>(i)) == shape[i];
-  }
-  if (same && tensor.is_cpu()) return;
-  std::ostringstream text;
-  for (std::size_t i = 0; i < shape.size(); ++i) text << (i ? ", " : "") << shape[i];
-  fail(op, name, " must have shape [", text.str(), "]",
-       tensor.is_cpu() ? "" : " on the CPU", ", got ", shape_of(tensor));
+  const Argument argument{op, name, tensor};
+  argument.require_contiguous();
+  argument.require_shape(shape);
+  if (!tensor.is_cpu()) fail(op, name, " must be on the CPU");
 }
 
 // The sizes of a heap of pages, checked.
@@ -184,8 +211,7 @@ inline HeapView view_heap(const char* op, const Tensor& heap, std::int64_t block
   const ScalarType type = heap.scalar_type();
   if (type != ScalarType::Float && type != ScalarType::Half &&
       type != ScalarType::BFloat16) {
-    fail(op, "heap must be float32, float16 or bfloat16, got ",
-         torch::headeronly::toString(type));
+    fail(op, "heap must be float32, float16 or bfloat16, got ", type_name(type));
   }
   const std::int64_t page_elems = heap.size(1);
   // The stride of a dimension of size 1 means nothing.

@@ -25,21 +25,21 @@ struct PageCopy {
 inline PageSide view_pages(const char* op, const char* name, const Tensor& tensor) {
   if (tensor.dim() < 1) fail(op, name, " must be [num_pages, ...], got a scalar");
   std::int64_t page_elems = 1;
-  bool together = true;
+  bool contiguous = true;
   for (std::int64_t d = tensor.dim() - 1; d >= 1; --d) {
     // The stride of a dimension of size 1 carries no meaning.
-    together &= tensor.size(d) == 1 || tensor.stride(d) == page_elems;
+    contiguous &= tensor.size(d) == 1 || tensor.stride(d) == page_elems;
     page_elems *= tensor.size(d);
   }
   const std::int64_t stride = tensor.size(0) > 1 ? tensor.stride(0) : page_elems;
-  if (page_elems > 0 && (!together || stride < page_elems)) {
+  if (page_elems > 0 && (!contiguous || stride < page_elems)) {
     fail(op, name, " must have contiguous pages that do not overlap, got shape ",
          shape_of(tensor), " with strides ", strides_of(tensor));
   }
   const auto element_size = static_cast<std::int64_t>(tensor.element_size());
   if (element_size > 8) {
     fail(op, name, " must have elements of 1, 2, 4 or 8 bytes, got ",
-         torch::headeronly::toString(tensor.scalar_type()));
+         type_name(tensor.scalar_type()));
   }
   return {tensor.size(0), page_elems * element_size, stride * element_size, nullptr};
 }
@@ -69,23 +69,19 @@ inline void require_apart(const char* op, const Tensor& target, const PageSide& 
 inline PageCopy view_copy(const char* op, const Tensor& target,
                           const std::optional<Tensor>& target_ids, const Tensor& source,
                           const std::optional<Tensor>& source_ids) {
-  const auto require_device = [&](const char* name, const Tensor& tensor) {
-    if (tensor.is_cpu() != target.is_cpu() ||
-        tensor.get_device_index() != target.get_device_index()) {
-      fail(op, name, " must be on the device of target");
-    }
-  };
   PageCopy copy{view_pages(op, "target", target), view_pages(op, "source", source), 0};
-  require_device("source", source);
-  Argument{op, "source", source}.require_type(target.scalar_type());
+  const Argument other{op, "source", source};
+  other.require_device_of(target, "target");
+  other.require_type(target.scalar_type());
   if (copy.source.page_bytes != copy.target.page_bytes) {
     fail(op, "pages of source must have the size of target's, got ",
          copy.source.page_bytes, " and ", copy.target.page_bytes, " bytes");
   }
   require_apart(op, target, copy.target, source, copy.source);
   const auto ids = [&](const char* name, const Tensor& tensor) {
-    require_device(name, tensor);
-    return Argument{op, name, tensor}.indices(target, -1);
+    const Argument argument{op, name, tensor};
+    argument.require_device_of(target, "target");
+    return argument.indices(target, -1);
   };
   if (target_ids) copy.target.ids = ids("target_ids", *target_ids);
   if (source_ids) copy.source.ids = ids("source_ids", *source_ids);

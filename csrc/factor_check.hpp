@@ -25,7 +25,7 @@ void with_number(const Argument& argument, const Body& body) {
     body(static_cast<BFloat16*>(nullptr));
   } else {
     fail(argument.op, argument.name, " must be float32 or bfloat16, got ",
-         torch::headeronly::toString(type));
+         type_name(type));
   }
 }
 

@@ -69,8 +69,7 @@ inline void read_queries(const char* op, const Tensor& queries, Question& questi
     } else if (type == ScalarType::BFloat16) {
       out = widen(static_cast<const std::uint16_t*>(queries.const_data_ptr())[i]);
     } else {
-      fail(op, "queries must be float32 or bfloat16, got ",
-           torch::headeronly::toString(type));
+      fail(op, "queries must be float32 or bfloat16, got ", type_name(type));
     }
     if (!(out >= -1e18f && out <= 1e18f)) {
       fail(op, "element ", i, " of queries is not finite, or exceeds 1e18");

@@ -150,8 +150,7 @@ inline std::vector<KeyView> view_keys(const char* op, const Tensor& keys,
   if (!keys.is_cpu()) fail(op, "keys must be on the CPU");
   const ScalarType type = keys.scalar_type();
   if (type != ScalarType::Float && type != ScalarType::BFloat16) {
-    fail(op, "keys must be float32 or bfloat16, got ",
-         torch::headeronly::toString(type));
+    fail(op, "keys must be float32 or bfloat16, got ", type_name(type));
   }
   const bool paged = keys.dim() == 3;
   if (!paged) argument.require_dim(4);

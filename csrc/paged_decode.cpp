@@ -21,7 +21,7 @@ index::ElementType element_type(const char* name, const Tensor& tensor) {
     return index::ElementType::kBFloat16;
   }
   fail(kOp, name, " must be float32 or bfloat16, got ",
-       torch::headeronly::toString(tensor.scalar_type()));
+       type_name(tensor.scalar_type()));
 }
 
 // Rows, KV heads and heads of a group, from how the arguments fit together.

@@ -246,9 +246,9 @@ WRONG = {
     },
     r"values must have shape \[2, 4\], got \[2, 3\]": {"values": torch.zeros(2, 3)},
     "at least one prototype": {"prototypes": torch.zeros(2, 0, 3)},
-    "prototypes must be torch.float32": {"prototypes": torch.zeros(2, 5, 3).half()},
-    "values must be torch.float32": {"values": torch.zeros(2, 4).double()},
-    "valid must be torch.bool": {"valid": torch.ones(2, 4)},
+    "prototypes must be float32": {"prototypes": torch.zeros(2, 5, 3).half()},
+    "values must be float32": {"values": torch.zeros(2, 4).double()},
+    "valid must be bool": {"valid": torch.ones(2, 4)},
 }
 
 

@@ -236,7 +236,7 @@ BAD_CALLS = {
     ),
     "index dtype": (
         lambda heap: ops.gather_tokens(heap, ids(0).int(), ids(0), LAYOUT),
-        r"pages must be (Long|int64), got (Int|torch.int32)",
+        r"pages must be int64, got int32",
     ),
     "index dimensions": (
         lambda heap: ops.gather_values(heap, ids(0), LAYOUT),
@@ -250,7 +250,7 @@ BAD_CALLS = {
         lambda heap: ops.scatter_tokens(
             heap, ids(0, 1), ids(0, 0), ROWS, ROWS.half(), LAYOUT
         ),
-        r"values must be (Float|torch.float32), got (Half|torch.float16)",
+        r"values must be float32, got float16",
     ),
     "heap dtype": (
         lambda heap: ops.gather_tokens(heap.double(), ids(0), ids(0), LAYOUT),

@@ -218,7 +218,7 @@ def test_threads_do_not_change_the_result(random):
         ({"energy": 0.0}, "energy must be above 0"),
         ({"energy": 1.5}, "energy must be above 0"),
         ({"energy": float("nan")}, "energy must be above 0"),
-        ({"dtype": torch.float16}, "float32 or bfloat16, got torch.float16"),
+        ({"dtype": torch.float16}, "float32 or bfloat16, got float16"),
     ],
 )
 def test_bad_decompositions(backend, change, message):

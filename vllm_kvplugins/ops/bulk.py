@@ -7,10 +7,10 @@ Checks on CUDA work as ``dispatch.py`` describes.
 from __future__ import annotations
 
 import math
-from typing import NoReturn
 
 import torch
 
+from vllm_kvplugins.ops import checks
 from vllm_kvplugins.ops.dispatch import call_compiled
 from vllm_kvplugins.ops.extension import check_forced, compiled_for
 
@@ -53,8 +53,8 @@ def copy_pages(
     if not compiled or forced:
         n = _check(target, target_ids, source, source_ids)
         if target.device.type == "cpu" or forced:
-            _check_contents("target", target_ids, len(target))
-            _check_contents("source", source_ids, len(source))
+            _check_ids("target", target_ids, len(target))
+            _check_ids("source", source_ids, len(source))
             _check_distinct(target_ids)
     if not compiled:
         _in_torch(target, target_ids, source, source_ids, n)
@@ -101,55 +101,53 @@ def _check(
     Returns n.
     """
     sizes = [_page_bytes("target", target), _page_bytes("source", source)]
-    if source.device != target.device:
-        _fail("source must be on the device of target")
-    if source.dtype != target.dtype:
-        _fail(f"source must be {target.dtype}, got {source.dtype}")
+    checks.check_device(_OP, "source", source, target, "target")
+    checks.check_dtype(_OP, "source", source, target.dtype)
     if sizes[0] != sizes[1]:
-        _fail(
+        checks.fail(
+            _OP,
             "pages of source must have the size of target's, got "
-            f"{sizes[1]} and {sizes[0]} bytes"
+            f"{sizes[1]} and {sizes[0]} bytes",
         )
     _check_apart(target, source, sizes[0])
     for name, ids in (("target_ids", target_ids), ("source_ids", source_ids)):
-        if ids is None:
-            continue
-        if ids.device != target.device:
-            _fail(f"{name} must be on the device of target")
-        if ids.dim() != 1:
-            _fail(f"{name} must have 1 dimension(s), got shape {list(ids.shape)}")
-        if ids.dtype != torch.int64:
-            _fail(f"{name} must be int64, got {ids.dtype}")
+        if ids is not None:
+            checks.check_device(_OP, name, ids, target, "target")
+            checks.check_vector(_OP, name, ids)
     if target_ids is not None:
         n = len(target_ids)
     else:
         n = len(source if source_ids is None else source_ids)
-    if source_ids is not None and len(source_ids) != n:
-        _fail(f"source_ids must have {n} entries, got {len(source_ids)}")
+    if source_ids is not None:
+        checks.check_size(_OP, "source_ids", source_ids, n)
     sides = ("target", target, target_ids), ("source", source, source_ids)
     for name, pages, ids in sides:
         if ids is None and len(pages) < n:
-            _fail(f"{name} has {len(pages)} pages, but {n} are copied in order")
+            checks.fail(
+                _OP, f"{name} has {len(pages)} pages, but {n} are copied in order"
+            )
     return n
 
 
 def _page_bytes(name: str, pages: torch.Tensor) -> int:
     """Size of a page; checks that pages are contiguous and disjoint."""
     if pages.dim() < 1:
-        _fail(f"{name} must be [num_pages, ...], got a scalar")
-    elems, together = 1, True
+        checks.fail(_OP, f"{name} must be [num_pages, ...], got a scalar")
+    elems, contiguous = 1, True
     for size, stride in zip(pages.shape[:0:-1], pages.stride()[:0:-1], strict=True):
         # The stride of a dimension of size 1 means nothing.
-        together &= size == 1 or stride == elems
+        contiguous &= size == 1 or stride == elems
         elems *= size
     overlap = len(pages) > 1 and pages.stride(0) < elems
-    if elems > 0 and (not together or overlap):
-        _fail(
+    if elems > 0 and (not contiguous or overlap):
+        checks.fail(
+            _OP,
             f"{name} must have contiguous pages that do not overlap, got shape "
-            f"{list(pages.shape)} with strides {list(pages.stride())}"
+            f"{list(pages.shape)} with strides {list(pages.stride())}",
         )
     if pages.dtype.itemsize not in _BITS:
-        _fail(f"{name} must have elements of 1, 2, 4 or 8 bytes, got {pages.dtype}")
+        got = checks.names_of([pages.dtype])
+        checks.fail(_OP, f"{name} must have elements of 1, 2, 4 or 8 bytes, got {got}")
     return int(elems * pages.dtype.itemsize)
 
 
@@ -163,37 +161,25 @@ def _check_apart(target: torch.Tensor, source: torch.Tensor, page_bytes: int) ->
         spans.append((first, first + (len(pages) - 1) * stride + page_bytes))
         strides.append(stride)
     if spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]:
-        _fail(
+        checks.fail(
+            _OP,
             f"target and source must not share memory, got pages {strides[0]} bytes "
             f"apart from address {spans[0][0]} and {strides[1]} bytes apart from "
-            f"{spans[1][0]}"
+            f"{spans[1][0]}",
         )
 
 
-def _check_contents(name: str, ids: torch.Tensor | None, num_pages: int) -> None:
-    if ids is None:
-        return
-    wrong = ((ids < 0) | (ids >= num_pages)).nonzero()
-    if len(wrong):
-        i = int(wrong[0])
-        _fail(
-            f"{name}_ids[{i}] is page {int(ids[i])}, but {name} has pages 0 to "
-            f"{num_pages - 1}"
-        )
+def _check_ids(name: str, ids: torch.Tensor | None, num_pages: int) -> None:
+    if ids is not None:
+        owner = f"{name} has pages"
+        checks.check_range(_OP, f"{name}_ids", ids, "page", num_pages, owner)
 
 
 def _check_distinct(ids: torch.Tensor | None) -> None:
-    if ids is None:
-        return
-    ordered, order = ids.sort(stable=True)
-    repeated = order[1:][ordered[1:] == ordered[:-1]]
-    if len(repeated):
-        i = int(repeated.min())
-        _fail(
+    i = None if ids is None else checks.first_repeat(ids)
+    if ids is not None and i is not None:
+        checks.fail(
+            _OP,
             f"target_ids[{i}] (page {int(ids[i])}) repeats an earlier one; target "
-            "pages must differ"
+            "pages must differ",
         )
-
-
-def _fail(problem: str) -> NoReturn:
-    raise ValueError(f"kvp.{_OP}: {problem}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_kvplugins.ops import checks
 from vllm_kvplugins.ops.dispatch import call_compiled
 from vllm_kvplugins.ops.extension import (
     compiled_for,
@@ -18,8 +19,7 @@ from vllm_kvplugins.ops.extension import (
 from vllm_kvplugins.scoring import attention_votes
 from vllm_kvplugins.scoring import prototypes as proto
 
-_NARROW = (torch.float32, torch.float16, torch.bfloat16)
-_MAX_HEAD_DIM = 512  # kMaxHeadDim in csrc/include/kvp/assign.hpp
+_OP = "assign_and_average"
 
 
 def assign_and_average(
@@ -55,24 +55,23 @@ def assign_and_average(
     Cost: O(H * n * P * D). Only the torch version writes similarities to memory, one
         tile of slots at a time.
     """
-    _check(keys, prototypes, values, valid)
-    backend = backend_for(keys.device, keys.dtype, keys.shape[2])
+    backend = backend_for(keys.device, keys.dtype, keys.shape[-1])
     if backend == "compiled":
-        if keys.stride(2) != 1:
+        if keys.stride(-1) != 1:
             keys = keys.contiguous()
-        rest = None if valid is None else valid.contiguous()
-        found: tuple[torch.Tensor, torch.Tensor] = call_compiled(
-            "assign_and_average",
+        means, clusters = call_compiled(
+            _OP,
             keys,
             prototypes.contiguous(),
             values.contiguous(),
-            rest,
+            None if valid is None else valid.contiguous(),
         )
-        return found
+        return means, clusters
+    _check(keys, prototypes, values, valid)
     if backend == "triton":
-        from vllm_kvplugins.ops.triton import clusters
+        from vllm_kvplugins.ops.triton import clusters as in_triton
 
-        return clusters.assign_and_average(keys, prototypes, values, valid)
+        return in_triton.assign_and_average(keys, prototypes, values, valid)
     return in_torch(keys, prototypes, values, valid)
 
 
@@ -145,7 +144,7 @@ def backend_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     Raises:
         ValueError, RuntimeError: ``KVP_OPS`` is wrong or cannot be honoured.
     """
-    if dtype not in _NARROW or head_dim > _MAX_HEAD_DIM:
+    if dtype not in checks.HEAP_DTYPES or head_dim > checks.MAX_HEAD_DIM:
         return "torch"
     if device.type == "cpu":
         return "compiled" if compiled_for(device)[0] else "torch"
@@ -162,37 +161,25 @@ def _check(
     values: torch.Tensor,
     valid: torch.Tensor | None,
 ) -> None:
-    """The checks of csrc/assign.cpp, for all implementations."""
-    if keys.dim() != 3:
-        _fail(f"keys must have 3 dimension(s), got shape {list(keys.shape)}")
-    if prototypes.dim() != 3:
-        shape = list(prototypes.shape)
-        _fail(f"prototypes must have 3 dimension(s), got shape {shape}")
+    """The checks of csrc/assign_check.hpp."""
+    checks.check_dim(_OP, "keys", keys, 3)
+    checks.check_dim(_OP, "prototypes", prototypes, 3)
     heads, slots, head_dim = keys.shape
     count = prototypes.shape[1]
     _check_like("prototypes", prototypes, keys, (heads, count, head_dim))
     _check_like("values", values, keys, (heads, slots))
     if count == 0:
-        _fail("there must be at least one prototype")
+        checks.fail(_OP, "there must be at least one prototype")
     wide = torch.promote_types(keys.dtype, torch.float32)
-    if prototypes.dtype != wide:
-        _fail(f"prototypes must be {wide}, got {prototypes.dtype}")
-    if values.dtype != torch.float32:
-        _fail(f"values must be torch.float32, got {values.dtype}")
+    checks.check_dtype(_OP, "prototypes", prototypes, wide)
+    checks.check_dtype(_OP, "values", values, torch.float32)
     if valid is not None:
         _check_like("valid", valid, keys, (heads, slots))
-        if valid.dtype != torch.bool:
-            _fail(f"valid must be torch.bool, got {valid.dtype}")
+        checks.check_dtype(_OP, "valid", valid, torch.bool)
 
 
 def _check_like(
     name: str, tensor: torch.Tensor, keys: torch.Tensor, shape: tuple[int, ...]
 ) -> None:
-    if tensor.shape != shape:
-        _fail(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
-    if tensor.device != keys.device:
-        _fail(f"{name} must be on the device of the keys")
-
-
-def _fail(problem: str) -> None:
-    raise ValueError(f"kvp.assign_and_average: {problem}")
+    checks.check_shape(_OP, name, tensor, shape)
+    checks.check_device(_OP, name, tensor, keys, "the keys")

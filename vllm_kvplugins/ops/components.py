@@ -7,10 +7,10 @@ CPU only.
 from __future__ import annotations
 
 import dataclasses
-from typing import NoReturn
 
 import torch
 
+from vllm_kvplugins.ops import checks
 from vllm_kvplugins.ops.dispatch import call_compiled
 from vllm_kvplugins.ops.extension import compiled_for
 from vllm_kvplugins.ops.svd import LowRank, check_placement, pack_record
@@ -79,19 +79,9 @@ def _in_torch(
 def _check(low_rank: LowRank, gates: torch.Tensor, least: float) -> None:
     """The checks of csrc/components.cpp."""
     if not 0 <= least <= 1:
-        _fail(f"least must be 0 to 1, got {least}")
-    if gates.dim() != 1:
-        _fail(f"gates must have 1 dimension(s), got shape {list(gates.shape)}")
-    if gates.dtype != torch.float32:
-        _fail(f"gates must be float32, got {gates.dtype}")
-    wanted = int(low_rank.ranks.sum())
-    if len(gates) != wanted:
-        _fail(f"gates must have {wanted} entries, got {len(gates)}")
+        checks.fail(_OP, f"least must be 0 to 1, got {least}")
+    checks.check_vector(_OP, "gates", gates, int(low_rank.ranks.sum()), torch.float32)
     wrong = (~((gates >= 0) & (gates <= 1))).nonzero()
     if len(wrong):
         i = int(wrong[0])
-        _fail(f"gates[{i}] must be 0 to 1, got {float(gates[i]):g}")
-
-
-def _fail(problem: str) -> NoReturn:
-    raise ValueError(f"kvp.{_OP}: {problem}")
+        checks.fail(_OP, f"gates[{i}] must be 0 to 1, got {float(gates[i]):g}")

@@ -134,7 +134,7 @@ def move_tokens(
         _check_tokens(op, heap, *targets, layout, ("dst_pages", "dst_slots"))
         if _check_contents(heap):
             checks.check_distinct(op, *targets, layout.block_size)
-            checks.check_disjoint(op, *sources, *targets, layout.block_size)
+            checks.check_disjoint(op, sources, targets, layout.block_size)
     if compiled:
         places = [places.contiguous() for places in (*sources, *targets)]
         call_compiled(op, heap, *places, *layout_args(layout))

@@ -7,7 +7,6 @@ otherwise; the environment variable ``KVP_OPS`` overrides this (``extension.py``
 from __future__ import annotations
 
 import math
-from typing import NoReturn
 
 import torch
 
@@ -18,7 +17,6 @@ from vllm_kvplugins.ops.extension import compiled_for, triton_for
 from vllm_kvplugins.ops.layout import PageLayout
 
 _OP = "attend_mixed"
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def attend_mixed(
@@ -108,29 +106,26 @@ def _check(
 ) -> None:
     """The checks of csrc/paged_decode.cpp; of contents only on the CPU."""
     if not math.isfinite(scale):
-        _fail(f"scale must be finite, got {scale}")
+        checks.fail(_OP, f"scale must be finite, got {scale}")
     checks.check_heap(_OP, heap, layout)
     _check_sizes(queries, page_table, layout.head_dim)
     entries, dims, sequences = len(coarse.keys), layout.head_dim, len(page_table)
-    shapes = {
-        "queries": (queries, queries.shape, _DTYPES),
-        "heap": (heap, heap.shape, _DTYPES),
+    float32_or_bfloat16 = checks.FACTOR_DTYPES
+    expected = {
+        "queries": (queries, queries.shape, float32_or_bfloat16),
+        "heap": (heap, heap.shape, float32_or_bfloat16),
         "page_table": (page_table, page_table.shape, (torch.int32,)),
         "lengths": (lengths, (sequences,), (torch.int32,)),
-        "coarse_keys": (coarse.keys, (entries, dims), _DTYPES),
+        "coarse_keys": (coarse.keys, (entries, dims), float32_or_bfloat16),
         "coarse_values": (coarse.values, (entries, dims), (coarse.keys.dtype,)),
         "bias": (coarse.bias, (entries,), (torch.float32,)),
         "starts": (coarse.starts, (sequences,), (torch.int64,)),
         "counts": (coarse.counts, (sequences,), (torch.int64,)),
     }
-    for name, (tensor, shape, dtypes) in shapes.items():
-        if tensor.shape != shape:
-            _fail(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
-        if tensor.dtype not in dtypes:
-            wanted = " or ".join(str(dtype)[6:] for dtype in dtypes)
-            _fail(f"{name} must be {wanted}, got {tensor.dtype}")
-        if tensor.device != heap.device:
-            _fail(f"{name} must be on the device of the heap")
+    for name, (tensor, shape, dtypes) in expected.items():
+        checks.check_shape(_OP, name, tensor, tuple(shape))
+        checks.check_dtype(_OP, name, tensor, *dtypes)
+        checks.check_device(_OP, name, tensor, heap, "the heap")
     if heap.device.type == "cpu":
         _check_contents(heap, layout, page_table, lengths, coarse)
 
@@ -138,24 +133,24 @@ def _check(
 def _check_sizes(
     queries: torch.Tensor, page_table: torch.Tensor, head_dim: int
 ) -> None:
-    for name, tensor, dim in (("queries", queries, 3), ("page_table", page_table, 2)):
-        if tensor.dim() != dim:
-            shape = list(tensor.shape)
-            _fail(f"{name} must have {dim} dimension(s), got shape {shape}")
-    rows, num_q_heads, dims = queries.shape
-    if dims != head_dim:
-        wanted, got = [rows, num_q_heads, head_dim], list(queries.shape)
-        _fail(f"queries must have shape {wanted}, got {got}")
+    checks.check_dim(_OP, "queries", queries, 3)
+    checks.check_dim(_OP, "page_table", page_table, 2)
+    rows, num_q_heads, _ = queries.shape
+    checks.check_shape(_OP, "queries", queries, (rows, num_q_heads, head_dim))
     sequences = len(page_table)
     if sequences % rows if rows else sequences:
-        _fail(
+        checks.fail(
+            _OP,
             f"page_table must have a row for each KV head of {rows} rows, "
-            f"got {sequences}"
+            f"got {sequences}",
         )
     heads = sequences // rows if rows else 1
     if heads == 0 or num_q_heads % heads:
-        got = list(queries.shape)
-        _fail(f"queries must have a multiple of {heads} KV heads, got shape {got}")
+        checks.fail(
+            _OP,
+            f"queries must have a multiple of {heads} KV heads, got shape "
+            f"{list(queries.shape)}",
+        )
 
 
 def _check_contents(
@@ -168,9 +163,10 @@ def _check_contents(
     room = page_table.shape[1] * layout.block_size
     for i, length in enumerate(lengths.tolist()):
         if not 0 <= length <= room:
-            _fail(
+            checks.fail(
+                _OP,
                 f"lengths[{i}] is {length}, but page lists have room for 0 to {room} "
-                "tokens"
+                "tokens",
             )
     first = torch.arange(page_table.shape[1]) * layout.block_size
     used = first < lengths[:, None]
@@ -180,18 +176,16 @@ def _check_contents(
     runs = list(zip(coarse.starts.tolist(), coarse.counts.tolist(), strict=True))
     for i, (start, count) in enumerate(runs):
         if start < 0 or count < 0 or start + count > entries:
-            _fail(
+            checks.fail(
+                _OP,
                 f"starts[{i}] is {start}, but a run must lie within the {entries} "
-                "entries"
+                "entries",
             )
     for start, count in runs:
         wrong = (~(coarse.bias[start : start + count] < math.inf)).nonzero()
         if len(wrong):
-            _fail(
+            checks.fail(
+                _OP,
                 f"bias[{start + int(wrong[0])}] must be finite, or -infinity for an "
-                "entry that is off"
+                "entry that is off",
             )
-
-
-def _fail(problem: str) -> NoReturn:
-    raise ValueError(f"kvp.{_OP}: {problem}")

@@ -7,8 +7,6 @@ this (``extension.py``). Checks on CUDA work as ``dispatch.py`` describes.
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 
 from vllm_kvplugins.ops import checks, torch_ops
@@ -17,7 +15,6 @@ from vllm_kvplugins.ops.extension import check_forced, compiled_for
 from vllm_kvplugins.ops.layout import PageLayout
 
 _OP = "page_votes"
-_MAX_HEAD_DIM = 512  # kMaxHeadDim in csrc/include/kvp/vectors.hpp
 # In torch, largest number of weights held at a time: 128 MiB.
 _MAX_WEIGHTS = 1 << 25
 
@@ -157,22 +154,27 @@ def _check(
 ) -> None:
     """The checks of csrc/vote_check.hpp, with the same messages in the same order."""
     checks.check_heap(_OP, heap, layout)
-    if layout.head_dim > _MAX_HEAD_DIM:
-        _fail(f"head_dim must be at most {_MAX_HEAD_DIM}, got {layout.head_dim}")
+    if layout.head_dim > checks.MAX_HEAD_DIM:
+        checks.fail(
+            _OP,
+            f"head_dim must be at most {checks.MAX_HEAD_DIM}, got {layout.head_dim}",
+        )
     checks.check_indices(_OP, "page_table", page_table, heap, dim=2)
     checks.check_indices(_OP, "positions", positions, heap, dim=2)
     kv_heads, pages = page_table.shape
     room = pages * layout.block_size
     if len(positions) != kv_heads or positions.shape[1] > room:
-        _fail(
+        checks.fail(
+            _OP,
             f"positions must be of at most {room} slots of {kv_heads} KV heads, got "
-            f"shape {list(positions.shape)}"
+            f"shape {list(positions.shape)}",
         )
     _check_rows("queries", queries, heap, layout.head_dim, -1)
     if kv_heads == 0 or len(queries) % kv_heads:
-        _fail(
+        checks.fail(
+            _OP,
             f"queries must be of a multiple of {kv_heads} KV heads, got shape "
-            f"{list(queries.shape)}"
+            f"{list(queries.shape)}",
         )
     checks.check_indices(_OP, "query_positions", query_positions, heap)
     checks.check_size(_OP, "query_positions", query_positions, queries.shape[1])
@@ -180,27 +182,22 @@ def _check(
         return
     _check_rows("own_keys", own_keys, heap, layout.head_dim, kv_heads)
     if own_keys.shape[1] != queries.shape[1]:
-        _fail(
+        checks.fail(
+            _OP,
             f"own_keys must have {queries.shape[1]} rows per head, got shape "
-            f"{list(own_keys.shape)}"
+            f"{list(own_keys.shape)}",
         )
 
 
 def _check_rows(
     name: str, rows: torch.Tensor, heap: torch.Tensor, head_dim: int, first: int
 ) -> None:
-    if rows.device != heap.device:
-        _fail(f"{name} must be on the device of the heap")
-    if rows.dim() != 3:
-        _fail(f"{name} must have 3 dimension(s), got shape {list(rows.shape)}")
-    if rows.dtype != heap.dtype:
-        _fail(f"{name} must be {heap.dtype}, got {rows.dtype}")
+    checks.check_device(_OP, name, rows, heap, "the heap")
+    checks.check_dim(_OP, name, rows, 3)
+    checks.check_dtype(_OP, name, rows, heap.dtype)
     if rows.shape[2] != head_dim or (first >= 0 and len(rows) != first):
-        _fail(
+        checks.fail(
+            _OP,
             f"{name} must have head_dim {head_dim} and a row per head, got shape "
-            f"{list(rows.shape)}"
+            f"{list(rows.shape)}",
         )
-
-
-def _fail(problem: str) -> NoReturn:
-    raise ValueError(f"kvp.{_OP}: {problem}")

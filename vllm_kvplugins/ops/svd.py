@@ -12,11 +12,9 @@ from typing import NoReturn
 
 import torch
 
+from vllm_kvplugins.ops import checks
 from vllm_kvplugins.ops.dispatch import call_compiled
 from vllm_kvplugins.ops.extension import compiled_for
-
-DTYPES = (torch.float32, torch.bfloat16)
-MAX_HEAD_DIM = 512  # kMaxHeadDim in csrc/include/kvp/vectors.hpp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,7 +180,8 @@ def reconstruct(
             which.contiguous(),
             dtype == torch.bfloat16,
         )
-    _check_which(op, low_rank, which)
+    checks.check_vector(op, "which", which)
+    checks.check_range(op, "which", which, "matrix", len(low_rank))
     made = [_rows(low_rank, matrix).to(dtype) for matrix in which.tolist()]
     nothing = low_rank.factors.new_empty(0, low_rank.head_dim, dtype=dtype)
     return torch.cat([nothing, *made])
@@ -264,9 +263,11 @@ def check_placement(
     Reconstructions run on any device, other ops on the CPU.
     """
     if tensor.device.type != "cpu" and op != "reconstruct":
-        _fail(op, f"{name} must be on the CPU, got {tensor.device}")
-    if dtype not in DTYPES:
-        _fail(op, f"dtype must be float32 or bfloat16, got {dtype}")
+        checks.fail(op, f"{name} must be on the CPU, got {tensor.device}")
+    if dtype not in checks.FACTOR_DTYPES:
+        checks.fail(
+            op, f"dtype must be float32 or bfloat16, got {checks.names_of([dtype])}"
+        )
 
 
 def _check_spans(
@@ -278,54 +279,29 @@ def _check_spans(
 ) -> None:
     """The checks of csrc/svd.cpp."""
     op = "truncated_svd"
-    if rows.dim() != 3:
-        _fail(op, f"rows must have 3 dimension(s), got shape {list(rows.shape)}")
-    if not 1 <= rows.shape[2] <= MAX_HEAD_DIM:
-        _fail(op, f"head_dim must be 1 to {MAX_HEAD_DIM}, got {rows.shape[2]}")
+    checks.check_dim(op, "rows", rows, 3)
+    if not 1 <= rows.shape[2] <= checks.MAX_HEAD_DIM:
+        checks.fail(
+            op, f"head_dim must be 1 to {checks.MAX_HEAD_DIM}, got {rows.shape[2]}"
+        )
     if rows.shape[2] > 1 and rows.stride(2) != 1:
-        _fail(op, "the elements of a row must be contiguous")
-    _check_vector(op, "starts", starts, -1)
-    _check_vector(op, "lengths", lengths, len(starts))
+        checks.fail(op, "the elements of a row must be contiguous")
+    checks.check_vector(op, "starts", starts)
+    checks.check_vector(op, "lengths", lengths, len(starts))
     wrong = (starts < 0) | (lengths < 0) | (starts + lengths > rows.shape[1])
     if wrong.any():
         i = int(wrong.nonzero()[0])
-        _fail(
+        checks.fail(
             op,
             f"span {i} is {int(lengths[i])} tokens from {int(starts[i])}, but there "
             f"are tokens 0 to {rows.shape[1] - 1}",
         )
     if max_rank < 1:
-        _fail(op, f"max_rank must be positive, got {max_rank}")
+        checks.fail(op, f"max_rank must be positive, got {max_rank}")
     if not 0 < energy <= 1:
-        _fail(op, f"energy must be above 0 and at most 1, got {energy}")
-    if rows.dtype not in DTYPES:
-        _fail(op, f"rows must be float32 or bfloat16, got {rows.dtype}")
-
-
-def _check_which(op: str, low_rank: LowRank, which: torch.Tensor) -> None:
-    _check_vector(op, "which", which, -1)
-    wrong = ((which < 0) | (which >= len(low_rank))).nonzero()
-    if len(wrong):
-        i = int(wrong[0])
-        _fail(
-            op,
-            f"which[{i}] is matrix {int(which[i])}, but there are 0 to "
-            f"{len(low_rank) - 1}",
-        )
-
-
-def _check_vector(op: str, name: str, vector: torch.Tensor, size: int) -> None:
-    if vector.dim() != 1:
-        _fail(op, f"{name} must have 1 dimension(s), got shape {list(vector.shape)}")
-    if vector.dtype != torch.int64:
-        _fail(op, f"{name} must be int64, got {vector.dtype}")
-    if size >= 0 and len(vector) != size:
-        _fail(op, f"{name} must have {size} entries, got {len(vector)}")
+        checks.fail(op, f"energy must be above 0 and at most 1, got {energy}")
+    checks.check_dtype(op, "rows", rows, *checks.FACTOR_DTYPES)
 
 
 def _refuse(span: int, plane: int, problem: str) -> NoReturn:
-    _fail("truncated_svd", f"span {span} of plane {plane} {problem}")
-
-
-def _fail(op: str, problem: str) -> NoReturn:
-    raise ValueError(f"kvp.{op}: {problem}")
+    checks.fail("truncated_svd", f"span {span} of plane {plane} {problem}")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 
+from vllm_kvplugins.ops import checks
 from vllm_kvplugins.ops.dispatch import call_compiled
 from vllm_kvplugins.ops.extension import compiled_for
-from vllm_kvplugins.ops.svd import DTYPES, LowRank, reconstruct
+from vllm_kvplugins.ops.svd import LowRank, reconstruct
 
 _OP = "zoom_spans"
 
@@ -115,9 +115,10 @@ def zoom_spans(
         ``reconstruct`` for new spans. In torch, about 40 calls per request.
     """
     if entries.keys.device.type != "cpu":
-        _fail(
+        checks.fail(
+            _OP,
             f"keys must be on the CPU, got {entries.keys.device}; use "
-            "ops.zoom_transfer.fetch_spans"
+            "ops.zoom_transfer.fetch_spans",
         )
     if compiled_for(entries.keys.device)[0]:
         made, shown = call_compiled(
@@ -297,8 +298,9 @@ def _check_room(
     free = owner.shape[1] - _of(chosen, owner).sum(1) - (fresh * sizes).sum(1)
     if (free < 0).any():
         head = int((free < 0).nonzero()[0])
-        _fail(
-            f"owner: request {request}, head {head} has more tokens than its bias says"
+        checks.fail(
+            _OP,
+            f"owner: request {request}, head {head} has more tokens than its bias says",
         )
 
 
@@ -306,16 +308,18 @@ def _check_factors(
     request: int, factors: LowRank, which: torch.Tensor, tokens: torch.Tensor
 ) -> None:
     if len(factors) != len(tokens):
-        _fail(
-            f"factors[{request}] must be of {len(tokens)} matrices, got {len(factors)}"
+        checks.fail(
+            _OP,
+            f"factors[{request}] must be of {len(tokens)} matrices, got {len(factors)}",
         )
     which = torch.cat([which, which + len(tokens) // 2])
     wrong = which[factors.tokens[which] != tokens[which]]
     if len(wrong):
         at = int(wrong.min())
-        _fail(
+        checks.fail(
+            _OP,
             f"factors[{request}]: matrix {at} must have {int(tokens[at])} tokens, got "
-            f"{int(factors.tokens[at])}"
+            f"{int(factors.tokens[at])}",
         )
 
 
@@ -326,55 +330,49 @@ def _check(
     factors: Sequence[LowRank],
 ) -> None:
     """The checks of csrc/zoom.cpp."""
-    keys, heads = entries.keys, regions.num_kv_heads
-    if keys.dim() != 2:
-        _fail(f"keys must have 2 dimension(s), got shape {list(keys.shape)}")
-    capacity = len(keys)
-    if regions.table.dim() != 2 or regions.table.shape[1] != 3:
-        _fail(f"regions must have 3 columns, got shape {list(regions.table.shape)}")
-    spans = int(regions.table[:, 1].sum())
-    shapes = {
-        "keys": (keys, keys.shape, DTYPES),
-        "values": (entries.values, keys.shape, (keys.dtype,)),
-        "bias": (entries.bias, (capacity,), (torch.float32,)),
-        "owner": (entries.owner, (capacity,), (torch.int64,)),
-        "regions": (regions.table, regions.table.shape, (torch.int64,)),
-        "gates": (gates, (heads * spans,), (torch.float32,)),
-        "sizes": (regions.sizes, (spans,), (torch.int64,)),
-        "log_sizes": (regions.log_sizes, (spans,), (torch.float32,)),
-    }
-    if heads < 1:
-        _fail(f"heads must be positive, got {heads}")
-    _check_regions(entries, regions)
-    for name, (tensor, shape, dtypes) in shapes.items():
-        if tensor.dtype not in dtypes:
-            wanted = " or ".join(str(dtype)[6:] for dtype in dtypes)
-            _fail(f"{name} must be {wanted}, got {tensor.dtype}")
-        if tensor.dim() == len(shape) == 1 and tensor.shape != shape:
-            _fail(f"{name} must have {shape[0]} entries, got {len(tensor)}")
-        if tensor.shape != shape:
-            _fail(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
-    if len(factors) != len(regions.table):
-        _fail(f"factors must be of {len(regions.table)} requests, got {len(factors)}")
+    keys, table = entries.keys, regions.table
+    checks.check_dim(_OP, "keys", keys, 2)
+    if table.dim() != 2 or table.shape[1] != 3:
+        checks.fail(_OP, f"regions must have 3 columns, got shape {list(table.shape)}")
+    if regions.num_kv_heads < 1:
+        checks.fail(_OP, f"heads must be positive, got {regions.num_kv_heads}")
+    checks.check_dtype(_OP, "regions", table, torch.int64)
+    _check_regions(len(keys), regions)
+    checks.check_dtype(_OP, "keys", keys, *checks.FACTOR_DTYPES)
+    checks.check_dtype(_OP, "values", entries.values, keys.dtype)
+    checks.check_shape(_OP, "values", entries.values, tuple(keys.shape))
+    checks.check_vector(_OP, "bias", entries.bias, len(keys), torch.float32)
+    checks.check_vector(_OP, "owner", entries.owner, len(keys))
+    spans = int(table[:, 1].sum())
+    checks.check_vector(
+        _OP, "gates", gates, regions.num_kv_heads * spans, torch.float32
+    )
+    checks.check_vector(_OP, "sizes", regions.sizes, spans)
+    checks.check_vector(_OP, "log_sizes", regions.log_sizes, spans, torch.float32)
+    if len(factors) != len(table):
+        checks.fail(
+            _OP, f"factors must be of {len(table)} requests, got {len(factors)}"
+        )
     if (regions.sizes < 1).any():
         i = int((regions.sizes < 1).nonzero()[0])
-        _fail(f"sizes[{i}] must be positive, got {int(regions.sizes[i])}")
+        checks.fail(_OP, f"sizes[{i}] must be positive, got {int(regions.sizes[i])}")
     _check_owners(entries, regions)
 
 
-def _check_regions(entries: ZoomEntries, regions: ZoomRegions) -> None:
-    capacity, heads, runs = len(entries.keys), regions.num_kv_heads, []
+def _check_regions(capacity: int, regions: ZoomRegions) -> None:
+    heads, runs = regions.num_kv_heads, []
     for i, (first, count, room) in enumerate(regions.table.tolist()):
         stop = first + heads * (count + room)
         if min(first, count, room) < 0 or stop > capacity:
-            _fail(
+            checks.fail(
+                _OP,
                 f"regions[{i}] is {heads} x ({count} + {room}) entries from {first}, "
-                f"but there are {capacity}"
+                f"but there are {capacity}",
             )
         runs.append((first, stop))
     for before, after in itertools.pairwise(sorted(runs)):
         if after[0] < before[1]:
-            _fail(f"regions overlap at entry {after[0]}")
+            checks.fail(_OP, f"regions overlap at entry {after[0]}")
 
 
 def _check_owners(entries: ZoomEntries, regions: ZoomRegions) -> None:
@@ -386,11 +384,8 @@ def _check_owners(entries: ZoomEntries, regions: ZoomRegions) -> None:
         if len(wrong):
             head, slot = wrong[0].tolist()
             at = first + head * (count + room) + count + slot
-            _fail(
+            checks.fail(
+                _OP,
                 f"owner[{at}] is span {int(entries.owner[at])}, but there are 0 to "
-                f"{count - 1}"
+                f"{count - 1}",
             )
-
-
-def _fail(problem: str) -> NoReturn:
-    raise ValueError(f"kvp.{_OP}: {problem}")
