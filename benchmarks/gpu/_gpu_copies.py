@@ -97,13 +97,11 @@ def fetcher(device: torch.device, how: str, tokens: int) -> Callable[[], torch.T
     turns = itertools.cycle([*others, hot.clone()])
     places = spots // size, spots % size, torch.tensor([tokens])
     hot_set, kv = ops.HotSet(hot, *places), ops.PagedKV(heap, layout)
-    slot_index = torch.tensor([0])
+    host, slot_index = ops.HostPages(tier.pages, table, tier.reads), torch.tensor([0])
 
     def run() -> torch.Tensor:
         wanted = next(turns)
-        return ops.fill_hot(
-            kv, tier.pages, table, wanted, slot_index, hot_set, tier.reads
-        )
+        return ops.fill_hot(kv, host, wanted, slot_index, hot_set)
 
     return run
 
@@ -128,6 +126,7 @@ class DecodeCase:
         sequences, per = rows * self.heads, tokens // self.size
         shape = parts * sequences * per, self.layout.page_elems
         self.heap = torch.randn(shape, dtype=torch.bfloat16, device=device)
+        self.kv = ops.PagedKV(self.heap, self.layout)
         pages = torch.randperm(shape[0], device=device).int()
         self.tables = list(pages.view(parts, sequences, per))
         blocks = torch.randperm(len(pages) // self.heads, device=device).int()
@@ -142,10 +141,10 @@ class DecodeCase:
 
     def triton(self, part: int) -> None:
         """This package's kernel."""
-        from vllm_kvplugins.ops.triton.paged_attention import attend_paged
+        from vllm_kvplugins.ops.triton.paged_attention import NewTokens, attend_paged
 
-        place = self.heap, self.layout, self.tables[part], self.lengths, self.scale
-        attend_paged(self.queries, None, 1, *place, out=self.out)
+        place = self.kv, self.tables[part], self.lengths, self.scale
+        attend_paged(NewTokens(self.queries), *place, out=self.out)
 
     def flash(self, part: int) -> None:
         """FlashAttention, as this package asks it: a sequence per KV head."""

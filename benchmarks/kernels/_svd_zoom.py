@@ -80,10 +80,11 @@ class Zoom:
         self.keys = ops.truncated_svd(layer[:heads], *cut)
         self.values = ops.truncated_svd(layer[heads:], *cut)
         self.which = torch.arange(heads * len(spans.starts))
-        self.layout = PageLayout.transposed_keys(BLOCK_SIZE, layer.shape[2])
+        layout = PageLayout.transposed_keys(BLOCK_SIZE, layer.shape[2])
         total = heads * spans.tokens
         num_pages = -(-total // BLOCK_SIZE)
-        self.heap = torch.zeros(num_pages, self.layout.page_elems, dtype=layer.dtype)
+        pages = torch.zeros(num_pages, layout.page_elems, dtype=layer.dtype)
+        self.kv = ops.PagedKV(pages, layout)
         places = torch.arange(total)
         self.places = places // BLOCK_SIZE, places % BLOCK_SIZE
         inside = torch.cat([group.flatten() for group in spans.groups()])
@@ -123,18 +124,18 @@ class Zoom:
     def _compiled(self) -> None:
         keys = ops.reconstruct(self.keys, self.which)
         values = ops.reconstruct(self.values, self.which)
-        ops.scatter_tokens(self.heap, *self.places, keys, values, self.layout)
+        ops.scatter_tokens(self.kv, *self.places, keys, values)
 
     def _torch(self) -> None:
         rows = [
             torch.cat([(left @ right).flatten(0, 1) for left, right in part])
             for part in self.batches
         ]
-        ops.scatter_tokens(self.heap, *self.places, rows[0], rows[1], self.layout)
+        ops.scatter_tokens(self.kv, *self.places, rows[0], rows[1])
 
     def _plain(self) -> None:
         keys, values = self.plain
-        ops.scatter_tokens(self.heap, *self.places, keys, values, self.layout)
+        ops.scatter_tokens(self.kv, *self.places, keys, values)
 
 
 class Limits:

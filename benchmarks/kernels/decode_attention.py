@@ -56,6 +56,7 @@ class Case:
         self.heap, self.sequences, self.group = heap, rows * self.kv_heads, group
         self.random = torch.Generator().manual_seed(seed)
         self.layout = PageLayout.transposed_keys(BLOCK, dims)
+        self.kv = ops.PagedKV(heap, self.layout)
         self.scale = dims**-0.5
         self.lengths = torch.full((self.sequences,), tokens, dtype=torch.int32)
         self.queries = torch.randn(
@@ -99,8 +100,7 @@ class Case:
     def ours(self, coarse: bool = False) -> torch.Tensor:
         return ops.attend_mixed(
             self.queries,
-            self.heap,
-            self.layout,
+            self.kv,
             self.table,
             self.lengths,
             self.scale,

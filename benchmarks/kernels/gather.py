@@ -61,6 +61,7 @@ class Workload:
         self.random = torch.Generator().manual_seed(seed)
         block_size = page_bytes // (2 * HEAD_DIM * DTYPE.itemsize)
         self.layout = PageLayout.natural(block_size, HEAD_DIM)
+        self.kv = ops.PagedKV(self.arena, self.layout)
         self.draw()
 
     def draw(self) -> None:
@@ -107,7 +108,7 @@ class Workload:
             slot.copy_(self.arena[page])
 
     def gather_tokens(self) -> None:
-        ops.gather_tokens(self.arena, self.token_pages, self.token_slots, self.layout)
+        ops.gather_tokens(self.kv, self.token_pages, self.token_slots)
 
     def calls(self) -> dict[str, Callable[[], None]]:
         return {

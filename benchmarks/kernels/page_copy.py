@@ -68,6 +68,7 @@ class Workload:
         page_bytes = self.layout.page_elems * self.dtype.itemsize
         self.num_pages = max(8, options.heap_mib * 2**20 // page_bytes)
         self.heap = torch.zeros(self.num_pages, self.layout.page_elems).to(self.dtype)
+        self.kv = ops.PagedKV(self.heap, self.layout)
         self.random = torch.Generator().manual_seed(options.seed)
         self.pages = self.num_pages // 4
         self.tokens = self.pages * options.block_size // 2
@@ -87,13 +88,13 @@ class Workload:
         self.target = free[new // block_size], new % block_size
 
     def gather_keys(self) -> torch.Tensor:
-        return ops.gather_keys(self.heap, self.table, self.layout)
+        return ops.gather_keys(self.kv, self.table)
 
     def move_tokens(self) -> None:
-        ops.move_tokens(self.heap, *self.source, *self.target, self.layout)
+        ops.move_tokens(self.kv, *self.source, *self.target)
 
     def gather_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.gather_tokens(self.heap, *self.source, self.layout)
+        return ops.gather_tokens(self.kv, *self.source)
 
     def cases(self) -> dict[str, tuple[int, dict[str, Callable[[], object]]]]:
         """Name -> (bytes read and written, implementation -> call)."""

@@ -54,16 +54,16 @@ def runs(options: argparse.Namespace, slots: int) -> dict[str, Callable[[], obje
     shape = (options.q_heads, options.window, options.head_dim)
     queries = torch.randn(shape, generator=generator).to(heap.dtype)
     scale = options.head_dim**-0.5
-    keys = ops.gather_keys(heap, table, layout)[:, :slots]
+    kv = ops.PagedKV(heap, layout)
+    places, asked = ops.VoteSlots(table, positions), ops.VoteQueries(queries, at)
+    keys = ops.gather_keys(kv, table)[:, :slots]
 
     def gathered() -> object:
-        dense = ops.gather_keys(heap, table, layout)[:, :slots]
+        dense = ops.gather_keys(kv, table)[:, :slots]
         return attention_votes.window_votes(queries, dense, scale)
 
     return {
-        "pages": lambda: ops.page_votes(
-            heap, table, positions, queries, at, layout, scale
-        ),
+        "pages": lambda: ops.page_votes(kv, places, asked, scale),
         "dense": lambda: attention_votes.window_votes(queries, keys, scale),
         "gather+dense": gathered,
     }

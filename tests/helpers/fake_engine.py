@@ -252,7 +252,7 @@ class FakeEngine:
         slots = (at % self.block).repeat(LAYERS * KV_HEADS)
         keys = request.keys[:, :, start:stop].reshape(-1, HEAD_DIM)
         values = request.values[:, :, start:stop].reshape(-1, HEAD_DIM)
-        scatter_tokens(self.heap.pages, pages, slots, keys, values, self.heap.layout)
+        scatter_tokens(self.heap.kv, pages, slots, keys, values)
 
     def _due(self, row: Row) -> Compaction | None:
         plan = self.plan(row.request_id)
@@ -365,10 +365,10 @@ class FakeEngine:
         queries = request.queries[:, row.computed_tokens : after]
         flat = pages.reshape(LAYERS * KV_HEADS, -1)
         heap = self.heap
-        keys = gather_keys(heap.pages, flat, heap.layout).unflatten(0, (LAYERS, -1))
+        keys = gather_keys(heap.kv, flat).unflatten(0, (LAYERS, -1))
         if self.fetches:
             self._recognise(request, keys, lengths)
-        values = gather_values(heap.pages, flat, heap.layout)
+        values = gather_values(heap.kv, flat)
         # newest tokens last: query j of the step sees all but the ones after it
         order = torch.arange(keys.shape[2])
         last = lengths[..., None] - row.new_tokens + torch.arange(row.new_tokens)

@@ -16,7 +16,7 @@ from layouts import make_layout
 
 from vllm_kvplugins import ops
 from vllm_kvplugins.ops.coarse_entries import CoarseEntries
-from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.ops.layout import PagedKV, PageLayout
 
 SEED = 20261122
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -27,12 +27,9 @@ FLOATS = [*HALF, torch.float32]
 
 @pytest.fixture(params=["triton"] if INTERPRETED else ["triton", "flash", "flashinfer"])
 def kernel(request):
-    """A function with the arguments of ``attend_paged``; of others than ours on a GPU
-    only, for what they can."""
+    """A function of a case: our kernel, and on a GPU vLLM's for cases that they can."""
     if request.param == "triton":
-        from vllm_kvplugins.ops.triton import paged_attention
-
-        return paged_attention.attend_paged
+        return of_triton
     pytest.importorskip("vllm")
     if request.param == "flashinfer":
         pytest.importorskip("flashinfer")
@@ -43,29 +40,40 @@ def kernel(request):
     return partial(of_backend, request.param)
 
 
-def of_backend(name, *, query_start, most_queries, coarse=None, **given):
-    """``attend_paged`` by a kernel that tells no log-sum-exp."""
+def of_triton(case, *, out=None, splits=None):
+    from vllm_kvplugins.ops.triton.paged_attention import NewTokens, attend_paged
+
+    one_each = max(case.asking) == min(case.asking) == 1
+    starts = None if one_each else case.query_start
+    return attend_paged(
+        NewTokens(case.queries, starts, max(case.asking)),
+        PagedKV(case.heap, case.layout),
+        case.page_table,
+        case.lengths,
+        case.scale,
+        case.coarse,
+        out=out,
+        splits=splits,
+    )
+
+
+def of_backend(name, case, *, out=None, splits=None):
+    """A kernel of vLLM, which returns no log-sum-exp."""
     from backend_kernels import KERNELS
 
-    if query_start is None:
-        rows = len(given["queries"])
-        query_start = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE)
-    into, splits = given.pop("out", None), given.pop("splits", None)
     if name == "flash":
-        # With pages that are copied as tiles (TMA), FlashAttention 3 may multiply what
-        # lies behind a sequence by weights of 0, which makes NaN of NaN. Large numbers
-        # still show where somebody attends to them.
-        given["heap"] = given["heap"].nan_to_num(nan=1e3)
-    case = Case(query_start=query_start, **given)
+        # With pages that are copied as tiles (TMA), FlashAttention 3 may multiply slots
+        # after a sequence's end by weights of 0, which makes NaN of NaN. Large numbers
+        # still show if a query attends to them.
+        case = replace(case, heap=case.heap.nan_to_num(nan=1e3))
     plain = PageLayout.interleaved(case.layout.block_size, case.layout.head_dim)
-    can = coarse is None and splits is None and case.queries.dtype in HALF
+    can = case.coarse is None and splits is None and case.queries.dtype in HALF
     can &= torch.equal(case.layout.k_offsets.cpu(), plain.k_offsets)
     if not can or (name == "flashinfer" and case.layout.head_dim not in (64, 128, 256)):
         pytest.skip("not for this kernel")
-    assert max(case.asking) == most_queries
     found = KERNELS[name](case)
-    if into is not None:
-        into.copy_(found)
+    if out is not None:
+        out.copy_(found)
     return found, None
 
 
@@ -86,19 +94,16 @@ class Case:
     def asking(self) -> list[int]:
         return self.query_start.diff().tolist()
 
-    def run(self, kernel, **more):
-        given = {k: v for k, v in vars(self).items() if v is not None}
-        if max(self.asking) == 1 and min(self.asking) == 1:
-            given["query_start"] = None
-        given.setdefault("query_start", None)
-        return kernel(most_queries=max(self.asking), **given, **more)
+    def run(self, kernel, **options):
+        return kernel(self, **options)
 
     def right(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Plain attention with all numbers of ``dtype``, and its log-sum-exp."""
         heads = len(self.lengths) // len(self.asking)
         group = self.queries.shape[1] // heads
-        keys = ops.gather_keys(self.heap.cpu(), self._pages, self._layout)
-        values = ops.gather_values(self.heap.cpu(), self._pages, self._layout)
+        kv = PagedKV(self.heap.cpu(), self._layout)
+        keys = ops.gather_keys(kv, self._pages)
+        values = ops.gather_values(kv, self._pages)
         out = torch.zeros(self.queries.shape, dtype=dtype)
         lse = torch.full(self.queries.shape[:2], -torch.inf, dtype=dtype)
         starts = self.query_start.tolist()
@@ -167,7 +172,7 @@ def make_case(
         slot = torch.arange(length)
         draw = torch.randn(2, length, head_dim, generator=random).to(dtype)
         at = table[i, slot // block].long()
-        ops.scatter_tokens(heap, at, slot % block, *draw, layout)
+        ops.scatter_tokens(PagedKV(heap, layout), at, slot % block, *draw)
         taken += used[i]
     start = torch.tensor([0, *asking]).cumsum(0).int()
     heads = len(lengths) // len(asking)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import mmap
 import threading
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from vllm_kvplugins.ops import host_fetch, hot_set, torch_ops
-from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.ops.layout import PagedKV, PageLayout
 
 # What stands in for the driver and for our kernel: where it is looked up, and its name.
 HOST_SEAMS = [
@@ -74,13 +74,12 @@ class PretendedHost:
 
     def fetch_tokens(
         self,
-        heap: Any,
+        kv: PagedKV,
         pages: Any,
         slots: Any,
         rows: torch.Tensor,
         key_rows: Any,
         value_rows: Any,
-        layout: PageLayout,
     ) -> None:
         assert type(rows) is torch.Tensor, "rows are the host's"
         ids = torch.cat([key_rows.numbers, value_rows.numbers])
@@ -89,8 +88,9 @@ class PretendedHost:
         keys, values = contents.split(len(key_rows))
         places = pages.numbers, slots.numbers
         # what else uses the heap comes later, in the order of the stream
+        layout, heap = kv.layout, cast(Any, kv.pages)
         own = PageLayout(layout.block_size, layout.head_dim, *tables(layout))
-        torch_ops.scatter_tokens(heap.numbers, *places, keys, values, own)
+        torch_ops.scatter_tokens(PagedKV(heap.numbers, own), *places, keys, values)
         stream = torch.cuda.current_stream(heap.device)
         with self._lock:
             self.fetches += 1

@@ -23,7 +23,7 @@ from vllm_kvplugins.engine.retrieval.controller import RetrievalController
 from vllm_kvplugins.engine.retrieval.host_tier import HostTier
 from vllm_kvplugins.engine.step_extension import Traffic
 from vllm_kvplugins.ops.device import AsyncHostCopy
-from vllm_kvplugins.ops.hot_set import HotSet, fill_hot
+from vllm_kvplugins.ops.hot_set import HostPages, HotSet, fill_hot
 from vllm_kvplugins.ops.layout import PagedKV, PageLayout
 
 SETTINGS = {"budget": 12, "sinks": 2, "window": 8, "skip_layers": 1}
@@ -160,14 +160,16 @@ class Scene:
         at = torch.arange(TOKENS).view(1, HEADS, TOKENS)
         fill_hot(
             PagedKV(self.heap, self.layout),
-            self.tier.pages,
-            pages[-1:].repeat(2).view(1, HEADS, 2),
+            HostPages(
+                self.tier.pages,
+                pages[-1:].repeat(2).view(1, HEADS, 2),
+                self.tier.reads,
+            ),
             at,
             torch.tensor([0]),
             HotSet(
                 at + TOKENS, torch.zeros_like(at), at.clone(), torch.tensor([TOKENS])
             ),
-            self.tier.reads,
         )
 
 

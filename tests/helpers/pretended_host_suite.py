@@ -42,7 +42,7 @@ from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.ops import device as ops_device
 from vllm_kvplugins.ops import torch_ops
 from vllm_kvplugins.ops.coarse_entries import CoarseEntries
-from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.ops.layout import PagedKV, PageLayout
 from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.sessions import snapshot as saved_caches
 from vllm_kvplugins.sessions.transfer import Transfer
@@ -151,19 +151,19 @@ SEKV |= {"span_tokens": 4, "rank": HEAD_DIM, "sensitivity": 0.5}
 
 def attended_elsewhere(
     queries: torch.Tensor,
-    heap: torch.Tensor,
-    layout: PageLayout,
+    kv: PagedKV,
     pages: torch.Tensor,
     lengths: torch.Tensor,
     scale: float,
     entries: CoarseEntries,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A kernel, which makes nobody wait and wants all where the heap is."""
-    tensors = [queries, heap, pages, lengths, *entries.tensors]
+    tensors = [queries, kv.pages, pages, lengths, *entries.tensors]
     assert len({tensor.device for tensor in tensors}) == 1
     queries, heap, pages, lengths, *rest = (numbers(tensor) for tensor in tensors)
-    layout = PageLayout.interleaved(layout.block_size, layout.head_dim)
-    found = torch_ops.attend_mixed(queries, heap, layout, pages, lengths, scale, rest)
+    layout = PageLayout.interleaved(kv.layout.block_size, kv.layout.head_dim)
+    kv, entries = PagedKV(heap, layout), CoarseEntries(*rest)
+    found = torch_ops.attend_mixed(queries, kv, pages, lengths, scale, entries)
     if tensors[0] is queries:
         return found
     return Pretending.of(found[0]), Pretending.of(found[1])

@@ -44,8 +44,8 @@ class RetrievingEngine(FakeEngine):
         request, after = self.requests[row.request_id], row.after_tokens
         span = slice(row.computed_tokens, after)
         flat = pages.reshape(LAYERS * KV_HEADS, -1)
-        keys = gather_keys(self.heap.pages, flat, self.heap.layout)
-        values = gather_values(self.heap.pages, flat, self.heap.layout)
+        keys = gather_keys(self.heap.kv, flat)
+        values = gather_values(self.heap.kv, flat)
         order = torch.arange(keys.shape[1])
         last = lengths[..., None] - row.new_tokens + torch.arange(row.new_tokens)
         paged = attend(

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import torch
 
-from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.ops import (
+    CoarseEntries,
+    PagedKV,
+    PageLayout,
+    VoteQueries,
+    VoteSlots,
+)
 
 
 def gather_tokens(
-    heap: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, layout: PageLayout
+    kv: PagedKV, pages: torch.Tensor, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Oracle of :func:`vllm_kvplugins.ops.dispatch.gather_tokens`."""
+    heap, layout = kv.pages, kv.layout
     keys = heap.new_empty(len(pages), layout.head_dim)
     values = heap.new_empty(len(pages), layout.head_dim)
     for i, (page, slot) in enumerate(zip(pages.tolist(), slots.tolist(), strict=True)):
@@ -24,57 +31,52 @@ def gather_tokens(
 
 
 def scatter_tokens(
-    heap: torch.Tensor,
+    kv: PagedKV,
     pages: torch.Tensor,
     slots: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    layout: PageLayout,
 ) -> None:
     """Oracle of :func:`vllm_kvplugins.ops.dispatch.scatter_tokens`."""
     for i, (page, slot) in enumerate(zip(pages.tolist(), slots.tolist(), strict=True)):
-        heap[page][_row(layout.k_offsets, slot, layout)] = keys[i]
-        heap[page][_row(layout.v_offsets, slot, layout)] = values[i]
+        kv.pages[page][_row(kv.layout.k_offsets, slot, kv.layout)] = keys[i]
+        kv.pages[page][_row(kv.layout.v_offsets, slot, kv.layout)] = values[i]
 
 
 def move_tokens(
-    heap: torch.Tensor,
+    kv: PagedKV,
     src_pages: torch.Tensor,
     src_slots: torch.Tensor,
     dst_pages: torch.Tensor,
     dst_slots: torch.Tensor,
-    layout: PageLayout,
 ) -> None:
     """Oracle of :func:`vllm_kvplugins.ops.dispatch.move_tokens`."""
     for i in range(len(src_pages)):
         one = slice(i, i + 1)
-        keys, values = gather_tokens(heap, src_pages[one], src_slots[one], layout)
-        scatter_tokens(heap, dst_pages[one], dst_slots[one], keys, values, layout)
+        keys, values = gather_tokens(kv, src_pages[one], src_slots[one])
+        scatter_tokens(kv, dst_pages[one], dst_slots[one], keys, values)
 
 
-def gather_keys(
-    heap: torch.Tensor, page_table: torch.Tensor, layout: PageLayout
-) -> torch.Tensor:
+def gather_keys(kv: PagedKV, page_table: torch.Tensor) -> torch.Tensor:
     """Oracle of :func:`vllm_kvplugins.ops.dispatch.gather_keys`."""
-    return _all_slots(heap, page_table, layout)[0]
+    return _all_slots(kv, page_table)[0]
 
 
-def gather_values(
-    heap: torch.Tensor, page_table: torch.Tensor, layout: PageLayout
-) -> torch.Tensor:
+def gather_values(kv: PagedKV, page_table: torch.Tensor) -> torch.Tensor:
     """Oracle of :func:`vllm_kvplugins.ops.dispatch.gather_values`."""
-    return _all_slots(heap, page_table, layout)[1]
+    return _all_slots(kv, page_table)[1]
 
 
 def _all_slots(
-    heap: torch.Tensor, page_table: torch.Tensor, layout: PageLayout
+    kv: PagedKV, page_table: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of every slot of every listed page, in order."""
+    layout = kv.layout
     rows, per_row = page_table.shape
     pages = page_table.reshape(-1).repeat_interleave(layout.block_size)
     slots = torch.arange(layout.block_size).repeat(rows * per_row)
     shape = (rows, per_row * layout.block_size, layout.head_dim)
-    keys, values = gather_tokens(heap, pages, slots, layout)
+    keys, values = gather_tokens(kv, pages, slots)
     return keys.view(shape), values.view(shape)
 
 
@@ -84,19 +86,19 @@ def _row(offsets: torch.Tensor, slot: int, layout: PageLayout) -> torch.Tensor:
 
 def attend_mixed(
     queries: torch.Tensor,
-    heap: torch.Tensor,
-    layout: PageLayout,
+    kv: PagedKV,
     page_table: torch.Tensor,
     lengths: torch.Tensor,
     scale: float,
-    coarse: tuple[torch.Tensor, ...],
+    coarse: CoarseEntries,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Oracle of :func:`vllm_kvplugins.ops.mixed_attention.attend_mixed`.
 
     Keys, values, scores and weights are of ``dtype``, and so is what it returns.
     """
-    entry_keys, entry_values, bias, starts, counts = coarse
+    entry_keys, entry_values, bias, starts, counts = coarse.tensors
+    block_size = kv.layout.block_size
     heads = len(page_table) // len(queries)
     group = queries.shape[1] // heads
     out = queries.new_zeros(queries.shape, dtype=dtype)
@@ -104,8 +106,8 @@ def attend_mixed(
     for sequence, length in enumerate(lengths.tolist()):
         row, head = divmod(sequence, heads)
         slot = torch.arange(length)
-        pages = page_table[sequence, slot // layout.block_size].long()
-        keys, values = gather_tokens(heap, pages, slot % layout.block_size, layout)
+        pages = page_table[sequence, slot // block_size].long()
+        keys, values = gather_tokens(kv, pages, slot % block_size)
         run = starts[sequence] + torch.arange(int(counts[sequence]))
         entries = run[bias[run] > -torch.inf]
         keys = torch.cat([keys.to(dtype), entry_keys[entries].to(dtype)])
@@ -119,37 +121,34 @@ def attend_mixed(
 
 
 def page_votes(
-    heap: torch.Tensor,
-    page_table: torch.Tensor,
-    positions: torch.Tensor,
-    queries: torch.Tensor,
-    query_positions: torch.Tensor,
-    layout: PageLayout,
+    kv: PagedKV,
+    slots: VoteSlots,
+    queries: VoteQueries,
     scale: float,
-    most: bool = False,
-    own_keys: torch.Tensor | None = None,
+    largest: bool = False,
 ) -> torch.Tensor:
     """Oracle of :func:`vllm_kvplugins.ops.page_votes.page_votes`, float64."""
-    kv_heads, slots = positions.shape
-    group = len(queries) // kv_heads
-    votes = torch.zeros(kv_heads, group, slots, dtype=torch.float64)
+    positions, block_size = slots.positions, kv.layout.block_size
+    kv_heads, num_slots = positions.shape
+    group = len(queries.queries) // kv_heads
+    votes = torch.zeros(kv_heads, group, num_slots, dtype=torch.float64)
     for head in range(kv_heads):
         there = (positions[head] >= 0).nonzero()[:, 0]
-        pages = page_table[head, there // layout.block_size]
-        keys, _ = gather_tokens(heap, pages, there % layout.block_size, layout)
+        pages = slots.page_table[head, there // block_size]
+        keys, _ = gather_tokens(kv, pages, there % block_size)
         at = positions[head, there]
-        if own_keys is not None:
-            keys = torch.cat([keys, own_keys[head]])
-            at = torch.cat([at, query_positions])
+        if queries.own_keys is not None:
+            keys = torch.cat([keys, queries.own_keys[head]])
+            at = torch.cat([at, queries.positions])
         for g in range(group):
-            for q, position in enumerate(query_positions.tolist()):
+            for q, position in enumerate(queries.positions.tolist()):
                 seen = at <= position
-                query = queries[head * group + g, q].double()
+                query = queries.queries[head * group + g, q].double()
                 weights = (keys[seen].double() @ query * scale).softmax(0)
                 slot = there[seen[: len(there)]]
                 mine = weights[: len(slot)]
                 old = votes[head, g, slot]
-                votes[head, g, slot] = old.maximum(mine) if most else old + mine
+                votes[head, g, slot] = old.maximum(mine) if largest else old + mine
     return votes
 
 

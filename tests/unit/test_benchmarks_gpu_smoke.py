@@ -228,7 +228,7 @@ def test_what_is_measured_is_decode_attention(flash, kernel):
             table = case.blocks[part].long()[:, None] * case.heads + heads
         table = table.view(2 * case.heads, -1)
         keys, values = (
-            of(case.heap, table, case.layout).unflatten(0, (2, case.heads))
+            of(case.kv, table).unflatten(0, (2, case.heads))
             for of in (ops.gather_keys, ops.gather_values)
         )
         for row in range(2):

@@ -6,6 +6,7 @@ scripts/check_compute_sanitizer.sh runs these tests under compute-sanitizer.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import subprocess
@@ -45,20 +46,32 @@ def moved(arguments: Any, device: torch.device) -> Any:
         return arguments.to(device)
     if isinstance(arguments, tuple):
         return tuple(moved(argument, device) for argument in arguments)
+    if isinstance(arguments, ops.PagedKV | ops.VoteSlots | ops.VoteQueries):
+        names = [each.name for each in dataclasses.fields(arguments)]
+        return dataclasses.replace(
+            arguments,
+            **{name: moved(getattr(arguments, name), device) for name in names},
+        )
     return arguments
 
 
 def check_same_bits(op: Callable[..., Any], arguments: tuple[Any, ...], device) -> None:
     """What an op returns, and what it writes to its first argument."""
     here, there = moved(arguments, torch.device("cpu")), moved(arguments, device)
-    there = (there[0].clone(), *there[1:])  # for tests of this test, on the CPU
+    if device.type == "cpu":  # for tests of this test
+        there = copy.deepcopy(there)
     expected, made = op(*here), moved(op(*there), torch.device("cpu"))
-    for result, wanted in ((there[0].cpu(), here[0]), (made, expected)):
+    written, right = memory_of(there[0]).cpu(), memory_of(here[0])
+    for result, wanted in ((written, right), (made, expected)):
         if not isinstance(wanted, tuple):
             result, wanted = (result,), (wanted,)
         for one, other in zip(result, wanted, strict=True):
             if other is not None:
                 assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def memory_of(argument: torch.Tensor | ops.PagedKV) -> torch.Tensor:
+    return argument.pages if isinstance(argument, ops.PagedKV) else argument
 
 
 def random_bits(generator: torch.Generator, *shape: int, dtype: torch.dtype):
@@ -83,12 +96,16 @@ def test_page_copies(device, dtype, block_size, head_dim, kind):
     source, target = (pages[:n], slots[:n]), (pages[n : 2 * n], slots[n : 2 * n])
     rows = [random_bits(generator, n, head_dim, dtype=dtype) for _ in range(2)]
     table = torch.randint(NUM_PAGES, (3, 4), generator=generator)
-    check_same_bits(ops.gather_tokens, (heap, *source, layout), device)
-    check_same_bits(ops.gather_keys, (heap, table, layout), device)
-    check_same_bits(ops.gather_values, (heap, table, layout), device)
-    check_same_bits(ops.scatter_tokens, (heap.clone(), *target, *rows, layout), device)
-    moving = (heap.clone(), *source, *target, layout)
-    check_same_bits(ops.move_tokens, moving, device)
+    kv = ops.PagedKV(heap, layout)
+    check_same_bits(ops.gather_tokens, (kv, *source), device)
+    check_same_bits(ops.gather_keys, (kv, table), device)
+    check_same_bits(ops.gather_values, (kv, table), device)
+    for op, places in (
+        (ops.scatter_tokens, (*target, *rows)),
+        (ops.move_tokens, (*source, *target)),
+    ):
+        written = ops.PagedKV(heap.clone(), layout)
+        check_same_bits(op, (written, *places), device)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -109,9 +126,10 @@ def test_fetching_out_of_pinned_memory(device, dtype, block_size, head_dim, kind
     rows = arena.memory.view(dtype).view(num_rows, head_dim)
     rows.copy_(random_bits(generator, num_rows, head_dim, dtype=dtype))
     expected, found = heap.clone(), heap.to(device)
-    ops.fetch_tokens(expected, *places, rows, *wanted, layout)
+    ops.fetch_tokens(ops.PagedKV(expected, layout), *places, rows, *wanted)
     ids = moved((*places, *wanted), device)
-    ops.fetch_tokens(found, *ids[:2], rows, *ids[2:], layout.to(device))
+    kv = ops.PagedKV(found, layout.to(device))
+    ops.fetch_tokens(kv, *ids[:2], rows, *ids[2:])
     arena.reads.note()
     arena.close()
     assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
@@ -135,7 +153,8 @@ def test_pages_are_given_again_when_they_are_read(device):
         slot_index = torch.tensor([0])
         reads = tier.reads
         assert reads is not None
-        ops.fill_hot(kv, tier.pages, table, spots, slot_index, hot, reads)
+        host = ops.HostPages(tier.pages, table, reads)
+        ops.fill_hot(kv, host, spots, slot_index, hot)
         tier.release(pages)
         if turn % 10 == 9:
             own = heap.view(8, 16, 2, 128)
@@ -160,8 +179,8 @@ def test_bulk_copies(device, page_elems):
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("most", [False, True])
-def test_page_votes(device, dtype, kind, most):
+@pytest.mark.parametrize("largest", [False, True])
+def test_page_votes(device, dtype, kind, largest):
     """Their exponentials differ from the CPU's in the last bits."""
     print("seed 6")
     generator = torch.Generator().manual_seed(6)
@@ -174,7 +193,13 @@ def test_page_votes(device, dtype, kind, most):
     own = torch.randn(2, 40, 128, generator=generator).to(dtype)
     for first, keys in ((1070, None), (1110, own)):
         at = torch.arange(first, first + 40)
-        arguments = (heap, table, positions, queries, at, layout, 0.09, most, keys)
+        arguments = (
+            ops.PagedKV(heap, layout),
+            ops.VoteSlots(table, positions),
+            ops.VoteQueries(queries, at, keys),
+            0.09,
+            largest,
+        )
         expected = ops.page_votes(*arguments)
         votes = [ops.page_votes(*moved(arguments, device)).cpu() for _ in range(2)]
         torch.testing.assert_close(votes[0], expected, atol=1e-6, rtol=1e-4)
@@ -228,7 +253,8 @@ def test_an_index_out_of_range_traps(device):
         "import torch; from vllm_kvplugins import ops\n"
         "layout = ops.PageLayout.interleaved(4, 8).to('cuda')\n"
         "heap = torch.zeros(3, layout.page_elems, device='cuda')\n"
-        "ops.gather_keys(heap, torch.tensor([[3]], device='cuda'), layout)\n"
+        "table = torch.tensor([[3]], device='cuda')\n"
+        "ops.gather_keys(ops.PagedKV(heap, layout), table)\n"
         "torch.cuda.synchronize()"
     )
     done = subprocess.run(

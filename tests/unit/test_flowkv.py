@@ -41,10 +41,9 @@ def contents(engine: FakeEngine, request: Request) -> dict[tuple[int, ...], byte
         used = int(counts[row]) * BLOCK
         slots = torch.arange(used)
         keys, values = gather_tokens(
-            engine.heap.pages,
+            engine.heap.kv,
             pages[row, slots // BLOCK].contiguous(),
             slots % BLOCK,
-            engine.heap.layout,
         )
         assert keys.shape == (used, HEAD_DIM)
         for slot, position in enumerate(resident.positions[row, :used].tolist()):

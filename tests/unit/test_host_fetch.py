@@ -37,7 +37,7 @@ def arguments(kind: str, dtype: torch.dtype) -> list[Any]:
     rows = rows.reshape(-1, DIM).repeat(3, 1)[:ROWS].contiguous()
     wanted = torch.randint(ROWS, (2, N), generator=random)
     heap = make_heap(layout, dtype, seed=13, gap=5)
-    return [heap, *make_places(layout, N, 14), rows, *wanted, layout]
+    return [ops.PagedKV(heap, layout), *make_places(layout, N, 14), rows, *wanted]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -45,13 +45,14 @@ def arguments(kind: str, dtype: torch.dtype) -> list[Any]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_come_to_their_slots(monkeypatch, backend, kind, dtype):
     monkeypatch.setenv("KVP_OPS", backend)
-    heap, pages, slots, rows, keys, values, layout = arguments(kind, dtype)
+    kv, pages, slots, rows, keys, values = arguments(kind, dtype)
+    heap, layout = kv.pages, kv.layout
     expected = heap.clone()
     for i in range(N):
         at = slots[i] * DIM + torch.arange(DIM)
         expected[pages[i], layout.k_offsets[at].long()] = rows[keys[i]]
         expected[pages[i], layout.v_offsets[at].long()] = rows[values[i]]
-    ops.fetch_tokens(heap, pages, slots, rows, keys, values, layout)
+    ops.fetch_tokens(kv, pages, slots, rows, keys, values)
     assert_same_bits(heap, expected)
 
 
@@ -68,11 +69,11 @@ def test_rows_come_to_their_slots(monkeypatch, backend, kind, dtype):
 def test_what_does_not_exist_is_refused(monkeypatch, backend, which, value, said):
     monkeypatch.setenv("KVP_OPS", backend)
     given = arguments("natural", torch.float32)
-    before = given[0].clone()
+    before = given[0].pages.clone()
     given[which][3] = value
     with pytest.raises(ValueError, match=said):
         ops.fetch_tokens(*given)
-    assert_same_bits(given[0], before)
+    assert_same_bits(given[0].pages, before)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

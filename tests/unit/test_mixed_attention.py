@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import page_ops
@@ -29,16 +30,25 @@ class Case:
     page_table: torch.Tensor
     lengths: torch.Tensor
     scale: float
-    coarse: ops.CoarseEntries
+    coarse: ops.CoarseEntries | None
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.attend_mixed(**vars(self))
+        return self.attend(ops.attend_mixed)
 
     def right(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """The oracle's, computed in ``dtype``, as float64."""
-        given = {**vars(self), "coarse": self.coarse.tensors}
-        out, lse = page_ops.attend_mixed(**given, dtype=dtype)
+        out, lse = self.attend(partial(page_ops.attend_mixed, dtype=dtype))
         return out.double(), lse.double()
+
+    def attend(self, op: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return op(
+            self.queries,
+            ops.PagedKV(self.heap, self.layout),
+            self.page_table,
+            self.lengths,
+            self.scale,
+            self.coarse,
+        )
 
 
 def make_case(
@@ -68,7 +78,8 @@ def make_case(
         table[sequence, :used] = pages.int()
         slot = torch.arange(length)
         draw = [torch.randn(length, dims, generator=rng).to(dtype) for _ in range(2)]
-        ops.scatter_tokens(heap, pages[slot // block], slot % block, *draw, layout)
+        kv = ops.PagedKV(heap, layout)
+        ops.scatter_tokens(kv, pages[slot // block], slot % block, *draw)
     # back to front, with entries between them that are nobody's
     counts = torch.tensor(entries)
     starts = (counts + 2).flip(0).cumsum(0).flip(0) - counts
@@ -130,8 +141,8 @@ def test_uniform_lengths_without_entries(backend, dtype):
     layout = PageLayout.transposed_keys(32, 64)
     case = make_case(layout, dtype, 3, [250] * 6, [0] * 6)
     assert_right(case)
-    given = {**vars(case), "coarse": None}
-    for got, same in zip(ops.attend_mixed(**given), case.run(), strict=True):
+    plain = replace(case, coarse=None)
+    for got, same in zip(plain.run(), case.run(), strict=True):
         assert torch.equal(got, same)
 
 

@@ -52,34 +52,30 @@ def check_all_ops(layout: PageLayout, dtype: torch.dtype, n: int, seed: int, gap
     """Every op against its oracle on the same random arguments."""
     print(f"seed {seed}")
     heap = make_heap(layout, dtype, seed, gap)
+    kv = ops.PagedKV(heap, layout)
     pages, slots = make_places(layout, 2 * n, seed)
     source, target = (pages[:n], slots[:n]), (pages[n:], slots[n:])
 
     before = heap.clone()
-    keys, values = ops.gather_tokens(heap, *source, layout)
-    expected = page_ops.gather_tokens(heap, *source, layout)
+    keys, values = ops.gather_tokens(kv, *source)
+    expected = page_ops.gather_tokens(kv, *source)
     assert_same_bits(keys, expected[0])
     assert_same_bits(values, expected[1])
 
     generator = torch.Generator().manual_seed(seed)
     table = torch.randint(NUM_PAGES, (3, n % 5), generator=generator)
-    assert_same_bits(
-        ops.gather_keys(heap, table, layout), page_ops.gather_keys(heap, table, layout)
-    )
-    assert_same_bits(
-        ops.gather_values(heap, table, layout),
-        page_ops.gather_values(heap, table, layout),
-    )
+    assert_same_bits(ops.gather_keys(kv, table), page_ops.gather_keys(kv, table))
+    assert_same_bits(ops.gather_values(kv, table), page_ops.gather_values(kv, table))
     assert_same_bits(heap, before)
 
-    moved = before.clone()
-    ops.move_tokens(heap, *source, *target, layout)
-    page_ops.move_tokens(moved, *source, *target, layout)
-    assert_same_bits(heap, moved)
+    right = ops.PagedKV(before.clone(), layout)
+    ops.move_tokens(kv, *source, *target)
+    page_ops.move_tokens(right, *source, *target)
+    assert_same_bits(heap, right.pages)
 
-    ops.scatter_tokens(heap, *target, values, keys, layout)
-    page_ops.scatter_tokens(moved, *target, values, keys, layout)
-    assert_same_bits(heap, moved)
+    ops.scatter_tokens(kv, *target, values, keys)
+    page_ops.scatter_tokens(right, *target, values, keys)
+    assert_same_bits(heap, right.pages)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -142,8 +138,9 @@ def test_threads_do_not_change_the_result(backend, kind):
         for count in (1, 2, 4, 4, 4):
             torch.set_num_threads(count)
             heap = make_heap(layout, torch.float32, seed=7)
-            ops.move_tokens(heap, pages[:n], slots[:n], pages[n:], slots[n:], layout)
-            keys = ops.gather_keys(heap, pages[:8].view(2, 4), layout)
+            kv = ops.PagedKV(heap, layout)
+            ops.move_tokens(kv, pages[:n], slots[:n], pages[n:], slots[n:])
+            keys = ops.gather_keys(kv, pages[:8].view(2, 4))
             results.append((heap, keys))
     finally:
         torch.set_num_threads(threads)
@@ -154,20 +151,16 @@ def test_threads_do_not_change_the_result(backend, kind):
 
 def test_non_contiguous_indices_and_rows(backend):
     layout = PageLayout.natural(16, 64)
-    heap = make_heap(layout, torch.float32, seed=5)
+    kv = ops.PagedKV(make_heap(layout, torch.float32, seed=5), layout)
     pages, slots = make_places(layout, 40, seed=5)
-    keys, values = ops.gather_tokens(heap, pages[::2], slots[::2], layout)
-    expected = page_ops.gather_tokens(heap, pages[::2], slots[::2], layout)
+    keys, values = ops.gather_tokens(kv, pages[::2], slots[::2])
+    expected = page_ops.gather_tokens(kv, pages[::2], slots[::2])
     assert_same_bits(keys, expected[0])
     table = pages.view(8, 5)[:, 1:3]
-    assert_same_bits(
-        ops.gather_keys(heap, table, layout), page_ops.gather_keys(heap, table, layout)
-    )
+    assert_same_bits(ops.gather_keys(kv, table), page_ops.gather_keys(kv, table))
     wide = torch.stack([keys, values], dim=2)
-    ops.scatter_tokens(
-        heap, pages[1::2], slots[1::2], wide[..., 0], wide[..., 1], layout
-    )
-    stored = ops.gather_tokens(heap, pages[1::2], slots[1::2], layout)
+    ops.scatter_tokens(kv, pages[1::2], slots[1::2], wide[..., 0], wide[..., 1])
+    stored = ops.gather_tokens(kv, pages[1::2], slots[1::2])
     assert_same_bits(stored[0], keys)
     assert_same_bits(stored[1], values)
 
@@ -183,91 +176,92 @@ def a_heap() -> torch.Tensor:
     return make_heap(LAYOUT, torch.float32, seed=1)
 
 
+def a_kv() -> ops.PagedKV:
+    return ops.PagedKV(a_heap(), LAYOUT)
+
+
 ROWS = torch.zeros(2, 8)
+
+
+def with_pages(pages: torch.Tensor) -> ops.PagedKV:
+    return ops.PagedKV(pages, LAYOUT)
+
 
 BAD_CALLS = {
     "page too large": (
-        lambda heap: ops.gather_tokens(heap, ids(0, 9), ids(0, 0), LAYOUT),
+        lambda kv: ops.gather_tokens(kv, ids(0, 9), ids(0, 0)),
         r"gather_tokens: pages\[1\] is page 9, but the heap has pages 0 to 8",
     ),
     "page negative": (
-        lambda heap: ops.scatter_tokens(
-            heap, ids(-1, 0), ids(0, 0), ROWS, ROWS, LAYOUT
-        ),
+        lambda kv: ops.scatter_tokens(kv, ids(-1, 0), ids(0, 0), ROWS, ROWS),
         r"scatter_tokens: pages\[0\] is page -1",
     ),
     "slot too large": (
-        lambda heap: ops.gather_tokens(heap, ids(0, 1), ids(0, 16), LAYOUT),
+        lambda kv: ops.gather_tokens(kv, ids(0, 1), ids(0, 16)),
         r"slots\[1\] is slot 16, but pages have slots 0 to 15",
     ),
     "slot negative": (
-        lambda heap: ops.move_tokens(heap, ids(0), ids(0), ids(1), ids(-2), LAYOUT),
+        lambda kv: ops.move_tokens(kv, ids(0), ids(0), ids(1), ids(-2)),
         r"move_tokens: dst_slots\[0\] is slot -2",
     ),
     "page in table": (
-        lambda heap: ops.gather_keys(heap, ids(0, 77).view(1, 2), LAYOUT),
+        lambda kv: ops.gather_keys(kv, ids(0, 77).view(1, 2)),
         r"page_table\[1\] is page 77",
     ),
     "duplicate destination of scatter": (
-        lambda heap: ops.scatter_tokens(heap, ids(3, 3), ids(5, 5), ROWS, ROWS, LAYOUT),
+        lambda kv: ops.scatter_tokens(kv, ids(3, 3), ids(5, 5), ROWS, ROWS),
         r"destination 1 \(page 3, slot 5\) repeats an earlier one",
     ),
     "duplicate destination of move": (
-        lambda heap: ops.move_tokens(
-            heap, ids(0, 1, 2), ids(0, 0, 0), ids(4, 5, 4), ids(1, 1, 1), LAYOUT
+        lambda kv: ops.move_tokens(
+            kv, ids(0, 1, 2), ids(0, 0, 0), ids(4, 5, 4), ids(1, 1, 1)
         ),
         r"destination 2 \(page 4, slot 1\) repeats an earlier one",
     ),
     "source is destination": (
-        lambda heap: ops.move_tokens(
-            heap, ids(0, 4), ids(0, 1), ids(5, 4), ids(1, 1), LAYOUT
-        ),
+        lambda kv: ops.move_tokens(kv, ids(0, 4), ids(0, 1), ids(5, 4), ids(1, 1)),
         r"source 1 \(page 4, slot 1\) is also a destination",
     ),
     "sizes differ": (
-        lambda heap: ops.gather_tokens(heap, ids(0, 1), ids(0), LAYOUT),
+        lambda kv: ops.gather_tokens(kv, ids(0, 1), ids(0)),
         r"slots must have 2 entries, got 1",
     ),
     "fewer destinations": (
-        lambda heap: ops.move_tokens(
-            heap, ids(0, 1), ids(0, 0), ids(2), ids(0), LAYOUT
-        ),
+        lambda kv: ops.move_tokens(kv, ids(0, 1), ids(0, 0), ids(2), ids(0)),
         r"dst_pages must have 2 entries, got 1",
     ),
     "index dtype": (
-        lambda heap: ops.gather_tokens(heap, ids(0).int(), ids(0), LAYOUT),
+        lambda kv: ops.gather_tokens(kv, ids(0).int(), ids(0)),
         r"pages must be int64, got int32",
     ),
     "index dimensions": (
-        lambda heap: ops.gather_values(heap, ids(0), LAYOUT),
+        lambda kv: ops.gather_values(kv, ids(0)),
         r"page_table must have 2 dimension\(s\), got shape \[1\]",
     ),
     "rows shape": (
-        lambda heap: ops.scatter_tokens(heap, ids(0), ids(0), ROWS, ROWS, LAYOUT),
+        lambda kv: ops.scatter_tokens(kv, ids(0), ids(0), ROWS, ROWS),
         r"keys must have shape \[1, 8\], got \[2, 8\]",
     ),
     "rows dtype": (
-        lambda heap: ops.scatter_tokens(
-            heap, ids(0, 1), ids(0, 0), ROWS, ROWS.half(), LAYOUT
-        ),
+        lambda kv: ops.scatter_tokens(kv, ids(0, 1), ids(0, 0), ROWS, ROWS.half()),
         r"values must be float32, got float16",
     ),
     "heap dtype": (
-        lambda heap: ops.gather_tokens(heap.double(), ids(0), ids(0), LAYOUT),
+        lambda kv: ops.gather_tokens(with_pages(kv.pages.double()), ids(0), ids(0)),
         r"heap must be float32, float16 or bfloat16, got",
     ),
     "heap dimensions": (
-        lambda heap: ops.gather_tokens(heap[0], ids(0), ids(0), LAYOUT),
+        lambda kv: ops.gather_tokens(with_pages(kv.pages[0]), ids(0), ids(0)),
         r"heap must have 2 dimension\(s\), got shape \[256\]",
     ),
     "heap strides": (
-        lambda heap: ops.gather_tokens(
-            heap.t().contiguous().t(), ids(0), ids(0), LAYOUT
+        lambda kv: ops.gather_tokens(
+            with_pages(kv.pages.t().contiguous().t()), ids(0), ids(0)
         ),
         r"heap must have contiguous pages that do not overlap, got strides \[1, 9\]",
     ),
     "heap of another layout": (
-        lambda heap: ops.gather_tokens(heap[:, :251], ids(0), ids(0), LAYOUT),
+        lambda kv: ops.gather_tokens(with_pages(kv.pages[:, :251]), ids(0), ids(0)),
         r"heap pages must hold 2 \* block_size \* head_dim elements, got 251",
     ),
 }
@@ -276,10 +270,10 @@ BAD_CALLS = {
 @pytest.mark.parametrize("case", BAD_CALLS)
 def test_bad_arguments_are_refused(backend, case):
     call, message = BAD_CALLS[case]
-    heap = a_heap()
+    kv = a_kv()
     with pytest.raises(ValueError, match=message):
-        call(heap)
-    assert_same_bits(heap, a_heap())  # a refused call leaves the heap alone
+        call(kv)
+    assert_same_bits(kv.pages, a_heap())  # a refused call leaves the heap alone
 
 
 def test_offsets_outside_the_page_are_refused():
@@ -317,7 +311,7 @@ class TestPageLayout:
         """They cannot look into tables on a device, see csrc/page_copy.cu."""
 
         def named(layout: PageLayout) -> tuple[int, ...]:
-            return dispatch.layout_args(layout)[3:]
+            return dispatch.layout_args(ops.PagedKV(a_heap(), layout))[3:]
 
         natural = PageLayout.natural(4, 2)
         assert named(natural) == (0, 8, 2)

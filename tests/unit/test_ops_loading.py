@@ -11,7 +11,7 @@ from pathlib import Path
 
 import page_ops
 import pytest
-from test_ops import LAYOUT, a_heap, assert_same_bits, ids
+from test_ops import a_kv, assert_same_bits, ids
 
 from vllm_kvplugins import ops
 from vllm_kvplugins.errors import codes_in
@@ -50,7 +50,7 @@ class TestLoading:
             assert ops.backend_in_use() == "torch: _C.abi.so has not been built"
         monkeypatch.setenv("KVP_OPS", "compiled")
         with pytest.raises(RuntimeError) as caught:
-            ops.gather_tokens(a_heap(), ids(0), ids(0), LAYOUT)
+            ops.gather_tokens(a_kv(), ids(0), ids(0))
         assert codes_in(str(caught.value)) == ("KVP401",)
 
     def test_broken_library_warns_and_falls_back(self, monkeypatch, tmp_path):
@@ -59,10 +59,8 @@ class TestLoading:
         monkeypatch.setattr(extension, "EXTENSION_PATH", broken)
         monkeypatch.delenv("KVP_OPS", raising=False)
         with pytest.warns(RuntimeWarning, match=r"cannot be used: .*_C.abi.so"):
-            keys, _ = ops.gather_tokens(a_heap(), ids(1), ids(2), LAYOUT)
-        assert_same_bits(
-            keys, page_ops.gather_tokens(a_heap(), ids(1), ids(2), LAYOUT)[0]
-        )
+            keys, _ = ops.gather_tokens(a_kv(), ids(1), ids(2))
+        assert_same_bits(keys, page_ops.gather_tokens(a_kv(), ids(1), ids(2))[0])
         info = ops.extension_info()
         assert not info["loaded"]
         assert "cannot be used" in info["reason"]

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvplugins.engine.page_table import FlatTable, PageTables
-from vllm_kvplugins.ops import gather_keys, gather_values
+from vllm_kvplugins.ops import PagedKV, gather_keys, gather_values
 
 pytest.importorskip("vllm", reason="needs vLLM's CPU kernels")
 custom_ops = pytest.importorskip("vllm._custom_ops")
@@ -273,9 +273,9 @@ def test_learned_layout_reads_what_the_stock_op_wrote(dtype, block, dim):
     keys = torch.randn(kept, 1, dim, generator=rng).to(dtype)
     values = torch.randn(kept, 1, dim, generator=rng).to(dtype)
     custom_ops.cpu_attn_reshape_and_cache(keys, values, *halves, slots, isa)
-    table = torch.arange(pages)[None]
-    assert torch.equal(gather_keys(heap, table, layout)[0, slots], keys[:, 0])
-    assert torch.equal(gather_values(heap, table, layout)[0, slots], values[:, 0])
+    kv, table = PagedKV(heap, layout), torch.arange(pages)[None]
+    assert torch.equal(gather_keys(kv, table)[0, slots], keys[:, 0])
+    assert torch.equal(gather_values(kv, table)[0, slots], values[:, 0])
     untouched = torch.ones(pages * block, dtype=torch.bool)
     untouched[slots] = False
-    assert not gather_keys(heap, table, layout)[0, untouched].any()
+    assert not gather_keys(kv, table)[0, untouched].any()

@@ -159,17 +159,20 @@ class Scene:
                 token = self.token[slot_index, head]
                 keys = self.keys[slot_index][head][token]
                 spot = self.page[slot_index, head], self.slot[slot_index, head]
-                ops.scatter_tokens(self.heap, *spot, keys, -keys, self.layout)
+                ops.scatter_tokens(self.kv, *spot, keys, -keys)
 
     def fill(self, wanted: torch.Tensor, slot_indices: list[int]) -> torch.Tensor:
         return hot_set.fill_hot(
-            ops.PagedKV(self.heap, self.layout),
-            self.tier.pages,
-            self.view.table[slot_indices],
+            self.kv,
+            ops.HostPages(self.tier.pages, self.view.table[slot_indices]),
             wanted,
             torch.tensor(slot_indices),
             self.hot,
         )
+
+    @property
+    def kv(self) -> ops.PagedKV:
+        return ops.PagedKV(self.heap, self.layout)
 
     @property
     def hot(self) -> ops.HotSet:
@@ -179,10 +182,9 @@ class Scene:
         for slot_index in range(3):
             for head in range(HEADS):
                 keys, values = ops.gather_tokens(
-                    self.heap,
+                    self.kv,
                     self.page[slot_index, head],
                     self.slot[slot_index, head],
-                    self.layout,
                 )
                 right = self.keys[slot_index][head][self.token[slot_index, head]]
                 assert keys.equal(right)
@@ -250,8 +252,7 @@ def test_swaps_are_what_a_fill_copies(random, monkeypatch, backend):
     )
     copied = filled.fill(wanted, slot_indices)
     moves, found = hot_set.swap_hot(
-        scene.tier.pages,
-        scene.view.table[slot_indices],
+        ops.HostPages(scene.tier.pages, scene.view.table[slot_indices]),
         wanted,
         torch.tensor(slot_indices),
         scene.hot,
@@ -261,7 +262,7 @@ def test_swaps_are_what_a_fill_copies(random, monkeypatch, backend):
     assert scene.token.equal(filled.token)
     rows = scene.tier.pages.view(-1, DIM)
     keys, values, *places = moves
-    ops.scatter_tokens(scene.heap, *places, rows[keys], rows[values], scene.layout)
+    ops.scatter_tokens(scene.kv, *places, rows[keys], rows[values])
     assert scene.heap.equal(filled.heap)
 
 

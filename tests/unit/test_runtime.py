@@ -125,8 +125,8 @@ class Bench:
         length = int(flat.lengths[scope, sequence])
         used = -(-length // BLOCK)
         pages = flat.pages[scope, sequence, :used].long()[None] + base
-        keys = gather_keys(self.heap.pages, pages, self.heap.layout)[0, :length]
-        return keys, gather_values(self.heap.pages, pages, self.heap.layout)[0, :length]
+        keys = gather_keys(self.heap.kv, pages)[0, :length]
+        return keys, gather_values(self.heap.kv, pages)[0, :length]
 
     def wanted_positions(self, name: str, prompt: int) -> list[list[list[int]]]:
         """Kept prompt positions per layer and head, from whole tensors."""

@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from vllm_kvplugins.ops.coarse_entries import CoarseEntries
-from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.ops.layout import PagedKV, PageLayout
 from vllm_kvplugins.ops.triton import clusters, paged_attention
 
 pytestmark = [
@@ -96,7 +96,7 @@ def made(request, monkeypatch):
 
 def attend(
     rows: int = 2,
-    most_queries: int = 1,
+    max_per_row: int = 1,
     dtype: torch.dtype = BF16,
     head_dim: int = 64,
     block: int = 16,
@@ -106,19 +106,23 @@ def attend(
     shift: int = 0,
 ) -> None:
     """A call of the kernels; only shapes, types and addresses count."""
-    tokens = rows * most_queries
-    start = torch.arange(rows + 1, dtype=torch.int32) * most_queries
+    tokens = rows * max_per_row
+    start = torch.arange(rows + 1, dtype=torch.int32) * max_per_row
     lists = torch.zeros(shift + rows * HEADS * pages, dtype=torch.int32)[shift:]
     coarse = None
     if entries is not None:
         rest = torch.zeros(9), *torch.zeros(2, rows * HEADS).long()
         coarse = CoarseEntries(*torch.zeros(2, 9, head_dim, dtype=entries), *rest)
     paged_attention.attend_paged(
-        torch.zeros(tokens, HEADS * GROUP, head_dim, dtype=dtype),
-        None if most_queries == 1 else start,
-        most_queries,
-        torch.zeros(3, block * 2 * head_dim, dtype=dtype),
-        PageLayout.interleaved(block, head_dim),
+        paged_attention.NewTokens(
+            torch.zeros(tokens, HEADS * GROUP, head_dim, dtype=dtype),
+            None if max_per_row == 1 else start,
+            max_per_row,
+        ),
+        PagedKV(
+            torch.zeros(3, block * 2 * head_dim, dtype=dtype),
+            PageLayout.interleaved(block, head_dim),
+        ),
         lists.view(rows * HEADS, pages),
         torch.ones(shift + rows * HEADS, dtype=torch.int32)[shift:],
         head_dim**-0.5,
@@ -143,14 +147,14 @@ def assert_fits(made: list[Any], capability: int, names: list[str]) -> None:
         (90, {"splits": 16, "head_dim": 128}),
         (90, {"head_dim": 128, "block": 128}),
         (90, {"splits": 2, "head_dim": 256}),
-        (90, {"head_dim": 256, "block": 128, "most_queries": 9}),
-        (90, {"head_dim": 128, "most_queries": 9}),
+        (90, {"head_dim": 256, "block": 128, "max_per_row": 9}),
+        (90, {"head_dim": 128, "max_per_row": 9}),
         (90, {"splits": 4, "head_dim": 128, "entries": BF16}),
-        (90, {"head_dim": 128, "most_queries": 9, "entries": FP32}),
+        (90, {"head_dim": 128, "max_per_row": 9, "entries": FP32}),
         (90, {"splits": 4, "head_dim": 128, "dtype": FP32}),
         (80, {"splits": 4, "head_dim": 128}),
-        (80, {"head_dim": 256, "most_queries": 9}),
-        (80, {"head_dim": 256, "most_queries": 9, "dtype": FP32, "block": 128}),
+        (80, {"head_dim": 256, "max_per_row": 9}),
+        (80, {"head_dim": 256, "max_per_row": 9, "dtype": FP32, "block": 128}),
     ],
     indirect=["made"],
     ids=str,

@@ -84,24 +84,18 @@ def compact(
     direct, staged = after.direct, after.staged
     if len(direct):
         ops.move_tokens(
-            heap.pages,
+            heap.kv,
             direct.source_page,
             direct.source_slot,
             direct.target_page,
             direct.target_slot,
-            heap.layout,
         )
     if len(staged):
         keys, values = ops.gather_tokens(
-            heap.pages, staged.source_page, staged.source_slot, heap.layout
+            heap.kv, staged.source_page, staged.source_slot
         )
         ops.scatter_tokens(
-            heap.pages,
-            staged.target_page,
-            staged.target_slot,
-            keys,
-            values,
-            heap.layout,
+            heap.kv, staged.target_page, staged.target_slot, keys, values
         )
     return after
 

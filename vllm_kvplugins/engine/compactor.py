@@ -32,7 +32,7 @@ from vllm_kvplugins.engine.step_extension import StepExtension
 from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.log_throttle import LogThrottle
 from vllm_kvplugins.ops.extension import compiled_for
-from vllm_kvplugins.ops.page_votes import page_votes
+from vllm_kvplugins.ops.page_votes import VoteQueries, VoteSlots, page_votes
 from vllm_kvplugins.plan.residency_plan import Compaction
 from vllm_kvplugins.policies.base import KVCachePolicy, LayerView
 from vllm_kvplugins.scoring.rotary import Rotary
@@ -209,7 +209,10 @@ class Views:
             tokens - queries.shape[1], tokens, device=pages.device
         )
         votes = self.votes(
-            layer, pages, positions, queries, query_positions, order=order
+            layer,
+            VoteSlots(pages, positions),
+            VoteQueries(queries, query_positions),
+            order,
         )
         if order is not None:
             positions = positions.gather(1, order)
@@ -231,37 +234,25 @@ class Views:
     def votes(
         self,
         layer: int,
-        pages: torch.Tensor,
-        positions: torch.Tensor,
-        queries: torch.Tensor,
-        query_positions: torch.Tensor,
-        own_keys: torch.Tensor | None = None,
+        slots: VoteSlots,
+        queries: VoteQueries,
         order: torch.Tensor | None = None,
     ) -> Callable[[bool], torch.Tensor] | None:
         """``LayerView.page_votes`` of some pages; None where votes need dense keys.
 
         Args:
-            positions: int64 [kv_heads, slots], in the order of the cache.
-            own_keys: of a probe; its slots come last and get 0.
+            slots: in the order of the cache.
+            queries: with ``own_keys``, those of a probe; its slots come last and get 0.
+            order: int64 [kv_heads, slots], the order of the votes; None = unchanged.
         """
         if not reads_votes_from_pages(self.heap.pages.device):
             return None
-        heap = self.heap
+        kv, scale = self.heap.kv, self.scales[layer]
 
         def votes_of(largest: bool) -> torch.Tensor:
-            votes = page_votes(
-                heap.pages,
-                pages,
-                positions,
-                queries,
-                query_positions,
-                heap.layout,
-                self.scales[layer],
-                largest,
-                own_keys,
-            )
-            if own_keys is not None:
-                votes = F.pad(votes, (0, own_keys.shape[1]))
+            votes = page_votes(kv, slots, queries, scale, largest)
+            if queries.own_keys is not None:
+                votes = F.pad(votes, (0, queries.own_keys.shape[1]))
             if order is None:
                 return votes
             return votes.gather(2, order.unsqueeze(1).expand_as(votes))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from vllm_kvplugins.ops import dispatch as ops
-from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.ops.layout import PagedKV, PageLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,8 @@ class Heap:
         pages: [num_layers * num_blocks * num_kv_heads, page_elems], page id
             ``(layer * num_blocks + block) * num_kv_heads + kv_head``.
         layout: where K and V of a slot lie inside a page.
+        kv: pages and layout, for ops.
+        layers: the same of each layer; page ids of a layer begin at 0.
     """
 
     pages: torch.Tensor
@@ -25,6 +27,8 @@ class Heap:
     num_layers: int
     num_blocks: int
     num_kv_heads: int
+    kv: PagedKV = field(init=False, repr=False)
+    layers: tuple[PagedKV, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         expected = self.num_layers * self.num_blocks * self.num_kv_heads
@@ -33,6 +37,10 @@ class Heap:
                 f"heap of {tuple(self.pages.shape)} is not {expected} pages of "
                 f"{self.layout.page_elems} elements"
             )
+        object.__setattr__(self, "kv", PagedKV(self.pages, self.layout))
+        layer_pages = self.pages.split(self.num_blocks * self.num_kv_heads)
+        layers = tuple(PagedKV(pages, self.layout) for pages in layer_pages)
+        object.__setattr__(self, "layers", layers)
 
     @property
     def rows(self) -> int:
@@ -51,18 +59,13 @@ class Heap:
         ids = (layer * self.num_blocks + blocks.long()) * self.num_kv_heads + head
         return ids.reshape(self.rows, blocks.numel())
 
-    def layer_pages(self, layer: int) -> torch.Tensor:
-        """[blocks * kv_heads, page_elems]: one layer's pages, a view."""
-        count = self.num_blocks * self.num_kv_heads
-        return self.pages[layer * count : (layer + 1) * count]
-
     def keys(self, pages: torch.Tensor) -> torch.Tensor:
         """[heads, pages * block_size, head_dim] of int64 [heads, pages]."""
-        return ops.gather_keys(self.pages, pages, self.layout)
+        return ops.gather_keys(self.kv, pages)
 
     def values(self, pages: torch.Tensor) -> torch.Tensor:
         """[heads, pages * block_size, head_dim] of int64 [heads, pages]."""
-        return ops.gather_values(self.pages, pages, self.layout)
+        return ops.gather_values(self.kv, pages)
 
     def clear(self, blocks: torch.Tensor) -> None:
         """Zero all keys and values of these blocks."""

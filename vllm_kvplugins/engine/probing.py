@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from vllm_kvplugins.engine.compactor import Views
 from vllm_kvplugins.engine.requests import PageList
+from vllm_kvplugins.ops.page_votes import VoteQueries, VoteSlots
 from vllm_kvplugins.policies.base import LayerView
 from vllm_kvplugins.policies.capabilities import (
     Encode,
@@ -204,11 +205,8 @@ class Prober:
         positions = torch.cat([cached.positions, own.expand(len(own_keys), -1)], 1)
         votes = self._views.votes(
             layer,
-            request.owned.pages[self._views.rows(layer)],
-            cached.positions,
-            cached.queries,
-            own,
-            own_keys,
+            VoteSlots(request.owned.pages[self._views.rows(layer)], cached.positions),
+            VoteQueries(cached.queries, own, own_keys),
         )
         return dataclasses.replace(
             cached,

@@ -18,10 +18,10 @@ from vllm_kvplugins.ops.dispatch import (
     scatter_tokens,
 )
 from vllm_kvplugins.ops.host_fetch import fetch_tokens
-from vllm_kvplugins.ops.hot_set import HotSet, fill_hot
+from vllm_kvplugins.ops.hot_set import HostPages, HotSet, fill_hot
 from vllm_kvplugins.ops.layout import PagedKV, PageLayout
 from vllm_kvplugins.ops.mixed_attention import attend_mixed
-from vllm_kvplugins.ops.page_votes import page_votes
+from vllm_kvplugins.ops.page_votes import VoteQueries, VoteSlots, page_votes
 from vllm_kvplugins.ops.svd import (
     LowRank,
     reconstruct,
@@ -31,10 +31,13 @@ from vllm_kvplugins.ops.zoom import ZoomEntries, ZoomRegions, within_room, zoom_
 
 __all__ = [
     "CoarseEntries",
+    "HostPages",
     "HotSet",
     "LowRank",
     "PageLayout",
     "PagedKV",
+    "VoteQueries",
+    "VoteSlots",
     "ZoomEntries",
     "ZoomRegions",
     "attend_mixed",

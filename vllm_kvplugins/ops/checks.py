@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import torch
 
-from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.ops.layout import PagedKV
 
 MAX_HEAD_DIM = 512  # kMaxHeadDim in csrc/include/kvp/elements.hpp
 HEAP_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -124,8 +124,9 @@ def names_of(dtypes: list[torch.dtype] | tuple[torch.dtype, ...]) -> str:
 # -- tensors of an op that takes a heap ----------------------------------------------
 
 
-def check_heap(op: str, heap: torch.Tensor, layout: PageLayout) -> None:
-    """Raise ValueError unless ``heap`` is pages of ``layout``, on its device."""
+def check_heap(op: str, kv: PagedKV) -> None:
+    """Raise ValueError unless the heap is pages of its layout, on one device."""
+    heap, layout = kv.pages, kv.layout
     check_dim(op, "heap", heap, 2)
     check_dtype(op, "heap", heap, *HEAP_DTYPES)
     if heap.stride(1) != 1 or (len(heap) > 1 and heap.stride(0) < heap.shape[1]):

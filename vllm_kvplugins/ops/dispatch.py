@@ -1,8 +1,8 @@
 """The page operations that the rest of the package calls.
 
-Each takes a heap, viewed as ``[num_pages, page_elems]``, and a layout. It runs the
-compiled version if possible and the torch version otherwise; the results are equal
-bit for bit. The environment variable ``KVP_OPS`` overrides this (``extension.py``).
+Each takes a :class:`~vllm_kvplugins.ops.layout.PagedKV`. The compiled version runs if
+possible and the torch version otherwise; the results are equal bit for bit. The
+environment variable ``KVP_OPS`` overrides this (``extension.py``).
 
 The compiled version checks its arguments itself (``csrc/binding.hpp``); the torch
 version relies on ``checks.py``. Contents of index tensors are checked on the CPU. On
@@ -23,19 +23,18 @@ from vllm_kvplugins.ops.extension import (
     compiled_for,
     load_extension,
 )
-from vllm_kvplugins.ops.layout import PageLayout, Plane
+from vllm_kvplugins.ops.layout import PagedKV, Plane
 
 
 def gather_tokens(
-    heap: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, layout: PageLayout
+    kv: PagedKV, pages: torch.Tensor, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Read the keys and values of single tokens. Does not modify the heap.
 
     Args:
-        heap: float32, float16 or bfloat16 [num_pages, page_elems].
+        kv: the heap.
         pages: int64 [n], page of each token.
         slots: int64 [n], slot of each token in its page.
-        layout: order of elements in a page, on the heap's device.
 
     Returns:
         Keys and values, each [n, head_dim] of the heap's dtype.
@@ -46,34 +45,31 @@ def gather_tokens(
     Cost: O(n * head_dim); one kernel launch on CUDA.
     """
     op = "gather_tokens"
-    compiled = _use_compiled(heap)
-    if not compiled or check_forced(heap.device):
-        checks.check_heap(op, heap, layout)
-        _check_tokens(op, heap, pages, slots, layout, ("pages", "slots"))
+    compiled, checked = _versions(kv)
+    if checked:
+        checks.check_heap(op, kv)
+        _check_tokens(op, kv, (pages, slots), ("pages", "slots"))
     if compiled:
-        places = pages.contiguous(), slots.contiguous()
-        found: tuple[torch.Tensor, torch.Tensor] = call_compiled(
-            op, heap, *places, *layout_args(layout)
+        keys, values = call_compiled(
+            op, kv.pages, pages.contiguous(), slots.contiguous(), *layout_args(kv)
         )
-        return found
-    return torch_ops.gather_tokens(heap, pages, slots, layout)
+        return keys, values
+    return torch_ops.gather_tokens(kv, pages, slots)
 
 
 def scatter_tokens(
-    heap: torch.Tensor,
+    kv: PagedKV,
     pages: torch.Tensor,
     slots: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    layout: PageLayout,
 ) -> None:
     """Write the keys and values of single tokens into the heap, in place.
 
     Args:
-        heap: float32, float16 or bfloat16 [num_pages, page_elems].
+        kv: the heap.
         pages, slots: int64 [n], where each token goes; pairs must differ.
         keys, values: [n, head_dim] of the heap's dtype.
-        layout: order of elements in a page, on the heap's device.
 
     Raises:
         ValueError: a shape, dtype, device, page or slot does not fit, or a
@@ -82,29 +78,28 @@ def scatter_tokens(
     Cost: O(n * head_dim), and a bit per slot of the page range written to.
     """
     op = "scatter_tokens"
-    compiled = _use_compiled(heap)
-    if not compiled or check_forced(heap.device):
-        checks.check_heap(op, heap, layout)
-        _check_tokens(op, heap, pages, slots, layout, ("pages", "slots"))
-        shape = (len(pages), layout.head_dim)
-        checks.check_rows(op, "keys", keys, heap, shape)
-        checks.check_rows(op, "values", values, heap, shape)
-        if _check_contents(heap):
-            checks.check_distinct(op, pages, slots, layout.block_size)
+    compiled, checked = _versions(kv)
+    if checked:
+        checks.check_heap(op, kv)
+        _check_tokens(op, kv, (pages, slots), ("pages", "slots"))
+        shape = (len(pages), kv.layout.head_dim)
+        checks.check_rows(op, "keys", keys, kv.pages, shape)
+        checks.check_rows(op, "values", values, kv.pages, shape)
+        if _check_contents(kv):
+            checks.check_distinct(op, pages, slots, kv.layout.block_size)
     if compiled:
         tensors = [t.contiguous() for t in (pages, slots, keys, values)]
-        call_compiled(op, heap, *tensors, *layout_args(layout))
+        call_compiled(op, kv.pages, *tensors, *layout_args(kv))
         return
-    torch_ops.scatter_tokens(heap, pages, slots, keys, values, layout)
+    torch_ops.scatter_tokens(kv, pages, slots, keys, values)
 
 
 def move_tokens(
-    heap: torch.Tensor,
+    kv: PagedKV,
     src_pages: torch.Tensor,
     src_slots: torch.Tensor,
     dst_pages: torch.Tensor,
     dst_slots: torch.Tensor,
-    layout: PageLayout,
 ) -> None:
     """Copy tokens from slot to slot inside the heap, in place.
 
@@ -112,10 +107,9 @@ def move_tokens(
     order, and in parallel.
 
     Args:
-        heap: float32, float16 or bfloat16 [num_pages, page_elems].
+        kv: the heap.
         src_pages, src_slots: int64 [n], the place of each token.
         dst_pages, dst_slots: int64 [n], where it goes; pairs must differ.
-        layout: order of elements in a page, on the heap's device.
 
     Raises:
         ValueError: a shape, dtype, device, page or slot does not fit, a
@@ -126,31 +120,28 @@ def move_tokens(
     """
     op = "move_tokens"
     sources, targets = (src_pages, src_slots), (dst_pages, dst_slots)
-    compiled = _use_compiled(heap)
-    if not compiled or check_forced(heap.device):
-        checks.check_heap(op, heap, layout)
-        _check_tokens(op, heap, *sources, layout, ("src_pages", "src_slots"))
+    compiled, checked = _versions(kv)
+    if checked:
+        checks.check_heap(op, kv)
+        _check_tokens(op, kv, sources, ("src_pages", "src_slots"))
         checks.check_size(op, "dst_pages", dst_pages, len(src_pages))
-        _check_tokens(op, heap, *targets, layout, ("dst_pages", "dst_slots"))
-        if _check_contents(heap):
-            checks.check_distinct(op, *targets, layout.block_size)
-            checks.check_disjoint(op, sources, targets, layout.block_size)
+        _check_tokens(op, kv, targets, ("dst_pages", "dst_slots"))
+        if _check_contents(kv):
+            checks.check_distinct(op, *targets, kv.layout.block_size)
+            checks.check_disjoint(op, sources, targets, kv.layout.block_size)
     if compiled:
         places = [places.contiguous() for places in (*sources, *targets)]
-        call_compiled(op, heap, *places, *layout_args(layout))
+        call_compiled(op, kv.pages, *places, *layout_args(kv))
         return
-    torch_ops.move_tokens(heap, *sources, *targets, layout)
+    torch_ops.move_tokens(kv, *sources, *targets)
 
 
-def gather_keys(
-    heap: torch.Tensor, page_table: torch.Tensor, layout: PageLayout
-) -> torch.Tensor:
+def gather_keys(kv: PagedKV, page_table: torch.Tensor) -> torch.Tensor:
     """Unpack the keys of whole pages. Does not modify the heap.
 
     Args:
-        heap: float32, float16 or bfloat16 [num_pages, page_elems].
+        kv: the heap.
         page_table: int64 [rows, pages_per_row]; a page may occur more than once.
-        layout: order of elements in a page, on the heap's device.
 
     Returns:
         [rows, pages_per_row * block_size, head_dim] of the heap's dtype, a copy.
@@ -160,14 +151,12 @@ def gather_keys(
 
     Cost: O(size of the result); one kernel launch on CUDA.
     """
-    return _gather_plane(heap, page_table, layout.keys, layout)
+    return _gather_plane(kv, kv.layout.keys, page_table)
 
 
-def gather_values(
-    heap: torch.Tensor, page_table: torch.Tensor, layout: PageLayout
-) -> torch.Tensor:
+def gather_values(kv: PagedKV, page_table: torch.Tensor) -> torch.Tensor:
     """Unpack the values of whole pages; see :func:`gather_keys`."""
-    return _gather_plane(heap, page_table, layout.values, layout)
+    return _gather_plane(kv, kv.layout.values, page_table)
 
 
 def backend_in_use(device: torch.device | str = "cpu") -> str:
@@ -200,24 +189,22 @@ def extension_info() -> dict[str, Any]:
     }
 
 
-def _gather_plane(
-    heap: torch.Tensor, page_table: torch.Tensor, plane: Plane, layout: PageLayout
-) -> torch.Tensor:
-    op = "gather_pages"
-    compiled = _use_compiled(heap)
-    if not compiled or check_forced(heap.device):
-        checks.check_heap(op, heap, layout)
+def _gather_plane(kv: PagedKV, plane: Plane, page_table: torch.Tensor) -> torch.Tensor:
+    op, heap = "gather_pages", kv.pages
+    compiled, checked = _versions(kv)
+    if checked:
+        checks.check_heap(op, kv)
         checks.check_indices(op, "page_table", page_table, heap, dim=2)
-        if _check_contents(heap):
+        if _check_contents(kv):
             checks.check_range(op, "page_table", page_table, "page", len(heap))
     if not compiled:
-        return torch_ops.gather_plane(heap, page_table, plane, layout)
+        return torch_ops.gather_plane(kv, plane, page_table)
     return call_compiled(
         op,
         heap,
         page_table.contiguous(),
         plane.offsets,
-        layout.block_size,
+        kv.layout.block_size,
         *((plane.base, plane.row_stride) if plane.row_stride else ()),
     )
 
@@ -232,8 +219,9 @@ def call_compiled(op: str, *arguments: Any) -> Any:
         raise
 
 
-def layout_args(layout: PageLayout) -> tuple[Any, ...]:
+def layout_args(kv: PagedKV) -> tuple[Any, ...]:
     """The layout arguments of compiled ops."""
+    layout = kv.layout
     arguments = layout.k_offsets, layout.v_offsets, layout.block_size
     keys, values = layout.keys, layout.values
     if not keys.row_stride or keys.row_stride != values.row_stride:
@@ -241,25 +229,27 @@ def layout_args(layout: PageLayout) -> tuple[Any, ...]:
     return *arguments, keys.base, values.base, keys.row_stride
 
 
-def _use_compiled(heap: torch.Tensor) -> bool:
-    return compiled_for(heap.device)[0]
+def _versions(kv: PagedKV) -> tuple[bool, bool]:
+    """Whether the compiled version runs, and whether Python checks its arguments."""
+    compiled = compiled_for(kv.pages.device)[0]
+    return compiled, not compiled or check_forced(kv.pages.device)
 
 
-def _check_contents(heap: torch.Tensor) -> bool:
-    return heap.device.type == "cpu" or check_forced(heap.device)
+def _check_contents(kv: PagedKV) -> bool:
+    return kv.pages.device.type == "cpu" or check_forced(kv.pages.device)
 
 
 def _check_tokens(
     op: str,
-    heap: torch.Tensor,
-    pages: torch.Tensor,
-    slots: torch.Tensor,
-    layout: PageLayout,
+    kv: PagedKV,
+    tokens: tuple[torch.Tensor, torch.Tensor],
     names: tuple[str, str],
 ) -> None:
-    checks.check_indices(op, names[0], pages, heap)
-    checks.check_indices(op, names[1], slots, heap)
+    """Check the pages and slots of tokens."""
+    pages, slots = tokens
+    checks.check_indices(op, names[0], pages, kv.pages)
+    checks.check_indices(op, names[1], slots, kv.pages)
     checks.check_size(op, names[1], slots, len(pages))
-    if _check_contents(heap):
-        checks.check_range(op, names[0], pages, "page", len(heap))
-        checks.check_range(op, names[1], slots, "slot", layout.block_size)
+    if _check_contents(kv):
+        checks.check_range(op, names[0], pages, "page", len(kv.pages))
+        checks.check_range(op, names[1], slots, "slot", kv.layout.block_size)

@@ -7,7 +7,7 @@ import torch
 from vllm_kvplugins.ops import checks, torch_ops
 from vllm_kvplugins.ops.dispatch import call_compiled, layout_args
 from vllm_kvplugins.ops.extension import check_forced, compiled_for
-from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.ops.layout import PagedKV
 
 _OP = "fetch_tokens"
 
@@ -48,27 +48,24 @@ def unpin(memory: torch.Tensor) -> None:
 
 
 def fetch_tokens(
-    heap: torch.Tensor,
+    kv: PagedKV,
     pages: torch.Tensor,
     slots: torch.Tensor,
     rows: torch.Tensor,
     key_rows: torch.Tensor,
     value_rows: torch.Tensor,
-    layout: PageLayout,
 ) -> None:
-    """Write keys and values of single tokens into the heap, in place, out of rows that
-    be anywhere in host memory.
+    """Write keys and values of single tokens from host memory into the heap, in place.
 
     On CUDA the GPU reads the rows itself, in stream order: until then they must stay
     pinned (:func:`pin`) and unchanged.
 
     Args:
-        heap: float32, float16 or bfloat16 [num_pages, page_elems].
+        kv: the heap.
         pages, slots: int64 [n], where each token goes; pairs must differ.
         rows: [num_rows, head_dim] of the heap's dtype, on the CPU.
         key_rows, value_rows: int64 [n], rows of keys and of values; like ``pages``
             and ``slots`` on the heap's device.
-        layout: order of elements in a page, on the heap's device.
 
     Raises:
         ValueError: an argument does not fit; the heap is then unchanged. On CUDA an
@@ -77,33 +74,32 @@ def fetch_tokens(
 
     Cost: O(n * head_dim); one kernel launch on CUDA.
     """
+    heap = kv.pages
     compiled = compiled_for(heap.device)[0]
     if not compiled and heap.device.type != "cpu":
         raise RuntimeError(f"kvp.{_OP}: {direct_problem(heap.device)}")
-    forced = check_forced(heap.device)
-    if not compiled or forced:
-        _check(heap, pages, slots, rows, key_rows, value_rows, layout)
+    if not compiled or check_forced(heap.device):
+        _check(kv, pages, slots, rows, key_rows, value_rows)
     if compiled:
         ids = [each.contiguous() for each in (pages, slots, key_rows, value_rows)]
         places, sources = ids[:2], ids[2:]
-        call_compiled(_OP, heap, *places, rows, *sources, *layout_args(layout))
+        call_compiled(_OP, heap, *places, rows, *sources, *layout_args(kv))
         return
-    found = rows[key_rows], rows[value_rows]
-    torch_ops.scatter_tokens(heap, pages, slots, *found, layout)
+    torch_ops.scatter_tokens(kv, pages, slots, rows[key_rows], rows[value_rows])
 
 
 def _check(
-    heap: torch.Tensor,
+    kv: PagedKV,
     pages: torch.Tensor,
     slots: torch.Tensor,
     rows: torch.Tensor,
     key_rows: torch.Tensor,
     value_rows: torch.Tensor,
-    layout: PageLayout,
 ) -> None:
     """Raise ValueError if an argument does not fit; on CUDA waits for the stream."""
-    checks.check_heap(_OP, heap, layout)
-    # Rows are on the host, on every device of the heap.
+    checks.check_heap(_OP, kv)
+    heap, layout = kv.pages, kv.layout
+    # Rows are on the host, whatever the device of the heap.
     on_host = torch.empty(0, dtype=heap.dtype)
     checks.check_rows(_OP, "rows", rows, on_host, (len(rows), layout.head_dim))
     for name, each, what, limit in (

@@ -15,6 +15,24 @@ from vllm_kvplugins.ops.layout import PagedKV
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class HostPages:
+    """The host pages of some requests in one layer; all tensors are on the CPU.
+
+    Args:
+        pages: heap's dtype [host_pages, 2 (keys, values), page_tokens, head_dim].
+        table: int64 [requests, heads, pages], pages of each request and head; token t
+            is in slot ``t % page_tokens`` of entry ``t // page_tokens``.
+        reads: pending GPU reads of the pages, if a GPU reads them itself. They must
+            then be pinned, at least those of ``table``, and their tokens must not
+            change until the reads are over.
+    """
+
+    pages: torch.Tensor
+    table: torch.Tensor
+    reads: Reads | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class HotSet:
     """The hot slots of one layer: their places in the heap, and the tokens they hold.
 
@@ -40,12 +58,10 @@ class HotSet:
 
 def fill_hot(
     kv: PagedKV,
-    host: torch.Tensor,
-    table: torch.Tensor,
+    host: HostPages,
     wanted: torch.Tensor,
     slot_indices: torch.Tensor,
     hot: HotSet,
-    reads: Reads | None = None,
 ) -> torch.Tensor:
     """Replace hot tokens that are not wanted by wanted tokens.
 
@@ -55,20 +71,16 @@ def fill_hot(
 
     Tokens reach a heap on a GPU in bulk (IceCache, section 4.3): they are gathered into
     one pinned buffer, copied at once and scattered to their slots. The host does not
-    wait for that. With ``reads`` only their numbers are copied, and the GPU reads the
-    tokens from ``host`` itself.
+    wait for that. With ``host.reads`` only their numbers are copied, and the GPU reads
+    the tokens from the host pages itself.
 
     Args:
         kv: the heap, written, on any device. All other tensors are on the CPU.
-        host: heap's dtype [host_pages, 2 (keys, values), page_tokens, head_dim].
-        table: int64 [requests, heads, pages], host pages of each request and head;
-            token t is in slot ``t % page_tokens`` of entry ``t // page_tokens``.
+        host: the pages that tokens are copied from.
         wanted: int64 [requests, heads, n], host tokens, distinct, best first; -1 is
             ignored, and so are entries beyond a request's count.
         slot_indices: int64 [requests], the entry of ``hot`` of each request, distinct.
         hot: the hot slots; its tokens are updated.
-        reads: pending GPU reads of ``host``, which must be pinned, at least the pages
-            of ``table``. The tokens must not change until these reads are over.
 
     Returns:
         int64 [requests], tokens copied, over all heads.
@@ -88,33 +100,32 @@ def fill_hot(
             layout.k_offsets,
             layout.v_offsets,
             layout.block_size,
-            host,
-            table,
+            host.pages,
+            host.table,
             wanted,
             slot_indices,
             *hot.tensors,
         )
-    moves, copied = swap_hot(host, table, wanted, slot_indices, hot)
-    count, dim = moves.shape[1], host.shape[3]
+    moves, copied = swap_hot(host, wanted, slot_indices, hot)
+    head_dim = host.pages.shape[3]
+    rows, count = host.pages.view(-1, head_dim), moves.shape[1]
     if count == 0:
         return copied
-    if reads is not None:
+    if host.reads is not None:
         keys, values, to_page, to_slot = moved(moves, heap.device)
-        rows = host.view(-1, dim)
-        fetch_tokens(heap, to_page, to_slot, rows, keys, values, layout)
-        reads.note()
+        fetch_tokens(kv, to_page, to_slot, rows, keys, values)
+        host.reads.note()
         return copied
-    staged = staging(2 * count, dim, dtype=host.dtype, device=heap.device)
-    copy_pages(staged, None, host.view(-1, dim), moves[:2].flatten())
+    staged = staging(2 * count, head_dim, dtype=rows.dtype, device=heap.device)
+    copy_pages(staged, None, rows, moves[:2].flatten())
     keys, values = staged.to(heap.device, non_blocking=True).split(count)
     to_page, to_slot = moved(moves[2:], heap.device)
-    scatter_tokens(heap, to_page, to_slot, keys, values, layout)
+    scatter_tokens(kv, to_page, to_slot, keys, values)
     return copied
 
 
 def swap_hot(
-    host: torch.Tensor,
-    table: torch.Tensor,
+    host: HostPages,
     wanted: torch.Tensor,
     slot_indices: torch.Tensor,
     hot: HotSet,
@@ -122,27 +133,27 @@ def swap_hot(
     """The copies that :func:`fill_hot` would make. Updates ``hot``, copies nothing.
 
     Args:
-        host, table, wanted, slot_indices, hot: see :func:`fill_hot`.
+        host, wanted, slot_indices, hot: see :func:`fill_hot`.
 
     Returns:
-        int64 [4, n]: the rows of ``host``, seen as ``[host_pages * 2 * page_tokens,
-        head_dim]``, that hold keys, the rows that hold values, and the pages and slots
+        int64 [4, n]: rows of the host pages, seen as ``[host_pages * 2 * page_tokens,
+        head_dim]``, that hold keys, rows that hold values, and the pages and slots
         where they go; int64 [requests], how many of the n each request has.
 
     Raises:
         ValueError: an argument does not fit.
     """
-    if compiled_for(host.device)[0]:
+    if compiled_for(host.pages.device)[0]:
         moves, copied = call_compiled(
-            "swap_hot", host, table, wanted, slot_indices, *hot.tensors
+            "swap_hot", host.pages, host.table, wanted, slot_indices, *hot.tensors
         )
         return moves, copied
     copied, parts = torch.zeros_like(slot_indices), [slot_indices.new_empty(4, 0)]
     for request, slot_index in enumerate(slot_indices.tolist()):
         at = (slot_index, slice(None), slice(0, int(hot.counts[slot_index])))
         moves = _swap_one(
-            host.shape[2],
-            table[request],
+            host.pages.shape[2],
+            host.table[request],
             wanted[request, :, : int(hot.counts[slot_index])],
             hot.token[at],
             hot.page[at],

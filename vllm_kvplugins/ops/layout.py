@@ -142,11 +142,11 @@ class PageLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedKV:
-    """Pages of keys and values, and their layout: ``kvp::PagedKV`` in csrc.
+    """A heap of pages and their layout, which ops take: ``kvp::PagedKV`` in csrc.
 
-    Attributes:
+    Args:
         pages: float32, float16 or bfloat16 [num_pages, page_elems], each page
-            contiguous.
+            contiguous. Ops check it.
         layout: the order of elements in a page, on the device of the pages.
     """
 

@@ -14,15 +14,14 @@ from vllm_kvplugins.ops import checks, torch_ops
 from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.dispatch import call_compiled
 from vllm_kvplugins.ops.extension import compiled_for, triton_for
-from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.ops.layout import PagedKV
 
 _OP = "attend_mixed"
 
 
 def attend_mixed(
     queries: torch.Tensor,
-    heap: torch.Tensor,
-    layout: PageLayout,
+    kv: PagedKV,
     page_table: torch.Tensor,
     lengths: torch.Tensor,
     scale: float,
@@ -37,8 +36,7 @@ def attend_mixed(
     Args:
         queries: float32 or bfloat16 [rows, num_q_heads, head_dim], after RoPE;
             num_q_heads is a multiple of the number of KV heads.
-        heap: float32 or bfloat16 [num_pages, page_elems].
-        layout: order of elements in a page, on the heap's device.
+        kv: the heap, float32 or bfloat16.
         page_table: int32 [sequences, max_pages]; ids beyond a sequence's length are
             ignored.
         lengths: int32 [sequences], tokens; the last page may be partly full.
@@ -64,11 +62,12 @@ def attend_mixed(
         nor columns are copied first, which is several times slower. The torch version
         copies all pages to float32, padded to the longest sequence.
     """
+    heap, layout = kv.pages, kv.layout
     if heap.device.type == "cpu" and compiled_for(heap.device)[0]:
         entries: tuple[torch.Tensor | None, ...] = (None,) * 5
         if coarse is not None:
             entries = tuple(entry.contiguous() for entry in coarse.tensors)
-        found: tuple[torch.Tensor, torch.Tensor] = call_compiled(
+        out, lse = call_compiled(
             _OP,
             queries.contiguous(),
             heap,
@@ -80,25 +79,21 @@ def attend_mixed(
             scale,
             *entries,
         )
-        return found
-    every = coarse or CoarseEntries.none(len(page_table), queries)
-    _check(queries, heap, layout, page_table, lengths, scale, every)
+        return out, lse
+    all_entries = coarse or CoarseEntries.none(len(page_table), queries)
+    _check(queries, kv, page_table, lengths, scale, all_entries)
     if triton_for(heap.device):
-        from vllm_kvplugins.ops.triton.paged_attention import attend_paged
+        from vllm_kvplugins.ops.triton.paged_attention import NewTokens, attend_paged
 
+        tokens = NewTokens(queries.contiguous())
         tables = page_table.contiguous(), lengths
-        return attend_paged(
-            queries.contiguous(), None, 1, heap, layout, *tables, scale, coarse
-        )
-    return torch_ops.attend_mixed(
-        queries, heap, layout, page_table, lengths, scale, every.tensors
-    )
+        return attend_paged(tokens, kv, *tables, scale, coarse)
+    return torch_ops.attend_mixed(queries, kv, page_table, lengths, scale, all_entries)
 
 
 def _check(
     queries: torch.Tensor,
-    heap: torch.Tensor,
-    layout: PageLayout,
+    kv: PagedKV,
     page_table: torch.Tensor,
     lengths: torch.Tensor,
     scale: float,
@@ -107,7 +102,8 @@ def _check(
     """The checks of csrc/paged_decode.cpp; of contents only on the CPU."""
     if not math.isfinite(scale):
         checks.fail(_OP, f"scale must be finite, got {scale}")
-    checks.check_heap(_OP, heap, layout)
+    checks.check_heap(_OP, kv)
+    heap, layout = kv.pages, kv.layout
     _check_sizes(queries, page_table, layout.head_dim)
     entries, dims, sequences = len(coarse.keys), layout.head_dim, len(page_table)
     float32_or_bfloat16 = checks.FACTOR_DTYPES
@@ -127,7 +123,7 @@ def _check(
         checks.check_dtype(_OP, name, tensor, *dtypes)
         checks.check_device(_OP, name, tensor, heap, "the heap")
     if heap.device.type == "cpu":
-        _check_contents(heap, layout, page_table, lengths, coarse)
+        _check_contents(kv, page_table, lengths, coarse)
 
 
 def _check_sizes(
@@ -154,13 +150,13 @@ def _check_sizes(
 
 
 def _check_contents(
-    heap: torch.Tensor,
-    layout: PageLayout,
+    kv: PagedKV,
     page_table: torch.Tensor,
     lengths: torch.Tensor,
     coarse: CoarseEntries,
 ) -> None:
-    room = page_table.shape[1] * layout.block_size
+    heap, block_size = kv.pages, kv.layout.block_size
+    room = page_table.shape[1] * block_size
     for i, length in enumerate(lengths.tolist()):
         if not 0 <= length <= room:
             checks.fail(
@@ -168,8 +164,8 @@ def _check_contents(
                 f"lengths[{i}] is {length}, but page lists have room for 0 to {room} "
                 "tokens",
             )
-    first = torch.arange(page_table.shape[1]) * layout.block_size
-    used = first < lengths[:, None]
+    first_slots = torch.arange(page_table.shape[1]) * block_size
+    used = first_slots < lengths[:, None]
     listed = page_table.where(used, 0) if len(heap) else page_table[used]
     checks.check_range(_OP, "page_table", listed, "page", len(heap))
     entries = len(coarse.keys)

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_kvplugins.ops.layout import PageLayout, Plane
+from vllm_kvplugins.ops.coarse_entries import CoarseEntries
+from vllm_kvplugins.ops.layout import PagedKV, PageLayout, Plane
 
 # Largest number of elements whose offsets are expanded to int64 indices at a time
 # (128 MiB), so that scratch memory does not grow with the call.
@@ -18,113 +19,102 @@ _MAX_INDICES = 1 << 24
 
 
 def gather_tokens(
-    heap: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, layout: PageLayout
+    kv: PagedKV, pages: torch.Tensor, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`vllm_kvplugins.ops.dispatch.gather_tokens`."""
     return (
-        _load(heap, pages, slots, layout.keys, layout),
-        _load(heap, pages, slots, layout.values, layout),
+        _load(kv, kv.layout.keys, pages, slots),
+        _load(kv, kv.layout.values, pages, slots),
     )
 
 
 def scatter_tokens(
-    heap: torch.Tensor,
+    kv: PagedKV,
     pages: torch.Tensor,
     slots: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    layout: PageLayout,
 ) -> None:
     """See :func:`vllm_kvplugins.ops.dispatch.scatter_tokens`."""
-    _store(heap, pages, slots, layout.keys, layout, keys)
-    _store(heap, pages, slots, layout.values, layout, values)
+    _store(kv, kv.layout.keys, pages, slots, keys)
+    _store(kv, kv.layout.values, pages, slots, values)
 
 
 def move_tokens(
-    heap: torch.Tensor,
+    kv: PagedKV,
     src_pages: torch.Tensor,
     src_slots: torch.Tensor,
     dst_pages: torch.Tensor,
     dst_slots: torch.Tensor,
-    layout: PageLayout,
 ) -> None:
     """See :func:`vllm_kvplugins.ops.dispatch.move_tokens`."""
-    for plane in (layout.keys, layout.values):
-        rows = _load(heap, src_pages, src_slots, plane, layout)
-        _store(heap, dst_pages, dst_slots, plane, layout, rows)
+    for plane in (kv.layout.keys, kv.layout.values):
+        rows = _load(kv, plane, src_pages, src_slots)
+        _store(kv, plane, dst_pages, dst_slots, rows)
 
 
-def gather_plane(
-    heap: torch.Tensor, page_table: torch.Tensor, plane: Plane, layout: PageLayout
-) -> torch.Tensor:
+def gather_plane(kv: PagedKV, plane: Plane, page_table: torch.Tensor) -> torch.Tensor:
     """One plane of whole pages, in natural order.
 
     Args:
-        heap: [num_pages, page_elems].
+        kv: the heap.
+        plane: ``kv.layout.keys`` or ``kv.layout.values``.
         page_table: int64 [rows, pages_per_row].
-        plane: ``layout.keys`` or ``layout.values``.
-        layout: order of elements in a page.
 
     Returns:
         [rows, pages_per_row * block_size, head_dim], contiguous.
     """
     rows, per_row = page_table.shape
-    shape = (rows, per_row * layout.block_size, layout.head_dim)
-    view = _affine_view(heap, plane, layout)
+    shape = (rows, per_row * kv.layout.block_size, kv.layout.head_dim)
+    view = _affine_view(kv, plane)
     if view is not None:
         return view[page_table].reshape(shape).contiguous()
-    pages = heap.index_select(0, page_table.reshape(-1))
+    pages = kv.pages.index_select(0, page_table.reshape(-1))
     return pages.index_select(1, plane.offsets).view(shape)
 
 
-def _affine_view(
-    heap: torch.Tensor, plane: Plane, layout: PageLayout
-) -> torch.Tensor | None:
+def _affine_view(kv: PagedKV, plane: Plane) -> torch.Tensor | None:
     """The plane of all pages as a view [num_pages, block_size, head_dim].
 
     None if strides cannot express the order of elements.
     """
     if plane.strides is None:
         return None
+    heap = kv.pages
     return heap.as_strided(
-        (len(heap), layout.block_size, layout.head_dim),
+        (len(heap), kv.layout.block_size, kv.layout.head_dim),
         (heap.stride(0), *plane.strides),
         heap.storage_offset() + plane.base,
     )
 
 
 def _load(
-    heap: torch.Tensor,
-    pages: torch.Tensor,
-    slots: torch.Tensor,
-    plane: Plane,
-    layout: PageLayout,
+    kv: PagedKV, plane: Plane, pages: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
     """[n, head_dim] rows of one plane."""
-    view = _affine_view(heap, plane, layout)
+    view = _affine_view(kv, plane)
     if view is not None:
         return view[pages, slots]
-    rows = heap.new_empty(len(pages), layout.head_dim)
-    for part, columns in _indices(slots, plane, layout):
-        rows[part] = heap[pages[part, None], columns]
+    rows = kv.pages.new_empty(len(pages), kv.layout.head_dim)
+    for part, columns in _indices(slots, plane, kv.layout):
+        rows[part] = kv.pages[pages[part, None], columns]
     return rows
 
 
 def _store(
-    heap: torch.Tensor,
+    kv: PagedKV,
+    plane: Plane,
     pages: torch.Tensor,
     slots: torch.Tensor,
-    plane: Plane,
-    layout: PageLayout,
     rows: torch.Tensor,
 ) -> None:
     """Write [n, head_dim] rows to one plane."""
-    view = _affine_view(heap, plane, layout)
+    view = _affine_view(kv, plane)
     if view is not None:
         view[pages, slots] = rows
         return
-    for part, columns in _indices(slots, plane, layout):
-        heap[pages[part, None], columns] = rows[part]
+    for part, columns in _indices(slots, plane, kv.layout):
+        kv.pages[pages[part, None], columns] = rows[part]
 
 
 def _indices(
@@ -140,42 +130,41 @@ def _indices(
 
 def attend_mixed(
     queries: torch.Tensor,
-    heap: torch.Tensor,
-    layout: PageLayout,
+    kv: PagedKV,
     page_table: torch.Tensor,
     lengths: torch.Tensor,
     scale: float,
-    coarse: tuple[torch.Tensor, ...],
+    coarse: CoarseEntries,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`vllm_kvplugins.ops.mixed_attention.attend_mixed`."""
-    rows, num_q_heads, dims = queries.shape
-    sequences, most_pages = page_table.shape
+    rows, num_q_heads, head_dim = queries.shape
+    sequences, max_pages = page_table.shape
     if sequences == 0:
         return torch.empty_like(queries), queries.new_empty(
             rows, num_q_heads, dtype=torch.float32
         )
-    grouped = queries.float().view(sequences, -1, dims) * scale
-    first = torch.arange(most_pages, device=heap.device) * layout.block_size
-    pages = page_table.where(first < lengths[:, None], 0).long()
+    heap, layout = kv.pages, kv.layout
+    grouped = queries.float().view(sequences, -1, head_dim) * scale
+    first_slots = torch.arange(max_pages, device=heap.device) * layout.block_size
+    pages = page_table.where(first_slots < lengths[:, None], 0).long()
     if not len(heap):
         pages = pages[:, :0]
-    keys = gather_plane(heap, pages, layout.keys, layout).float()
-    values = gather_plane(heap, pages, layout.values, layout).float()
-    there = torch.arange(keys.shape[1], device=heap.device) < lengths[:, None]
-    more_keys, more_values, bias, starts, counts = coarse
-    entry = torch.arange(int(counts.max()), device=heap.device)
-    on = entry < counts[:, None]
-    ids = (starts[:, None] + entry).where(on, 0)
-    more_bias = bias[ids].masked_fill(~on, -torch.inf)
-    keys = torch.cat([keys, more_keys[ids].float()], 1)
-    values = torch.cat([values, more_values[ids].float()], 1)
-    there = torch.cat([there, more_bias > -torch.inf], 1)
+    keys = gather_plane(kv, layout.keys, pages).float()
+    values = gather_plane(kv, layout.values, pages).float()
+    attended = torch.arange(keys.shape[1], device=heap.device) < lengths[:, None]
+    entry = torch.arange(int(coarse.counts.max()), device=heap.device)
+    own = entry < coarse.counts[:, None]
+    ids = (coarse.starts[:, None] + entry).where(own, 0)
+    bias = coarse.bias[ids].masked_fill(~own, -torch.inf)
+    keys = torch.cat([keys, coarse.keys[ids].float()], 1)
+    values = torch.cat([values, coarse.values[ids].float()], 1)
+    attended = torch.cat([attended, bias > -torch.inf], 1)
     # A weight of 0 is not enough: values that are not attended to may be NaN.
-    values = values.masked_fill(~there[..., None], 0)
+    values = values.masked_fill(~attended[..., None], 0)
     scores = grouped @ keys.transpose(1, 2)
-    scores[..., scores.shape[2] - len(entry) :] += more_bias[:, None]
-    scores.masked_fill_(~there[:, None], -torch.inf)
+    scores[..., scores.shape[2] - len(entry) :] += bias[:, None]
+    scores.masked_fill_(~attended[:, None], -torch.inf)
     lse = scores.logsumexp(-1)
-    some = there.any(1)[:, None, None]
-    out = torch.where(some, scores.softmax(-1).where(some, 0) @ values, 0)
+    attends = attended.any(1)[:, None, None]
+    out = torch.where(attends, scores.softmax(-1).where(attends, 0) @ values, 0)
     return out.view(queries.shape).to(queries.dtype), lse.view(rows, num_q_heads)

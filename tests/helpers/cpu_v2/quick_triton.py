@@ -83,8 +83,8 @@ def use_large_tiles(paged_attention: Any) -> None:
     """Attention in few large tiles instead of those that a GPU can hold."""
     rows = paged_attention._tile_rows
 
-    def tile_rows(group: int, most_queries: int) -> int:
-        return int(rows(group, 1) if most_queries == 1 else max(rows(group, 2), LARGE))
+    def tile_rows(group: int, max_per_row: int) -> int:
+        return int(rows(group, 1) if max_per_row == 1 else max(rows(group, 2), LARGE))
 
     paged_attention._tile_rows = tile_rows
     paged_attention._tile_slots = lambda head_dim, itemsize: LARGE

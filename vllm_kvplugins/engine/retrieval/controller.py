@@ -33,8 +33,7 @@ from vllm_kvplugins.engine.retrieval.offloaded import Batch, Fetched, Offloaded
 from vllm_kvplugins.engine.step_extension import Step, StepExtension, Traffic
 from vllm_kvplugins.index import Keys
 from vllm_kvplugins.ops.device import AsyncHostCopy, SideStream, moved
-from vllm_kvplugins.ops.hot_set import HotSet, fill_hot
-from vllm_kvplugins.ops.layout import PagedKV
+from vllm_kvplugins.ops.hot_set import HostPages, HotSet, fill_hot
 from vllm_kvplugins.ops.threads import helper
 from vllm_kvplugins.policies.retrieval import Retriever
 
@@ -317,13 +316,15 @@ class RetrievalController(StepExtension):
         hot_slots = self._hot_slots[layer]
         assert batch.selected is not None, "the first layer that retrieves selects"
         return fill_hot(
-            PagedKV(self._heap.pages, self._heap.layout),
-            self.tier.pages,
-            hot_slots.tables_of(batch.slot_numbers),
+            self._heap.kv,
+            HostPages(
+                self.tier.pages,
+                hot_slots.tables_of(batch.slot_numbers),
+                self.tier.reads,
+            ),
             batch.selected,
             batch.slot_indices,
             HotSet(hot_slots.token, hot_slots.page, hot_slots.slot, hot_slots.counts),
-            self.tier.reads,
         )
 
     def _log_fetches(

@@ -127,7 +127,5 @@ def read_tokens(
     place = place.view(heads, -1)
     place = place.gather(1, positions.gather(1, place).argsort(1))
     page = owned.pages[rows].gather(1, place // size)
-    keys, values = ops.gather_tokens(
-        heap.pages, page.flatten(), (place % size).flatten(), heap.layout
-    )
+    keys, values = ops.gather_tokens(heap.kv, page.flatten(), (place % size).flatten())
     return keys.view(heads, stop - start, -1), values.view(heads, stop - start, -1)

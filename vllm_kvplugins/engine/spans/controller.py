@@ -148,7 +148,7 @@ class SpanController(StepExtension):
         positions = moved(positions, pages.device)
         page = pages[:, positions // size].flatten()
         slot = (positions % size).repeat(heads)
-        found = ops.gather_tokens(self._heap.pages, page, slot, self._heap.layout)
+        found = ops.gather_tokens(self._heap.kv, page, slot)
         keys, values = (rows.view(heads, positions.numel(), -1) for rows in found)
         return keys, values
 
@@ -214,8 +214,7 @@ class SpanController(StepExtension):
             self._zoom(layer, query_round, selected)
             flat[query_round.queries], _ = attend_mixed(
                 selected,
-                self._heap.layer_pages(layer),
-                self._heap.layout,
+                self._heap.layers[layer],
                 *query_round.paged(pages, lengths),
                 self._scales[layer],
                 CoarseEntries(

@@ -16,7 +16,8 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_kvplugins.engine.page_table import FlatTable
-from vllm_kvplugins.ops.triton.paged_attention import attend_paged
+from vllm_kvplugins.ops.layout import PagedKV
+from vllm_kvplugins.ops.triton.paged_attention import NewTokens, attend_paged
 from vllm_kvplugins.vllm_adapter.attention.flat import PolicyImpl, Scope
 from vllm_kvplugins.vllm_adapter.attention.gpu import GPUPolicyBackend, GPUPolicyBuilder
 
@@ -39,7 +40,7 @@ class TritonPolicyMetadata:
 
     num_actual_tokens: int
     query_start: torch.Tensor | None  # int32 [rows + 1]; None = one token each
-    most_queries: int
+    max_per_row: int
     scopes: list[Scope]
 
 
@@ -77,11 +78,8 @@ class TritonPolicyImpl(PolicyImpl, TritonAttentionImpl):
         assert heap is not None
         tokens = metadata.num_actual_tokens
         attend_paged(
-            query[:tokens],
-            metadata.query_start,
-            metadata.most_queries,
-            pages,
-            heap.layout,
+            NewTokens(query[:tokens], metadata.query_start, metadata.max_per_row),
+            PagedKV(pages, heap.layout),
             scope.pages,
             scope.lengths,
             self.scale,
