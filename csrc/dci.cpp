@@ -1,17 +1,17 @@
 // torch bindings of the key index: the DCI-tree and the exact scan.
 //
 // An index is a handle (an integer) that Python owns and destroys. Queries of one index
-// may run in parallel; an addition runs alone. The meaning of every argument is
-// documented in vllm_kvplugins/index/dci.py.
+// may run in parallel; an append runs alone. vllm_kvplugins/index/dci.py documents every
+// argument.
 //
-// torch releases the interpreter's lock around ops that are called through torch.ops
+// torch releases the GIL around ops that are called through torch.ops
 // (tests/unit/test_index_threads.py checks that), so this file does not.
 #include <torch/csrc/stable/library.h>
 
 #include <limits>
 #include <tuple>
 
-#include "index_question.hpp"
+#include "index_query.hpp"
 
 namespace kvp::binding {
 namespace {
@@ -56,47 +56,47 @@ void index_destroy(std::int64_t handle) {
 void index_append(std::int64_t handle, const Tensor& keys, const Tensor& table,
                   std::int64_t count) {
   const char* op = "index_append";
-  const std::shared_ptr<AnyIndex> found = Registry::get().find(op, handle);
-  const std::unique_lock<std::shared_mutex> lock(found->mutex);
-  require_whole(op, *found);
-  const std::vector<KeyView> views =
-      view_keys(op, keys, table, 1, found->num_heads(), found->settings().head_dim);
+  const std::shared_ptr<AnyIndex> key_index = Registry::get().find(op, handle);
+  const std::unique_lock<std::shared_mutex> lock(key_index->mutex);
+  require_usable(op, *key_index);
+  const std::vector<KeyView> views = view_keys(
+      op, keys, table, 1, key_index->num_heads(), key_index->settings().head_dim);
   if (count < 0 || count > views.front().num_places) {
     fail(op, "count is ", count, ", but keys has ", views.front().num_places,
          " slots per head");
   }
-  if (found->num_keys() + count > 0x7fffffff / 2) {
+  if (key_index->num_keys() + count > 0x7fffffff / 2) {
     fail(op, "an index holds at most ", 0x7fffffff / 2, " keys per head");
   }
-  found->broken = true;
-  const BadKey bad = found->append(views, count);
-  found->broken = false;
+  key_index->broken = true;
+  const BadKey bad = key_index->append(views, count);
+  key_index->broken = false;
   if (bad.head >= 0) {
     fail(op, "key ", bad.slot, " of head ", bad.head,
          " is not finite, or its norm exceeds 1e18; nothing was added");
   }
 }
 
-// Answers every query of every (request, head), in parallel; take(task, g, best,
-// visits) gets the best keys of query g, task by task.
+// Runs every query of every (request, head), in parallel. Calls take(row, best, visits)
+// with the best keys of each query, and done(task, index, head) after those of a head.
 template <typename Take, typename Done>
-void answer(const Question& question, const Take& take, const Done& done) {
-  for_all(question.tasks(), [&](std::int64_t task) {
-    const AnyIndex& found =
-        *question.indexes[static_cast<std::size_t>(task / question.heads)];
-    const std::int64_t head = task % question.heads;
+void run_queries(const QueryCall& call, const Take& take, const Done& done) {
+  for_all(call.tasks(), [&](std::int64_t task) {
+    const AnyIndex& key_index =
+        *call.indexes[static_cast<std::size_t>(task / call.heads)];
+    const std::int64_t head = task % call.heads;
     Scratch scratch;
-    TopK top(std::min(question.k, std::max<std::int64_t>(found.num_keys(), 1)));
-    for (std::int64_t g = 0; g < question.group; ++g) {
+    TopK top(std::min(call.k, std::max<std::int64_t>(key_index.num_keys(), 1)));
+    for (std::int64_t g = 0; g < call.group; ++g) {
       top.clear();
       const float* query =
-          question.queries.data() + (task * question.group + g) * question.head_dim;
+          call.queries.data() + (task * call.group + g) * call.head_dim;
       const std::int64_t visits =
-          found.query(head, question.views[static_cast<std::size_t>(task)],
-                      question.by_page, query, question.options, scratch, top);
-      take(task * question.group + g, top.sorted(), visits);
+          key_index.query(head, call.views[static_cast<std::size_t>(task)],
+                          call.by_page, query, call.options, scratch, top);
+      take(task * call.group + g, top.sorted(), visits);
     }
-    done(task, found, head);
+    done(task, key_index, head);
   });
 }
 
@@ -105,28 +105,27 @@ std::tuple<Tensor, Tensor, Tensor> index_topk(const Tensor& handles,
                                               const Tensor& table, bool by_page,
                                               std::int64_t k, std::int64_t max_visits,
                                               double visit_ratio) {
-  const Question question = ask("index_topk", handles, queries, keys, table, by_page, k,
-                                max_visits, visit_ratio);
+  const QueryCall call = checked_call("index_topk", handles, queries, keys, table,
+                                      by_page, k, max_visits, visit_ratio);
   const std::int64_t requests = queries.size(0);
-  const std::vector<std::int64_t> shape{requests, question.heads, question.group, k};
+  const std::vector<std::int64_t> shape{requests, call.heads, call.group, k};
   Tensor slots = torch::stable::new_empty(handles, shape);
   Tensor scores = torch::stable::new_empty(handles, shape, ScalarType::Float);
-  Tensor visits =
-      torch::stable::new_empty(handles, {requests, question.heads, question.group});
+  Tensor visits = torch::stable::new_empty(handles, {requests, call.heads, call.group});
   std::int64_t* slot = slots.mutable_data_ptr<std::int64_t>();
   float* score = scores.mutable_data_ptr<float>();
   std::int64_t* visit = visits.mutable_data_ptr<std::int64_t>();
-  answer(
-      question,
-      [&](std::int64_t row, const std::vector<Scored>& best, std::int64_t looked) {
-        const auto found = static_cast<std::int64_t>(best.size());
+  run_queries(
+      call,
+      [&](std::int64_t row, const std::vector<Scored>& best, std::int64_t visits_made) {
+        const auto num_best = static_cast<std::int64_t>(best.size());
         for (std::int64_t i = 0; i < k; ++i) {
-          const bool is = i < found;
-          slot[row * k + i] = is ? best[static_cast<std::size_t>(i)].slot : -1;
-          score[row * k + i] = is ? best[static_cast<std::size_t>(i)].score
-                                  : -std::numeric_limits<float>::infinity();
+          const bool exists = i < num_best;
+          slot[row * k + i] = exists ? best[static_cast<std::size_t>(i)].slot : -1;
+          score[row * k + i] = exists ? best[static_cast<std::size_t>(i)].score
+                                      : -std::numeric_limits<float>::infinity();
         }
-        visit[row] = looked;
+        visit[row] = visits_made;
       },
       [](std::int64_t, const AnyIndex&, std::int64_t) {});
   return {slots, scores, visits};
@@ -138,27 +137,27 @@ std::tuple<Tensor, Tensor> index_pages(const Tensor& handles, const Tensor& quer
                                        std::int64_t max_visits, double visit_ratio,
                                        std::int64_t max_pages) {
   const char* op = "index_pages";
-  const Question question =
-      ask(op, handles, queries, keys, table, by_page, k, max_visits, visit_ratio);
+  const QueryCall call = checked_call(op, handles, queries, keys, table, by_page, k,
+                                      max_visits, visit_ratio);
   if (max_pages < 1) fail(op, "max_pages must be positive, got ", max_pages);
   Tensor pages =
-      torch::stable::new_empty(handles, {queries.size(0), question.heads, max_pages});
-  Tensor counts = torch::stable::new_empty(handles, {queries.size(0), question.heads});
+      torch::stable::new_empty(handles, {queries.size(0), call.heads, max_pages});
+  Tensor counts = torch::stable::new_empty(handles, {queries.size(0), call.heads});
   std::int64_t* page = pages.mutable_data_ptr<std::int64_t>();
   std::int64_t* count = counts.mutable_data_ptr<std::int64_t>();
   std::vector<std::vector<std::vector<Scored>>> best(
-      static_cast<std::size_t>(question.tasks()),
-      std::vector<std::vector<Scored>>(static_cast<std::size_t>(question.group)));
-  answer(
-      question,
-      [&](std::int64_t row, const std::vector<Scored>& found, std::int64_t) {
-        best[static_cast<std::size_t>(row / question.group)]
-            [static_cast<std::size_t>(row % question.group)] = found;
+      static_cast<std::size_t>(call.tasks()),
+      std::vector<std::vector<Scored>>(static_cast<std::size_t>(call.group)));
+  run_queries(
+      call,
+      [&](std::int64_t row, const std::vector<Scored>& own_best, std::int64_t) {
+        best[static_cast<std::size_t>(row / call.group)]
+            [static_cast<std::size_t>(row % call.group)] = own_best;
       },
-      [&](std::int64_t task, const AnyIndex& found, std::int64_t head) {
+      [&](std::int64_t task, const AnyIndex& key_index, std::int64_t head) {
         std::int64_t* out = page + task * max_pages;
         count[task] =
-            found.pages(head, best[static_cast<std::size_t>(task)], max_pages, out);
+            key_index.pages(head, best[static_cast<std::size_t>(task)], max_pages, out);
         std::fill(out + count[task], out + max_pages, std::int64_t{-1});
       });
   return {pages, counts};
@@ -166,17 +165,17 @@ std::tuple<Tensor, Tensor> index_pages(const Tensor& handles, const Tensor& quer
 
 Tensor index_places(std::int64_t handle, std::int64_t first) {
   const char* op = "index_places";
-  const std::shared_ptr<AnyIndex> found = Registry::get().find(op, handle);
-  const std::shared_lock<std::shared_mutex> lock(found->mutex);
-  require_whole(op, *found);
-  const std::int64_t n = found->num_keys();
+  const std::shared_ptr<AnyIndex> key_index = Registry::get().find(op, handle);
+  const std::shared_lock<std::shared_mutex> lock(key_index->mutex);
+  require_usable(op, *key_index);
+  const std::int64_t n = key_index->num_keys();
   if (first < 0 || first > n) fail(op, "first must be 0 to ", n, ", got ", first);
   Tensor places =
-      torch::stable::empty({found->num_heads(), n - first}, ScalarType::Long);
+      torch::stable::empty({key_index->num_heads(), n - first}, ScalarType::Long);
   std::int64_t* out = places.mutable_data_ptr<std::int64_t>();
-  for (std::int64_t head = 0; head < found->num_heads(); ++head) {
+  for (std::int64_t head = 0; head < key_index->num_heads(); ++head) {
     for (std::int64_t slot = first; slot < n; ++slot) {
-      *out++ = found->place(head, slot);
+      *out++ = key_index->place(head, slot);
     }
   }
   return places;
@@ -184,14 +183,15 @@ Tensor index_places(std::int64_t handle, std::int64_t first) {
 
 // [num_keys, memory_bytes, pages of head 0, pages of head 1, ...]
 Tensor index_stats(std::int64_t handle) {
-  const std::shared_ptr<AnyIndex> found = Registry::get().find("index_stats", handle);
-  const std::shared_lock<std::shared_mutex> lock(found->mutex);
-  Tensor stats = torch::stable::empty({2 + found->num_heads()}, ScalarType::Long);
+  const std::shared_ptr<AnyIndex> key_index =
+      Registry::get().find("index_stats", handle);
+  const std::shared_lock<std::shared_mutex> lock(key_index->mutex);
+  Tensor stats = torch::stable::empty({2 + key_index->num_heads()}, ScalarType::Long);
   std::int64_t* out = stats.mutable_data_ptr<std::int64_t>();
-  *out++ = found->num_keys();
-  *out++ = found->memory_bytes();
-  for (std::int64_t head = 0; head < found->num_heads(); ++head) {
-    *out++ = found->num_pages(head);
+  *out++ = key_index->num_keys();
+  *out++ = key_index->memory_bytes();
+  for (std::int64_t head = 0; head < key_index->num_heads(); ++head) {
+    *out++ = key_index->num_pages(head);
   }
   return stats;
 }
@@ -199,12 +199,12 @@ Tensor index_stats(std::int64_t handle) {
 std::string index_check(std::int64_t handle, const Tensor& keys, const Tensor& table,
                         bool by_page) {
   const char* op = "index_check";
-  const std::shared_ptr<AnyIndex> found = Registry::get().find(op, handle);
-  const std::shared_lock<std::shared_mutex> lock(found->mutex);
-  require_whole(op, *found);
-  return found->integrity(
-      view_keys(op, keys, table, 1, found->num_heads(), found->settings().head_dim),
-      by_page);
+  const std::shared_ptr<AnyIndex> key_index = Registry::get().find(op, handle);
+  const std::shared_lock<std::shared_mutex> lock(key_index->mutex);
+  require_usable(op, *key_index);
+  return key_index->integrity(view_keys(op, keys, table, 1, key_index->num_heads(),
+                                        key_index->settings().head_dim),
+                              by_page);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The indexes behind Python's handles, and the checks of their keys.
+// The indexes that Python refers to by handles, and the checks of their keys.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ using index::Settings;
 using index::TopK;
 using index::VoteScratch;
 
-// The interface of all kinds of index that the ops call.
+// What the ops call; every kind of index implements it.
 class AnyIndex {
  public:
   virtual ~AnyIndex() = default;
@@ -50,7 +50,7 @@ class AnyIndex {
                              std::int64_t max_pages, std::int64_t* out) const = 0;
 
   mutable std::shared_mutex mutex;
-  bool broken = false;  // an addition ran out of memory half-way
+  bool broken = false;  // an append ran out of memory half-way
 };
 
 template <typename Tree>
@@ -105,18 +105,18 @@ class Registry {
     return registry;
   }
 
-  std::int64_t add(std::shared_ptr<AnyIndex> made) {
+  std::int64_t add(std::shared_ptr<AnyIndex> index) {
     const std::lock_guard<std::mutex> guard(mutex_);
-    indexes_[++last_] = std::move(made);
+    indexes_[++last_] = std::move(index);
     return last_;
   }
 
   bool remove(std::int64_t handle) {
-    std::shared_ptr<AnyIndex> gone;  // freed after the lock
+    std::shared_ptr<AnyIndex> removed;  // destroyed after the lock is released
     const std::lock_guard<std::mutex> guard(mutex_);
     const auto found = indexes_.find(handle);
     if (found == indexes_.end()) return false;
-    gone = std::move(found->second);
+    removed = std::move(found->second);
     indexes_.erase(found);
     return true;
   }
@@ -134,9 +134,9 @@ class Registry {
   std::int64_t last_ = 0;
 };
 
-inline void require_whole(const char* op, const AnyIndex& found) {
-  if (found.broken) {
-    fail(op, "an earlier addition ran out of memory; destroy this index");
+inline void require_usable(const char* op, const AnyIndex& key_index) {
+  if (key_index.broken) {
+    fail(op, "an earlier append ran out of memory; destroy this index");
   }
 }
 
@@ -208,12 +208,13 @@ inline std::vector<KeyView> view_keys(const char* op, const Tensor& keys,
   return views;
 }
 
-// Checks that every head has the places that a query of the index reads.
-inline void require_places(const char* op, const AnyIndex& found, const KeyView* views,
-                           bool by_page) {
-  for (std::int64_t head = 0; head < found.num_heads(); ++head) {
+// Checks that the keys of every head include all places that a query reads.
+inline void require_places(const char* op, const AnyIndex& key_index,
+                           const KeyView* views, bool by_page) {
+  for (std::int64_t head = 0; head < key_index.num_heads(); ++head) {
     const std::int64_t needed =
-        by_page ? found.num_pages(head) * found.settings().page_size : found.num_keys();
+        by_page ? key_index.num_pages(head) * key_index.settings().page_size
+                : key_index.num_keys();
     if (views[head].num_places < needed) {
       fail(op, "keys has ", views[head].num_places, " slots for head ", head,
            ", the index reads ", needed);

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "index_question.hpp"
+#include "index_query.hpp"
 #include "kvp/hot_set.hpp"
 
 namespace kvp::binding {
@@ -16,30 +16,29 @@ Tensor index_select(const Tensor& handles, const Tensor& queries, const Tensor& 
                     const Tensor& table, bool by_page, std::int64_t max_visits,
                     double visit_ratio, double scale, std::int64_t count) {
   const char* op = "index_select";
-  const Question question =
-      ask(op, handles, queries, keys, table, by_page, count, max_visits, visit_ratio);
+  const QueryCall call = checked_call(op, handles, queries, keys, table, by_page, count,
+                                      max_visits, visit_ratio);
   if (!(scale >= 0.0 && scale <= 1e18)) {
     fail(op, "scale must be at least 0 and finite, got ", scale);
   }
   Tensor chosen =
-      torch::stable::new_empty(handles, {queries.size(0), question.heads, count});
+      torch::stable::new_empty(handles, {queries.size(0), call.heads, count});
   std::int64_t* out = chosen.mutable_data_ptr<std::int64_t>();
-  for_all(question.tasks(), [&](std::int64_t task) {
-    // Kept from call to call: a decode step makes hundreds.
+  for_all(call.tasks(), [&](std::int64_t task) {
+    // Kept between calls: a decode step makes hundreds of them.
     static thread_local VoteScratch scratch;
-    const AnyIndex& found =
-        *question.indexes[static_cast<std::size_t>(task / question.heads)];
-    const float* query =
-        question.queries.data() + task * question.group * question.head_dim;
-    found.vote(task % question.heads, question.views[static_cast<std::size_t>(task)],
-               question.by_page, query, question.group, static_cast<float>(scale),
-               question.options, scratch);
+    const AnyIndex& key_index =
+        *call.indexes[static_cast<std::size_t>(task / call.heads)];
+    const float* query = call.queries.data() + task * call.group * call.head_dim;
+    key_index.vote(task % call.heads, call.views[static_cast<std::size_t>(task)],
+                   call.by_page, query, call.group, static_cast<float>(scale),
+                   call.options, scratch);
     scratch.votes.best(count, out + task * count);
   });
   return chosen;
 }
 
-// The hot slots of some requests and the tokens wanted there, checked.
+// The hot slots of some requests and the tokens wanted in them, checked.
 //
 // A request's hot slots are entry slot_index[request] of `token`, `page`, `slot`
 // [num_entries, heads, width] and `count` [num_entries].
@@ -56,12 +55,13 @@ struct HotCall {
   }
 
   HotSlots slots(std::int64_t task) const {
-    const std::int64_t request = task / heads, here = slot_index[request];
-    if (here < 0 || here >= num_entries || count[here] < 0 || count[here] > width) {
-      fail(op, "request ", request, " has slot index ", here, ", which does not exist");
+    const std::int64_t request = task / heads, entry = slot_index[request];
+    if (entry < 0 || entry >= num_entries || count[entry] < 0 || count[entry] > width) {
+      fail(op, "request ", request, " has slot index ", entry,
+           ", which does not exist");
     }
-    const std::int64_t first = (here * heads + task % heads) * width;
-    return {token + first, page + first, slot + first, count[here]};
+    const std::int64_t first = (entry * heads + task % heads) * width;
+    return {token + first, page + first, slot + first, count[entry]};
   }
 
   // Calls work(wanted, num_wanted, mark), which returns what swap_hot_slots does.
@@ -81,9 +81,10 @@ struct HotCall {
   }
 };
 
-HotCall ask_hot(const char* op, const Tensor& host, const Tensor& table,
-                const Tensor& wanted, const Tensor& slot_indices, const Tensor& token,
-                const Tensor& page, const Tensor& slot, const Tensor& counts) {
+HotCall checked_hot_call(const char* op, const Tensor& host, const Tensor& table,
+                         const Tensor& wanted, const Tensor& slot_indices,
+                         const Tensor& token, const Tensor& page, const Tensor& slot,
+                         const Tensor& counts) {
   Argument{op, "host", host}.require_dim(4);
   Argument{op, "host", host}.require_contiguous();
   Argument{op, "wanted", wanted}.require_dim(3);
@@ -155,8 +156,8 @@ Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets, const Tensor& v_off
       make_layout(Argument{op, "k_offsets", k_offsets}.offsets(heap, view.plane_elems),
                   Argument{op, "v_offsets", v_offsets}.offsets(heap, view.plane_elems),
                   view.block_size, view.head_dim);
-  const HotCall call =
-      ask_hot(op, host, table, wanted, slot_indices, token, page, slot, counts);
+  const HotCall call = checked_hot_call(op, host, table, wanted, slot_indices, token,
+                                        page, slot, counts);
   Argument{op, "host", host}.require_type(heap.scalar_type());
   if (host.size(3) != view.head_dim) {
     fail(op, "host must be [pages, 2, page_tokens, ", view.head_dim, "], got ",
@@ -178,8 +179,8 @@ Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets, const Tensor& v_off
       const HostTokens<std::remove_pointer_t<decltype(tag)>> tokens{
           from, call.pages(task), call.page_tokens, view.head_dim};
       copied[static_cast<std::size_t>(task)] = call.run(
-          task, [&](const std::int64_t* wanted_here, std::int64_t n, auto& mark) {
-            return fill_hot_slots(tokens, call.capacity(), wanted_here, n, hot, kv,
+          task, [&](const std::int64_t* own_wanted, std::int64_t n, auto& mark) {
+            return fill_hot_slots(tokens, call.capacity(), own_wanted, n, hot, kv,
                                   mark);
           });
     });
@@ -188,14 +189,14 @@ Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets, const Tensor& v_off
 }
 
 // Like fill_hot, for a heap on another device: updates `token` and returns the copies
-// to make. int64 [4, n]: host rows of the keys and of the values, then the pages and
-// slots of the heap where they go; int64 [requests]: how many each request has.
+// that the caller must make. int64 [4, n]: host rows of the keys and of the values, then
+// their pages and slots in the heap; int64 [requests]: number of copies per request.
 std::tuple<Tensor, Tensor> swap_hot(const Tensor& host, const Tensor& table,
                                     const Tensor& wanted, const Tensor& slot_indices,
                                     const Tensor& token, const Tensor& page,
                                     const Tensor& slot, const Tensor& counts) {
-  const HotCall call =
-      ask_hot("swap_hot", host, table, wanted, slot_indices, token, page, slot, counts);
+  const HotCall call = checked_hot_call("swap_hot", host, table, wanted, slot_indices,
+                                        token, page, slot, counts);
   struct Move {
     std::int64_t row, page, slot;
   };
@@ -210,9 +211,9 @@ std::tuple<Tensor, Tensor> swap_hot(const Tensor& host, const Tensor& table,
     const auto note = [&](std::int64_t place, std::int64_t token_there) {
       found[i].push_back({tokens.row(token_there), hot.page[place], hot.slot[place]});
     };
-    copied[i] = call.run(
-        task, [&](const std::int64_t* wanted_here, std::int64_t n, auto& mark) {
-          return swap_hot_slots(call.capacity(), wanted_here, n, hot, mark, note);
+    copied[i] =
+        call.run(task, [&](const std::int64_t* own_wanted, std::int64_t n, auto& mark) {
+          return swap_hot_slots(call.capacity(), own_wanted, n, hot, mark, note);
         });
   });
   std::int64_t n = 0;

@@ -18,7 +18,8 @@ constexpr const char* kOp = "zoom_spans";
 using zoom::Choice;
 using zoom::Row;
 
-// Who is seen and what belongs to whom, of all requests; [capacity].
+// Bias and owner of every entry, of all requests; [capacity]. kvp/zoom.hpp explains
+// them. Other tensors must be on the device of `like`.
 struct Entries {
   const Tensor& like;
   float* bias;
@@ -42,7 +43,7 @@ Entries checked_entries(const Tensor& bias, const Tensor& owner, const Tensor& l
           capacity};
 }
 
-// Their keys and values; [capacity, head_dim].
+// Keys and values of all entries; [capacity, head_dim].
 struct Planes {
   const Tensor& keys;
   const Tensor& values;
@@ -59,7 +60,8 @@ Planes checked_planes(const Tensor& keys, const Tensor& values) {
   return {keys, values, keys.size(1)};
 }
 
-// [requests, 3]: first entry, spans and room of each, the same for all KV heads.
+// [requests, 3]: first entry, number of spans, and room for tokens of each request. All
+// its KV heads have the same number of spans and the same room.
 struct Regions {
   const Index* table;
   Index requests, heads;
@@ -72,22 +74,23 @@ struct Regions {
 
 Regions checked_regions(const Tensor& regions, Index heads, const Entries& entries) {
   const Argument argument{kOp, "regions", regions};
-  const Regions made{argument.table(entries.like), regions.size(0), heads};
+  const Regions checked{argument.table(entries.like), regions.size(0), heads};
   if (regions.size(1) != 3) {
     fail(kOp, "regions must have 3 columns, got shape ", shape_of(regions));
   }
   if (heads < 1) fail(kOp, "heads must be positive, got ", heads);
   std::vector<std::pair<Index, Index>> runs;
-  for (Index r = 0; r < made.requests; ++r) {
-    const Index most = entries.capacity / heads;
-    if (made.first(r) < 0 || made.spans(r) < 0 || made.room(r) < 0 ||
-        made.spans(r) > most || made.room(r) > most || made.stride(r) > most ||
-        made.first(r) > entries.capacity - heads * made.stride(r)) {
-      fail(kOp, "regions[", r, "] is ", heads, " x (", made.spans(r), " + ",
-           made.room(r), ") entries from ", made.first(r), ", but there are ",
+  for (Index r = 0; r < checked.requests; ++r) {
+    const Index per_head = entries.capacity / heads;
+    if (checked.first(r) < 0 || checked.spans(r) < 0 || checked.room(r) < 0 ||
+        checked.spans(r) > per_head || checked.room(r) > per_head ||
+        checked.stride(r) > per_head ||
+        checked.first(r) > entries.capacity - heads * checked.stride(r)) {
+      fail(kOp, "regions[", r, "] is ", heads, " x (", checked.spans(r), " + ",
+           checked.room(r), ") entries from ", checked.first(r), ", but there are ",
            entries.capacity);
     }
-    runs.emplace_back(made.first(r), made.first(r) + heads * made.stride(r));
+    runs.emplace_back(checked.first(r), checked.first(r) + heads * checked.stride(r));
   }
   std::sort(runs.begin(), runs.end());
   for (std::size_t i = 1; i < runs.size(); ++i) {
@@ -95,7 +98,7 @@ Regions checked_regions(const Tensor& regions, Index heads, const Entries& entri
       fail(kOp, "regions overlap at entry ", runs[i].first);
     }
   }
-  return made;
+  return checked;
 }
 
 template <typename T>
@@ -112,7 +115,7 @@ const T* spans_vector(const char* name, const Tensor& tensor, const Tensor& like
   return tensor.const_data_ptr<T>();
 }
 
-// Row r * heads + h of request r, KV head h.
+// Row r * heads + h is KV head h of request r.
 std::vector<Row> checked_rows(const Entries& entries, const Regions& regions,
                               const Tensor& gates, const Tensor& sizes,
                               const Tensor& log_sizes) {
@@ -149,17 +152,20 @@ std::vector<Row> checked_rows(const Entries& entries, const Regions& regions,
   return rows;
 }
 
-struct Making {
-  std::size_t row, factors;
-  Index matrix, first_slot;
+// One matrix to reconstruct: the keys or the values of a new span.
+struct Reconstruction {
+  std::size_t row, request;
+  Index matrix;
+  Index first_slot;  // of the row's Choice::slots
   bool value;
 };
 
-// What is to be made of new spans, row by row; refuses records that are not sound.
-std::vector<Making> list_makings(const std::vector<Row>& rows,
-                                 const std::vector<Choice>& choices, Index heads,
-                                 const std::vector<Factors>& factors) {
-  std::vector<Making> list;
+// The reconstructions of all new spans, row by row. Checks their records.
+std::vector<Reconstruction> list_reconstructions(const std::vector<Row>& rows,
+                                                 const std::vector<Choice>& choices,
+                                                 Index heads,
+                                                 const std::vector<Factors>& factors) {
+  std::vector<Reconstruction> reconstructions;
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const std::size_t request = i / static_cast<std::size_t>(heads);
     const Index head = static_cast<Index>(i) % heads, spans = rows[i].spans;
@@ -177,50 +183,52 @@ std::vector<Making> list_makings(const std::vector<Row>& rows,
           fail(kOp, "factors[", request, "]: matrix ", matrix, " must have ",
                rows[i].sizes[span], " tokens, got ", own.tokens[matrix]);
         }
-        list.push_back({i, request, matrix, slot, value});
+        reconstructions.push_back({i, request, matrix, slot, value});
       }
       slot += rows[i].sizes[span];
     }
   }
-  return list;
+  return reconstructions;
 }
 
-// Makes the tokens of new spans where apply() has found room.
-void make_tokens(const Planes& planes, const Entries& entries,
-                 const std::vector<Row>& rows, const std::vector<Choice>& choices,
-                 const std::vector<Making>& list, const std::vector<Factors>& factors) {
+// Reconstructs the tokens of new spans into the entries that apply() took for them.
+void reconstruct_tokens(const Planes& planes, const Entries& entries,
+                        const std::vector<Row>& rows,
+                        const std::vector<Choice>& choices,
+                        const std::vector<Reconstruction>& reconstructions,
+                        const std::vector<Factors>& factors) {
   const svd::Kernels& kernels = kvp::select_kernels<svd::Kernels>();
   Index work = 0;
-  for (const Making& each : list) {
-    const Factors& own = factors[each.factors];
+  for (const Reconstruction& each : reconstructions) {
+    const Factors& own = factors[each.request];
     work += own.tokens[each.matrix] * own.ranks[each.matrix] * own.head_dim;
   }
   with_number(Argument{kOp, "keys", planes.keys}, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;
     for_all(
-        static_cast<Index>(list.size()),
+        static_cast<Index>(reconstructions.size()),
         [&](Index i) {
-          static thread_local svd::Workspace room;
-          const Making& each = list[static_cast<std::size_t>(i)];
-          const Factors& own = factors[each.factors];
+          static thread_local svd::Workspace work_buffers;
+          const Reconstruction& each = reconstructions[static_cast<std::size_t>(i)];
+          const Factors& own = factors[each.request];
           const Tensor& plane = each.value ? planes.values : planes.keys;
           const Index at = rows[each.row].bias - entries.bias;
           Element* to =
               static_cast<Element*>(plane.mutable_data_ptr()) + at * planes.head_dim;
           with_number(Argument{kOp, own.name, own.tensor}, [&](auto* factor_tag) {
             using Factor = std::remove_pointer_t<decltype(factor_tag)>;
-            zoom::make_entries(kernels, own.shape<Factor>(each.matrix),
-                               own.record<Factor>(each.matrix),
-                               choices[each.row].slots.data() + each.first_slot, to,
-                               room);
+            zoom::reconstruct_entries(kernels, own.shape<Factor>(each.matrix),
+                                      own.record<Factor>(each.matrix),
+                                      choices[each.row].slots.data() + each.first_slot,
+                                      to, work_buffers);
           });
         },
         work >= kParallelWork);
   });
 }
 
-// The requests of a call and what their queries choose; changes nothing yet.
-struct Question {
+// The rows of a call and the spans that their queries choose. Nothing is written yet.
+struct ZoomCall {
   std::vector<Row> rows;
   std::vector<Choice> choices;
   Index heads;
@@ -236,9 +244,9 @@ struct Question {
         parallel);
   }
 
-  std::int64_t shown() const {
+  std::int64_t zoomed_tokens() const {
     std::int64_t sum = 0;
-    for (const Choice& choice : choices) sum += choice.shown;
+    for (const Choice& choice : choices) sum += choice.zoomed_tokens;
     return sum;
   }
 
@@ -251,25 +259,27 @@ struct Question {
   }
 };
 
-Question ask(const Entries& entries, const Regions& places, const Tensor& gates,
-             const Tensor& sizes, const Tensor& log_sizes) {
-  Question question{
-      checked_rows(entries, places, gates, sizes, log_sizes), {}, places.heads, false};
-  question.choices.resize(question.rows.size());
+ZoomCall choose_all(const Entries& entries, const Regions& entry_regions,
+                    const Tensor& gates, const Tensor& sizes, const Tensor& log_sizes) {
+  ZoomCall call{checked_rows(entries, entry_regions, gates, sizes, log_sizes),
+                {},
+                entry_regions.heads,
+                false};
+  call.choices.resize(call.rows.size());
   Index visited = 0;
-  for (const Row& row : question.rows) visited += row.spans + row.room;
-  question.parallel = visited >= zoom::kParallelEntries;
-  question.for_rows([](const Row& row, Choice& choice) { zoom::choose(row, choice); });
-  for (std::size_t i = 0; i < question.choices.size(); ++i) {
-    if (question.choices[i].fits) continue;
+  for (const Row& row : call.rows) visited += row.spans + row.room;
+  call.parallel = visited >= zoom::kParallelEntries;
+  call.for_rows([](const Row& row, Choice& choice) { zoom::choose(row, choice); });
+  for (std::size_t i = 0; i < call.choices.size(); ++i) {
+    if (call.choices[i].fits) continue;
     const auto row = static_cast<Index>(i);
-    fail(kOp, "owner: request ", row / places.heads, ", head ", row % places.heads,
-         " has more tokens than its bias says");
+    fail(kOp, "owner: request ", row / entry_regions.heads, ", head ",
+         row % entry_regions.heads, " has more tokens than its bias says");
   }
-  return question;
+  return call;
 }
 
-// (tokens made, tokens that are seen one by one), over all KV heads.
+// (reconstructed tokens, zoomed tokens), over all KV heads.
 std::tuple<std::int64_t, std::int64_t> zoom_spans(
     const Tensor& keys, const Tensor& values, const Tensor& bias, const Tensor& owner,
     const Tensor& regions, std::int64_t heads, const Tensor& gates, const Tensor& sizes,
@@ -277,57 +287,56 @@ std::tuple<std::int64_t, std::int64_t> zoom_spans(
     std::vector<Tensor> ranks, std::vector<Tensor> tokens) {
   const Planes planes = checked_planes(keys, values);
   const Entries entries = checked_entries(bias, owner, keys, keys.size(0));
-  const Regions places = checked_regions(regions, heads, entries);
-  const auto requests = static_cast<std::size_t>(places.requests);
+  const Regions entry_regions = checked_regions(regions, heads, entries);
+  const auto requests = static_cast<std::size_t>(entry_regions.requests);
   if (factors.size() != requests || offsets.size() != requests ||
       ranks.size() != requests || tokens.size() != requests) {
     fail(kOp, "factors must be of ", requests, " requests, got ", factors.size());
   }
-  Question question = ask(entries, places, gates, sizes, log_sizes);
+  ZoomCall call = choose_all(entries, entry_regions, gates, sizes, log_sizes);
   std::vector<Factors> all;
   for (std::size_t r = 0; r < requests; ++r) {
     all.push_back(checked_factors(kOp, "factors", factors[r], offsets[r], ranks[r],
                                   tokens[r], planes.head_dim));
   }
-  const std::vector<Making> list =
-      list_makings(question.rows, question.choices, heads, all);
-  question.for_rows([](const Row& row, Choice& choice) { zoom::apply(row, choice); });
-  make_tokens(planes, entries, question.rows, question.choices, list, all);
-  return {question.made(), question.shown()};
+  const std::vector<Reconstruction> reconstructions =
+      list_reconstructions(call.rows, call.choices, heads, all);
+  call.for_rows([](const Row& row, Choice& choice) { zoom::apply(row, choice); });
+  reconstruct_tokens(planes, entries, call.rows, call.choices, reconstructions, all);
+  return {call.made(), call.zoomed_tokens()};
 }
 
-// What zoom_spans would make, for keys and values that are elsewhere. int64 [2, n]: the
-// request of each new span and which of its spans it is, KV head by KV head; int64
-// [tokens]: the entries of their tokens; and how many tokens are seen one by one. Bias
-// and owner are those of the entries from now on.
+// zoom_spans without the reconstruction, for keys and values on another device. Updates
+// bias and owner. int64 [2, n]: request and number of each new span, KV head by KV head;
+// int64 [tokens]: the entries of their tokens; and the number of zoomed tokens.
 std::tuple<Tensor, Tensor, std::int64_t> choose_spans(
     const Tensor& bias, const Tensor& owner, const Tensor& regions, std::int64_t heads,
     const Tensor& gates, const Tensor& sizes, const Tensor& log_sizes) {
   Argument{kOp, "bias", bias}.require_dim(1);
   const Entries entries = checked_entries(bias, owner, bias, bias.size(0));
-  const Regions places = checked_regions(regions, heads, entries);
-  Question question = ask(entries, places, gates, sizes, log_sizes);
-  question.for_rows([](const Row& row, Choice& choice) { zoom::apply(row, choice); });
+  const Regions entry_regions = checked_regions(regions, heads, entries);
+  ZoomCall call = choose_all(entries, entry_regions, gates, sizes, log_sizes);
+  call.for_rows([](const Row& row, Choice& choice) { zoom::apply(row, choice); });
   std::int64_t n = 0;
-  for (const Choice& choice : question.choices) {
+  for (const Choice& choice : call.choices) {
     n += static_cast<std::int64_t>(choice.fresh.size());
   }
   Tensor fresh = torch::stable::new_empty(owner, {2, n});
-  Tensor slots = torch::stable::new_empty(owner, {question.made()});
+  Tensor slots = torch::stable::new_empty(owner, {call.made()});
   std::int64_t* request = fresh.mutable_data_ptr<std::int64_t>();
   std::int64_t *matrix = request + n, *slot = slots.mutable_data_ptr<std::int64_t>();
-  for (std::size_t i = 0; i < question.rows.size(); ++i) {
-    const Row& row = question.rows[i];
+  for (std::size_t i = 0; i < call.rows.size(); ++i) {
+    const Row& row = call.rows[i];
     const auto number = static_cast<Index>(i);
-    for (const Index span : question.choices[i].fresh) {
+    for (const Index span : call.choices[i].fresh) {
       *request++ = number / heads;
       *matrix++ = number % heads * row.spans + span;
     }
-    for (const Index at : question.choices[i].slots) {
+    for (const Index at : call.choices[i].slots) {
       *slot++ = row.bias - entries.bias + at;
     }
   }
-  return {fresh, slots, question.shown()};
+  return {fresh, slots, call.zoomed_tokens()};
 }
 
 }  // namespace

@@ -73,16 +73,16 @@ void step(Head& head, Choice& choice) {
   CHECK(choice.fits && choice.chosen == wanted);
   kvp::zoom::apply(head.row(), choice);
   std::vector<Index> owned(u(head.spans()));
-  Index shown = 0, made = 0;
+  Index zoomed_tokens = 0, made = 0;
   for (Index e = head.spans(); e < head.spans() + head.room; ++e) {
     const Index owner = head.owner[u(e)], old = before.owner[u(e)];
     CHECK(owner >= -1 && owner < head.spans());
     CHECK(head.bias[u(e)] == (owner < 0 ? kOff : 0.0f));
-    if (owner >= 0) ++owned[u(owner)], ++shown;
+    if (owner >= 0) ++owned[u(owner)], ++zoomed_tokens;
     if (old >= 0 && wanted[u(old)]) CHECK(owner == old);  // stays where it is
     made += owner >= 0 && owner != old;
   }
-  CHECK(shown == choice.shown && made == Index(choice.slots.size()));
+  CHECK(zoomed_tokens == choice.zoomed_tokens && made == Index(choice.slots.size()));
   Index slot = 0;
   for (Index s = 0; s < head.spans(); ++s) {
     CHECK(owned[u(s)] == (wanted[u(s)] ? head.sizes[u(s)] : 0));
@@ -109,7 +109,7 @@ void test_steps(std::mt19937& random) {
       }
       std::fill(head.gates.begin(), head.gates.end(), NAN);
       step(head, choice);
-      CHECK(choice.shown == 0);
+      CHECK(choice.zoomed_tokens == 0);
     }
   }
 }
@@ -148,8 +148,8 @@ void check_entries(Index tokens, Index dim, std::mt19937& random) {
   for (Index t = 0; t < tokens; ++t) {
     std::copy_n(rows.begin() + t * dim, dim, wanted.begin() + places[u(t)] * dim);
   }
-  kvp::zoom::make_entries(*kernels, made.shape, made.record.data(), places.data(),
-                          found.data(), work);
+  kvp::zoom::reconstruct_entries(*kernels, made.shape, made.record.data(),
+                                 places.data(), found.data(), work);
   CHECK(std::memcmp(found.data(), wanted.data(), found.size() * sizeof(Element)) == 0);
 }
 

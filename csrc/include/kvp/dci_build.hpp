@@ -24,7 +24,7 @@ inline DciTree::DciTree(Arena& arena, const Settings& settings, const Kernels& k
   make_directions();
 }
 
-// Unit vectors in head_dim + 1 dimensions, uniform: normalized Gaussians.
+// Uniformly distributed unit vectors in head_dim + 1 dimensions: normalized Gaussians.
 inline void DciTree::make_directions() {
   const std::int64_t projections = settings_.projections();
   const std::int64_t dims = settings_.head_dim + 1;
@@ -52,7 +52,7 @@ inline void DciTree::make_directions() {
   }
 }
 
-// Geometric: level l with probability r^(l-1) - r^l (appendix B.1), from 1.
+// Geometric: level l >= 1 with probability r^(l-1) - r^l (appendix B.1).
 inline std::int64_t DciTree::level_of(std::int64_t slot) const {
   std::uint64_t state = mix64(seed_ + static_cast<std::uint64_t>(slot));
   std::int64_t level = slot == 0 ? 2 : 1;  // level 2 must not be empty
@@ -64,12 +64,12 @@ inline std::int64_t DciTree::level_of(std::int64_t slot) const {
   return level;
 }
 
-// c times the last coordinate of T_K.
+// The last coordinate of T_K, times c.
 inline float DciTree::lift(float norm2) const {
   return std::sqrt(std::max(c2_ - norm2, 0.0f));
 }
 
-// A new largest norm changes every lift, and nothing else that is stored.
+// A new largest norm changes every lift and nothing else that is stored.
 inline void DciTree::grow_norm(float norm2) {
   if (norm2 <= c2_) return;
   c2_ = norm2;
@@ -98,17 +98,17 @@ inline bool DciTree::append(const KeyView& keys, std::int64_t n,
   place_.resize(first + n);
   promote(keys, first, n);
   for (std::size_t level = levels_.size() - 1; level-- > 0;) {
-    // Nodes below a level that has just appeared have no parent yet.
-    const bool fresh = level + 1 >= levels_before;
-    if (fresh) levels_[level].attached_at = first + n;
-    attach_level(level, fresh ? 0 : first);
+    // Points below a new level have no parent yet.
+    const bool is_new = level + 1 >= levels_before;
+    if (is_new) levels_[level].attached_at = first + n;
+    attach_level(level, is_new ? 0 : first);
   }
   attach_keys(keys, first, n);
   batches_.push_back({first + n, c2_});
   return true;
 }
 
-// Enters the promoted among new keys into their levels, without parents.
+// Adds the promoted keys among the new ones to their levels, without parents.
 inline void DciTree::promote(const KeyView& keys, std::int64_t first, std::int64_t n) {
   std::vector<float> row(static_cast<std::size_t>(row_stride_));
   for (std::int64_t i = 0; i < n; ++i) {
@@ -140,7 +140,7 @@ inline void DciTree::promote(const KeyView& keys, std::int64_t first, std::int64
   }
 }
 
-// Gives points of a level whose keys are from slot `first` on their parents.
+// Chooses parents for the points of a level whose keys are in slots from `first` on.
 inline void DciTree::attach_level(std::size_t level, std::int64_t first) {
   Level& below = levels_[level];
   Level& nodes = levels_[level + 1];
@@ -150,11 +150,11 @@ inline void DciTree::attach_level(std::size_t level, std::int64_t first) {
   std::vector<float> panels, bias;
   make_panels(nodes, panels, bias);
   Points points = make_points(start, below.size() - start);
-  add_block(row(below, start), 0, points.n, panels, bias, points);
+  set_points(row(below, start), 0, points.n, panels, bias, points);
   for (std::int64_t i = 0; i < points.n; ++i) {
     below.parent[start + i] = points.parent[static_cast<std::size_t>(i)];
   }
-  hang(nodes, points, nullptr);
+  add_children(nodes, points, nullptr);
 }
 
 inline void DciTree::attach_keys(const KeyView& keys, std::int64_t first,
@@ -170,10 +170,10 @@ inline void DciTree::attach_keys(const KeyView& keys, std::int64_t first,
       float* row = rows.data() + i * row_stride_;
       row[settings_.head_dim] = lift(squared_norm(row, settings_.head_dim));
     }
-    add_block(rows.data(), at, count, panels, bias, points);
+    set_points(rows.data(), at, count, panels, bias, points);
     if (settings_.by_mean) add_to_means(rows.data(), points.parent.data() + at, count);
   }
-  hang(levels_.front(), points, place_.data() + first);
+  add_children(levels_.front(), points, place_.data() + first);
 }
 
 inline void DciTree::add_to_means(const float* rows, const std::int32_t* nodes,
@@ -196,10 +196,10 @@ inline DciTree::Points DciTree::make_points(std::int64_t first, std::int64_t n) 
           std::vector<std::int32_t>(size)};
 }
 
-// Fills in points [at, at + n), whose rows with lifts are given.
-inline void DciTree::add_block(const float* rows, std::int64_t at, std::int64_t n,
-                               const std::vector<float>& panels,
-                               const std::vector<float>& bias, Points& points) const {
+// Sets parent, projections and norm of points [at, at + n) from their rows with lifts.
+inline void DciTree::set_points(const float* rows, std::int64_t at, std::int64_t n,
+                                const std::vector<float>& panels,
+                                const std::vector<float>& bias, Points& points) const {
   kernels_->nearest(rows, row_stride_, n, settings_.head_dim + 1, panels.data(),
                     bias.data(), static_cast<std::int64_t>(bias.size()),
                     points.parent.data() + at);
@@ -227,13 +227,14 @@ inline void DciTree::make_panels(const Level& nodes, std::vector<float>& panels,
   }
 }
 
-// Puts points into chunks of their parents, in the order of their numbers, but
-// where a node gets more than a chunk's worth at once, so that chunks are compact.
-inline void DciTree::hang(Level& nodes, const Points& points, std::int32_t* places) {
+// Adds points to the chunks of their parents, in the order of their numbers. Points of a
+// node that gets more than a chunk at once are ordered so that its chunks are compact.
+inline void DciTree::add_children(Level& nodes, const Points& points,
+                                  std::int32_t* places) {
   std::vector<std::int32_t> end(static_cast<std::size_t>(nodes.size()) + 1);
   for (std::int32_t parent : points.parent) ++end[static_cast<std::size_t>(parent) + 1];
   for (std::size_t node = 1; node < end.size(); ++node) end[node] += end[node - 1];
-  // end[node] is where the node's points begin, until they are filled in.
+  // Until `order` is filled in, end[node] is where the node's points begin.
   std::vector<std::int32_t> order(static_cast<std::size_t>(points.n));
   for (std::int64_t i = 0; i < points.n; ++i) {
     const std::int32_t parent = points.parent[static_cast<std::size_t>(i)];
@@ -243,18 +244,20 @@ inline void DciTree::hang(Level& nodes, const Points& points, std::int32_t* plac
   std::int32_t begin = 0;
   for (std::int64_t node = 0; node < nodes.size(); ++node) {
     const std::int32_t stop = end[static_cast<std::size_t>(node)];
-    spread(points, order.data() + begin, order.data() + stop, nodes.chunks.capacity);
+    order_compactly(points, order.data() + begin, order.data() + stop,
+                    nodes.chunks.capacity);
     for (; begin < stop; ++begin) {
-      put(nodes, static_cast<std::int32_t>(node), points,
-          order[static_cast<std::size_t>(begin)], places);
+      append_child(nodes, static_cast<std::int32_t>(node), points,
+                   order[static_cast<std::size_t>(begin)], places);
     }
   }
 }
 
-// Orders points so that every run of `chunk` of them is compact: halves them at
-// the median of the projection in which they are widest. Runs stay full.
-inline void DciTree::spread(const Points& points, std::int32_t* begin,
-                            std::int32_t* end, std::int64_t chunk) const {
+// Orders points so that every run of `chunk` points is compact: splits them at the median
+// of the projection in which they spread most, recursively. Only the last run may be
+// partly full.
+inline void DciTree::order_compactly(const Points& points, std::int32_t* begin,
+                                     std::int32_t* end, std::int64_t chunk) const {
   const std::int64_t n = end - begin;
   if (n > chunk && settings_.projections() > 0) {
     const float* widest = nullptr;
@@ -272,32 +275,32 @@ inline void DciTree::spread(const Points& points, std::int32_t* begin,
     std::nth_element(begin, middle, end, [widest](std::int32_t a, std::int32_t b) {
       return widest[a] < widest[b] || (widest[a] == widest[b] && a < b);
     });
-    spread(points, begin, middle, chunk);
-    spread(points, middle, end, chunk);
+    order_compactly(points, begin, middle, chunk);
+    order_compactly(points, middle, end, chunk);
   } else {
     std::sort(begin, end);
   }
 }
 
-inline void DciTree::put(Level& nodes, std::int32_t node, const Points& points,
-                         std::int32_t i, std::int32_t* places) {
+inline void DciTree::append_child(Level& nodes, std::int32_t node, const Points& points,
+                                  std::int32_t i, std::int32_t* places) {
   Chunks& chunks = nodes.chunks;
   std::int32_t chunk = nodes.last[node];
   if (chunk < 0 || chunks.count[chunk] == chunks.capacity) {
-    const auto made = static_cast<std::int32_t>(chunks.size());
+    const auto added = static_cast<std::int32_t>(chunks.size());
     chunks.count.push(0);
     chunks.next.push(-1);
     chunks.owner.push(node);
-    chunks.child.resize((made + 1) * chunks.capacity);
-    chunks.norm2.resize((made + 1) * chunks.padded);
-    chunks.lift.resize((made + 1) * chunks.padded);
-    chunks.raw.resize((made + 1) * chunks.projections * chunks.padded);
+    chunks.child.resize((added + 1) * chunks.capacity);
+    chunks.norm2.resize((added + 1) * chunks.padded);
+    chunks.lift.resize((added + 1) * chunks.padded);
+    chunks.raw.resize((added + 1) * chunks.projections * chunks.padded);
     if (chunk < 0) {
-      nodes.first[node] = made;
+      nodes.first[node] = added;
     } else {
-      chunks.next[chunk] = made;
+      chunks.next[chunk] = added;
     }
-    nodes.last[node] = chunk = made;
+    nodes.last[node] = chunk = added;
   }
   const std::int64_t slot = chunks.count[chunk]++;
   const float norm2 = points.norm2[static_cast<std::size_t>(i)];

@@ -1,7 +1,7 @@
-// Verification of a DCI-tree from its definition. Part of dci_tree.hpp.
+// Verifies a DCI-tree against its definition. Part of dci_tree.hpp.
 //
-// Reads the keys again and recomputes in double precision, with plain loops: what
-// the kernels do must not be checked by the kernels.
+// Reads the keys again and recomputes everything in double precision with plain loops:
+// kernels must not check their own results.
 #pragma once
 
 #include <algorithm>
@@ -46,7 +46,7 @@ struct TreeChecker {
             static_cast<long long>(keys.num_places), static_cast<long long>(places))) {
       return fault;
     }
-    // Structure first: the others index by what it has checked.
+    // Structure first: the other checks use it to index.
     if (check_pages() && check_levels() && read_all() && check_norms() &&
         check_children() && check_parents() && check_means()) {
       check_projections();
@@ -54,7 +54,7 @@ struct TreeChecker {
     return fault;
   }
 
-  // Every key is in exactly one page, where place() says; chains have no cycles.
+  // Every key is in exactly one page, at the place that place() returns.
   bool check_pages() {
     const Chunks& pages = tree.pages();
     const std::int64_t size = tree.settings_.page_size;
@@ -85,7 +85,7 @@ struct TreeChecker {
                    num_keys());
   }
 
-  // Levels hold exactly the keys that were drawn for them, in order.
+  // Every level holds exactly the keys that were drawn for it, in order.
   bool check_levels() {
     for (std::size_t at = 0; at < tree.levels_.size(); ++at) {
       const Level& level = tree.levels_[at];
@@ -118,7 +118,7 @@ struct TreeChecker {
     return true;
   }
 
-  // c is the largest norm; copies of promoted keys are what the view holds.
+  // c is the largest norm; copies of promoted keys equal the keys of the view.
   bool check_norms() {
     float peak = 0.0f;
     for (float norm2 : norms2) peak = std::max(peak, norm2);
@@ -143,7 +143,8 @@ struct TreeChecker {
     return true;
   }
 
-  // Every point of a level hangs in one chunk of its parent, and nowhere else.
+  // Every point of a level is in exactly one chunk, which belongs to its parent. Chains of
+  // chunks have no cycles.
   bool check_children() {
     for (std::size_t at = 0; at < tree.levels_.size(); ++at) {
       const Level& nodes = tree.levels_[at];
@@ -163,7 +164,7 @@ struct TreeChecker {
           for (std::int64_t i = 0; below != nullptr && i < chunks.count[c]; ++i) {
             const std::int32_t child = chunks.child[c * chunks.capacity + i];
             if (!require(child >= 0 && child < expected && below->parent[child] == node,
-                         "point %d of level %zu hangs below a stranger", child,
+                         "point %d of level %zu is in a chunk of another node", child,
                          at + 1)) {
               return false;
             }
@@ -236,7 +237,7 @@ struct TreeChecker {
     return sum;
   }
 
-  // No node that existed when the parent was chosen is nearer.
+  // No node that existed when the parent was chosen is nearer than the parent.
   bool check_parent(std::int64_t slot, const Level& nodes, std::int64_t parent,
                     const Batch& batch) {
     const double chosen = inner(slot, nodes.key[parent], batch);
@@ -249,7 +250,7 @@ struct TreeChecker {
       }
     }
     return require(nodes.key[parent] < batch.end,
-                   "slot %lld has a parent that came later",
+                   "slot %lld has a parent that was added later",
                    static_cast<long long>(slot));
   }
 
@@ -274,7 +275,7 @@ struct TreeChecker {
     return true;
   }
 
-  // Stored projections are those of the keys, and at most |T_K| c = c.
+  // Stored projections equal those of the keys, and are at most |T_K| c = c.
   bool check_projections() {
     for (std::size_t at = 0; at < tree.levels_.size(); ++at) {
       const Chunks& chunks = tree.levels_[at].chunks;

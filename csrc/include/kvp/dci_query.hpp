@@ -1,22 +1,22 @@
 // Searching a DCI-tree (algorithms 3 and 4). Part of dci_tree.hpp.
 //
-// From the top down, at every level: order the points reached by their inner
-// product with the query, open the best until `max_visits` children are reached,
-// and go on with those. At level 1 the children are keys, and the k best are kept.
-// Levels that have no more than max_visits points are scanned whole instead of
-// reached from above, which loses nothing. Points below which nothing hangs (equal
-// keys all hang below one of them) are passed over, so that few visits find a key, too.
+// From the top level down: rank the reached points by their inner product with the query,
+// open the best until `max_visits` children are reached, and continue with these. At level
+// 1 the children are keys, and the k best are kept. A level of at most max_visits points
+// is scanned completely instead of reached from above, which loses nothing. Points without
+// children are skipped, so that few visits still find a key. (Equal keys all become
+// children of one of their points.)
 //
-// Of an opened node only a share `visit_ratio` of the children is looked at: those
-// that prioritized DCI would visit first. Its composite indices keep cursors and
-// a priority queue; nodes here have tens of children, for which computing all
-// lower bounds and picking the smallest is faster and gives the same children.
+// The search visits only a share `visit_ratio` of the children of an opened node: those
+// that prioritized DCI would visit first. Prioritized DCI keeps cursors and a priority
+// queue per composite index. Nodes of this tree have tens of children: computing all lower
+// bounds and taking the smallest is faster and selects the same children.
 //
-// Without a limit (max_visits 0, any visit_ratio) every key is looked at, and the
-// result is the exact scan's, ties included: both score keys with one function.
+// Without a limit (max_visits 0, any visit_ratio) the search visits every key. The result
+// equals the exact scan's, ties included: both score keys with one function.
 //
-// Differs from algorithm 4, where every node visited yields k children whatever
-// there are of them: with k above the size of a node that opens the whole tree.
+// Differs from algorithm 4, where every visited node yields k children, however many it
+// has: if k exceeds the size of a node, that opens the whole tree.
 #pragma once
 
 #include <algorithm>
@@ -35,8 +35,9 @@ struct DciTree::Search {
   Scratch& scratch;
   TopK& top;
   double query_norm = 0.0;
-  std::vector<Scored> ranked = {};  // nodes of level 2, a heap: best first
-  std::int64_t waiting = 0;  // keys in scratch.offsets and .slots
+  std::vector<Scored> ranked = {};  // nodes of a level, a heap: best first
+  std::int64_t pending =
+      0;  // keys in scratch.offsets and .slots that are not scored yet
 
   static constexpr std::int64_t kFlush = 256;
 };
@@ -64,12 +65,12 @@ inline std::int64_t DciTree::query(const KeyView& keys, bool by_page,
   find_nodes(search);
   const std::int64_t visits = scan_nodes(search);
   if (visits > 0) return visits;
-  // All nodes that were reached have only nodes without keys below them.
+  // None of the reached nodes has keys: rank all nodes of level 2 instead.
   rank_level(search, levels_.front());
   return scan_nodes(search);
 }
 
-// Fills in ranked: the nodes of level 2 that the search reaches.
+// Sets `ranked` to the nodes of level 2 that the search reaches.
 inline void DciTree::find_nodes(Search& search) const {
   std::size_t level = 0;
   while (level + 1 < levels_.size() && levels_[level].size() > search.budget) {
@@ -79,7 +80,7 @@ inline void DciTree::find_nodes(Search& search) const {
   while (level > 0) descend(search, level--);
 }
 
-// Ranks all points of a level below which something hangs.
+// Ranks all points of a level that have children.
 inline void DciTree::rank_level(Search& search, const Level& level) const {
   std::vector<std::int32_t>& points = search.scratch.nodes;
   points.clear();
@@ -110,7 +111,7 @@ inline void DciTree::rank(Search& search, const Level& level) const {
                  [](const Scored& a, const Scored& b) { return better(b, a); });
 }
 
-// The best of the ranked nodes, in turn; false when there are none left.
+// Removes and returns the best ranked node; false if none is left.
 inline bool take_best(std::vector<Scored>& ranked, std::int32_t* node) {
   if (ranked.empty()) return false;
   std::pop_heap(ranked.begin(), ranked.end(),
@@ -120,7 +121,7 @@ inline bool take_best(std::vector<Scored>& ranked, std::int32_t* node) {
   return true;
 }
 
-// From ranked nodes of a level to ranked points of the one below.
+// Replaces the ranked nodes of a level by ranked points of the level below.
 inline void DciTree::descend(Search& search, std::size_t level) const {
   search.scratch.nodes.clear();
   const auto budget = static_cast<std::size_t>(search.budget);
@@ -131,8 +132,8 @@ inline void DciTree::descend(Search& search, std::size_t level) const {
   rank(search, levels_[level - 1]);
 }
 
-// Lower bounds of a node's children, chunk by chunk in scratch.bounds; returns
-// the largest at which a child is looked at.
+// Writes lower bounds for a node's children to scratch.bounds, chunk by chunk. Returns
+// the largest bound at which a child is visited.
 inline float DciTree::bound_children(Search& search, const Level& nodes,
                                      std::int32_t node, bool leaves) const {
   const Chunks& chunks = nodes.chunks;
@@ -158,16 +159,16 @@ inline float DciTree::bound_children(Search& search, const Level& nodes,
   const std::int64_t nth = std::clamp<std::int64_t>(visit, 1, n) - 1;
   std::nth_element(packed, packed + nth, packed + n);
   if (!leaves || !search.top.full() || search.query_norm == 0.0) return packed[nth];
-  // No key further away than the k-th best can enter: distances of transformed
-  // vectors, times c, with a margin for rounding.
+  // A key further away than the k-th best cannot be among the best. Distances are those of
+  // transformed vectors, times c, with a margin for rounding.
   const double c = std::sqrt(static_cast<double>(c2_));
   const double far2 = 2.0 * c * c - 2.0 * c * search.top.floor() / search.query_norm;
   const double far = std::sqrt(std::max(far2, 0.0)) + 1e-3 * c;
   return std::min(packed[nth], static_cast<float>(far));
 }
 
-// Appends the children of a node that are to be looked at: points of the level below
-// to scratch.nodes, or, where there is none, keys to those that wait to be scored.
+// Appends the children of a node that the search visits: points of the level below to
+// scratch.nodes, or keys, if no level is below, to the pending ones.
 inline void DciTree::list_children(Search& search, const Level& nodes,
                                    std::int32_t node, const Level* below) const {
   const bool leaves = below == nullptr;
@@ -185,16 +186,16 @@ inline void DciTree::list_children(Search& search, const Level& nodes,
         if (below->num_children[child[i]] > 0) scratch.nodes.push_back(child[i]);
         continue;
       }
-      scratch.slots[static_cast<std::size_t>(search.waiting)] = child[i];
-      scratch.offsets[static_cast<std::size_t>(search.waiting)] =
+      scratch.slots[static_cast<std::size_t>(search.pending)] = child[i];
+      scratch.offsets[static_cast<std::size_t>(search.pending)] =
           search.keys.offset(search.by_page ? c * chunks.capacity + i : child[i]);
-      if (++search.waiting == Search::kFlush) flush(search);
+      if (++search.pending == Search::kFlush) flush(search);
     }
     if (choose) bounds += chunks.padded;
   }
 }
 
-// Opens ranked nodes until the budget of keys is spent; returns keys looked at.
+// Opens ranked nodes until the budget of keys is spent. Returns the keys visited.
 inline std::int64_t DciTree::scan_nodes(Search& search) const {
   Scratch& scratch = search.scratch;
   at_least(scratch.slots, Search::kFlush);
@@ -203,7 +204,7 @@ inline std::int64_t DciTree::scan_nodes(Search& search) const {
   at_least(scratch.rows, Search::kFlush * settings_.head_dim);
   scratch.visits = 0;
   std::int32_t node;
-  while (scratch.visits + search.waiting < search.budget &&
+  while (scratch.visits + search.pending < search.budget &&
          take_best(search.ranked, &node)) {
     list_children(search, levels_.front(), node, nullptr);
   }
@@ -211,15 +212,15 @@ inline std::int64_t DciTree::scan_nodes(Search& search) const {
   return scratch.visits;
 }
 
-// Scores the keys that wait, and offers them.
+// Scores the pending keys and pushes them into the top k.
 inline void DciTree::flush(Search& search) const {
   Scratch& scratch = search.scratch;
-  if (search.waiting == 0) return;
+  if (search.pending == 0) return;
   score_keys(*kernels_, search.keys, search.query, scratch.offsets.data(),
-             search.waiting, scratch.rows.data(), scratch.scores.data());
-  search.top.push_all(scratch.scores.data(), scratch.slots.data(), 0, search.waiting);
-  scratch.visits += search.waiting;
-  search.waiting = 0;
+             search.pending, scratch.rows.data(), scratch.scores.data());
+  search.top.push_all(scratch.scores.data(), scratch.slots.data(), 0, search.pending);
+  scratch.visits += search.pending;
+  search.pending = 0;
 }
 
 }  // namespace kvp::index

@@ -1,8 +1,8 @@
-// Products of matrices that fit the caches.
+// Products of matrices that fit into the caches.
 //
-// Rows are padded to whole cache lines, so that loops have no remainder. On a given CPU
-// every sum has one order of additions, for any number of threads. The bodies are
-// compiled in matrix_kernels.hpp.
+// Rows are padded to whole cache lines, so loops have no remainder. On a given CPU every
+// sum has one order of additions, for any number of threads. matrix_kernels.hpp compiles
+// the bodies.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace kvp::svd {
 
-// Elements of a cache line: what the columns of every matrix are padded to.
+// Elements per cache line. The columns of every matrix are padded to a multiple.
 template <typename T>
 constexpr Index kLine = 64 / static_cast<Index>(sizeof(T));
 
@@ -24,15 +24,15 @@ constexpr Index padded(Index count) {
   return (count + kLine<T> - 1) / kLine<T> * kLine<T>;
 }
 
-// Elements from row to row. Not a multiple of 512 bytes, whose rows share cache sets.
+// Elements from row to row. Never a multiple of 512 bytes: such rows share cache sets.
 template <typename T>
 constexpr Index row_step(Index columns) {
   const Index size = padded<T>(columns);
   return size % (8 * kLine<T>) == 0 ? size + kLine<T> : size;
 }
 
-// c[i][j] = sum over k of a[i * a_row + k * a_step] * b[k * b_row + j], added to what
-// is there if `add`. `cols` is padded; c may not overlap a and b.
+// c[i][j] = sum over k of a[i * a_row + k * a_step] * b[k * b_row + j]; with `add` the
+// sum is added to c[i][j]. `cols` is padded. c must not overlap a or b.
 template <typename T>
 struct Product {
   const T* a;
@@ -45,7 +45,7 @@ struct Product {
   bool add = false;
 };
 
-// kRows rows and kVectors vectors of the result stay in registers.
+// kRows x kVectors vectors of the result stay in registers.
 template <typename T, int kBytes, int kRows, int kVectors>
 KVP_INLINE void multiply_tile(const Product<T>& x, Index i, Index j) {
   using V = typename Lanes<T, kBytes>::Type;
@@ -81,7 +81,7 @@ template <typename T, int kBytes, int kRows>
 KVP_INLINE void multiply_rows(const Product<T>& x, Index i) {
   constexpr Index kStep = Lanes<T, kBytes>::kCount;
   Index j = 0;
-  if (kRows == 1) {  // more columns at once make up for the rows
+  if (kRows == 1) {  // more columns at once, because there is one row
     for (; j + 4 * kStep <= x.cols; j += 4 * kStep) {
       multiply_tile<T, kBytes, kRows, 4>(x, i, j);
     }

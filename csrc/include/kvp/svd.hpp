@@ -1,22 +1,22 @@
 // Truncated singular value decompositions of small matrices (SeKV, equation 6).
 //
-// A matrix [tokens, head_dim] has at most head_dim singular values, so the work is on
-// the Gram matrix of its smaller side, in double precision:
+// A matrix [tokens, head_dim] has at most head_dim singular values. They are computed
+// from the Gram matrix of its smaller side, in double precision:
 //
 //   tokens <= head_dim    A A^T = U S^2 U^T,  V = A^T U / S
 //   tokens >  head_dim    A^T A = V S^2 V^T,  U = A V / S
 //
-// Elements are float32 at most: their squares neither overflow nor vanish in double,
-// and of a singular value all digits that float32 holds survive the squaring, down to
-// what the rounding of the elements leaves in doubt anyway (kZero).
+// Elements are at most float32, so their squares neither overflow nor vanish in double.
+// A singular value keeps all digits that float32 holds; below zero_share() the rounding
+// of the elements makes it meaningless anyway.
 //
-// Where the random subspace for the eigenvectors that are wanted (subspace_width) has at
-// most half of all dimensions, the Gram matrix is first projected to it, with one power
-// step (Halko, Martinsson and Tropp 2011, algorithm 4.4, on the Gram matrix): two to six
-// times faster, and on the flattest spectra an error up to 4 % above the best possible.
+// If the random subspace for the requested eigenvectors (subspace_width) has at most half
+// of all dimensions, the Gram matrix is first projected to it, with one power step (Halko,
+// Martinsson and Tropp 2011, algorithm 4.4, on the Gram matrix): two to six times faster,
+// and on the flattest spectra an error up to 4 % above the best possible.
 //
-// Results do not depend on the number of threads: a matrix is one thread's, and the
-// random numbers are the same for all.
+// Results do not depend on the number of threads: one thread decomposes a matrix, and
+// every matrix uses the same random numbers.
 #pragma once
 
 #include <algorithm>
@@ -47,20 +47,21 @@ enum class Fault {
   kNoEigenvalue,  // the iteration did not converge
 };
 
-// Dimensions of the random subspace for `count` eigenvectors: eight more. For many
-// eigenvectors of a flat spectrum that would miss the last of them.
+// Dimensions of the random subspace for `count` eigenvectors: eight more, or a quarter
+// more if that is larger. With eight more, many eigenvectors of a flat spectrum would
+// lose the last of them.
 constexpr Index subspace_width(Index count) {
   return count + std::max<Index>(8, count / 4);
 }
 
-// Singular values up to this share of the largest count as zero: what LAPACK's users
-// take for the rank of a float32 matrix.
+// Singular values up to this share of the largest count as zero: the usual rank
+// tolerance for float32 matrices (numpy.linalg.matrix_rank).
 inline double zero_share(Index tokens, Index head_dim) {
   return static_cast<double>(std::max(tokens, head_dim)) *
          static_cast<double>(std::numeric_limits<float>::epsilon());
 }
 
-// Numbers in [-1, 1) that depend on nothing but their place (splitmix64).
+// Numbers in [-1, 1) that depend only on their place (splitmix64).
 inline double random_number(std::uint64_t place) {
   std::uint64_t x = (place + 1) * 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -68,33 +69,35 @@ inline double random_number(std::uint64_t place) {
   return static_cast<double>(static_cast<std::int64_t>(x ^ (x >> 31))) * 0x1p-63;
 }
 
-// The memory of a decomposition, cut from one buffer.
-struct Cut {
-  double* at;
+// Hands out the memory of a decomposition from one allocation.
+struct Buffer {
+  double* next;
   double* take(Index size) {
-    double* taken = at;
-    at += padded<double>(size);
+    double* taken = next;
+    next += padded<double>(size);
     return taken;
   }
 };
 
-inline Symmetric cut_symmetric(Cut& cut, double* values, Index size, Index step) {
-  Symmetric made{values,  size,    step,    cut.take(size * step),
-                 nullptr, nullptr, nullptr, nullptr,
-                 nullptr, nullptr, nullptr};
-  for (double** line : {&made.diagonal, &made.beside, &made.factor, &made.reflector,
-                        &made.update, &made.cosine, &made.sine}) {
-    *line = cut.take(step);
+inline Symmetric take_symmetric(Buffer& buffer, double* values, Index size,
+                                Index step) {
+  Symmetric matrix{values,  size,    step,    buffer.take(size * step),
+                   nullptr, nullptr, nullptr, nullptr,
+                   nullptr, nullptr, nullptr};
+  for (double** line :
+       {&matrix.diagonal, &matrix.off_diagonal, &matrix.factor, &matrix.reflector,
+        &matrix.update, &matrix.cosine, &matrix.sine}) {
+    *line = buffer.take(step);
   }
-  return made;
+  return matrix;
 }
 
-// Rows [first, first + count) of the matrix whose Gram matrix is taken: tokens, or
-// with `turned` dimensions.
+// Widens rows [first, first + count) of the matrix whose Gram matrix is computed. Its
+// rows are tokens, or with `transposed` dimensions.
 template <typename Element>
-void widen(const Matrix<Element>& matrix, bool turned, Index first, Index count,
+void widen(const Matrix<Element>& matrix, bool transposed, Index first, Index count,
            double* rows, Index step) {
-  if (turned) {
+  if (transposed) {
     for (Index t = 0; t < matrix.tokens; ++t) {
       const Element* row = matrix.rows + t * matrix.row_stride + first;
       for (Index i = 0; i < count; ++i) {
@@ -115,7 +118,7 @@ void widen(const Matrix<Element>& matrix, bool turned, Index first, Index count,
   }
 }
 
-// gram += rows^T rows, its columns from the diagonal's cache line on.
+// gram += rows^T rows, from the cache line of the diagonal on.
 inline void add_gram(const Kernels& kernels, const double* rows, Index step,
                      Index count, Index size, double* gram) {
   for (Index i = 0; i < size; i += kLine<double>) {
@@ -126,8 +129,8 @@ inline void add_gram(const Kernels& kernels, const double* rows, Index step,
   }
 }
 
-// Makes n rows [n, step] orthonormal, those that depend on earlier ones zero. Twice is
-// enough for what is left to be orthogonal to rounding.
+// Makes n rows [n, step] orthonormal. Rows that depend on earlier ones become zero. Two
+// passes make the rows orthogonal to rounding.
 inline void orthonormalize(double* rows, Index n, Index columns, Index step) {
   const auto dot = [&](const double* x, const double* y) {
     double sums[8] = {};
@@ -152,23 +155,24 @@ inline void orthonormalize(double* rows, Index n, Index columns, Index step) {
   }
 }
 
-// Largest eigenvalues first, and their eigenvectors.
+// Eigenvalues, largest first, and their eigenvectors.
 struct Eigen {
   double* values;  // [count]
   double* vectors;  // [size, step] with a column per eigenvalue
   Index count, step;
 };
 
-// The `count` largest of a symmetric matrix, which is overwritten.
+// The `count` largest of a symmetric matrix, which is overwritten. False if the
+// iteration did not converge.
 inline bool largest_eigenvectors(const Kernels& kernels, const Symmetric& matrix,
-                                 Index count, Cut& cut, Eigen& out) {
+                                 Index count, Buffer& buffer, Eigen& out) {
   if (!kernels.decompose(matrix)) return false;
   out.count = count;
   out.step = row_step<double>(count);
-  out.values = cut.take(count);
-  out.vectors = cut.take(matrix.size * out.step);
-  double* taken = cut.take(matrix.size);  // 1 for rows of basis that are placed
-  double* sums = cut.take(out.step);
+  out.values = buffer.take(count);
+  out.vectors = buffer.take(matrix.size * out.step);
+  double* taken = buffer.take(matrix.size);  // 1 for rows of basis that are in `out`
+  double* sums = buffer.take(out.step);
   std::fill(taken, taken + matrix.size, 0.0);
   std::fill(out.vectors, out.vectors + matrix.size * out.step, 0.0);
   for (Index i = 0; i < count; ++i) {
@@ -187,12 +191,12 @@ inline bool largest_eigenvectors(const Kernels& kernels, const Symmetric& matrix
   return true;
 }
 
-// The same of a Gram matrix by way of a random subspace of `width` dimensions.
+// The same for a Gram matrix, through a random subspace of `width` dimensions.
 inline bool projected_eigenvectors(const Kernels& kernels, const double* gram,
                                    Index size, Index step, Index count, Index width,
-                                   Cut& cut, Eigen& out) {
-  double* rows = cut.take(width * step);  // the subspace, a row per dimension
-  double* image = cut.take(width * step);
+                                   Buffer& buffer, Eigen& out) {
+  double* rows = buffer.take(width * step);  // the subspace, a row per dimension
+  double* image = buffer.take(width * step);
   for (Index i = 0; i < width; ++i) {
     for (Index j = 0; j < step; ++j) {
       image[i * step + j] =
@@ -207,33 +211,34 @@ inline bool projected_eigenvectors(const Kernels& kernels, const double* gram,
     kernels.multiply(product);
     orthonormalize(rows, width, size, step);
   }
-  // rows gram rows^T, and its eigenvectors taken back.
+  // The eigenvectors of rows gram rows^T, transformed back.
   kernels.multiply(Product<double>{rows, step, 1, gram, step, width, size,
                                    padded<double>(size), image, step});
   const Index narrow_step = row_step<double>(width);
-  double* turned = cut.take(size * narrow_step);
-  std::fill(turned, turned + size * narrow_step, 0.0);
+  double* transposed = buffer.take(size * narrow_step);
+  std::fill(transposed, transposed + size * narrow_step, 0.0);
   for (Index i = 0; i < width; ++i) {
-    for (Index j = 0; j < size; ++j) turned[j * narrow_step + i] = rows[i * step + j];
+    for (Index j = 0; j < size; ++j)
+      transposed[j * narrow_step + i] = rows[i * step + j];
   }
-  double* small = cut.take(width * narrow_step);
-  kernels.multiply(Product<double>{image, step, 1, turned, narrow_step, width, size,
+  double* small = buffer.take(width * narrow_step);
+  kernels.multiply(Product<double>{image, step, 1, transposed, narrow_step, width, size,
                                    padded<double>(width), small, narrow_step});
-  for (Index i = 0; i < width; ++i) {  // symmetric but for rounding
+  for (Index i = 0; i < width; ++i) {  // rounding left it slightly asymmetric
     for (Index j = 0; j < i; ++j)
       small[i * narrow_step + j] = small[j * narrow_step + i];
   }
   Eigen inner{};
-  const Symmetric projected = cut_symmetric(cut, small, width, narrow_step);
-  if (!largest_eigenvectors(kernels, projected, count, cut, inner)) return false;
-  out = {inner.values, cut.take(size * inner.step), count, inner.step};
-  kernels.multiply(Product<double>{turned, narrow_step, 1, inner.vectors, inner.step,
-                                   size, width, padded<double>(count), out.vectors,
-                                   out.step});
+  const Symmetric projected = take_symmetric(buffer, small, width, narrow_step);
+  if (!largest_eigenvectors(kernels, projected, count, buffer, inner)) return false;
+  out = {inner.values, buffer.take(size * inner.step), count, inner.step};
+  kernels.multiply(Product<double>{transposed, narrow_step, 1, inner.vectors,
+                                   inner.step, size, width, padded<double>(count),
+                                   out.vectors, out.step});
   return true;
 }
 
-// How many of the eigenvalues are kept; all are squares of singular values.
+// The rank to keep. The eigenvalues are squares of singular values, largest first.
 inline Index kept_rank(const double* values, Index count, double total,
                        double zero_below, double energy) {
   Index rank = 0;
@@ -251,38 +256,37 @@ inline Index kept_rank(const double* values, Index count, double total,
   return rank;
 }
 
-// Rows of the long side that are worked on at a time.
+// Rows of the longer side that are processed at a time.
 constexpr Index kRowsAtOnce = 64;
 
-// Decomposes a matrix into a record of low_rank.hpp, of the rank that is returned: at
-// most min(tokens, head_dim, max_rank), 0 for a matrix of zeros or of no rows. The
-// record must have room for that rank.
+// Decomposes a matrix into a record (factor_record.hpp) and returns its rank: at most
+// min(tokens, head_dim, max_rank), 0 for a matrix of zeros or without rows. The record
+// must have room for the largest possible rank.
 //
 // Cost, with m the smaller and n the larger side: m^2 n / 2 + rank m n multiply-adds,
-// and those of the eigenvectors: 6 m^3, or 3 m^2 w where w, the width of the subspace, is
-// at most m / 2.
+// plus the eigenvectors: 6 m^3, or 3 m^2 w if the subspace has w <= m / 2 dimensions.
 template <typename Element, typename Factor>
 Index decompose(const Kernels& kernels, const Matrix<Element>& matrix,
                 const Options& options, Factor* record, Workspace& work, Fault& fault) {
   fault = Fault::kNone;
-  const bool turned = matrix.tokens <= matrix.head_dim;
-  const Index size = turned ? matrix.tokens : matrix.head_dim;
-  const Index length = turned ? matrix.head_dim : matrix.tokens;
+  const bool transposed = matrix.tokens <= matrix.head_dim;
+  const Index size = transposed ? matrix.tokens : matrix.head_dim;
+  const Index length = transposed ? matrix.head_dim : matrix.tokens;
   const Index count = std::min(size, options.max_rank);
   if (count == 0) return 0;
   const Index width = std::min(size, subspace_width(count));
   const bool project = 2 * width <= size;
   const Index step = row_step<double>(size);
-  // Twice a Symmetric and its eigenvectors is more than either way takes.
-  const Index need = 8 * size * step + 64 * step + 2 * kRowsAtOnce * step;
-  Cut cut{Workspace::at_least(work.doubles, need)};
-  double* gram = cut.take(size * step);
-  double* rows = cut.take(kRowsAtOnce * step);
+  // Either way takes less than two Symmetric with their eigenvectors.
+  const Index size_needed = 8 * size * step + 64 * step + 2 * kRowsAtOnce * step;
+  Buffer buffer{Workspace::at_least(work.doubles, size_needed)};
+  double* gram = buffer.take(size * step);
+  double* rows = buffer.take(kRowsAtOnce * step);
   std::fill(gram, gram + size * step, 0.0);
   const auto each_part = [&](const auto& body) {
     for (Index first = 0; first < length; first += kRowsAtOnce) {
       const Index part = std::min(kRowsAtOnce, length - first);
-      widen(matrix, turned, first, part, rows, step);
+      widen(matrix, transposed, first, part, rows, step);
       body(first, part);
     }
   };
@@ -298,12 +302,12 @@ Index decompose(const Kernels& kernels, const Matrix<Element>& matrix,
     return 0;
   }
   Eigen eigen{};
-  const bool found =
-      project
-          ? projected_eigenvectors(kernels, gram, size, step, count, width, cut, eigen)
-          : largest_eigenvectors(kernels, cut_symmetric(cut, gram, size, step), count,
-                                 cut, eigen);
-  if (!found || !std::isfinite(eigen.values[0])) {
+  const bool converged =
+      project ? projected_eigenvectors(kernels, gram, size, step, count, width, buffer,
+                                       eigen)
+              : largest_eigenvectors(kernels, take_symmetric(buffer, gram, size, step),
+                                     count, buffer, eigen);
+  if (!converged || !std::isfinite(eigen.values[0])) {
     fault = Fault::kNoEigenvalue;
     return 0;
   }
@@ -325,26 +329,28 @@ Index decompose(const Kernels& kernels, const Matrix<Element>& matrix,
   shape.close(record);
   Factor* u = record + shape.left();
   Factor* v = record + shape.right();
-  // Element (i, k) of the short and of the long side's factor.
+  // The factor of the shorter side, then that of the longer.
   const Index rank = shape.rank;
-  const auto put = [&](Factor* to, Index at, double value) {
+  const auto store = [&](Factor* to, Index at, double value) {
     to[at] = narrow(static_cast<float>(value), to);
   };
   for (Index i = 0; i < size; ++i) {
     for (Index k = 0; k < rank; ++k) {
       const double value = eigen.vectors[i * eigen.step + k];
-      turned ? put(u, i * rank + k, value) : put(v, k * matrix.head_dim + i, value);
+      transposed ? store(u, i * rank + k, value)
+                 : store(v, k * matrix.head_dim + i, value);
     }
   }
-  double* made = cut.take(kRowsAtOnce * eigen.step);
+  double* projected_rows = buffer.take(kRowsAtOnce * eigen.step);
   each_part([&](Index first, Index part) {
     kernels.multiply(Product<double>{rows, step, 1, eigen.vectors, eigen.step, part,
-                                     size, padded<double>(rank), made, eigen.step});
+                                     size, padded<double>(rank), projected_rows,
+                                     eigen.step});
     for (Index i = 0; i < part; ++i) {
       for (Index k = 0; k < rank; ++k) {
-        const double value = made[i * eigen.step + k] * inverse[k];
-        turned ? put(v, k * matrix.head_dim + first + i, value)
-               : put(u, (first + i) * rank + k, value);
+        const double value = projected_rows[i * eigen.step + k] * inverse[k];
+        transposed ? store(v, k * matrix.head_dim + first + i, value)
+                   : store(u, (first + i) * rank + k, value);
       }
     }
   });

@@ -1,4 +1,4 @@
-// Eigenvectors of symmetric matrices that fit the caches.
+// Eigenvectors of symmetric matrices that fit into the caches.
 //
 // Bodies are compiled in matrix_kernels.hpp.
 #pragma once
@@ -13,11 +13,12 @@ namespace kvp::svd {
 
 // A symmetric matrix and the buffers of its decomposition, all of `step` columns.
 struct Symmetric {
-  double* values;   // [size, step], all of it; overwritten
+  double* values;   // [size, step], both triangles; overwritten
   Index size, step;
-  double* basis;    // [size, step]; row i receives an eigenvector of the tridiagonal
-  double* diagonal;  // [step]: then the eigenvalues, in the order of the rows of basis
-  double* beside;  // [step]
+  double* basis;  // [size, step]; row i becomes an eigenvector of the tridiagonal form
+  double*
+      diagonal;  // [step]; becomes the eigenvalues, in the order of the rows of basis
+  double* off_diagonal;  // [step]
   double* factor;  // [step], of the Householder reflections
   double* reflector;  // [step]
   double* update;  // [step]
@@ -25,8 +26,8 @@ struct Symmetric {
   double* sine;  // [step]
 };
 
-// Brings values to tridiagonal form: Householder reflections from the left column on,
-// the k-th of which is left in row k, behind the diagonal.
+// Brings values to tridiagonal form by Householder reflections, from the first column
+// on. Reflection k stays in row k, to the right of the diagonal.
 template <int kBytes>
 KVP_INLINE void reduce_body(const Symmetric& m) {
   using V = typename Lanes<double, kBytes>::Type;
@@ -37,16 +38,16 @@ KVP_INLINE void reduce_body(const Symmetric& m) {
     double rest = 0.0;
     for (Index j = k + 2; j < m.size; ++j) rest += row[j] * row[j];
     m.factor[k] = 0.0;
-    m.beside[k] = row[k + 1];
+    m.off_diagonal[k] = row[k + 1];
     if (rest == 0.0) continue;
     const double first = row[k + 1], norm = std::sqrt(first * first + rest);
     const double image = first > 0.0 ? -norm : norm;  // no cancellation below
     const double factor = (image - first) / image, scale = 1.0 / (first - image);
-    m.beside[k] = image;
+    m.off_diagonal[k] = image;
     m.factor[k] = factor;
     row[k + 1] = 1.0;
     for (Index j = k + 2; j < m.size; ++j) row[j] *= scale;
-    // v and w of A - v w^T - w v^T, zero in the columns that are done already.
+    // v and w of A - v w^T - w v^T; zero in the columns that are done.
     const Index from = (k + 1) / kLine<double> * kLine<double>;
     double* v = m.reflector;
     double* w = m.update;
@@ -74,8 +75,9 @@ KVP_INLINE void reduce_body(const Symmetric& m) {
     }
   }
   for (Index k = 0; k < m.size; ++k) m.diagonal[k] = m.values[k * m.step + k];
-  if (m.size > 1) m.beside[m.size - 2] = m.values[(m.size - 2) * m.step + m.size - 1];
-  m.beside[m.size - 1] = 0.0;
+  if (m.size > 1)
+    m.off_diagonal[m.size - 2] = m.values[(m.size - 2) * m.step + m.size - 1];
+  m.off_diagonal[m.size - 1] = 0.0;
 }
 
 // Applies the rotations of rows (i, i + 1), i from last - 1 down to first, to basis.
@@ -113,14 +115,14 @@ KVP_INLINE void rotate_body(const Symmetric& m, Index first, Index last) {
 }
 
 // Eigenvalues and eigenvectors of a tridiagonal matrix: QL with implicit shifts
-// (Bowdler, Martin, Reinsch and Wilkinson 1968; EISPACK's tql2). What is next to the
-// diagonal counts as zero below the rounding of the whole matrix: what is small in a
-// Gram matrix is noise. False if it did not converge, which has not been seen.
+// (Bowdler, Martin, Reinsch and Wilkinson 1968; EISPACK's tql2). Off-diagonal elements
+// below the rounding error of the whole matrix count as zero: small elements of a Gram
+// matrix are noise. False if it did not converge, which has never been observed.
 template <int kBytes>
 KVP_INLINE bool diagonalize_body(const Symmetric& m) {
-  constexpr int kMostSweeps = 60;
+  constexpr int kMaxSweeps = 60;
   double* d = m.diagonal;
-  double* e = m.beside;
+  double* e = m.off_diagonal;
   double peak = 0.0;
   for (Index i = 0; i < m.size; ++i) {
     const double size = std::fabs(d[i]) + std::fabs(e[i]);
@@ -132,7 +134,7 @@ KVP_INLINE bool diagonalize_body(const Symmetric& m) {
       Index end = l;
       while (end + 1 < m.size && std::fabs(e[end]) > zero) ++end;
       if (end == l) break;
-      if (sweep == kMostSweeps) return false;
+      if (sweep == kMaxSweeps) return false;
       double g = (d[l + 1] - d[l]) / (2.0 * e[l]);
       const double root = std::sqrt(g * g + 1.0);
       g = d[end] - d[l] + e[l] / (g + (g < 0.0 ? -root : root));
@@ -155,7 +157,7 @@ KVP_INLINE bool diagonalize_body(const Symmetric& m) {
         m.sine[i] = s;
       }
       if (i + 1 < end) rotate_body<kBytes>(m, i + 1, end);
-      if (i >= l) {  // the matrix fell apart at i
+      if (i >= l) {  // the matrix splits at i
         d[i + 1] -= p;
       } else {
         d[l] -= p;
@@ -167,8 +169,8 @@ KVP_INLINE bool diagonalize_body(const Symmetric& m) {
   return true;
 }
 
-// All eigenvalues of a symmetric matrix, into `diagonal`, in no order; basis has the
-// eigenvectors before restore_body().
+// Writes all eigenvalues of a symmetric matrix to `diagonal`, in no order, and the
+// eigenvectors of its tridiagonal form to `basis`; restore_body() transforms them.
 //
 // Cost: about 6 size^3 multiply-adds, and 1.7 size^2 / 2 square roots in a row.
 template <int kBytes>
@@ -182,8 +184,8 @@ KVP_INLINE bool decompose_body(const Symmetric& m) {
   return diagonalize_body<kBytes>(m);
 }
 
-// Takes eigenvectors of the tridiagonal matrix, the columns of vectors [size, step],
-// to those of the matrix that it came from. sums: [step].
+// Transforms eigenvectors of the tridiagonal form, the columns of vectors [size, step],
+// to eigenvectors of the original matrix. sums: [step], scratch.
 template <int kBytes>
 KVP_INLINE void restore_body(const Symmetric& m, double* vectors, Index step,
                              Index cols, double* sums) {

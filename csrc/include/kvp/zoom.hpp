@@ -4,9 +4,9 @@
 // One row is one KV head of one request, with its own run of entries:
 //
 //     entry   [ 0 .. spans )              [ spans .. spans + room )
-//             a span's mean;              tokens of zoomed spans;
-//             bias log|S|, or             bias 0 and the span as owner, or
-//             -inf: it is zoomed          -inf and -1: free
+//             a span's mean:              a token of a zoomed span:
+//             bias log|S|, or             bias 0, owner = the span; or free:
+//             -inf while it is zoomed     bias -inf, owner = -1
 //
 // choose() only reads, so that its result can be checked before apply() writes.
 //
@@ -26,26 +26,26 @@ using svd::Index;
 
 constexpr float kOff = -std::numeric_limits<float>::infinity();
 
-// Entries below which one thread decides for all rows: a fifth of a millisecond.
+// Entries below which one thread serves all rows: a fifth of a millisecond.
 constexpr Index kParallelEntries = 1 << 16;
 
 struct Row {
-  const float* gates;      // [spans], larger = sooner; -inf or NaN = not at all
+  const float* gates;      // [spans], larger = sooner; -inf or NaN = never
   const Index* sizes;      // [spans], tokens, positive
   const float* log_sizes;  // [spans]
   Index spans, room;
   float* bias;   // [spans + room]
-  Index* owner;  // [spans + room]; those of means mean nothing
+  Index* owner;  // [spans + room]; undefined for means
 };
 
-// What a step changes in one row.
+// The change of one row in a step.
 struct Choice {
   std::vector<char> chosen;    // [spans]
-  std::vector<Index> fresh;    // spans that were not zoomed, ascending
+  std::vector<Index> fresh;    // chosen spans that were not zoomed before, ascending
   std::vector<Index> slots;    // entries that receive their tokens, ascending
-  Index shown = 0;             // tokens of all chosen spans
-  bool fits = true;            // whether there are free entries for the fresh spans
-  std::vector<Index> waiting;  // a heap of spans
+  Index zoomed_tokens = 0;             // tokens of all chosen spans, new or not
+  bool fits = true;  // whether the free entries suffice for the fresh spans
+  std::vector<Index> candidates;  // scratch: a heap of spans
 };
 
 inline bool was_zoomed(const Row& row, Index span) { return row.bias[span] == kOff; }
@@ -56,23 +56,23 @@ inline bool was_zoomed(const Row& row, Index span) { return row.bias[span] == kO
 //
 // Cost: O(spans), and O(log spans) per span that is chosen.
 inline void choose(const Row& row, Choice& choice) {
-  const auto before = [&](Index a, Index b) {  // whether a comes after b
+  const auto worse = [&](Index a, Index b) {  // whether b is better than a
     return row.gates[a] != row.gates[b] ? row.gates[a] < row.gates[b] : a > b;
   };
   choice.chosen.assign(static_cast<std::size_t>(row.spans), 0);
-  choice.waiting.clear();
+  choice.candidates.clear();
   for (Index s = 0; s < row.spans; ++s) {
-    if (row.gates[s] > kOff && row.sizes[s] <= row.room) choice.waiting.push_back(s);
+    if (row.gates[s] > kOff && row.sizes[s] <= row.room) choice.candidates.push_back(s);
   }
-  std::make_heap(choice.waiting.begin(), choice.waiting.end(), before);
-  choice.shown = 0;
-  while (!choice.waiting.empty()) {
-    const Index span = choice.waiting.front();
-    if (row.sizes[span] > row.room - choice.shown) break;
-    choice.shown += row.sizes[span];
+  std::make_heap(choice.candidates.begin(), choice.candidates.end(), worse);
+  choice.zoomed_tokens = 0;
+  while (!choice.candidates.empty()) {
+    const Index span = choice.candidates.front();
+    if (row.sizes[span] > row.room - choice.zoomed_tokens) break;
+    choice.zoomed_tokens += row.sizes[span];
     choice.chosen[static_cast<std::size_t>(span)] = 1;
-    std::pop_heap(choice.waiting.begin(), choice.waiting.end(), before);
-    choice.waiting.pop_back();
+    std::pop_heap(choice.candidates.begin(), choice.candidates.end(), worse);
+    choice.candidates.pop_back();
   }
   choice.fresh.clear();
   Index free = row.room;
@@ -86,11 +86,11 @@ inline void choose(const Row& row, Choice& choice) {
       free -= row.sizes[s];
     }
   }
-  choice.fits = free >= 0;  // it is, unless owners and biases contradict each other
+  choice.fits = free >= 0;  // false only if owners and biases contradict each other
 }
 
-// Frees the entries of spans that are not chosen any more, takes the first free ones
-// for new ones, and sets every bias. The tokens themselves are still to be made.
+// Frees the entries of spans that are no longer chosen, assigns the first free entries
+// to the tokens of new spans, and sets every bias. The caller reconstructs the tokens.
 inline void apply(const Row& row, Choice& choice) {
   for (Index e = row.spans; e < row.spans + row.room; ++e) {
     const Index owner = row.owner[e];
@@ -114,11 +114,11 @@ inline void apply(const Row& row, Choice& choice) {
   }
 }
 
-// Writes the rows of one matrix to entries of [.., head_dim], token t to slots[t].
+// Reconstructs one matrix into entries [.., head_dim]: token t into slots[t].
 template <typename Element, typename Factor>
-void make_entries(const svd::Kernels& kernels, const svd::Record<Factor>& shape,
-                  const Factor* record, const Index* slots, Element* entries,
-                  svd::Workspace& work) {
+void reconstruct_entries(const svd::Kernels& kernels, const svd::Record<Factor>& shape,
+                         const Factor* record, const Index* slots, Element* entries,
+                         svd::Workspace& work) {
   svd::make_rows(
       kernels, shape, record, entries,
       [&](Index t) { return slots[t] * shape.head_dim; }, work);

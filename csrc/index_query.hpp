@@ -1,4 +1,4 @@
-// The arguments that all queries of an index share, checked once per call.
+// The arguments that the ops that query indexes share, checked once per call.
 #pragma once
 
 #include "index_registry.hpp"
@@ -6,7 +6,7 @@
 namespace kvp::binding {
 
 // Indexes, queries and keys of one call, checked and locked for its duration.
-struct Question {
+struct QueryCall {
   std::vector<std::shared_ptr<AnyIndex>> indexes;  // one per request
   std::vector<std::shared_lock<std::shared_mutex>> locks;
   std::vector<KeyView> views;  // [request][head]
@@ -19,7 +19,7 @@ struct Question {
   std::int64_t tasks() const { return static_cast<std::int64_t>(views.size()); }
 };
 
-inline void lock_indexes(const char* op, const Tensor& handles, Question& question) {
+inline void lock_indexes(const char* op, const Tensor& handles, QueryCall& call) {
   const Argument argument{op, "handles", handles};
   argument.require_dim(1);
   argument.require_type(ScalarType::Long);
@@ -30,40 +30,40 @@ inline void lock_indexes(const char* op, const Tensor& handles, Question& questi
   const std::int64_t* handle = handles.const_data_ptr<std::int64_t>();
   std::map<std::int64_t, AnyIndex*> distinct;
   for (std::int64_t i = 0; i < handles.size(0); ++i) {
-    question.indexes.push_back(Registry::get().find(op, handle[i]));
-    distinct[handle[i]] = question.indexes.back().get();
+    call.indexes.push_back(Registry::get().find(op, handle[i]));
+    distinct[handle[i]] = call.indexes.back().get();
   }
   // Lock each index once: a thread must not wait for a lock that it holds.
-  for (const auto& [number, found] : distinct) {
-    question.locks.emplace_back(found->mutex);
-    require_whole(op, *found);
+  for (const auto& [number, key_index] : distinct) {
+    call.locks.emplace_back(key_index->mutex);
+    require_usable(op, *key_index);
   }
 }
 
-inline void read_queries(const char* op, const Tensor& queries, Question& question) {
-  const AnyIndex& first = *question.indexes.front();
+inline void read_queries(const char* op, const Tensor& queries, QueryCall& call) {
+  const AnyIndex& first = *call.indexes.front();
   const Argument argument{op, "queries", queries};
   argument.require_dim(4);
   argument.require_contiguous();
-  const auto requests = static_cast<std::int64_t>(question.indexes.size());
-  question.heads = first.num_heads();
-  question.head_dim = first.settings().head_dim;
-  for (const auto& found : question.indexes) {
-    if (found->num_heads() != question.heads ||
-        found->settings().head_dim != question.head_dim) {
+  const auto requests = static_cast<std::int64_t>(call.indexes.size());
+  call.heads = first.num_heads();
+  call.head_dim = first.settings().head_dim;
+  for (const auto& key_index : call.indexes) {
+    if (key_index->num_heads() != call.heads ||
+        key_index->settings().head_dim != call.head_dim) {
       fail(op, "indexes of one call must have the same heads and head_dim");
     }
   }
   if (!queries.is_cpu() || queries.size(0) != requests ||
-      queries.size(1) != question.heads || queries.size(3) != question.head_dim) {
-    fail(op, "queries must be [", requests, ", ", question.heads, ", group, ",
-         question.head_dim, "] on the CPU, got ", shape_of(queries));
+      queries.size(1) != call.heads || queries.size(3) != call.head_dim) {
+    fail(op, "queries must be [", requests, ", ", call.heads, ", group, ",
+         call.head_dim, "] on the CPU, got ", shape_of(queries));
   }
-  question.group = queries.size(2);
-  question.queries.resize(static_cast<std::size_t>(queries.numel()));
+  call.group = queries.size(2);
+  call.queries.resize(static_cast<std::size_t>(queries.numel()));
   const ScalarType type = queries.scalar_type();
-  for (std::size_t i = 0; i < question.queries.size(); ++i) {
-    float& out = question.queries[i];
+  for (std::size_t i = 0; i < call.queries.size(); ++i) {
+    float& out = call.queries[i];
     if (type == ScalarType::Float) {
       out = static_cast<const float*>(queries.const_data_ptr())[i];
     } else if (type == ScalarType::BFloat16) {
@@ -77,12 +77,13 @@ inline void read_queries(const char* op, const Tensor& queries, Question& questi
   }
 }
 
-inline Question ask(const char* op, const Tensor& handles, const Tensor& queries,
-                    const Tensor& keys, const Tensor& table, bool by_page,
-                    std::int64_t k, std::int64_t max_visits, double visit_ratio) {
-  Question question{};
-  lock_indexes(op, handles, question);
-  read_queries(op, queries, question);
+inline QueryCall checked_call(const char* op, const Tensor& handles,
+                              const Tensor& queries, const Tensor& keys,
+                              const Tensor& table, bool by_page, std::int64_t k,
+                              std::int64_t max_visits, double visit_ratio) {
+  QueryCall call{};
+  lock_indexes(op, handles, call);
+  read_queries(op, queries, call);
   if (k < 1 || k > 0x7fffffff / 4) fail(op, "k must be positive, got ", k);
   if (max_visits < 0) {
     fail(op, "max_visits must be 0 (no limit) or positive, got ", max_visits);
@@ -90,17 +91,16 @@ inline Question ask(const char* op, const Tensor& handles, const Tensor& queries
   if (!(visit_ratio > 0.0 && visit_ratio <= 1.0)) {
     fail(op, "visit_ratio must be above 0 and at most 1, got ", visit_ratio);
   }
-  question.by_page = by_page;
-  question.k = k;
-  question.options = {max_visits, visit_ratio};
-  const auto requests = static_cast<std::int64_t>(question.indexes.size());
-  question.views =
-      view_keys(op, keys, table, requests, question.heads, question.head_dim);
+  call.by_page = by_page;
+  call.k = k;
+  call.options = {max_visits, visit_ratio};
+  const auto requests = static_cast<std::int64_t>(call.indexes.size());
+  call.views = view_keys(op, keys, table, requests, call.heads, call.head_dim);
   for (std::int64_t r = 0; r < requests; ++r) {
-    require_places(op, *question.indexes[static_cast<std::size_t>(r)],
-                   question.views.data() + r * question.heads, by_page);
+    require_places(op, *call.indexes[static_cast<std::size_t>(r)],
+                   call.views.data() + r * call.heads, by_page);
   }
-  return question;
+  return call;
 }
 
 }  // namespace kvp::binding
