@@ -121,7 +121,7 @@ def zoom_spans(
             "ops.zoom_transfer.fetch_spans",
         )
     if compiled_for(entries.keys.device)[0]:
-        made, shown = call_compiled(
+        reconstructed, zoomed = call_compiled(
             _OP,
             entries.keys,
             entries.values,
@@ -137,7 +137,7 @@ def zoom_spans(
             [each.ranks for each in factors],
             [each.tokens for each in factors],
         )
-        return made, shown
+        return reconstructed, zoomed
     _check(entries, regions, gates, factors)
     return _in_torch(entries, regions, gates, factors)
 
@@ -182,7 +182,7 @@ def choose_spans(
         ValueError: see :func:`zoom_spans`.
     """
     if compiled_for(bias.device)[0]:
-        fresh, slots, shown = call_compiled(
+        new_spans, slots, zoomed = call_compiled(
             "choose_spans",
             bias,
             owner,
@@ -192,15 +192,16 @@ def choose_spans(
             regions.sizes,
             regions.log_sizes,
         )
-        return fresh, slots, shown
+        return new_spans, slots, zoomed
     changes = _changes(bias, owner, regions, gates)
-    fresh = [change.which for change in changes]
-    request = [torch.full_like(which, i) for i, which in enumerate(fresh)]
-    slots = [change.first + change.apply() for change in changes]
-    shown = sum(int((c.chosen * c.sizes).sum()) for c in changes)
-    nothing = torch.empty(0, dtype=torch.int64)
-    every = [torch.cat([nothing, *parts]) for parts in (request, fresh, slots)]
-    return torch.stack(every[:2]), every[2], shown
+    empty = torch.empty(0, dtype=torch.int64)
+    spans, requests, slots = [empty], [empty], [empty]
+    for request, change in enumerate(changes):
+        spans.append(change.new_spans)
+        requests.append(torch.full_like(change.new_spans, request))
+        slots.append(change.first + change.apply())
+    new_spans = torch.stack([torch.cat(requests), torch.cat(spans)])
+    return new_spans, torch.cat(slots), sum(change.zoomed for change in changes)
 
 
 @dataclass(slots=True, eq=False)
@@ -209,6 +210,9 @@ class _Change:
 
     Attributes:
         first: the request's first entry.
+        bias, owner: views of the entries, written by :meth:`apply`.
+        sizes, log_sizes: [spans].
+        chosen, is_new: bool [num_kv_heads, spans]; a new span was not zoomed before.
     """
 
     first: int
@@ -217,23 +221,28 @@ class _Change:
     sizes: torch.Tensor
     log_sizes: torch.Tensor
     chosen: torch.Tensor
-    fresh: torch.Tensor
+    is_new: torch.Tensor
 
     @property
-    def which(self) -> torch.Tensor:
-        """Numbers of new spans, KV head by KV head."""
-        return self.fresh.flatten().nonzero()[:, 0]
+    def new_spans(self) -> torch.Tensor:
+        """int64, numbers of new spans, KV head by KV head."""
+        return self.is_new.flatten().nonzero()[:, 0]
+
+    @property
+    def zoomed(self) -> int:
+        """Tokens of all chosen spans, over all KV heads."""
+        return int((self.chosen * self.sizes).sum())
 
     def apply(self) -> torch.Tensor:
         """Write bias and owner; returns the entries of new tokens, from first on."""
         count = self.chosen.shape[1]
         owner, bias = self.owner[:, count:], self.bias[:, count:]
-        left = (owner >= 0) & ~_of(self.chosen, owner)
-        owner[left], bias[left] = -1, -torch.inf
+        stale = (owner >= 0) & ~_is_chosen(self.chosen, owner)
+        owner[stale], bias[stale] = -1, -torch.inf
         self.bias[:, :count] = self.log_sizes.where(~self.chosen, -torch.inf)
-        span = self.fresh.nonzero(as_tuple=True)[1]
+        span = self.is_new.nonzero(as_tuple=True)[1]
         free = owner < 0
-        tokens = (self.fresh * self.sizes).sum(1, keepdim=True)
+        tokens = (self.is_new * self.sizes).sum(1, keepdim=True)
         row, slot = (free & (free.cumsum(1) <= tokens)).nonzero(as_tuple=True)
         owner[row, slot] = span.repeat_interleave(self.sizes[span])
         bias[row, slot] = 0.0
@@ -251,12 +260,12 @@ def _changes(
     for i, (first, count, room) in enumerate(regions.table.tolist()):
         own = slice(first, first + heads * (count + room))
         shape = heads, count + room
-        here = bias[own].view(shape), owner[own].view(shape)
+        own_bias, own_owner = bias[own].view(shape), owner[own].view(shape)
         chosen = within_room(own_gates[i].view(heads, count), sizes[i], room)
-        fresh = chosen & (here[0][:, :count] > -torch.inf)
-        _check_room(i, chosen, fresh, here[1][:, count:], sizes[i])
+        is_new = chosen & (own_bias[:, :count] > -torch.inf)
+        _check_room(i, chosen, is_new, own_owner[:, count:], sizes[i])
         own_sizes = sizes[i], log_sizes[i]
-        changes.append(_Change(first, *here, *own_sizes, chosen, fresh))
+        changes.append(_Change(first, own_bias, own_owner, *own_sizes, chosen, is_new))
     return changes
 
 
@@ -267,23 +276,24 @@ def _in_torch(
     factors: Sequence[LowRank],
 ) -> tuple[int, int]:
     """Choose and reconstruct everything before anything is written."""
-    heads, made = regions.num_kv_heads, []
+    heads, reconstructed = regions.num_kv_heads, []
     changes = _changes(entries.bias, entries.owner, regions, gates)
     for i, (change, own) in enumerate(zip(changes, factors, strict=True)):
-        which = change.which
-        if len(which):
-            _check_factors(i, own, which, change.sizes.repeat(2 * heads))
-        planes = (0, entries.keys), (change.fresh.numel(), entries.values)
-        for at, plane in planes if len(which) else ():
-            made.append((i, plane, reconstruct(own, which + at, plane.dtype)))
+        spans = change.new_spans
+        if not len(spans):
+            continue
+        _check_factors(i, own, spans, change.sizes.repeat(2 * heads))
+        planes = (0, entries.keys), (change.is_new.numel(), entries.values)
+        for first_matrix, plane in planes:
+            rows = reconstruct(own, spans + first_matrix, plane.dtype)
+            reconstructed.append((i, plane, rows))
     slots = [change.first + change.apply() for change in changes]
-    for i, plane, rows in made:
+    for i, plane, rows in reconstructed:
         plane[slots[i]] = rows
-    shown = sum(int((c.chosen * c.sizes).sum()) for c in changes)
-    return sum(map(len, slots)), shown
+    return sum(map(len, slots)), sum(change.zoomed for change in changes)
 
 
-def _of(chosen: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+def _is_chosen(chosen: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
     """Whether each entry belongs to a chosen span."""
     return torch.nn.functional.pad(chosen, (1, 0)).gather(1, owner + 1)
 
@@ -291,11 +301,12 @@ def _of(chosen: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
 def _check_room(
     request: int,
     chosen: torch.Tensor,
-    fresh: torch.Tensor,
+    is_new: torch.Tensor,
     owner: torch.Tensor,
     sizes: torch.Tensor,
 ) -> None:
-    free = owner.shape[1] - _of(chosen, owner).sum(1) - (fresh * sizes).sum(1)
+    free = owner.shape[1] - _is_chosen(chosen, owner).sum(1)
+    free -= (is_new * sizes).sum(1)
     if (free < 0).any():
         head = int((free < 0).nonzero()[0])
         checks.fail(

@@ -39,41 +39,42 @@ def fetch_spans(
     Raises:
         ValueError: an argument does not fit.
     """
-    fresh, slots, shown = choose_spans(entries.bias, entries.owner, regions, gates)
+    new_spans, slots, zoomed = choose_spans(entries.bias, entries.owner, regions, gates)
     device = entries.keys.device
     if slots.numel():
-        packed = pack(factors, fresh, device)
-        there = LowRank(
+        packed = pack(factors, new_spans, device)
+        on_device = LowRank(
             packed.factors.to(device, non_blocking=True),
             packed.offsets,
             packed.ranks,
             packed.tokens,
             packed.head_dim,
         )
-        every = torch.arange(len(packed))
-        keys, values = reconstruct(there, every, entries.keys.dtype).split(len(slots))
+        matrices = torch.arange(len(packed))
+        rows = reconstruct(on_device, matrices, entries.keys.dtype)
+        keys, values = rows.split(len(slots))
         at = moved(slots, device)
         entries.keys.index_copy_(0, at, keys)
         entries.values.index_copy_(0, at, values)
-    assert entries.bias_there is not None, "entries of the CPU"
+    assert entries.bias_there is not None, "entries are on the CPU"
     bias = moved(entries.bias[places], device)
     entries.bias_there.index_copy_(0, places_there, bias)
-    return slots.numel(), shown
+    return slots.numel(), zoomed
 
 
 def pack(
-    factors: Sequence[LowRank], fresh: torch.Tensor, device: torch.device
+    factors: Sequence[LowRank], new_spans: torch.Tensor, device: torch.device
 ) -> LowRank:
     """The factors of some spans' keys, then of their values, in one host buffer.
 
     Args:
         factors: per request, of all spans' keys and then of all values.
-        fresh: int64 [2, n], request and span, from :func:`choose_spans`; not empty.
+        new_spans: int64 [2, n], request and span, from :func:`choose_spans`; not empty.
         device: the device they will be copied to.
     """
     records, ranks, tokens = [], [], []
     for value in (0, 1):
-        for request, span in fresh.t().tolist():
+        for request, span in new_spans.t().tolist():
             own = factors[request]
             matrix = span + value * (len(own) // 2)
             start, stop = own.offsets[matrix : matrix + 2].tolist()
@@ -85,7 +86,7 @@ def pack(
     memory = staging(int(lengths.sum()), dtype=dtype, device=device)
     torch.cat(records, out=memory)
     # Not of the first request: a request without factors has no head_dim.
-    head_dim = factors[int(fresh[0, 0])].head_dim
+    head_dim = factors[int(new_spans[0, 0])].head_dim
     return LowRank(
         memory, lengths.cumsum(0), torch.stack(ranks), torch.stack(tokens), head_dim
     )

@@ -2,10 +2,9 @@
 
 Correctness is tested in Triton's interpreter; it has never been timed.
 
-Two kernels: the first finds the nearest prototypes and adds up the values of each
-cluster, the second looks up the means. Sums are of integers, as in
-``scoring.cluster_mean``, so the order in which the atomic additions happen does
-not matter.
+Two kernels: the first finds the nearest prototypes and sums the values of each
+cluster, the second looks up the means. Sums are sums of integers, as in
+``scoring.cluster_mean``, so the order of the atomic additions does not matter.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ def assign_and_average(
     """See :func:`vllm_kvplugins.ops.clusters.assign_and_average`.
 
     Args:
-        keys: float32, float16 or bfloat16. The product is in float32 throughout.
+        keys: float32, float16 or bfloat16. Products are float32.
 
-    Cost: three launches of its own and a handful of torch's; no host sync.
+    Cost: three launches and a handful of torch calls; no host sync.
     """
     heads, slots, head_dim = keys.shape
     count = prototypes.shape[1]
@@ -124,18 +123,18 @@ def _assign(
         exists = tl.max(tl.abs(row), axis=1) > 0
         cosine = tl.dot(key, tl.trans(row), input_precision="ieee")
         cosine = tl.where(exists[None, :], cosine, -float("inf"))
-        most = tl.max(cosine, axis=1)
-        # the first that reaches it: argmax leaves open which of several is taken
-        reached = tl.where(cosine == most[:, None], p[None, :], count)
-        better = most > best
+        highest = tl.max(cosine, axis=1)
+        # The first prototype that reaches it. argmax may return any of them.
+        reached = tl.where(cosine == highest[:, None], p[None, :], count)
+        better = highest > best
         nearest = tl.where(better, tl.min(reached, axis=1).to(tl.int64), nearest)
-        best = tl.where(better, most, best)
+        best = tl.where(better, highest, best)
     nearest = tl.where(token, nearest, count)
     tl.store(clusters + at, nearest, mask=slot < slots)
 
     value = tl.load(values + at, mask=token, other=0.0).to(tl.float64)
     whole = value * tl.load(per_unit + head)
-    # Rounds ties to even; beyond 2**51 a float32 in these units is whole.
+    # Rounds ties to even. From 2**51 on, a float32 in these units is an integer.
     magic = 6755399441055744.0
     rounded = (whole + magic) - magic
     whole = tl.where(tl.abs(whole) < 2251799813685248.0, rounded, whole)
@@ -148,11 +147,11 @@ def _assign(
 def _look_up(clusters, sums, sizes, unit, means, slots, count, SLOTS: tl.constexpr):
     head = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    there = slot < slots
+    in_range = slot < slots
     at = head * slots + slot
-    table = head * (count + 1) + tl.load(clusters + at, mask=there, other=0)
-    total = tl.load(sums + table, mask=there, other=0).to(tl.float64)
-    size = tl.load(sizes + table, mask=there, other=1).to(tl.float64)
-    # slots without a token (0 / 0) are not counted
+    table = head * (count + 1) + tl.load(clusters + at, mask=in_range, other=0)
+    total = tl.load(sums + table, mask=in_range, other=0).to(tl.float64)
+    size = tl.load(sizes + table, mask=in_range, other=1).to(tl.float64)
+    # Slots without a token have size 0: avoid 0 / 0.
     mean = total / tl.where(size > 0, size, 1.0) * tl.load(unit + head)
-    tl.store(means + at, mean.to(tl.float32), mask=there)
+    tl.store(means + at, mean.to(tl.float32), mask=in_range)

@@ -1,14 +1,14 @@
 """The kernels of ``paged_attention``.
 
-A sequence is a (row, KV head) with pages and a length of its own. A program takes one
-sequence, as many new tokens of its row as fit into a tile together with the query heads
-of the KV head's group, and one of several parts of what they attend to::
+A sequence is a (row, KV head) with its own pages and length. A program processes one
+sequence: as many new tokens of its row as fit into a tile with the query heads of the
+KV head's group, and one of several parts of the slots that they attend to::
 
     tile   [tokens of the row x query heads of the group, head_dim]
-    part   slots [0, end) in SPLITS runs of whole tiles; entries go with the last one
+    part   slots [0, end) in SPLITS runs of whole tiles; the last also has the entries
     merge  parts weighted by the exponentials of their maxima (FlashDecoding)
 
-The softmax runs along with the tiles (FlashAttention).
+The softmax is computed online, tile by tile (FlashAttention).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The interpreter multiplies the bits of bfloat16 as if they were whole numbers; there
-# the rounded numbers are multiplied as float32, which is what tensor cores add up.
+# The interpreter multiplies bfloat16 numbers as integers of their bits. It therefore
+# multiplies the rounded numbers as float32, which gives the sums of tensor cores.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def _row_of(block, query_start, rows, BLOCK_Q: tl.constexpr):
-    """The row whose blocks hold this one: row r's begin at start[r] // BLOCK_Q + r,
-    so that each has room for a last part that is not full."""
+    """The row of a block. The blocks of row r begin at start[r] // BLOCK_Q + r, so
+    every row has room for an incomplete last block."""
     low = 0
     high = rows
     while low < high:
@@ -38,7 +38,7 @@ def _row_of(block, query_start, rows, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, TYPE: tl.constexpr):
-    """A product of numbers rounded to TYPE, its sums in float32."""
+    """Product of numbers rounded to TYPE; sums are float32."""
     a, b = a.to(TYPE), b.to(TYPE)
     if _INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -47,25 +47,25 @@ def _dot(a, b, TYPE: tl.constexpr):
 
 @triton.jit
 def _add_tile(score, value, highest, total, sums, TYPE: tl.constexpr):
-    """The running softmax after one more tile."""
-    higher = tl.maximum(highest, tl.max(score, axis=1))
-    # a row that has seen nothing yet has no number to take away
-    base = tl.where(higher > float("-inf"), higher, 0.0)
+    """Add a tile to the running softmax."""
+    new_highest = tl.maximum(highest, tl.max(score, axis=1))
+    # The maximum of a row without visible slots is -inf, and -inf - -inf is NaN.
+    base = tl.where(new_highest > float("-inf"), new_highest, 0.0)
     weight = tl.exp(score - base[:, None])
-    fades = tl.exp(highest - base)
-    total = total * fades + tl.sum(weight, axis=1)
-    sums = sums * fades[:, None] + _dot(weight, value, TYPE)
-    return higher, total, sums
+    decay = tl.exp(highest - base)
+    total = total * decay + tl.sum(weight, axis=1)
+    sums = sums * decay[:, None] + _dot(weight, value, TYPE)
+    return new_highest, total, sums
 
 
-# What changes from step to step: kernels of their own for 1 and for multiples of 16
-# would be compiled while requests wait. These address single numbers, so that no load
-# of keys, values or queries gets narrower for it.
-_OF_THE_STEP = ["rows", "table_stride", "tokens"]
-_NUMBERS = ["query_start", "page_table", "lengths"]
+# These change from step to step. Triton would compile special kernels for 1 and for
+# multiples of 16 while requests wait. They only address single numbers, so the loads of
+# keys, values and queries stay as wide as before.
+_SIZES = ["rows", "table_stride", "tokens"]
+_TABLES = ["query_start", "page_table", "lengths"]
 
 
-@triton.jit(do_not_specialize=_OF_THE_STEP, do_not_specialize_on_alignment=_NUMBERS)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_TABLES)
 def attend(
     queries,
     query_stride,
@@ -128,7 +128,7 @@ def attend(
     dim = tl.arange(0, DIMS)
     inside = dim < head_dim
     token = skipped + m // GROUP
-    asks = (m < BLOCK_Q * GROUP) & (token < count)
+    is_query = (m < BLOCK_Q * GROUP) & (token < count)
     q_head = head * GROUP + m % GROUP
     num_q_heads = NUM_KV_HEADS * GROUP
     at = (first + token).to(tl.int64)
@@ -137,11 +137,11 @@ def attend(
         + at[:, None] * query_stride
         + q_head[:, None] * head_dim
         + dim[None, :],
-        mask=asks[:, None] & inside[None, :],
+        mask=is_query[:, None] & inside[None, :],
         other=0.0,
     )
-    # slots that each token sees, and the most of any
-    sees = length - count + token + 1
+    # The number of slots that each token sees, and the largest of these numbers.
+    num_visible = length - count + token + 1
     end = tl.minimum(length, length - count + skipped + BLOCK_Q)
 
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -152,12 +152,12 @@ def attend(
     for tile in range(split * share, tl.minimum((split + 1) * share, tiles)):
         slot = tile * TILE + tl.arange(0, TILE)
         used = slot < end
-        listed = page_table + sequence * table_stride
+        table_row = page_table + sequence * table_stride
         if BLOCK_SIZE % TILE == 0:
-            page = tl.load(listed + tile * TILE // BLOCK_SIZE).to(tl.int64)
+            page = tl.load(table_row + tile * TILE // BLOCK_SIZE).to(tl.int64)
             start = page * page_stride + tl.zeros([TILE], tl.int64)
         else:
-            page = tl.load(listed + slot // BLOCK_SIZE, mask=used, other=0)
+            page = tl.load(table_row + slot // BLOCK_SIZE, mask=used, other=0)
             start = page.to(tl.int64) * page_stride
         within = slot % BLOCK_SIZE
         key = tl.load(
@@ -175,7 +175,7 @@ def attend(
             other=0.0,
         )
         score = _dot(query, key, TYPE) * scale
-        score = tl.where(slot[None, :] < sees[:, None], score, float("-inf"))
+        score = tl.where(slot[None, :] < num_visible[:, None], score, float("-inf"))
         highest, total, sums = _add_tile(score, value, highest, total, sums, TYPE)
 
     if HAS_ENTRIES and split == SPLITS - 1:
@@ -210,19 +210,19 @@ def attend(
         tl.store(
             out + at[:, None] * out_stride + q_head[:, None] * head_dim + dim[None, :],
             mean.to(out.dtype.element_ty),
-            mask=asks[:, None] & inside[None, :],
+            mask=is_query[:, None] & inside[None, :],
         )
         logsum = highest + tl.log(tl.where(found, total, 1.0))
-        tl.store(lse + at * num_q_heads + q_head, logsum, mask=asks)
+        tl.store(lse + at * num_q_heads + q_head, logsum, mask=is_query)
     else:
         place = (split.to(tl.int64) * tokens + at) * num_q_heads + q_head
         tl.store(
             partial + place[:, None] * head_dim + dim[None, :],
             sums,
-            mask=asks[:, None] & inside[None, :],
+            mask=is_query[:, None] & inside[None, :],
         )
-        tl.store(maxima + place * 2, highest, mask=asks)
-        tl.store(maxima + place * 2 + 1, total, mask=asks)
+        tl.store(maxima + place * 2, highest, mask=is_query)
+        tl.store(maxima + place * 2 + 1, total, mask=is_query)
 
 
 @triton.jit(do_not_specialize=["tokens"])
