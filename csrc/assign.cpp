@@ -1,5 +1,5 @@
-// torch bindings of kvp/assign.hpp and kvp/irregularity.hpp; the CUDA twin of the
-// first is in assign.cu, and torch takes the place of the other there.
+// torch bindings of kvp/assign.hpp and kvp/irregularity.hpp. The CUDA version of the
+// former is in assign.cu; the latter has none, torch runs instead.
 #include "kvp/assign.hpp"
 
 #include "kvp/irregularity.hpp"
@@ -14,7 +14,7 @@
 namespace kvp::binding {
 namespace {
 
-// Slots without a token form their own cluster of value 0.
+// Slots without a token form a cluster of their own, with value 0.
 void mark_absent(const float* values, const bool* valid, const AssignSizes& size,
                  std::int64_t* clusters, float* kept) {
   for (std::int64_t t = 0; t < size.slots; ++t) {
@@ -24,7 +24,7 @@ void mark_absent(const float* values, const bool* valid, const AssignSizes& size
   }
 }
 
-// Assigns all heads, in one parallel region. Scratch is their packed prototypes.
+// Assigns the keys of all heads in one parallel region. Scratch: the packed prototypes.
 template <typename Element>
 void assign_heads(const Tensor& keys, const Tensor& prototypes, const AssignSizes& size,
                   std::int64_t* clusters) {
@@ -92,7 +92,7 @@ std::tuple<Tensor, Tensor> assign_and_average_cpu(const Tensor& keys,
   return {means, clusters};
 }
 
-// What chunk_prototypes works out for all heads.
+// The outputs of chunk_prototypes, of all heads.
 struct Chunked {
   std::int64_t chunks, length, count;
   float* sums;
@@ -108,7 +108,7 @@ void chunk_heads(const Tensor& keys, const Chunked& out) {
   std::vector<std::int64_t> order(total);
   const auto irregular = std::make_unique<bool[]>(total);
   const Simd simd = selected_simd(Simd::kAvx512);
-  std::int64_t strange = 0;
+  std::int64_t invalid_heads = 0;
   const auto chunks_of = [&](std::int64_t head) {
     return Chunks<Element>{first + head * keys.stride(0), out.chunks, out.length,
                            keys.stride(1), keys.size(2)};
@@ -121,20 +121,21 @@ void chunk_heads(const Tensor& keys, const Chunked& out) {
                    out.sums + head * out.chunks * keys.size(2));
     }
 #pragma omp barrier
-#pragma omp for schedule(dynamic) reduction(+ : strange)
+#pragma omp for schedule(dynamic) reduction(+ : invalid_heads)
     for (std::int64_t head = 0; head < heads; ++head) {
-      const float* here = delta.data() + head * n;
-      if (std::any_of(here, here + n, [](float x) { return std::isnan(x); })) {
-        ++strange;  // nothing can throw in here
+      const float* own_delta = delta.data() + head * n;
+      if (std::any_of(own_delta, own_delta + n,
+                      [](float x) { return std::isnan(x); })) {
+        ++invalid_heads;  // exceptions must not leave the parallel region
         continue;
       }
       bool* marks = irregular.get() + head * n;
-      find_irregular(here, n, out.count, order.data() + head * n, marks,
+      find_irregular(own_delta, n, out.count, order.data() + head * n, marks,
                      out.slots + head * out.count);
       sum_regular(chunks_of(head), marks, out.sums + head * out.chunks * keys.size(2));
     }
   }
-  if (strange) fail("chunk_prototypes", "keys hold NaN or infinities");
+  if (invalid_heads) fail("chunk_prototypes", "keys hold NaN or infinities");
 }
 
 std::tuple<Tensor, Tensor> chunk_prototypes_cpu(const Tensor& keys, std::int64_t chunks,

@@ -1,4 +1,4 @@
-// torch binding of kvp/bulk_copy.hpp; the CUDA twin is in bulk_copy.cu.
+// torch binding of kvp/bulk_copy.hpp; the CUDA version is in bulk_copy.cu.
 #include "kvp/bulk_copy.hpp"
 
 #include <cstdlib>
@@ -20,8 +20,8 @@ void require_pages(const char* op, const char* ids_name, const char* name,
        " has pages 0 to ", side.num_pages - 1);
 }
 
-// Cost: two bit operations per page; calloc leaves the parts of the bitmap that no
-// page touches unmapped.
+// Cost: two bit operations per page. calloc does not map the parts of the bitmap that no
+// page touches.
 void require_distinct(const char* op, const PageSide& target, std::int64_t n) {
   if (target.ids == nullptr || n == 0) return;
   const PageSpan span = span_of(target.ids, n);

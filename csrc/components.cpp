@@ -11,7 +11,7 @@ namespace {
 
 constexpr const char* kOp = "keep_components";
 
-// Where each matrix's gates begin, and how many there are.
+// Where the gates of each matrix begin; the last entry is their number.
 std::vector<Index> gate_offsets(const Factors& factors, const Tensor& gates) {
   std::vector<Index> offsets{0};
   for (Index i = 0; i < factors.matrices; ++i) {
@@ -49,14 +49,14 @@ std::tuple<Tensor, Tensor, Tensor> keep_components(
   Tensor new_offsets = torch::stable::new_empty(ranks, {given.matrices + 1});
   auto* rank = new_ranks.mutable_data_ptr<std::int64_t>();
   auto* offset = new_offsets.mutable_data_ptr<std::int64_t>();
-  Tensor kept = factors;  // a tensor must be made of something
+  Tensor kept = factors;  // Tensor has no default constructor
   with_number(Argument{kOp, "factors", factors}, [&](auto* tag) {
     using Factor = std::remove_pointer_t<decltype(tag)>;
     offset[0] = 0;
     for (Index i = 0; i < given.matrices; ++i) {
       const auto at = static_cast<std::size_t>(i);
       rank[i] = std::count_if(gate + first[at], gate + first[at + 1],
-                              [&](float g) { return svd::stays(g, limit); });
+                              [&](float g) { return svd::is_kept(g, limit); });
       const svd::Record<Factor> shape{given.tokens[i], head_dim, rank[i]};
       offset[i + 1] = offset[i] + shape.elements();
     }

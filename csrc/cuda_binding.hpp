@@ -15,7 +15,7 @@ namespace kvp::binding {
 
 using torch::stable::accelerator::DeviceGuard;
 
-// torch's current stream on a tensor's device.
+// torch's current stream on the device of a tensor.
 inline cudaStream_t stream_of(const Tensor& tensor) {
   void* stream = nullptr;
   // torch 2.11 has no STABLE_TORCH_ERROR_CODE_CHECK
@@ -24,7 +24,7 @@ inline cudaStream_t stream_of(const Tensor& tensor) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Checks that the rows a caller describes lie within a page.
+// Checks that the rows that a caller describes are within a page.
 inline void require_rows_inside(const char* op, const char* name, const HeapView& view,
                                 std::int64_t base, std::int64_t slot_stride) {
   const std::int64_t page_elems = 2 * view.plane_elems;

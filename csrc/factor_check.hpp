@@ -1,4 +1,4 @@
-// Arguments of operations on low-rank factors (kvp/factor_record.hpp), checked.
+// Checks of the arguments of ops on low-rank factors (kvp/factor_record.hpp).
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@ namespace kvp::binding {
 
 using svd::Index;
 
-// More than any context, and few enough that sizes of records do not overflow.
-inline constexpr Index kMostTokens = Index{1} << 40;
+// Larger than any context, and small enough that sizes of records do not overflow.
+inline constexpr Index kMaxTokens = Index{1} << 40;
 
 // Calls body with a null pointer of the type of a float32 or bfloat16 tensor.
 template <typename Body>
@@ -35,7 +35,7 @@ inline const Index* numbers(const char* op, const char* name, const Tensor& tens
   return Argument{op, name, tensor}.indices(tensor, size);
 }
 
-// Packed factors of many matrices.
+// The packed factors of many matrices.
 struct Factors {
   const char* name;
   const Tensor& tensor;
@@ -60,7 +60,7 @@ struct Factors {
   bool is_sound(Index at) const {
     const Index begin = offsets[at], end = offsets[at + 1];
     return begin >= 0 && end >= begin && end <= size && tokens[at] >= 0 &&
-           tokens[at] <= kMostTokens && ranks[at] >= 0 &&
+           tokens[at] <= kMaxTokens && ranks[at] >= 0 &&
            ranks[at] <= std::min(tokens[at], head_dim) &&
            shape<Factor>(at).elements() == end - begin;
   }
@@ -71,8 +71,8 @@ struct Factors {
   }
 };
 
-// Checks all but the records. The factors must be on the device of `heap`, without one
-// on the CPU; what says where each record lies is on the CPU.
+// Checks everything except the records. The factors must be on the device of `heap`, or
+// on the CPU without one. The tensors that locate the records are always on the CPU.
 inline Factors checked_factors(const char* op, const char* name, const Tensor& factors,
                                const Tensor& offsets, const Tensor& ranks,
                                const Tensor& tokens, Index head_dim,
@@ -99,7 +99,7 @@ inline Factors checked_factors(const char* op, const char* name, const Tensor& f
           factors.scalar_type() == ScalarType::BFloat16};
 }
 
-// Some matrices of packed factors, whose records have been checked.
+// Some matrices of packed factors, with checked records.
 struct Chosen {
   Factors all;
   const Index* which;
@@ -126,7 +126,7 @@ struct Chosen {
   const Factor* record(Index i) const {
     return all.record<Factor>(which[i]);
   }
-  // Multiply-adds of all of them.
+  // Multiply-adds of all chosen matrices.
   Index work() const {
     Index sum = 0;
     for (Index i = 0; i < count; ++i) {
@@ -134,7 +134,7 @@ struct Chosen {
     }
     return sum;
   }
-  // Rows of the results that come before each matrix's, and all of them at the end.
+  // Number of result rows before each matrix; the last entry is their total.
   std::vector<Index> row_offsets() const {
     std::vector<Index> offsets{0};
     for (Index i = 0; i < count; ++i) {

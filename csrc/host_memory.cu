@@ -4,8 +4,8 @@
 namespace kvp::binding {
 namespace {
 
-// During its lifetime this thread may make calls that a graph capture of another
-// thread would otherwise forbid.
+// While it lives, this thread may make calls that a graph capture of another thread would
+// otherwise forbid.
 class CaptureElsewhere {
  public:
   CaptureElsewhere() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -19,7 +19,7 @@ class CaptureElsewhere {
 
 void require(const char* op, cudaError_t status) {
   if (status == cudaSuccess) return;
-  // Otherwise the next launch would report this error.
+  // Clear the error: otherwise the next launch would report it.
   (void)cudaGetLastError();
   fail(op, cudaGetErrorName(status), ", ", cudaGetErrorString(status));
 }
@@ -31,7 +31,7 @@ void require_memory(const char* op, const Tensor& memory) {
   if (!memory.is_cpu()) fail(op, "memory must be on the CPU");
 }
 
-// Kernels receive host addresses, so the device must know the memory by these.
+// Kernels receive host addresses, so the device addresses must equal them.
 void pin_host(const Tensor& memory, std::int64_t device) {
   const char* op = "pin_host";
   require_memory(op, memory);

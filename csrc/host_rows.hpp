@@ -5,7 +5,7 @@
 
 namespace kvp::binding {
 
-// The rows lie on the host, whatever the device of the heap.
+// The rows are on the host, whatever the device of the heap.
 inline void require_host_rows(const char* op, const HeapView& view, const Tensor& heap,
                               const Tensor& rows) {
   const Argument argument{op, "rows", rows};

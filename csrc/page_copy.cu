@@ -1,7 +1,7 @@
 // torch bindings of the page copies on CUDA; the schemas are in page_copy.cpp.
 //
 // A `slot_stride` above 0 is the caller's promise that the offset tables describe rows
-// that far apart, from the given bases on. The tables lie on the device, and reading
+// at this distance, starting at the given bases. The tables are on the device, and reading
 // them would wait for the stream. The CPU ops read their tables and ignore it.
 #include "kvp/page_copy.cuh"
 
@@ -34,7 +34,7 @@ PageLayout layout_of(const char* op, const Tensor& heap, const HeapView& view,
       device_plane(values.offsets(heap, view.plane_elems), value_base, slot_stride)};
 }
 
-// (page, slot) pairs; kernels check their range.
+// (page, slot) pairs; the kernels check their range.
 TokenSlots tokens_of(const char* op, const char* pages_name, const char* slots_name,
                      const Tensor& heap, const Tensor& pages, const Tensor& slots,
                      std::int64_t size) {

@@ -24,7 +24,7 @@ index::ElementType element_type(const char* name, const Tensor& tensor) {
        type_name(tensor.scalar_type()));
 }
 
-// Rows, KV heads and heads of a group, from how the arguments fit together.
+// Derives the numbers of rows, KV heads and heads per group from the shapes.
 void set_sizes(decode::Call& call, const Tensor& queries, const Tensor& page_table) {
   const std::int64_t sequences = page_table.size(0);
   require_shape(kOp, "queries", queries,
@@ -84,8 +84,8 @@ void set_coarse(decode::Call& call, const Tensor& keys, const Tensor& values,
              check_bias(call.bias, call.starts, call.counts, call.sequences()), 0);
 }
 
-// The outputs, as queries, and float32 log-sum-exps [rows, num_q_heads]. All five
-// tensors of coarse entries, or none.
+// Returns the outputs, shaped like the queries, and float32 log-sum-exps [rows,
+// num_q_heads]. Callers pass all five tensors of coarse entries or none.
 std::tuple<Tensor, Tensor> attend_mixed_cpu(
     const Tensor& queries, const Tensor& heap, const Tensor& page_table,
     const Tensor& lengths, const Tensor& k_offsets, const Tensor& v_offsets,

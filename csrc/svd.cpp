@@ -13,7 +13,7 @@
 namespace kvp::binding {
 namespace {
 
-// Spans of the same tokens in every plane; matrix = plane * count + span.
+// Spans, the same in every plane; matrix = plane * count + span.
 struct Spans {
   const Index* starts;
   const Index* lengths;
@@ -61,7 +61,7 @@ void require_sound(const char* op, const std::vector<svd::Fault>& faults, Index 
   }
 }
 
-// Where each matrix is decomposed to, assuming the largest possible ranks.
+// Offsets of the records, assuming the largest possible ranks.
 template <typename Factor>
 std::vector<Index> roomy_offsets(const Spans& spans, Index planes, Index head_dim,
                                  Index max_rank) {
@@ -75,7 +75,7 @@ std::vector<Index> roomy_offsets(const Spans& spans, Index planes, Index head_di
   return offsets;
 }
 
-// Multiply-adds that take as long as the decompositions, by measurement. The
+// Multiply-adds that take as long as the decompositions, as measured. The
 // eigenvectors dominate, because most of their operations depend on each other.
 Index decompose_work(const Spans& spans, Index planes, Index head_dim) {
   Index sum = 0;
@@ -147,7 +147,7 @@ std::tuple<Tensor, Tensor, Tensor> truncated_svd(const Tensor& rows,
   Tensor offsets = torch::stable::new_empty(starts, {count + 1});
   auto* rank = ranks.mutable_data_ptr<std::int64_t>();
   auto* offset = offsets.mutable_data_ptr<std::int64_t>();
-  Tensor factors = rows;  // a tensor must be made of something
+  Tensor factors = rows;  // Tensor has no default constructor
   with_number(Argument{op, "rows", rows}, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;
     factors = narrow ? decompose_all<Element, BFloat16>(

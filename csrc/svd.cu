@@ -1,8 +1,8 @@
 // torch binding of the reconstruction of low-rank factors on CUDA; the schema is in
 // svd.cpp.
 //
-// Factors lie on the device. The tensors that locate their records (offsets, ranks,
-// tokens, which) lie on the host: the size of the result follows from them, and
+// Factors are on the device. The tensors that locate their records (offsets, ranks,
+// tokens, which) are on the host: the size of the result follows from them, and
 // records are checked without waiting for the stream.
 #include "kvp/low_rank.cuh"
 
@@ -20,27 +20,27 @@ struct DeviceWork {
   Tensor memory;
   std::int64_t n;
 
-  const cuda::MadeRows* list() const {
-    return static_cast<const cuda::MadeRows*>(memory.const_data_ptr());
+  const cuda::RowTile* list() const {
+    return static_cast<const cuda::RowTile*>(memory.const_data_ptr());
   }
 };
 
 template <typename Factor>
 DeviceWork device_work(const char* op, const Chosen& chosen) {
   const std::vector<Index> first = chosen.row_offsets();
-  std::vector<cuda::MadeRows> list;
+  std::vector<cuda::RowTile> list;
   for (Index i = 0; i < chosen.count; ++i) {
     cuda::list_rows(chosen.shape<Factor>(i), chosen.all.offsets[chosen.which[i]],
                     first[static_cast<std::size_t>(i)], list);
   }
   const auto n = static_cast<std::int64_t>(list.size());
-  const std::size_t bytes = list.size() * sizeof(cuda::MadeRows);
+  const std::size_t bytes = list.size() * sizeof(cuda::RowTile);
   const Tensor& factors = chosen.all.tensor;
   Tensor memory = torch::stable::new_empty(
       factors, {static_cast<std::int64_t>(bytes / sizeof(std::int64_t))},
       ScalarType::Long);
   if (bytes == 0) return {memory, n};
-  // From pageable memory: `list` may go as soon as the call returns.
+  // From pageable memory: `list` may be freed as soon as the call returns.
   const cudaError_t error =
       cudaMemcpyAsync(memory.mutable_data_ptr(), list.data(), bytes,
                       cudaMemcpyHostToDevice, stream_of(factors));

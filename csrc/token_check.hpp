@@ -76,8 +76,8 @@ inline TokenSlots checked_tokens(const char* op, const char* pages_name,
 }
 
 // Checks that destinations differ and, if sources are given, that none of them
-// is a destination. Cost: two bit operations per token; calloc leaves the parts
-// of the bitmap that no destination touches unmapped.
+// is a destination. Cost: two bit operations per token. calloc does not map the parts of
+// the bitmap that no destination touches.
 inline void check_writes(const char* op, const HeapView& view, const TokenSlots& to,
                          const TokenSlots* from) {
   const PageSpan span = span_of(to.pages, to.n);

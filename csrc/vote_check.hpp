@@ -53,35 +53,36 @@ inline VoteArguments view_votes(const char* op, const Tensor& heap,
     fail(op, argument.name, " must have head_dim ", view.head_dim,
          " and a row per head, got shape ", shape_of(argument.tensor));
   };
-  VoteArguments made{};
-  made.view = view;
-  made.table = page_list(op, heap, page_table);
-  made.positions = Argument{op, "positions", positions}.table(heap);
-  made.kv_heads = made.table.rows;
-  made.slots = positions.size(1);
-  const std::int64_t room = made.table.pages_per_row * block_size;
-  if (positions.size(0) != made.kv_heads || made.slots > room) {
-    fail(op, "positions must be of at most ", room, " slots of ", made.kv_heads,
+  VoteArguments arguments{};
+  arguments.view = view;
+  arguments.table = page_list(op, heap, page_table);
+  arguments.positions = Argument{op, "positions", positions}.table(heap);
+  arguments.kv_heads = arguments.table.rows;
+  arguments.slots = positions.size(1);
+  const std::int64_t room = arguments.table.pages_per_row * block_size;
+  if (positions.size(0) != arguments.kv_heads || arguments.slots > room) {
+    fail(op, "positions must be of at most ", room, " slots of ", arguments.kv_heads,
          " KV heads, got shape ", shape_of(positions));
   }
   require_numbers({op, "queries", queries}, -1);
-  made.num_queries = queries.size(1);
-  if (made.kv_heads == 0 || queries.size(0) % made.kv_heads != 0) {
-    fail(op, "queries must be of a multiple of ", made.kv_heads,
+  arguments.num_queries = queries.size(1);
+  if (arguments.kv_heads == 0 || queries.size(0) % arguments.kv_heads != 0) {
+    fail(op, "queries must be of a multiple of ", arguments.kv_heads,
          " KV heads, got shape ", shape_of(queries));
   }
-  made.group = queries.size(0) / made.kv_heads;
-  made.query_positions =
-      Argument{op, "query_positions", query_positions}.indices(heap, made.num_queries);
+  arguments.group = queries.size(0) / arguments.kv_heads;
+  arguments.query_positions = Argument{op, "query_positions", query_positions}.indices(
+      heap, arguments.num_queries);
   if (own_keys) {
-    require_numbers({op, "own_keys", *own_keys}, made.kv_heads);
-    if (own_keys->size(1) != made.num_queries) {
-      fail(op, "own_keys must have ", made.num_queries, " rows per head, got shape ",
-           shape_of(*own_keys));
+    require_numbers({op, "own_keys", *own_keys}, arguments.kv_heads);
+    if (own_keys->size(1) != arguments.num_queries) {
+      fail(op, "own_keys must have ", arguments.num_queries,
+           " rows per head, got shape ", shape_of(*own_keys));
     }
   }
-  made.k_offsets = Argument{op, "k_offsets", k_offsets}.offsets(heap, view.plane_elems);
-  return made;
+  arguments.k_offsets =
+      Argument{op, "k_offsets", k_offsets}.offsets(heap, view.plane_elems);
+  return arguments;
 }
 
 inline Tensor new_votes(const Tensor& heap, const VoteArguments& arguments) {

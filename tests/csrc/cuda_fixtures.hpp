@@ -1,4 +1,4 @@
-// What tests of CUDA kernels share. They run under the emulator: compile with
+// Fixtures of the tests of CUDA kernels, which run under the emulator: compile with
 // -Itests/csrc/cuda_emulation.
 //
 // No framework: CHECK counts, main returns non-zero if anything failed.
@@ -23,8 +23,8 @@ inline const char* current_case = "";
     }                                                                      \
   } while (0)
 
-// To ThreadSanitizer every CUDA thread is a thread, which takes it a millisecond: tests
-// then run a few of their cases, and in one order, as it finds races in any.
+// ThreadSanitizer treats every CUDA thread as a thread, which takes a millisecond. Tests
+// then run few cases and one order: it finds races in any order.
 #if defined(__SANITIZE_THREAD__)
 constexpr bool kFewThreads = true;
 #else
@@ -34,8 +34,8 @@ constexpr bool kFewThreads = false;
 using kvp::emulation::Block;
 using kvp::emulation::Turns;
 
-// Runs body with blocks and threads in every order; what it returns, having launched
-// kernels on memory of its own, must be `expected` each time, bit for bit.
+// Runs body, which launches kernels on its own memory, with blocks and threads in every
+// order. Its result must equal `expected` bit for bit each time.
 template <typename Result, typename Body>
 void check_all_turns(const Result& expected, const Body& body) {
   for (const Turns turns : {Turns::kForwards, Turns::kBackwards, Turns::kShuffled}) {
@@ -46,7 +46,7 @@ void check_all_turns(const Result& expected, const Body& body) {
   Block::instance().set_turns(Turns::kForwards, 0);
 }
 
-// Whether a launch ends in a trap.
+// Whether a launch traps.
 template <typename Body>
 bool traps(const Body& body) {
   try {

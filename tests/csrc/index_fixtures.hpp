@@ -1,5 +1,5 @@
-// What the C++ tests of the key index share: random keys, layouts, searches.
-// No framework: CHECK counts, report() makes the exit status of it.
+// Fixtures of the tests of the key index: random keys, layouts, searches.
+// No framework: CHECK counts, report() returns the exit status.
 #pragma once
 
 #include <algorithm>
@@ -70,7 +70,8 @@ inline KeyView dense(const std::vector<float>& keys, Index dims) {
   return view;
 }
 
-inline KeyView after(KeyView view, Index slots) {  // a dense view's keys from a slot on
+inline KeyView after(KeyView view,
+                     Index slots) {  // the keys of a dense view from a slot on
   view.base = static_cast<const float*>(view.base) + slots * view.slot_stride;
   view.num_places -= slots;
   return view;
@@ -93,7 +94,7 @@ struct Paged {
     std::shuffle(table.begin(), table.end(), random);
     view.head_dim = dims;
     view.slots_per_page = kSlots;
-    view.page_stride = 2 * kSlots * dims;  // values behind the keys
+    view.page_stride = 2 * kSlots * dims;  // values follow the keys
     view.slot_stride = transposed ? 1 : dims;
     view.dim_stride = transposed ? kSlots : 1;
     view.table = table.data();

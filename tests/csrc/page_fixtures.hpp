@@ -51,7 +51,7 @@ std::vector<Element> random_elements(Index n, std::mt19937& random) {
   return out;
 }
 
-// A heap with a gap of some elements after each page, and distinct places in it.
+// A heap with a gap after each page, and distinct places in it.
 template <typename Element>
 struct Fixture {
   Index block_size, head_dim, num_pages = 7, n, stride;
@@ -82,11 +82,11 @@ struct Fixture {
   kvp::PagedKV<Element> paged(Element* pages_) const {
     return {pages_, num_pages, stride, layout};
   }
-  // Pages that are only read.
+  // The pages as const.
   kvp::PagedKV<const Element> source(const Element* pages_) const {
     return {pages_, num_pages, stride, layout};
   }
-  // The first n places, and the n places behind them.
+  // The first n places, and the n places after them.
   kvp::TokenSlots tokens() const { return {pages.data(), slots.data(), n}; }
   kvp::TokenSlots others() const { return {pages.data() + n, slots.data() + n, n}; }
 

@@ -1,4 +1,4 @@
-// What the tests of svd.hpp and low_rank.hpp share: matrices, and their parts as double.
+// Fixtures of the tests of svd.hpp and low_rank.hpp: matrices, and their parts as double.
 // No framework: CHECK counts, main returns non-zero if anything failed.
 #pragma once
 
@@ -41,12 +41,12 @@ Index tokens_now = 0, head_dim_now = 0, rank_now = 0;
 
 std::size_t u(Index i) { return static_cast<std::size_t>(i); }
 
-// Which vectors the tests run with; main goes through all that there are.
+// The vectors that tests run with; main tries all that this CPU has.
 const Kernels* kernels = nullptr;
 
 enum class Spectrum { kFlat, kDecaying, kLowRank, kConstant, kDuplicate };
 
-// Rows lie `gap` elements apart; what is between them is NaN and must not be read.
+// Rows with gaps of `gap` elements; gaps hold NaN and must not be read.
 template <typename Element>
 struct Problem {
   Index tokens, head_dim, stride;
@@ -65,7 +65,7 @@ Problem<Element> make_problem(Index tokens, Index head_dim, Spectrum kind,
   const Index gap = 3, stride = head_dim + gap;
   Element* tag = nullptr;
   Problem<Element> made{tokens, head_dim, stride, {}};
-  // Without the last gap: a sanitizer sees a read behind the last row.
+  // Without the last gap, so that a sanitizer sees a read after the last row.
   made.elements.assign(u(tokens > 0 ? tokens * stride - gap : 0),
                        kvp::svd::narrow(NAN, tag));
   std::vector<float> left(u(tokens * 3)), right(u(head_dim * 3));
@@ -115,7 +115,7 @@ struct Decomposed {
 template <typename Factor, typename Element>
 Decomposed<Factor> decompose(const Problem<Element>& problem, Index max_rank,
                              double energy = 1.0) {
-  static Workspace work;  // dirty from the problem before
+  static Workspace work;  // reused: holds the previous problem
   const Index most = std::min({problem.tokens, problem.head_dim, max_rank});
   Decomposed<Factor> made{{problem.tokens, problem.head_dim, most}, {}, Fault::kNone};
   made.record.resize(u(made.shape.elements()));

@@ -44,7 +44,7 @@ Problem make_problem(Index slots, Index dims, Index count, Index gap,
     float* row = made.prototypes.data() + p * dims;
     double norm = 0.0;
     for (Index d = 0; d < dims; ++d) norm += double(row[d]) * row[d];
-    // Every third does not exist, but for a single one.
+    // Every third prototype is zero, unless there is only one.
     const bool absent = count > 1 && p % 3 == 0;
     for (Index d = 0; d < dims; ++d) {
       row[d] = absent ? 0.0f : float(row[d] / std::sqrt(norm));
@@ -53,12 +53,12 @@ Problem make_problem(Index slots, Index dims, Index count, Index gap,
   return made;
 }
 
-// Which vectors the tests run with; main goes through all that there are.
+// The vectors that tests run with; main tries all that this CPU has.
 kvp::Simd simd = kvp::Simd::kBaseline;
 
 template <typename Element>
 std::vector<Index> assign(const Problem& problem, const Element* keys) {
-  // Exactly as large as promised, so that a sanitizer sees one float more.
+  // Exactly the promised size, so that a sanitizer sees an access past it.
   std::vector<float> panels(
       static_cast<std::size_t>(kvp::packed_size(simd, problem.count, problem.dims)));
   std::vector<Index> order(static_cast<std::size_t>(problem.count));
@@ -98,7 +98,7 @@ void check_nearest(const Problem& problem, const std::vector<float>& keys,
       const double better =
           similarity(problem, key, p) - similarity(problem, key, chosen);
       CHECK(better < 1e-4);
-      // Of equal rows the lower must be taken; here none are equal.
+      // Ties go to the lower row; these rows have none.
       CHECK(better < -1e-4 || p == chosen || std::fabs(better) < 1e-4);
     }
   }
@@ -139,7 +139,7 @@ void test_bfloat16(std::mt19937& random) {
         Problem problem = make_problem(slots, dims, count, 3, random);
         const std::vector<kvp::BFloat16> keys = narrow(problem.keys);
         const std::vector<Index> clusters = assign(problem, keys.data());
-        // Of rounded prototypes the assignment is as good as of any others.
+        // The assignment is as good for rounded prototypes as for others.
         if (simd == kvp::Simd::kAvx512Bf16) {
           problem.prototypes = wide(narrow(problem.prototypes));
         }
@@ -149,7 +149,7 @@ void test_bfloat16(std::mt19937& random) {
   }
 }
 
-// To the nearest, of two the even one; NaN stays NaN.
+// To the nearest, ties to even; NaN stays NaN.
 void test_rounding() {
   current_case = "rounding";
   const auto rounded = [](float x) { return kvp::round_to_bfloat16(x); };
@@ -170,7 +170,7 @@ void test_float16() {
   CHECK(std::isinf(wide(0x7c00)) && wide(0xfc00) < 0 && std::isnan(wide(0x7e01)));
 }
 
-// Enough work for a parallel region; the same result whatever runs it.
+// Enough work for a parallel region; the result must not depend on it.
 void test_large(std::mt19937& random) {
   current_case = "large";
   Problem problem = make_problem(1500, 64, 90, 0, random);

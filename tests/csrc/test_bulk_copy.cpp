@@ -35,8 +35,8 @@ Bytes random_bytes(Index n, std::mt19937& random) {
   return out;
 }
 
-// One page at every kind of address; the source is exactly as long as the page, so
-// that a read past it is seen.
+// One page at every alignment. The source is exactly as long as the page, so that a
+// sanitizer sees a read past it.
 void test_single_pages(const kvp::bulk::Kernels& kernels, std::mt19937& random) {
   constexpr Index kGuard = 128;
   for (Index bytes : {1,   2,   31,  63,  64,   65,   255,  256,  257,  300,
@@ -99,7 +99,7 @@ void test_ahead() {
     return (ahead.next - base) / page_bytes;
   };
   CHECK(next(0, 8192) == 2);
-  CHECK(next(2, 8192) == 9);  // there is none: the last again
+  CHECK(next(2, 8192) == 9);  // clamped to the last
   CHECK(next(0, 2048) == 9);
   CHECK(next(1, 2048) == 9);
 }

@@ -22,8 +22,8 @@ struct Shape {
   bool holes;
 };
 
-// Keys lie apart, heads too; what is no token is NaN. Prototypes: unit rows, every
-// fourth of zeros, the last like the second.
+// Gaps between keys and between heads; slots without a token hold NaN. Prototypes: unit
+// rows; every fourth is zero, the last equals the second.
 template <typename Element>
 struct Problem {
   Shape shape;
@@ -69,7 +69,7 @@ struct Problem {
     if constexpr (std::is_same_v<Element, BFloat16>) {
       return {static_cast<std::uint16_t>(kvp::round_to_bfloat16(value))};
     } else if constexpr (std::is_same_v<Element, Float16>) {
-      // Good enough: five bits of the fraction.
+      // Tolerance: five bits of the fraction.
       int exponent = 0;
       const float part = std::frexp(std::fabs(value), &exponent);
       const int fraction = static_cast<int>((2.0f * part - 1.0f) * 32.0f);
@@ -143,7 +143,7 @@ void check_nearest(const Problem<Element>& problem, const Assigned& found) {
     }
     CHECK(chosen >= 0 && chosen < s.prototypes && problem.exists(head, chosen));
     CHECK(s.prototypes < 3 || chosen + 1 != s.prototypes ||
-          !problem.exists(head, 1));  // the second is like it, and lower
+          !problem.exists(head, 1));  // the second equals it and is lower
     for (Index p = 0; p < s.prototypes; ++p) {
       if (!problem.exists(head, p)) continue;
       CHECK(problem.similarity(head, slot, p) <=
@@ -152,7 +152,7 @@ void check_nearest(const Problem<Element>& problem, const Assigned& found) {
   }
 }
 
-// The means of the host over the clusters found.
+// The host's means over the clusters.
 template <typename Element>
 void check_means(const Problem<Element>& problem, const Assigned& found) {
   const Shape& s = problem.shape;
@@ -181,7 +181,8 @@ void test_assignment(const Shape& shape, std::mt19937& random) {
   if (!kFewThreads) check_all_turns(found, [&] { return run(problem); });
 }
 
-// Without any prototype the first takes all; without a value every mean is zero.
+// If all prototypes are zero, the first gets all keys; if all values are zero, so are the
+// means.
 void test_nothing(std::mt19937& random) {
   Problem<float> problem({1, 40, 8, 5, false}, random);
   problem.rows.assign(problem.rows.size(), 0.0f);

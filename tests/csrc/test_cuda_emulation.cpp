@@ -1,5 +1,5 @@
-// Tests of the CUDA emulator itself: that it computes what a GPU would, and that wrong
-// kernels are seen to be wrong.
+// Tests of the CUDA emulator itself: it computes the results of a GPU, and detects wrong
+// kernels.
 //
 // With an argument it runs a kernel that races in a block's shared memory ("shared") or
 // between blocks ("blocks"), for ThreadSanitizer to find (scripts/check_sanitizers.sh).
@@ -44,7 +44,7 @@ void test_barriers() {
   if (!kFewThreads) CHECK((sums_of<false>(values, 3) != Ints{2080, 6176, 10272}));
 }
 
-// Halves of a warp by different ways, then a value from the lane before.
+// Halves of a warp on different branches, then a value from the previous lane.
 __global__ void shuffle(const int* values, int* sums, int* before) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   int sum = values[threadIdx.x];
@@ -88,7 +88,7 @@ void test_atomics() {
 
 // Threads of a block that wait in different places.
 __global__ void wait_apart(int how) {
-  if (how == 0 && threadIdx.x == 0) return;  // others need not wait for it
+  if (how == 0 && threadIdx.x == 0) return;  // ended threads are not waited for
   if (how == 1 && threadIdx.x == 5) __syncwarp();
   if (how == 2 && threadIdx.x >= 3) __trap();
   __syncthreads();

@@ -15,10 +15,10 @@ namespace {
 using namespace cuda_test;
 using namespace page_test;
 using kvp::BFloat16;
-using kvp::cuda::MadeRows;
+using kvp::cuda::RowTile;
 using kvp::svd::Record;
 
-// Records of some matrices one behind the other, of random numbers.
+// Records of some matrices, one after the other, with random numbers.
 template <typename Factor>
 struct Factors {
   Index head_dim;
@@ -48,8 +48,8 @@ struct Factors {
     }
   }
 
-  std::vector<MadeRows> work() const {
-    std::vector<MadeRows> list;
+  std::vector<RowTile> work() const {
+    std::vector<RowTile> list;
     Index row = 0;
     for (std::size_t m = 0; m < shapes.size(); ++m) {
       kvp::cuda::list_rows(shapes[m], begins[m], row, list);
@@ -91,7 +91,7 @@ struct Factors {
   }
 };
 
-// Whether rows are as exact as their type, and near those of the host.
+// Whether rows are as exact as their dtype allows, and close to those of the host.
 template <typename Element>
 bool close(const std::vector<Element>& made, const std::vector<Element>& host,
            const std::vector<double>& exact) {
@@ -114,7 +114,7 @@ std::vector<std::uint8_t> bytes_of(const std::vector<Element>& elements) {
 
 template <typename Element, typename Factor>
 void test_rows(const Factors<Factor>& factors) {
-  const std::vector<MadeRows> list = factors.work();
+  const std::vector<RowTile> list = factors.work();
   const auto n = static_cast<Index>(list.size());
   const auto make = [&] {
     std::vector<Element> rows(

@@ -15,7 +15,7 @@ kvp::Plane device_plane(const kvp::Plane& plane, bool named) {
   return kvp::device_plane(plane.offsets, plane.base, rows ? plane.slot_stride : 0);
 }
 
-// Pages at another address, described so.
+// The same pages at another address.
 template <typename Element>
 kvp::PagedKV<Element> device_pages(const Fixture<Element>& f, Element* pages,
                                    bool named) {
@@ -33,7 +33,7 @@ kvp::PagedKV<const Element> device_source(const Fixture<Element>& f,
       .template as<const Element>();
 }
 
-// Copies of a vector's contents `shift` elements behind a 16-byte border.
+// Copies the contents of a vector to `shift` elements after a 16-byte boundary.
 template <typename Element>
 struct Shifted {
   std::vector<Element> room;
@@ -87,7 +87,7 @@ void test_tokens(const Fixture<Element>& f, bool rows, Index shift,
 
 constexpr Index kRows = 50;
 
-// Rows of the host, `shift` elements behind a 16-byte border, and which are wanted.
+// Host rows `shift` elements after a 16-byte boundary, and the wanted rows.
 template <typename Element>
 struct Host {
   std::vector<Element> room;
@@ -125,7 +125,7 @@ void test_fetch(Fixture<Element>& f, Index shift, std::mt19937& random) {
   CHECK(ours == expected);
   for (const bool named : {false, true}) {
     check_all_turns(expected, [&] {
-      // a vector's memory is at a 16-byte border
+      // a vector's memory is 16-byte aligned
       std::vector<Element> heap = f.heap;
       kvp::cuda::fetch_tokens(device_pages(f, heap.data(), named), f.tokens(),
                               host.rows(), nullptr);
@@ -158,7 +158,7 @@ void test_copies(std::mt19937& random) {
   const Index shapes[][2] = {{1, 1}, {5, 3}, {16, 64}, {16, 80}, {4, 8}};
   for (const auto& shape : shapes) {
     for (const Order order : kOrders) {
-      // 16-byte copies where sizes allow; then a stride, then an address that does not.
+      // Sizes that allow 16-byte copies; then a stride, then an address that does not.
       for (const Index gap : {Index{16}, Index{3}}) {
         for (const Index shift : {Index{0}, Index{1}}) {
           for (const Index n : {Index{0}, Index{1}, shape[0] * 3}) {

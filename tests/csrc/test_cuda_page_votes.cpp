@@ -10,10 +10,10 @@ using namespace cuda_test;
 using namespace vote_test;
 
 template <typename Element>
-std::vector<float> run(const Request<Element>& request, bool most, bool named,
+std::vector<float> run(const Request<Element>& request, bool largest, bool named,
                        const Indices& table) {
   std::vector<float> out(request.votes(), -1.0f);
-  const Call<Element> host = request.call(most, out.data());
+  const Call<Element> host = request.call(largest, out.data());
   const kvp::Plane& plane = host.kv.layout.keys;
   const bool rows = named && plane.kind == kvp::PlaneKind::kRows;
   kvp::PagedKV<const Element> kv = host.kv;
@@ -25,7 +25,7 @@ std::vector<float> run(const Request<Element>& request, bool most, bool named,
       host.num_queries,
       host.slots,
       host.scale,
-      most,
+      largest,
       host.queries,
       host.query_positions,
       host.own_keys,
@@ -41,36 +41,36 @@ std::vector<float> run(const Request<Element>& request, bool most, bool named,
 template <typename Element>
 void test_votes(const Shape& shape, std::mt19937& random, bool all_turns = true) {
   Request<Element> request(shape, random);
-  for (const bool most : {false, true}) {
-    const std::vector<double> expected = request.expected(most);
-    const std::vector<float> first = run(request, most, true, request.table);
+  for (const bool largest : {false, true}) {
+    const std::vector<double> expected = request.expected(largest);
+    const std::vector<float> first = run(request, largest, true, request.table);
     CHECK(error_of(first, expected) < 2e-6 * static_cast<double>(shape.num_queries));
     for (std::size_t i = 0; i < first.size(); ++i) {
-      if (expected[i] == 0.0) CHECK(first[i] == 0.0f);  // nobody sees it
+      if (expected[i] == 0.0) CHECK(first[i] == 0.0f);  // no query sees it
     }
     std::vector<float> host(request.votes());
     kvp::page_votes::vote(kvp::select_kernels<kvp::page_votes::Kernels>(),
-                          request.call(most, host.data()));
+                          request.call(largest, host.data()));
     for (std::size_t i = 0; i < host.size(); ++i) {
       CHECK(std::fabs(host[i] - first[i]) <= 1e-5f * host[i] + 1e-12f);
     }
     if (kFewThreads || !all_turns) continue;
-    check_all_turns(first, [&] { return run(request, most, true, request.table); });
-    CHECK(run(request, most, false, request.table) == first);
+    check_all_turns(first, [&] { return run(request, largest, true, request.table); });
+    CHECK(run(request, largest, false, request.table) == first);
   }
 }
 
-// Neither a key of NaN nor the absence of queries spoils what others get.
+// Neither NaN keys nor missing queries change the votes of other slots.
 void test_sick_keys(std::mt19937& random) {
   const Shape shape{2, 2, 34, 130, 16, 40, Order::kNatural, false, false};
   Request<float> request(shape, random);
   const Index sick = 65;  // the last key of a lane that has one before it, and after
   request.key(1, sick, 3) = std::numeric_limits<float>::quiet_NaN();
-  for (const bool most : {false, true}) {
-    const std::vector<float> found = run(request, most, true, request.table);
+  for (const bool largest : {false, true}) {
+    const std::vector<float> found = run(request, largest, true, request.table);
     std::vector<float> host(request.votes());
     kvp::page_votes::vote(kvp::select_kernels<kvp::page_votes::Kernels>(),
-                          request.call(most, host.data()));
+                          request.call(largest, host.data()));
     for (std::size_t i = 0; i < host.size(); ++i) {
       CHECK(std::fabs(host[i] - found[i]) <= 1e-5f * host[i] + 1e-12f);
     }
@@ -92,7 +92,7 @@ void test_traps(std::mt19937& random) {
     table[2] = wrong;
     CHECK(traps([&] { run(request, false, true, table); }));
   }
-  // Pages behind the last slot, or without any token, need not exist.
+  // Pages after the last slot, or without a token, need not exist.
   Request<float> sparse = request;
   std::fill_n(sparse.positions.begin() + 16, 16, -1);
   Indices table = request.table;

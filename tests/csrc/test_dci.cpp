@@ -4,7 +4,7 @@
 
 namespace kvp::index {
 
-// Damages a tree, one thing at a time.
+// Damages a tree in one place at a time.
 struct TreeBreaker {
   DciTree& tree;
   Level& nodes() { return tree.levels_.front(); }
@@ -25,7 +25,7 @@ void test_exact(const Kernels& kernels, std::mt19937& random) {
     for (Index dims : {5, 64}) {
       for (Index page_size : {1, 16, 33}) {
         std::vector<float> keys = clustered(n, dims, random);
-        // Duplicates, so that there are ties; half of them far apart.
+        // Duplicates cause ties; half of them are far apart.
         for (Index i = n / 2; i + 3 < n; i += 7) {
           std::copy_n(keys.data() + (i % 11) * dims, dims, keys.data() + i * dims);
         }
@@ -124,7 +124,7 @@ void test_limits(const Kernels& kernels, std::mt19937& random) {
   const Index dims = 32, n = 4000;
   const std::vector<float> keys = clustered(n, dims, random);
   const KeyView view = dense(keys, dims);
-  // A high ratio and few visits: levels above the nodes are descended through.
+  // A high ratio and few visits: the search descends through the upper levels.
   Forest<DciTree> tree(settings_for(dims, 16, 0.25), 1, kernels);
   Forest<BruteForce> scan(settings_for(dims, 16), 1, kernels);
   tree.append({view}, n);
@@ -202,7 +202,7 @@ void test_the_check_sees_damage(const Kernels& kernels, std::mt19937& random) {
   sees("a stale lift", pages.lift[0], pages.lift[0] + 0.01f);
   sees("a wrong mean", nodes.mean[0], nodes.mean[0] + 0.1f);
   sees("another key", keys[7], keys[7] + 0.5f);
-  // Two keys of different nodes exchanged: all counts still hold.
+  // Exchanges two keys of different nodes: all counts still hold.
   current_case = "a parent that is not the nearest";
   std::int32_t page = 1;
   while (pages.owner[page] == pages.owner[0]) ++page;
@@ -212,7 +212,7 @@ void test_the_check_sees_damage(const Kernels& kernels, std::mt19937& random) {
     std::swap(a, b);
   };
   exchange();
-  // The norm is checked before parents are: let it agree.
+  // Norms are checked before parents, so they must be consistent.
   CHECK(tree.integrity(view, false).find("parent") != std::string::npos);
   exchange();
   CHECK(tree.integrity(view, false) == "");

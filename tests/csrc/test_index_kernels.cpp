@@ -1,4 +1,4 @@
-// Tests of what the key index is made of (dot_products.hpp, top_k.hpp, arena.hpp) against
+// Tests of the parts of the key index (dot_products.hpp, top_k.hpp, arena.hpp) against
 // loops written from the definitions, for every set of kernels that this CPU runs.
 #include "index_fixtures.hpp"
 
@@ -30,7 +30,7 @@ void test_scores(const Kernels& kernels, std::mt19937& random) {
         }
         CHECK(std::fabs(out[i] - exact) < 1e-4);
         CHECK(std::fabs(narrow_out[i] - exact_narrow) < 1e-4);
-        // The same sum wherever the row stands among the others.
+        // The sum does not depend on the position of the row among the others.
         CHECK(out[i] == backwards[n - 1 - i]);
       }
     }
@@ -75,7 +75,7 @@ void test_top_k(std::mt19937& random) {
       std::sort(all.begin(), all.end(), better);
       all.resize(std::min<std::size_t>(all.size(), k));
       CHECK(same(top.sorted(), all));
-      CHECK(same(top.sorted(), all));  // asking changes nothing
+      CHECK(same(top.sorted(), all));  // sorted() changes nothing
     }
   }
 }
@@ -92,7 +92,7 @@ void test_arena() {
     Array<std::int32_t> reused(arena);
     reused.resize(60000);
   }
-  CHECK(arena.bytes() == bytes);  // a block that an array has outgrown
+  CHECK(arena.bytes() == bytes);  // reuses a block that an array has outgrown
 }
 
 }  // namespace

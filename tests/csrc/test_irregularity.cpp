@@ -23,7 +23,7 @@ void check(bool condition, const char* what, Index length, Index dims) {
 
 std::vector<float> deltas(kvp::Simd simd, const std::vector<float>& keys, Index count,
                           Index length, Index dims, Index stride) {
-  // Not initialised by the function: what it leaves out stays -7.
+  // Entries that the function does not write stay -7.
   std::vector<float> delta(static_cast<std::size_t>(count * length), -7.0f);
   const kvp::Chunks<float> chunks{keys.data(), count, length, stride, dims};
   std::vector<float> sums(static_cast<std::size_t>(count * dims), -7.0f);
@@ -123,7 +123,7 @@ void test_find() {
 void test_sums() {
   const std::vector<float> keys{1, 2, -9, 3, 4, -9, 5, 6, -9, 7, 8, -9};
   const bool irregular[] = {false, true, true, true, false, false};
-  // Without irregular keys the third chunk is not looked at.
+  // The third chunk has no irregular keys and is not read.
   float sums[] = {-7, -7, -7, -7, -7, -7};
   kvp::sum_regular(kvp::Chunks<float>{keys.data(), 3, 2, 3, 2}, irregular, sums);
   check(sums[0] == 1 && sums[1] == 2, "sum of the regular", 2, 2);

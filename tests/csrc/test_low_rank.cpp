@@ -49,7 +49,7 @@ void test_reconstruction(std::mt19937& random) {
   }
 }
 
-// Any components may go; what stays is copied, and one element fills odd records up.
+// Any components may be dropped. The others are copied, and odd records are padded.
 template <typename Factor>
 void check_components(Index tokens, Index dim, float least, std::mt19937& random) {
   const auto problem = make_problem<float>(tokens, dim, Spectrum::kDecaying, random);
@@ -61,7 +61,7 @@ void check_components(Index tokens, Index dim, float least, std::mt19937& random
     if (gates[k] >= least) stay.push_back(Index(k));
   }
   Decomposed<Factor> kept{{tokens, dim, Index(stay.size())}, {}, Fault::kNone};
-  // exactly as long: a sanitizer sees a write behind it
+  // exact size: a sanitizer sees a write past the end
   kept.record.resize(u(kept.shape.elements()), kvp::svd::narrow(NAN, (Factor*)nullptr));
   kvp::svd::keep_components(made.shape, made.record.data(), gates.data(), least,
                             kept.record.data());
@@ -88,8 +88,7 @@ void test_components(std::mt19937& random) {
   }
 }
 
-// Vectors, two side by side among them, and what is left behind them round as single
-// values do.
+// Single vectors, pairs of vectors and the remainder round like single values.
 void test_conversion() {
   current_case = "conversion";
   const std::uint32_t special[] = {0x7fffffffu, 0xffffffffu, 0x7f800001u,

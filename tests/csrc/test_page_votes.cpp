@@ -27,14 +27,14 @@ template <typename Element>
 void test_definition(std::mt19937& random) {
   for (const Shape& shape : shapes()) {
     Request<Element> request(shape, random);
-    for (const bool most : {false, true}) {
-      const std::vector<double> expected = request.expected(most);
+    for (const bool largest : {false, true}) {
+      const std::vector<double> expected = request.expected(largest);
       for (const votes::Kernels* kernels : kvp::runnable_kernels<votes::Kernels>()) {
         std::vector<float> out(request.votes(), -1.0f);
-        votes::vote(*kernels, request.call(most, out.data()));
+        votes::vote(*kernels, request.call(largest, out.data()));
         CHECK(error_of(out, expected) < 2e-6 * static_cast<double>(shape.num_queries));
         for (std::size_t i = 0; i < out.size(); ++i) {
-          CHECK((out[i] == 0.0f) == (expected[i] == 0.0));  // nobody sees it
+          CHECK((out[i] == 0.0f) == (expected[i] == 0.0));  // no query sees it
         }
       }
     }
@@ -58,7 +58,7 @@ void test_threads(std::mt19937& random) {
 #endif
 }
 
-// Scores far apart: the softmax must not overflow, nor what is far below count.
+// Scores that are far apart: the softmax must not overflow, and low scores have no weight.
 void test_extremes(std::mt19937& random) {
   const Shape shape{1, 1, 4, 90, 16, 16, Order::kNatural, false, false};
   Request<float> request(shape, random);
@@ -66,7 +66,7 @@ void test_extremes(std::mt19937& random) {
   const std::vector<double> expected = request.expected(false);
   std::vector<float> out(request.votes());
   votes::vote(kvp::select_kernels<votes::Kernels>(), request.call(false, out.data()));
-  CHECK(error_of(out, expected) < 1e-3);  // of scores of thousands
+  CHECK(error_of(out, expected) < 1e-3);  // scores are in the thousands
 }
 
 }  // namespace

@@ -39,8 +39,7 @@ std::size_t u(Index index) { return static_cast<std::size_t>(index); }
 float value_of(float x) { return x; }
 float value_of(std::uint16_t x) { return kvp::widen(x); }
 
-// Vectors of elements exactly as large as they are said to be: a sanitizer then sees
-// what is read beyond them.
+// Vectors of exactly the given size, so that a sanitizer sees reads past the end.
 template <typename Element>
 std::vector<Element> elements(const std::vector<float>& values) {
   std::vector<Element> out(values.size());
@@ -61,10 +60,10 @@ enum class Order { kNatural, kTransposed, kPermuted };
 struct Shape {
   Index rows, kv_heads, group, dims, slots;
   Order order;
-  float sharpness;  // queries are so much larger
+  float sharpness;  // factor of the queries
 };
 
-// A call and all that it points to.
+// A call and the memory that it points to.
 template <typename Element>
 struct Case {
   Shape shape;
@@ -86,18 +85,18 @@ struct Case {
       std::vector<std::int32_t> pages(u(num_pages));
       std::iota(pages.begin(), pages.end(), 0);
       std::shuffle(pages.begin(), pages.end(), random);
-      // Ids behind the last page of a sequence mean nothing.
+      // Ids after the last page of a sequence are undefined.
       const Index used = (lengths.back() + slots - 1) / slots;
       for (Index i = used; i < num_pages; ++i) pages[u(i)] = -7;
       table.insert(table.end(), pages.begin(), pages.begin() + most_pages);
-      // Those of sequence 0, which has no tokens, are all off.
+      // All entries of sequence 0, which has no tokens, are off.
       counts.push_back(s == 0 ? 4 : s % 3 == 0 ? 0 : s % 3 == 1 ? 5 : 600);
     }
     const Index entries = place_runs();
     std::vector<float> keys = normal(entries * dims, random);
     std::vector<float> values = normal(entries * dims, random);
     for (Index i = 0; i < entries; ++i) {
-      const bool off = i >= starts[0] || i % 7 == 3;  // sequence 0 lies last
+      const bool off = i >= starts[0] || i % 7 == 3;  // sequence 0 is last
       bias.push_back(off ? kOff : std::log(1.0f + static_cast<float>(i % 40)));
       for (Index d = 0; bias.back() == kOff && d < dims; ++d) {
         keys[u(i * dims + d)] = values[u(i * dims + d)] = kNan;
@@ -112,7 +111,7 @@ struct Case {
     lse.resize(u(sequences * shape.group));
   }
 
-  // Runs lie back to front with a gap between them. Returns how many entries that is.
+  // Runs in reverse order with gaps between them. Returns the number of entries.
   Index place_runs() {
     Index end = 3;
     starts.resize(counts.size());
@@ -252,13 +251,14 @@ void test_shapes(const Kernels& kernels, std::mt19937& random) {
   test_case<float>(kernels, {1, 6, 2, 16, 320, Order::kTransposed, 30.0f}, random);
 }
 
-// What lies behind the last token does not matter; what is attended to does.
+// Slots after the last token do not matter; attended tokens do.
 void test_nan(const Kernels& kernels, std::mt19937& random) {
   current_case = std::string(kvp::name_of(kernels.simd)) + ", NaN";
   for (Order order : {Order::kNatural, Order::kTransposed, Order::kPermuted}) {
     const Shape shape{1, 4, 3, 64, 32, order, 1.0f};
     Case<float> one(shape, random);
-    const Index dims = shape.dims, last = 3 * shape.slots;  // of sequence 3
+    const Index dims = shape.dims,
+                last = 3 * shape.slots;  // the last slot of sequence 3
     float* page = one.heap.data() +
                   one.table[u(3 * one.most_pages + 3)] * one.call().kv.page_stride;
     one.lengths = {0, 0, 0, static_cast<std::int32_t>(last + 1)};
@@ -308,7 +308,7 @@ void test_checks() {
   const std::int32_t ids[] = {4, 9, -1, 2, 5, 8}, lengths[] = {5, 12};
   const kvp::PageTable<std::int32_t> table{ids, 2, 3};
   kvp::Status status = kvp::check_page_lists(table, lengths, 4, 10);
-  CHECK(status.ok());  // the -1 lies behind the last page of sequence 0
+  CHECK(status.ok());  // the -1 is after the last page of sequence 0
   status = kvp::check_page_lists(table, lengths, 4, 8);
   CHECK(status.fault == Fault::kPageOutOfRange && status.index == 1 &&
         status.value == 9);
@@ -328,7 +328,7 @@ void test_checks() {
     return found.ok() ? Index{-1} : found.index;
   };
   constexpr Index kHuge = std::numeric_limits<Index>::max();
-  CHECK(fault_at({3, 0, 5, 1}, {2, 5, 0, 3}) == -1);  // anywhere, also shared
+  CHECK(fault_at({3, 0, 5, 1}, {2, 5, 0, 3}) == -1);  // any order, also shared
   CHECK(fault_at({0, -1}, {2, 2}) == 1);
   CHECK(fault_at({0, 4}, {2, 2}) == 1);
   CHECK(fault_at({6, 0}, {0, 2}) == 0);
@@ -336,7 +336,7 @@ void test_checks() {
   CHECK(fault_at({0, 1}, {2, kHuge}) == 1);
   const float bias[] = {0.0f, kOff, 3.0f, -kOff, kNan};
   const Index starts[] = {1, 4, 0}, within[] = {2, 0, 3}, beyond[] = {2, 1, 4};
-  CHECK(kvp::check_bias(bias, starts, within, 3).ok());  // others are not looked at
+  CHECK(kvp::check_bias(bias, starts, within, 3).ok());  // other entries are not read
   status = kvp::check_bias(bias, starts, beyond, 3);
   CHECK(status.fault == Fault::kBiasNotFinite && status.index == 4);
   CHECK(kvp::check_bias(bias, starts + 2, beyond + 2, 1).index == 3);

@@ -189,13 +189,13 @@ void test_degenerate(std::mt19937& random) {
   Problem<float> smallest{1, 2, 2, {std::numeric_limits<float>::denorm_min(), 0.0f}};
   const auto tiny = decompose<float>(smallest, 32);
   CHECK(tiny.shape.rank == 1 && tiny.row(0, 0) == smallest.at(0, 0));
-  // Singular values of 6.5 and 0.46 of the smallest float: the lower is none.
+  // Singular values of 6.5 and 0.46 times the smallest float: the lower becomes 0.
   const float unit = std::numeric_limits<float>::denorm_min();
   Problem<float> pair{2, 2, 2, {3 * unit, 3 * unit, 3 * unit, 4 * unit}};
   CHECK(decompose<float>(pair, 32).shape.rank == 1);
 }
 
-// The same bits whatever ran before in the buffers, and on however many threads.
+// The same bits whatever the buffers held before, on any number of threads.
 void test_determinism(std::mt19937& random) {
   current_case = "threads";
   std::vector<Problem<float>> problems;

@@ -1,9 +1,9 @@
-// Tests of the key index under several threads: trees of different heads built in
-// one arena, queries of one tree, queries beside an addition. All must answer as
-// one thread does.
+// Tests of the key index with several threads: building trees of different heads in one
+// arena, querying one tree, querying during an append. Results must equal those of one
+// thread.
 //
-// Made to run under ThreadSanitizer (scripts/check_sanitizers.sh), hence
-// std::thread: TSan does not see the locks and barriers of the OpenMP runtime.
+// Uses std::thread so that it runs under ThreadSanitizer (scripts/check_sanitizers.sh):
+// TSan does not see the locks and barriers of the OpenMP runtime.
 #include <atomic>
 #include <deque>
 #include <mutex>
@@ -37,7 +37,7 @@ void in_threads(Index n, const Body& body) {
 
 using Answers = std::vector<std::vector<Scored>>;
 
-// What a tree says to every query, under every kind of limit.
+// The results of a tree for every query, with every kind of limit.
 Answers ask(const DciTree& tree, const KeyView& keys,
             const std::vector<float>& queries) {
   Answers answers;
@@ -90,7 +90,7 @@ void test_building_heads(const Kernels& kernels, std::mt19937& random) {
   for (Index head = 0; head < heads; ++head) {
     CHECK(alone.build(head, dense(keys[head], kDims)));
   }
-  // One more thread reads what a memory metric would.
+  // Another thread reads the memory size, as a metric does.
   std::vector<char> built(heads + 1);
   in_threads(heads + 1, [&](Index i) {
     if (i < heads) {
@@ -144,7 +144,7 @@ void test_querying_beside_additions(const Kernels& kernels, std::mt19937& random
   const std::vector<float> queries = clustered(2, kDims, random);
   const KeyView view = dense(keys, kDims);
   std::int64_t bad = 0;
-  // What one thread answers after each addition.
+  // The results of one thread after each append.
   Heads alone(1, kernels), shared(1, kernels);
   std::vector<Answers> expected;
   for (Index s = 0; s < steps; ++s) {
@@ -155,9 +155,9 @@ void test_querying_beside_additions(const Kernels& kernels, std::mt19937& random
   DciTree& tree = shared.trees.front();
   CHECK(tree.append(view, step, &bad));
   std::shared_mutex mutex;
-  // Relaxed: these must not order what the mutex is there to order. Readers hold
-  // back while the writer wants the lock, or they could starve it, and the writer
-  // waits for an answer, so that there are some of every size.
+  // Relaxed: only the mutex may order memory accesses. Readers pause while the writer
+  // waits for the lock, because they could starve it. The writer waits for a result, so
+  // that every size is queried.
   std::atomic<bool> wanted{false}, finished{false};
   std::atomic<Index> answered{0};
   constexpr auto kRelaxed = std::memory_order_relaxed;

@@ -100,7 +100,7 @@ void test_votes(std::mt19937& random) {
   for (int i = 0; i < 4; ++i) require(first[i] == i, "ties to the lower slot");
 }
 
-// One head: what is wanted is hot afterwards, and every slot holds its token.
+// One head: wanted tokens are hot afterwards, and every slot holds its token.
 void test_hot_slots(std::mt19937& random) {
   constexpr std::int64_t kDim = 4, kBlock = 8, kPages = 6, kHostPage = 4, kTokens = 60;
   std::vector<std::int32_t> k(kBlock * kDim), v(kBlock * kDim);
@@ -187,6 +187,6 @@ int main() {
   test_exponential();
   test_votes(random);
   test_hot_slots(random);
-  std::puts("0 failure(s)");  // require() ends the program at the first
+  std::puts("0 failure(s)");  // require() ends the program at the first failure
   return 0;
 }

@@ -1,4 +1,4 @@
-// Tests of kvp/zoom.hpp: random steps against sorting, and what must hold after each.
+// Tests of kvp/zoom.hpp: random steps against sorting, and the invariants of each step.
 #include <numeric>
 
 #include "kvp/zoom.hpp"
@@ -10,8 +10,8 @@ using kvp::zoom::Choice;
 using kvp::zoom::kOff;
 using kvp::zoom::Row;
 
-// One KV head of one request; vectors are exactly as long as they may be, for a
-// sanitizer to see what is read or written behind them.
+// One KV head of one request. Vectors have the exact size, so that a sanitizer sees
+// accesses past the end.
 struct Head {
   std::vector<float> gates, log_sizes, bias;
   std::vector<Index> sizes, owner;
@@ -37,7 +37,7 @@ struct Head {
   bool zoomed(Index s) const { return bias[u(s)] == kOff; }
 };
 
-// What is chosen, by sorting.
+// The choice, by sorting.
 std::vector<char> best(const Head& head) {
   std::vector<Index> order;
   for (Index s = 0; s < head.spans(); ++s) {
@@ -64,7 +64,7 @@ void draw(Head& head, std::mt19937& random) {
   }
 }
 
-// A step, and what must hold after it.
+// A step and its invariants.
 void step(Head& head, Choice& choice) {
   const Head before = head;
   const std::vector<char> wanted = best(head);
@@ -79,7 +79,7 @@ void step(Head& head, Choice& choice) {
     CHECK(owner >= -1 && owner < head.spans());
     CHECK(head.bias[u(e)] == (owner < 0 ? kOff : 0.0f));
     if (owner >= 0) ++owned[u(owner)], ++zoomed_tokens;
-    if (old >= 0 && wanted[u(old)]) CHECK(owner == old);  // stays where it is
+    if (old >= 0 && wanted[u(old)]) CHECK(owner == old);  // keeps its entry
     made += owner >= 0 && owner != old;
   }
   CHECK(zoomed_tokens == choice.zoomed_tokens && made == Index(choice.slots.size()));
@@ -97,7 +97,7 @@ void step(Head& head, Choice& choice) {
 
 void test_steps(std::mt19937& random) {
   current_case = "steps";
-  Choice choice;  // dirty from the row before
+  Choice choice;  // reused: holds the result of the row before
   for (Index spans : {0, 1, 7, 40, 300, 3000}) {
     for (Index room : {0, 1, 9, 30, 600}) {
       Head head(spans, room, random);
@@ -105,7 +105,7 @@ void test_steps(std::mt19937& random) {
         draw(head, random);
         step(head, choice);
         step(head, choice);
-        CHECK(choice.slots.empty());  // nothing is made twice
+        CHECK(choice.slots.empty());  // no token is reconstructed twice
       }
       std::fill(head.gates.begin(), head.gates.end(), NAN);
       step(head, choice);
@@ -114,7 +114,7 @@ void test_steps(std::mt19937& random) {
   }
 }
 
-// Owners that say more than the biases do are seen before anything is written.
+// Owners that contradict the biases are detected before anything is written.
 void test_contradiction(std::mt19937& random) {
   current_case = "contradiction";
   Head head(3, 9, random);
@@ -129,7 +129,7 @@ void test_contradiction(std::mt19937& random) {
   CHECK(choice.fits);  // room for four more
 }
 
-// Tokens land in their slots and nowhere else.
+// Tokens are written to their slots and nowhere else.
 template <typename Element, typename Factor>
 void check_entries(Index tokens, Index dim, std::mt19937& random) {
   const auto problem = make_problem<float>(tokens, dim, Spectrum::kDecaying, random);

@@ -1,4 +1,4 @@
-// Requests whose slots are voted on, and the votes in double precision.
+// Requests whose slots get votes, and their votes in double precision.
 #pragma once
 
 #include <cmath>
@@ -38,8 +38,8 @@ Element element_of(float value) {
   }
 }
 
-// Slots in no order; holes hold NaN, which must not be seen. Queries are the newest,
-// or, with keys of their own, come after all slots.
+// Slots in random order; holes hold NaN, which no query may see. Queries are the newest
+// tokens, or, with keys of their own, come after all slots.
 template <typename Element>
 struct Request {
   Shape shape;
@@ -97,13 +97,13 @@ struct Request {
                 tables.keys[slot % shape.block_size * shape.head_dim + d]];
   }
 
-  Call<Element> call(bool most, float* out) const {
+  Call<Element> call(bool largest, float* out) const {
     return {shape.kv_heads,
             shape.group,
             shape.num_queries,
             shape.slots,
             1.0f / std::sqrt(static_cast<float>(shape.head_dim)),
-            most,
+            largest,
             queries.data(),
             query_positions.data(),
             own.empty() ? nullptr : own.data(),
@@ -120,7 +120,7 @@ struct Request {
   }
 
   // The votes by their definition.
-  std::vector<double> expected(bool most) {
+  std::vector<double> expected(bool largest) {
     const Shape& s = shape;
     const double scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
     std::vector<double> out(votes());
@@ -148,7 +148,7 @@ struct Request {
         for (Index i = 0; i < s.slots && sum > 0.0; ++i) {
           const double weight = std::exp(scores[i] - peak) / sum;
           double& vote = out[h * s.slots + i];
-          vote = most ? std::max(vote, weight) : vote + weight;
+          vote = largest ? std::max(vote, weight) : vote + weight;
         }
       }
     }
@@ -159,12 +159,12 @@ struct Request {
 // The largest difference.
 inline double error_of(const std::vector<float>& votes,
                        const std::vector<double>& expected) {
-  double most = 0.0;
+  double largest = 0.0;
   for (std::size_t i = 0; i < votes.size(); ++i) {
     const double error = std::fabs(votes[i] - expected[i]);
-    most = error <= most ? most : error;  // a NaN too
+    largest = error <= largest ? largest : error;  // also if error is NaN
   }
-  return most;
+  return largest;
 }
 
 inline std::vector<Shape> shapes() {

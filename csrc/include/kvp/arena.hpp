@@ -1,4 +1,4 @@
-// Memory of one index: all trees of all KV heads, counted, freed together.
+// Memory of one index: of the trees of all KV heads, counted together, freed together.
 #pragma once
 
 #include <cstddef>
@@ -14,11 +14,10 @@ namespace kvp::index {
 
 // Hands out blocks of a power of two bytes and takes them back for reuse.
 //
-// Blocks are cut from slabs that go back to the system only when the arena is
-// destroyed, so that what an index holds is one number. Threads that build the
-// trees of different heads share it; a block is allocated when an array doubles,
-// so the lock is no bottleneck. Which addresses a tree gets depends on the
-// threads' timing; nothing else does.
+// Blocks come from slabs that are freed only when the arena is destroyed, so the memory of
+// an index is one number. Threads that build the trees of different heads share the arena.
+// A block is allocated when an array doubles, so the lock is no bottleneck. Only the
+// addresses that a tree gets depend on the timing of threads.
 class Arena {
  public:
   static constexpr std::size_t kAlignment = 64;
@@ -54,7 +53,7 @@ class Arena {
     return bytes_;
   }
 
-  // What a request of this size really occupies.
+  // The bytes that a request of this size occupies.
   static std::size_t rounded(std::size_t bytes) {
     return std::size_t{1} << class_of(bytes);
   }
@@ -68,8 +67,8 @@ class Arena {
     return size_class;
   }
 
-  // A block from the newest slab; what is left of that slab when it is too small
-  // is lost, at most half of it. Blocks above half a slab get their own.
+  // A block from the newest slab. If the rest of that slab is too small, it is lost: at
+  // most half a slab. Blocks larger than half a slab get a slab of their own.
   void* cut(std::size_t bytes) {
     if (bytes > kSlab / 2) return slab(bytes);
     if (left_ < bytes) {
@@ -99,7 +98,7 @@ class Arena {
   std::int64_t bytes_ = 0;
 };
 
-// A growing array of plain values in an arena. Grown entries are zero.
+// A growing array of plain values in an arena. New entries are zero.
 template <typename T>
 class Array {
   static_assert(std::is_trivially_copyable_v<T>);

@@ -1,11 +1,11 @@
-// CUDA twin of assign.hpp: three launches per call, on plain pointers and a stream.
+// assign.hpp on CUDA: three launches per call, on plain pointers and a stream.
 //
 //     find_peaks   the largest |value| of each head, for the unit of its sums
 //     assign_keys  a block per 32 keys: nearest prototype; sums and sizes of clusters
 //     look_up      a thread per slot: its cluster's mean
 //
-// Sums are of 64-bit integers, as in assign.hpp: atomic additions give the same bits in
-// any order. Products are of float32, dimensions in their order.
+// Cluster sums are 64-bit integers, as in assign.hpp: atomic additions give the same bits
+// in any order. Products are float32, added in the order of the dimensions.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,15 +23,15 @@ namespace kvp::cuda {
 constexpr int kAssignKeys = 32;
 constexpr int kAssignPrototypes = 64;
 constexpr int kAssignDims = 32;
-constexpr int kAssignStride = kAssignDims + 1;  // other banks for other rows
+constexpr int kAssignStride = kAssignDims + 1;  // rows start in different banks
 constexpr int kAssignWarps = kThreads / 32;
 constexpr int kKeysPerWarp = kAssignKeys / kAssignWarps;
 
-using Word = unsigned long long;  // what atomics add; a negative sum wraps
+using Word = unsigned long long;  // type of atomic additions; negative sums wrap
 
 template <typename Element>
 struct AssignCall {
-  const Element* keys;  // [heads, slots, head_dim], elements of a key side by side
+  const Element* keys;  // [heads, slots, head_dim], elements of a key contiguous
   std::int64_t head_stride, slot_stride;
   std::int64_t heads, slots, head_dim, prototypes;
   const float* rows;  // [heads, prototypes, head_dim]
@@ -43,13 +43,14 @@ struct AssignCall {
   __host__ __device__ std::int64_t table() const { return prototypes + 1; }
 };
 
-// Words of scratch: peaks, then sums and sizes of every cluster.
+// Words of scratch: the peaks, then sum and size of every cluster.
 template <typename Element>
 std::int64_t assign_scratch(const AssignCall<Element>& call) {
   return call.heads * (1 + 2 * call.table());
 }
 
-// A power of two such that `num_values` of the largest fit 62 bits, as an exponent.
+// Exponent of a power of two such that num_values times the largest value fits into 62
+// bits.
 __device__ inline int unit_exponent(Word peak_bits, std::int64_t num_values) {
   int exponent = 0;
   frexp(static_cast<double>(__uint_as_float(static_cast<unsigned>(peak_bits))),
@@ -66,13 +67,13 @@ __global__ void find_peaks(AssignCall<Element> call, Word* peaks) {
   for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < total;
        i += step) {
     if (call.valid != nullptr && !call.valid[i]) continue;
-    // Of floats that are not negative the bits have the order.
+    // The bits of non-negative floats are ordered like the floats.
     const Word size = __float_as_uint(fabsf(call.values[i]));
     if (size > 0) atomicMax(peaks + i / call.slots, size);
   }
 }
 
-// Where this thread's best prototype is, and how near; ties to the lower.
+// The nearest prototype that this thread has seen; ties go to the lower.
 struct Nearest {
   float cosine;
   int number;
@@ -85,8 +86,8 @@ struct Nearest {
 };
 
 // Adds products of one tile: sums[t][p] of key warp * kKeysPerWarp + t with prototype
-// first + lane + 32 * p. exists[p]: whether that is not a row of zeros. All threads
-// of a block must call it.
+// first + lane + 32 * p. exists[p]: whether that is not a row of zeros. All threads of a
+// block must call it.
 template <typename Element>
 __device__ inline void multiply_tile(const AssignCall<Element>& call, std::int64_t head,
                                      std::int64_t first_slot, std::int64_t first,
@@ -100,17 +101,18 @@ __device__ inline void multiply_tile(const AssignCall<Element>& call, std::int64
     const std::int64_t d = dim + lane;
     for (int t = warp; t < kAssignKeys; t += kAssignWarps) {
       const std::int64_t slot = first_slot + t;
-      const bool there = slot < call.slots && d < call.head_dim;
+      const bool in_range = slot < call.slots && d < call.head_dim;
       keys[t * kAssignStride + lane] =
-          there ? element_to_float(
-                      call.keys[head * call.head_stride + slot * call.slot_stride + d])
-                : 0.0f;
+          in_range
+              ? element_to_float(
+                    call.keys[head * call.head_stride + slot * call.slot_stride + d])
+              : 0.0f;
     }
     for (int p = warp; p < kAssignPrototypes; p += kAssignWarps) {
-      const bool there = first + p < call.prototypes && d < call.head_dim;
+      const bool in_range = first + p < call.prototypes && d < call.head_dim;
       const std::int64_t row = head * call.prototypes + first + p;
       rows[p * kAssignStride + lane] =
-          there ? call.rows[row * call.head_dim + d] : 0.0f;
+          in_range ? call.rows[row * call.head_dim + d] : 0.0f;
     }
     __syncthreads();
     for (int i = 0; i < kAssignDims; ++i) {
@@ -128,7 +130,8 @@ __device__ inline void multiply_tile(const AssignCall<Element>& call, std::int64
   }
 }
 
-// Writes a slot's cluster and counts its value; a slot without a token is in the last.
+// Writes the cluster of a slot and adds its value to the cluster. Slots without a token
+// get the number after the last cluster.
 template <typename Element>
 __device__ inline void join_cluster(const AssignCall<Element>& call, std::int64_t head,
                                     std::int64_t slot, int nearest, int exponent,
@@ -137,7 +140,7 @@ __device__ inline void join_cluster(const AssignCall<Element>& call, std::int64_
   const bool token = call.valid == nullptr || call.valid[at];
   call.clusters[at] = token ? nearest : call.prototypes;
   if (!token) return;
-  // Exact, as the unit is a power of two; then ties to even.
+  // Exact, because the unit is a power of two; rounding ties go to even.
   const double whole = ldexp(static_cast<double>(call.values[at]), -exponent);
   const std::int64_t entry = head * call.table() + nearest;
   atomicAdd(sums + entry, static_cast<Word>(llrint(whole)));

@@ -1,15 +1,15 @@
-// Which prototype is nearest to each key, and means over the clusters found.
+// The nearest prototype of each key, and means over the clusters.
 //
-// Semantics are those of vllm_kvplugins/ops/clusters.py (in_torch). Plain pointers, no
-// allocation, all arguments trusted. Results do not depend on the number of
-// threads: every key is worked on alone, and cluster sums are of integers.
+// vllm_kvplugins/ops/clusters.py (in_torch) defines the results. Plain pointers, no
+// allocation; arguments are trusted. Results do not depend on the number of threads:
+// every key is processed independently, and cluster sums are sums of integers.
 //
-// The assignment is a matrix product whose result is never stored: prototypes
-// are packed a vector side by side (a panel), a group of keys stays in registers
-// against one panel, and only the best lane so far is kept.
+// The assignment is a matrix product whose result is never stored. A panel holds one
+// vector of prototypes. The sums of a group of keys with a panel stay in registers, and
+// only the best lane so far is kept.
 //
-// bfloat16 keys meet prototypes rounded to bfloat16 where the CPU has such products
-// (kAvx512Bf16): pairs of elements lie in one word, and sums are of float32.
+// If the CPU multiplies bfloat16 (kAvx512Bf16), bfloat16 keys are multiplied with
+// prototypes rounded to bfloat16: one word holds a pair of elements, sums are float32.
 #pragma once
 
 #include <cmath>
@@ -27,7 +27,7 @@
 
 namespace kvp {
 
-// The version that runs for keys of type Element. Only bfloat16 keys have one that
+// The level that runs for keys of type Element. Only bfloat16 keys have a version that
 // multiplies pairs of bfloat16.
 template <typename Element>
 Simd assign_simd() {
@@ -35,19 +35,19 @@ Simd assign_simd() {
   return selected_simd(kPairs ? Simd::kAvx512Bf16 : Simd::kAvx512);
 }
 
-// Rows of a panel that hold elements: one each, or two.
+// Rows of a panel that hold elements: one per dimension, or one per pair.
 constexpr std::int64_t rows_of(Simd simd, std::int64_t head_dim) {
   return simd == Simd::kAvx512Bf16 ? (head_dim + 1) / 2 : head_dim;
 }
 
-// Floats that pack_prototypes writes at most.
+// Upper bound of the floats that pack_prototypes writes.
 inline std::int64_t packed_size(Simd simd, std::int64_t num_prototypes,
                                 std::int64_t head_dim) {
   const std::int64_t lanes = lanes_of(simd);
   return (num_prototypes + lanes - 1) / lanes * lanes * (rows_of(simd, head_dim) + 1);
 }
 
-// Elements of row r of a panel: one, or a pair in one word.
+// Row r of a panel for one prototype: an element, or a pair in one word.
 inline float packed_element(Simd simd, const float* row, std::int64_t r,
                             std::int64_t head_dim) {
   if (simd != Simd::kAvx512Bf16) return row[r];
@@ -57,11 +57,11 @@ inline float packed_element(Simd simd, const float* row, std::int64_t r,
 
 // Packs the prototypes that exist (are not a row of zeros) into panels.
 //
-//   panel: [1 + rows_of(head_dim), lanes], first what lanes start from: 0, or -inf
-//          where there is no prototype any more; then their elements
-//   order: which prototype is packed where, ascending
+//   panel: [1 + rows_of(head_dim), lanes]. Row 0 is the start of each lane's sum: 0, or
+//          -inf for a lane without a prototype. The elements follow.
+//   order: number of the prototype in each lane, ascending
 //
-// Returns how many exist.
+// Returns the number of packed prototypes.
 inline std::int64_t pack_prototypes(Simd simd, const float* prototypes,
                                     std::int64_t num_prototypes, std::int64_t head_dim,
                                     float* panels, std::int64_t* order) {
@@ -90,7 +90,7 @@ inline std::int64_t pack_prototypes(Simd simd, const float* prototypes,
 // Keys of one KV head, and their packed prototypes.
 template <typename Element>
 struct Assignment {
-  const Element* keys;  // slot t at keys + t * key_stride, elements side by side
+  const Element* keys;  // slot t at keys + t * key_stride, elements contiguous
   std::int64_t num_slots;
   std::int64_t key_stride;
   std::int64_t head_dim;  // at most kMaxHeadDim
@@ -99,8 +99,8 @@ struct Assignment {
   std::int64_t num_packed;
 };
 
-// Assigns the existing keys of [first, first + kKeys). Must be inlined
-// into a function that is compiled for vectors of kLanes floats.
+// Assigns the keys of [first, first + kKeys) that exist. Must be inlined into a function
+// that is compiled for vectors of kLanes floats.
 template <int kLanes, int kKeys, typename Element>
 KVP_INLINE void assign_group(const Assignment<Element>& work, std::int64_t first,
                              std::int64_t* clusters) {
@@ -108,11 +108,11 @@ KVP_INLINE void assign_group(const Assignment<Element>& work, std::int64_t first
   typedef std::int32_t Ints __attribute__((vector_size(kLanes * 4)));
   const std::int64_t left = work.num_slots - first;
   const std::int64_t count = left < kKeys ? left : kKeys;
-  // Rows a line apart from a power of two, which would share cache sets.
+  // One cache line more than a power of two: otherwise rows would share cache sets.
   constexpr std::int64_t kStride = kMaxHeadDim + 16;
   float wide[kKeys * kStride];
   for (std::int64_t i = 0; i < kKeys; ++i) {
-    // A group that is not full repeats its last key.
+    // An incomplete group repeats its last key.
     const std::int64_t slot = first + (i < count ? i : count - 1);
     const Element* key = work.keys + slot * work.key_stride;
     for (std::int64_t d = 0; d < work.head_dim; ++d) {
@@ -146,28 +146,28 @@ KVP_INLINE void assign_group(const Assignment<Element>& work, std::int64_t first
     panel += (work.head_dim + 1) * kLanes;
   }
   for (std::int64_t i = 0; i < count; ++i) {
-    // The lower of equally good lanes wins, by halves and without branches.
-    float most[kLanes];
-    std::int32_t found[kLanes];
-    std::memcpy(most, &best[i], sizeof most);
-    std::memcpy(found, &at[i], sizeof found);
+    // The lower of equal lanes wins; a reduction by halves without branches.
+    float largest[kLanes];
+    std::int32_t reached[kLanes];
+    std::memcpy(largest, &best[i], sizeof largest);
+    std::memcpy(reached, &at[i], sizeof reached);
     for (int lane = 0; lane < kLanes; ++lane) {
-      found[lane] = found[lane] * kLanes + lane;
+      reached[lane] = reached[lane] * kLanes + lane;
     }
     for (int half = kLanes / 2; half > 0; half /= 2) {
       for (int lane = 0; lane < half; ++lane) {
-        const float left = most[lane], right = most[lane + half];
-        const std::int32_t low = found[lane], high = found[lane + half];
+        const float left = largest[lane], right = largest[lane + half];
+        const std::int32_t low = reached[lane], high = reached[lane + half];
         const bool take = (right > left) | ((right == left) & (high < low));
-        most[lane] = take ? right : left;
-        found[lane] = take ? high : low;
+        largest[lane] = take ? right : left;
+        reached[lane] = take ? high : low;
       }
     }
-    clusters[first + i] = work.num_packed > 0 ? work.order[found[0]] : 0;
+    clusters[first + i] = work.num_packed > 0 ? work.order[reached[0]] : 0;
   }
 }
 
-// Keys per group: as many sums as leave a few vector registers for the rest.
+// Keys per group: their sums leave a few vector registers for everything else.
 constexpr int keys_of(Simd simd) {
   if (simd == Simd::kAvx512Bf16) return 8;  // times three panels
   return simd == Simd::kAvx512 ? 24 : simd == Simd::kAvx2 ? 12 : 8;
@@ -193,21 +193,21 @@ KVP_TARGET_AVX512 void assign_group_avx512(const Assignment<Element>& work,
   assign_group<lanes_of(Simd::kAvx512), keys_of(Simd::kAvx512)>(work, first, clusters);
 }
 
-// GCC takes its own undefined vectors inside of intrinsics for ours (its bug 105593).
+// GCC warns about undefined vectors inside its own intrinsics (GCC bug 105593).
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-// A group of keys as pairs, and where each lane reached its largest sum.
+// A group of keys as pairs; per lane the largest sum and the panel that reached it.
 struct Bf16Group {
   static constexpr int kKeys = keys_of(Simd::kAvx512Bf16);
-  // Rows a line apart from a power of two, which would share cache sets.
+  // One cache line more than a power of two: otherwise rows would share cache sets.
   static constexpr std::int64_t kStride = kMaxHeadDim / 2 + 16;
   std::int32_t pairs[kKeys * kStride];
   __m512 best[kKeys];
   __m512i at[kKeys];
 };
 
-// Compares a group with kPanels panels, the first of which has this number.
+// Compares a group with kPanels panels; `number` is that of the first.
 template <int kPanels>
 KVP_TARGET_AVX512_BF16 KVP_INLINE void compare_bf16(Bf16Group& group,
                                                     const float* panel,
@@ -253,8 +253,8 @@ KVP_TARGET_AVX512_BF16 KVP_INLINE void compare_bf16(Bf16Group& group,
   }
 }
 
-// As assign_group, of bfloat16 pairs. Subnormal elements count as zeros, and of a
-// pair the upper product is added first: so says the instruction.
+// Like assign_group, for pairs of bfloat16. The instruction treats subnormal elements as
+// zeros and adds the upper product of a pair first.
 KVP_TARGET_AVX512_BF16 inline void assign_group_bf16(const Assignment<BFloat16>& work,
                                                      std::int64_t first,
                                                      std::int64_t* clusters) {
@@ -265,7 +265,7 @@ KVP_TARGET_AVX512_BF16 inline void assign_group_bf16(const Assignment<BFloat16>&
   const std::int64_t rows = rows_of(Simd::kAvx512Bf16, work.head_dim);
   Bf16Group group;
   for (std::int64_t i = 0; i < kKeys; ++i) {
-    // A group that is not full repeats its last key.
+    // An incomplete group repeats its last key.
     const std::int64_t slot = first + (i < count ? i : count - 1);
     std::int32_t* pairs = group.pairs + i * Bf16Group::kStride;
     if (rows > 0) pairs[rows - 1] = 0;
@@ -286,12 +286,12 @@ KVP_TARGET_AVX512_BF16 inline void assign_group_bf16(const Assignment<BFloat16>&
   const __m512i lane_numbers =
       _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   for (std::int64_t i = 0; i < count; ++i) {
-    // The lower of equally good lanes wins.
-    const __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(group.best[i]));
-    const __mmask16 good = _mm512_cmp_ps_mask(group.best[i], most, _CMP_EQ_OQ);
-    const __m512i found =
+    // The lower of equal lanes wins.
+    const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(group.best[i]));
+    const __mmask16 good = _mm512_cmp_ps_mask(group.best[i], largest, _CMP_EQ_OQ);
+    const __m512i reached =
         _mm512_add_epi32(_mm512_slli_epi32(group.at[i], 4), lane_numbers);
-    const int lane = _mm512_mask_reduce_min_epi32(good, found);
+    const int lane = _mm512_mask_reduce_min_epi32(good, reached);
     clusters[first + i] = work.num_packed > 0 ? work.order[lane] : 0;
   }
 }
@@ -299,12 +299,12 @@ KVP_TARGET_AVX512_BF16 inline void assign_group_bf16(const Assignment<BFloat16>&
 #pragma GCC diagnostic pop
 #endif
 
-// clusters[t] = the existing prototype with the largest dot product with key t
-// (of unit prototypes: the largest cosine); ties to the lower, 0 if none exist.
-// The prototypes must have been packed for the same `simd`.
+// clusters[t] = the prototype with the largest dot product with key t (for unit
+// prototypes: the largest cosine), rows of zeros excluded. Ties go to the lower; 0 if all
+// are zeros. The prototypes must be packed for the same `simd`.
 //
-// Inside a parallel region its threads share the keys, and do not wait for each
-// other at the end; outside the caller does all.
+// Inside a parallel region its threads share the keys and do not wait for each other at
+// the end. Outside one, the caller's thread processes all keys.
 template <typename Element>
 void assign_to_prototypes(Simd simd, const Assignment<Element>& work,
                           std::int64_t* clusters) {
@@ -326,9 +326,9 @@ void assign_to_prototypes(Simd simd, const Assignment<Element>& work,
 
 // means[t] = mean of the values of t's cluster, for one row of values.
 //
-// Sums are of integers in units of a power of two such that num_values of the
-// largest fit 62 bits: exact, in any order. sums, sizes and of_cluster are scratch
-// of num_clusters entries each; means may be values.
+// Sums are sums of integers, exact in any order. Their unit is a power of two such that
+// num_values times the largest value fits into 62 bits. sums, sizes and of_cluster are
+// scratch of num_clusters entries each. means may alias values.
 inline void cluster_mean(const float* values, const std::int64_t* clusters,
                          std::int64_t num_values, std::int64_t num_clusters,
                          std::int64_t* sums, std::int64_t* sizes, float* of_cluster,

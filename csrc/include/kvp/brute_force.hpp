@@ -1,4 +1,4 @@
-// Exact top-k by scanning all keys: the oracle of the tree, and the bar that any
+// Exact top-k by scanning all keys: the oracle of the tree, and the baseline that every
 // index must beat. Pages are runs of page_size slots in the order of arrival.
 #pragma once
 
@@ -12,10 +12,10 @@
 
 namespace kvp::index {
 
-// Keys of one KV head; holds nothing but their number.
+// Keys of one KV head. Holds only their number.
 class BruteForce {
  public:
-  // Keys that are scored before the best are picked: their scores stay in L1.
+  // Keys that are scored before the best are selected: their scores stay in L1.
   static constexpr std::int64_t kBlock = 256;
 
   BruteForce(Arena& /*arena*/, const Settings& settings, const Kernels& kernels,
@@ -29,7 +29,7 @@ class BruteForce {
   }
   std::int64_t place(std::int64_t slot) const { return slot; }
 
-  // Adds keys at slots [0, n) of the view; false if one cannot be indexed.
+  // Adds the keys at slots [0, n) of the view; false if one cannot be indexed.
   bool append(const KeyView& keys, std::int64_t n, std::int64_t* bad_slot) {
     float peak = 0.0f;
     if (!measure_keys(keys, n, &peak, bad_slot)) return false;

@@ -57,8 +57,8 @@ void launch_copy(void* target, PageList to, const void* source, PageList from,
          page_bytes / size);
 }
 
-// See bulk::copy_pages; in units of 16 bytes where all addresses allow, else of 4,
-// else single bytes.
+// See bulk::copy_pages. Copies units of 16 bytes if all addresses allow it, otherwise of
+// 4, otherwise single bytes.
 inline void copy_pages(void* target, const PageList& to, const void* source,
                        const PageList& from, std::int64_t n, std::int64_t page_bytes,
                        cudaStream_t stream) {

@@ -3,8 +3,7 @@
 // Pages are bytes. Indices are trusted (page_check.hpp checks them). Results do
 // not depend on the number of threads: iterations write disjoint pages.
 //
-// Two things make the difference to a memcpy per page, measured with pages of 2
-// to 64 KiB picked at random from 1 GiB, 64 MiB at a time (benchmarks/kernels/gather.py):
+// Two things make it faster than a memcpy per page, measured with pages of 2 to 64 KiB picked at random from 1 GiB, 64 MiB at a time (benchmarks/kernels/gather.py):
 //
 // - Streaming stores, which do not read the target's lines before they overwrite
 //   them: two thirds of the traffic. memcpy streams large copies too, but sees one
@@ -34,7 +33,7 @@ namespace kvp::bulk {
 // and 0.8 times as long from 16 MiB on.
 constexpr std::int64_t kStreamBytes = 8 * 1024 * 1024;
 
-// How far ahead of the copy its source is fetched, in bytes of whole pages.
+// How far ahead of the copy its source is prefetched, in bytes of whole pages.
 constexpr std::int64_t kAheadBytes = 4096;
 
 // Pages ahead of the copy of which one line per 4 KiB is touched, on both sides, so
@@ -67,20 +66,21 @@ inline void touch(const std::uint8_t* page, std::int64_t bytes) {
 using Targets = PageList<std::uint8_t>;
 using Sources = PageList<const std::uint8_t>;
 
-// Where to look ahead while one page is copied: `lead` bytes on in this page, and
-// past its end in `next`.
+// What to prefetch while one page is copied: the bytes `lead` ahead in this page, and
+// after its end those of `next`.
 struct Ahead {
   const std::uint8_t* next;
   std::int64_t lead;  // at most a page
 
-  // For the source's page i of n: of pages below kAheadBytes several lie between.
+  // For page i of n of the source. If pages are smaller than kAheadBytes, it is several
+  // pages ahead.
   static Ahead of(const Sources& source, std::int64_t i, std::int64_t n,
                   std::int64_t page_bytes) {
     const std::int64_t pages = std::max<std::int64_t>(1, kAheadBytes / page_bytes);
     return {source.at(std::min(i + pages, n - 1)), std::min(page_bytes, kAheadBytes)};
   }
 
-  // Fetches to L2, from where the copy takes it: L1 is too small to look ahead.
+  // Prefetches into L2: L1 is too small for the lead.
   void fetch(const std::uint8_t* from, std::int64_t done, std::int64_t bytes) const {
     const std::int64_t there = done + lead;
     const std::uint8_t* line = there < bytes ? from + there : next + (there - bytes);
@@ -98,7 +98,7 @@ struct Kernels {
   static constexpr auto tables();
 
   CopyPage plain;
-  CopyPage stream;  // its stores are in order with others only after fence()
+  CopyPage stream;  // fence() orders its stores with others
 };
 
 #if defined(KVP_X86)
@@ -106,8 +106,8 @@ struct Kernels {
 inline void fence() { _mm_sfence(); }
 
 // Copies one page with vectors of one width, compiled for TARGET. Streaming stores
-// must be aligned: the page's first bytes, up to a cache line, are copied as they
-// come.
+// must be aligned: the first bytes of the page, up to a cache line, are copied
+// unaligned.
 #define KVP_COPY_PAGE(NAME, SIMD, TARGET, VECTOR, LOAD, STORE, STREAM)           \
   namespace NAME {                                                               \
   template <bool kStream>                                                        \
@@ -198,7 +198,7 @@ inline void copy_pages(const Targets& target, const Sources& source, std::int64_
       copy_page(target.at(i), source.at(i), page_bytes,
                 Ahead::of(source, i, n, page_bytes));
     }
-    // Each thread its own, before the barrier that tells others it is done.
+    // Every thread fences its own stores before the barrier at the end of the region.
     if (stream) fence();
   }
 }

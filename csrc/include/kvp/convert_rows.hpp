@@ -1,7 +1,7 @@
 // Rows of bfloat16 to float32 and back, a vector at a time.
 //
 // The bodies are inlined into functions that are compiled for one vector width
-// (matrix_kernels.hpp). Intrinsics cannot be inlined that way, hence the assembler.
+// (matrix_kernels.hpp). Intrinsics cannot be inlined that way, so this uses assembler.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace kvp::svd {
 
-// T numbers in kBytes of vector.
+// A vector of kBytes of T.
 template <typename T, int kBytes>
 struct Lanes {
   typedef T Type __attribute__((vector_size(kBytes)));
@@ -39,7 +39,7 @@ template <Simd kSimd>
 KVP_INLINE void widen_lanes(const Halves<kSimd>& half, Words<kSimd>& words) {
 #if defined(__x86_64__)
   if constexpr (kSimd >=
-                Simd::kAvx512) {  // GCC 12 would emit two conversions and an insertion
+                Simd::kAvx512) {  // GCC 12 emits two conversions and an insertion
     asm("vpmovzxwd %1, %0" : "=v"(words) : "vm"(half));
     return;
   }
@@ -92,7 +92,7 @@ KVP_INLINE void narrow_lanes(const Floats<kSimd>& value, Floats<kSimd>& same) {
   same = value;
 }
 
-// Stores two vectors next to each other. Storing whole cache lines waits least.
+// Stores two vectors next to each other. Stores of whole cache lines are fastest.
 template <Simd kSimd>
 KVP_INLINE void store_two(const Floats<kSimd>& first, const Floats<kSimd>& second,
                           BFloat16* to) {

@@ -21,7 +21,8 @@ constexpr std::int64_t kAhead = 2;
 template <typename Element>
 struct Scratch {
   std::vector<float> scores;
-  std::vector<Element> keys, values;  // unpacked pages that are neither rows nor column
+  std::vector<Element> keys,
+      values;  // unpacked pages that are neither rows nor columns
   std::vector<Run<Element>> runs;
 };
 
@@ -44,7 +45,7 @@ KVP_INLINE void attend_pages_body(const PagedKV<const Element>& kv,
   Element* values =
       value_rows ? nullptr : index::at_least(scratch.values, per_tile * slots * dims);
   const std::int64_t num_pages = (count + slots - 1) / slots;
-  const auto page_at = [&](std::int64_t i) {  // the last page if there is none
+  const auto page_at = [&](std::int64_t i) {  // clamped to the last page
     const std::int64_t number = list[i < num_pages ? i : num_pages - 1];
     return kv.page(number);
   };

@@ -39,7 +39,7 @@ struct Heads {
   float* totals;         // [group][dims], the same times values
 };
 
-// Values of a run of tokens, and the values of a later run, which are prefetched.
+// The values of a run of tokens, and those of a later run to prefetch.
 template <typename Element>
 struct Run {
   const Element* values;
@@ -51,8 +51,8 @@ struct Run {
 template <int W>
 constexpr int kHeadsAtOnce = W == 16 ? 4 : 2;
 
-// Prefetches N elements into the second cache level. The first level can wait for fewer
-// lines at a time, which made this half as fast.
+// Prefetches N elements into L2. L1 supports fewer outstanding lines: prefetching into it
+// was half as fast.
 template <int N, typename Element>
 KVP_INLINE void fetch(const Element* from) {
   constexpr int kLine = 64 / sizeof(Element);
@@ -140,8 +140,8 @@ KVP_INLINE void store_floats(const typename Vec<W>::F* from, float* to) {
 }
 
 // out[h * stride + s] = queries[h] . keys[:, s] for H heads and S vectors of slots.
-// Meanwhile the same part of the plane at `ahead` is fetched for later. Two sums per
-// score, of even and odd dimensions: one would wait for itself.
+// Also prefetches the same part of the plane at `ahead`. Two sums per score, of even and
+// odd dimensions, because one sum would wait for its own previous addition.
 template <int W, int H, int S, typename Element>
 KVP_INLINE void score_columns(const float* queries, std::int64_t dims,
                               const Element* keys, const Element* ahead,
@@ -220,7 +220,7 @@ KVP_INLINE void score_page_of_columns(const Heads& heads, const Element* keys,
   }
 }
 
-// The same for keys that are rows, count of them.
+// The same for `count` keys that are rows.
 template <int W, typename Element>
 KVP_INLINE void score_rows(const Heads& heads, const Element* keys, std::int64_t count,
                            float* out, std::int64_t stride) {
@@ -230,9 +230,8 @@ KVP_INLINE void score_rows(const Heads& heads, const Element* keys, std::int64_t
   }
 }
 
-// Scores of one head become exp(score - peak) with the new peak. Returns what
-// earlier sums, which may be none, are to be multiplied by. Scores has room for whole
-// vectors.
+// Replaces the scores of one head by exp(score - peak) with the new peak. Returns the
+// factor for earlier sums. `scores` has room for whole vectors.
 template <int W>
 KVP_INLINE float soften(float* scores, std::int64_t n, float& peak, float& sum) {
   using F = typename Vec<W>::F;
@@ -306,7 +305,7 @@ KVP_INLINE void add_columns(const Run<Element>* runs, std::int64_t num_runs,
   }
 }
 
-// The same for the dimensions after the last whole vector, for one head.
+// The same for one head and the dimensions after the last whole vector.
 template <int W, typename Element>
 KVP_INLINE void add_rest(const Run<Element>* runs, std::int64_t num_runs,
                          std::int64_t column, std::int64_t dims, const float* weights,
@@ -352,7 +351,7 @@ KVP_INLINE void add_values(const Run<Element>* runs, std::int64_t num_runs,
   }
 }
 
-// Adds a tile of n tokens, whose scores are known, to what the heads attended to.
+// Adds a tile of n tokens with given scores to the sums of the heads.
 template <int W, typename Element>
 KVP_INLINE void add_tile(const std::vector<Run<Element>>& runs, float* scores,
                          std::int64_t n, std::int64_t stride, const Heads& heads) {

@@ -48,8 +48,8 @@ KVP_INLINE void score_four(const float* query, std::int64_t dims,
     d += W;
   }
   if (d < dims) {
-    // Padded with zeros to a whole vector: a loop over single elements could be
-    // compiled with or without fused multiply-adds from one place to the next.
+    // Padded with zeros to a whole vector: the compiler may use fused multiply-adds in one
+    // inlined copy of a scalar loop and not in another.
     const auto rest = static_cast<std::size_t>(dims - d);
     float query_rest[W] = {};
     std::memcpy(query_rest, query + d, rest * sizeof(float));
@@ -66,7 +66,7 @@ KVP_INLINE void score_four(const float* query, std::int64_t dims,
 }
 
 // out[i] = query . (base + offsets[i]), or with base + i * stride if offsets is
-// null. Rows of a list are fetched ahead: they lie anywhere.
+// null. Listed rows may be anywhere, so they are prefetched.
 template <int W, typename Element>
 KVP_INLINE void score_rows_body(const float* query, std::int64_t dims,
                                 const Element* base, const std::int64_t* offsets,
@@ -76,7 +76,7 @@ KVP_INLINE void score_rows_body(const float* query, std::int64_t dims,
   for (std::int64_t i = 0; i < n; i += kRowsAtOnce) {
     const Element* rows[kRowsAtOnce];
     for (std::int64_t j = 0; j < kRowsAtOnce; ++j) {
-      // The last group repeats its last row: every row takes the same path.
+      // The last group repeats its last row, so that every row takes the same path.
       const std::int64_t r = i + j < n ? i + j : n - 1;
       rows[j] = base + (offsets != nullptr ? offsets[r] : r * stride);
       if (offsets != nullptr && i + j + kAhead < n) {

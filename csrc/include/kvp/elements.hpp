@@ -8,8 +8,8 @@
 namespace kvp {
 
 constexpr std::int64_t kMaxHeadDim = 512;
-// Multiply-adds below which one thread does all the work: about a millisecond. On
-// idle cores a lower limit would pay. On busy cores a parallel region may wait tens of
+// Multiply-adds below which one thread does all the work: about a millisecond. On idle
+// cores a lower limit would be faster. On busy cores a parallel region may wait tens of
 // milliseconds for a thread that is not scheduled.
 constexpr std::int64_t kParallelWork = 1 << 24;
 // Bytes below which one thread does a whole copy: a parallel region would cost more
@@ -39,8 +39,8 @@ inline float to_float(BFloat16 value) {
 inline float to_float(Float16 value) {
   const std::uint32_t sign = (value.bits & 0x8000u) << 16;
   const std::uint32_t rest = (value.bits & 0x7fffu) << 13;
-  // Exponents are biased by 15 there and by 127 here; the product also
-  // normalises values that are subnormal there.
+  // The exponent bias is 15 in float16 and 127 in float32. The product also normalizes
+  // values that are subnormal in float16.
   const float magnitude = from_bits(rest) * 0x1p112f;
   std::uint32_t bits;
   std::memcpy(&bits, &magnitude, sizeof bits);

@@ -14,9 +14,9 @@ inline std::uint32_t bits_of(float value) {
   return bits;
 }
 
-// exp(x) for -60 <= x <= 0, to 5e-6 (relative, most where x is least); below that
-// exp(-60), so that no vote is zero. NaN stays NaN.
-// Written for the compiler to vectorize: no branch, no call.
+// exp(x) for -60 <= x <= 0, with a relative error of at most 5e-6 (largest at -60). Below
+// -60 it returns exp(-60), so that no vote is zero. NaN stays NaN.
+// Without branches and calls, so that the compiler vectorizes it.
 inline float exp_of_logit(float x) {
   constexpr float kLog2E = 1.44269504f, kMagic = 12582912.0f;  // 1.5 * 2^23
   const float t = (x < -60.0f ? -60.0f : x) * kLog2E;

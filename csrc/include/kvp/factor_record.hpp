@@ -1,11 +1,11 @@
-// The record of a low-rank matrix: where its parts lie.
+// The record of a low-rank matrix.
 //
 // One matrix is the keys (or values) of one span of one KV head: [tokens, head_dim].
 // Its record is one run of elements, so that a span travels with one copy:
 //
 //   float32    [ rank singular values | U: tokens * rank | V^T: rank * head_dim ]
-//   bfloat16   the same; a singular value stays float32 and takes two elements, and
-//              an odd number of elements is filled up by one
+//   bfloat16   the same, but a singular value is a float32 in two elements, and one
+//              element pads an odd number of elements
 //
 // That is rank * (tokens + head_dim + 1) elements: equation 18. bfloat16 records have
 // up to rank + 1 elements more.
@@ -17,7 +17,7 @@ namespace kvp::svd {
 
 using Index = std::int64_t;
 
-// Where the parts of a record lie.
+// The shape of a record, and the offsets of its parts.
 template <typename Factor>
 struct Record {
   Index tokens, head_dim, rank;
@@ -31,8 +31,8 @@ struct Record {
     return (all + kPerFloat - 1) / kPerFloat * kPerFloat;
   }
 
-  // Zeroes the element that fills a record up, so that equal records are equal bytes.
-  void close(Factor* record) const {
+  // Zeroes the padding element, so that equal records have equal bytes.
+  void clear_padding(Factor* record) const {
     if (elements() > right() + rank * head_dim) record[elements() - 1] = Factor{};
   }
 };

@@ -25,7 +25,7 @@ struct HostTokens {
   std::int64_t page_tokens;
   std::int64_t head_dim;
 
-  // Row of a token's key among all rows; that of its value is page_tokens later.
+  // Row of a token's key among all rows. The row of its value is page_tokens later.
   std::int64_t row(std::int64_t token) const {
     return table[token / page_tokens] * 2 * page_tokens + token % page_tokens;
   }
@@ -35,7 +35,7 @@ struct HostTokens {
   }
 };
 
-// The hot slots of one (request, KV head): where they lie, and their tokens.
+// The hot slots of one (request, KV head): their places and their tokens.
 struct HotSlots {
   std::int64_t* token;       // [n], numbers of host tokens, distinct
   const std::int64_t* page;  // [n], pages of the heap
@@ -45,8 +45,8 @@ struct HotSlots {
 
 // Assigns hot slots to wanted tokens, as many as fit; negative entries are ignored.
 // Updates hot.token and calls swap(place, token) for every token to copy. Returns the
-// number of these calls, or -1 - i if entry i of wanted, or entry i - num_wanted of
-// hot.token, is not a token of the host; nothing is written then.
+// number of these calls. If entry i of wanted, or entry i - num_wanted of hot.token, is
+// not a token of the host, returns -1 - i and writes nothing.
 //
 //   capacity: tokens of the host
 //   mark: one entry per host token, all zero; zero again afterwards
@@ -73,7 +73,7 @@ std::int64_t swap_hot_slots(std::int64_t capacity, const std::int64_t* wanted,
   for (std::int64_t i = 0; i < num_wanted; ++i) {
     const std::int64_t token = wanted[i];
     if (token < 0 || (at(token) & kHot)) continue;
-    while (at(hot.token[place]) & kWanted) ++place;  // there is one: n >= num_wanted
+    while (at(hot.token[place]) & kWanted) ++place;  // exists, because n >= num_wanted
     at(hot.token[place]) = 0;
     at(token) |= kHot;
     hot.token[place] = token;

@@ -5,9 +5,9 @@
 //   query(keys, by_page, q, options, scratch, top)   keys looked at
 //   num_keys(), num_pages(), place(slot), integrity(keys, by_page)
 //
-// Slots are numbers of keys in the order of arrival, from 0. A place is
-// page * page_size + slot in page: where the index wants the key to lie. Keys are
-// read through a KeyView, indexed by slot or, with by_page, by place.
+// Slots number the keys in the order of arrival, from 0. A place is page * page_size +
+// slot in page: where the index assigns the key. Keys are read through a KeyView, indexed
+// by slot or, with by_page, by place.
 #pragma once
 
 #include <cstdint>
@@ -32,9 +32,9 @@ struct Settings {
 };
 
 struct QueryOptions {
-  std::int64_t max_visits = 0;  // keys to look at per query; 0: all, exact,
-                                // whatever the share below
-  double visit_ratio = 1.0;     // share of a node's keys to look at, by bound
+  std::int64_t max_visits = 0;  // keys to visit per query; 0: all keys,
+  // whatever visit_ratio is
+  double visit_ratio = 1.0;  // share of a node's keys to visit, by bound
 };
 
 // Buffers of one thread; they only grow.

@@ -1,6 +1,6 @@
 // One index per request and layer: a tree (or exact scan) for each KV head, in one
-// arena. Calls run over (request, head) in parallel, and give the same results
-// with any number of threads.
+// arena. Calls run in parallel over (request, head). Results do not depend on the number
+// of threads.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace kvp::index {
 
 // A key that cannot be indexed.
 struct BadKey {
-  std::int64_t head = -1;  // -1: there is none
+  std::int64_t head = -1;  // -1: all keys can be indexed
   std::int64_t slot = 0;
 };
 
@@ -39,8 +39,8 @@ class Forest {
     return trees_[static_cast<std::size_t>(head)];
   }
 
-  // Adds n keys to every head. Nothing changes if one cannot be indexed; the first
-  // such key (by head, then slot) is returned.
+  // Adds n keys to every head. If a key cannot be indexed, changes nothing and returns the
+  // first of these keys (by head, then slot).
   BadKey append(const std::vector<KeyView>& heads, std::int64_t n) {
     std::vector<std::int64_t> bad(heads.size(), -1);
     for_all(num_heads(), [&](std::int64_t head) {
@@ -59,7 +59,7 @@ class Forest {
     return {};
   }
 
-  // "head 2: ..." for the first head in which something does not hold, or empty.
+  // "head 2: ..." for the first head with a fault, or empty.
   std::string integrity(const std::vector<KeyView>& heads, bool by_page) const {
     std::vector<std::string> faults(heads.size());
     for_all(num_heads(), [&](std::int64_t head) {
@@ -81,9 +81,9 @@ class Forest {
   std::deque<Tree> trees_;  // trees hold pointers to the arena and do not move
 };
 
-// Pages that hold the queries' best keys, as algorithm 3: best[g] are query g's,
-// best first. The queries of a KV head share their pages (section 4.2); pages come
-// in the order of rank, and of queries within a rank, at most max_pages.
+// The pages that hold the best keys of the queries (algorithm 3). best[g] are those of
+// query g, best first. The queries of a KV head share their pages (section 4.2). Pages are
+// listed by the rank of their keys, then by query; at most max_pages.
 template <typename Tree>
 std::int64_t pages_of(const Tree& tree, std::int64_t page_size,
                       const std::vector<std::vector<Scored>>& best,

@@ -1,10 +1,9 @@
-// Chunks of keys: which keys point away from theirs (ProtoKV, equation 10), and
-// sums of the others (equation 11).
+// The keys that point away from their chunk (ProtoKV, equation 10), and sums of the other
+// keys of each chunk (equation 11).
 //
-// Semantics are those of prototypes.irregularity, find_irregular and
-// regular_prototypes. Plain pointers, no
-// allocation, all arguments trusted. Results do not depend on the number of
-// threads: every chunk is worked on alone.
+// scoring/prototypes.py (irregularity, find_irregular, regular_prototypes) defines the
+// results. Plain pointers, no allocation; arguments are trusted. Results do not depend on
+// the number of threads: every chunk is processed independently.
 #pragma once
 
 #include <algorithm>
@@ -28,14 +27,14 @@ struct Chunks {
   std::int64_t head_dim;  // at most kMaxHeadDim
 };
 
-// wide[d] = key[d], zeros up to a whole number of vectors.
+// wide[d] = key[d], padded with zeros to whole vectors.
 template <int kLanes, typename Element>
 KVP_INLINE void widen(const Element* key, std::int64_t size, float* wide) {
   for (std::int64_t d = 0; d < size; ++d) wide[d] = to_float(key[d]);
   for (std::int64_t d = size; d % kLanes != 0; ++d) wide[d] = 0.0f;
 }
 
-// Sum of the lanes of a vector in memory; pairs first, for speed and precision.
+// Sum of the lanes of a vector in memory, by pairs: faster and more precise.
 template <int kLanes>
 KVP_INLINE float sum_lanes(const void* vector) {
   float parts[kLanes];
@@ -46,10 +45,10 @@ KVP_INLINE float sum_lanes(const void* vector) {
   return parts[0];
 }
 
-// delta[t] for the keys of chunk c, and the sum of its keys. A key or mean of zero
-// has cosine 0; where all keys are equal the result is 0. Must be inlined into a
-// function that is compiled for vectors of kLanes floats. head_dim is that of
-// `all`; the loops over it unroll where the caller passes a constant.
+// Writes delta[t] of the keys of chunk c, and the sum of its keys. A key or mean of zeros
+// has cosine 0. If all keys are equal, delta is 0. Must be inlined into a function that is
+// compiled for vectors of kLanes floats. head_dim is that of `all`; the loops over it
+// unroll if the caller passes a constant.
 template <int kLanes, typename Element>
 KVP_INLINE void chunk_deltas(const Chunks<Element>& all, const std::int64_t head_dim,
                              std::int64_t c, float* delta, float* sum) {
@@ -89,8 +88,8 @@ KVP_INLINE void chunk_deltas(const Chunks<Element>& all, const std::int64_t head
     }
     const float norm = std::sqrt(sum_lanes<kLanes>(&squares));
     const float per_norm = 1.0f / norm;
-    // 1 - cos as half the squared distance of unit vectors: keeps its digits
-    // when they are nearly parallel.
+    // 1 - cos as half the squared distance of unit vectors, which keeps its digits if
+    // they are nearly parallel.
     for (std::int64_t v = 0; v < vectors; ++v) {
       std::memcpy(&key, wide + v * kLanes, sizeof key);
       const Floats off = key * per_norm - direction[v];
@@ -105,7 +104,7 @@ KVP_INLINE void chunk_deltas(const Chunks<Element>& all, const std::int64_t head
   }
 }
 
-// The usual sizes of heads get loops of their own.
+// The common head sizes get loops of their own.
 template <int kLanes, typename Element>
 KVP_INLINE void chunk_deltas(const Chunks<Element>& all, std::int64_t c, float* delta,
                              float* sum) {
@@ -138,9 +137,9 @@ KVP_TARGET_AVX512 void chunk_deltas_avx512(const Chunks<Element>& all, std::int6
 }
 #endif
 
-// delta[c * length + t] and sums[c * head_dim + d] of all keys, for all chunks of a
-// head. Inside a parallel region its threads share the chunks, and do not wait for
-// each other at the end; outside the caller does all.
+// Writes delta[c * length + t] and sums[c * head_dim + d] for all chunks of a head. Inside
+// a parallel region its threads share the chunks and do not wait for each other at the
+// end. Outside one, the caller's thread processes all chunks.
 template <typename Element>
 void irregularity(Simd simd, const Chunks<Element>& all, float* delta, float* sums) {
   auto* deltas = chunk_deltas_baseline<Element>;
@@ -154,8 +153,8 @@ void irregularity(Simd simd, const Chunks<Element>& all, float* delta, float* su
   }
 }
 
-// Marks the `count` largest of n deltas and lists them in ascending order; ties to
-// the lower. No delta may be NaN. order is scratch of n entries.
+// Marks the `count` largest of n deltas and lists their slots in ascending order. Ties go
+// to the lower slot. No delta may be NaN. `order` is scratch of n entries.
 inline void find_irregular(const float* delta, std::int64_t n, std::int64_t count,
                            std::int64_t* order, bool* irregular, std::int64_t* slots) {
   std::iota(order, order + n, std::int64_t{0});
@@ -169,8 +168,8 @@ inline void find_irregular(const float* delta, std::int64_t n, std::int64_t coun
   std::sort(slots, slots + count);
 }
 
-// Takes the irregular keys out of the sums that irregularity() wrote: chunks that
-// have any are summed again.
+// Removes the irregular keys from the sums that irregularity() wrote, by summing their
+// chunks again.
 template <typename Element>
 void sum_regular(const Chunks<Element>& all, const bool* irregular, float* sums) {
   const std::int64_t size = all.head_dim;

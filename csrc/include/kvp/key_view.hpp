@@ -1,4 +1,4 @@
-// Where the keys of one KV head lie, and how they are read.
+// Where the keys of one KV head are, and how to read them.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct KeyView {
   const std::int64_t* table = nullptr;
   std::int64_t num_places = 0;  // readable places, for checks
 
-  // Places and sizes of pages fit 32 bits, whose division is several times faster.
+  // Places and page sizes fit into 32 bits, for which division is several times faster.
   std::int64_t offset(std::int64_t place) const {
     const std::int64_t page =
         static_cast<std::uint32_t>(place) / static_cast<std::uint32_t>(slots_per_page);
@@ -57,9 +57,9 @@ inline void read_key(const KeyView& view, std::int64_t offset, float* row) {
   });
 }
 
-// out[i] = query . key at offsets[i]. Scratch is [n, head_dim] floats and is used
-// only where keys are not rows in memory: those are copied first, which keeps one
-// order of additions for every layout.
+// out[i] = query . key at offsets[i]. `scratch` is [n, head_dim] floats. Keys that are not
+// rows in memory are first copied there, so that every layout has the same order of
+// additions.
 inline void score_keys(const Kernels& kernels, const KeyView& view, const float* query,
                        const std::int64_t* offsets, std::int64_t n, float* scratch,
                        float* out) {
@@ -75,7 +75,7 @@ inline void score_keys(const Kernels& kernels, const KeyView& view, const float*
   kernels.score(query, view.head_dim, scratch, nullptr, view.head_dim, n, out);
 }
 
-// Larger squared norms could overflow float32 where two of them are added.
+// The sum of two larger squared norms could overflow float32.
 constexpr double kMaxNorm2 = 1e36;
 
 // Squared norm of a row, summed in double precision.
@@ -87,7 +87,7 @@ inline float squared_norm(const float* row, std::int64_t dims) {
   return static_cast<float>(sum);
 }
 
-inline bool usable_norm(float norm2) {  // false for NaN as well
+inline bool usable_norm(float norm2) {  // also false for NaN
   return norm2 <= static_cast<float>(kMaxNorm2);
 }
 
@@ -96,7 +96,7 @@ inline void read_keys(const KeyView& view, std::int64_t first, std::int64_t n,
                       std::int64_t row_stride, float* rows) {
   std::int64_t done = 0;
   while (done < n) {
-    // A run of places in one page has one offset and a constant step.
+    // Places in one page have a constant step.
     const std::int64_t slot = (first + done) % view.slots_per_page;
     const std::int64_t left = n - done, room = view.slots_per_page - slot;
     const std::int64_t run = left < room ? left : room;
@@ -122,8 +122,8 @@ inline void read_keys(const KeyView& view, std::int64_t first, std::int64_t n,
   }
 }
 
-// Whether keys at places [0, n) can be indexed: finite, and not absurdly large. If
-// not, bad is the first that cannot; peak becomes their largest squared norm.
+// Whether the keys at places [0, n) can be indexed: finite and not too large. If not, *bad
+// is the first that cannot. *peak becomes their largest squared norm.
 inline bool measure_keys(const KeyView& view, std::int64_t n, float* peak,
                          std::int64_t* bad) {
   constexpr std::int64_t kBlock = 64;
@@ -143,8 +143,8 @@ inline bool measure_keys(const KeyView& view, std::int64_t n, float* peak,
   return true;
 }
 
-// out[i] = query . key at place first + i, for a run of places; the exact scan's
-// reading. Scratch is [n, head_dim] floats, used as in score_keys.
+// out[i] = query . key at place first + i, for the exact scan. `scratch` is used as in
+// score_keys.
 inline void score_run(const Kernels& kernels, const KeyView& view, const float* query,
                       std::int64_t first, std::int64_t n, float* scratch, float* out) {
   if (view.dim_stride != 1) {

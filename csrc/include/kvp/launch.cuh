@@ -20,8 +20,8 @@
 namespace kvp::cuda {
 
 constexpr int kThreads = 256;
-// Enough blocks to fill the largest GPUs several times over; the grid-stride
-// loops do the rest.
+// Enough blocks to fill the largest GPUs several times; grid-stride loops process the
+// rest.
 constexpr std::int64_t kMaxBlocks = KVP_MAX_BLOCKS;
 
 // Bytes that one thread copies at a time; 16 where sizes and addresses allow.
@@ -34,17 +34,17 @@ __device__ inline void require_below(std::int64_t value, std::int64_t limit) {
   }
 }
 
-// Blocks for that many independent pieces of work, one each.
+// Number of blocks for this many independent pieces of work, one per block.
 inline int at_most_blocks(std::int64_t pieces) {
   return static_cast<int>(pieces < kMaxBlocks ? pieces : kMaxBlocks);
 }
 
-// The same for one thread per piece.
+// The same for one piece per thread.
 inline int blocks_for(std::int64_t work) {
   return at_most_blocks((work + kThreads - 1) / kThreads);
 }
 
-// Queues kernel(args...). A failed launch shows as CUDA's last error.
+// Queues kernel(args...). If the launch fails, CUDA's last error is set.
 template <typename... Params, typename... Args>
 void launch(void (*kernel)(Params...), int blocks, int threads, cudaStream_t stream,
             const Args&... args) {

@@ -14,28 +14,28 @@
 
 namespace kvp::svd {
 
-// Whether a component with this gate stays.
-inline bool stays(float gate, float least) { return gate >= least; }
+// Whether a component with this gate is kept.
+inline bool is_kept(float gate, float least) { return gate >= least; }
 
-// Writes the record of the components that stay, in their order, each singular value
-// times its gate (SeKV, equation 8). `out` has room for their record.
+// Writes a record of the kept components in their order, each singular value multiplied by
+// its gate (SeKV, equation 8). `out` has room for this record.
 template <typename Factor>
 void keep_components(const Record<Factor>& shape, const Factor* record,
                      const float* gates, float least, Factor* out) {
-  Record<Factor> made{shape.tokens, shape.head_dim, 0};
-  for (Index k = 0; k < shape.rank; ++k) made.rank += stays(gates[k], least);
-  made.close(out);
+  Record<Factor> kept{shape.tokens, shape.head_dim, 0};
+  for (Index k = 0; k < shape.rank; ++k) kept.rank += is_kept(gates[k], least);
+  kept.clear_padding(out);
   Index to = 0;
   for (Index k = 0; k < shape.rank; ++k) {
-    if (!stays(gates[k], least)) continue;
+    if (!is_kept(gates[k], least)) continue;
     float sigma;
     std::memcpy(&sigma, record + k * Record<Factor>::kPerFloat, sizeof sigma);
     sigma *= gates[k];
     std::memcpy(out + to * Record<Factor>::kPerFloat, &sigma, sizeof sigma);
     for (Index t = 0; t < shape.tokens; ++t) {
-      out[made.left() + t * made.rank + to] = record[shape.left() + t * shape.rank + k];
+      out[kept.left() + t * kept.rank + to] = record[shape.left() + t * shape.rank + k];
     }
-    std::memcpy(out + made.right() + to * shape.head_dim,
+    std::memcpy(out + kept.right() + to * shape.head_dim,
                 record + shape.right() + k * shape.head_dim,
                 static_cast<std::size_t>(shape.head_dim) * sizeof(Factor));
     ++to;
@@ -56,7 +56,7 @@ struct Workspace {
     }
     return buffer.data();
   }
-  // From the beginning of a cache line on: vectors in two lines cost twice.
+  // Aligned to a cache line: a vector in two lines takes twice as long.
   float* lines(Index size) {
     void* at = at_least(floats, size + kLine<float>);
     std::size_t room = floats.size() * sizeof(float);
@@ -65,14 +65,14 @@ struct Workspace {
 };
 
 // A record as float32: U and diag(sigma) V^T. A cache line of unspecified values
-// follows each of them, for vectors that reach beyond the last column.
+// follows each of them, because vectors may reach past the last column.
 template <typename Factor>
-struct Opened {
+struct WideFactors {
   const float* left;   // [tokens, rank]
   const float* right;  // [rank, head_dim]
 
-  Opened(const Kernels& kernels, const Record<Factor>& shape, const Factor* record,
-         Workspace& work) {
+  WideFactors(const Kernels& kernels, const Record<Factor>& shape, const Factor* record,
+              Workspace& work) {
     const Index rank = shape.rank, tokens = shape.tokens;
     const Index left_size = padded<float>(tokens * rank) + kLine<float>;
     const Index right_size = rank * shape.head_dim + kLine<float>;
@@ -100,9 +100,9 @@ void make_rows(const Kernels& kernels, const Record<Factor>& shape,
   for (Index d = 0; d < shape.head_dim; d += kernels.lanes()) {
     work.strips.push_back({d, d, std::min(kernels.lanes(), shape.head_dim - d)});
   }
-  const Opened<Factor> open(kernels, shape, record, work);
+  const WideFactors<Factor> wide(kernels, shape, record, work);
   kernels.multiply(StripProduct<Element>{
-      open.left, shape.rank, 1, open.right, shape.head_dim, shape.tokens, shape.rank,
+      wide.left, shape.rank, 1, wide.right, shape.head_dim, shape.tokens, shape.rank,
       places, work.strips.data(), static_cast<Index>(work.strips.size()), to});
 }
 

@@ -23,7 +23,7 @@ struct Kernels {
   void (*strips_half)(const StripProduct<BFloat16>&);
   void (*widen_half)(const BFloat16*, Index, Index, const float*, float*);
 
-  // Most columns of a strip.
+  // Columns of the widest strip.
   Index lanes() const { return lanes_of(simd); }
 
   void multiply(const Product<double>& x) const { multiply_double(x); }

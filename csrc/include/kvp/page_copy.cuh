@@ -1,7 +1,7 @@
 // The copies of page_copy.hpp on CUDA: one launch per call, on plain pointers, a
-// stream and sizes. Planes come from device_plane(): offset tables lie on the device.
+// stream and sizes. Planes come from device_plane(): offset tables are on the device.
 //
-// The host checks nothing, because the indices lie on the device and reading them
+// The host checks nothing, because the indices are on the device and reading them
 // would wait for the stream. An index out of range traps instead: the launch fails
 // with an error and no memory is corrupted. Duplicate destinations go undetected.
 #pragma once
@@ -19,7 +19,7 @@ inline bool at_chunk(const void* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer) % sizeof(Chunk) == 0;
 }
 
-// Whether so many elements of one size are whole chunks, each number of them.
+// Whether every given number of elements is a multiple of the chunk size.
 template <typename Element, typename... Counts>
 bool in_chunks(Counts... counts) {
   constexpr auto kPerChunk = static_cast<std::int64_t>(sizeof(Chunk) / sizeof(Element));
@@ -32,7 +32,7 @@ std::int64_t chunks_of(std::int64_t elements) {
   return elements / static_cast<std::int64_t>(sizeof(Chunk) / sizeof(Element));
 }
 
-// Whether keys and values are rows, equally far apart, that can be copied in chunks.
+// Whether keys and values are rows at equal distances that can be copied in chunks.
 template <typename Element>
 bool rows_in_chunks(const PagedKV<Element>& kv) {
   const Plane &keys = kv.layout.keys, &values = kv.layout.values;
@@ -68,8 +68,8 @@ __device__ inline Unit* page_of(const PagedKV<Unit>& kv, const TokenSlots& token
   return kv.page(tokens.pages[token]);
 }
 
-// The row of a token's key in pages of rows; its value is values.base - keys.base
-// further on.
+// The key of a token in pages of rows. Its value is values.base - keys.base elements
+// later.
 template <typename Unit>
 __device__ inline Unit* row_of(const PagedKV<Unit>& kv, const TokenSlots& tokens,
                                std::int64_t token) {
@@ -109,7 +109,7 @@ __global__ void copy_elements(PagedKV<Element> kv, TokenSlots tokens, Element* k
   });
 }
 
-// The same where keys and values are rows; a thread per 16 bytes of a row. All sizes
+// The same for keys and values that are rows; a thread per 16 bytes of a row. All sizes
 // are in chunks (to_chunks).
 template <Direction kDirection>
 __global__ void copy_chunks(PagedKV<Chunk> kv, TokenSlots tokens, Chunk* keys,
@@ -130,8 +130,8 @@ __global__ void copy_chunks(PagedKV<Chunk> kv, TokenSlots tokens, Chunk* keys,
   });
 }
 
-// The key and value rows of a fetched token. They lie in host memory that is pinned,
-// mapped at the same address, and unchanged until the kernel is over.
+// The key and value rows of a fetched token. They are in host memory that is pinned,
+// mapped at the same address, and unchanged until the kernel has finished.
 template <typename Unit>
 struct FetchedRow {
   const Unit* key;
@@ -156,14 +156,14 @@ __global__ void fetch_elements(PagedKV<Element> kv, TokenSlots tokens,
     const FetchedRow<Element> row = fetched_row(from, token, dims);
     Element* page = page_of(kv, tokens, token);
     const std::int64_t entry = tokens.slots[token] * dims + dim;
-    // Both loads are under way before either is waited for.
+    // Issue both loads before waiting for either.
     const Element key = row.key[dim], value = row.value[dim];
     page[kv.layout.keys.offsets[entry]] = key;
     page[kv.layout.values.offsets[entry]] = value;
   });
 }
 
-// The same where slots are rows; a thread per 16 bytes. All sizes are in chunks.
+// The same for slots that are rows; a thread per 16 bytes. All sizes are in chunks.
 static __global__ void fetch_chunks(PagedKV<Chunk> kv, TokenSlots tokens,
                                     TokenRows<Chunk> from) {
   const std::int64_t units = kv.head_dim();
@@ -200,7 +200,7 @@ static __global__ void move_chunks(PagedKV<Chunk> kv, TokenSlots from, TokenSlot
   });
 }
 
-// Page `entry` of all that a table lists, checked.
+// Entry `entry` of a page table, checked.
 template <typename Unit>
 __device__ inline const Unit* listed_page(const PagedKV<const Unit>& kv,
                                           const PageTable<std::int64_t>& table,

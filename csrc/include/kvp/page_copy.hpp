@@ -120,7 +120,7 @@ void scatter_tokens(const PagedKV<Element>& kv, const TokenSlots& tokens,
       [=](std::int64_t i) { return values + i * dim; });
 }
 
-// Like scatter_tokens, for rows that lie anywhere in a matrix.
+// Like scatter_tokens, for rows anywhere in a matrix.
 template <typename Element>
 void fetch_tokens(const PagedKV<Element>& kv, const TokenSlots& tokens,
                   const TokenRows<Element>& from) {

@@ -18,28 +18,29 @@
 
 namespace kvp::cuda {
 
-// A tile of scores: kTileRows rows times kTileKeys keys, kTileDims dimensions at a
-// time. A warp has kRowsPerWarp rows; a lane two keys of each.
+// A tile of scores: kTileRows rows x kTileKeys keys, kTileDims dimensions at a time. A
+// warp has kRowsPerWarp rows; a lane two keys of each.
 constexpr int kWarps = kThreads / 32;
 constexpr int kRowsPerWarp = 4;
 constexpr int kTileRows = kWarps * kRowsPerWarp;
 constexpr int kTileKeys = 64;
 constexpr int kTileDims = 32;
-// A row longer, so that lanes that read different keys read different banks.
+// One element longer than a row, so that lanes that read different keys read different
+// banks.
 constexpr int kTileStride = kTileDims + 1;
 constexpr std::int64_t kPartKeys = 1024;
 
-// Arguments of one call, see page_votes.hpp. The key of slot i of a head, i < slots,
-// lies in its pages, and the i - slots-th of those that queries bring in own_keys.
+// Arguments of one call, see page_votes.hpp. Key i of a head is in its pages if i < slots,
+// and otherwise key i - slots of own_keys.
 template <typename Element>
 struct VoteCall {
   std::int64_t kv_heads, group, num_queries, slots;
   float scale;
-  bool most;
+  bool largest;
   const Element* queries;
   const std::int64_t* query_positions;
   const Element* own_keys;
-  PagedKV<const Element> kv;      // of its planes only the keys' is read
+  PagedKV<const Element> kv;      // only the plane of keys is read
   PageTable<std::int64_t> table;  // one row per KV head
   const std::int64_t* positions;
   float* out;
@@ -53,7 +54,7 @@ struct VoteCall {
   }
 };
 
-// Floats of scratch: peak and sum of every part of every row, then their results.
+// Floats of scratch: peak and sum of every part of every row, then the log-sum-exps.
 template <typename Element>
 std::int64_t vote_scratch(const VoteCall<Element>& call) {
   return call.kv_heads * call.rows_per_head() * (2 * call.parts() + 1);
@@ -61,8 +62,8 @@ std::int64_t vote_scratch(const VoteCall<Element>& call) {
 
 constexpr float kNoScore = -INFINITY;
 
-// Where dimension d of a key lies. The page must exist where the key's position is
-// not negative; elsewhere nothing is read.
+// Dimension d of a key. If the position of the key is negative, the result is 0 and the
+// page is not read and need not exist.
 template <typename Element>
 __device__ inline float key_element(const VoteCall<Element>& call, std::int64_t head,
                                     std::int64_t key, std::int64_t d) {
@@ -141,7 +142,7 @@ __device__ inline void score_tile(const VoteCall<Element>& call, std::int64_t he
         seen = at >= 0 && at <= call.query_positions[row % call.num_queries];
       }
       const float score = scores[r][k] * call.scale;
-      // NaN weighs nothing, as on a CPU; it would end a row's maximum, too
+      // NaN weighs nothing, as on a CPU; it would also break the maximum of the row
       scores[r][k] = seen && score > kNoScore ? score : kNoScore;
     }
   }
@@ -150,12 +151,12 @@ __device__ inline void score_tile(const VoteCall<Element>& call, std::int64_t he
 // Adds (peak, sum) of another part of a row; the order does not matter.
 __device__ inline void merge_part(float& peak, float& sum, float other_peak,
                                   float other_sum) {
-  const float most = peak > other_peak ? peak : other_peak;
-  if (most == kNoScore) return;
-  const float own = peak > kNoScore ? expf(peak - most) * sum : 0.0f;
+  const float largest = peak > other_peak ? peak : other_peak;
+  if (largest == kNoScore) return;
+  const float own = peak > kNoScore ? expf(peak - largest) * sum : 0.0f;
   const float other =
-      other_peak > kNoScore ? expf(other_peak - most) * other_sum : 0.0f;
-  peak = most;
+      other_peak > kNoScore ? expf(other_peak - largest) * other_sum : 0.0f;
+  peak = largest;
   sum = own + other;
 }
 
@@ -237,7 +238,9 @@ __global__ void add_votes(VoteCall<Element> call, const float* lse) {
         for (int k = 0; k < 2; ++k) {
           if (scores[r][k] == kNoScore) continue;
           const float weight = expf(scores[r][k] - from);
-          mine[k] = !call.most ? mine[k] + weight : weight > mine[k] ? weight : mine[k];
+          mine[k] = !call.largest      ? mine[k] + weight
+                    : weight > mine[k] ? weight
+                                       : mine[k];
         }
       }
     }
@@ -248,11 +251,11 @@ __global__ void add_votes(VoteCall<Element> call, const float* lse) {
       float vote = 0.0f;
       for (int w = 0; w < kWarps; ++w) {
         const float part = votes[w * kTileKeys + static_cast<int>(threadIdx.x)];
-        vote = !call.most ? vote + part : part > vote ? part : vote;
+        vote = !call.largest ? vote + part : part > vote ? part : vote;
       }
       call.out[query_head * call.slots + slot] = vote;
     }
-    // The next tile's votes come after barriers of its scores.
+    // The votes of the next tile are written after the barriers of its scores.
   }
 }
 
@@ -262,7 +265,7 @@ void vote(const VoteCall<Element>& call, float* scratch, cudaStream_t stream) {
   const std::int64_t rows = call.kv_heads * call.rows_per_head();
   const std::int64_t votes = call.kv_heads * call.group * call.slots;
   if (votes == 0) return;
-  if (rows == 0) {  // there are no queries
+  if (rows == 0) {  // no queries
     (void)cudaMemsetAsync(call.out, 0, votes * sizeof(float), stream);
     return;
   }

@@ -8,7 +8,7 @@
 //
 // The mask is causal by position: a query sees slots whose position is at most its own.
 // Position -1 marks a slot without a token, which no query sees. Queries may have keys
-// of their own at their positions (a probe's tokens, which lie in no page): these take
+// of their own at their positions (a probe's tokens, which are in no page): these take
 // part in the softmax and get no votes.
 //
 // Every query head is processed independently and in one order: results are the same
@@ -45,7 +45,7 @@ template <typename Element>
 struct Call {
   std::int64_t kv_heads, group, num_queries, slots;
   float scale;
-  bool most;  // the largest weight of a slot instead of the sum
+  bool largest;  // the largest weight of a slot instead of the sum
 
   const Element* queries;  // [kv_heads * group, num_queries, head_dim]
   const std::int64_t* query_positions;  // [num_queries]
@@ -129,8 +129,8 @@ KVP_INLINE void add_to_softmax(const Rows& rows, const Tile& tile, float* scores
     for (std::int64_t j = 0; j < kQueriesAtOnce && j < left; ++j) {
       float* here = scores + j * tile.stride;
       const float before = rows.peaks[first + j];
-      const float most = hide(tile, rows.positions[first + j], here);
-      const float peak = most > before ? most : before;
+      const float largest = hide(tile, rows.positions[first + j], here);
+      const float peak = largest > before ? largest : before;
       if (peak == kHidden) continue;
       float parts[kTwoVectors] = {};
       for (std::int64_t i = 0; i < tile.count; i += kTwoVectors) {
@@ -150,8 +150,8 @@ KVP_INLINE void add_to_softmax(const Rows& rows, const Tile& tile, float* scores
 // votes[slot] += the weight of every query, or becomes the largest. `peaks` are
 // log-sum-exps here.
 template <int W>
-KVP_INLINE void add_votes(const Rows& rows, const Tile& tile, bool most, float* scores,
-                          float* votes) {
+KVP_INLINE void add_votes(const Rows& rows, const Tile& tile, bool largest,
+                          float* scores, float* votes) {
   for (std::int64_t first = 0; first < rows.count; first += kQueriesAtOnce) {
     score_tile<W>(rows.queries + first * rows.head_dim, rows.head_dim, tile, scores);
     const std::int64_t left = rows.count - first;
@@ -161,7 +161,8 @@ KVP_INLINE void add_votes(const Rows& rows, const Tile& tile, bool most, float* 
       if (hide(tile, rows.positions[first + j], here) == kHidden) continue;
       for (std::int64_t i = 0; i < tile.count; ++i) {
         const float weight = weight_of(here[i], from);
-        votes[i] = most ? (weight > votes[i] ? weight : votes[i]) : votes[i] + weight;
+        votes[i] =
+            largest ? (weight > votes[i] ? weight : votes[i]) : votes[i] + weight;
       }
     }
   }
@@ -200,10 +201,10 @@ struct Kernels {
   TARGET inline void softmax(const Rows& rows, const Tile& tile, float* scores) {  \
     add_to_softmax<kWidth>(rows, tile, scores);                                    \
   }                                                                                \
-  TARGET inline void votes(const Rows& rows, const Tile& tile, bool most,          \
+  TARGET inline void votes(const Rows& rows, const Tile& tile, bool largest,       \
                            float* scores, float* out) {                            \
-    most ? add_votes<kWidth>(rows, tile, true, scores, out)                        \
-         : add_votes<kWidth>(rows, tile, false, scores, out);                      \
+    largest ? add_votes<kWidth>(rows, tile, true, scores, out)                     \
+            : add_votes<kWidth>(rows, tile, false, scores, out);                   \
   }                                                                                \
   TARGET inline void widen_f32(const float* from, std::int64_t n, float* to) {     \
     widen_all(from, n, to);                                                        \
@@ -240,7 +241,7 @@ struct Scratch {
   std::vector<std::uint32_t> rows, turned;  // of elements up to 4 bytes
 };
 
-// Bits that transpose() and unpack_plane() know.
+// The integer type that transpose() and unpack_plane() take.
 template <typename Element>
 using Bits = std::conditional_t<sizeof(Element) == 4, std::uint32_t, std::uint16_t>;
 
@@ -253,7 +254,7 @@ class Tiles {
       : kernels_(kernels), call_(call), head_(kv_head) {
     const std::int64_t size = call.kv.block_size(), dims = call.head_dim();
     pages_ = size < kTileSlots ? kTileSlots / size : 1;
-    // Not a power of two, whose rows would share cache sets.
+    // Not a power of two: otherwise rows would share cache sets.
     stride_ = index::round_up(pages_ * size, kTwoVectors) + 16;
     columns_ = index::at_least(scratch.columns, dims * stride_);
     rows_ = bits(index::at_least(scratch.rows, pages_ * size * dims));
@@ -346,7 +347,7 @@ void vote_head(const Kernels& kernels, const Call<Element>& call, std::int64_t h
   float* votes = call.out + head * call.slots;
   std::fill_n(votes, call.slots, 0.0f);
   for (std::int64_t at = 0; at < call.slots; at += tiles.slots()) {
-    kernels.votes(rows, tiles.cached(at), call.most, scores, votes + at);
+    kernels.votes(rows, tiles.cached(at), call.largest, scores, votes + at);
   }
 }
 

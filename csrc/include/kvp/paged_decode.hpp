@@ -11,8 +11,8 @@
 //                  \______________ one softmax ______________/
 //
 // A sequence is cut into parts whose sizes depend only on the sequence. Parts are
-// merged in order by log-sum-exp (FlashDecoding). Results are the same bits for any number of
-// threads and whatever other sequences are in the call.
+// merged in order by log-sum-exp (FlashDecoding). Results are the same bits for any number
+// of threads and whatever other sequences are in the call.
 //
 // All arguments are trusted (paged_decode_check.hpp checks them).
 #pragma once
@@ -36,7 +36,7 @@ namespace kvp::decode {
 using index::ElementType;
 
 // Multiply-adds below which one thread does all work: about a tenth of a millisecond.
-// Lower than kParallelWork, because layers follow each other and threads are awake.
+// Lower than kParallelWork: layers follow each other, so threads are still awake.
 constexpr std::int64_t kParallelAttention = 1 << 21;
 // Tokens per part, rounded up to whole pages; also coarse entries per part.
 constexpr std::int64_t kPartTokens = 512;
@@ -58,7 +58,7 @@ struct Call {
   const void* coarse_values;
   ElementType coarse_type;
   const float* bias;  // [entries]
-  // [sequences], the run of entries of each sequence; runs may lie anywhere
+  // [sequences], the run of entries of each sequence; in any order
   const std::int64_t* starts;
   const std::int64_t* counts;
 
@@ -227,10 +227,10 @@ inline void merge_sequence(const Call& call, const Parts& parts, std::int64_t se
   }
 }
 
-// Writes out and lse; a sequence with nothing to attend to gets zeros and -infinity.
+// Writes out and lse. A sequence with nothing to attend to gets zeros and -infinity.
 //
-// Cost: reads keys and values once per kHeadsAtOnce heads of a group, after the first
-// time from the caches; 4 * group * head_dim operations and group exponentials per
+// Cost: reads keys and values once per kHeadsAtOnce heads of a group, from the caches after
+// the first time; 4 * group * head_dim operations and group exponentials per
 // token.
 inline void attend_mixed(const Kernels& kernels, const Call& call) {
   const Parts parts = list_parts(call);

@@ -27,7 +27,7 @@ struct Strip {
 // out[row_to[i] + strip.to + j] = sum over k of
 //     a[i * a_row + k * a_step] * b[k * b_row + strip.from + j]   for j < strip.count
 //
-// Reads b up to one vector past each `from`. No two results may go to one place.
+// Reads b up to one vector past each `from`. All results must have distinct places.
 template <typename Element>
 struct StripProduct {
   const float* a;
@@ -84,8 +84,7 @@ inline bool side_by_side(const Strip* strips, std::int64_t lanes) {
   return kStrips > 1;
 }
 
-// kRows rows of kStrips strips.
-// joined: they lie side by side.
+// kRows rows of kStrips strips. `joined`: the strips are next to each other.
 template <Simd kSimd, int kRows, int kStrips, typename Element>
 KVP_INLINE void strip_tile(const StripProduct<Element>& x, std::int64_t i,
                            const Strip* strips, bool joined) {
@@ -155,7 +154,7 @@ KVP_INLINE void strip_columns(const StripProduct<Element>& x, std::int64_t first
   }
 }
 
-// Tiles as large as the registers hold.
+// The largest tiles that fit into the registers.
 template <Simd kSimd, typename Element>
 KVP_INLINE void strip_body(const StripProduct<Element>& x) {
   strip_columns<kSimd, 4, kSimd >= Simd::kAvx512 ? 4 : 2>(x, 0);

@@ -326,7 +326,7 @@ Index decompose(const Kernels& kernels, const Matrix<Element>& matrix,
     std::memcpy(reinterpret_cast<char*>(record) + k * 4, &value, sizeof value);
     inverse[k] = 1.0 / sigma;
   }
-  shape.close(record);
+  shape.clear_padding(record);
   Factor* u = record + shape.left();
   Factor* v = record + shape.right();
   // The factor of the shorter side, then that of the longer.

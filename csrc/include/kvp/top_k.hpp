@@ -1,5 +1,5 @@
-// The k best of a stream of scored slots. Larger scores are better; equal scores
-// go to the lower slot, independent of the order of arrival.
+// The k best of a stream of scored slots. Larger scores are better; of equal scores the
+// lower slot is better, whatever the order of arrival.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@ inline bool better(const Scored& a, const Scored& b) {
   return a.score > b.score || (a.score == b.score && a.slot < b.slot);
 }
 
-// Collects candidates and throws the worse part away whenever 2k have come
-// together: a push costs one comparison, and O(1) on average if it is kept.
+// Collects candidates and discards the worse half whenever there are 2k. A push takes one
+// comparison, or O(1) on average if the candidate is kept.
 class TopK {
  public:
   explicit TopK(std::int64_t k) : k_(static_cast<std::size_t>(k)) {
@@ -47,12 +47,12 @@ class TopK {
     }
   }
 
-  // Whether k candidates were seen; then no score below floor() can enter.
+  // Whether k candidates were pushed; from then on scores below floor() are rejected.
   bool full() const { return full_; }
   float floor() const { return worst_.score; }
 
-  // At least the k best so far (all of them, if not more than 2k were pushed), as
-  // they came.
+  // At least the k best so far, in the order of arrival: all candidates, if at most 2k
+  // were pushed.
   const std::vector<Scored>& unsorted() const { return kept_; }
 
   // The k best so far, best first. Candidates may be pushed afterwards.

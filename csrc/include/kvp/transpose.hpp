@@ -1,9 +1,9 @@
 // Blocked transpose of a small row-major matrix, for pages whose keys are
 // stored [head_dim, block_size].
 //
-// Tiles are transposed in registers by log2(width) rounds of interleaving. The
-// compiler's vector extension is used instead of intrinsics: it needs no more
-// than the baseline of the target (SSE2, NEON) and one source serves all.
+// Tiles are transposed in registers by log2(width) rounds of interleaving. The compiler's
+// vector extension works on every target's baseline (SSE2, NEON) with one source, unlike
+// intrinsics.
 #pragma once
 
 #include <cstdint>
@@ -69,9 +69,8 @@ struct TileTraits<std::uint32_t> {
 
 // Transposes a width x width tile held in registers.
 //
-// Interleaving row i with row i + width/2 moves the top bit of the row number
-// to the bottom of the column number; after log2(width) rounds the two have
-// changed places.
+// Interleaving row i with row i + width/2 moves the top bit of the row number to the bottom
+// of the column number. After log2(width) rounds row and column numbers are exchanged.
 template <typename Element>
 inline void transpose_tile(const Element* in, std::int64_t in_stride, Element* out,
                            std::int64_t out_stride) {
@@ -107,8 +106,8 @@ inline void transpose(const Element* in, std::int64_t rows, std::int64_t cols,
     constexpr std::int64_t kWidth = TileTraits<Element>::kWidth;
     const std::int64_t full_rows = rows - rows % kWidth;
     const std::int64_t full_cols = cols - cols % kWidth;
-    // Columns outside: each output row is then finished before the next, so
-    // the stores, which cost more, stream.
+    // Columns in the outer loop: every output row is finished before the next, so that the
+    // stores, which are slower than the loads, are sequential.
     for (std::int64_t c = 0; c < full_cols; c += kWidth) {
       for (std::int64_t r = 0; r < full_rows; r += kWidth) {
         transpose_tile(in + r * cols + c, cols, out + c * rows + r, rows);

@@ -25,7 +25,7 @@ inline void softmax_in_place(float* logits, std::int64_t n, float scale) {
   for (std::int64_t i = 0; i < n; ++i) {
     logits[i] = exp_of_logit(scale * (logits[i] - peak));
   }
-  // Eight sums side by side: one order of additions, and no waiting for each.
+  // Eight independent sums: a fixed order of additions without waiting for each one.
   float sums[8] = {};
   std::int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
@@ -38,15 +38,15 @@ inline void softmax_in_place(float* logits, std::int64_t n, float scale) {
   for (i = 0; i < n; ++i) logits[i] *= share;
 }
 
-// Votes of one KV head. Buffers only grow; one thread uses it for head after head.
+// Votes of one KV head. Buffers only grow; a thread uses it for one head after another.
 class Votes {
  public:
   // Starts a head with keys 0 to num_keys - 1.
   void begin(std::int64_t num_keys) {
-    for (const std::int32_t slot : touched_) worth_[static_cast<std::size_t>(slot)] = 0;
+    for (const std::int32_t slot : touched_) votes_[static_cast<std::size_t>(slot)] = 0;
     touched_.clear();
-    if (worth_.size() < static_cast<std::size_t>(num_keys)) {
-      worth_.resize(static_cast<std::size_t>(num_keys), 0.0f);
+    if (votes_.size() < static_cast<std::size_t>(num_keys)) {
+      votes_.resize(static_cast<std::size_t>(num_keys), 0.0f);
     }
   }
 
@@ -61,9 +61,9 @@ class Votes {
     softmax_in_place(logits, n, scale);
     for (std::int64_t i = 0; i < n; ++i) {
       const std::int32_t slot = scored[static_cast<std::size_t>(i)].slot;
-      float& worth = worth_[static_cast<std::size_t>(slot)];
-      if (worth == 0.0f) touched_.push_back(slot);
-      worth += logits[i];
+      float& vote = votes_[static_cast<std::size_t>(slot)];
+      if (vote == 0.0f) touched_.push_back(slot);
+      vote += logits[i];
     }
   }
 
@@ -73,7 +73,7 @@ class Votes {
     softmax_in_place(scores, n, scale);
     const bool first = touched_.empty();
     for (std::int64_t i = 0; i < n; ++i)
-      worth_[static_cast<std::size_t>(i)] += scores[i];
+      votes_[static_cast<std::size_t>(i)] += scores[i];
     if (!first) return;
     touched_.resize(static_cast<std::size_t>(n));
     for (std::int64_t i = 0; i < n; ++i) {
@@ -81,11 +81,11 @@ class Votes {
     }
   }
 
-  // The count keys with most votes, best first, lower slot first among equals; -1
-  // where fewer got any. Returns how many did.
+  // Writes the `count` keys with the most votes, best first; of equal keys the lower slot
+  // first. Fills the rest with -1 if fewer keys have votes. Returns the number of keys.
   //
-  // Votes are positive, so their bits order as they do. A count of keys per range of
-  // bits shows where the last place falls; only that range's keys are compared.
+  // Votes are positive, so their bits are ordered like the votes. Counting the keys per
+  // range of bits finds the range of the last place; keys below it are not compared.
   std::int64_t best(std::int64_t count, std::int64_t* slots) {
     std::int32_t in_range[kRanges] = {};
     for (const std::int32_t slot : touched_) ++in_range[range_of(bits_of(slot))];
@@ -117,14 +117,14 @@ class Votes {
   static constexpr std::uint32_t kRanges = 1024, kFirst = (127u - 112u) << 3;
 
   std::uint32_t bits_of(std::int32_t slot) const {
-    return index::bits_of(worth_[static_cast<std::size_t>(slot)]);
+    return index::bits_of(votes_[static_cast<std::size_t>(slot)]);
   }
   static std::uint32_t range_of(std::uint32_t bits) {
     const std::uint32_t range = bits >> 20;
     return range < kFirst ? 0 : std::min(range - kFirst, kRanges - 1);
   }
 
-  std::vector<float> worth_;
+  std::vector<float> votes_;
   std::vector<std::int32_t> touched_;  // slots with a vote
   std::vector<std::uint64_t> candidates_;
   std::vector<float> logits_;
@@ -143,7 +143,7 @@ inline void vote(const DciTree& tree, const KeyView& keys, bool by_page,
                  const float* queries, std::int64_t group, std::int64_t head_dim,
                  float scale, const QueryOptions& options, VoteScratch& scratch) {
   scratch.votes.begin(tree.num_keys());
-  // Room for all that is looked at: what matters is the sum, not each query's best.
+  // Room for all visited keys: the sum of the votes matters, not the best of each query.
   TopK all(std::max<std::int64_t>(
       options.max_visits > 0 ? options.max_visits : tree.num_keys(), 1));
   for (std::int64_t g = 0; g < group; ++g) {

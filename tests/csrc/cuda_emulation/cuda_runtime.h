@@ -1,8 +1,8 @@
-// What our kernels use of CUDA, for g++ and without CUDA: kernels are functions of the
-// host, and a launch runs them, block by block, before it returns (fibers.hpp).
+// The parts of CUDA that our kernels use, for g++ without CUDA: kernels are functions of
+// the host, and a launch runs them block by block before it returns (fibers.hpp).
 //
-// Stands in for the header of the same name where tests are compiled with this folder
-// in front; the extension never sees it.
+// Replaces the header of the same name for tests that have this folder first in their
+// include path. The extension never includes it.
 #pragma once
 
 #include <cmath>
@@ -22,11 +22,10 @@
 #define KVP_MAX_BLOCKS 5
 
 // Instead of `__shared__ TYPE NAME[COUNT]`, see launch.cuh.
-#define KVP_SHARED(TYPE, NAME, COUNT)                                    \
-  static const char NAME##_site = 0;                                     \
-  TYPE* const NAME =                                                     \
-      static_cast<TYPE*>(kvp::emulation::Block::instance().shared(       \
-          &NAME##_site, static_cast<std::size_t>(COUNT) * sizeof(TYPE)))
+#define KVP_SHARED(TYPE, NAME, COUNT)                                             \
+  static const char NAME##_site = 0;                                              \
+  TYPE* const NAME = static_cast<TYPE*>(kvp::emulation::Block::instance().shared( \
+      &NAME##_site, static_cast<std::size_t>(COUNT) * sizeof(TYPE)))
 
 using dim3_base = kvp::emulation::Dim;
 struct dim3 : dim3_base {
@@ -35,9 +34,9 @@ struct dim3 : dim3_base {
 
 namespace kvp::emulation {
 
-// threadIdx and its like: read from the thread that runs, so that a name that is also
-// a member's elsewhere need not be a macro.
-template <Dim (Block::*kGet)() const, unsigned Dim::*kPart>
+// threadIdx and similar: read from the running thread. Not macros, because members
+// elsewhere have the same names.
+template <Dim (Block::*kGet)() const, unsigned Dim::* kPart>
 struct Part {
   operator unsigned() const { return (Block::instance().*kGet)().*kPart; }
 };
@@ -51,7 +50,8 @@ struct Index {
 
 }  // namespace kvp::emulation
 
-inline constexpr kvp::emulation::Index<&kvp::emulation::Block::thread_index> threadIdx{};
+inline constexpr kvp::emulation::Index<&kvp::emulation::Block::thread_index>
+    threadIdx{};
 inline constexpr kvp::emulation::Index<&kvp::emulation::Block::block_index> blockIdx{};
 inline constexpr kvp::emulation::Index<&kvp::emulation::Block::block_dim> blockDim{};
 inline constexpr kvp::emulation::Index<&kvp::emulation::Block::grid_dim> gridDim{};
@@ -102,7 +102,7 @@ inline void __syncwarp(unsigned mask = 0xffffffffu) {
 
 namespace kvp::emulation {
 
-// What `lane` of the warp has for `value`.
+// The `value` of a lane of the warp.
 template <typename T>
 T shuffle(unsigned mask, T value, unsigned lane) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "as shuffles are");
@@ -125,10 +125,11 @@ T __shfl_sync(unsigned mask, T value, int lane) {
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lanes) {
   const unsigned own = kvp::emulation::Block::instance().lane();
-  return kvp::emulation::shuffle(mask, value, (own ^ static_cast<unsigned>(lanes)) % 32);
+  return kvp::emulation::shuffle(mask, value,
+                                 (own ^ static_cast<unsigned>(lanes)) % 32);
 }
 
-// Relaxed, as on the device: they order nothing but accesses of their own address.
+// Relaxed, as on the device: they order only accesses to their own address.
 inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
   return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
 }
@@ -139,9 +140,9 @@ inline int atomicAdd(int* at, int value) {
 template <typename Number>
 Number atomicMax(Number* at, Number value) {
   Number before = __atomic_load_n(at, __ATOMIC_RELAXED);
-  while (before < value && !__atomic_compare_exchange_n(
-                               at, &before, value, false, __ATOMIC_RELAXED,
-                               __ATOMIC_RELAXED)) {
+  while (before < value &&
+         !__atomic_compare_exchange_n(at, &before, value, false, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED)) {
   }
   return before;
 }

@@ -1,11 +1,11 @@
-// Runs the threads of one CUDA block as fibers of one thread of the host: each until
-// it waits for others, in an order that the test chooses. Shared memory is the heap's,
-// new for each block, so that AddressSanitizer sees what lies beyond an array.
+// Runs the threads of one CUDA block as fibers of one host thread. A fiber runs until it
+// waits for others; the test chooses the order. Shared memory is allocated on the heap for
+// each block, so that AddressSanitizer sees accesses past an array.
 //
-// With ThreadSanitizer every CUDA thread is a thread to it too, and what orders them
-// is what orders them on a GPU: barriers, atomics on one address, the launch's begin
-// and end. Kernels that race are then reported as such, on shared and global memory.
-// What ThreadSanitizer must not see here is in functions marked KVP_UNSEEN.
+// ThreadSanitizer sees every CUDA thread as a thread, ordered as on a GPU: by barriers,
+// atomics on one address, and begin and end of the launch. It then reports races of
+// kernels on shared and global memory. Functions marked KVP_UNSEEN hide the emulator's own
+// accesses from it.
 #pragma once
 
 #include <sys/mman.h>
@@ -36,24 +36,24 @@ namespace kvp::emulation {
 constexpr unsigned kWarp = 32;
 constexpr unsigned kMostThreads = 1024;
 
-// What a kernel's __trap() ends a launch with.
+// The exception of a kernel's __trap().
 struct Trap : std::runtime_error {
   Trap() : std::runtime_error("a kernel trapped") {}
 };
 
-// Threads that wait for each other in different places, for ever.
+// The exception of a deadlock: threads wait for each other in different places.
 struct Deadlock : std::runtime_error {
   Deadlock() : std::runtime_error("threads of a block wait in different places") {}
 };
 
-// In which order blocks, and threads of a block, take their turns.
+// The order in which blocks, and threads of a block, run.
 enum class Turns { kForwards, kBackwards, kShuffled };
 
 struct Dim {
   unsigned x = 1, y = 1, z = 1;
 };
 
-// What orders threads of different fibers; acquired by those that wait there.
+// Orders threads of different fibers; the waiting ones acquire it.
 struct Meeting {
   char passed[2];  // of even and odd rounds: a thread may be one round ahead
 };
@@ -66,8 +66,8 @@ struct Fiber {
   unsigned number;  // in its block
   Wait wait;
   unsigned block_round, warp_round;
-  unsigned mask;                // lanes that it waits for
-  unsigned long long shown[2];  // what it shows to them, in even and odd rounds
+  unsigned mask;  // lanes that the thread waits for
+  unsigned long long shown[2];  // its values for them, in even and odd rounds
   void* tsan;
   void* fake_stack;
 };
@@ -87,7 +87,7 @@ class Block {
 
   using Body = void (*)(const void* arguments);
 
-  // Runs a whole grid. Throws what a thread threw; the others are then abandoned.
+  // Runs a whole grid. Rethrows the exception of a thread and abandons the others.
   void run_grid(Dim grid, Dim block, Body body, const void* arguments) {
     const unsigned threads = block.x * block.y * block.z;
     if (threads == 0 || threads > kMostThreads || grid.x * grid.y * grid.z == 0) {
@@ -104,13 +104,13 @@ class Block {
 #endif
     }
     acquire(&launched_);
-    free_shared();  // before, ThreadSanitizer would see no order of use and end
+    free_shared();  // earlier, ThreadSanitizer would see no order between use and free
     destroy_fibers();
   }
 
   void set_turns(Turns order, std::uint64_t seed) { order_ = order, seed_ = seed; }
 
-  // Below: called by kernels.
+  // Called by kernels:
   KVP_UNSEEN Dim thread_index() const {
     const unsigned n = running_->number;
     return {n % dim_.x, n / dim_.x % dim_.y, n / dim_.x / dim_.y};
@@ -119,8 +119,8 @@ class Block {
   KVP_UNSEEN Dim block_dim() const { return dim_; }
   KVP_UNSEEN Dim grid_dim() const { return grid_; }
 
-  // The block's memory for one declaration of shared memory; filled with what no
-  // kernel should count on.
+  // The memory of the block for one declaration of shared memory, filled with a pattern
+  // that no kernel should rely on.
   KVP_UNSEEN void* shared(const void* site, std::size_t bytes) {
     Shared* at = nullptr;
     for (unsigned i = 0; i < num_shared_; ++i) {
@@ -151,8 +151,8 @@ class Block {
     acquire(passed);
   }
 
-  // Shows a value to the lanes of a mask and waits for them; `ordered` also orders
-  // their memory accesses, as __syncwarp does and shuffles do not.
+  // Passes a value to the lanes of a mask and waits for them. `ordered` also orders their
+  // memory accesses, like __syncwarp and unlike shuffles.
   KVP_UNSEEN void wait_for_warp(unsigned mask, unsigned long long value, bool ordered) {
     Fiber* self = running_;
     const unsigned round = self->warp_round++ % 2;
@@ -166,8 +166,8 @@ class Block {
     if (ordered) acquire(passed);
   }
 
-  // What a lane of this warp showed at the meeting that just ended; the own value if
-  // the lane was not there.
+  // The value that a lane of this warp passed last; the own value if the lane did not take
+  // part.
   KVP_UNSEEN unsigned long long shown_by(unsigned lane) const {
     const Fiber* self = running_;
     const unsigned round = (self->warp_round - 1) % 2;
@@ -239,7 +239,7 @@ class Block {
     if (running_->wait == Wait::kWarp) end_meeting(running_->number);
   }
 
-  // Lets the lanes go on if all that one waits for are there.
+  // Resumes the lanes if all lanes that they wait for have arrived.
   KVP_UNSEEN void end_meeting(unsigned thread) {
     const unsigned first = thread / kWarp * kWarp, mask = fibers_[thread].mask;
     for (unsigned lane = 0; lane < kWarp; ++lane) {
@@ -254,7 +254,7 @@ class Block {
     }
   }
 
-  // Lets all go on if all that have not ended wait at the barrier.
+  // Resumes all threads if all that have not ended wait at the barrier.
   KVP_UNSEEN bool end_barrier() {
     for (unsigned t = 0; t < threads_; ++t) {
       if (fibers_[t].wait == Wait::kWarp) return false;
@@ -265,8 +265,8 @@ class Block {
     return true;
   }
 
-  // A stack's first function. Runs one thread after the other until one waits; then
-  // the scheduler takes another stack for those that have not begun.
+  // The first function of a stack. Runs one thread after the other until one waits; the
+  // scheduler then uses another stack for the threads that have not begun.
   static void enter() {
     Block& block = instance();
     finish_switch(nullptr);
@@ -295,7 +295,7 @@ class Block {
     running_->wait = Wait::kDone;
     ++done_;
 #if defined(__SANITIZE_THREAD__)
-    return false;  // to it a fiber is a thread
+    return false;  // ThreadSanitizer sees a fiber as a thread
 #else
     if (failed_ || next_ == threads_) return false;
     running_ = &fibers_[turn_[next_++]];
@@ -305,12 +305,11 @@ class Block {
 
   KVP_UNSEEN void leave() {
     to_scheduler(running_);
-    std::abort();  // nobody enters it again
+    std::abort();  // not reached: the fiber is never resumed
   }
 
   KVP_UNSEEN void start(Fiber& fiber, unsigned block_number) {
-    // Other threads share a stack in the next block: those that do are ordered in the
-    // eyes of ThreadSanitizer.
+    // Other threads share a stack in the next block. This orders them for ThreadSanitizer.
     stack_ = (stacks_in_use_++ + 7 * block_number) % threads_;
     Stack& stack = stacks_[stack_];
     if (stack.memory == nullptr) {
@@ -334,8 +333,8 @@ class Block {
     kept_.clear();
   }
 
-  // When all blocks have run: a new fiber may get a destroyed one's number, by which
-  // ThreadSanitizer would take it for the same thread.
+  // After all blocks have run: a new fiber may get the number of a destroyed one, and
+  // ThreadSanitizer would then take both for one thread.
   void destroy_fibers() {
 #if defined(__SANITIZE_THREAD__)
     for (void* fiber : tsan_fibers_) __tsan_destroy_fiber(fiber);
@@ -343,7 +342,7 @@ class Block {
 #endif
   }
 
-  // Forgets threads that have not ended: nothing in a kernel has a destructor.
+  // Drops threads that have not ended: kernels have no objects with destructors.
   void abandon() {
     destroy_fibers();
     acquire(&launched_);
