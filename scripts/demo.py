@@ -1,254 +1,270 @@
-"""One question about a long document, asked of a running server.
+"""Demos of KV-cache policies on a running server; ``serve.sh --demo`` calls this.
 
-Prints the answer, what the KV-cache policy freed meanwhile and the speed.
-Standard library only. `serve.sh --demo` calls it; by hand::
+    python scripts/demo.py plan --policy all            what each policy would be asked
+    python scripts/demo.py run --port 8000 --policy snapkv
+    python scripts/demo.py table RESULTS.json ...       one table of several runs
 
-    python scripts/demo.py --port 8000 --policy snapkv
+``run`` asks the questions that suit the policy, prints the answers, what the policy did
+and the speed. Exit status 0: the policy did its work, whatever the model answered.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
+import re
 import sys
-import threading
-import time
 import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
+from pathlib import Path
 
-FILLER = (
-    "The grass is green. The sky is blue. The sun is yellow. "
-    "Here we go. There and back again. "
+from _demo_client import DemoError, Server, is_ready
+from _demo_kinds import STOCK, Answer, Result, plan_of, problems, run_talk
+from _demo_talks import TALKS
+
+_EPISODE = re.compile(r"episode (\d+) of (\d+) \(cosine ([-\d.]+)")
+_COLUMNS = (
+    "policy",
+    "kind",
+    "answers right",
+    "of stock",
+    "blocks held",
+    "of stock",
+    "first token",
+    "of stock",
+    "tokens/s",
+    "of stock",
+    "worked",
 )
-FILLER_TOKENS = 25  # of SmolLM2's and Qwen's tokenizers, rounded up
-FREED = "vllm:kv_policy_blocks_freed_total"
-COMPRESSIONS = "vllm:kv_policy_compressions_total"
-RESIDENT = "vllm:kv_policy_resident_tokens"
-
-# Never through a proxy: the server is on this machine.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-class DemoError(RuntimeError):
-    """The demo did not show what it should; the message says what."""
+# -- text ------------------------------------------------------------------------------
 
 
-def build_prompt(tokens: int, seed: int) -> tuple[str, str]:
-    """A document of about `tokens` tokens with one fact in it, and the fact.
-
-    The wording is the classic pass-key test's: a model of 135M parameters
-    finds the key in it, and in no other wording that was tried.
-    """
-    rng = random.Random(seed)
-    key = str(rng.randrange(10_000, 100_000))
-    lines = [FILLER] * max(2, tokens // FILLER_TOKENS)
-    lines.insert(
-        rng.randrange(len(lines) // 4, len(lines) // 2),
-        f"The pass key is {key}. Remember it. {key} is the pass key. ",
-    )
-    return (
-        "There is an important info hidden inside a lot of irrelevant text. Find it "
-        "and memorize it. I will quiz you about the important information there.\n\n"
-        + "".join(lines)
-        + "\n\nWhat is the pass key? Answer with the 5-digit number only."
-    ), key
-
-
-def read_metrics(base: str) -> dict[str, float]:
-    """Every sample of /metrics, summed over its labels."""
-    with _opener.open(f"{base}/metrics", timeout=10) as response:
-        return parse_metrics(response.read().decode())
+def report(result: Result, stock: Result | None) -> str:
+    """What one demo showed, next to stock vLLM."""
+    plan = result.plan
+    lines = [
+        f"model            {result.model}",
+        f"policy           {plan.policy} ({plan.kind}) {plan.settings}".rstrip(),
+    ]
+    for number, answer in enumerate(result.answers):
+        other = stock.answers[number] if stock else None
+        lines += ["", *_question(answer, other), *_effects(result, number)]
+    last, last_of_stock = result.last, stock.last if stock else None
+    held = f"{last.held_blocks} of {last.whole_blocks} (a block is "
+    held += f"{result.block_size} tokens)"
+    lines += [
+        "",
+        "blocks held      " + held + _beside(last_of_stock, "held_blocks"),
+        f"first token      {result.first_s:.2f} s" + _beside(stock, "first_s", ".2f"),
+        f"decode           {result.tokens_per_s:.1f} tokens/s"
+        + _beside(stock, "tokens_per_s", ".1f"),
+    ]
+    return "\n".join(lines)
 
 
-def parse_metrics(text: str) -> dict[str, float]:
-    """Prometheus text to {name: sum over label sets}."""
-    sums: dict[str, float] = {}
-    for line in text.splitlines():
-        if line and not line.startswith("#"):
-            series, _, value = line.rpartition(" ")
-            name = series.partition("{")[0]
-            sums[name] = sums.get(name, 0.0) + float(value)
-    return sums
+def _question(answer: Answer, stock: Answer | None) -> list[str]:
+    lines = [
+        f"question         {answer.question} ({answer.prompt_tokens} tokens)",
+        f"answer           {answer.text!r}{_verdict(answer)}",
+    ]
+    if stock is not None:
+        lines.append(f"stock vLLM       {stock.text!r}{_verdict(stock)}")
+    return lines
 
 
-@dataclass
-class Reply:
-    """What one streamed request gave."""
-
-    text: str = ""
-    prompt_tokens: int = 0
-    tokens: int = 0
-    first_s: float = 0.0
-    total_s: float = 0.0
-    resident: list[float] = field(default_factory=list)
+def _verdict(answer: Answer) -> str:
+    right = answer.is_right
+    if right is None:
+        return ""
+    return ": right" if right else f": wrong, expected {answer.expected!r}"
 
 
-def ask(base: str, model: str, prompt: str, max_tokens: int) -> Reply:
-    """Stream one greedy chat completion, watching the resident tokens meanwhile."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    request = urllib.request.Request(
-        f"{base}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    reply, start, done = Reply(), time.perf_counter(), threading.Event()
-    watcher = threading.Thread(target=_watch, args=(base, reply, done), daemon=True)
-    watcher.start()
-    try:
-        with _opener.open(request, timeout=600) as response:
-            for event in _events(response):
-                if usage := event.get("usage"):
-                    reply.prompt_tokens = usage["prompt_tokens"]
-                    reply.tokens = usage["completion_tokens"]
-                for choice in event.get("choices", ()):
-                    piece = choice["delta"].get("content") or ""
-                    if piece and not reply.text:
-                        reply.first_s = time.perf_counter() - start
-                    reply.text += piece
-    finally:
-        done.set()
-        watcher.join()
-    reply.total_s = time.perf_counter() - start
-    return reply
-
-
-def _events(lines: Iterator[bytes]) -> Iterator[dict]:
-    for line in lines:
-        data = line.decode().strip().removeprefix("data: ")
-        if data and data != "[DONE]":
-            event = json.loads(data)
-            if "error" in event:
-                raise DemoError(f"the server answered {event['error']}")
-            yield event
-
-
-def _watch(base: str, reply: Reply, done: threading.Event) -> None:
-    """Poll the gauge: it counts running requests, so it is 0 once one has ended."""
-    start = time.perf_counter()
-    while not done.wait(0.25):
-        try:
-            reply.resident.append(read_metrics(base).get(RESIDENT, 0.0))
-        except OSError:
-            continue  # a busy server; the request itself reports real failures
-        if sys.stderr.isatty():
-            text = f"\r  waiting for the answer, {time.perf_counter() - start:.0f} s"
-            print(text, end="", file=sys.stderr)
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
-
-
-def run(base: str, policy: str, tokens: int, seed: int, known_model: bool) -> None:
-    """Ask, print, and check that what was promised has happened.
-
-    Raises:
-        DemoError: no answer; or a policy that drops tokens freed nothing; or a
-            model known to find the key did not although nothing was dropped.
-    """
-    with _opener.open(f"{base}/v1/models", timeout=10) as response:
-        model = json.load(response)["data"][0]["id"]
-    prompt, key = build_prompt(tokens, seed)
-    before = read_metrics(base)
-    reply = ask(base, model, prompt, max_tokens=48)
-    drops = policy not in ("none", "full")
-    after = _settled_metrics(base, before.get(FREED, 0.0), wait=drops)
-    freed, compressions = (
-        after.get(name, 0.0) - before.get(name, 0.0) for name in (FREED, COMPRESSIONS)
-    )
-    resident = next((value for value in reversed(reply.resident) if value), 0.0)
-    found = key in reply.text
-    total = reply.prompt_tokens + reply.tokens
-    decode_s = reply.total_s - reply.first_s
-    rate = (reply.tokens - 1) / decode_s if reply.tokens > 1 and decode_s > 0 else 0.0
-
-    print(f"model            {model}")
-    print(f"policy           {policy}")
-    print(f"document         {reply.prompt_tokens} tokens, pass key {key} hidden in it")
-    print(f"answer           {reply.text.strip()!r}")
-    print(f"pass key         {'found' if found else 'NOT found'}")
-    if policy != "none":
-        print(f"compressions     {compressions:.0f}")
-        print(f"blocks freed     {freed:.0f}")
-        print(f"resident tokens  {resident:.0f} (whole blocks) of {total}")
-    print(f"first token      {reply.first_s:.2f} s after the question")
-    print(f"decode           {rate:.1f} tokens/s ({reply.tokens} tokens)")
-
-    if not reply.text.strip():
-        raise DemoError("the answer is empty")
-    if known_model and not (drops or found):
-        raise DemoError(
-            "the pass key is not in the answer although every token was kept; the "
-            "default model finds it, so something is broken"
+def _effects(result: Result, number: int) -> list[str]:
+    """What the policy did during one question."""
+    answer, lines = result.answers[number], []
+    shown = {
+        "eviction": "compressions blocks_freed",
+        "full": "blocks_freed",
+        "turns": "compressions blocks_freed session_hits session_restored_tokens",
+        "episodes": "compressions blocks_freed session_hits session_restored_tokens",
+        "retrieval": "selected_tokens fetched_tokens",
+        "spans": "compressions selected_tokens fetched_tokens",
+    }.get(result.plan.kind, "")
+    names = {"selected_tokens": "zoomed tokens", "fetched_tokens": "reconstructed"}
+    names = names if result.plan.kind == "spans" else {}
+    if result.episodes and number < len(result.episodes):
+        lines.append(f"episode          {result.episodes[number]}")
+    if shown:
+        counts = ", ".join(
+            f"{names.get(name, name.replace('_', ' '))} {answer.counts[name]:.0f}"
+            for name in shown.split()
         )
-    if drops and not (freed > 0 and compressions > 0):
-        raise DemoError(
-            f"the policy {policy!r} freed {freed:.0f} blocks in {compressions:.0f} "
-            "compressions; is its budget above the length of the document?"
-        )
-    if not found:
-        print("\nThe answer lacks the key; compare --policy full, which drops nothing,")
-        print("and --policy none. A small model easily loses digits under eviction.")
+        lines.append(f"policy           {counts}")
+    if len(result.answers) > 1:
+        lines.append(f"blocks held      {answer.held_blocks} of {answer.whole_blocks}")
+    return lines
 
 
-def _settled_metrics(base: str, before: float, wait: bool) -> dict[str, float]:
-    """Metrics after the request; they trail the answer by an engine step or two."""
-    deadline = time.perf_counter() + (3.0 if wait else 0.0)
-    while True:
-        after = read_metrics(base)
-        if after.get(FREED, 0.0) > before or time.perf_counter() > deadline:
-            return after
-        time.sleep(0.2)
+def _beside(stock: Result | Answer | None, name: str, form: str = "") -> str:
+    return f"; stock {getattr(stock, name):{form}}" if stock is not None else ""
 
 
-def is_ready(base: str) -> bool:
-    """Whether the server answers /health."""
-    try:
-        with _opener.open(f"{base}/health", timeout=5) as response:
-            return bool(response.status == 200)
-    except (OSError, urllib.error.URLError):
-        return False
+def table(results: list[Result], stock: dict[str, Result], known_model: bool) -> str:
+    """One line per policy."""
+    rows = [_COLUMNS, *(_row(r, stock.get(r.plan.talk), known_model) for r in results)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i in (0, 1, 10) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _row(result: Result, stock: Result | None, known_model: bool) -> tuple[str, ...]:
+    plan, wrong = result.plan, problems(result, known_model)
+    worked = f"no: {wrong[0]}" if wrong else "yes"
+    if not result.answers:
+        return (plan.policy, plan.kind, *["-"] * 8, worked)
+    cells = [plan.policy, plan.kind]
+    for cell in (
+        lambda r: f"{sum(r.judged)} of {len(r.judged)}",
+        lambda r: str(r.last.held_blocks),
+        lambda r: f"{r.first_s:.2f} s",
+        lambda r: f"{r.tokens_per_s:.1f}",
+    ):
+        cells += [cell(result), cell(stock) if stock else "-"]
+    return (*cells, worked)
+
+
+# -- commands --------------------------------------------------------------------------
+
+
+def show_plans(chosen: argparse.Namespace) -> int:
+    """Print policy, kind, talk, encoder and settings of each demo, tab-separated."""
+    from vllm_kvplugins.policies import available_policies
+
+    names = available_policies() if chosen.policy == "all" else [chosen.policy]
+    for name in names:
+        plan = plan_of(name, chosen.policy_config)
+        encoder = "encoder" if plan.encoder else "-"
+        # not the settings last: `read` drops what is empty in between
+        print(plan.policy, plan.kind, plan.talk, encoder, plan.settings, sep="\t")
+    return 0
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Run the demo of one policy, or the given talks on stock vLLM."""
+    plan = plan_of(chosen.policy, chosen.policy_config)
+    server = Server.connect(f"http://127.0.0.1:{chosen.port}")
+    plans = [replace(plan, talk=talk) for talk in chosen.talk or [plan.talk]]
+    results, code = [], 0
+    stock = read_results([chosen.stock]) if chosen.stock else []
+    for each in plans:
+        result = run_talk(server, each, TALKS[each.talk]())
+        if chosen.log and each.encoder:
+            result.episodes = episodes_in(Path(chosen.log).read_text(errors="replace"))
+        results.append(result)
+        if not chosen.quiet:
+            print(report(result, by_talk(stock).get(each.talk)))
+        for problem in problems(result, chosen.known_model):
+            print(f"error: {problem}", file=sys.stderr)
+            code = 1
+    if chosen.out:
+        text = json.dumps([result.as_json() for result in results], indent=1)
+        Path(chosen.out).write_text(text)
+    return code
+
+
+def show_table(chosen: argparse.Namespace) -> int:
+    """Print one table of results; exit status 1 if a policy did not do its work."""
+    results = read_results(chosen.files)
+    stock = [result for result in results if result.plan.policy == STOCK]
+    rows = [result for result in results if result.plan.policy != STOCK]
+    print(table(rows, by_talk(stock), chosen.known_model))
+    failed = [r.plan.policy for r in rows if problems(r, chosen.known_model)]
+    print(f"\n{len(rows) - len(failed)} of {len(rows)} policies did their work")
+    return 1 if failed else 0
+
+
+def note_failure(chosen: argparse.Namespace) -> int:
+    """Write the result of a demo whose server did not start."""
+    plan = plan_of(chosen.policy, chosen.policy_config)
+    result = Result(plan, failure=chosen.failure)
+    Path(chosen.out).write_text(json.dumps([result.as_json()]))
+    return 0
+
+
+def read_results(files: list[str]) -> list[Result]:
+    """Results of files that ``run --out`` wrote."""
+    return [
+        Result.from_json(data)
+        for file in files
+        for data in json.loads(Path(file).read_text())
+    ]
+
+
+def by_talk(results: list[Result]) -> dict[str, Result]:
+    """Results by what was asked."""
+    return {result.plan.talk: result for result in results}
+
+
+def episodes_in(log: str) -> list[str]:
+    """The episode of each query, from the debug messages of a server's log."""
+    return [
+        f"{int(number) + 1} of {count} (cosine {cosine})"
+        for number, count, cosine in _EPISODE.findall(log)
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument(
-        "--policy", default="none", help="what the server was started with"
-    )
-    parser.add_argument("--tokens", type=int, default=3000, help="document length")
-    parser.add_argument("--seed", type=int, default=0, help="of key and place")
-    parser.add_argument(
-        "--known-model",
-        action="store_true",
-        help="the model finds the key when nothing is dropped: fail if it does not",
-    )
-    parser.add_argument(
-        "--is-ready", action="store_true", help="only tell if the server is up (exit 0)"
-    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    ready = commands.add_parser("is-ready", help="exit status 0 if the server is up")
+    plan = commands.add_parser("plan", help="what each policy would be asked")
+    one = commands.add_parser("run", help="one demo on a running server")
+    failed = commands.add_parser("failed", help="note that a server did not start")
+    many = commands.add_parser("table", help="one table of several results")
+    for each in (ready, one):
+        each.add_argument("--port", type=int, default=8000)
+    for each in (plan, one, failed):
+        each.add_argument("--policy", default=STOCK, help="as the server was started")
+        each.add_argument("--policy-config", default="", metavar="JSON")
+    for each in (one, failed):
+        each.add_argument("--out", metavar="FILE", help="write the result as JSON")
+    one.add_argument("--talk", action="append", choices=sorted(TALKS))
+    one.add_argument("--stock", metavar="FILE", help="result of --policy none")
+    one.add_argument("--log", metavar="FILE", help="the server's log")
+    one.add_argument("--quiet", action="store_true", help="print errors only")
+    failed.add_argument("failure")
+    many.add_argument("files", nargs="+")
+    for each in (one, many):
+        each.add_argument(
+            "--known-model",
+            action="store_true",
+            help="the model answers everything if nothing is dropped; else fail",
+        )
     chosen = parser.parse_args()
-    base = f"http://127.0.0.1:{chosen.port}"
-    if chosen.is_ready:
-        return 0 if is_ready(base) else 1
+    if chosen.command == "is-ready":
+        return 0 if is_ready(f"http://127.0.0.1:{chosen.port}") else 1
+    command = {
+        "plan": show_plans,
+        "run": run,
+        "failed": note_failure,
+        "table": show_table,
+    }[chosen.command]
     try:
-        run(base, chosen.policy, chosen.tokens, chosen.seed, chosen.known_model)
+        return command(chosen)
     except urllib.error.HTTPError as error:
         print(f"error: HTTP {error.code}: {error.read().decode()}", file=sys.stderr)
-        return 1
-    except (DemoError, OSError) as error:
+    except (DemoError, OSError, ValueError) as error:  # KVPolicyError is a ValueError
         print(f"error: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         return 130
-    return 0
+    return 1
 
 
 if __name__ == "__main__":

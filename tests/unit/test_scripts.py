@@ -88,6 +88,8 @@ def setup_text() -> str:
         (["--policy="], "--policy must not be empty"),
         (["a/model", "b/model"], "more than one MODEL: 'a/model' and 'b/model'"),
         (["--policy", "none", "--policy-config", "{}"], "got --policy none"),
+        (["--demo=some"], "--demo takes 'all' or nothing, got 'some'"),
+        (["--demo", "all", "--policy", "tova"], "leave --policy out"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: list[str], message: str) -> None:
@@ -179,29 +181,6 @@ def test_the_pins_are_those_of_the_extras() -> None:
         assert pin is not None
         assert re.search(
             rf'^{extra} = \["{re.escape(pin[1])}"\]$', project, re.MULTILINE
-        )
-
-
-def test_the_demo_document_holds_its_fact_once() -> None:
-    demo = load("demo")
-    prompt, key = demo.build_prompt(3000, seed=1)
-    assert prompt == demo.build_prompt(3000, seed=1)[0]
-    assert prompt.count(key) == 2
-    assert 8_000 < len(prompt) < 14_000
-    assert demo.build_prompt(3000, seed=2)[1] != key
-
-
-def test_metrics_are_summed_over_their_labels() -> None:
-    demo = load("demo")
-    text = '# HELP x\nx{a="1 2"} 3.0\nx{a="2"} 4.0\ny 1e+06\n'
-    assert demo.parse_metrics(text) == {"x": 7.0, "y": 1e6}
-
-
-def test_a_server_that_is_not_there_is_not_ready() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))  # bound, not listening: nobody else gets it
-        assert (
-            load("demo").is_ready(f"http://127.0.0.1:{free.getsockname()[1]}") is False
         )
 
 
