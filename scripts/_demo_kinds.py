@@ -226,7 +226,7 @@ def _settled(server: Server, before: dict[str, float], kind: str) -> dict[str, f
     return last
 
 
-# -- what has to have happened -----------------------------------------------------------
+# -- what must have happened --------------------------------------------------------
 
 
 def problems(result: Result, known_model: bool = False) -> list[str]:
