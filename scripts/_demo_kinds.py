@@ -77,7 +77,7 @@ def plan_of(name: str, settings: str = "") -> Plan:
 def _fitting_settings(policy: Any, kind: Any) -> dict[str, Any]:
     """Settings that suit the demo where the defaults are made for longer texts."""
     if kind == "episodes":
-        return {"budget": 192, "prefill_block": 128}
+        return {"budget": 256, "prefill_block": 64}
     if kind == "eviction" and "window" in policy.model_fields:
         # The length of the demo's question. A window that reaches back into the
         # document lets the document vote for itself, and the small model loses the key.
@@ -146,8 +146,8 @@ class Result:
 
     @property
     def first_s(self) -> float:
-        """Time to the first token of the longest prompt."""
-        return max(self.answers, key=lambda a: a.prompt_tokens).first_s
+        """Time to the first token of the last question."""
+        return self.last.first_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -184,7 +184,8 @@ def run_talk(server: Server, plan: Plan, steps: list[Step]) -> Result:
         after = _settled(server, before, plan.kind)
         counts = {name: after[name] - before[name] for name in after}
         result.answers.append(_answer(step, reply, server.block_size, counts))
-        messages.append({"role": "assistant", "content": reply.text})
+        answer = reply.text if step.reply is None else step.reply
+        messages.append({"role": "assistant", "content": answer})
     return result
 
 
@@ -226,7 +227,7 @@ def _settled(server: Server, before: dict[str, float], kind: str) -> dict[str, f
     return last
 
 
-# -- what must have happened --------------------------------------------------------
+# -- what has to have happened ---------------------------------------------------------
 
 
 def problems(result: Result, known_model: bool = False) -> list[str]:

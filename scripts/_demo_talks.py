@@ -35,6 +35,7 @@ class Step:
         question: the user's message.
         before: messages since the answer to the last question.
         expected: words that the right answer contains; None: it is not judged.
+        reply: what the conversation goes on with; None: the model's answer.
         max_tokens: of the answer.
         to_the_end: generate that many tokens, for a speed that means something; not
             where the conversation goes on.
@@ -43,6 +44,7 @@ class Step:
     question: str
     before: tuple[Message, ...] = ()
     expected: str | None = None
+    reply: str | None = None
     max_tokens: int = 24
     to_the_end: bool = False
 
@@ -60,18 +62,16 @@ def document(tokens: int = 1500, seed: int = 0) -> list[Step]:
     return [Step(text, expected=key, max_tokens=32, to_the_end=True)]
 
 
-def turns(turn_tokens: int = 300, seed: int = 0) -> list[Step]:
-    """Three turns with a text each, the first with a pass key; the last asks for it."""
+def turns(turn_tokens: int = 320, seed: int = 0) -> list[Step]:
+    """Three turns with a text each, the first with a pass key; the last asks for it.
+
+    The answers to the texts are scripted: the model would repeat the key at each turn,
+    and the last question would be about the newest one.
+    """
     key, line = _pass_key(random.Random(seed))
     filler = _FILLER * max(2, turn_tokens // _FILLER_TOKENS // 2)
-    steps = [
-        Step(f"{opening}\n\nWhat colour is the {thing}? Answer in one word.")
-        for opening, thing in (
-            (_TASK + filler + line + filler, "grass"),
-            (filler + filler, "sky"),
-            (filler + filler, "sun"),
-        )
-    ]
+    texts = (_TASK + filler + line + filler, filler + filler, filler + filler)
+    steps = [Step(text, reply="I have read it.", max_tokens=4) for text in texts]
     return [*steps, Step(_PASS_KEY, expected=key, max_tokens=32, to_the_end=True)]
 
 
@@ -82,7 +82,7 @@ def topics() -> list[Step]:
         (16, "What did I plant on the balcony?", "tomato"),
         (24, "Which instrument did I begin to learn?", "piano"),
         (32, "Which cheese goes into the risotto at the end?", "parmesan"),
-        (40, "How often do I sow lettuce seeds?", "two weeks"),
+        (40, "How often do I sow lettuce seeds?", "weeks"),
     )
     ends = [0, *(end for end, _, _ in asked)]
     return [

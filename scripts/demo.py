@@ -65,20 +65,20 @@ def report(result: Result, stock: Result | None) -> str:
 
 
 def _question(answer: Answer, stock: Answer | None) -> list[str]:
-    lines = [
-        f"question         {answer.question} ({answer.prompt_tokens} tokens)",
-        f"answer           {answer.text!r}{_verdict(answer)}",
-    ]
+    question = answer.question
+    if len(question) > 70:
+        question = f"{question[:30].strip()} ... {question[-30:].strip()}"
+    lines = [f"question         {question} ({answer.prompt_tokens} tokens)"]
+    if answer.expected is None:  # the conversation goes on with a scripted answer
+        return lines
+    lines.append(f"answer           {answer.text!r}{_verdict(answer)}")
     if stock is not None:
         lines.append(f"stock vLLM       {stock.text!r}{_verdict(stock)}")
     return lines
 
 
 def _verdict(answer: Answer) -> str:
-    right = answer.is_right
-    if right is None:
-        return ""
-    return ": right" if right else f": wrong, expected {answer.expected!r}"
+    return ": right" if answer.is_right else f": wrong, expected {answer.expected!r}"
 
 
 def _effects(result: Result, number: int) -> list[str]:

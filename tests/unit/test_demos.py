@@ -41,6 +41,7 @@ def test_the_document_holds_its_key_once():
 
 def test_only_the_first_turn_holds_the_key():
     steps = turns()
+    assert all(step.reply for step in steps[:-1])
     key = steps[-1].expected
     assert key is not None
     assert [key in step.question for step in steps] == [True, False, False, False]
@@ -51,8 +52,7 @@ def test_topics_are_answered_in_what_was_said_before():
     said = ""
     for step in topics():
         said += " ".join(message["content"] for message in step.before).lower()
-        word = str(step.expected).split()[-1]
-        assert {"piano": "piano", "tomato": "tomato"}.get(word, word) in said
+        assert str(step.expected) in said
 
 
 @pytest.mark.parametrize("policy", available_policies())
