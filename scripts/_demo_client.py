@@ -91,7 +91,7 @@ class Server:
 
         Args:
             to_the_end: generate ``max_tokens`` tokens even if the answer ends before;
-                the rest only measures speed.
+                the rest only serves to measure.
         """
         body = {
             "model": self.model,
@@ -129,7 +129,7 @@ class Server:
         reply.total_s = time.perf_counter() - start
         reply.text = _END_OF_ANSWER.split(reply.text, maxsplit=1)[0].strip()
         # Usage is 0 as soon as the request has ended.
-        in_use = [value for value in held if value]
+        in_use = [value for value in (held or self._samples) if value]
         reply.held_blocks = round(in_use[-1]) if in_use else 0
         reply.peak_blocks = round(max([*self._samples, *held], default=0.0))
         return reply

@@ -244,7 +244,7 @@ def problems(result: Result, known_model: bool = False) -> list[str]:
     found = [
         f"no block was seen in use while {answer.question!r} was answered"
         for answer in result.answers
-        if not answer.held_blocks
+        if answer.expected is not None and not answer.held_blocks
     ]
     found += _MECHANISMS[kind](result) if kind in _MECHANISMS else []
     if kind in (STOCK, "full") and known_model and not all(result.judged):

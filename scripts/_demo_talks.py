@@ -37,8 +37,8 @@ class Step:
         expected: words that the right answer contains; None: it is not judged.
         reply: what the conversation goes on with; None: the model's answer.
         max_tokens: of the answer.
-        to_the_end: generate that many tokens, for a speed that means something; not
-            where the conversation goes on.
+        to_the_end: generate that many tokens even if the answer ends before, so that
+            speed and blocks held can be measured; the rest is not shown.
     """
 
     question: str
@@ -86,7 +86,7 @@ def topics() -> list[Step]:
     )
     ends = [0, *(end for end, _, _ in asked)]
     return [
-        Step(question, tuple(dialogue[start:end]), expected)
+        Step(question, tuple(dialogue[start:end]), expected, to_the_end=True)
         for start, (end, question, expected) in zip(ends, asked, strict=False)
     ]
 
