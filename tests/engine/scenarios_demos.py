@@ -45,6 +45,7 @@ def run_demos(
     command = ["--model", model, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", "m", "--enforce-eager", "--dtype", "float32"]
     command += ["--num-gpu-blocks-override", "160", "--block-size", "32"]
+    command += ["--max-model-len", "4096"]  # fits into these blocks
     if policy != "none":
         command += ["--kv-policy", policy]
         if plan.settings:
