@@ -85,6 +85,7 @@ CODES: dict[str, str] = {
     "KVP139": "check-policy: all scores are equal",
     # 200-299: worker and attention
     "KVP201": "a policy's `score` did not return one float per slot",
+    "KVP202": "the KV caches of the layers are not one allocation",
     # 300-399: sessions
     "KVP301": "sessions is false, but a setting that needs sessions is set",
     "KVP302": "session_disk is set without session_dir",

@@ -33,7 +33,7 @@ def through_flash(case: Case, scopes: int = 1, layer: int = 0) -> torch.Tensor:
         None if order is None else order.to(device),
         max(case.asking),
         [flat.Scope(case.page_table, case.lengths)] * scopes,
-        flash.most_splits(impl, len(case.queries), max(case.asking)),
+        flash.max_splits(impl, len(case.queries), max(case.asking)),
     )
     return _attended(flash.FlashPolicyImpl, impl, case, cache, metadata)
 
@@ -58,7 +58,7 @@ def through_flashinfer(case: Case, scopes: int = 1, layer: int = 0) -> torch.Ten
         _workspace=None,
         _wrappers={},
         _captured_rows=set(),
-        _room=[],
+        _graph_lists=[],
     )
     made = FlatTable(
         case.page_table.expand(scopes, -1, -1),

@@ -176,7 +176,7 @@ def test_tables_that_are_too_large_stay_out(monkeypatch, caplog):
     assert graphs.problems(config, runtime) == []
     config.model_config.max_model_len = 1 << 24
     (problem,) = graphs.problems(config, runtime)
-    assert "4 requests with 1048576 pages for each of 8 KV heads, 32 times" in problem
+    assert "32 x 4 requests x 8 KV heads x 1048576 pages" in problem
     said = triton.TritonPolicyBuilder.get_cudagraph_support(config, None)
     assert said is AttentionCGSupport.NEVER
     with caplog.at_level("INFO", logger="vllm.kv_policy"):
@@ -219,7 +219,7 @@ def test_a_step_that_is_wanted_may_not_be_replayed(monkeypatch):
     policy = parse_policy(configure("snapkv", SETTINGS))
     engine = Engine(monkeypatch, policy, "flash", MODES[1], "V1")
     monkeypatch.setattr(engine.runtime, "requires_layers", lambda rows: False)
-    engine.adapter._unfit = lambda rows: False
+    engine.adapter._needs_layers = lambda rows: False
     engine.capture()
     with pytest.raises(AssertionError, match="did not report"):
         engine.live()

@@ -298,8 +298,8 @@ def test_steps_that_layers_must_tell_of_are_not_replayed():
         dispatch=lambda **given: dispatched.append(given)
     )
     adapter = compat.runner_adapter(v1)
-    adapter.keep_out_of_graphs(lambda rows: 1 / 0)
-    adapter.keep_out_of_graphs(unfit)  # vLLM builds twice when it measures graphs
+    adapter.forbid_full_graphs(lambda rows: 1 / 0)
+    adapter.forbid_full_graphs(unfit)  # vLLM builds twice when it measures graphs
     dispatch = v1.cudagraph_dispatcher.dispatch
     dispatch(num_tokens=4, uniform_decode=False)
     v1._dummy_run(lambda: dispatch(num_tokens=2, uniform_decode=True))
@@ -314,7 +314,7 @@ def test_steps_that_layers_must_tell_of_are_not_replayed():
     v2.req_states.num_computed_tokens_np = np.array([8, 5, 0])
     batch = SimpleNamespace(req_ids=["b", "a"], idx_mapping_np=np.array([1, 0]))
     v2.gather_batch_req_state = lambda made, each: (made, each)
-    compat.runner_adapter(v2).keep_out_of_graphs(unfit)
+    compat.runner_adapter(v2).forbid_full_graphs(unfit)
     gather, asked[:] = v2.gather_batch_req_state, []
     assert gather(None, 1) == (None, 1)
     assert gather(batch, None) == (batch, None)

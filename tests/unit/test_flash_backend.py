@@ -84,10 +84,10 @@ def test_parts_are_bounded(tokens, most_queries, splits):
         num_heads=32, num_kv_heads=8, num_queries_per_kv=4, head_size=128
     )
     layer.vllm_flash_attn_version = 3
-    assert flash.most_splits(layer, tokens, most_queries) == splits
+    assert flash.max_splits(layer, tokens, most_queries) == splits
     assert splits == 1 or splits * tokens * 32 * 128 * 4 <= 256 << 20
     layer.vllm_flash_attn_version = 2
-    assert flash.most_splits(layer, tokens, most_queries) == 0
+    assert flash.max_splits(layer, tokens, most_queries) == 0
 
 
 def test_decoding_rows_are_not_copied():

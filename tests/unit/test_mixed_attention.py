@@ -336,7 +336,7 @@ def test_equals_the_stock_kernel_on_a_heap(compiled, dtype, block, dims, group):
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     isa = _get_attn_isa(dtype, block, dims)
-    layout = backend.learn_layout(block, dims, dtype, isa)
+    layout = backend.detect_layout(block, dims, dtype, isa)
     case = make_case(layout, dtype, group, [70, 1, 300, 33], [0] * 4)
     # The stock kernel multiplies what lies behind the last token by 0.
     case = replace(case, heap=case.heap.nan_to_num(), page_table=case.page_table.abs())

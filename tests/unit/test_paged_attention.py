@@ -264,7 +264,7 @@ def test_learned_layout_reads_what_the_stock_op_wrote(dtype, block, dim):
 
     print("seed", SEED)
     isa = _get_attn_isa(dtype, block, dim)
-    layout = backend.learn_layout(block, dim, dtype, isa)
+    layout = backend.detect_layout(block, dim, dtype, isa)
     rng = torch.Generator().manual_seed(SEED)
     pages, kept = 5, 3 * block + 7
     heap = torch.zeros(pages, 2 * block * dim, dtype=dtype)

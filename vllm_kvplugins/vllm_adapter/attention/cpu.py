@@ -1,6 +1,6 @@
 """vLLM's CPU kernel over the page heap.
 
-Rows with several new tokens are put into the order of sequences and back, see ``flat``.
+The kernel needs queries in flat order; see ``flat`` for rows with several new tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vllm_kvplugins.vllm_adapter.attention.flat import (
 
 
 class PagedPolicyBackend(CPUAttentionBackend):
-    """Takes the place of CPU_ATTN in processes where a policy is active."""
+    """Replaces CPU_ATTN in processes that serve with a policy."""
 
     @staticmethod
     def get_impl_cls() -> type[PagedPolicyImpl]:
@@ -45,9 +45,9 @@ class PagedPolicyMetadata(CPUAttentionMetadata):
     """One step. ``scopes`` has one entry, or one per layer."""
 
     scopes: list[Scope] = field(default_factory=list)
-    # int32 [rows * kv_heads + 1], query tokens per flat sequence, cumulated
+    # int32 [rows * kv_heads + 1], cumulative query tokens of the flat sequences
     flat_query_start: torch.Tensor | None = None
-    # int64 [tokens * kv_heads], flat order -> (token, head); None = the same
+    # int64 [tokens * kv_heads], see ``flat_order``; None = already in flat order
     order: torch.Tensor | None = None
 
 
@@ -58,7 +58,7 @@ class PagedPolicyMetadataBuilder(PolicyBuilder, CPUAttentionMetadataBuilder):
 
     def page_layout(self, block_size: int, head_dim: int) -> PageLayout:
         dtype = self.layers[0].kv_cache.dtype
-        return learn_layout(block_size, head_dim, dtype, self.isa)
+        return detect_layout(block_size, head_dim, dtype, self.isa)
 
     def build(
         self, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any
@@ -134,32 +134,32 @@ class PagedPolicyImpl(PolicyImpl, CPUAttentionBackendImpl):
             out[metadata.order] = target
 
 
-def learn_layout(
+def detect_layout(
     block_size: int, head_dim: int, dtype: torch.dtype, isa: str
 ) -> PageLayout:
-    """Find out how the kernel packs a page by writing coded tokens into one.
+    """Detect how the kernel packs a page, by writing numbered elements into one.
 
-    Each instruction set packs keys in its own order (transposed, or tiled for
-    AMX). Writing numbers that spell each element's index, digit by digit in
-    base 128 (exact in every dtype), shows where the element went.
+    Each instruction set packs keys in its own order (transposed, or tiled for AMX).
+    Every element gets its index as the value, one digit in base 128 per write (digits
+    are exact in every dtype). The page then shows where each element went.
     """
     elements = block_size * head_dim
     index = torch.arange(elements).view(block_size, 1, head_dim)
     page = torch.zeros(1, 1, 2 * block_size, head_dim, dtype=dtype)
     halves = page.chunk(2, dim=2)
     slots = torch.arange(block_size)
-    spelled = [torch.zeros(elements, dtype=torch.int64) for _ in halves]
+    indices = [torch.zeros(elements, dtype=torch.int64) for _ in halves]
     for base in (1, 128, 128**2):
         digit = ((index // base) % 128).to(dtype)
         ops.cpu_attn_reshape_and_cache(digit, digit.clone(), *halves, slots, isa)
-        for seen, half in zip(spelled, halves, strict=True):
-            seen += half.reshape(-1).float().long() * base
+        for found, half in zip(indices, halves, strict=True):
+            found += half.reshape(-1).float().long() * base
     offsets = []
-    for half_index, seen in enumerate(spelled):
-        assert torch.equal(seen.sort().values, torch.arange(elements)), (
+    for half_index, found in enumerate(indices):
+        assert torch.equal(found.sort().values, torch.arange(elements)), (
             f"pages of isa {isa!r} do not hold each element once"
         )
         place = torch.empty(elements, dtype=torch.int64)
-        place[seen] = torch.arange(elements)
+        place[found] = torch.arange(elements)
         offsets.append((place + half_index * elements).int())
     return PageLayout(block_size, head_dim, *offsets)

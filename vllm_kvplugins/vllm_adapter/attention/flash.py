@@ -1,4 +1,4 @@
-"""FlashAttention over the page heap, as vLLM brings it."""
+"""vLLM's FlashAttention over the page heap."""
 
 from __future__ import annotations
 
@@ -42,61 +42,64 @@ class FlashPolicyMetadata:
 
     num_actual_tokens: int
     flat_query_start: torch.Tensor  # int32 [rows * kv_heads + 1]
-    order: torch.Tensor | None  # int64 [tokens * kv_heads]; None: already in order
-    most_queries: int
+    order: torch.Tensor | None  # int64 [tokens * kv_heads]; None = in flat order
+    max_queries: int  # per row
     scopes: list[Scope]
-    # most parts that sequences are cut into; 0 = the kernel decides
-    splits: int
+    max_splits: int  # per sequence; 0 = the kernel decides
 
 
-# Of a step that no graph holds: parts, and bytes of what all of them found, which vLLM
-# does not see when it measures how much memory steps take.
-_MOST_SPLITS = 32
-_MOST_PART_BYTES = 256 << 20
-# From so many tiles of queries on, all processors of a Hopper are busy (0.8 of 132).
-_TILES_ENOUGH = 106
+# Limits of a step outside of CUDA graphs: splits per sequence, and bytes of their
+# partial results, which vLLM does not include when it measures the memory of a step.
+_MAX_SPLITS = 32
+_MAX_PARTIAL_BYTES = 256 << 20
+# Number of query tiles that keeps a Hopper GPU busy: 0.8 of its 132 multiprocessors.
+_SATURATING_TILES = 106
 _TILE_ROWS = 128
 
 
-def most_splits(impl: Any, tokens: int, most_queries: int) -> int:
-    """Most parts that sequences of a step are cut into, if no graph holds it.
+def max_splits(impl: Any, tokens: int, max_queries: int) -> int:
+    """Maximum number of splits per sequence, for a step outside of CUDA graphs.
 
-    Asked to decide by itself, FlashAttention 3 looks at one sequence of one KV head,
-    which is all of a row elsewhere and here is one of many: it would cut into far more
-    parts than it does for vLLM, with float32 memory for all queries in each.
+    FlashAttention 3 would choose a number from one sequence. In stock vLLM a sequence
+    is a whole row; here it is one KV head of a row, one of many. FlashAttention 3 would
+    therefore choose far more splits than in stock vLLM, each with float32 partial
+    results of all queries.
 
     Args:
         impl: any layer.
-        tokens: of the step.
-        most_queries: new tokens of any row.
+        tokens: number of tokens of the step.
+        max_queries: largest number of new tokens in a row.
 
     Returns:
-        1 where vLLM's call would not be cut, as one row's queries keep the GPU busy; 0
-        (the kernel decides) for other versions, which do not let us say.
+        1 where stock vLLM would not split, because the queries of one row keep the GPU
+        busy; 0 (the kernel decides) for other versions of FlashAttention, which ignore
+        the limit.
     """
     if impl.vllm_flash_attn_version != 3:
         return 0
-    tiles = -(-most_queries * impl.num_queries_per_kv // _TILE_ROWS)
-    if tiles * impl.num_kv_heads >= _TILES_ENOUGH:
+    tiles = -(-max_queries * impl.num_queries_per_kv // _TILE_ROWS)
+    if tiles * impl.num_kv_heads >= _SATURATING_TILES:
         return 1
-    part = 4 * max(tokens, 1) * impl.num_heads * impl.head_size
-    return int(min(_MOST_SPLITS, max(1, _MOST_PART_BYTES // part)))
+    split_bytes = 4 * max(tokens, 1) * impl.num_heads * impl.head_size
+    return int(min(_MAX_SPLITS, max(1, _MAX_PARTIAL_BYTES // split_bytes)))
 
 
 class FlashPolicyBuilder(
     GPUPolicyBuilder, AttentionMetadataBuilder[FlashPolicyMetadata]
 ):
-    """Page lists for the kernel."""
+    """Builds the metadata of a step for FlashAttention."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # In a graph as many as in vLLM's graphs; other versions do not let us say.
-        three = self.layers[0].impl.vllm_flash_attn_version == 3
+        # In CUDA graphs, the limit of vLLM's graphs. Only version 3 has a limit.
+        version = self.layers[0].impl.vllm_flash_attn_version
         config = self.vllm_config.attention_config
-        self._splits = config.flash_attn_max_num_splits_for_cuda_graph if three else 0
+        self._graph_splits = 0
+        if version == 3:
+            self._graph_splits = config.flash_attn_max_num_splits_for_cuda_graph
         if self.table is not None:
             sequences = self.table.shape.rows * self.table.shape.heads
-            self._one_each = moved(
+            self._one_query_start = moved(
                 torch.arange(sequences + 1, dtype=torch.int32), self.device
             )
 
@@ -108,10 +111,12 @@ class FlashPolicyBuilder(
         tokens = common.num_actual_tokens
         heads = self.runtime.geometry.num_kv_heads
         if one_each:
-            # What is scheduled for which processor is left to the kernel, on the
-            # device, as vLLM leaves it for models with several windows.
-            start = self._one_each[: tokens * heads + 1]
-            return FlashPolicyMetadata(tokens, start, None, 1, scopes, self._splits)
+            # No scheduler metadata: the kernel schedules on the device, as in vLLM for
+            # models with several window sizes.
+            start = self._one_query_start[: tokens * heads + 1]
+            return FlashPolicyMetadata(
+                tokens, start, None, 1, scopes, self._graph_splits
+            )
         query_start = common.query_start_loc_cpu[: common.num_reqs + 1]
         start, order = flat_queries(query_start, heads)
         return FlashPolicyMetadata(
@@ -120,7 +125,7 @@ class FlashPolicyBuilder(
             None if order is None else moved(order, self.device),
             common.max_query_len,
             scopes,
-            most_splits(self.layers[0].impl, tokens, common.max_query_len),
+            max_splits(self.layers[0].impl, tokens, common.max_query_len),
         )
 
 
@@ -142,7 +147,8 @@ class FlashPolicyImpl(PolicyImpl, FlashAttentionImpl):
         queries, target = in_flat_order(query[:tokens], out, metadata.order)
         scope, pages = self.scope(kv_cache, metadata)
         block_size = kv_cache.shape[2]
-        # One KV head; a stride of its own for it, as TMA wants multiples of 16 bytes.
+        # A separate dimension for the one KV head: TMA needs strides in multiples of
+        # 16 bytes.
         slots = pages.view(len(pages), block_size, 1, 2 * self.head_size)
         key_cache, value_cache = slots.split(self.head_size, dim=-1)
         fa_utils.flash_attn_varlen_func(
@@ -151,13 +157,13 @@ class FlashPolicyImpl(PolicyImpl, FlashAttentionImpl):
             v=value_cache,
             out=target,
             cu_seqlens_q=metadata.flat_query_start,
-            max_seqlen_q=metadata.most_queries,
+            max_seqlen_q=metadata.max_queries,
             seqused_k=scope.lengths,
             max_seqlen_k=scope.pages.shape[1] * block_size,
             softmax_scale=self.scale,
             causal=True,
             block_table=scope.pages,
-            num_splits=metadata.splits,
+            num_splits=metadata.max_splits,
             fa_version=self.vllm_flash_attn_version,
         )
         if metadata.order is not None:

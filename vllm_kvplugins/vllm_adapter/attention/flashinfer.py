@@ -1,9 +1,8 @@
 """FlashInfer over the page heap; vLLM's Triton backend writes the cache.
 
-Its wrappers are planned on the host, once per step and page table, from lengths that
-the host knows, and then run by all layers that share the table. Steps in which every
-row has one token go to the decode wrapper, others with all their rows to the prefill
-wrapper.
+The host plans a wrapper once per step and page table, from lengths that it knows. All
+layers that share the page table run this wrapper. Steps in which every row has one new
+token use a decode wrapper; other steps use a prefill wrapper for all their rows.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_kvplugins.engine.page_table import FlatTable, page_indices, page_runs
-from vllm_kvplugins.errors import refuse
+from vllm_kvplugins.errors import coded, refuse
 from vllm_kvplugins.ops.device import moved
 from vllm_kvplugins.vllm_adapter.attention.flat import (
     PolicyImpl,
@@ -30,7 +29,7 @@ from vllm_kvplugins.vllm_adapter.attention.flat import (
 )
 from vllm_kvplugins.vllm_adapter.attention.gpu import GPUPolicyBackend, GPUPolicyBuilder
 
-# What vLLM reserves for FlashInfer's parts of long sequences, per query element.
+# Workspace that vLLM reserves for FlashInfer's partial results, per query element.
 _WORKSPACE_BYTES_PER_ELEMENT = 16
 
 
@@ -51,22 +50,25 @@ class FlashInferPolicyMetadata:
     """One step. ``scopes`` has one entry, or one per layer, each with its wrapper."""
 
     num_actual_tokens: int
-    order: torch.Tensor | None  # int64 [tokens * kv_heads]; None: already in order
+    order: torch.Tensor | None  # int64 [tokens * kv_heads]; None = in flat order
     scopes: list[Scope]
 
 
 class FlashInferPolicyBuilder(
     GPUPolicyBuilder, AttentionMetadataBuilder[FlashInferPolicyMetadata]
 ):
-    """Plans for the wrappers."""
+    """Plans the wrappers of a step."""
 
     @classmethod
     def graph_problems(cls, vllm_config: Any, runtime: Any) -> list[str]:
-        found = super().graph_problems(vllm_config, runtime)
+        problems = super().graph_problems(vllm_config, runtime)
         if not runtime.policy.page_allocator().uniform:
-            # 8 MiB of plans for each size that is captured, times layers
-            found.append("FlashInfer would plan every layer for every captured size")
-        return found
+            # A plan takes 8 MiB per captured size and layer.
+            problems.append(
+                "heads have different budgets, so FlashInfer would need a plan for "
+                "every layer and captured size"
+            )
+        return problems
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -76,17 +78,20 @@ class FlashInferPolicyBuilder(
             []
             if len(scales) == 1
             else [
-                f"its layers scale scores differently ({sorted(scales)}); "
-                "use kernel 'triton'"
+                coded(
+                    "KVP025",
+                    "kernel 'flashinfer': the softmax scale differs between layers "
+                    f"({sorted(scales)}); use kernel 'triton'",
+                )
             ],
         )
         (self._scale,) = scales
-        # made when a step first needs them; of each kind one per page table, as their
-        # plans are read while others are made
+        # Created when first needed. One wrapper per kind and page table, because the
+        # GPU may still read one plan while the host makes the next.
         self._workspace: torch.Tensor | None = None
         self._wrappers: dict[tuple[str, int], Any] = {}
         self._captured_rows: set[int] = set()
-        self._room: list[torch.Tensor] = []  # of page lists, for graphs
+        self._graph_lists: list[torch.Tensor] = []  # page lists that graphs read
 
     def build_for_cudagraph_capture(self, common: Any) -> Any:
         self._captured_rows.add(common.num_reqs)
@@ -103,13 +108,10 @@ class FlashInferPolicyBuilder(
             Scope(*parts) for parts in zip(table.pages, table.lengths, strict=True)
         ]
         if one_each:
-            # Others are not replayed: steps are padded to what was captured.
-            rows = (
-                len(table.slot_indices)
-                if len(table.slot_indices) in self._captured_rows
-                else 0
-            )
-            self._plan(scopes, lengths, None, rows)
+            # Steps are padded to a captured size. No graph of another size runs.
+            rows = len(table.slot_indices)
+            captured = rows if rows in self._captured_rows else 0
+            self._plan(scopes, lengths, None, captured)
             return FlashInferPolicyMetadata(tokens, None, scopes)
         query_start = common.query_start_loc_cpu[: common.num_reqs + 1]
         start, order = flat_queries(query_start, heads)
@@ -124,12 +126,12 @@ class FlashInferPolicyBuilder(
         query_start: torch.Tensor | None,
         captured_rows: int,
     ) -> None:
-        """Give each page table its wrapper, planned.
+        """Plan a wrapper for each page table and store it as its schedule.
 
         Args:
             lengths: int32 [scopes, sequences], on the host.
             query_start: int32 [sequences + 1], on the host; None = one query each.
-            captured_rows: of the graph that may be replayed; 0 = none.
+            captured_rows: rows of the CUDA graph that may be replayed; 0 = none.
         """
         tables, impl = self.runtime.tables, self.layers[0].impl
         assert tables is not None
@@ -144,12 +146,12 @@ class FlashInferPolicyBuilder(
             "kv_data_type": self.layers[0].kv_cache.dtype,
         }
         for index, (scope, lens) in enumerate(zip(scopes, lengths, strict=True)):
-            start, last = self._pinned(*page_runs(lens, size))
+            start, last = self._pin(*page_runs(lens, size))
             listed = page_indices(
                 scope.pages, moved(start, self.device), int(start[-1])
             )
             if query_start is None:
-                scope.schedule = self._decoding(index, captured_rows)
+                scope.schedule = self._decode_wrapper(index, captured_rows)
                 scope.schedule.plan(
                     indptr=start,
                     indices=listed,
@@ -158,7 +160,7 @@ class FlashInferPolicyBuilder(
                     **settings,
                 )
             else:
-                scope.schedule = self._prefilling(index)
+                scope.schedule = self._prefill_wrapper(index)
                 scope.schedule.plan(
                     qo_indptr=query_start,
                     paged_kv_indptr=start,
@@ -169,45 +171,45 @@ class FlashInferPolicyBuilder(
                     **settings,
                 )
 
-    def _pinned(self, *host: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Memory from which copies do not make the host wait."""
+    def _pin(self, *host: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Copies in pinned memory, if they go to a GPU: the host need not wait."""
         on_gpu = self.device.type == "cuda"
-        return tuple(each.pin_memory() if on_gpu else each for each in host)
+        return tuple(tensor.pin_memory() if on_gpu else tensor for tensor in host)
 
-    def _memory(self) -> torch.Tensor:
-        """For parts of sequences, one after the other by all wrappers."""
+    def _shared_workspace(self) -> torch.Tensor:
+        """Memory for partial results; all wrappers use it, one after the other."""
         if self._workspace is None:
             impl = self.layers[0].impl
-            most = self.vllm_config.scheduler_config.max_num_batched_tokens
-            elements = most * impl.num_heads * impl.head_size
-            wanted = elements * _WORKSPACE_BYTES_PER_ELEMENT
-            num_bytes = max(envs.VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE, wanted)
+            max_tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
+            elements = max_tokens * impl.num_heads * impl.head_size
+            needed = elements * _WORKSPACE_BYTES_PER_ELEMENT
+            num_bytes = max(envs.VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE, needed)
             self._workspace = torch.zeros(
                 num_bytes, dtype=torch.uint8, device=self.device
             )
         return self._workspace
 
-    def _decoding(self, scope: int, captured_rows: int) -> Any:
+    def _decode_wrapper(self, scope: int, captured_rows: int) -> Any:
         if captured_rows:
-            return self._captured(captured_rows)
+            return self._graph_wrapper(captured_rows)
         if ("decode", scope) not in self._wrappers:
             from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
             self._wrappers["decode", scope] = BatchDecodeWithPagedKVCacheWrapper(
-                self._memory(), "NHD", use_tensor_cores=True
+                self._shared_workspace(), "NHD", use_tensor_cores=True
             )
         return self._wrappers["decode", scope]
 
-    def _captured(self, rows: int) -> Any:
-        """The wrapper whose plans a graph of so many rows reads, where they stay."""
+    def _graph_wrapper(self, rows: int) -> Any:
+        """The wrapper for CUDA graphs of ``rows`` rows, with plans at fixed addresses."""
         if ("captured", rows) not in self._wrappers:
             from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
             assert self.table is not None
             sequences = rows * self.table.shape.heads
-            starts, listed, last = self._lists()
+            starts, listed, last = self._graph_page_lists()
             self._wrappers["captured", rows] = BatchDecodeWithPagedKVCacheWrapper(
-                self._memory(),
+                self._shared_workspace(),
                 "NHD",
                 use_cuda_graph=True,
                 use_tensor_cores=True,
@@ -217,25 +219,27 @@ class FlashInferPolicyBuilder(
             )
         return self._wrappers["captured", rows]
 
-    def _lists(self) -> list[torch.Tensor]:
-        """Where graphs of all sizes read page lists: each is planned, and so writes
-        them, before it is replayed."""
-        if not self._room:
+    def _graph_page_lists(self) -> list[torch.Tensor]:
+        """Page lists at fixed addresses, for graphs of all sizes.
+
+        Planning writes them, and precedes each replay.
+        """
+        if not self._graph_lists:
             assert self.table is not None
             shape = self.table.shape
             sequences = shape.rows * shape.heads
-            self._room = [
+            self._graph_lists = [
                 torch.zeros(numbers, dtype=torch.int32, device=self.device)
                 for numbers in (sequences + 1, sequences * shape.pages, sequences)
             ]
-        return self._room
+        return self._graph_lists
 
-    def _prefilling(self, scope: int) -> Any:
+    def _prefill_wrapper(self, scope: int) -> Any:
         if ("prefill", scope) not in self._wrappers:
             from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
             self._wrappers["prefill", scope] = BatchPrefillWithPagedKVCacheWrapper(
-                self._memory(), "NHD"
+                self._shared_workspace(), "NHD"
             )
         return self._wrappers["prefill", scope]
 

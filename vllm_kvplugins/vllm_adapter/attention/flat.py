@@ -1,12 +1,12 @@
-"""What attention backends over the page heap share.
+"""Common parts of the attention backends over the page heap.
 
-Each (request, KV head) is a sequence of its own with one KV head, its own page list
-and its own length. A backend adds a kernel that attends to such sequences, and says
-how it packs a page.
+Each (request, KV head) is a *flat sequence* with one KV head, its own page list and its
+own length. A backend adds the kernel that attends to these sequences, and the layout of
+a page.
 
-Kernels that know nothing of this want queries in the order of sequences. Decoding rows
-lie in it already; rows with several new tokens are reordered to (request, head, token)
-and back::
+Stock kernels need queries in *flat order*, sequence by sequence. Rows with one new
+token already are in this order. Rows with several new tokens are reordered to (request,
+head, token), and their outputs back::
 
     query  [token, head, group, dim]  ->  [row, head, token of row, group, dim]
 """
@@ -24,7 +24,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.page_table import FixedTable, FlatTable
 from vllm_kvplugins.engine.runtime import PolicyRuntime
-from vllm_kvplugins.errors import refuse
+from vllm_kvplugins.errors import coded, refuse
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.vllm_adapter.config.validation import (
     layer_problems,
@@ -37,18 +37,18 @@ from vllm_kvplugins.vllm_adapter.worker.rotary import rotary_of
 
 @dataclass
 class Scope:
-    """Page table for the layers that share it, in a kernel's terms."""
+    """The page table of all layers that share it."""
 
-    pages: torch.Tensor  # int32 [rows * kv_heads, most_pages]
+    pages: torch.Tensor  # int32 [rows * kv_heads, max pages]
     lengths: torch.Tensor  # int32 [rows * kv_heads]
-    schedule: Any = None  # the kernel's own plan, if it makes one
+    schedule: Any = None  # the kernel's plan, if it needs one
 
 
 class PolicyBuilder(ABC):
     """Mixin of metadata builders: starts each step and binds the heap.
 
     Attributes:
-        context: of the worker that these layers belong to.
+        context: context of the worker that these layers belong to.
     """
 
     vllm_config: Any
@@ -80,7 +80,7 @@ class PolicyBuilder(ABC):
 
     @abstractmethod
     def page_layout(self, block_size: int, head_dim: int) -> PageLayout:
-        """How this backend's kernel packs a page."""
+        """The layout of a page as this backend's kernel packs it."""
 
     def begin_step(
         self, common: Any, into: FixedTable | None = None, dummy: bool = False
@@ -88,8 +88,8 @@ class PolicyBuilder(ABC):
         """Page lists and lengths of a step's sequences.
 
         Args:
-            into: where they are written; None = new tensors.
-            dummy: no request's step.
+            into: the table to write to; None = new tensors.
+            dummy: whether the step has no requests.
         """
         self.context.ensure_heap()
         num_rows = common.num_reqs
@@ -101,7 +101,7 @@ class PolicyBuilder(ABC):
         )
 
     def _bind_heap(self) -> None:
-        """Give the runtime the heap; caches exist only from the first step on."""
+        """Give the heap to the runtime. vLLM allocates caches before the first step."""
         _, _, block_size, content = self.layers[0].kv_cache.shape
         model = self.context.runner.model
         surprisal = self.context.new_surprisal_model
@@ -118,14 +118,14 @@ class PolicyImpl(ABC):
     """Mixin of layers: attention through the flat page tables.
 
     Attributes:
-        metadata_type: of steps under a policy; with any other metadata the stock
-            layer attends.
+        metadata_type: metadata of steps with a policy; with other metadata, the
+            stock layer attends.
     """
 
     metadata_type: type[Any]
 
     def bind(self, runtime: PolicyRuntime, layer_index: int) -> None:
-        """Called once by the metadata builder, which knows the layer's place."""
+        """Called once by the metadata builder, which knows the index of the layer."""
         self.runtime = runtime
         self.layer_index = layer_index
 
@@ -137,10 +137,10 @@ class PolicyImpl(ABC):
         metadata: Any,
         output: torch.Tensor,
     ) -> None:
-        """The kernel, into ``output``."""
+        """Run the kernel; write its result to ``output``."""
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """No, also where the stock layer does: ``attend`` knows of no scale."""
+        """Always False: ``attend`` does not apply an output scale."""
         return False
 
     def forward(
@@ -161,7 +161,7 @@ class PolicyImpl(ABC):
             output[:] = prober.attend(self.layer_index, query, key, value)
             return output
         if not isinstance(attn_metadata, self.metadata_type):
-            found: torch.Tensor = super().forward(  # type: ignore[misc]
+            stock: torch.Tensor = super().forward(  # type: ignore[misc]
                 layer,
                 query,
                 key,
@@ -172,7 +172,7 @@ class PolicyImpl(ABC):
                 *args,
                 **kwargs,
             )
-            return found
+            return stock
         runtime = self.runtime
         runtime.before_layer(self.layer_index, query)
         attending = runtime.attending
@@ -189,7 +189,7 @@ class PolicyImpl(ABC):
     def scope(
         self, kv_cache: torch.Tensor, metadata: Any
     ) -> tuple[Scope, torch.Tensor]:
-        """This layer's page table, and the pages that its ids count."""
+        """This layer's page table, and the pages that its page ids refer to."""
         if len(metadata.scopes) == 1:
             return metadata.scopes[0], kv_cache.flatten(0, 1).flatten(1)
         assert self.runtime.heap is not None
@@ -197,17 +197,17 @@ class PolicyImpl(ABC):
 
 
 def build_heap(layers: list[Any], layout: PageLayout) -> Heap:
-    """All layers' caches as one array of pages.
+    """The KV caches of all layers as one array of pages.
 
     Raises:
-        KVPolicyError: the layers' caches are not one evenly spaced allocation.
+        KVPolicyError: the caches are not evenly spaced slices of one allocation.
     """
     caches = [layer.kv_cache for layer in layers]
     first = caches[0]
     num_blocks, num_kv_heads, block_size, content = first.shape
     page_elems = block_size * content
     layer_elems = num_blocks * num_kv_heads * page_elems
-    even = all(
+    is_even = all(
         cache.shape == first.shape
         and cache.is_contiguous()
         and cache.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -215,12 +215,16 @@ def build_heap(layers: list[Any], layout: PageLayout) -> Heap:
         for i, cache in enumerate(caches)
     )
     refuse(
-        "the page heap cannot be formed",
+        "a KV policy cannot use these KV caches",
         []
-        if even
+        if is_even
         else [
-            "the layers' KV caches are not slices of one allocation in layer order; "
-            "run on vLLM 0.32 or 0.33 with one KV cache group"
+            coded(
+                "KVP202",
+                f"the KV caches of the {len(caches)} layers are not slices of one "
+                "allocation in layer order; use vLLM 0.32 or 0.33, and a model with "
+                "one KV cache group",
+            )
         ],
     )
     pages = torch.as_strided(
@@ -235,14 +239,15 @@ def build_heap(layers: list[Any], layout: PageLayout) -> Heap:
 def flat_queries(
     query_start: torch.Tensor, num_kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Where each sequence's queries lie, in the order of sequences.
+    """Where the queries of each flat sequence start, and their flat order.
 
     Args:
         query_start: int32 [rows + 1], on the host.
 
     Returns:
-        int32 [rows * num_kv_heads + 1], and :func:`flat_order` or, where each row has
-        one new token, None: then queries lie in that order. Both on the host.
+        int32 [rows * num_kv_heads + 1], on the host; and the result of
+        :func:`flat_order`, or None if each row has one new token, because such queries
+        already are in flat order.
     """
     lens = query_start[1:] - query_start[:-1]
     flat_lens = lens.repeat_interleave(num_kv_heads)
@@ -261,7 +266,7 @@ def flat_order(query_start: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 
     Returns:
         int64 [tokens * num_kv_heads]; entry i is the index ``token * heads +
-        head`` of the query that stands at flat place i.
+        head`` of query i in flat order.
     """
     lens = query_start[1:] - query_start[:-1]
     row = torch.repeat_interleave(torch.arange(lens.numel()), lens)
@@ -277,13 +282,17 @@ def flat_order(query_start: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 def in_flat_order(
     query: torch.Tensor, out: torch.Tensor, order: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A kernel's queries, and where it writes what it found.
+    """The queries in flat order, and the tensor for the kernel's output.
 
     Args:
         query: [tokens, num_q_heads, head_dim].
         out: [tokens * num_kv_heads, group, head_dim].
-        order: of :func:`flat_queries`, on their device; with one, what was found is a
-            tensor of its own, to be put into ``out`` afterwards.
+        order: from :func:`flat_queries`, on the device of the queries.
+
+    Returns:
+        Two [tokens * num_kv_heads, group, head_dim]. Without ``order``, the second is
+        ``out``. With it, the second is a new tensor, and the caller copies it to
+        ``out[order]``.
     """
     queries = query.reshape(out.shape)
     if order is None:

@@ -1,11 +1,11 @@
-"""What backends for GPUs share: where vLLM finds them, the pages of its caches, and
-decoding steps in CUDA graphs.
+"""Common parts of the backends for GPUs, among them decode steps in CUDA graphs.
 
-A graph is captured with so many rows and replayed for steps of as many or fewer; the
-rows behind have length 0. Everything that changes from step to step lies in tensors
-that stay where they are: the page lists (``FixedTable``), vLLM's own inputs. Numbers
-that a kernel is launched with depend on the captured rows alone, so these steps have
-one query per sequence, padding included, and page lists of the greatest width.
+A graph is captured for a number of rows and replayed for steps with at most as many;
+the remaining rows are padding and have length 0. All values that change from step to
+step are in tensors at fixed addresses: the page lists (``FixedTable``) and vLLM's own
+inputs. The launch parameters of a kernel may depend only on the number of captured
+rows. Steps in graphs therefore have one query per sequence, padding included, and page
+lists of the maximum width.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_kvplugins.vllm_adapter.worker.context import context_of_layers
 
 
 class GPUPolicyBackend:
-    """Mixin of backends that stand in vLLM's place for custom ones."""
+    """Mixin of backends that vLLM registers as CUSTOM."""
 
     @staticmethod
     def get_name() -> str:
@@ -41,7 +41,7 @@ class GPUPolicyBuilder(PolicyBuilder):
     """Mixin of metadata builders.
 
     Attributes:
-        table: what graphs read; None = no graph holds attention.
+        table: the page table that graphs read; None = graphs do not include attention.
     """
 
     device: torch.device
@@ -58,17 +58,17 @@ class GPUPolicyBuilder(PolicyBuilder):
 
     @classmethod
     def graph_problems(cls, vllm_config: Any, runtime: PolicyRuntime) -> list[str]:
-        """Why no graph may hold a decoding step."""
+        """Reasons why CUDA graphs cannot include decode steps."""
         return graphs.problems(vllm_config, runtime)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        why_not = self.graph_problems(self.vllm_config, self.runtime)
+        problems = self.graph_problems(self.vllm_config, self.runtime)
         self.table = graphs.fixed_table(
-            self.vllm_config, self.runtime, self.device, why_not
+            self.vllm_config, self.runtime, self.device, problems
         )
         if self.table is not None:
-            self.context.runner.keep_out_of_graphs(self.runtime.requires_layers)
+            self.context.runner.forbid_full_graphs(self.runtime.requires_layers)
 
     def page_layout(self, block_size: int, head_dim: int) -> PageLayout:
         device = self.layers[0].kv_cache.device
@@ -77,20 +77,23 @@ class GPUPolicyBuilder(PolicyBuilder):
     def build(
         self, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        return self._built(common, dummy=False)
+        return self._build(common, dummy=False)
 
     def build_for_cudagraph_capture(self, common: Any) -> Any:
-        assert self._is_for_graphs(common), "more than a graph may hold"
-        return self._built(common, dummy=True)
+        assert self._fits_graph(common), "a graph cannot include this step"
+        return self._build(common, dummy=True)
 
-    def _built(self, common: Any, dummy: bool) -> Any:
-        for_graphs = self._is_for_graphs(common)
-        table = self.begin_step(common, self.table if for_graphs else None, dummy)
-        return self.metadata(common, table, for_graphs)
+    def _build(self, common: Any, dummy: bool) -> Any:
+        fits_graph = self._fits_graph(common)
+        table = self.begin_step(common, self.table if fits_graph else None, dummy)
+        return self.metadata(common, table, fits_graph)
 
-    def _is_for_graphs(self, common: Any) -> bool:
-        """Whether a graph may hold the step. Then its metadata is what a graph reads,
-        also when none is replayed: that is decided elsewhere."""
+    def _fits_graph(self, common: Any) -> bool:
+        """Whether a graph can include the step.
+
+        If so, the step writes the metadata that graphs read. vLLM decides later
+        whether it replays one.
+        """
         return (
             self.table is not None
             and common.max_query_len == 1
@@ -99,9 +102,9 @@ class GPUPolicyBuilder(PolicyBuilder):
 
     @abstractmethod
     def metadata(self, common: Any, table: FlatTable, one_each: bool) -> Any:
-        """Of a step, for the kernel.
+        """The metadata of a step for the kernel.
 
         Args:
-            one_each: every row asks with one token, padding included; what the kernel
-                is launched with may depend on nothing but the number of rows.
+            one_each: every row has one new token, padding included. The launch
+                parameters of the kernel may then depend only on the number of rows.
         """

@@ -1,6 +1,6 @@
 """Our Triton kernel over the page heap: for GPUs, and for tests without one.
 
-Queries stay where vLLM put them; the kernel finds a sequence's own ones itself.
+The kernel reads queries in vLLM's order, so it needs no reordering.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_kvplugins.vllm_adapter.attention.gpu import GPUPolicyBackend, GPUPolic
 
 
 class TritonPolicyBackend(GPUPolicyBackend, TritonAttentionBackend):
-    """vLLM's Triton backend for writing the cache, ours for reading it."""
+    """vLLM's Triton backend writes the cache, and our kernel reads it."""
 
     @staticmethod
     def get_impl_cls() -> type[TritonPolicyImpl]:
@@ -47,7 +47,7 @@ class TritonPolicyMetadata:
 class TritonPolicyBuilder(
     GPUPolicyBuilder, AttentionMetadataBuilder[TritonPolicyMetadata]
 ):
-    """Page lists for the kernel."""
+    """Builds the metadata of a step for our kernel."""
 
     def metadata(
         self, common: Any, table: FlatTable, one_each: bool

@@ -99,8 +99,8 @@ def lower_max_model_len(vllm_config: VllmConfig, max_model_len: int) -> None:
     model.max_model_len = max_model_len
 
 
-# Whether the runtime needs layers to run its host code in a step of these rows.
-Unfit = Callable[[Sequence[Row]], bool]
+# Whether the layers must run the runtime's host code in a step with these rows.
+NeedsLayers = Callable[[Sequence[Row]], bool]
 
 # -- model runners ---------------------------------------------------------------
 
@@ -112,8 +112,8 @@ class RunnerV1:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        # A dummy batch cannot be recognized from its metadata without a device sync;
-        # its rows look like the requests that the runner holds.
+        # The metadata of a dummy batch shows its rows as the runner's requests, and
+        # only a device sync would tell them apart.
         self._in_dummy_run = False
         run = runner._dummy_run
 
@@ -126,7 +126,7 @@ class RunnerV1:
                 self._in_dummy_run = False
 
         runner._dummy_run = dummy_run
-        self._unfit: Unfit | None = None
+        self._needs_layers: NeedsLayers | None = None
 
     @property
     def model(self) -> torch.nn.Module:
@@ -141,12 +141,13 @@ class RunnerV1:
         request_ids = batch.req_ids[: metadata.num_reqs]
         return _rows(metadata, request_ids, batch.num_prompt_tokens)
 
-    def keep_out_of_graphs(self, unfit: Unfit) -> None:
+    def forbid_full_graphs(self, needs_layers: NeedsLayers) -> None:
         """Prevent replay of full graphs in steps that need host code.
 
-        vLLM treats a chunk of one prompt token as a decoding step.
+        vLLM treats a prefill chunk of one token as a decode step, so a step that looks
+        uniform may need host code. A later call replaces the check.
         """
-        first, self._unfit = self._unfit is None, unfit
+        first, self._needs_layers = self._needs_layers is None, needs_layers
         if not first:
             return
         from vllm.config import CUDAGraphMode
@@ -155,18 +156,18 @@ class RunnerV1:
         dispatch = dispatcher.dispatch
 
         @functools.wraps(dispatch)
-        def careful(*args: Any, uniform_decode: bool = False, **kwargs: Any) -> Any:
+        def checked(*args: Any, uniform_decode: bool = False, **kwargs: Any) -> Any:
             if uniform_decode and not self._in_dummy_run:
-                assert self._unfit is not None
-                if self._unfit(self._decoding()):
+                assert self._needs_layers is not None
+                if self._needs_layers(self._decode_rows()):
                     others = kwargs.get("invalid_modes") or set()
                     kwargs["invalid_modes"] = {CUDAGraphMode.FULL, *others}
             return dispatch(*args, uniform_decode=uniform_decode, **kwargs)
 
-        dispatcher.dispatch = careful
+        dispatcher.dispatch = checked
 
-    def _decoding(self) -> list[Row]:
-        """Rows of a decoding step, before its metadata exists."""
+    def _decode_rows(self) -> list[Row]:
+        """Rows of a decode step, before its metadata exists."""
         batch = self._runner.input_batch
         return [
             Row(name, int(prompt), int(computed), 1, i)
@@ -175,7 +176,7 @@ class RunnerV1:
                     batch.req_ids,
                     batch.num_prompt_tokens,
                     batch.num_computed_tokens_cpu,
-                    strict=False,  # the arrays have room for more
+                    strict=False,  # the arrays are longer than the batch
                 )
             )
         ]
@@ -188,7 +189,7 @@ class RunnerV2:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._unfit: Unfit | None = None
+        self._needs_layers: NeedsLayers | None = None
 
     @property
     def model(self) -> torch.nn.Module:
@@ -209,29 +210,30 @@ class RunnerV2:
         request_ids = [states.index_to_req_id[int(i)] for i in indices]
         return _rows(metadata, request_ids, states.prompt_len.np[indices])
 
-    def keep_out_of_graphs(self, unfit: Unfit) -> None:
+    def forbid_full_graphs(self, needs_layers: NeedsLayers) -> None:
         """Prevent replay of full graphs in steps that need host code.
 
-        vLLM treats a chunk of one prompt token as a decoding step.
+        vLLM treats a prefill chunk of one token as a decode step, so a step that looks
+        uniform may need host code. A later call replaces the check.
         """
-        first, self._unfit = self._unfit is None, unfit
+        first, self._needs_layers = self._needs_layers is None, needs_layers
         if not first:
             return
         gather = self._runner.gather_batch_req_state
 
         @functools.wraps(gather)
-        def careful(*args: Any, **kwargs: Any) -> Any:
+        def checked(*args: Any, **kwargs: Any) -> Any:
             batch, tokens_each = gather(*args, **kwargs)
             if batch is not None and tokens_each is not None:
-                assert self._unfit is not None
-                if self._unfit(self._decoding(batch)):
-                    tokens_each = None  # as in a batch of prompts
+                assert self._needs_layers is not None
+                if self._needs_layers(self._decode_rows(batch)):
+                    tokens_each = None  # vLLM then treats it as a prefill batch
             return batch, tokens_each
 
-        self._runner.gather_batch_req_state = careful
+        self._runner.gather_batch_req_state = checked
 
-    def _decoding(self, batch: Any) -> list[Row]:
-        """Rows of a decoding step, before its metadata exists."""
+    def _decode_rows(self, batch: Any) -> list[Row]:
+        """Rows of a decode step, before its metadata exists."""
         states, indices = self._runner.req_states, batch.idx_mapping_np
         prompts = states.prompt_len.np[indices]
         computed = states.num_computed_tokens_np[indices]
