@@ -121,13 +121,13 @@ def test_keys_that_wait_for_their_index_are_not_pinned(monkeypatch):
             life.step(life.rows())
         retrieval._wait_for_pending()
         state = retrieval._requests["long"]
-        under_way = [layer.under_way for layer in state.layers.values()]
-        assert under_way
-        assert not any(each.done() for each in under_way)
+        pending = [layer.pending for layer in state.layers.values()]
+        assert pending
+        assert not any(each.done() for each in pending)
         assert pinned
         assert all(tensor() is None for tensor in pinned)
         may_build.set()
-        for each in under_way:
+        for each in pending:
             each.result(60)
         for layer, pages in state.pages.items():
             stored = retrieval.tier.read_keys(pages, range(state.tokens))

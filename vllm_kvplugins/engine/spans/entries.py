@@ -41,11 +41,11 @@ class EntryArena:
         self._num_layers, self._head_dim, self._dtype = num_layers, head_dim, dtype
         self._device = device
         self._gaps: list[tuple[int, int]] = []  # start and stop, in order
-        self._tensorsocate(0)
+        self._allocate(0)
 
     # The first run is allocated in a step, the last one released between steps.
     @torch.inference_mode(False)
-    def _tensorsocate(self, capacity: int) -> None:
+    def _allocate(self, capacity: int) -> None:
         shape = (self._num_layers, capacity)
         self._keys = torch.zeros(
             *shape, self._head_dim, dtype=self._dtype, device=self._device
@@ -101,7 +101,7 @@ class EntryArena:
 
     def _grow(self, count: int) -> None:
         old_tensors, old = self._tensors, self.capacity
-        self._tensorsocate(max(2 * old, old + count))
+        self._allocate(max(2 * old, old + count))
         for source, target in zip(old_tensors, self._tensors, strict=True):
             target[:, :old] = source
         self._add_gap(old, self.capacity)
@@ -115,7 +115,7 @@ class EntryArena:
         self._add_gap(start, start + count)
         if self.free == self.capacity:
             self._gaps = []
-            self._tensorsocate(0)
+            self._allocate(0)
 
     def _add_gap(self, start: int, stop: int) -> None:
         merged: list[tuple[int, int]] = []

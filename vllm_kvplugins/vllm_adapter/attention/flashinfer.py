@@ -201,7 +201,7 @@ class FlashInferPolicyBuilder(
         return self._wrappers["decode", scope]
 
     def _graph_wrapper(self, rows: int) -> Any:
-        """The wrapper for CUDA graphs of ``rows`` rows, with plans at fixed addresses."""
+        """The wrapper for CUDA graphs of this size, with plans at fixed addresses."""
         if ("captured", rows) not in self._wrappers:
             from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
