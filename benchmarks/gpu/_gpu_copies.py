@@ -97,9 +97,12 @@ def fetcher(device: torch.device, how: str, tokens: int) -> Callable[[], torch.T
     turns = itertools.cycle([*others, hot.clone()])
     places = spots // size, spots % size, torch.tensor([tokens])
     hot_set, kv = ops.HotSet(hot, *places), ops.PagedKV(heap, layout)
-    host, slot_index = ops.HostPages(tier.pages, table, tier.reads), torch.tensor([0])
+    slot_index = torch.tensor([0])
 
     def run() -> torch.Tensor:
+        # Made here, so that the tier lives as long as this function: without it, its
+        # memory is unpinned.
+        host = ops.HostPages(tier.pages, table, tier.reads)
         wanted = next(turns)
         return ops.fill_hot(kv, host, wanted, slot_index, hot_set)
 
