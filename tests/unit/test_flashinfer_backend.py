@@ -93,5 +93,5 @@ def test_layers_that_scale_differently_are_refused(monkeypatch):
         self.layers = [SimpleNamespace(impl=impl) for impl in impls]
 
     monkeypatch.setattr(GPUPolicyBuilder, "__init__", begin)
-    with pytest.raises(KVPolicyError, match="scale scores differently"):
+    with pytest.raises(KVPolicyError, match="KVP025"):
         flashinfer.FlashInferPolicyBuilder()
