@@ -19,6 +19,9 @@ from dataclasses import dataclass, field
 Message = dict[str, str]
 
 _USAGE = "vllm:kv_cache_usage_perc"
+# Host memory: of requests and their sessions, and of the sessions of policies that keep
+# nothing else there.
+_HOST = ("vllm:kv_policy_host_reserved_bytes", "vllm:kv_policy_session_bytes")
 _POOL = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 # What closes a message in chat templates: <|im_end|>, </s>, <end_of_turn>, <eos>.
@@ -40,6 +43,7 @@ class Reply:
         text: the answer, up to the token that closes it.
         held_blocks: blocks in use in the pool while the answer was generated.
         peak_blocks: most blocks in use during the request.
+        host_bytes: most host memory that the policy used during the request.
     """
 
     text: str = ""
@@ -49,6 +53,7 @@ class Reply:
     total_s: float = 0.0
     held_blocks: int = 0
     peak_blocks: int = 0
+    host_bytes: int = 0
 
 
 @dataclass
@@ -66,7 +71,7 @@ class Server:
     model: str = ""
     pool_blocks: int = 0
     block_size: int = 0
-    _samples: list[float] = field(default_factory=list, repr=False)
+    _samples: list[tuple[float, float]] = field(default_factory=list, repr=False)
 
     @classmethod
     def connect(cls, base: str) -> Server:
@@ -80,9 +85,11 @@ class Server:
         """Every sample of /metrics, summed over its labels."""
         return parse_metrics(_get(f"{self.base}/metrics"))
 
-    def held_blocks(self) -> float:
-        """Blocks in use now."""
-        return self.metrics().get(_USAGE, 0.0) * self.pool_blocks
+    def memory(self) -> tuple[float, float]:
+        """Blocks in use now, and bytes of host memory."""
+        metrics = self.metrics()
+        host_bytes = max(metrics.get(name, 0.0) for name in _HOST)
+        return metrics.get(_USAGE, 0.0) * self.pool_blocks, host_bytes
 
     def ask(
         self, messages: Sequence[Message], max_tokens: int, to_the_end: bool = False
@@ -110,7 +117,7 @@ class Server:
         )
         reply, start, pieces = Reply(), time.perf_counter(), 0
         self._samples.clear()
-        held: list[float] = []
+        held: list[tuple[float, float]] = []
         with self._watched(), _opener.open(request, timeout=600) as response:
             for event in _events(response):
                 if usage := event.get("usage"):
@@ -125,13 +132,15 @@ class Server:
                     reply.text += piece
                     pieces += 1
                     if pieces % 4 == 2:  # a policy acts after the first token
-                        held.append(self.held_blocks())
+                        held.append(self.memory())
         reply.total_s = time.perf_counter() - start
         reply.text = _END_OF_ANSWER.split(reply.text, maxsplit=1)[0].strip()
         # Usage is 0 as soon as the request has ended.
-        in_use = [value for value in (held or self._samples) if value]
+        in_use = [blocks for blocks, _ in held or self._samples if blocks]
         reply.held_blocks = round(in_use[-1]) if in_use else 0
-        reply.peak_blocks = round(max([*self._samples, *held], default=0.0))
+        samples = [*self._samples, *held]
+        reply.peak_blocks = round(max((blocks for blocks, _ in samples), default=0.0))
+        reply.host_bytes = round(max((host for _, host in samples), default=0.0))
         return reply
 
     @contextmanager
@@ -150,7 +159,7 @@ class Server:
         start = time.perf_counter()
         while not done.wait(0.25):
             try:
-                self._samples.append(self.held_blocks())
+                self._samples.append(self.memory())
             except OSError:
                 continue  # a busy server; the request itself reports real failures
             if sys.stderr.isatty():

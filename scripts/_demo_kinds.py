@@ -108,6 +108,7 @@ class Answer:
     held_blocks: int
     peak_blocks: int
     whole_blocks: int
+    host_bytes: int = 0
     counts: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -148,6 +149,11 @@ class Result:
     def first_s(self) -> float:
         """Time to the first token of the last question."""
         return self.last.first_s
+
+    @property
+    def host_mib(self) -> float:
+        """Most host memory that the policy used."""
+        return max(a.host_bytes for a in self.answers) / 2**20
 
     @property
     def tokens_per_s(self) -> float:
@@ -203,6 +209,7 @@ def _answer(step: Step, reply: Reply, size: int, counts: dict[str, float]) -> An
         held_blocks=reply.held_blocks,
         peak_blocks=reply.peak_blocks,
         whole_blocks=-(-tokens // size),
+        host_bytes=reply.host_bytes,
         counts=counts,
     )
 

@@ -30,6 +30,7 @@ _COLUMNS = (
     "of stock",
     "blocks held",
     "of stock",
+    "host MiB",
     "first token",
     "of stock",
     "tokens/s",
@@ -57,11 +58,21 @@ def report(result: Result, stock: Result | None) -> str:
     lines += [
         "",
         "blocks held      " + held + _beside(last_of_stock, "held_blocks"),
+        *_outside_the_pool(result),
         f"first token      {result.first_s:.2f} s" + _beside(stock, "first_s", ".2f"),
         f"decode           {result.tokens_per_s:.1f} tokens/s"
         + _beside(stock, "tokens_per_s", ".1f"),
     ]
     return "\n".join(lines)
+
+
+def _outside_the_pool(result: Result) -> list[str]:
+    lines = [f"host memory      {result.host_mib:.0f} MiB"] if result.host_mib else []
+    if result.plan.kind == "spans":
+        lines.append(
+            "                 the means of spans are on the device, in no block"
+        )
+    return lines
 
 
 def _question(answer: Answer, stock: Answer | None) -> list[str]:
@@ -117,7 +128,7 @@ def table(results: list[Result], stock: dict[str, Result], known_model: bool) ->
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if i in (0, 1, 10) else cell.rjust(width)
+            cell.ljust(width) if i in (0, 1, len(row) - 1) else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
@@ -128,7 +139,7 @@ def _row(result: Result, stock: Result | None, known_model: bool) -> tuple[str, 
     plan, wrong = result.plan, problems(result, known_model)
     worked = f"no: {wrong[0]}" if wrong else "yes"
     if not result.answers:
-        return (plan.policy, plan.kind, *["-"] * 8, worked)
+        return (plan.policy, plan.kind, *["-"] * (len(_COLUMNS) - 3), worked)
     cells = [plan.policy, plan.kind]
     for cell in (
         lambda r: f"{sum(r.judged)} of {len(r.judged)}",
@@ -137,6 +148,7 @@ def _row(result: Result, stock: Result | None, known_model: bool) -> tuple[str, 
         lambda r: f"{r.tokens_per_s:.1f}",
     ):
         cells += [cell(result), cell(stock) if stock else "-"]
+    cells.insert(6, f"{result.host_mib:.0f}")
     return (*cells, worked)
 
 

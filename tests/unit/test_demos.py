@@ -201,6 +201,7 @@ def test_an_answer_ends_where_the_model_closed_it():
         reply = server.ask([{"role": "user", "content": question}], 8, True)
     assert reply.text == "It is 12345."
     assert reply.held_blocks == 1
+    assert reply.host_bytes == 3 * 2**20
     assert 0 < reply.first_s < reply.total_s
 
 
