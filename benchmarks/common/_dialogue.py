@@ -1,8 +1,8 @@
-"""Dialogues with facts told early and asked for late, made from a seed.
+"""Seeded dialogues: facts told in early turns, questions about them in the last turns.
 
-Turns 1 to 3 tell a fact each, the following ones are about something else, and the
-last ones ask for the facts, in another order. What the assistant says is prescribed,
-so that every policy reads the same history.
+The first turns tell one fact each. The next turns are filler on other topics. The last
+turns ask for the facts in random order. The assistant's answers are fixed, so every
+policy reads the same history.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SYSTEM = (
 )
 FACTS, FILLERS = 3, 4
 
-# how it is told, how it is asked for, whom or what it is about, what it may be
+# (statement, question, subjects, values) of each kind of fact
 _KINDS = (
     (
         "The code word of project {about} is {value}.",
@@ -84,7 +84,7 @@ _SENTENCES = (
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """``others``: what the value could have been."""
+    """One fact and its question. ``others``: the other values of this kind."""
 
     told: str
     question: str
@@ -94,14 +94,14 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One question with all that was said before.
+    """One question with its complete history.
 
     Attributes:
-        messages: chat messages; the last one asks.
-        fact: the one that is asked for.
-        told_in, asked_in: turns, from 1.
-        forced: what the answer is made to be, to see how likely it is; "": the answer
-            is the model's own.
+        messages: chat messages; the last one is the question.
+        fact: the fact that the question is about.
+        told_in, asked_in: turn numbers of the fact and of the question, from 1.
+        forced: text to force as the answer, to measure its likelihood; "" lets the
+            model answer.
     """
 
     messages: list[dict[str, str]]
@@ -112,7 +112,7 @@ class Sample:
 
 
 def facts(rng: random.Random) -> list[Fact]:
-    """One of each kind, in any order."""
+    """One fact of each kind, in random order."""
     made = []
     for told, asked, about, values in rng.sample(_KINDS, len(_KINDS)):
         thing, value = rng.choice(about), rng.choice(values)
@@ -123,7 +123,7 @@ def facts(rng: random.Random) -> list[Fact]:
 
 
 def filler(rng: random.Random, sentences: int) -> tuple[str, str]:
-    """A user's request and a long answer about nothing that was told."""
+    """A user's request and a long answer that contains no fact."""
     topic = rng.choice(_TOPICS)
     said = [text.format(topic=topic) for text in rng.sample(_SENTENCES, sentences)]
     return rng.choice(_REQUESTS).format(topic=topic), " ".join(said)
@@ -133,8 +133,9 @@ def dialogue(seed: int, sentences: int = 12, fillers: int = FILLERS) -> list[Sam
     """The questions of one dialogue; the same seed gives the same dialogue.
 
     Args:
-        sentences: of an answer that is filler; half as many follow a fact.
-        fillers: turns between what is told and what is asked.
+        sentences: length of a filler answer; answers to facts have half as many filler
+            sentences.
+        fillers: number of filler turns between the facts and the questions.
     """
     rng = random.Random(f"dialogue {seed}")
     told = facts(rng)
@@ -158,17 +159,18 @@ def dialogue(seed: int, sentences: int = 12, fillers: int = FILLERS) -> list[Sam
 
 
 def preferences(path: Path, seeds: int, sentences: int, fillers: int) -> list[Sample]:
-    """Preferences of PrefEval, told first; asked for is that they are repeated.
+    """PrefEval's preferences: told in the first turn, to be repeated in the last.
 
-    Whether an answer to PrefEval's own questions respects a preference takes a judge.
-    How likely the model finds the words that it was told does not.
+    PrefEval's own questions need a judge model to decide whether an answer respects the
+    preference. Here we measure how likely the model finds the preference's words.
 
     Args:
         path: a JSON file of PrefEval, or a folder of them.
-        seeds: how many, drawn from all of them.
+        seeds: number of preferences to draw.
+        sentences, fillers: as in :func:`dialogue`.
 
     Raises:
-        ValueError: there are fewer.
+        ValueError: the files have fewer than ``seeds`` preferences.
     """
     files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
     items = [
@@ -196,7 +198,8 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 
 def is_right(answer: str, fact: Fact) -> bool:
-    """The value stands in the answer as a word, and no other one that it could be."""
+    """Whether the answer contains the value, as a word, and no other value of its
+    kind."""
     words = set(re.findall(r"\w+", answer.lower()))
     return fact.value.lower() in words and not any(
         other.lower() in words for other in fact.others
@@ -218,14 +221,14 @@ def wilson(right: float, asked: int) -> tuple[float, float]:
 
 
 def sign_test(first_only: int, second_only: int) -> float:
-    """Two-sided p of so unequal a split of the samples where two disagree."""
+    """Two-sided p-value of the sign test, over the samples where the two disagree."""
     n, few = first_only + second_only, min(first_only, second_only)
     tail = sum(comb(n, k) for k in range(few + 1)) / 2**n
     return min(1.0, 2 * tail)
 
 
 def mean_interval(values: list[float], draws: int = 2000) -> tuple[float, float, float]:
-    """Mean, and its 95 % interval from drawing the values again (bootstrap)."""
+    """Mean and its 95 % bootstrap interval."""
     rng, count = random.Random("bootstrap"), len(values)
     means = sorted(sum(rng.choices(values, k=count)) / count for _ in range(draws))
     return (

@@ -1,4 +1,4 @@
-"""Text that the user has: plain files, and JSON lines in published forms."""
+"""Reads the user's texts: plain files, and JSON lines in published formats."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SUFFIXES = {".txt", ".md", ".jsonl"}
-# where the text stands in a JSON row: LongBench, RULER, and plain
+# fields that can hold the text of a JSON row: LongBench, RULER, plain
 FIELDS = ("context", "input", "text")
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text. ``name``: its file, and the row where there are several."""
+    """One text. ``name``: its file, plus the row number if the file has several
+    rows."""
 
     name: str
     text: str
 
 
 def read_documents(path: Path) -> list[Document]:
-    """All documents of a file or, in order of their names, of a folder.
+    """All documents of a file, or of a folder in order of file names.
 
     Raises:
-        ValueError: there are none.
+        ValueError: ``path`` contains no documents.
     """
     files = [path]
     if path.is_dir():

@@ -1,8 +1,9 @@
-"""An engine in a child process that steps on command.
+"""Runs an engine in a child process, one step per command.
 
-Two or more of these let a benchmark interleave engines in one run: A, B, A, B …
-so that a drifting machine slows both alike. The child answers each JSON line on
-standard input with one JSON line; its own logs go to a file.
+A benchmark starts two or more of these and interleaves them in one run (A, B, A, B …),
+so that drift of the machine affects all of them equally. The child reads one JSON
+object per line on standard input and answers each with one JSON line. Its logs go to a
+temporary file.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _CHILD = Path(__file__).resolve().with_name("_engine_child.py")
 
 @dataclass(frozen=True, slots=True)
 class EngineJob:
-    """What to run one engine with. ``config``: the policy as JSON; "{}" is stock."""
+    """Settings of one engine. ``config``: the policy as JSON; "{}" is stock vLLM."""
 
     config: str
 
@@ -44,12 +45,12 @@ class EngineProcess:
     """A vLLM engine with ``policy`` (None = stock), driven step by step.
 
     Args:
-        deadline: of ``time.monotonic()``, when the engine is killed; None = never.
+        deadline: kill the engine at this ``time.monotonic()``; None = never.
         engine: arguments of ``vllm.LLM``.
 
     Raises:
-        RuntimeError: it died, of its own or at the deadline; with the end of its log.
-            So does every later command.
+        RuntimeError: the child died or reached the deadline. The message has the end of
+            its log. Every later command raises it as well.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class EngineProcess:
     ) -> None:
         self.name = policy["name"] if policy else "stock"
         self.deadline = deadline
-        # closed with the process object; a context manager would end too early
+        # :meth:`close` closes it; it must outlive this method
         self.log = tempfile.NamedTemporaryFile(  # noqa: SIM115
             "w+", prefix=f"kvp-{self.name}-", errors="replace"
         )
@@ -77,7 +78,7 @@ class EngineProcess:
             stderr=self.log,
             env=env,
             text=True,
-            start_new_session=True,  # what it starts is killed with it
+            start_new_session=True,  # so that _kill() also ends its children
         )
         self.facts: dict[str, Any] = self.ask("open", policy=policy, engine=engine)
 
@@ -126,10 +127,10 @@ class EngineProcess:
 
 
 def child_rows(script: str, request: str, label: str) -> Iterator[dict[str, Any]]:
-    """Rows that ``script --child REQUEST`` prints behind "RESULT ", as they come.
+    """Yield the rows that ``script --child REQUEST`` prints after "RESULT ".
 
     Raises:
-        RuntimeError: the child failed; with the end of what it logged.
+        RuntimeError: the child failed. The message has the end of its log.
     """
     with tempfile.TemporaryFile("w+") as log:
         child = subprocess.Popen(
@@ -148,9 +149,9 @@ def child_rows(script: str, request: str, label: str) -> Iterator[dict[str, Any]
 
 
 def provenance() -> dict[str, str]:
-    """Machine, commit and command, to print beside every figure.
+    """Machine, commit and command, to print next to every result.
 
-    KVP_COMMIT names the commit where there is no git to ask.
+    The environment variable KVP_COMMIT sets the commit where git is not available.
     """
     model = next(
         (
@@ -167,7 +168,7 @@ def provenance() -> dict[str, str]:
             capture_output=True,
             text=True,
         ).stdout.strip()
-    except OSError:  # a machine without git
+    except OSError:  # git is not installed
         commit = ""
     commit = commit or os.environ.get("KVP_COMMIT", "")
     script = os.path.relpath(sys.argv[0], ROOT)
@@ -180,10 +181,11 @@ def provenance() -> dict[str, str]:
 
 
 def of_kernels(load: float, repeats: int) -> dict[str, Any]:
-    """:func:`provenance` of a run over the compiled ops.
+    """:func:`provenance` of a benchmark of the compiled ops.
 
     Args:
-        load: of the machine when the run began; of one minute.
+        load: 1-minute load average of the machine before the run.
+        repeats: number of repetitions of the run.
     """
     from vllm_kvplugins import ops
 
@@ -196,7 +198,7 @@ def of_kernels(load: float, repeats: int) -> dict[str, Any]:
 
 
 def synthetic_prompt(tokenizer_size: int, length: int, seed: int) -> list[int]:
-    """Token ids with repeats, so that attention has something to find."""
+    """Token ids with repeats, so that attention is not uniform."""
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(1000, min(tokenizer_size, 40000), (400,), generator=generator)
     picks = torch.randint(0, 400, (length,), generator=generator)

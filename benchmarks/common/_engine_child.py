@@ -1,7 +1,7 @@
-"""The engine of an ``EngineProcess`` (``_engine.py``): commands in, answers out.
+"""The child process of ``EngineProcess`` (``_engine.py``).
 
-Each line on standard input is a JSON object, ``do`` its command and the rest its
-arguments; one JSON line answers it.
+Each line on standard input is a JSON object: ``do`` names the command, the other keys
+are its arguments. The child answers with one JSON line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-# Names of operators, by what they do in a decode step.
+# Operator names, by their part of a decode step.
 PARTS = {
     "select": ("kvp::index_select",),
     "gather": ("kvp::fill_hot",),
@@ -36,7 +36,7 @@ class _Child:
 
         from vllm_kvplugins.plugin import register
 
-        register()  # vLLM calls it only where the package is installed
+        register()  # vLLM calls it by itself only if the package is installed
         self.compression_cpu = 0.0
         self._time_compactions()
         self.decomposed: list[float] = []
@@ -46,7 +46,9 @@ class _Child:
         self.core = self.llm.llm_engine.engine_core.engine_core
         config = self.llm.llm_engine.vllm_config
         if policy and "kvplugins" not in str(config.parallel_config.worker_cls):
-            raise RuntimeError(f"{policy['name']} was asked for, and vLLM is stock")
+            raise RuntimeError(
+                f"{policy['name']} was requested, but vLLM runs without a policy"
+            )
         kept = (config.additional_config or {}).get("kv_policy", {})
         return {
             "vocab": self.llm.get_tokenizer().vocab_size,
@@ -66,7 +68,7 @@ class _Child:
         return {}
 
     def do_turn(self, prompt: list[int], turn_ends: list[int], max_tokens: int) -> Any:
-        """One request alone: time to its first token, and its answer."""
+        """Run one request alone; measure the time to its first token."""
         from vllm import SamplingParams
 
         extra = {"turn_ends": turn_ends} if turn_ends else None
@@ -76,13 +78,14 @@ class _Child:
         name, engine = f"t{time.monotonic_ns()}", self.llm.llm_engine
         began, cpu = time.perf_counter(), _cpu_seconds()
         engine.add_request(name, {"prompt_token_ids": prompt}, params)
-        told: list[list[float]] = []  # wall and processor time of each token
+        told: list[list[float]] = []  # [wall, CPU] seconds after the start, per token
         output = None
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if len(output.outputs[0].token_ids) > len(told):
                     told.append([time.perf_counter() - began, _cpu_seconds() - cpu])
-        for _ in range(2):  # what a request leaves behind is saved in a step of its own
+        # the worker saves a finished request's session in the next step
+        for _ in range(2):
             engine.step()
         assert output is not None, "no answer"
         return {
@@ -96,8 +99,11 @@ class _Child:
         }
 
     def do_prefill(self) -> Any:
-        """Step until every request has a token: with steps in flight the last chunk
-        of a prompt has only been started before."""
+        """Step until every request has its first token.
+
+        With asynchronous scheduling a prompt can leave the waiting queue before its
+        last chunk has finished.
+        """
         steps = []
         scheduler = self.core.scheduler
         while scheduler.waiting or any(
@@ -133,7 +139,7 @@ class _Child:
         }
 
     def do_profile(self, count: int) -> Any:
-        """Milliseconds per step and part, of ``count`` steps under a profiler."""
+        """Milliseconds per step by part, over ``count`` steps under the profiler."""
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -157,7 +163,7 @@ class _Child:
         }
 
     def _time_decompositions(self) -> None:
-        """CPU seconds of the thread that decomposes spans."""
+        """Record CPU seconds of the thread that decomposes spans."""
         from vllm_kvplugins.engine.spans.controller import SpanController
 
         decompose = SpanController._decompose
@@ -175,7 +181,7 @@ class _Child:
         return sum(taken)
 
     def _time_compactions(self) -> None:
-        """CPU seconds of compactions; the plugin's own metric has wall time."""
+        """Record CPU seconds of compactions; the plugin's metric has wall time only."""
         from vllm_kvplugins.engine.runtime import PolicyRuntime
 
         end_step = PolicyRuntime.end_step
@@ -206,7 +212,7 @@ class _Child:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else prints goes to the log
+    os.dup2(2, 1)  # standard output carries answers only; other prints go to the log
     child = _Child()
     for line in sys.stdin:
         request = json.loads(line)

@@ -1,9 +1,9 @@
-"""A transformers model in which every (layer, KV head) sees what a mask says.
+"""A transformers model with an attention mask per layer and KV head.
 
-After a compaction the engine attends to the kept tokens at their old positions.
-A model over the whole prompt with the dropped positions hidden computes the same
-(``tests/engine/test_masked_reference.py`` compares the two), and it needs one pass
-over the prompt for all policies and budgets, since they part only afterwards.
+After a compaction the engine attends to the kept tokens at their old positions. A model
+that reads the whole prompt and hides the dropped positions computes the same attention
+(``tests/engine/test_masked_reference.py`` compares the two). All policies and budgets
+share one pass over the prompt, because they differ only after it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ ATTENTION = "kvp-masked"
 
 @dataclass(slots=True)
 class Prompt:
-    """What one pass over a prompt leaves, layer by layer; after RoPE.
+    """Keys, values and queries of one pass over a prompt, after RoPE; lists by layer.
 
     Attributes:
         queries: [num_q_heads, tokens, head_dim].
         keys, values: [num_kv_heads, tokens, head_dim].
         scales: softmax scale.
-        logits: [kept, vocabulary] of the newest tokens.
+        logits: [n, vocabulary] of the newest n tokens.
     """
 
     queries: list[torch.Tensor] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Prompt:
         return self.keys[0].shape[1]
 
     def first(self, tokens: int) -> Prompt:
-        """The same of the first tokens only; without logits."""
+        """The prompt cut to its first tokens; without logits."""
 
         def cut(part: list[torch.Tensor]) -> list[torch.Tensor]:
             return [layer[:, :tokens].contiguous() for layer in part]
@@ -53,14 +53,15 @@ class Prompt:
 
 @dataclass(slots=True)
 class Branches:
-    """Several continuations of one prompt, each with a mask of its own.
+    """Several continuations of one prompt, each with its own mask.
 
     Attributes:
-        prompt: what they share.
+        prompt: the shared prompt.
         visible: bool [branches, layers, num_kv_heads, prompt tokens].
         keys, values: per layer, [branches, num_kv_heads, new tokens, head_dim].
         queries: per layer, [branches, num_q_heads, step's tokens, head_dim].
-        outputs: per layer, same shape; what the step's tokens attended to.
+        outputs: per layer, attention outputs of the step's tokens; shape of
+            ``queries``.
     """
 
     prompt: Prompt
@@ -84,21 +85,22 @@ def attend(
     visible: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of the newest tokens over a masked prompt and each other.
+    """Attention of the newest tokens to a masked prompt and to each other.
 
     Args:
         queries: [branches, num_q_heads, n, head_dim], of the newest n tokens.
         prompt_keys, prompt_values: [num_kv_heads, tokens, head_dim], shared.
         new_keys, new_values: [branches, num_kv_heads, m, head_dim], m >= n.
         visible: bool [branches, num_kv_heads, tokens].
+        scale: softmax scale.
 
     Returns:
-        Shape of ``queries``.
+        Attention outputs, shape of ``queries``.
     """
     branches, num_q_heads, count, dim = queries.shape
     heads, tokens, _ = prompt_keys.shape
     group, new = num_q_heads // heads, new_keys.shape[2]
-    # [heads, branches, group * count, dim]: one product for all branches
+    # [heads, branches, group * count, dim]: one matmul for all branches
     q = queries.reshape(branches, heads, group * count, dim).transpose(0, 1)
     q = q.contiguous() * scale
     old = torch.bmm(q.flatten(1, 2), prompt_keys.transpose(1, 2))
@@ -114,10 +116,10 @@ def attend(
 
 
 class MaskedModel:
-    """A causal language model on the CPU with replaced attention.
+    """A causal language model on the CPU whose attention takes per-head masks.
 
     Args:
-        folder: of a transformers model whose layers all attend to everything.
+        folder: a transformers model whose layers all use full attention.
         dtype: of weights and cache.
     """
 
@@ -129,11 +131,17 @@ class MaskedModel:
         self._prompt: Prompt | None = None
         self._branches: Branches | None = None
         for layer in self.model.model.layers:
-            layer.self_attn.masked_model = [self]  # a list: not a submodule
+            # in a list, so that it is not registered as a submodule
+            layer.self_attn.masked_model = [self]
 
     @torch.no_grad()
     def read(self, tokens: list[int], logits: int = 1) -> Prompt:
-        """One pass over a prompt; ``logits``: of how many newest tokens."""
+        """Run one pass over a prompt.
+
+        Args:
+            tokens: token ids of the prompt.
+            logits: number of newest tokens whose logits to return.
+        """
         self._prompt = prompt = Prompt()
         try:
             out = self.model(
@@ -151,8 +159,9 @@ class MaskedModel:
         """Append the next tokens to every branch.
 
         Args:
+            branches: the branches to extend, in place.
             tokens: int64 [branches, n].
-            logits: of how many newest tokens; 0: of all n.
+            logits: number of newest tokens whose logits to return; 0 = all n.
 
         Returns:
             float32 [branches, logits, vocabulary].
@@ -173,12 +182,12 @@ class MaskedModel:
 
     @property
     def max_positions(self) -> int:
-        """Positions that the model has."""
+        """The model's maximum number of positions."""
         return int(self.model.config.max_position_embeddings)
 
     @torch.no_grad()
     def rotary(self) -> Rotary:
-        """The model's RoPE, as policies take it."""
+        """The model's RoPE in the form that policies take."""
         positions = torch.arange(self.max_positions)[None]
         table = self.model.model.rotary_emb(torch.zeros(1), positions)
         cos, sin = (part[0, :, : part.shape[2] // 2].float() for part in table)
@@ -192,7 +201,11 @@ class MaskedModel:
         v: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """[branches, num_q_heads, n, head_dim]; keeps what it was given."""
+        """Attention of one layer; records its inputs.
+
+        Returns:
+            [branches, num_q_heads, n, head_dim].
+        """
         if self._prompt is not None:
             prompt = self._prompt
             prompt.queries.append(q[0])
@@ -203,7 +216,7 @@ class MaskedModel:
                 q, k, v, is_causal=True, scale=scale, enable_gqa=True
             )
         b = self._branches
-        assert b is not None, "call read or go_on, not the model"
+        assert b is not None, "call read() or extend() instead of the model"
         if layer in b.keys:
             k = torch.cat([b.keys[layer], k], 2)
             v = torch.cat([b.values[layer], v], 2)
@@ -223,7 +236,7 @@ def _attention(
     scaling: float,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls; it takes [batch, n, heads, head_dim] back."""
+    """Attention function for transformers; returns [batch, n, heads, head_dim]."""
     (masked,) = module.masked_model
     out = masked.attention(module.layer_idx, query, key, value, scaling)
     return out.transpose(1, 2).contiguous(), None

@@ -15,7 +15,7 @@ BLOCK_SIZE = 32
 
 
 class Answers:
-    """A chat model whose cache policies compress before it answers."""
+    """A chat model whose cache each policy compresses before it answers."""
 
     def __init__(self, folder: str, max_tokens: int) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -27,8 +27,10 @@ class Answers:
     def ask(
         self, question: str, policies: list[dict[str, Any]]
     ) -> tuple[list[str], int]:
-        """What each policy makes the model say (an empty one is full KV), and the
-        prompt's length in tokens."""
+        """Each policy's answer, and the prompt's length in tokens.
+
+        An empty policy is full KV.
+        """
         tokens = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": question}],
             add_generation_prompt=True,
@@ -62,7 +64,7 @@ class Answers:
     def _generate(
         self, branches: ResolvedBranches, first: torch.Tensor
     ) -> list[list[int]]:
-        """Greedy tokens of every branch, without what follows the end."""
+        """Greedy tokens of every branch, up to the end token."""
         count = len(branches.visible)
         said = [first.expand(count)]
         for _ in range(self.max_tokens - 1):

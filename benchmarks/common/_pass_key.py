@@ -19,28 +19,31 @@ TASK = (
     "and memorize it. I will quiz you about the important information there.\n\n"
 )
 QUESTION = "\n\nWhat is the pass key? Answer with the 5-digit number only."
-ANSWER = "\n\nThe pass key is"  # how an answer begins that comes late
+# start of the answer, for questions that come before the text
+ANSWER = "\n\nThe pass key is"
 NEEDLE = "The pass key is {key}. Remember it. {key} is the key. "
 
 
 def filler(tokens: int) -> list[str]:
-    """The same sentences again and again."""
+    """The same filler sentences, repeated."""
     return [FILLER] * (tokens // FILLER_TOKENS)
 
 
 def sentences(
     path: Path, tokens: int, first_tokens: Callable[[str, int], str]
 ) -> list[str]:
-    """Sentences of the texts under ``path``, in order of their names.
+    """Sentences of the texts under ``path``, in order of file names.
 
     Args:
-        first_tokens: the leading part of a text that has so many tokens.
+        path: a file or folder of texts.
+        tokens: number of tokens to read.
+        first_tokens: function that cuts a text to its first tokens.
 
     Raises:
         ValueError: the texts are too short.
     """
     text = "\n\n".join(document.text for document in read_documents(path))
-    wanted = text[: 12 * tokens]  # no tokenizer needs more characters per token
+    wanted = text[: 12 * tokens]  # upper bound of characters per token
     cut = first_tokens(wanted, tokens)
     if len(cut) >= len(text):
         raise ValueError(f"{path} has fewer than {tokens} tokens of text")

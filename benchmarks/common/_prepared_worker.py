@@ -1,4 +1,4 @@
-"""A worker whose requests have read their prompts, without a model."""
+"""A policy runtime whose requests have finished prefill, without a model."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ def prepare(
     dim: int,
     surprisal: SurprisalModel | None = None,
 ) -> tuple[PolicyRuntime, list[Row], torch.Tensor, torch.Tensor]:
-    """Keys and values around 200 centres, in bfloat16, and prompts of equal length.
+    """Prefill requests of equal length with bfloat16 keys and values around 200
+    centres.
 
     Args:
-        surprisal: of the prompts' tokens, for policies that need them.
+        surprisal: of the prompts' tokens, for policies that need it.
 
     Returns:
-        The runtime, the rows of a decode step, their lengths and block table.
+        The runtime, the rows of a decode step, their lengths, and the block table.
     """
     per_request = tokens // BLOCK + 2
     blocks = requests * per_request
@@ -40,7 +41,7 @@ def prepare(
     generator = torch.Generator().manual_seed(0)
     pages = torch.empty(layers * blocks * heads, layout.page_elems).to(torch.bfloat16)
     centres = torch.randn(200, dim, generator=generator)
-    for page in pages:  # page by page: the heap is large
+    for page in pages:  # page by page, to limit temporary memory
         which = torch.randint(200, (2 * BLOCK,), generator=generator)
         rows = centres[which] + 0.5 * torch.randn(2 * BLOCK, dim, generator=generator)
         page.copy_(rows.flatten())

@@ -1,10 +1,10 @@
-"""Policies that keep spans at two resolutions, over a whole prompt in transformers.
+"""Span policies over a whole prompt in transformers.
 
-The model of ``_masked_model.py`` sees what a mask says of the prompt; here it sees, in
-the same softmax, what such a policy (``policies/resolution.py``) puts beside it: a
-mean per span, or the span's tokens as their factors give them back. Segments, gates,
-room and factors are the project's own; ``tests/unit/test_benchmarks_resolved.py`` holds
-the sum against one that is written out.
+``_masked_model.py`` hides dropped tokens. This model adds, in the same softmax, the
+entries of a span policy (``policies/span_policy.py``): one mean per span, or the span's
+tokens as reconstructed from their factors. Segmentation, gates, room and factors come
+from the package. ``tests/unit/test_benchmarks_resolved.py`` compares the result with an
+explicit computation.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from vllm_kvplugins.spans.segmentation import Segments
 
 @dataclass(slots=True)
 class Resolved:
-    """One prompt under one policy.
+    """One prompt under one span policy.
 
     Attributes:
-        room: tokens that can be zoomed, per KV head.
-        spans: per layer.
+        policy: the span policy.
+        segments: resident tokens and spans of the prompt.
+        room: number of tokens that can be zoomed, per KV head.
+        spans: span means, per layer.
         keys, values: per layer, float32 [num_kv_heads, resident + spans + n, head_dim]:
-            resident tokens, means, and the others as factors give them back (n = 0
-            without a zoom).
+            resident tokens, span means, then the n reconstructed tokens (n = 0 without
+            zoom).
     """
 
     policy: SpanPolicy
@@ -48,7 +50,7 @@ class Resolved:
         surprisal: torch.Tensor,
         geometry: Geometry,
     ) -> Resolved | None:
-        """None: the prompt stays whole."""
+        """Segment a prompt; None if the policy keeps it whole."""
         tokens, size = prompt.tokens, geometry.block_size
         plan = policy.plan(Lengths(tokens), geometry)
         if not plan.compactions:
@@ -91,7 +93,16 @@ class Resolved:
         new_values: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """[num_q_heads, head_dim]; queries of one token, [num_q_heads, head_dim]."""
+        """Attention output of one token.
+
+        Args:
+            queries: [num_q_heads, head_dim].
+            new_keys, new_values: [num_kv_heads, n, head_dim] of tokens after the
+                prompt.
+
+        Returns:
+            [num_q_heads, head_dim].
+        """
         keys, spans = self.keys[layer], self.spans[layer]
         heads, count, _ = keys.shape
         grouped = queries.float().view(heads, -1, queries.shape[-1])
@@ -115,13 +126,13 @@ class Resolved:
 
 @dataclass(slots=True)
 class ResolvedBranches(Branches):
-    """Branches some of which see spans. ``resolved``: None = what its mask says."""
+    """Branches that may attend to spans. ``resolved``: None = use the branch's mask."""
 
     resolved: list[Resolved | None] = field(default_factory=list)
 
 
 class ResolvedModel(MaskedModel):
-    """Goes on with ``ResolvedBranches`` too, token by token."""
+    """A masked model that also extends ``ResolvedBranches``, one token at a time."""
 
     def attention(
         self,
@@ -144,7 +155,12 @@ class ResolvedModel(MaskedModel):
 
 
 def surprisals(logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-    """Nats of each token, float32 [tokens], 0 for the first; logits of all tokens."""
+    """Surprisal of each token in nats, float32 [tokens]; 0 for the first token.
+
+    Args:
+        logits: [tokens, vocabulary], of all tokens.
+        tokens: token ids.
+    """
     following = torch.tensor(tokens[1:])[:, None]
     said = logits[:-1].gather(1, following)[:, 0]
     found = logits[:-1].logsumexp(-1) - said

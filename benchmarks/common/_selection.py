@@ -1,9 +1,9 @@
-"""Which tokens a policy keeps of a prompt, without an engine.
+"""Which prompt tokens a policy keeps, computed without an engine.
 
-The runtime's steps (``engine/runtime.py``) for one request whose prompt came in
-one chunk, over tensors instead of pages: observe, plan, score, allocate, keep_top
-are the project's own. ``tests/unit/test_benchmarks_selection.py`` checks that the
-runtime keeps the same.
+Repeats the steps of ``engine/runtime.py`` for one request whose prompt arrives in one
+chunk, on tensors instead of pages. Observation, plan, scores, allocation and keep_top
+come from the package. ``tests/unit/test_benchmarks_selection.py`` checks that the
+runtime keeps the same tokens.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ from vllm_kvplugins.scoring.selection import keep_top
 
 
 def dropping_policies() -> list[str]:
-    """Names of the policies that drop tokens of any prompt; others keep all, or
-    elsewhere, or drop between turns."""
+    """Names of the policies that drop tokens of every prompt.
+
+    Other policies keep all tokens, move them to host memory, or drop between turns.
+    """
     return [name for name in available_policies() if get_policy_class(name).compresses]
 
 
 @dataclass(frozen=True, slots=True)
 class Probing:
-    """What policies need that run tokens of their own behind the prompt.
+    """Inputs for policies that run probe tokens after the prompt.
 
     Attributes:
-        model: reads them.
-        prompt: the prompt's tokens.
+        model: runs the probes.
+        prompt: the prompt's token ids.
         encode: the model's tokenizer, without special tokens.
     """
 
@@ -53,13 +55,13 @@ class Probing:
 
 
 class Selector:
-    """Asks policies about one prompt.
+    """Computes what policies keep of one prompt.
 
     Args:
-        prompt: its keys, values and queries.
+        prompt: keys, values and queries of the prompt.
         rotary: the model's RoPE, for policies that need it.
         block_size: tokens per page.
-        probing: needed by policies that probe.
+        probing: for policies that probe.
     """
 
     def __init__(
@@ -77,14 +79,14 @@ class Selector:
         self.geometry = Geometry(
             block_size, layers, heads, 2 * 2 * dim * heads * layers
         )
-        # what policies observed, which depends on no budget and no allocator
+        # by policy settings without budget and allocator, on which they do not depend
         self._observed: dict[str, list[Any]] = {}
 
     def kept(self, policy: KVCachePolicy) -> torch.Tensor:
-        """bool [layers, kv_heads, tokens], True where the policy keeps the token.
+        """Tokens that the policy keeps: bool [layers, kv_heads, tokens].
 
         Raises:
-            ValueError: the policy compacts other than once, at the prompt's end.
+            ValueError: the policy does not compact exactly once, at the prompt's end.
         """
         tokens, size = self.prompt.tokens, self.geometry.block_size
         shape = (self.geometry.num_layers, self.geometry.num_kv_heads)
@@ -134,7 +136,7 @@ class Selector:
         return [observation.observe(self._view(i, tokens, None, 0)) for i in layers]
 
     def _observe_probes(self, asked: capabilities.Probing) -> list[Any]:
-        """Run the policy's probes, each behind the whole prompt."""
+        """Run each of the policy's probes after the whole prompt."""
         probing, prompt = self.probing, self.prompt
         assert probing is not None, "the policy needs a model to probe"
         layers, heads = self.geometry.num_layers, self.geometry.num_kv_heads
@@ -153,7 +155,7 @@ class Selector:
     def _probe_view(
         self, layer: int, ran: Branches, probe: Probe, observed: Any
     ) -> LayerView:
-        """The prompt's slots with the probe's own behind them."""
+        """The prompt's slots followed by the probe's slots."""
         cached = self._view(layer, 0, observed, 0)
         tokens, new = self.prompt.tokens, ran.new_tokens
         positions = torch.arange(tokens + new)
@@ -171,7 +173,7 @@ class Selector:
     def _view(
         self, layer: int, queries: int, observed: Any, budget_tokens: int
     ) -> LayerView:
-        """One layer with its newest ``queries``."""
+        """The view of one layer, with its newest ``queries`` queries."""
         prompt, tokens = self.prompt, self.prompt.tokens
         first = max(tokens - queries, 0)
         positions = torch.arange(tokens)

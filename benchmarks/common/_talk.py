@@ -1,7 +1,7 @@
-"""Generating prescribed tokens: a long answer, then a question, in one request.
+"""Forces the tokens of a long answer and a question within one request.
 
-vLLM has no other way to ask about a context after so many decode steps: a second
-request would read everything anew.
+This measures an answer after many decode steps in the same cache. A second request
+would prefill everything again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 
 class Prescribed(AdapterLogitsProcessor):
-    """Lets a request say ``extra_args["prescribed"]`` before anything else."""
+    """Logits processor: generate ``extra_args["prescribed"]`` first, then freely."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -38,7 +38,7 @@ class Prescribed(AdapterLogitsProcessor):
 
 
 class Recorded(Prescribed):
-    """As ``Prescribed``; keeps what the model said in front of each prescribed token.
+    """Like ``Prescribed``, and records the logits before each prescribed token.
 
     Attributes:
         seen: logits, float32 [vocabulary], in order; of one request at a time.
@@ -54,7 +54,7 @@ class Recorded(Prescribed):
             return None
 
         def record(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-            # chunks of the prompt that come before its last one also have logits
+            # earlier chunks of the prompt also produce logits
             self.seen[len(output_ids) :] = [logits.float().clone()]
             return force(output_ids, logits)
 
@@ -62,7 +62,7 @@ class Recorded(Prescribed):
 
 
 def render(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation, with the opening words of the next answer."""
+    """Token ids of a conversation, including the start of the next answer."""
     return list(
         tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False
@@ -73,22 +73,22 @@ def render(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
 def conversation(
     tokenizer: Any, prompt: str, question: str, talk: list[int]
 ) -> tuple[list[int], list[int]]:
-    """A prompt, and what is then generated up to the answer.
+    """Token ids of a first message, and of the prescribed text that follows it.
 
     Args:
-        prompt: what the user says first.
-        question: what the user asks after the first answer.
-        talk: tokens of the first answer.
+        prompt: the user's first message.
+        question: the user's second message.
+        talk: token ids of the first answer.
 
     Returns:
-        Token ids of the prompt, and of the first answer with the question behind it.
+        Token ids of the prompt, and of the first answer followed by the question.
 
     Raises:
-        ValueError: the chat template does not write conversations one after another.
+        ValueError: the chat template rewrites earlier messages.
     """
     first = {"role": "user", "content": prompt}
     opening = render(tokenizer, [first])
-    mark = "One moment."  # stands for the talk, whose tokens must stay as they are
+    mark = "One moment."  # placeholder for the talk, whose tokens must not change
     answer = {"role": "assistant", "content": mark}
     whole = render(tokenizer, [first, answer, {"role": "user", "content": question}])
     marked = tokenizer.encode(mark, add_special_tokens=False)

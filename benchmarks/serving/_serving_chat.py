@@ -1,9 +1,9 @@
 """Conversations with think time over ``/v1/chat/completions``.
 
-Users arrive as a Poisson process; each writes, reads the answer, thinks for an
-exponentially distributed time and writes again. The history holds the true
-answers and is sent whole every time, as chat front ends do. Arrivals, think times
-and texts come from the seed alone: every policy gets the same.
+Users arrive as a Poisson process. Each sends a message, reads the answer, waits for an
+exponentially distributed think time, and sends the next message with the whole history,
+as chat front ends do. The history contains the server's real answers. Arrivals, think
+times and texts depend on the seed alone, so every policy gets the same load.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import aiohttp
 import numpy as np
 from _serving_metrics import Answer
 
-# For generated messages; common words are one token each in most vocabularies.
+# words of generated messages; each is one token in most vocabularies
 COMMON = """
 time year people way day man thing woman life child world school state family
 student group country problem hand part place case week company system program
@@ -32,7 +32,9 @@ WORDS = COMMON.split()
 
 @dataclass(frozen=True, slots=True)
 class ChatLoad:
-    """What the users do. ``texts``: a file whose paragraphs they send, or ""."""
+    """Settings of the users. ``texts``: file whose paragraphs they send; "" =
+    generated.
+    """
 
     users: int
     turns: int
@@ -45,7 +47,7 @@ class ChatLoad:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """When a user comes, and what they say after which pause."""
+    """One user: arrival time, messages, and the think time before each."""
 
     arrival_s: float
     messages: list[str]
@@ -56,7 +58,7 @@ def paragraphs(path: Path) -> list[str]:
     """The parts of a text file between empty lines.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the file has no text.
     """
     parts = [part.strip() for part in path.read_text().split("\n\n")]
     found = [part for part in parts if part]
@@ -66,11 +68,11 @@ def paragraphs(path: Path) -> list[str]:
 
 
 def users_of(load: ChatLoad, rate: float, seed: int) -> list[User]:
-    """The users of a run: the same for the same arguments.
+    """The users of a run; the same arguments give the same users.
 
     Args:
-        load: how many they are and how much they say.
-        rate: users per second that arrive; infinite for all at once.
+        load: number of users, and lengths of messages and answers.
+        rate: arrivals per second; infinite = all at once.
         seed: of arrivals, think times and texts.
     """
     arrivals_seed, think_seed, text_seed = np.random.SeedSequence(seed).spawn(3)
@@ -97,10 +99,10 @@ async def ask(
     messages: list[dict[str, str]],
     max_tokens: int,
 ) -> Answer:
-    """One streamed answer of exactly ``max_tokens`` tokens; never raises on failure.
+    """Stream one answer of exactly ``max_tokens`` tokens; never raises on failure.
 
-    Answers are as long as asked for whatever the model says (``ignore_eos``), so
-    that policies which answer differently still do the same work.
+    Answers have a fixed length (``ignore_eos``), so that policies with different
+    answers do the same work.
     """
     body = {
         "model": model,
@@ -109,7 +111,7 @@ async def ask(
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
-        # The count in every chunk tells chunks with tokens from those without.
+        # The usage count in every chunk tells chunks with tokens from those without.
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
     answer = Answer(time.perf_counter())
@@ -138,7 +140,7 @@ def take(answer: Answer, chunk: dict[str, Any], now_s: float) -> None:
         content += choice["delta"].get("content") or ""
     answer.text += content
     usage = chunk.get("usage")
-    # The role comes alone at first, and the totals at the end: both without tokens.
+    # The first chunk has only the role and the last only the totals.
     count = usage["completion_tokens"] if usage else answer.tokens + bool(content)
     if usage:
         answer.prompt_tokens = usage["prompt_tokens"]
@@ -155,7 +157,7 @@ async def _converse(
     answer_tokens: int,
     start_s: float,
 ) -> list[Answer]:
-    """All turns of one user; a failure ends the conversation."""
+    """Run all turns of one user; a failure ends the conversation."""
     await asyncio.sleep(max(0.0, start_s + user.arrival_s - time.perf_counter()))
     history: list[dict[str, str]] = []
     answers: list[Answer] = []
@@ -195,15 +197,15 @@ def chat(
     """Run the whole load against the server at ``url``.
 
     Args:
-        url: the server's address.
-        model: its name there.
+        url: address of the server.
+        model: name of the model on the server.
         load: the users.
-        rate: users per second that arrive.
-        seed: of all that is random.
-        timeout_s: of one request, which then counts as failed.
+        rate: arrivals per second.
+        seed: of arrivals, think times and texts.
+        timeout_s: time limit of a request; a slower request counts as failed.
 
     Returns:
-        Every request that was sent, failed ones among them.
+        All requests, including failed ones.
     """
     users = users_of(load, rate, seed)
     return asyncio.run(_all_users(url, model, users, load.answer_tokens, timeout_s))

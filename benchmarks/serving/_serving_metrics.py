@@ -1,7 +1,7 @@
-"""Figures of a serving run: what the client saw, and what the server said.
+"""Results of a serving run: client latencies and the server's metrics.
 
-Times are those of ``time.perf_counter``: on Linux one clock for all processes, so
-that the samples of this process and the requests of ``vllm bench serve`` compare.
+Times are those of ``time.perf_counter``. On Linux all processes share this clock, so
+the samples of this process and the requests of ``vllm bench serve`` are comparable.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 PERCENTILES = (50, 99)
 EVERY_S = 0.5
-# The server's names, without the prefix and the engine's labels.
+# Metrics of the server, without prefix and engine label.
 GAUGES = {
     "kv_cache_usage_perc": "usage",
     "kv_policy_host_reserved_bytes": "host_bytes",
@@ -42,7 +42,7 @@ _BLOCKS = re.compile(r'\bnum_gpu_blocks="(\d+)"')
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must reach to count for goodput."""
+    """Latency limits that a request must meet to count for goodput."""
 
     ttft_ms: float
     tpot_ms: float
@@ -52,8 +52,8 @@ class Slo:
 class Answer:
     """One request as the client saw it.
 
-    ``token_s``: when each chunk with new tokens came; ``tokens`` may be more, as a
-    chunk can bring several. A failed request says why in ``error``.
+    ``token_s``: arrival time of each chunk with new tokens. ``tokens`` can be larger,
+    because a chunk can hold several tokens. ``error``: why the request failed.
     """
 
     start_s: float
@@ -77,17 +77,17 @@ class Answer:
 
     @property
     def itl_ms(self) -> list[float]:
-        """Times between chunks, as ``vllm bench serve`` counts them."""
+        """Times between chunks, as in ``vllm bench serve``."""
         pairs = zip(self.token_s, self.token_s[1:], strict=False)
         return [1e3 * (later - earlier) for earlier, later in pairs]
 
     def meets(self, slo: Slo) -> bool:
-        """Whether both times are within the objective."""
+        """Whether both times are within the limits."""
         return self.ttft_ms <= slo.ttft_ms and self.tpot_ms <= slo.tpot_ms
 
 
 def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
-    """``p50_NAME_ms`` and ``p99_NAME_ms``; nothing where there are no values."""
+    """``p50_NAME_ms`` and ``p99_NAME_ms``; empty if there are no values."""
     if not values:
         return {}
     return {
@@ -99,12 +99,12 @@ def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
 def latency_figures(
     answers: Sequence[Answer], duration_s: float, slo: Slo
 ) -> dict[str, Any]:
-    """The client's figures of a run, by the names that ``vllm bench serve`` uses.
+    """The client's results of a run, with the names of ``vllm bench serve``.
 
     Args:
-        answers: all requests; failed ones count as such and nowhere else.
-        duration_s: from the first request to the last answer's end.
-        slo: for goodput.
+        answers: all requests. Failed ones are counted, but enter no other result.
+        duration_s: from the first request to the end of the last answer.
+        slo: limits for goodput.
 
     Returns:
         Counts, throughputs, goodput per minute and percentiles.
@@ -130,9 +130,10 @@ def latency_figures(
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """The figures we follow, summed over engines, from Prometheus' text.
+    """The server metrics that we record, summed over engines, from Prometheus' text.
 
-    Names that the server does not have (a stock server has no policy) are absent.
+    Metrics that the server does not export are absent; a stock server has no policy
+    metrics.
     """
     known = GAUGES | COUNTERS
     found: dict[str, float] = {}
@@ -141,12 +142,12 @@ def parse_metrics(text: str) -> dict[str, float]:
             short = known[name]
             found[short] = found.get(short, 0.0) + float(value)
         elif name == "cache_config_info" and (match := _BLOCKS.search(labels)):
-            found["blocks"] = float(match[1]) - 1  # less vLLM's null block
+            found["blocks"] = float(match[1]) - 1  # without vLLM's null block
     return found
 
 
 def read_metrics(url: str) -> dict[str, float]:
-    """What the server at ``url`` says now; empty where it does not answer."""
+    """Read the metrics of the server at ``url``; empty if it does not answer."""
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
             return parse_metrics(answer.read().decode())
@@ -155,7 +156,7 @@ def read_metrics(url: str) -> dict[str, float]:
 
 
 class Sampler:
-    """Reads the server's metrics every half second while its block runs."""
+    """Context manager: reads the server's metrics every half second."""
 
     def __init__(self, url: str, every_s: float = EVERY_S) -> None:
         self.url = url
@@ -196,14 +197,13 @@ def server_figures(
     """Memory, load and counters of a run.
 
     Args:
-        samples: of a Sampler; the first and the last are outside of the load.
-        start_s: when the first request was sent; gauges before it do not count.
-        end_s: when the last answer ended.
+        samples: from a Sampler; the first and last were read before and after the load.
+        start_s: time of the first request; earlier gauges do not count.
+        end_s: end of the last answer.
 
     Returns:
-        Differences of counters; means and peaks of gauges between the two times,
-        and these samples themselves, as columns, with seconds since the start.
-        Without any sample, nothing.
+        Differences of counters; means and peaks of gauges between the two times; and
+        the samples as columns, with seconds since the start. Empty without samples.
     """
     if not samples:
         return {}

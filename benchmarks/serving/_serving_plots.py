@@ -1,4 +1,4 @@
-"""Pictures of a serving comparison: latency over load, memory over time."""
+"""Plots of a serving comparison: latency over load, memory over time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from _serving_rows import Row, label_of
 
 MIB = 1 << 20
-# Okabe and Ito's colours, which stay apart for the colour-blind; markers and, after
-# seven policies, line styles tell the rest.
+# Okabe-Ito colours, which are safe for colour blindness. Markers and, after
+# seven policies, line styles distinguish the rest.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
 PANELS = {
@@ -25,7 +25,7 @@ LOADS = {"chat": "users arriving per second", "random": "requests per second"}
 
 
 def style(index: int) -> dict[str, Any]:
-    """How the policy of this index looks in every panel."""
+    """Colour, marker and line style of the policy with this index, in all panels."""
     dashed = "-" if index < len(COLOURS) else "--"
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": dashed}
 
@@ -33,13 +33,13 @@ def style(index: int) -> dict[str, Any]:
 def draw(
     rows: Sequence[Row], records: Sequence[dict[str, Any]], folder: Path, name: str
 ) -> list[Path]:
-    """Draw comparable rows and their summary.
+    """Plot comparable rows and their summary.
 
     Args:
         rows: with their samples over time.
-        records: what ``summarise`` made of them.
+        records: result of ``summarise`` for these rows.
         folder: for the files.
-        name: their beginning.
+        name: prefix of the file names.
 
     Returns:
         The files: ``NAME-latency`` and ``NAME-memory``, as PNG and SVG.
@@ -53,10 +53,10 @@ def draw(
 
 
 def prepare() -> None:
-    """Set matplotlib up for figures that need no display and repeat exactly.
+    """Set up matplotlib without a display and with reproducible output.
 
     Raises:
-        RuntimeError: it is not installed.
+        RuntimeError: matplotlib is not installed.
     """
     try:
         import matplotlib as mpl
@@ -64,7 +64,7 @@ def prepare() -> None:
         raise RuntimeError(
             "--plots needs matplotlib, which is not installed: pip install matplotlib"
         ) from error
-    mpl.use("Agg")  # there may be no display
+    mpl.use("Agg")  # works without a display
     mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "kvp", "font.size": 9}
 
 
@@ -75,7 +75,7 @@ def save(figures: Mapping[str, Any], folder: Path) -> list[Path]:
     for name, figure in figures.items():
         for suffix in ("png", "svg"):
             path = folder / f"{name}.{suffix}"
-            # without a date the file changes only with the figures
+            # no date, so that the file changes only with its content
             extra = {"metadata": {"Date": None}} if suffix == "svg" else {"dpi": 150}
             figure.savefig(path, **extra)
             written.append(path)
@@ -83,7 +83,8 @@ def save(figures: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def latency(records: Sequence[dict[str, Any]]) -> Any:
-    """A panel per figure, a line per policy over the load; shades are min to max."""
+    """One panel per metric, one line per policy over the load; shading is min to
+    max."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 5.6), layout="constrained")
@@ -119,15 +120,15 @@ def latency(records: Sequence[dict[str, Any]]) -> Any:
 
 
 def memory(rows: Sequence[Row]) -> Any:
-    """Held blocks over time, a column per rate; host memory below where any is used.
+    """Held blocks over time, one column per rate; host memory below if any is used.
 
-    The first repetition is drawn full, the others thin.
+    The first repetition is opaque, the others are faint.
     """
     from matplotlib.figure import Figure
 
     rates = sorted({row["rate"] for row in rows})
     policies = list(dict.fromkeys(label_of(row["policy"]) for row in rows))
-    # In units of the axis: (title, column of the samples, factor).
+    # (title, column of the samples, factor to the axis' unit)
     panels = [("held blocks", "held_blocks", 1.0)]
     if any(any(row["samples"].get("host_bytes", ())) for row in rows):
         panels.append(("host memory (MiB)", "host_bytes", 1 / MIB))
@@ -143,7 +144,8 @@ def memory(rows: Sequence[Row]) -> Any:
                 axis.plot(
                     row["samples"].get("at_s", ()),
                     [factor * value for value in row["samples"].get(column, ())],
-                    drawstyle="steps-post",  # a gauge holds until it is set again
+                    # a gauge keeps its value until the next sample
+                    drawstyle="steps-post",
                     linewidth=1.4 if main else 0.6,
                     alpha=1.0 if main else 0.5,
                     label=label if main else None,

@@ -14,7 +14,7 @@ from _serving_server import run_to_end, vllm_command
 
 @dataclass(frozen=True, slots=True)
 class RandomLoad:
-    """Single requests, all of one size."""
+    """Independent requests of equal size."""
 
     requests: int
     input_tokens: int
@@ -24,10 +24,10 @@ class RandomLoad:
 def bench_arguments(
     url: str, model: str, load: RandomLoad, rate: float, seed: int, slo: Slo
 ) -> list[str]:
-    """What follows ``vllm bench serve``; where the result goes is not in it.
+    """Arguments of ``vllm bench serve``, without the output path.
 
-    Neither a ready check nor warm-ups: both send the first prompt, which the
-    prefix cache would then have.
+    There is no ready check and no warm-up: both send the first prompt, which would then
+    be in the prefix cache.
     """
     return [
         *("--backend", "vllm", "--base-url", url, "--model", model),
@@ -44,10 +44,10 @@ def bench_arguments(
 
 
 def bench(arguments: list[str]) -> dict[str, Any]:
-    """Run the client in a process of its own and read what it saved.
+    """Run the client in a child process and read the result that it saved.
 
     Raises:
-        ServerError: it failed; with the end of its output.
+        ServerError: the client failed. The message has the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="kvp-bench-") as folder:
         result = Path(folder) / "result.json"
@@ -63,7 +63,7 @@ def bench(arguments: list[str]) -> dict[str, Any]:
 
 
 def bench_figures(result: dict[str, Any]) -> dict[str, Any]:
-    """The client's own figures, by the names of ``latency_figures``."""
+    """The client's own results, with the names of ``latency_figures``."""
     figures = {
         "duration_s": result["duration"],
         "completed": result["completed"],
@@ -80,6 +80,6 @@ def bench_figures(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def bench_window(result: dict[str, Any]) -> tuple[float, float]:
-    """When the first request was sent and the last answer ended."""
+    """Time of the first request and end of the last answer."""
     start_s = min(result["start_times"])
     return start_s, start_s + result["duration"]

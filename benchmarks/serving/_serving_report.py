@@ -1,4 +1,4 @@
-"""Tables and files of the rows of ``benchmark_serving.py``."""
+"""Tables and files from the rows of ``benchmark_serving.py``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 MIB = 1 << 20
-# Name of a figure: (title, factor, digits). Two tables, as one would be too wide.
+# metric: (title, factor, digits); two tables, because one would be too wide
 LATENCY = {
     "p50_ttft_ms": ("TTFT p50 ms", 1.0, 0),
     "p99_ttft_ms": ("TTFT p99 ms", 1.0, 0),
@@ -35,8 +35,8 @@ MEMORY = {
     "completed": ("done", 1.0, 0),
     "failed": ("failed", 1.0, 0),
 }
-COUNTS = ("completed", "failed")  # not to be compared as ratios
-# Only in the files.
+COUNTS = ("completed", "failed")  # metrics without a ratio to stock
+# metrics that appear in files only
 OTHER = (
     *("p99_tpot_ms", "request_throughput_per_s", "peak_running", "mean_host_bytes"),
     *("blocks_freed", "duration_s", "input_tokens", "output_tokens", "pool_blocks"),
@@ -45,7 +45,7 @@ FIGURES = (*LATENCY, *MEMORY, *OTHER)
 
 
 def comparable(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows in groups of the same workload and settings, as they came."""
+    """Group rows of the same workload and settings, in order of appearance."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         key = json.dumps([row["workload"], row["settings"]], sort_keys=True)
@@ -54,7 +54,7 @@ def comparable(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def by_line(rows: Sequence[Row]) -> dict[tuple[str, float], list[Row]]:
-    """Rows of each policy and rate, rates in order within a policy."""
+    """Rows of each policy and rate; rates in order within a policy."""
     lines: dict[tuple[str, float], list[Row]] = {}
     labels = list(dict.fromkeys(label_of(row["policy"]) for row in rows))
     for row in sorted(rows, key=lambda row: row["rate"]):
@@ -65,10 +65,10 @@ def by_line(rows: Sequence[Row]) -> dict[tuple[str, float], list[Row]]:
 def ratio_to_stock(
     rows: Sequence[Row], stock: Sequence[Row], name: str
 ) -> float | None:
-    """The median, over repetitions that both have, of a figure over stock's.
+    """Median ratio of a metric to stock's, over the repetitions that both have.
 
-    Of repetitions, as the two of one were measured one after the other. None where
-    there is none, or stock's figure is 0.
+    The ratio is taken per repetition, because its two runs were adjacent in time. None
+    if there is no common repetition, or if stock's value is 0.
     """
     theirs = {row["repetition"]: row["figures"].get(name) for row in stock}
     ratios = []
@@ -83,9 +83,9 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """One record per policy and rate of comparable rows.
 
     Returns:
-        Records of ``workload``, ``policy``, ``rate_per_s``, ``repetitions`` and,
-        for each figure, ``FIGURE``: median, ``_min``, ``_max`` and ``_vs_stock``.
-        What was not measured is None.
+        Records of ``workload``, ``policy``, ``rate_per_s``, ``repetitions`` and, for
+        each metric, ``FIGURE`` (the median), ``_min``, ``_max`` and ``_vs_stock``. A
+        value that was not measured is None.
     """
     lines = by_line(rows)
     records = []
@@ -106,7 +106,7 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def show(record: dict[str, Any], name: str, factor: float, digits: int) -> str:
-    """A cell: median, spread where there are repetitions, ratio where stock is."""
+    """A table cell: median, range over repetitions, and ratio to stock."""
     if record[name] is None:
         return "-"
     shown = f"{factor * record[name]:.{digits}f}"
@@ -120,10 +120,10 @@ def show(record: dict[str, Any], name: str, factor: float, digits: int) -> str:
 def table_of(
     records: Sequence[dict[str, Any]], columns: dict[str, tuple[str, float, int]]
 ) -> Table:
-    """The records as a table; a section per policy."""
+    """The records as a table, one section per policy."""
     table = Table()
     for title in ("policy", "rate /s", *(title for title, _, _ in columns.values())):
-        table.add_column(title, overflow="fold")  # rather than cut off
+        table.add_column(title, overflow="fold")  # wrap instead of cutting off
     for record, following in zip(records, [*records[1:], None], strict=True):
         last = following is None or following["policy"] != record["policy"]
         table.add_row(
@@ -136,7 +136,7 @@ def table_of(
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """Workload and settings of comparable rows, and where they were measured."""
+    """Workload and settings of comparable rows, and the machines that ran them."""
     settings = {
         name: value for name, value in rows[0]["settings"].items() if value != ""
     }
@@ -156,14 +156,14 @@ def report(
     json_file: Path | None = None,
     plots: Path | None = None,
 ) -> None:
-    """Show all rows, and write them where asked.
+    """Print all rows, and write the files that the user chose.
 
     Args:
-        rows: of one or several comparisons; each gets tables of its own.
-        console: for the tables.
+        rows: of one or several comparisons; each gets its own tables.
+        console: prints the tables.
         csv_file: all records, one line each.
-        json_file: the same with the settings and sources of each comparison.
-        plots: folder for pictures.
+        json_file: all records, with the settings and sources of each comparison.
+        plots: folder for plots.
     """
     groups = comparable(rows)
     summaries = [summarise(group) for group in groups]
@@ -196,14 +196,14 @@ def report(
 
 
 def list_of_sources(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Machines, commits and commands of rows, each once."""
+    """Machines, commits and commands of rows, without duplicates."""
     return list(
         {json.dumps(r["source"]): r["source"] for r in rows if "source" in r}.values()
     )
 
 
 def write_csv(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """One line per record; an empty cell is what was not measured."""
+    """One line per record; an empty cell was not measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         if records:

@@ -1,4 +1,4 @@
-"""What a serving run measures, and its rows: one line of JSON per measurement."""
+"""The grid of a serving run, and its result rows: one JSON line per measurement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORKLOADS = ("chat", "random")
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What all servers of a comparison share."""
+    """The KV cache and engine settings that all servers of a comparison share."""
 
     model: str
     pool_tokens: int
@@ -31,17 +31,17 @@ class Pool:
 
     @property
     def blocks(self) -> int:
-        """Blocks that hold the pool's tokens."""
+        """Blocks for the pool's tokens."""
         return -(-self.pool_tokens // self.block_size)
 
     def arguments(self, seed: int) -> list[str]:
-        """What follows ``vllm serve``, without the policy."""
+        """Arguments of ``vllm serve``, without the policy."""
         caching = "" if self.prefix_caching else "no-"
         return [
             *(self.model, "--seed", str(seed), "--dtype", self.dtype),
             *("--max-model-len", str(self.max_model_len)),
             *("--block-size", str(self.block_size)),
-            # One block more: vLLM keeps its null block out of use.
+            # One more block, because vLLM does not use its null block.
             *("--num-gpu-blocks-override", str(self.blocks + 1)),
             f"--{caching}enable-prefix-caching",
             *(("--enforce-eager",) if self.eager else ()),
@@ -64,10 +64,10 @@ class Cell:
         return label_of(self.policy)
 
     def seed(self, seed: int) -> int:
-        """Of the load: the same for all policies, another for every other cell.
+        """Seed of the load: equal for all policies, different for every other cell.
 
-        With one seed for all rates, a server with prefix caching would have the
-        prompts of the second rate from the first.
+        With one seed for all rates, a server with prefix caching would reuse prompts of
+        the first rate at the second.
         """
         parts = [seed, WORKLOADS.index(self.workload)]
         parts += [round(1e6 * self.rate), self.repetition]
@@ -75,16 +75,16 @@ class Cell:
 
 
 def label_of(policy: Mapping[str, Any]) -> str:
-    """``snapkv budget=256`` of its settings; ``stock`` of none."""
+    """``snapkv budget=256`` for its settings; ``stock`` for none."""
     settings = [f"{key}={value}" for key, value in policy.items() if key != "name"]
     return " ".join([str(policy.get("name", STOCK)), *settings])
 
 
 def split_policies(text: str) -> list[dict[str, Any]]:
-    """Read ``stock,snapkv,{"name": "h2o", "budget": 64}``; {} is stock.
+    """Parse ``stock,snapkv,{"name": "h2o", "budget": 64}``; {} is stock.
 
     Raises:
-        ValueError: it cannot be read, or names something twice.
+        ValueError: the text is malformed, or a policy appears twice.
     """
     policies: list[dict[str, Any]] = []
     rest = text.strip()
@@ -116,10 +116,10 @@ def cells_of(
     rates: list[float],
     repetitions: int,
 ) -> list[Cell]:
-    """All measurements, in the order in which they are made.
+    """All measurements, in the order in which they run.
 
-    Policies take turns within a repetition, so that a drifting machine slows all
-    of them alike.
+    Policies alternate within a repetition, so that drift of the machine affects all of
+    them equally.
     """
     return [
         Cell(policy, workload, rate, repetition)
@@ -131,7 +131,7 @@ def cells_of(
 
 
 def settings_of(pool: Pool, seed: int, load: Any, slo: Slo) -> dict[str, Any]:
-    """All that makes rows comparable, beside policy, rate and repetition."""
+    """Everything that makes rows comparable, except policy, rate and repetition."""
     shared = asdict(pool) | {"model": Path(pool.model).name}
     if getattr(load, "texts", ""):
         shared["texts"] = Path(load.texts).name
@@ -147,13 +147,13 @@ def make_row(cell: Cell, settings: dict[str, Any], found: dict[str, Any]) -> Row
 
 
 def key_of(row: Row) -> str:
-    """What makes a row one and the same measurement."""
+    """Identifies a measurement."""
     names = ("policy", "workload", "rate", "repetition", "settings")
     return json.dumps([row[name] for name in names], sort_keys=True)
 
 
 def lines_of(path: Path) -> Iterator[Row]:
-    """The rows of a file; a last line that was cut off does not count."""
+    """The rows of a file, without an incomplete last line."""
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             row = json.loads(line)
@@ -164,12 +164,12 @@ def lines_of(path: Path) -> Iterator[Row]:
 
 
 def read_rows(path: Path) -> dict[str, Row]:
-    """Earlier rows by their key; of two for one measurement the later."""
+    """Rows of an earlier run by key; a later row replaces an earlier one."""
     return {key_of(row): row for row in lines_of(path)}
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Add a line, after ending one that was cut off."""
+    """Append a line; first end an incomplete one."""
     cut = path.exists() and path.stat().st_size and path.read_bytes()[-1:] != b"\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:

@@ -1,8 +1,8 @@
-"""Processes that a serving benchmark starts, and that never outlive it.
+"""Processes that a serving benchmark starts, and always ends.
 
-Everything runs in a process group of its own, so that what a server starts is
-ended with it; signals that arrive while a process is started or ended are
-delivered afterwards, so that none can slip in between and leave it behind.
+Every command runs in its own process group, so that ending the group also ends the
+command's children. Signals that arrive while a process starts or ends are delivered
+afterwards; otherwise an exception at that moment could leave a process behind.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-STOP_S = 20.0  # vLLM's own orderly shutdown takes a few seconds
+STOP_S = 20.0  # vLLM's own shutdown takes a few seconds
 
 
 class ServerError(RuntimeError):
-    """A process did not do what it was started for; the message has its log."""
+    """A process failed; the message has the end of its log."""
 
 
 @contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Hold signals back within the block and deliver the first one after it."""
+    """Delay signals within the block and deliver the first one after it."""
     arrived: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -50,10 +50,10 @@ def signals_deferred() -> Iterator[None]:
 
 
 def exit_on_signals() -> None:
-    """Make SIGTERM and SIGHUP leave by an exception, as Ctrl-C does.
+    """Turn SIGTERM and SIGHUP into an exception, like Ctrl-C.
 
-    Ctrl-C does so even where a shell started us in the background and had it
-    ignored; SIGHUP stays ignored under nohup.
+    Enables Ctrl-C even if a shell started this process in the background and ignored
+    it. SIGHUP stays ignored under nohup.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -71,12 +71,12 @@ class Group:
     def __init__(
         self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
     ) -> None:
-        """Prepare; nothing runs before the block is entered.
+        """Prepare the command; entering the block starts it.
 
         Args:
             command: program and arguments.
             log: file for standard output and standard error.
-            env: environment variables beside those of this process.
+            env: environment variables in addition to those of this process.
         """
         self.command = list(command)
         self.log = log
@@ -94,7 +94,7 @@ class Group:
                     env=self.env,
                     start_new_session=True,
                 )
-        except BaseException:  # a signal that was held back, for one
+        except BaseException:  # for example a delayed signal
             self.stop()
             raise
         return self
@@ -119,10 +119,10 @@ class Group:
         return "\n".join(text.splitlines()[-lines:])
 
     def stop(self, patience_s: float = STOP_S) -> None:
-        """End the command, then whatever is left of its group.
+        """End the command, then the rest of its group.
 
-        The leader gets SIGTERM alone first: vLLM's API server shuts its engine
-        down itself, and signalling all at once makes that fail.
+        The leader gets SIGTERM first, alone: vLLM's API server then shuts down its
+        engine, which fails if the engine gets the signal as well.
         """
         with signals_deferred():
             process, self.process = self.process, None
@@ -141,7 +141,7 @@ def run_to_end(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Non
     """Run a command and wait for it.
 
     Raises:
-        ServerError: it ended with another code than 0.
+        ServerError: the exit code is not 0.
     """
     with Group(command, log, env) as group:
         assert group.process is not None
@@ -155,7 +155,7 @@ def run_to_end(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Non
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that was free a moment ago."""
+    """A port of 127.0.0.1 that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -163,12 +163,12 @@ def free_port() -> int:
 
 
 def vllm_command(*arguments: str) -> list[str]:
-    """``vllm ARGUMENTS`` with this interpreter, whatever PATH says."""
+    """``vllm ARGUMENTS`` with this interpreter, independent of PATH."""
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments]
 
 
 def policy_arguments(policy: Mapping[str, Any]) -> list[str]:
-    """``--kv-policy`` and its settings; nothing for stock vLLM, which is ``{}``."""
+    """``--kv-policy`` and its settings; empty for stock vLLM, which is ``{}``."""
     if not policy:
         return []
     options = {key: value for key, value in policy.items() if key != "name"}
@@ -177,7 +177,7 @@ def policy_arguments(policy: Mapping[str, Any]) -> list[str]:
 
 
 class Server(Group):
-    """A ``vllm serve`` that answers ``/health`` once its block is entered."""
+    """A ``vllm serve`` process; entering the block waits for ``/health``."""
 
     def __init__(
         self, arguments: Sequence[str], folder: Path, start_timeout_s: float
@@ -185,9 +185,9 @@ class Server(Group):
         """Prepare a server on a free port.
 
         Args:
-            arguments: what follows ``vllm serve``, without host and port.
-            folder: for its log and the files that vLLM leaves in TMPDIR.
-            start_timeout_s: how long it may take until it answers.
+            arguments: of ``vllm serve``, without host and port.
+            folder: for the log and for the files that vLLM leaves in TMPDIR.
+            start_timeout_s: time limit for the start.
         """
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -238,7 +238,7 @@ class Server(Group):
             return False
 
     def require_alive(self) -> None:
-        """Raise ServerError, with the end of the log, if the server has ended."""
+        """Raise ServerError with the end of the log if the server has ended."""
         if self.exit_code is not None:
             raise ServerError(
                 f"the server ended with code {self.exit_code} under load; "
@@ -248,7 +248,7 @@ class Server(Group):
 
 @contextlib.contextmanager
 def serving(arguments: Sequence[str], start_timeout_s: float) -> Iterator[Server]:
-    """A server with a folder of its own; both are gone after the block."""
+    """A server with its own folder; the block's end removes both."""
     with (
         tempfile.TemporaryDirectory(prefix="kvp-serving-") as folder,
         Server(arguments, Path(folder), start_timeout_s) as server,

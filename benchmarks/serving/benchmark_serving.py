@@ -1,9 +1,9 @@
-"""Policies under load: a server per policy, the same pool, load and seed.
+"""Compare policies under load: one server per policy, with equal pool, load and seed.
 
 Two workloads: single requests of random tokens, sent and measured by ``vllm bench
-serve``, and conversations with think time (``_serving_chat.py``). Servers run one
-at a time and in turns, A, B, A, B …; every finished measurement is a line of
-``--out``, and a run that was interrupted goes on there.
+serve``, and conversations with think time (``_serving_chat.py``). One server runs at a
+time; policies alternate (A, B, A, B …). Every finished measurement is a line of
+``--out``. An interrupted run resumes from this file.
 
     python benchmarks/serving/benchmark_serving.py MODEL --policies stock,full,snapkv \\
         --pool-tokens 16384 --rates 0.5,1,2 --out serving.jsonl --plots plots
@@ -70,7 +70,7 @@ WARM_UP_SEED = 99
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All that is measured in one run, beside the policies and rates."""
+    """All settings of a run, except policies and rates."""
 
     pool: Pool
     chat: ChatLoad
@@ -81,7 +81,7 @@ class Comparison:
     start_timeout_s: float
 
     def row(self, cell: Cell, found: dict[str, Any]) -> Row:
-        """A row of this comparison."""
+        """One row of this comparison."""
         load = self.chat if cell.workload == "chat" else self.random
         return make_row(cell, settings_of(self.pool, self.seed, load, self.slo), found)
 
@@ -90,10 +90,10 @@ class Comparison:
 
 
 def warm_up(server: Server, comparison: Comparison) -> None:
-    """Two short conversations that do not count, and a look at the pool's size.
+    """Send two short conversations that do not count, and check the pool's size.
 
     Raises:
-        ServerError: they fail, or the pool is not what was asked for.
+        ServerError: a conversation fails, or the pool has the wrong size.
     """
     load = replace(comparison.chat, users=2, turns=1, answer_tokens=8, texts="")
     model, timeout_s = comparison.pool.model, comparison.request_timeout_s
@@ -106,13 +106,13 @@ def warm_up(server: Server, comparison: Comparison) -> None:
 
 
 def measure(server: Server, comparison: Comparison, cell: Cell) -> dict[str, Any]:
-    """Put one load on a server.
+    """Run one load against a server.
 
     Returns:
-        ``figures``, ``samples`` over time, and ``first_error`` where one failed.
+        ``figures``, ``samples`` over time, and ``first_error`` if a request failed.
 
     Raises:
-        ServerError: the server ended, or not one request succeeded.
+        ServerError: the server ended, or every request failed.
     """
     model, seed = comparison.pool.model, cell.seed(comparison.seed)
     with Sampler(server.url) as sampler:
@@ -126,7 +126,7 @@ def measure(server: Server, comparison: Comparison, cell: Cell) -> dict[str, Any
                 seed,
                 comparison.request_timeout_s,
             )
-            # Nothing arrives at the very start: the first user's gap is not load.
+            # The load starts with the first user, so the gap before does not count.
             start_s = min((answer.start_s for answer in answers), default=began)
             end_s = time.perf_counter()
             figures = latency_figures(answers, end_s - start_s, comparison.slo)
@@ -163,16 +163,16 @@ def run_all(
     out: Path,
     say: Callable[[str], None],
 ) -> list[str]:
-    """Measure what ``out`` does not have yet.
+    """Measure every cell that ``out`` lacks.
 
     Args:
-        comparison: what the measurements share.
-        cells: them, those of one server next to each other.
+        comparison: shared settings.
+        cells: the measurements; those of one server must be adjacent.
         out: file of rows.
-        say: shows a line of progress.
+        say: prints a progress line.
 
     Returns:
-        Labels of policies whose server failed; they are not tried again.
+        Labels of policies whose server failed; they are not retried.
     """
     earlier = read_rows(out)
     todo = [c for c in cells if key_of(comparison.row(c, {})) not in earlier]
@@ -204,12 +204,12 @@ def run_all(
 
 
 def turn_of(cell: Cell) -> tuple[int, str]:
-    """What one server is started for."""
+    """Cells with the same value share one server."""
     return cell.repetition, cell.label
 
 
 def line_of(cell: Cell, figures: dict[str, Any]) -> str:
-    """One line about a finished measurement."""
+    """Progress line of a finished measurement."""
     return (
         f"{cell.label}: {cell.workload} at {cell.rate:g}/s, repetition "
         f"{cell.repetition + 1}: TTFT {figures['p50_ttft_ms']:.0f} ms, "
@@ -219,7 +219,7 @@ def line_of(cell: Cell, figures: dict[str, Any]) -> str:
 
 
 def read_policies(text: str) -> list[dict[str, Any]]:
-    """The policies of the command line, checked before a server starts."""
+    """Parse --policies and check the settings before any server starts."""
     try:
         policies = split_policies(text)
         for policy in policies:
@@ -231,7 +231,7 @@ def read_policies(text: str) -> list[dict[str, Any]]:
 
 
 def read_texts(path: Path) -> None:
-    """Refuse a file that has nothing to say, before a server starts."""
+    """Reject an empty text file before any server starts."""
     try:
         paragraphs(path)
     except (OSError, ValueError) as error:
@@ -239,7 +239,7 @@ def read_texts(path: Path) -> None:
 
 
 def read_rates(text: str) -> list[float]:
-    """The rates of the command line."""
+    """Parse --rates."""
     try:
         rates = [float(part) for part in text.split(",")]
     except ValueError as error:
@@ -250,7 +250,7 @@ def read_rates(text: str) -> list[float]:
 
 
 def read_workloads(text: str) -> list[str]:
-    """The workloads of the command line."""
+    """Parse --workloads."""
     workloads = text.split(",")
     if unknown := sorted(set(workloads) - set(WORKLOADS)):
         raise typer.BadParameter(f"--workloads: {unknown} is none of {WORKLOADS}")
@@ -261,53 +261,75 @@ def main(
     model: Annotated[str, typer.Argument()] = "",
     policies: Annotated[
         str,
-        typer.Option(help="names or JSON, with commas between; stock is vLLM's own"),
+        typer.Option(
+            help="names or JSON, separated by commas; stock is vLLM without a policy"
+        ),
     ] = "stock,full,snapkv",
     pool_tokens: Annotated[int, typer.Option(help="KV cache of every server")] = 16384,
     rates: Annotated[
         str, typer.Option(help="requests (random) or users (chat) per second")
     ] = "0.5,1,2",
-    workloads: Annotated[str, typer.Option(help="of chat, random")] = "chat,random",
+    workloads: Annotated[
+        str, typer.Option(help="chat, random, or both")
+    ] = "chat,random",
     repetitions: int = 3,
-    users: Annotated[int, typer.Option(help="chat: conversations")] = 16,
+    users: Annotated[int, typer.Option(help="chat: number of conversations")] = 16,
     turns: Annotated[int, typer.Option(help="chat: messages per user")] = 4,
-    think_s: Annotated[float, typer.Option(help="chat: mean pause")] = 2.0,
-    first_words: Annotated[int, typer.Option(help="chat: first message")] = 400,
-    next_words: Annotated[int, typer.Option(help="chat: later messages")] = 50,
-    answer_tokens: Annotated[int, typer.Option(help="chat: every answer")] = 128,
+    think_s: Annotated[float, typer.Option(help="chat: mean think time")] = 2.0,
+    first_words: Annotated[
+        int, typer.Option(help="chat: length of the first message")
+    ] = 400,
+    next_words: Annotated[
+        int, typer.Option(help="chat: length of later messages")
+    ] = 50,
+    answer_tokens: Annotated[
+        int, typer.Option(help="chat: length of every answer")
+    ] = 128,
     texts: Annotated[
-        Path | None, typer.Option(help="chat: send this file's paragraphs")
+        Path | None, typer.Option(help="chat: send the paragraphs of this file")
     ] = None,
-    requests: Annotated[int, typer.Option(help="random: requests")] = 32,
-    input_tokens: Annotated[int, typer.Option(help="random: prompt")] = 1024,
-    output_tokens: Annotated[int, typer.Option(help="random: answer")] = 128,
+    requests: Annotated[int, typer.Option(help="random: number of requests")] = 32,
+    input_tokens: Annotated[
+        int, typer.Option(help="random: length of the prompt")
+    ] = 1024,
+    output_tokens: Annotated[
+        int, typer.Option(help="random: length of the answer")
+    ] = 128,
     slo_ttft_ms: Annotated[float, typer.Option(help="for goodput")] = 2000.0,
     slo_tpot_ms: Annotated[float, typer.Option(help="for goodput")] = 100.0,
     block_size: int = 32,
     max_model_len: int = 4096,
     dtype: str = "auto",
     prefix_caching: bool = True,
-    eager: Annotated[bool, typer.Option(help="pass --enforce-eager")] = True,
-    server_args: Annotated[str, typer.Option(help="more for vllm serve")] = "",
+    eager: Annotated[
+        bool, typer.Option(help="pass --enforce-eager to every server")
+    ] = True,
+    server_args: Annotated[
+        str, typer.Option(help="further arguments for vllm serve")
+    ] = "",
     seed: int = 0,
     request_timeout_s: Annotated[float, typer.Option(help="chat only")] = 600.0,
     start_timeout_s: float = 600.0,
     out: Path = Path("serving.jsonl"),
     csv: Annotated[Path | None, typer.Option(help="table as CSV")] = None,
-    json_out: Annotated[Path | None, typer.Option(help="table as JSON")] = None,
+    json_out: Annotated[
+        Path | None, typer.Option(help="write the table as JSON")
+    ] = None,
     plots: Annotated[
         Path | None, typer.Option(help="folder for PNG and SVG; needs matplotlib")
     ] = None,
-    report_only: Annotated[bool, typer.Option(help="measure nothing")] = False,
+    report_only: Annotated[
+        bool, typer.Option(help="only report the rows of --out")
+    ] = False,
 ) -> None:
-    """Compare POLICIES under load, then report all rows of OUT."""
-    # A file or a pipe takes lines of any length; rich would assume 80.
+    """Measure POLICIES under load, then report all rows of OUT."""
+    # Do not wrap lines in a file or pipe; rich would assume 80 columns.
     console = Console() if sys.stdout.isatty() else Console(width=140)
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    if plots and not find_spec("matplotlib"):  # told now rather than at the end
+    if plots and not find_spec("matplotlib"):  # fail now instead of after the run
         raise typer.BadParameter("--plots needs matplotlib: pip install matplotlib")
     failed: list[str] = []
     if not report_only:
@@ -316,7 +338,8 @@ def main(
         if texts:
             read_texts(texts)
         if Path(model).is_dir():
-            os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing to look up
+            # a local folder needs no lookup on the hub
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")
         comparison = Comparison(
             pool=Pool(
                 model,
@@ -353,7 +376,7 @@ def main(
         try:
             failed = run_all(comparison, cells, out, say)
         except KeyboardInterrupt:
-            say("stopped; the same command goes on from here")
+            say("stopped; run the same command again to resume")
             raise typer.Exit(130) from None
     report(list(read_rows(out).values()), console, csv, json_out, plots)
     if failed:

@@ -1,8 +1,8 @@
-"""Compression: what a policy adds to prefill, measured in the running engine.
+"""What compression adds to prefill, measured in the running engine.
 
-Prefills the same prompts on one engine per policy, in turns, and reports the
-seconds that the plugin spent on scoring, selecting and moving pages (its own
-``compression_seconds`` metric) as a share of the prefill.
+Prefills the same prompts on one engine per policy, in turns. Reports the seconds that
+the plugin spends on scoring, selecting and moving pages (its ``compression_seconds``
+metric) as a share of prefill.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(
     dtype: str = "bfloat16",
     budget: int = 512,
 ) -> None:
-    """Prefill ``rounds`` prompts on each engine, taking turns."""
+    """Prefill ``rounds`` prompts on each engine in turns."""
     console = Console()
     chosen = [
         json.loads(p) if p.startswith("{") else {"name": p, "budget": budget}
@@ -56,7 +56,7 @@ def main(
                 steps = engine.ask("prefill")["steps"]
                 seconds = engine.ask("drain")["compression_s"] - before
                 prefill = sum(step[0] for step in steps) / 1e3
-                if turn:  # the first one warms up
+                if turn:  # the first round warms up
                     shares[i].append(100 * seconds / (prefill - seconds))
                     spent[i].append(1e3 * seconds)
     finally:

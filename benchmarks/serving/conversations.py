@@ -1,11 +1,10 @@
 """Conversations in a small pool: a policy against stock vLLM, same prompts and pool.
 
-All conversations arrive at once; each has a prompt and a long answer. The pool holds
-a fraction of what they need together, so that stock vLLM makes them wait or computes
-them again (preemption). Reported: time to finish all, how many run at a time,
-preemptions.
+All conversations arrive at once; each has a prompt and a long answer. The pool holds a
+fraction of what they need together, so stock vLLM queues or preempts (recomputes) some
+of them. Reports the time to finish all, the number that run at a time, and preemptions.
 
-    python benchmarks/serving/conversations.py MODEL --policy icecache \
+    python benchmarks/serving/conversations.py MODEL --policy icecache \\
         --config '{"budget": 64}'
 """
 
@@ -32,7 +31,7 @@ def run(
     prompt_tokens: int,
     answer_tokens: int,
 ) -> dict[str, Any]:
-    """All conversations on one engine, after a warm-up with a short one."""
+    """Run all conversations on one engine, after a short warm-up request."""
     engine = EngineProcess(
         policy,
         model=model,
@@ -71,7 +70,7 @@ def main(
     """Run stock and the policy in turns, ``repeats`` times."""
     console = Console()
     need = conversations * (prompt_tokens + answer_tokens)
-    blocks = round(need * share / BLOCK) + 1  # one is vLLM's null block
+    blocks = round(need * share / BLOCK) + 1  # one more for vLLM's null block
     console.print(
         f"{conversations} conversations of {prompt_tokens} + {answer_tokens} tokens "
         f"in a pool of {blocks - 1} blocks ({share:.3f} of {need} tokens)"

@@ -1,8 +1,8 @@
 """Decode step: a policy against stock vLLM, interleaved in one run.
 
-Both engines hold the same prompts and take turns of a few decode steps. The
-report gives the median and spread of wall and CPU time per step, the ratio turn
-by turn, and what the step is bound by: weights plus KV bytes read per step.
+Both engines hold the same prompts and alternate after a few decode steps. Reports the
+median and spread of wall and CPU time per step, their ratio per turn, and the lower
+bound of a step: weights plus KV bytes that it reads.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main(
 
 
 def report(console, engines, turns, pools, parts, model, json_out) -> None:  # type: ignore[no-untyped-def]
-    """Print the table; medians over turns, ratio of paired turns."""
+    """Print the table: medians over turns and ratios of paired turns."""
     medians = [
         [
             [statistics.median(step[k] for step in turn) for turn in engine_turns]

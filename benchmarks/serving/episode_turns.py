@@ -1,11 +1,11 @@
-"""What EpiCache holds and what a turn costs, by length of the history.
+"""Memory and time of EpiCache turns, by length of the history.
 
-A LoCoMo dialogue is read up to so many tokens, in a pool of budget, block and 1K
-tokens, once per episode, or for the first question's only (``--read asked``); then its
-questions are asked, one after another, as a chat that grows. Recorded are the blocks
-held at most, preemptions, and of each turn the time to answer and its parts: embedding
-and matching the question (front end), bringing the episode's cache back (worker). Stock
-vLLM, with its prefix cache, reads the dialogue once.
+The engine reads a LoCoMo dialogue up to a given length, in a pool for budget, block and
+1K tokens: once per episode, or only for the first question's episode (``--read
+asked``). Then it answers the dialogue's questions in one growing chat. Recorded are the
+peak of held blocks, preemptions, and per turn the time to answer with its parts:
+embedding and routing the question (front end), and restoring the episode's cache
+(worker). Stock vLLM with prefix caching reads the dialogue once.
 
     python benchmarks/serving/episode_turns.py MODEL locomo.json --budget 1024
 """
@@ -32,13 +32,14 @@ from rich.table import Table
 
 BLOCK_SIZE = 32
 SPARE_TOKENS = 1024
-PROBE_TOKENS = 256  # positions that patched prompts need behind a sequence
+PROBE_TOKENS = 256  # positions for patched prompts after the end of a sequence
 EVERY, ASKED = "every", "asked"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One engine and what it reads. ``budget`` 0: stock, in a pool for all of it."""
+    """One engine and its input. ``budget`` 0: stock, with a pool for the whole
+    history."""
 
     dialogue: Dialogue
     budget: int
@@ -56,7 +57,7 @@ class Setting:
 
 
 def run_engine(setting: Setting) -> None:
-    """Child: read, ask, and print a line of JSON per turn."""
+    """Child: read, ask, and print a JSON line per turn."""
     from transformers import AutoConfig
     from vllm import LLM, SamplingParams
 
@@ -113,19 +114,20 @@ def run_engine(setting: Setting) -> None:
 
 
 def _measured(work: Callable[[], Any], held: list[int]) -> tuple[Any, dict[str, float]]:
-    """What it gives, with its times and the blocks that it held at most."""
+    """Run ``work``; returns its result with times and the peak of held blocks."""
     held.clear()
     began, cpu = time.perf_counter(), time.process_time()
     done = work()
     return done, {
         "wall_ms": (time.perf_counter() - began) * 1e3,
         "cpu_ms": (time.process_time() - cpu) * 1e3,
-        "held_blocks": max(held, default=0),  # short histories are not built
+        # empty if the history is too short to compress
+        "held_blocks": max(held, default=0),
     }
 
 
 def _watch_blocks(llm: Any) -> list[int]:
-    """Blocks in use after each step, from now on."""
+    """Record the blocks in use after each step."""
     engine, held = llm.llm_engine, []
     pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     step = engine.step
@@ -140,7 +142,7 @@ def _watch_blocks(llm: Any) -> list[int]:
 
 
 def _watch_preemptions(llm: Any) -> list[str]:
-    """Requests that lost their blocks, from now on."""
+    """Record preempted requests."""
     scheduler, names = llm.llm_engine.engine_core.engine_core.scheduler, []
     preempt = scheduler._preempt_request
 
@@ -153,7 +155,7 @@ def _watch_preemptions(llm: Any) -> list[str]:
 
 
 def _watch_parts(parts: dict[str, Any]) -> None:
-    """Milliseconds of a turn's parts, and whether its episode is another one."""
+    """Record milliseconds of a turn's parts, and whether the episode changes."""
     from vllm_kvplugins.episodes.routing import EpisodeRouter
     from vllm_kvplugins.sessions.transfer import Transfer
 
@@ -184,7 +186,7 @@ def _timed(say: Callable[[float], Any]) -> Iterator[None]:
 
 
 def middle(rows: list[dict[str, Any]], name: str) -> str:
-    """Median (least..most) of a column."""
+    """Median (min..max) of a column."""
     found = sorted(row[name] for row in rows if row.get(name) is not None)
     if not found:
         return ""
@@ -192,7 +194,7 @@ def middle(rows: list[dict[str, Any]], name: str) -> str:
 
 
 def lines_of(history_tokens: int, budget: int, rows: list[dict[str, Any]]) -> Iterator:
-    """A line for reading, for turns in the same episode, and into other ones."""
+    """Table lines: reading, turns in the same episode, and turns that switch."""
     later = rows[1:]
     kinds = {
         "reads": rows[:1],
@@ -226,11 +228,13 @@ def main(
     read: Annotated[
         str, typer.Option(help=f"{EVERY}: for all episodes; {ASKED}: for one")
     ] = EVERY,
-    park: Annotated[bool, typer.Option(help="leave blocks on the device")] = True,
+    park: Annotated[
+        bool, typer.Option(help="keep finished requests' blocks on the device")
+    ] = True,
     dtype: str = "bfloat16",
     child: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
-    """Hold and time one conversation per length and budget."""
+    """Measure one conversation per length and budget."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if child:
         told, fields = json.loads(child)

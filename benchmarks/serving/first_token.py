@@ -1,9 +1,9 @@
-"""Time to the first token in conversations: sessions, prefix caching, and neither.
+"""Time to first token in conversations: sessions, prefix caching, and neither.
 
-Conversations take turns, as those of several users do: each request has the whole
-history of one, and others come before its next. All engines have the same pool, which
-holds a part of all histories, and each goes on from its own answers. The turns' texts
-are those of LoCoMo's dialogues (``locomo.json``), several messages to a turn.
+Several users' conversations alternate: each request has the whole history of one, and
+requests of others come before its next. All engines have the same pool, which holds
+only part of all histories. Each engine continues with its own answers. The texts are
+LoCoMo's dialogues (``locomo.json``), several messages per turn.
 
     python benchmarks/serving/first_token.py MODEL locomo.json
 """
@@ -28,7 +28,7 @@ ENGINES = ("stock, no prefix cache", "stock", "policy")
 
 
 def turns_of(dialogue: dict[str, Any], turns: int, words: int) -> list[str]:
-    """Messages of a dialogue, joined to ``turns`` texts of about so many words."""
+    """Messages of a dialogue, joined to ``turns`` texts of about ``words`` words."""
     texts, now = [], ""
     for said in locomo_utterances(dialogue):
         now += f"{said.speaker}: {said.text}\n"
@@ -49,7 +49,7 @@ class Chat:
         self.ends: list[int] = []
 
     def say(self, text: str, max_tokens: int) -> dict[str, Any]:
-        """Send the history and a message; the answer joins the history."""
+        """Send the history and a message; append the answer to the history."""
         opened = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
         new = self.tokenizer.encode(opened, add_special_tokens=False)
         self.history += new
@@ -66,7 +66,7 @@ class Chat:
 def open_engines(
     model: str, policy: dict[str, Any], pool_tokens: int, max_model_len: int
 ) -> list[EngineProcess]:
-    """One per name in ``ENGINES``, with the same pool."""
+    """One engine per name in ``ENGINES``, with the same pool."""
     return [
         EngineProcess(
             policy if name == "policy" else None,
@@ -95,7 +95,7 @@ def main(
     max_model_len: int = 6144,
     json_out: Path | None = None,
 ) -> None:
-    """Ask every engine for every turn, one after the other."""
+    """Run every turn on every engine."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -107,7 +107,8 @@ def main(
     chats = [[Chat(engine, tokenizer) for engine in engines] for _ in texts]
     rows = []
     try:
-        for engine in engines:  # not the first time that anything runs
+        # warm up, so that the first turn does not include one-time work
+        for engine in engines:
             engine.ask("turn", prompt=[1, 2, 3] * 20, turn_ends=[], max_tokens=2)
         for turn in range(turns):
             for user, (text, chat) in enumerate(zip(texts, chats, strict=True)):
@@ -127,7 +128,7 @@ def main(
 
 
 def report(rows: list[dict[str, Any]], turns: int) -> None:
-    """Medians over users, per turn."""
+    """Print medians over users per turn."""
     table = Table()
     for heading in ("turn", "prompt", "new"):
         table.add_column(heading)

@@ -1,9 +1,8 @@
 """Time to the first and to the second token: a policy against stock vLLM.
 
-Both engines get the same prompts in turns, one request at a time. What a policy does
-when a prompt is in may be part of the first token's time or of the second's. For
-policies that decompose spans, also the processor time of that, which another thread
-spends while tokens are generated.
+Both engines get the same prompts in turns, one request at a time. A policy's work at
+the prompt's end can delay the first or the second token. For policies that decompose
+spans, also reports the CPU time of the thread that does so during decoding.
 
     python benchmarks/serving/prompt_time.py MODEL --policy sekv --tokens 4000
 """
@@ -28,12 +27,12 @@ def main(
     policy: str = "sekv",
     config: Annotated[str, typer.Option(help="JSON")] = '{"budget": 0.1}',
     tokens: int = 4000,
-    chunk: Annotated[int, typer.Option(help="tokens per step at most")] = 2048,
+    chunk: Annotated[int, typer.Option(help="maximum tokens per step")] = 2048,
     answer_tokens: int = 8,
     rounds: int = 7,
     json_out: Path | None = None,
 ) -> None:
-    """Ask each engine ``rounds`` times."""
+    """Send ``rounds`` prompts to each engine."""
     console = Console(width=120)
     engine = {
         "model": model,
@@ -60,7 +59,7 @@ def main(
     finally:
         for each in engines:
             each.close()
-    rows = [found[1:] for found in rows]  # nothing was warm the first time
+    rows = [found[1:] for found in rows]  # the first round warms up
     report(console, [each.name for each in engines], rows)
     console.print_json(data=provenance())
     if json_out is not None:
@@ -76,7 +75,7 @@ def spread(values: list[float], digits: int = 0) -> str:
 def report(
     console: Console, names: list[str], rows: list[list[dict[str, Any]]]
 ) -> None:
-    """Times of tokens, and ratios of paired prompts."""
+    """Print token times, and ratios of paired prompts."""
     table = Table("", *names, f"{names[1]} / {names[0]}, pairs")
     for kind, key in (("wall", "token_ms"), ("CPU", "token_cpu_ms")):
         for number, label in enumerate(("first", "second")):
