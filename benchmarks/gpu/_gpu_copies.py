@@ -1,5 +1,8 @@
-"""Stages of ``gpu_smoke.py`` without an engine: pages copied in bulk, tokens fetched
-from the host, and decode attention alone, against plain copies of as many bytes."""
+"""Stages of ``gpu_smoke.py`` without an engine: page copies, host fetches, decode
+attention.
+
+Each stage compares with plain copies of the same number of bytes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ Row = dict[str, Any]
 
 
 def gather(device: torch.device, total: int = 256 * MIB) -> Iterator[Row]:
-    """Bandwidth of 8 KiB pages picked at random, and of plain copies."""
+    """Bandwidth of gathering random 8 KiB pages, and of plain copies."""
     page = 8192
     arena = torch.ones(2 * total // page, page // 2, dtype=torch.bfloat16)
     ids = torch.randperm(len(arena))[: total // page].to(device)
@@ -44,7 +47,7 @@ def gather(device: torch.device, total: int = 256 * MIB) -> Iterator[Row]:
 def timed(
     copies: Mapping[str, Callable[[], Any]], device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds of ten runs of each, in turns."""
+    """Seconds of ten runs of each, interleaved."""
     times: dict[str, list[float]] = {name: [] for name in copies}
     for turn in range(12):
         for name, copy in copies.items():
@@ -54,13 +57,14 @@ def timed(
             copy()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            if turn >= 2:  # the first ones warm up
+            if turn >= 2:  # the first runs warm up
                 times[name].append(time.perf_counter() - began)
     return times
 
 
 def fetch(device: torch.device, sizes: Sequence[int] = FETCHED) -> Iterator[Row]:
-    """One layer of one request with 8 KV heads: nothing that is wanted is hot yet.
+    """Time to fetch tokens of one layer of one request with 8 KV heads; none is
+    resident.
 
     Args:
         sizes: tokens per KV head, multiples of 16.
@@ -80,9 +84,9 @@ def fetch(device: torch.device, sizes: Sequence[int] = FETCHED) -> Iterator[Row]
 
 
 def fetcher(device: torch.device, how: str, tokens: int) -> Callable[[], torch.Tensor]:
-    """Makes other tokens hot each time; returns how many were copied."""
+    """A call that fetches different tokens each time and returns how many it copied."""
     heads, dim, size = 8, 128, 16
-    held = 4 * tokens // size  # pages of the host per head
+    held = 4 * tokens // size  # host pages per head
     page_bytes = 2 * size * dim * 2
     reader = device if how == "direct" else None
     tier = HostTier(heads * held * page_bytes, size, dim, torch.bfloat16, reader)
@@ -110,13 +114,14 @@ def fetcher(device: torch.device, how: str, tokens: int) -> Callable[[], torch.T
 
 
 class DecodeCase:
-    """Pages of rows that decode, of Llama-3.1-8B's shape: 8 KV heads of 4 query heads,
-    128 numbers, bfloat16, pages of 16 tokens.
+    """Decode attention with Llama-3.1-8B's shape.
+
+    8 KV heads of 4 query heads, head_dim 128, bfloat16, pages of 16 tokens.
 
     Args:
         rows: requests.
         tokens: per (request, KV head), a multiple of 16.
-        parts: that many sets of pages, so that no call finds its own in a cache.
+        parts: number of disjoint sets of pages, so that no call reads cached data.
     """
 
     heads, group, dim, size = 8, 4, 128, 16
@@ -150,13 +155,13 @@ class DecodeCase:
         attend_paged(NewTokens(self.queries), *place, out=self.out)
 
     def flash(self, part: int) -> None:
-        """FlashAttention, as this package asks it: a sequence per KV head."""
+        """FlashAttention as this package calls it: one sequence per KV head."""
         slots = self.heap.view(-1, self.size, 1, 2 * self.dim)
         flat = (self.rows * self.heads, self.group, self.dim)
         self._flash(slots, flat, self.tables[part])
 
     def stock(self, part: int) -> None:
-        """FlashAttention, as vLLM asks it: a sequence per request."""
+        """FlashAttention as vLLM calls it: one sequence per request."""
         slots = self.heap.view(-1, self.heads, self.size, 2 * self.dim).transpose(1, 2)
         flat = (self.rows, self.heads * self.group, self.dim)
         self._flash(slots, flat, self.blocks[part])
@@ -164,7 +169,7 @@ class DecodeCase:
     def _flash(
         self, slots: torch.Tensor, flat: tuple[int, int, int], table: torch.Tensor
     ) -> None:
-        """In parts, at most as many as in vLLM's graphs."""
+        """Call FlashAttention with vLLM's maximum number of splits for CUDA graphs."""
         from vllm.v1.attention.backends import fa_utils
 
         keys, values = slots.split(self.dim, dim=-1)
@@ -188,10 +193,10 @@ class DecodeCase:
 def attention(
     device: torch.device, rows: int = 8, tokens: int = 2048, parts: int = 8
 ) -> Iterator[Row]:
-    """A layer's decode attention alone: how fast it reads, and a copy of memory.
+    """Bandwidth of one layer's decode attention, and of a memory copy.
 
-    What a request whose budget is ``tokens`` reads per layer, whatever its length.
-    The copy's bytes count twice, as it reads and writes them.
+    A request with a budget of ``tokens`` reads this amount per layer, independent of
+    its length. A copied byte counts twice (read and written).
     """
     case = DecodeCase(device, rows, tokens, parts)
     source = case.heap.view(parts, -1)
@@ -203,13 +208,13 @@ def attention(
         ),
         "triton": (case.triton, case.read_bytes),
         "flash": (case.flash, case.read_bytes),
-        "flash, as vLLM asks it": (case.stock, case.read_bytes),
+        "flash, as vLLM calls it": (case.stock, case.read_bytes),
     }
     copied = 0.0
     for name, (call, moved_bytes) in calls.items():
         try:
             took = replayed(call, parts, device)
-        except Exception as error:  # a kernel that cannot must not cost us the others
+        except Exception as error:  # an unsupported kernel must not stop the others
             yield {"kernel": name, "problem": f"{type(error).__name__}: {error}"}
             continue
         rate = moved_bytes / statistics.median(took)
@@ -228,12 +233,13 @@ def attention(
 def replayed(
     call: Callable[[int], Any], parts: int, device: torch.device
 ) -> list[float]:
-    """Seconds per call, 20 times: of all parts in one graph, without launches."""
+    """Seconds per call, 20 times: all parts in one CUDA graph, without launch
+    overhead."""
     if device.type != "cuda":
         return [sum(timed({"": lambda: call(0)}, device)[""]) / 10]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles, and asks for memory
+    with torch.cuda.stream(side):  # compiles the kernel and allocates its memory
         for _ in range(2):
             call(0)
     torch.cuda.current_stream().wait_stream(side)

@@ -1,4 +1,5 @@
-"""Stages of ``gpu_smoke.py`` that run engines, each in a process and a time box."""
+"""Stages of ``gpu_smoke.py`` that run engines, each in a child process with a
+deadline."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "torch_dtype": "bfloat16",
-    # less than Llama's 128256, so that SmolLM2's tokenizer will do
+    # smaller than Llama's 128256, so that SmolLM2's tokenizer fits
     "vocab_size": 49152,
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -36,11 +37,11 @@ LLAMA_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 MIB = 1 << 20
-BOX_S = 150.0  # of one engine
-AT_ONCE = 6  # engines of a small model on one GPU
+BOX_S = 150.0  # seconds of one engine
+AT_ONCE = 6  # engines of a small model on one GPU at a time
 Row = dict[str, Any]
 
-# neither compiles the model nor captures it: graphs of decoding steps alone
+# no model compilation; CUDA graphs for decode steps only
 GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 EAGER = {"compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
 PIECES = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
@@ -50,13 +51,13 @@ ICECACHE = {"name": "icecache", "budget": 2048, "host_memory": 24 << 30}
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What stages run on, and until when.
+    """Resources of the stages: model, device, and deadline.
 
     Args:
         model: folder of a small model with weights and a tokenizer.
-        folder: for what they write.
+        folder: for generated models.
         device: "cuda" or "cpu".
-        end: of ``time.monotonic()``, when all must be over.
+        end: ``time.monotonic()`` at which all stages must be finished.
     """
 
     model: str
@@ -65,14 +66,14 @@ class Machine:
     end: float
 
     def engine(self, policy: Row | None, **engine: Any) -> EngineProcess:
-        """An engine with a deadline.
+        """Start an engine with a deadline.
 
         Raises:
-            RuntimeError: it did not start, or there is no time left.
+            RuntimeError: the engine did not start, or no time is left.
         """
         now = time.monotonic()
         if self.end - now < 20:
-            raise RuntimeError("not run: no time left; run this stage by itself")
+            raise RuntimeError("not run: no time left; run this stage alone")
         return EngineProcess(policy, min(self.end, now + BOX_S), **engine)
 
     def rows(
@@ -82,11 +83,10 @@ class Machine:
         settings: Row,
         ask: Callable[[EngineProcess], Iterator[Row]],
     ) -> Iterator[Row]:
-        """What is asked of an engine, or why it says no more; one engine must not cost
-        us the others.
+        """Start an engine and make its rows; a failure becomes the last row.
 
         Args:
-            about: what each row begins with.
+            about: columns that every row starts with.
             settings: of the engine.
             ask: makes the rows.
         """
@@ -102,13 +102,13 @@ class Machine:
                 each.close()
 
     def all_of(self, engines: list[Iterator[Row]]) -> Iterator[Row]:
-        """Rows of small engines, several at a time on a GPU, in order."""
+        """Rows of small engines, in order; a GPU runs several engines at a time."""
         with ThreadPoolExecutor(AT_ONCE if self.device == "cuda" else 1) as pool:
             for rows in pool.map(list, engines):
                 yield from rows
 
     def small(self, **more: Any) -> dict[str, Any]:
-        """Settings of an engine that leaves room for others."""
+        """Settings of an engine that leaves memory for other engines."""
         found: dict[str, Any] = {
             "model": self.model,
             "max_model_len": 2048,
@@ -121,11 +121,11 @@ class Machine:
 
 
 def policies(machine: Machine, expected: Path | None = None) -> Iterator[Row]:
-    """Each in an engine of its own, in float32; answers to one prompt of 900 tokens.
+    """One float32 engine per policy; each answers the same 900-token prompt.
 
     Args:
-        expected: ``gpu_smoke.json`` of another machine, a CPU for one, whose answers
-            these should be.
+        expected: ``gpu_smoke.json`` of another machine (for example a CPU), to compare
+            answers with.
     """
     wanted: list[Row | None] = [None]
     wanted += [_settings(name, machine.model) for name in available_policies()]
@@ -152,7 +152,8 @@ def _settings(name: str, model: str) -> Row:
     if "budget" in cls.model_fields:
         found["budget"] = 256
     if "encoder" in cls.model_fields:
-        found["encoder"] = model  # nothing is routed here; the default is a download
+        # this stage has no routing, and the default encoder is a download
+        found["encoder"] = model
     if "host_memory" in cls.model_fields:
         found["host_memory"] = 1 << 30
     return found
@@ -178,16 +179,16 @@ def _answers(report: Path | None) -> dict[str, list[int]]:
 
 
 def agreement(answer: list[int], right: list[int]) -> str:
-    """How long two answers are the same; behind that, equal tokens mean nothing."""
+    """Length of the common prefix; after a difference, equal tokens mean nothing."""
     pairs = zip(answer, right, strict=False)
     same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     return "all" if same == len(right) == len(answer) else f"first {same}"
 
 
 def graphs(machine: Machine) -> Iterator[Row]:
-    """Tokens in CUDA graphs and without, in bfloat16, by kernel and mode.
+    """Compare tokens with and without CUDA graphs, in bfloat16, by kernel and mode.
 
-    FlashAttention may cut sequences otherwise in a graph, and so round otherwise.
+    FlashAttention may split sequences differently in a graph, and so round differently.
     """
     engines = []
     for kernel in ("triton", "flash"):
@@ -233,10 +234,10 @@ def llama(machine: Machine, layers: int, longest: int, kv_bytes: int) -> Row:
 def decode(
     machine: Machine, lengths: list[int], layers: int, kv_bytes: int
 ) -> Iterator[Row]:
-    """Prefill and steps of one request, engine after engine, at each prompt length."""
+    """Prefill and decode times of one request, per engine and prompt length."""
     engine = llama(machine, layers, max(lengths) + 512, kv_bytes)
     engine["max_num_seqs"] = 4
-    # policy, settings, and how many of the lengths: some are slow at the longest
+    # (policy, settings, number of lengths); some are slow at the longest length
     few, two = lengths[:1], lengths[:2]
     wanted: list[tuple[Row | None, Row, list[int]]] = [
         (None, GRAPHS, lengths),
@@ -279,7 +280,7 @@ def serving(
     prompt_tokens: int = 4096,
     answer_tokens: int = 512,
 ) -> Iterator[Row]:
-    """Requests at once in a quarter of the memory that they need: stock, SnapKV."""
+    """Concurrent requests in a quarter of the memory that they need: stock, SnapKV."""
     longest = prompt_tokens + answer_tokens
     token_bytes = layers * 8 * 2 * 128 * 2
     pool_bytes = requests * longest * token_bytes // 4
@@ -290,7 +291,7 @@ def serving(
 
     def served(each: EngineProcess) -> Iterator[Row]:
         each.ask("add", prompts=prompts[:2], max_tokens=16)
-        each.ask("drain")  # what is compiled and captured late
+        each.ask("drain")  # absorbs late compilation and graph capture
         each.ask("add", prompts=prompts, max_tokens=answer_tokens)
         told = each.ask("run")
         rate = requests * answer_tokens / told["wall_s"]

@@ -1,27 +1,27 @@
-"""What one GPU says of this package, within minutes: one JSON file and one table.
+"""Checks this package on one GPU within minutes; writes one JSON file and one table.
 
     benchmarks/gpu/gpu_smoke.sh MODEL OUT_DIR
 
-Stages, in this order; one that fails is written down as that, and the others go on.
-Each row is written as it comes, and no engine is started, or lives, beyond the time
-given (``--minutes``): what was not run says so, and ``--stages`` runs it by itself.
+The stages run in this order. A failed stage is recorded as failed, and the next one
+runs. Each row is written at once. No engine starts or runs after the time limit
+(``--minutes``); stages that did not run say so, and ``--stages`` runs them alone.
 
-build      compiles the extension with CUDA, for this GPU
-gather     pages copied in bulk, on the GPU and from pinned host memory, against plain
-           copies of as many bytes
-fetch      tokens out of the host tier into hot slots, as `host_fetch` staged and direct
-attention  decode attention alone, of a budget of 2048 tokens, by kernel
-policies   every policy answers a prompt in float32: beside stock, and with `--expected`
-           beside the answers of another machine
-decode     steps of a model with Llama-3.1-8B's shape and random weights, stock and
-           under policies, in graphs and without, at several prompt lengths
-kernels    the suite of attention kernels, and the compiled ops, on the GPU
-graphs     answers in CUDA graphs and without, in bfloat16, by kernel and mode
-serving    requests at once in a quarter of the memory that they need
+build      compile the extension with CUDA, for this GPU
+gather     bandwidth of page copies, on the GPU and from pinned host memory, against
+           plain copies of the same number of bytes
+fetch      copy tokens from the host tier into hot slots, `host_fetch` staged and direct
+attention  decode attention alone, at a budget of 2048 tokens, by kernel
+policies   every policy answers a prompt in float32; compare with stock vLLM and, with
+           `--expected`, with the answers of another machine
+decode     decode steps with Llama-3.1-8B's shape and random weights, stock and under
+           policies, with and without graphs, at several prompt lengths
+kernels    the test suites of the attention kernels and of the compiled ops, on the GPU
+graphs     answers with and without CUDA graphs, in bfloat16, by kernel and mode
+serving    concurrent requests in a quarter of the memory that they need
 
 `--expected FILE` takes the `gpu_smoke.json` of
 
-    benchmarks/gpu/gpu_smoke.sh MODEL OTHER_DIR --device cpu \
+    benchmarks/gpu/gpu_smoke.sh MODEL OTHER_DIR --device cpu \\
         --stages policies --minutes 60
 """
 
@@ -51,9 +51,9 @@ from _gpu_engines import Machine, decode, graphs, policies, serving
 from rich.console import Console
 
 STAGES = "build,gather,fetch,attention,policies,decode,kernels,graphs,serving"
-SUITE_S = 200.0  # of one suite of tests
+SUITE_S = 200.0  # seconds of one test suite
 NVCC = Path("/usr/local/cuda/bin/nvcc")
-CELL = 160  # characters of a cell of the table; the JSON file has all
+CELL = 160  # maximum length of a table cell; the JSON file has the whole text
 
 
 def main(
@@ -73,7 +73,7 @@ def main(
         raise typer.BadParameter(f"no such stages: {sorted(unknown)}")
     if not Path(model, "config.json").is_file():
         raise typer.BadParameter(f"no model in {model}: there is no config.json")
-    # vLLM's float32 products in Triton: ours are IEEE's, and answers are compared
+    # IEEE float32 in vLLM's Triton kernels as in ours, because answers are compared
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * minutes
@@ -98,7 +98,7 @@ def main(
 def run(
     out: Path, about: dict[str, str], work: dict[str, Callable[[], Iterator[Row]]]
 ) -> None:
-    """Run stage after stage, and write the report after each row."""
+    """Run the stages in order; write the report after each row."""
     console = Console()
     stages: dict[str, Any] = {}
     for name, stage in work.items():
@@ -113,19 +113,19 @@ def run(
             (out / "gpu_smoke.json").write_text(json.dumps(report, indent=2))
             (out / "gpu_smoke.md").write_text(markdown(report))
         if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # the next one's engines want it
+            torch.cuda.empty_cache()  # free memory for the engines of the next stage
 
 
 def kept_going(stage: Callable[[], Iterator[Row]]) -> Iterator[Row]:
-    """Its rows; an error is the last one."""
+    """The rows of a stage; an exception becomes the last row."""
     try:
         yield from stage()
-    except Exception as error:  # one stage must not cost us the others
+    except Exception as error:  # a failed stage must not stop the others
         yield {"problem": f"{type(error).__name__}: {error}"}
 
 
 def facts(device: str) -> dict[str, str]:
-    """Where and of what the figures are."""
+    """Machine, software and commit of a run."""
     found = provenance()
     installed = packages_distributions()
     for package in ("vllm", "triton", "flashinfer"):
@@ -141,8 +141,12 @@ def facts(device: str) -> dict[str, str]:
 
 
 def run_boxed(command: list[str], seconds: float, **env: str) -> tuple[int, str]:
-    """Exit status and the end of the output; 124 if time ran out, 127 if there is no
-    such command. Ends with all that it started."""
+    """Run a command; then end all processes that it started.
+
+    Returns:
+        Exit status and the end of the output. The status is 124 after a timeout and 127
+        if the command does not exist.
+    """
     try:
         child = subprocess.Popen(
             command,
@@ -165,7 +169,8 @@ def run_boxed(command: list[str], seconds: float, **env: str) -> tuple[int, str]
 
 
 def build(folder: Path, device: str) -> Iterator[Row]:
-    """With CUDA for this GPU; without, if that fails: ops are torch's then."""
+    """Build with CUDA for this GPU, or without if that fails; torch then runs the
+    ops."""
     ask = "import json; from vllm_kvplugins import ops; print(ops.extension_info())"
     for cuda in ("ON", "OFF") if device == "cuda" else ("OFF",):
         status, said = _cmake(folder / cuda, cuda)
@@ -193,8 +198,11 @@ def _cmake(folder: Path, cuda: str) -> tuple[int, str]:
 
 
 def kernels(folder: Path, end: float) -> Iterator[Row]:
-    """The suite of attention kernels and the tests of the compiled ops; FlashInfer,
-    which compiles its kernels first, apart and last."""
+    """Run the kernel tests and the tests of the compiled ops.
+
+    FlashInfer's tests run separately and last, because FlashInfer compiles its kernels
+    first.
+    """
     attends = "tests/helpers/kernel_suite.py"
     suites = [(attends, "not flashinfer"), ("tests/unit/test_cuda_ops.py", "")]
     if importlib.util.find_spec("flashinfer") is not None:
@@ -212,7 +220,7 @@ def kernels(folder: Path, end: float) -> Iterator[Row]:
 
 
 def tested(results: Path) -> Row:
-    """Counts of a junit report, and the names and messages of what failed."""
+    """Counts of a junit report, with names and messages of failures."""
     suites = ElementTree.parse(results).getroot().iter("testsuite")
     counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
     failed: list[str] = []
@@ -234,7 +242,7 @@ def tested(results: Path) -> Row:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as tables, without answers, and with the end of what went wrong."""
+    """The report as tables, without answers, with the end of each error."""
     lines = [f"- {key}: {value}" for key, value in report["about"].items()]
     for name, stage in report["stages"].items():
         lines += ["", f"## {name} ({stage['seconds']} s)", ""]

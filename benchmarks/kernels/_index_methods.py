@@ -1,11 +1,11 @@
-"""Ways to find the keys with the largest inner products, for ``index_peers.py``.
+"""Methods to find the keys with the largest inner products, for ``index_peers.py``.
 
-Each has a ``name``, a ``knob`` that trades speed for what it finds with the values of
-it to try (``knobs``), and these calls:
+Each method has a ``name``, a ``knob`` that trades speed for coverage, the values to try
+for it (``knobs``), and these calls:
 
-    build()                  an index of all heads; again: another one
-    ready()                  after the last build, not timed
-    prepared(queries)        queries [heads, n, head_dim] as ``ask`` wants them
+    build()                  build the index of all heads; can be called again
+    ready()                  finish after the last build; not timed
+    prepared(queries)        convert queries [heads, n, head_dim] for ``ask``
     ask(prepared, value)     int64 [heads, n, K], the slots found; -1 for none
 """
 
@@ -26,17 +26,17 @@ from index import placed
 
 from vllm_kvplugins.index import BruteForceIndex, DCIIndex, Keys
 
-PACKAGES = {"hnswlib": "hnswlib", "faiss": "faiss-cpu"}  # module: what to install
+PACKAGES = {"hnswlib": "hnswlib", "faiss": "faiss-cpu"}  # module: package to install
 K = 64
 
 
 class Ours:
-    """The tree or the exact scan: all heads in one call.
+    """This package's tree or exact scan: all heads in one call.
 
     Args:
         keys: float32 [heads, n, head_dim].
-        dtype: of the rows to index.
-        tree: the settings of a tree; without it the scan.
+        dtype: of the indexed rows.
+        tree: settings of a tree; None = exact scan.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Ours:
         self.index.build(Keys.dense(self.rows))
 
     def ready(self) -> None:
-        """After the last build, not timed."""
+        """Place the keys in the tree's order; not timed."""
         tree = isinstance(self.index, DCIIndex)
         self.keys = placed(self.index, self.rows) if tree else Keys.dense(self.rows)
 
@@ -71,12 +71,12 @@ class Ours:
 
 
 class Library(ABC):
-    """An index of a library: one per head, asked through a pool of threads.
+    """An index of another library: one per head, queried through a thread pool.
 
     Args:
         keys: float32 [heads, n, head_dim].
         module: the imported library.
-        threads: how many heads at once.
+        threads: number of heads to query at a time.
     """
 
     name = knob = ""
@@ -87,20 +87,20 @@ class Library(ABC):
         self.count, self.dim = keys.shape[1:]
         self.map: Callable[..., Iterator[Any]] = map
         if threads > 1:
-            # in the pool alone: libraries that share an OpenMP runtime share its
-            # settings, and ours runs in this thread
+            # in the pool's threads only: libraries share the settings of an OpenMP
+            # runtime, and this package's index runs in the main thread
             self.map = ThreadPoolExecutor(threads, initializer=self.one_thread).map
         else:
             self.one_thread()
 
-    def one_thread(self) -> None:  # noqa: B027  one library needs nothing
-        """Make searches of the calling thread use no others."""
+    def one_thread(self) -> None:  # noqa: B027  one library needs no setting
+        """Make searches in the calling thread single-threaded."""
 
     def build(self) -> None:
         self.heads = list(self.map(self.build_head, self.rows))
 
     def ready(self) -> None:  # noqa: B027
-        """Nothing is left to do."""
+        """Does nothing: the index is complete after build()."""
 
     def prepared(self, queries: torch.Tensor) -> list[Any]:
         return [head.contiguous().numpy() for head in queries]
@@ -140,7 +140,7 @@ class Hnsw(Library):
 
 
 class IvfFlat(Library):
-    """FAISS's inverted lists: 4 sqrt(n) of them, as its guidelines advise."""
+    """FAISS's inverted lists: 4 sqrt(n) lists, as its guidelines recommend."""
 
     name, knob = "faiss ivf-flat", "nprobe"
 
@@ -156,7 +156,8 @@ class IvfFlat(Library):
         metric = self.module.METRIC_INNER_PRODUCT
         coarse = self.module.IndexFlatIP(self.dim)
         index = self.module.IndexIVFFlat(coarse, self.dim, self.lists, metric)
-        index.cp.min_points_per_centroid = 1  # or it warns about short contexts
+        # avoids FAISS's warning about short contexts
+        index.cp.min_points_per_centroid = 1
         index.train(rows)
         index.add(rows)
         return index
@@ -167,13 +168,13 @@ class IvfFlat(Library):
 
 
 def steps(low: int, high: int) -> list[int]:
-    """Settings from low to high, each about 2^(1/4) times the one before."""
+    """Values from low to high in factors of about 2^(1/4)."""
     count = math.ceil(4 * math.log2(high / low)) + 1
     return sorted({min(high, round(low * 2 ** (i / 4))) for i in range(count)})
 
 
 def libraries() -> dict[str, Any]:
-    """The installed ones; says how to install the others."""
+    """The installed libraries; prints how to install the missing ones."""
     found = {}
     for module, package in PACKAGES.items():
         if importlib.util.find_spec(module) is not None:

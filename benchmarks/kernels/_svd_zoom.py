@@ -1,4 +1,4 @@
-"""Spans, clocks, and reconstruction beside what the machine reaches: for ``svd.py``."""
+"""Span layouts, timers, and reconstruction benchmarks for ``svd.py``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_SIZE = 32
 
 @dataclass(slots=True)
 class Spans:
-    """One way to cut the document."""
+    """One division of the document into spans."""
 
     name: str
     starts: torch.Tensor
@@ -26,7 +26,7 @@ class Spans:
 
     @classmethod
     def between(cls, name: str, bounds: list[int], tokens: int) -> Spans:
-        """Boundaries beyond the tokens that are read are left out."""
+        """Drop boundaries beyond the tokens that are read."""
         edges = torch.tensor([b for b in bounds if b <= tokens])
         if len(edges) < 2 or (edges.diff() <= 0).any() or edges[0] < 0:
             raise typer.BadParameter(
@@ -40,7 +40,7 @@ class Spans:
         return int(self.lengths.sum())
 
     def groups(self) -> list[torch.Tensor]:
-        """int64 [spans, length]: tokens of the spans of each length."""
+        """int64 [spans, length]: token indices of the spans of each length."""
         return [
             self.starts[self.lengths == length, None] + torch.arange(length)
             for length in self.lengths.unique().tolist()
@@ -49,7 +49,7 @@ class Spans:
 
 @dataclass(slots=True)
 class Times:
-    """Milliseconds by name: wall clock and processor."""
+    """Milliseconds by name: wall clock and CPU."""
 
     wall: dict[str, list[float]] = field(default_factory=dict)
     cpu: dict[str, list[float]] = field(default_factory=dict)
@@ -103,7 +103,9 @@ class Zoom:
 
     @staticmethod
     def _batch(part: ops.LowRank, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """U diag(sigma) and V^T of matrices of a length, padded to the largest rank."""
+        """U diag(sigma) and V^T of the matrices of one length, padded to the largest
+        rank.
+        """
         matrices = (part.tokens == length).nonzero()[:, 0].tolist()
         rank = max(int(part.ranks[m]) for m in matrices)
         left = torch.zeros(len(matrices), length, rank)
@@ -139,7 +141,8 @@ class Zoom:
 
 
 class Limits:
-    """What this machine reaches with the threads set: a copy, and a product."""
+    """Speed of this machine with the configured threads: a copy and a matrix
+    product."""
 
     COPY, PRODUCT = "limits: copy", "limits: product"
 
@@ -161,7 +164,7 @@ class Limits:
         torch.mm(self.square, self.square, out=self.result)
 
     def rates(self, times: Times) -> dict[str, float]:
-        """Medians of processor time: GB/s read and written, GFLOP/s."""
+        """Rates from medians of CPU time: GB/s read and written, GFLOP/s."""
         return {
             "copy_gb_s": self.bytes_moved
             / statistics.median(times.cpu[self.COPY])

@@ -1,15 +1,16 @@
-"""Decode attention over pages: ours, the stock CPU kernel, and reading as the bar.
+"""Decode attention over pages, against the stock CPU kernel and a plain read.
 
     python benchmarks/kernels/decode_attention.py --json-out decode.json
 
-Both kernels attend to the same pages of one heap, one token per row, in turns whose
-order is random; before each call other memory than theirs is written until the caches
-hold nothing of theirs, as the other layers of a model do. Each repetition picks other
-pages. The bar is the sum of as many contiguous bytes in torch, which reads each once.
+Both kernels attend to the same pages of one heap, one query token per row, in random
+order. Before each call the benchmark overwrites other memory to empty the caches, as
+the other layers of a model would. Each repetition picks new pages. The lower bound is a
+torch sum over the same number of contiguous bytes, which reads each byte once.
 
-The stock kernel's schedule is made before the clock starts, as an engine makes one
-per step; our checks of every call are in our time. Coarse entries, which the stock
-kernel has not, are measured beside our own calls without them.
+The stock kernel's schedule is prepared before the timer starts, because an engine
+prepares it once per step. Our time includes argument checks on every call. The stock
+kernel has no coarse entries; calls with coarse entries are compared with our own calls
+without them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ WARM_UP = 2
 
 
 class Case:
-    """Rows of equal length over pages of a heap, drawn at random."""
+    """Rows of equal length over random pages of a heap."""
 
     def __init__(
         self,
@@ -134,14 +135,14 @@ class Case:
         return flat[: self.read_bytes // 4].sum()
 
     def check(self) -> float:
-        """Largest difference between the two kernels."""
+        """Largest difference between the outputs of the two kernels."""
         return float((self.ours().float() - self.stock().float()).abs().max())
 
 
 def measure(
     case: Case, calls: dict[str, Callable[[], Any]], repeats: int, seed: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Wall and processor seconds of every call, as (wall, cpu) lists."""
+    """Wall and CPU seconds of every call, as (wall, cpu) lists."""
     seconds: dict[str, dict[str, list[float]]] = {
         name: {"wall": [], "cpu": []} for name in calls
     }
@@ -163,7 +164,7 @@ def measure(
 def record(
     case: Case, seconds: dict[str, dict[str, list[float]]], against: str
 ) -> dict[str, Any]:
-    """Medians and spreads; ratios are of the two times of one repetition."""
+    """Medians and spreads; ratios are taken within a repetition."""
     row: dict[str, Any] = {}
     for name, taken in seconds.items():
         pairs = list(zip(seconds[against]["wall"], taken["wall"], strict=True))
@@ -184,12 +185,12 @@ def main(
     threads: Annotated[list[int] | None, typer.Option()] = None,
     coarse: Annotated[int, typer.Option(help="entries per row and KV head")] = 0,
     head_dim: int = 64,
-    heap_mib: Annotated[int, typer.Option(help="larger cases are left out")] = 1100,
+    heap_mib: Annotated[int, typer.Option(help="skip larger cases")] = 1100,
     repeats: int = 11,
     seed: int = 20261121,
     json_out: Path | None = None,
 ) -> None:
-    """Print and keep times by shape, type and number of threads."""
+    """Print and save times by shape, type and number of threads."""
     if reason := ops.extension_info()["reason"]:
         raise typer.BadParameter(f"nothing to compare: {reason}")
     console, load, found = Console(width=130), os.getloadavg()[0], []
@@ -206,7 +207,7 @@ def main(
         dtype = getattr(torch, dtype_name)
         page = 2 * BLOCK * head_dim
         if heap is None or heap.dtype != dtype:
-            heap = None  # not two of them at once
+            heap = None  # only one of them in memory at a time
             pages = heap_mib * MIB // (page * dtype.itemsize)
             heap = torch.empty(pages, page, dtype=dtype).normal_()
         kv_heads, group = map(int, pair.split("x"))

@@ -1,15 +1,15 @@
-"""Bandwidth of copying many pages: in bulk, one by one, and memcpy as the bar.
+"""Bandwidth of copying many pages: in bulk, one by one, and memcpy as the reference.
 
     python benchmarks/kernels/gather.py --json-out gather.json
 
-Each repetition picks other pages at random from a large arena and lets all
-implementations copy as many bytes, in a random order, so that a drifting machine
-slows all alike; before each call other memory than theirs is written until the
-caches hold nothing of theirs. Bytes count once, though each is read and written.
+Each repetition picks random pages of a large arena. All implementations copy the same
+number of bytes, in random order, so that drift of the machine affects all of them
+equally. Before each call the benchmark overwrites other memory to empty the caches.
+Every copied byte counts once, although it is read and written.
 
-The bar is memcpy of the C library on as many contiguous bytes, cut into one part per
-thread. Shares of it are of the two times of one repetition. The arena's memory is
-not of huge pages: an engine's rarely is.
+The reference is the C library's memcpy on the same number of contiguous bytes, one part
+per thread. Shares of it are taken within a repetition. The arena does not use huge
+pages, because an engine's memory rarely does.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ MIB = 2**20
 
 
 def memory(size: int) -> torch.Tensor:
-    """`size` bytes that are really there: pages never written share one of zeros."""
+    """`size` bytes of resident memory: unwritten pages would all map to one zero
+    page."""
     return torch.empty(size, dtype=torch.uint8).fill_(1)
 
 
 class Workload:
-    """An arena of pages of one size, a staging buffer, and what to copy."""
+    """An arena of equal pages, a staging buffer, and the pages to copy."""
 
     def __init__(
         self, arena: torch.Tensor, page_bytes: int, total: int, threads: int, seed: int
@@ -126,7 +127,7 @@ class Workload:
 def measure(
     work: Workload, repeats: int, seed: int, other: torch.Tensor
 ) -> dict[str, dict[str, list[float]]]:
-    """Wall and processor seconds of every call of every implementation."""
+    """Wall and CPU seconds of every call of every implementation."""
     calls = work.calls()
     seconds: dict[str, dict[str, list[float]]] = {
         name: {"wall": [], "cpu": []} for name in calls
@@ -163,14 +164,16 @@ def cell(values: dict[str, float]) -> str:
 def main(
     sizes: Annotated[list[int] | None, typer.Option(help="KiB per page")] = None,
     threads: Annotated[list[int] | None, typer.Option()] = None,
-    total_mib: Annotated[int, typer.Option(help="copied per call")] = 64,
+    total_mib: Annotated[int, typer.Option(help="bytes that one call copies")] = 64,
     arena_mib: int = 1024,
-    caches_mib: Annotated[int, typer.Option(help="written before a call")] = 96,
+    caches_mib: Annotated[
+        int, typer.Option(help="bytes to overwrite before each call")
+    ] = 96,
     repeats: int = 21,
     seed: int = 20261121,
     json_out: Path | None = None,
 ) -> None:
-    """Print and keep bandwidths by page size and number of threads."""
+    """Print and save bandwidths by page size and number of threads."""
     if reason := ops.extension_info()["reason"]:
         raise typer.BadParameter(f"nothing to compare: {reason}")
     console = Console()

@@ -2,20 +2,19 @@
 
     OMP_NUM_THREADS=1 python benchmarks/kernels/index.py --model MODEL
 
-Compared are the DCI-tree, the compiled exact scan (``scan``) and torch
-(``matmul`` and ``topk``; for groups one matmul for all their queries). Keys of a
-size follow each other and all implementations take turns within each repetition, in
-a random order, so that a drifting machine slows all alike; before each call 64 MiB
-of other memory are written, as by the other layers of a model. Times are
-milliseconds: **median of processor time**, median of wall clock (10th to 90th
-percentile); a query is one call for all heads. ``scan / tree`` is of processor
-times: on a machine that others use, wall clock times are mostly theirs.
+Compares the DCI-tree, the compiled exact scan (``scan``) and torch (``matmul`` and
+``topk``; one matmul for all queries of a group). All implementations take turns within
+each repetition, in random order, so that drift of the machine affects all of them
+equally. Before each call 64 MiB of other memory are overwritten, as the other layers of
+a model would. Times are milliseconds: **median of CPU time**, median of wall clock
+(10th to 90th percentile). A query is one call for all heads. ``scan / tree`` is a ratio
+of CPU times, because other users of a shared machine dominate the wall clock.
 
-Keys are clustered random ones, or with ``--model`` those of a real model: of its
-middle layers after RoPE, from the texts of ``--texts``; longer contexts than the
-model takes are tiled, each copy with a little noise, so that no key repeats. Recall
-is the share of the true top-k found; mass is the attention that the keys found
-receive, divided by what the true top-k receive, mean over queries and heads.
+Keys are random around cluster centres. With ``--model`` they come from the middle
+layers of a real model, after RoPE, on the texts of ``--texts``. Contexts longer than
+the model supports are tiled, each copy with a little noise, so that no key repeats.
+Recall is the share of the true top-k that is found. Mass is the attention to the keys
+found, divided by the attention to the true top-k, mean over queries and heads.
 """
 
 from __future__ import annotations
@@ -39,14 +38,17 @@ from vllm_kvplugins.index import BruteForceIndex, DCIIndex, Keys
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-WINDOW = 16  # keys of one insert: a page that ages out of the window
+WINDOW = 16  # keys of one insert: a page that leaves the window
 
 
 def random_keys(
     heads: int, group: int, dim: int, count: int, rounds: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys around 256 centres [heads, count, dim]; queries near keys
-    [heads, rounds * group, dim]."""
+    """Keys around 256 centres, and queries near keys.
+
+    Returns:
+        Keys [heads, count, dim] and queries [heads, rounds * group, dim].
+    """
     generator = torch.Generator().manual_seed(seed)
     centres = torch.randn(heads, 256, dim, generator=generator)
     which = torch.randint(0, 256, (heads, count, 1), generator=generator)
@@ -60,7 +62,7 @@ def random_keys(
 def real_keys(
     model: str, texts: str, heads: int, group: int, count: int, rounds: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of a real model; heads of several layers side by side."""
+    """Keys and queries of a real model; heads of several layers, concatenated."""
     from real_keys import capture
     from texts import english
 
@@ -87,12 +89,12 @@ _OTHER_DATA = torch.zeros(64 << 18)  # 64 MiB
 
 
 def empty_caches() -> None:
-    """What other layers do between two calls in an engine."""
+    """Overwrite memory, as other layers of a model do between two calls."""
     _OTHER_DATA.add_(1)
 
 
 class Timer:
-    """Wall and processor milliseconds of calls, by name."""
+    """Wall and CPU milliseconds of calls, by name."""
 
     def __init__(self) -> None:
         self.wall: dict[str, list[float]] = {}
@@ -121,7 +123,7 @@ class Timer:
 
 
 def placed(tree: DCIIndex, keys: torch.Tensor) -> Keys:
-    """The keys where the tree wants them, as a host tier would hold them."""
+    """The keys in the tree's order, as a host tier would hold them."""
     shape = (len(keys), max(tree.num_pages) * tree.page_size, keys.shape[2])
     stored = torch.zeros(shape, dtype=keys.dtype)
     where = tree.places().unsqueeze(-1).expand(-1, -1, keys.shape[2])
@@ -143,7 +145,7 @@ def quality(
 def measure(
     options: argparse.Namespace, keys: torch.Tensor, queries: torch.Tensor
 ) -> dict:
-    """One line of the table."""
+    """One row of the table."""
     heads, count, dim = keys.shape
     view, timer = Keys.dense(keys), Timer()
     settings = {
@@ -214,8 +216,14 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", help="folder of a model whose keys to take; default: random keys")
-    add("--texts", default="", help="file to feed it; default: generated sentences")
+    add(
+        "--model", help="folder of a model that provides the keys; default: random keys"
+    )
+    add(
+        "--texts",
+        default="",
+        help="text to read with the model; default: generated sentences",
+    )
     add("--sizes", type=int, nargs="+", default=[4096, 16384, 36864, 65536])
     add("--dims", type=int, nargs="+", default=[64, 128], help="for random keys")
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))

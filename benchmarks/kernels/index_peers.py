@@ -1,26 +1,26 @@
-"""The key index against hnswlib and FAISS, at equal shares of the attention found.
+"""The key index against hnswlib and FAISS, at equal attention coverage.
 
     pip install hnswlib faiss-cpu
     python benchmarks/kernels/index_peers.py --model MODEL --texts DOCUMENT
 
-Compared are the DCI-tree and the compiled exact scan, each on float32 and bfloat16
-keys, with two libraries that take float32 only: hnswlib (HNSW graph) and FAISS
-IVF-Flat (inverted lists). All maximise the inner product. *Coverage* is the attention
-on the 64 keys found, divided by the attention on the true best 64, mean over queries
-and heads. What a method trades coverage for (``max_visits``, ``ef``, ``nprobe``) is
-set on one half of the queries: the smallest value that reaches the target, in steps
-of 2^(1/4). The other half is timed, and the coverage shown is theirs.
+Compares the DCI-tree and the compiled exact scan, each on float32 and bfloat16 keys,
+with two libraries that take float32 only: hnswlib (HNSW graph) and FAISS IVF-Flat
+(inverted lists). All maximise the inner product. *Coverage* is the attention to the 64
+keys found, divided by the attention to the true best 64, mean over queries and heads.
+Each method has a setting that trades coverage for speed (``max_visits``, ``ef``,
+``nprobe``). It is tuned on one half of the queries: the smallest value that reaches the
+target, in steps of 2^(1/4). The other half is timed, and its coverage is reported.
 
-Keys and queries are those of a real model after RoPE, as in ``index.py``; contexts
-longer than 6,000 tokens are tiled, each copy with a little noise. All methods take
-turns within each repetition, in a random order, and before each call 64 MiB of other
-memory are written. A call asks for all queries of a group in all heads. Ours is one
-call. The libraries have none for several heads: their heads are asked one after
-another, with two threads through a pool of two, each search on one thread. Preparing
-their input is not timed, nor is moving keys to where the tree wants them.
+Keys and queries come from a real model, after RoPE, as in ``index.py``. Contexts longer
+than 6,000 tokens are tiled, each copy with a little noise. All methods take turns
+within each repetition, in random order. Before each call 64 MiB of other memory are
+overwritten. A call queries all heads with all queries of a group. Our index does this
+in one call. The libraries index one head at a time, so their heads are queried one
+after another, or with two threads through a pool of two single-threaded searches. Not
+timed: preparing the input of the libraries, and placing keys in the tree's order.
 
-Times are **median of processor time**, median of wall clock (10th to 90th
-percentile): of a query, a call's divided by its queries, and of building one head.
+Times are **median of CPU time**, median of wall clock (10th to 90th percentile): per
+query (time of a call divided by its queries), and of building one head.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ QUERIES = 192  # per head: the last 64 tokens of three query heads
 def coverage(
     queries: torch.Tensor, keys: torch.Tensor, found: torch.Tensor, exact: torch.Tensor
 ) -> float:
-    """Attention on slots found, divided by that on the exact ones.
+    """Attention to the slots found, divided by attention to the exact ones.
 
     Args:
         queries: [heads, n, head_dim]; keys: [heads, slots, head_dim].
@@ -81,8 +81,11 @@ def coverage(
 def tune(
     method: Any, targets: list[float], share: Callable[[int], float]
 ) -> dict[float, tuple[int | None, float]]:
-    """For each target the smallest setting that reaches it (None: none does), and
-    the coverage there (or the largest one)."""
+    """The smallest setting that reaches each target, and its coverage.
+
+    The setting is None if no setting reaches the target; the coverage is then the
+    largest one.
+    """
     chosen: dict[float, tuple[int | None, float]] = {}
     best = 0.0
     for knob in method.knobs:
@@ -118,7 +121,7 @@ def number(x: float) -> str:
 def measure(
     options: argparse.Namespace, found: dict[str, Any], count: int, heads: int
 ) -> list[dict[str, Any]]:
-    """The rows of one number of keys."""
+    """The rows for one number of keys."""
 
     def say(text: str) -> None:
         print(f"{count} keys: {text}", file=sys.stderr, flush=True)
@@ -186,7 +189,7 @@ def measure(
 
     for row in rows:
         build, call = f"build {row['method']}", row.pop("call")
-        per_query = 1e3 / (heads * options.group)  # ms of a call to us of a query
+        per_query = 1e3 / (heads * options.group)  # from ms per call to µs per query
         for kind, times in (("cpu", timer.cpu), ("wall", timer.wall)):
             row[f"build_ms_{kind}"] = [x / heads for x in spread(times[build])]
             if call is not None:
@@ -215,8 +218,11 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 
 
 def crossovers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At which lengths the tree answers in less processor time than the others,
-    interpolated between those measured (power laws); ratios are theirs / tree."""
+    """Lengths at which the tree needs less CPU time than the other methods.
+
+    Interpolates between the measured lengths with power laws. Ratios are other method /
+    tree.
+    """
     times: dict[tuple[str, float], dict[int, float]] = {}
     for row in rows:
         if "query_us_cpu" in row:
@@ -257,7 +263,7 @@ def table_of_crossovers(sizes: list[int], lines: list[dict[str, Any]]) -> Table:
 
 
 def where(sizes: list[int], gains: list[float]) -> str:
-    """In words, at which sizes the gains are positive: where both reach the target."""
+    """Describe the sizes at which gains are positive, among those with both results."""
     if all(gain > 0 for gain in gains):
         return "at every length compared"
     if all(gain <= 0 for gain in gains):
@@ -276,8 +282,12 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", required=True, help="folder of a model whose keys to take")
-    add("--texts", default="", help="file to feed it; default: generated sentences")
+    add("--model", required=True, help="folder of a model that provides the keys")
+    add(
+        "--texts",
+        default="",
+        help="text to read with the model; default: generated sentences",
+    )
     add("--sizes", type=int, nargs="+", default=[4096, 32768, 131072])
     add("--heads", type=int, nargs="+", default=[8, 8, 2], help="KV heads, per size")
     add("--group", type=int, default=3, help="queries per KV head in a call")
@@ -299,7 +309,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    # Every library reads this once, when it is loaded: start again if it differs.
+    # Every library reads this once, at import: restart the process if it differs.
     if os.environ.get("OMP_NUM_THREADS") != str(options.threads):
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
         os.execv(sys.executable, [sys.executable, *sys.argv])

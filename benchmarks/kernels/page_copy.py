@@ -1,11 +1,11 @@
-"""Bandwidth of the page copies: compiled, torch, and memcpy as the bar.
+"""Bandwidth of the page copies: compiled, torch, and memcpy as the reference.
 
     OMP_NUM_THREADS=1 python benchmarks/kernels/page_copy.py
 
 Each line is bytes read plus bytes written per second: the median of interleaved
 repetitions and the range from the 10th to the 90th percentile. memcpy is
-``Tensor.copy_`` of as many contiguous bytes. The heap is far larger than the
-caches and each repetition picks other pages, so pages come from memory.
+``Tensor.copy_`` of the same number of contiguous bytes. The heap is far larger than the
+caches and each repetition picks new pages, so pages come from memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def machine() -> str:
-    """Processor, threads and versions, for the head of the report."""
+    """Processor, threads and versions, for the report's header."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -45,7 +45,7 @@ def machine() -> str:
 
 
 def with_backend(backend: str, call: Callable[[], object]) -> Callable[[], object]:
-    """``call`` under ``KVP_OPS=backend``."""
+    """Run ``call`` under ``KVP_OPS=backend``."""
 
     def run() -> object:
         os.environ["KVP_OPS"] = backend
@@ -55,7 +55,7 @@ def with_backend(backend: str, call: Callable[[], object]) -> Callable[[], objec
 
 
 class Workload:
-    """One heap, and arguments drawn anew for every repetition."""
+    """One heap, and new arguments for every repetition."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.dtype = DTYPES[options.dtype]
@@ -75,8 +75,11 @@ class Workload:
         self.draw()
 
     def draw(self) -> None:
-        """Pages to gather, and tokens to move: half the slots of sources, sorted,
-        into as few free pages as hold them (what compaction does)."""
+        """Draw pages to gather and tokens to move.
+
+        The moves are those of a compaction: half the slots of sources, sorted, into the
+        smallest number of free pages.
+        """
         order = torch.randperm(self.num_pages, generator=self.random)
         self.table = order[: self.pages].view(1, -1)
         block_size = self.layout.block_size
@@ -113,7 +116,7 @@ class Workload:
                 "torch": with_backend("torch", call),
                 "memcpy": source.clone,
             }
-            # In place of a fresh result, as move_tokens works in place.
+            # writes into an existing tensor, as move_tokens does
             if name == "move_tokens":
                 target = torch.zeros_like(source)
                 calls["memcpy"] = lambda t=target, s=source: t.copy_(s)
@@ -122,7 +125,7 @@ class Workload:
 
 
 def measure(workload: Workload, repetitions: int) -> None:
-    """Time all implementations in turn, so that drift hits them alike."""
+    """Time all implementations in turns, so that drift affects them equally."""
     for name, (size, calls) in workload.cases().items():
         seconds: dict[str, list[float]] = {key: [] for key in calls}
         for repetition in range(repetitions + 2):

@@ -1,10 +1,10 @@
-"""Time of a step's page tables, of this version and perhaps another one, in turns.
+"""Time of building a step's page tables, of this version and optionally another one.
 
     OMP_NUM_THREADS=1 python benchmarks/kernels/page_tables.py [OTHER_CHECKOUT]
 
-Rows that decode, of a model with 32 layers of 8 KV heads and blocks of 16 tokens: one
-budget for all layers (1 scope) or one per layer (32), with pages of a compaction before
-the tail or none. Milliseconds of processor time, medians (10th to 90th percentile).
+Decode rows of a model with 32 layers of 8 KV heads and blocks of 16 tokens. Cases: one
+budget for all layers (1 scope) or one per layer (32), with or without pages of a
+compaction before the tail. Milliseconds of CPU time, medians (10th to 90th percentile).
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from rich.table import Table
 
 LAYERS, HEADS, SIZE, BLOCKS = 32, 8, 16, 40000
 CASES = [
-    {"scopes": scopes, "pages": pages, "zones": zones}
+    {"scopes": scopes, "pages": pages, "retained": retained}
     for scopes in (1, LAYERS)
     for pages in (64, 2048)
-    for zones in (False, True)
+    for retained in (False, True)
 ]
 
 
 def main(
-    other: Annotated[Path | None, typer.Argument(help="checkout to compare")] = None,
+    other: Annotated[
+        Path | None, typer.Argument(help="another checkout to compare with")
+    ] = None,
     rows: Annotated[int, typer.Option(help="requests of a step")] = 16,
     repeats: int = 21,
 ) -> None:
@@ -57,7 +59,7 @@ def main(
 
 
 def child(checkout: Path, rows: int) -> subprocess.Popen[str]:
-    """A process that measures one version."""
+    """A child process that measures one version."""
     return subprocess.Popen(
         [sys.executable, __file__, "--child", str(rows)],
         env=os.environ | {"PYTHONPATH": str(checkout)},
@@ -82,7 +84,7 @@ def spread(seconds: list[float]) -> str:
 
 
 def measure(rows: int) -> None:
-    """Answer cases on standard input with seconds."""
+    """Read cases from standard input and answer with seconds."""
     for line in sys.stdin:
         build = builder(rows, **json.loads(line))
         with torch.inference_mode():
@@ -95,16 +97,19 @@ def measure(rows: int) -> None:
         print(took / calls, flush=True)
 
 
-def builder(rows: int, scopes: int, pages: int, zones: bool) -> Any:
-    """What builds the tables of rows with so many pages, half of them in zones."""
+def builder(rows: int, scopes: int, pages: int, retained: bool) -> Any:
+    """A call that builds the tables of rows with ``pages`` pages.
+
+    With ``retained``, half of the pages belong to a retained region.
+    """
     from vllm_kvplugins.engine.page_table import PageTables
 
     random = torch.Generator().manual_seed(1)
     cpu = torch.device("cpu")
     tables = PageTables(LAYERS, HEADS, BLOCKS, SIZE, scopes == 1, cpu)
     slot_indices, tokens = [0] * rows, [pages * SIZE - 3] * rows
-    if zones:
-        retained, heads = pages // 2, LAYERS * HEADS
+    if retained:
+        kept, heads = pages // 2, LAYERS * HEADS
         slot_indices = []
         for _ in range(rows):
             counts = torch.full((heads,), retained)

@@ -1,13 +1,13 @@
-"""Votes of a window on a request's slots: from pages, and as policies take them.
+"""Votes of a window on a request's slots: reading pages, or gathered keys.
 
     OMP_NUM_THREADS=1 python benchmarks/kernels/page_votes.py
 
 Milliseconds of one layer, the median of interleaved repetitions and the range from the
 10th to the 90th percentile:
 
-    pages         ops.page_votes, which reads the pages themselves
-    dense         attention_votes.window_votes on keys that have been gathered already
-    gather+dense  the same with the gathering
+    pages         ops.page_votes, which reads the pages directly
+    dense         attention_votes.window_votes on keys that are already gathered
+    gather+dense  the same, including the gathering
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_kvplugins.scoring import attention_votes
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--slots", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--window", type=int, default=64)
@@ -41,7 +41,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def runs(options: argparse.Namespace, slots: int) -> dict[str, Callable[[], object]]:
-    """What is timed, on one request's pages."""
+    """The calls to time, on one request's pages."""
     generator = torch.Generator().manual_seed(options.seed)
     layout = ops.PageLayout.transposed_keys(options.block_size, options.head_dim)
     pages = -(-slots // options.block_size)

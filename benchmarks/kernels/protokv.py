@@ -1,11 +1,11 @@
 """ProtoKV's three speed targets, measured.
 
 1. SnapKV's compression as a share of the prefill of one prompt (target: 3 %);
-2. ProtoKV's compression by SnapKV's (target: 1.3), in engines that take turns;
-3. scikit-learn's K-Means by ProtoKV's clustering (target: 3), on the same keys of
-   the same prompt, as many clusters, in turns.
+2. ProtoKV's compression time over SnapKV's (target: 1.3), in alternating engines;
+3. scikit-learn's K-Means over ProtoKV's clustering (target: 3), on the same keys with
+   the same number of clusters, alternating.
 
-Wall and CPU time, medians and spread. Ratios are of the two times of one turn.
+Reports wall and CPU time, medians and spread. Ratios are taken within a turn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ def main(
     budget: int = 512,
     kmeans_layers: int = 3,
 ) -> None:
-    """Measure; ``kmeans_layers`` of the model's layers are clustered."""
+    """Measure the three targets.
+
+    Args:
+        kmeans_layers: number of the model's layers to cluster.
+    """
     console = Console()
     engines = time_engines(model, prompt_tokens, rounds, budget, console)
     show(console, "compression of one prompt", engines, "ms", 1.0)
@@ -61,7 +65,7 @@ def main(
 
 
 def over(times: Times, upper: str, lower: str, kind: str = "wall") -> list[float]:
-    """Ratios of the times of one turn."""
+    """Ratios of the times within each turn."""
     pairs = zip(times[f"{upper} {kind}"], times[f"{lower} {kind}"], strict=True)
     return [a / b for a, b in pairs]
 
@@ -149,7 +153,7 @@ def time_clusterings(
         from sklearn.cluster import KMeans
 
         for head in heads:
-            # tol=0: all 20 iterations, unless nothing changes any more
+            # tol=0: run all 20 iterations unless the clusters stop changing
             KMeans(count, init=init, n_init=1, max_iter=20, tol=0, random_state=0).fit(
                 head
             )
@@ -161,7 +165,8 @@ def time_clusterings(
     }
     times: Times = {f"{name} {kind}": [] for name in runs for kind in ("wall", "cpu")}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # 20 iterations do not converge
+        # the warning that 20 iterations do not converge
+        warnings.simplefilter("ignore")
         for turn in track(range(rounds + 1), "clusterings in turns", console=console):
             for name, run in runs.items():
                 wall, cpu = time.perf_counter(), time.process_time()
@@ -175,10 +180,12 @@ def time_clusterings(
 def prompt_keys(
     model: str, prompt_tokens: int, layers: int, window: int
 ) -> torch.Tensor:
-    """bfloat16 [layers, kv_heads, slots before the window, head_dim], after RoPE.
+    """Keys of the benchmark's first prompt, computed by transformers.
 
-    Of the benchmark's first prompt, computed by transformers; layers are spread
-    evenly from the first on.
+    Layers are spread evenly, starting with the first.
+
+    Returns:
+        bfloat16 [layers, kv_heads, slots before the window, head_dim], after RoPE.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,9 +1,9 @@
-"""What retrieval costs per layer of a decode step, without a model around it.
+"""Time of retrieval per layer of a decode step, without a model.
 
-Requests with random keys in clusters hold their tokens in a host tier, as after a
-prompt; every step asks with new queries. Reported per layer: all, the compiled parts
-(select, fill), and the rest, which is Python and small torch calls. It should stay
-below 0.15 ms at 8 requests.
+Requests with random clustered keys hold their tokens in a host tier, as after prefill.
+Every step sends new queries. Reports, per layer, the total, the compiled parts (select,
+fill), and the rest: Python and small torch calls. The rest should stay below 0.15 ms at
+8 requests.
 
     python benchmarks/kernels/retrieval_step.py --requests 8 --tokens 4000
 """

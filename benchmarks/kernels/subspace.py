@@ -1,10 +1,10 @@
-"""The random subspace of ``ops.truncated_svd``: what it loses, and the time it saves.
+"""The random subspace of ``ops.truncated_svd``: accuracy loss and time saved.
 
     OMP_NUM_THREADS=1 python benchmarks/kernels/subspace.py
 
-Errors are of the factors' product, in per cent above the best that the rank allows:
-worst and mean over matrices. Times are of one matrix alone, microseconds of processor
-time, medians in turns: with the subspace, and of the same rank with all eigenvectors.
+Errors are of the factors' product, in percent above the optimum for the rank: maximum
+and mean over matrices. Times are for one matrix, microseconds of CPU time, medians of
+alternating runs: with the subspace, and at the same rank with all eigenvectors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS = ("independent", "decaying")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--case", nargs="+", default=list(CASES), help="TOKENSxDIMENSIONS:RANK"
@@ -49,14 +49,14 @@ def decompose(rows: torch.Tensor, rank: int, energy: float = 1.0) -> svd.LowRank
 
 
 def energy_of(rows: torch.Tensor, rank: int) -> float:
-    """A share of the squared norm for which this is the smallest rank."""
+    """Share of the squared norm for which ``rank`` is the smallest sufficient rank."""
     squares = torch.linalg.svdvals(rows[0].double()).square()
     kept = (squares.cumsum(0) / squares.sum()).tolist()
     return (kept[rank - 1] + (kept[rank - 2] if rank > 1 else 0.0)) / 2
 
 
 def loss_percent(rows: torch.Tensor, rank: int) -> float:
-    """Error above the best that the rank allows."""
+    """Error above the optimum for the rank, in percent."""
     made = decompose(rows, rank)
     assert int(made.ranks[0]) == rank
     sigma = made.singular_values(0).double()
@@ -66,7 +66,7 @@ def loss_percent(rows: torch.Tensor, rank: int) -> float:
 
 
 def microseconds(calls: dict[str, Callable[[], object]], rounds: int) -> list[float]:
-    """Medians of processor time, in turns; the first round warms up."""
+    """Medians of CPU time, alternating; the first round warms up."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repetition in range(rounds + 1):
         for name, call in calls.items():
@@ -79,7 +79,7 @@ def microseconds(calls: dict[str, Callable[[], object]], rounds: int) -> list[fl
 
 
 def main() -> None:
-    """Print a table in Markdown."""
+    """Print a Markdown table."""
     options = parse()
     torch.set_num_threads(1)
     print(machine())

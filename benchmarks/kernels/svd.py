@@ -1,24 +1,24 @@
-"""What low-rank factors of a real model's keys and values cost, keep and give back.
+"""Cost, size and accuracy of low-rank factors of a real model's keys and values.
 
-A document is read once; its keys (after RoPE) and values, in bfloat16 as a cache holds
-them, are cut into spans. Three tables for each way to cut:
+Reads a document once and cuts its keys (after RoPE) and values, in bfloat16 as in a
+cache, into spans. Prints three tables for each division into spans:
 
-- kept: energy and error by rank, and the size of the factors as a share of the rows';
-- encode: the compiled decomposition, torch's batched and torch's one matrix at a time,
-  as time per 1000 tokens and layer, and for all layers as a share of prefill;
+- kept: energy and error by rank, and the size of the factors as a share of the rows;
+- encode: the compiled decomposition, torch's batched one, and torch's one matrix at a
+  time, as time per 1000 tokens and layer, and for all layers as a share of prefill;
 - reconstruct: rows written into pages whose keys are columns, as vLLM's on a CPU, or
-  rows, as the entries of a zoom; beside torch's products with a scatter, and a scatter
-  of rows that were never compressed.
+  rows, as the entries of a zoom; next to torch's products with a scatter, and a scatter
+  of uncompressed rows.
 
-    OMP_NUM_THREADS=2 python benchmarks/kernels/svd.py MODEL DOCUMENTS \
+    OMP_NUM_THREADS=2 python benchmarks/kernels/svd.py MODEL DOCUMENTS \\
         --json-out svd.json
 
-All that is timed takes turns within each round, one layer after the other, in a random
-order; 64 MiB of other memory are written before each call. The machine may be shared:
-read processor time, of which rates (GB/s read and written, GFLOP/s) are medians, as are
-those that they are held against: a copy of 16 MiB, a product of 512 x 512. Spans are
-chunks of --chunk tokens, or those of --spans: a JSON object of lists of boundaries,
-{"entropy": [0, 31, 90, ...]}.
+All timed calls take turns within each round, one layer after the other, in random
+order. 64 MiB of other memory are overwritten before each call. On a shared machine read
+the CPU time. Rates (GB/s read and written, GFLOP/s) are medians of CPU time, compared
+with a copy of 16 MiB and a 512 x 512 product on the same machine. Spans are chunks of
+--chunk tokens, or those of --spans: a JSON object of lists of boundaries, {"entropy":
+[0, 31, 90, ...]}.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _OTHER_DATA = torch.zeros(64 << 18)  # 64 MiB
 def kept(layers: list[torch.Tensor], spans: Spans) -> list[dict[str, Any]]:
     """One row per rank: means over spans, KV heads and layers.
 
-    Energy is the share of the squared norm that the rank could keep; the errors are of
-    what bfloat16 factors give back, relative to the norm of a span.
+    Energy is the share of the squared norm within the rank. Errors are of the rows that
+    bfloat16 factors reconstruct, relative to the norm of a span.
     """
     which = torch.arange(len(layers[0]) * len(spans.starts))
     rows = []
@@ -101,7 +101,7 @@ def kept(layers: list[torch.Tensor], spans: Spans) -> list[dict[str, Any]]:
 def encoders(
     layer: torch.Tensor, spans: Spans, rank: int
 ) -> dict[str, Callable[[], object]]:
-    """Ways to decompose all spans of a layer's keys and values."""
+    """Calls that decompose all spans of a layer's keys and values."""
 
     def batched() -> None:
         for tokens in spans.groups():
@@ -130,10 +130,10 @@ def time_all(
     rounds: int,
     prefill: Callable[[], object],
 ) -> tuple[Times, dict[str, Zoom], dict[str, float]]:
-    """Everything once per layer and round, in turns; the first round warms up.
+    """Time everything once per layer and round, alternating; the first round warms up.
 
     Returns:
-        Times, what a cut's first layer asks for, and what the machine reaches.
+        Times, the zooms of the first layer of each division, and the machine's limits.
     """
     times = Times()
     limits = Limits()
@@ -153,7 +153,8 @@ def time_all(
                 for name, call in zooms[cut.name][i].ways().items():
                     calls[f"{cut.name}: reconstruct: {name}"] = call
             for name in shuffle(list(calls), len(calls)):
-                _OTHER_DATA.add_(1)  # what other layers do between two calls
+                # overwrite memory, as other layers do between two calls
+                _OTHER_DATA.add_(1)
                 times.run(name, calls[name])
     first = {name: of_layers[0] for name, of_layers in zooms.items()}
     return times, first, limits.rates(times)
@@ -175,7 +176,7 @@ def encode_rows(
 def reconstruct_rows(
     times: Times, cuts: list[Spans], zooms: dict[str, Zoom], limits: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """Rates are of median calls, also as shares of the machine's own."""
+    """Rates of median calls, also as shares of the machine's limits."""
     rows = []
     for spans in cuts:
         zoom = zooms[spans.name]
@@ -215,7 +216,7 @@ def main(
     rounds: int = 7,
     json_out: Path | None = None,
 ) -> None:
-    """Print and keep the three tables."""
+    """Print and save the three tables."""
     console = Console(width=140)
     if reason := ops.extension_info()["reason"]:
         raise typer.BadParameter(f"nothing to measure: {reason}")
@@ -233,7 +234,8 @@ def main(
     if not given:
         given = {str(n): list(range(0, tokens + 1, n)) for n in chunk or [16, 32, 64]}
     cuts = [Spans.between(name, bounds, tokens) for name, bounds in given.items()]
-    found: dict[str, Any] = dict(provenance())  # of the code that is loaded now
+    # commit and machine of the loaded code, before the measurement
+    found: dict[str, Any] = dict(provenance())
     found["kept"] = [row for cut in cuts for row in kept(layers, cut)]
     show(console, "kept", found["kept"])
     stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()

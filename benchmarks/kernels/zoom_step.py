@@ -1,17 +1,17 @@
-"""Processor time of sekv's decode step per layer, without a model around it.
+"""CPU time of sekv's decode step per layer, without a model.
 
-Requests with random keys in clusters have read their prompts; every step asks with
-queries that drift. Reported per layer: all, and of it
+Requests with random clustered keys have finished prefill. Every step sends queries that
+drift. Reports the total per layer and its parts:
 
-    route        the policy's gates, and which spans fit
-    fetch        waiting for factors, which another thread makes after the prompt
-    reconstruct  tokens of spans that were not zoomed before, into entries
+    route        the policy's gates, and the choice of spans that fit
+    fetch        waiting for factors, which another thread makes after prefill
+    reconstruct  tokens of newly zoomed spans, into entries
     attend       pages, means and zoomed tokens in one softmax
     rest         Python and small torch calls
 
-The decision and the reconstruction are one compiled call. It runs a second time with
-the same gates, which changes nothing: what that takes counts as route, the difference
-as reconstruct, and neither is part of all.
+The decision and the reconstruction are one compiled call. The benchmark repeats it with
+the same gates, which changes nothing: the second call's time counts as route, the
+difference as reconstruct. The second call is not part of the total.
 
     OMP_NUM_THREADS=1 python benchmarks/kernels/zoom_step.py --requests 4 --tokens 4000
 """
@@ -39,7 +39,7 @@ from vllm_kvplugins.engine.spans import controller
 
 
 def cpu_ms() -> float:
-    """Of this thread: others may use the machine, and decompose meanwhile."""
+    """CPU time of this thread; excludes other processes and the decomposing thread."""
     return 1e3 * time.thread_time()
 
 
@@ -60,7 +60,7 @@ class Clocks:
         return timed
 
     def twice(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Of a call that finds nothing to do the second time."""
+        """Time a call that does nothing the second time."""
 
         def timed(*arguments: Any) -> Any:
             began = cpu_ms()
@@ -79,7 +79,7 @@ class Clocks:
 
 
 class Losses:
-    """Of a model that is surprised at random."""
+    """A model that returns random surprisals."""
 
     def __init__(self) -> None:
         self._random = torch.Generator().manual_seed(0)
@@ -99,7 +99,9 @@ def main(
     heads: int = 3,
     dim: int = 64,
     steps: int = 60,
-    drift: Annotated[float, typer.Option(help="share of a query that is new")] = 0.3,
+    drift: Annotated[
+        float, typer.Option(help="share of a query that changes per step")
+    ] = 0.3,
     json_out: Path | None = None,
 ) -> None:
     """Time ``steps`` decode steps."""
@@ -153,7 +155,7 @@ def main(
 
 
 def report(console: Console, found: dict[str, list[float]]) -> None:
-    """Medians and spread; the first step, which makes most, apart."""
+    """Print medians and spread; the first step, which zooms most spans, separately."""
     table = Table(
         "per layer", "first step", "median of others", "10th..90th percentile"
     )

@@ -211,7 +211,7 @@ def test_attention_is_measured(flash):
     rows = {row["kernel"]: row for row in _gpu_copies.attention(CPU, 1, 32, 2)}
     assert rows["plain copy"]["of_the_copy"] == 1
     assert "problem" in rows["triton"]  # not on a CPU
-    for kernel in ("flash", "flash, as vLLM asks it"):
+    for kernel in ("flash", "flash, as vLLM calls it"):
         assert rows[kernel]["us"] > 0
 
 
