@@ -60,10 +60,10 @@ def main(
     model: str,
     out: Path,
     stages: Annotated[str, typer.Option()] = STAGES,
-    minutes: Annotated[float, typer.Option(help="for all stages")] = 7.5,
+    minutes: Annotated[float, typer.Option(help="limit for all stages")] = 7.5,
     expected: Annotated[Path | None, typer.Option(help="gpu_smoke.json")] = None,
     lengths: Annotated[str, typer.Option(help="prompt tokens")] = "8192,32768,131072",
-    layers: Annotated[int, typer.Option(help="of the decoded model")] = 32,
+    layers: Annotated[int, typer.Option(help="layers of the decoded model")] = 32,
     kv_bytes: int = 24 << 30,
     device: str = "cuda",
 ) -> None:

@@ -225,7 +225,13 @@ def parse() -> argparse.Namespace:
         help="text to read with the model; default: generated sentences",
     )
     add("--sizes", type=int, nargs="+", default=[4096, 16384, 36864, 65536])
-    add("--dims", type=int, nargs="+", default=[64, 128], help="for random keys")
+    add(
+        "--dims",
+        type=int,
+        nargs="+",
+        default=[64, 128],
+        help="dimensions of random keys",
+    )
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     add("--heads", type=int, default=8)
     add("--group", type=int, default=1, help="queries per KV head")

@@ -291,8 +291,13 @@ def parse() -> argparse.Namespace:
     add("--sizes", type=int, nargs="+", default=[4096, 32768, 131072])
     add("--heads", type=int, nargs="+", default=[8, 8, 2], help="KV heads, per size")
     add("--group", type=int, default=3, help="queries per KV head in a call")
-    add("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of ours")
-    add("--promotion", type=float, default=1 / 32, help="of the tree")
+    add(
+        "--dtypes",
+        nargs="+",
+        default=["float32", "bfloat16"],
+        help="dtypes of our index",
+    )
+    add("--promotion", type=float, default=1 / 32, help="setting of the tree")
     add("--targets", type=float, nargs="+", default=[0.95, 0.98], help="coverage")
     add("--threads", type=int, default=1)
     add("--repeats", type=int, default=30)

@@ -112,14 +112,12 @@ def builder(rows: int, scopes: int, pages: int, retained: bool) -> Any:
         kept, heads = pages // 2, LAYERS * HEADS
         slot_indices = []
         for _ in range(rows):
-            counts = torch.full((heads,), retained)
+            counts = torch.full((heads,), kept)
             if scopes > 1:
-                counts = torch.randint(
-                    retained // 2, retained + 1, (heads,), generator=random
-                )
-            listed = torch.randint(0, BLOCKS, (heads, retained), generator=random)
+                counts = torch.randint(kept // 2, kept + 1, (heads,), generator=random)
+            listed = torch.randint(0, BLOCKS, (heads, kept), generator=random)
             slot_indices.append(tables.assign(listed, counts, 10))
-        tokens = [(10 + pages - retained) * SIZE - 3] * rows
+        tokens = [(10 + pages - kept) * SIZE - 3] * rows
     blocks = torch.randint(0, BLOCKS, (rows, 8192), generator=random).int()
     lengths = torch.tensor(tokens, dtype=torch.int32)
     return lambda: tables.build(slot_indices, lengths, blocks, tokens)

@@ -208,7 +208,7 @@ def main(
     model: str,
     documents: Path,
     tokens: int = 2048,
-    rank: Annotated[int, typer.Option(help="of what is timed")] = 32,
+    rank: Annotated[int, typer.Option(help="rank of the timed factors")] = 32,
     chunk: Annotated[list[int] | None, typer.Option(help="16, 32 and 64")] = None,
     spans: Annotated[Path | None, typer.Option(help="JSON: boundaries by name")] = None,
     threads: Annotated[list[int] | None, typer.Option(help="1 and 2")] = None,

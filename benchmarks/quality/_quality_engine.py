@@ -1,4 +1,4 @@
-"""Answers of one engine, and what each request held while it was answered."""
+"""Answers of one engine, and the device memory of each request meanwhile."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from _quality_samples import Sample, Setting
 
 @dataclass
 class Held:
-    """Device memory of one request, seen before each forward pass.
+    """Device memory of one request, sampled before each forward pass.
 
     Attributes:
         decode_bytes: at every decode step.
-        peak_bytes: at any step.
+        peak_bytes: maximum over all steps.
     """
 
     decode_bytes: list[int] = field(default_factory=list)
@@ -26,11 +26,11 @@ class Held:
 
 
 class ResidencyWatch:
-    """Sees, behind every scheduling, what each running request holds.
+    """Records what each running request holds, after every scheduling step.
 
-    Blocks are counted request by request, as vLLM's block tables have them: one that
-    two requests share counts for both. What a policy keeps beside vLLM's pool (means
-    and zoomed tokens of spans) counts too.
+    Counts the blocks in vLLM's block table of each request; a block that two requests
+    share counts for both. Memory outside vLLM's pool (means and zoomed tokens of spans)
+    counts too.
 
     Args:
         llm: an engine in this process.
@@ -64,14 +64,14 @@ class ResidencyWatch:
         blocks = self._blocks.req_to_blocks.get(name, ())
         now = sum(not block.is_null for block in blocks) * self.block_bytes
         now += self._beside(name)
-        # vLLM appends letters of its own to the name that the outputs have
+        # vLLM appends a suffix to the request name that outputs show
         held = self.held.setdefault(name.rpartition("-")[0], Held())
         held.peak_bytes = max(held.peak_bytes, now)
         if request.num_output_tokens and new_tokens == 1:
             held.decode_bytes.append(now)
 
     def _beside(self, name: str) -> int:
-        """Bytes of a request's entries beside its pages, all layers together."""
+        """Bytes of a request's entries outside its pages, over all layers."""
         extensions = self._runtime.extensions if self._runtime is not None else []
         return sum(each.device_bytes(name) for each in extensions)
 
@@ -83,7 +83,7 @@ def open_engine(
     batch: int,
     **more: Any,
 ) -> Any:
-    """An ``LLM`` in this process, with room for a batch and shared contexts."""
+    """An ``LLM`` in this process, with memory for a batch and shared contexts."""
     from vllm import LLM
 
     import vllm_kvplugins
@@ -115,7 +115,7 @@ def answers(
     max_model_len: int,
     batch: int,
 ) -> Iterator[dict[str, Any]]:
-    """One row per sample, batch by batch, greedily decoded.
+    """One row per sample, batch by batch, decoded greedily.
 
     Cost: start-up of an engine and the answers.
     """
@@ -176,7 +176,7 @@ def _said(opening: str) -> dict[str, str]:
 
 
 def row_of(sample: Sample, output: Any, held: Held) -> dict[str, Any]:
-    """What is kept of an answer."""
+    """The row of an answer."""
     (said,) = output.outputs
     steps = held.decode_bytes
     return {

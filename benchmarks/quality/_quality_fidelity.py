@@ -1,7 +1,7 @@
-"""Model-free fidelity: what a policy changes in the model, on real documents.
+"""Model-free fidelity: how a policy changes the model's output, on real documents.
 
-``fidelity.py``'s masks and figures, in the rows and the report of ``quality.py``:
-one row per document and figure. For policies that drop tokens at the prompt's end.
+Uses ``fidelity.py``'s masks and metrics, with the rows and report of ``quality.py``:
+one row per document and metric. For policies that drop tokens at the prompt's end.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from fidelity import Reference, choose
 from vllm_kvplugins.config import parse_policy
 
 NEXT_TOKENS = 64
-# Figure of ``Reference.compare``: what it is called here.
+# metric of ``Reference.compare``: its name here
 FIGURES = {"error_alone": "error", "kl": "kl", "top1": "top1"}
 COVERAGE = "coverage"
 
 
 def coverage(full: Branches, kept: torch.Tensor) -> float:
-    """Share of the attention to the prompt that falls on what is kept, under full
-    KV's own queries; mean over layers, query heads and next tokens.
+    """Share of the attention to the prompt that falls on kept tokens.
+
+    Uses full KV's own queries; mean over layers, query heads and next tokens.
 
     Args:
-        full: a continuation that saw all of the prompt.
+        full: a continuation that saw the whole prompt.
         kept: bool [layers, kv_heads, prompt tokens].
     """
     prompt, found = full.prompt, []
@@ -53,10 +54,14 @@ def measure_fidelity(
     rows: Sequence[Row],
     say: Callable[[str], None],
 ) -> list[str]:
-    """Rows that ``out`` does not have yet. Returns what cannot be measured, and why.
+    """Measure the rows that ``out`` lacks.
 
     Args:
-        token_bytes: of K and V of a token, all layers and KV heads, in the engine.
+        token_bytes: bytes of K and V of one token in the engine, all layers and KV
+            heads.
+
+    Returns:
+        Jobs that cannot be measured, and why.
     """
     from transformers import AutoTokenizer
 
@@ -75,7 +80,7 @@ def measure_fidelity(
     )
     model: MaskedModel | None = None
     commit = provenance()["commit"]
-    last = f"fidelity:{COVERAGE}"  # written behind the others
+    last = f"fidelity:{COVERAGE}"  # appended after the other rows
     for name, ids in texts:
         due = [job for job in todo if (job.label, job.share, last, name) not in done]
         if not due:
@@ -94,7 +99,7 @@ def measure_fidelity(
 
 
 def split(jobs: Sequence[Job]) -> tuple[list[Job], list[str]]:
-    """Jobs whose policy drops tokens at the prompt's end, and why others do not."""
+    """Jobs whose policy drops tokens at the prompt's end; reasons for the others."""
     able, refused = [], []
     for job in jobs:
         if not job.policy or job.problem:
@@ -117,7 +122,7 @@ def of_document(
     ids: list[int],
     jobs: Sequence[Job],
 ) -> list[tuple[Job, dict[str, float]]]:
-    """Figures of every policy on one document, read once for all."""
+    """Metrics of every policy on one document, from one pass over it."""
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))

@@ -12,9 +12,9 @@ import locomo as locomo_files
 from _dialogue import filler
 from _quality_samples import Sample, Setting, TaskError, Tokens
 
-# Tokens of an answer, by the beginning of a RULER task's name.
+# answer length in tokens, by prefix of a RULER task's name
 RULER_ANSWERS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
-# What LongGenBench's questions about GSM8K ask for.
+# instruction for LongGenBench's questions about GSM8K
 LONG_SYSTEM = (
     "Answer all questions step by step, in order and in the format of the examples: "
     "begin each answer with its name and end it with 'The answer is'. Do not repeat "
@@ -23,16 +23,16 @@ LONG_SYSTEM = (
 NOTED = "Thank you for telling me, I will keep that in mind."
 CHOOSE = "{question}\n{options}\nWhich of these suits me best? Say its letter only."
 REPEAT = "What did I tell you about myself at the beginning? Repeat it word by word."
-# For a question and the words around a dialogue.
+# tokens for a question and the text around a dialogue
 LOCOMO_ROOM = 128
 LETTERS = "ABCDEFGHIJ"
 
 
 def need(setting: Setting, name: str) -> Path:
-    """A file or folder that a task needs.
+    """The file or folder of a task.
 
     Raises:
-        TaskError: it was not given, or is not there.
+        TaskError: the option is missing, or the path does not exist.
     """
     value = getattr(setting, name)
     option = "--" + name.replace("_", "-")
@@ -48,7 +48,7 @@ def json_rows(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:
     """Rows of a JSON or JSONL file.
 
     Raises:
-        TaskError: it cannot be read, or a row lacks a field.
+        TaskError: the file is unreadable, or a row lacks a field.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ def json_rows(path: Path, fields: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def ruler(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
-    """Rows of a RULER task, as its base template has them: a text to go on with."""
+    """Rows of a RULER task with its base template: texts to continue."""
     path = need(setting, "ruler")
     task = path.stem
     for row in json_rows(path, ("index", "input", "outputs"))[: setting.limit]:
@@ -92,7 +92,7 @@ def ruler(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
 
 
 def _drawn(setting: Setting) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Worked examples, and the others, in a random order that the seed decides."""
+    """Worked examples and questions, shuffled by the seed."""
     path = need(setting, "gsm8k")
     rows = json_rows(path, ("question", "answer"))
     random.Random(f"gsm8k {setting.seed}").shuffle(rows)
@@ -104,7 +104,7 @@ def _drawn(setting: Setting) -> tuple[list[dict[str, str]], list[dict[str, str]]
 
 
 def gsm8k(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
-    """A question behind many worked examples, the same ones for all."""
+    """A question after many worked examples, which all questions share."""
     shots, asked = _drawn(setting)
     shown = "".join(
         f"Question: {row['question']}\nAnswer: {row['answer']}\n\n" for row in shots
@@ -122,8 +122,11 @@ def gsm8k(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
 
 
 def longgen_gsm8k(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
-    """Several questions at once, to be answered one after the other (LongGenBench,
-    arXiv:2410.04199): the cache is what the model itself has written."""
+    """Several questions in one prompt, answered one after the other (LongGenBench,
+    arXiv:2410.04199).
+
+    The model's own answers fill the cache.
+    """
     shots, asked = _drawn(setting)
     each = setting.questions
     shown = "\n".join(
@@ -156,9 +159,11 @@ def _worked(answer: str) -> str:
 
 
 def longgenbench(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
-    """Instructions for a text of many numbered parts (LongGenBench,
-    arXiv:2409.02076); scored is the share of parts that are there, at most as many as
-    ``answer_tokens`` have room for. What is in them takes a judge."""
+    """Instructions for a text of many numbered parts (LongGenBench, arXiv:2409.02076).
+
+    The score is the share of parts that exist, limited to the number that fits into
+    ``answer_tokens``. Their contents are not scored, as this needs a judge model.
+    """
     path = need(setting, "longgenbench")
     rows = json_rows(path, ("prompt", "type", "number"))[: setting.limit]
     for number, row in enumerate(rows):
@@ -182,10 +187,11 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 
 def prefeval(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
-    """A preference, turns about other things, and a question that needs it.
+    """A preference, turns about other topics, and a question that depends on it.
 
-    Rows with ``options`` (PrefEval's choice-based form) are answered with a letter;
-    others ask for the preference itself, as their own questions take a judge.
+    Rows with ``options`` (PrefEval's choice-based form) are answered with a letter.
+    Others ask for the preference itself, because their own questions need a judge
+    model.
     """
     path = need(setting, "prefeval")
     files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
@@ -233,7 +239,7 @@ def _about_preference(
 
 
 def locomo(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
-    """Questions about the beginning of each dialogue, as much of it as fits."""
+    """Questions about the beginning of each dialogue, cut to the maximum length."""
     path = need(setting, "locomo")
     try:
         dialogues = len(json.loads(path.read_text(encoding="utf-8")))
@@ -244,7 +250,7 @@ def locomo(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
         for dialogue in range(dialogues)
         for sample in _of_dialogue(setting, path, dialogue, tokens)
     ]
-    # the first question of each, the second of each …
+    # the first question of each dialogue, then the second of each …
     yield from sorted(asked, key=lambda s: s.place["question"])[: setting.limit]
 
 

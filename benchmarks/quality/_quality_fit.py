@@ -1,8 +1,9 @@
-"""Budgets that hold as many tokens on the device for every policy.
+"""Budgets at which every policy holds the same number of tokens on the device.
 
-``budget`` means another thing to each: what stays in all, what is fetched beside
-sinks, window and first layers. A policy's residency plan says what is held, so the
-largest budget is taken whose plan holds no more than a share of the context.
+``budget`` has a different meaning in each policy: all resident tokens, or tokens
+fetched in addition to sinks, window and first layers. A policy's residency plan says
+how many tokens it holds. We choose the largest budget whose plan holds no more than a
+share of the context.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vllm_kvplugins.plan.geometry import Geometry, Lengths
 
 
 def read_policies(policies: list[dict[str, Any]]) -> None:
-    """Check settings, of policies of other packages too, before anything is done.
+    """Parse policies, including those of other packages, before any work starts.
 
     Raises:
         KVPolicyError: a policy is unknown, or its settings are wrong.
@@ -30,18 +31,20 @@ def read_policies(policies: list[dict[str, Any]]) -> None:
 
 
 def held_tokens(policy: dict[str, Any], prompt_tokens: int, geometry: Geometry) -> int:
-    """Slots in pages per KV head, on average, when the prompt is in.
+    """Resident slots per KV head after prefill, on average.
 
     Raises:
-        KVPolicyError: the policy cannot have these settings.
+        KVPolicyError: the policy's settings are invalid.
     """
     plan = parse_policy(dict(policy)).plan(Lengths(prompt_tokens), geometry)
     return plan.resident_blocks(prompt_tokens) * geometry.block_size
 
 
 def most_held(share: float, prompt_tokens: int, geometry: Geometry) -> int:
-    """Slots that a share of the prompt may take: whole pages, and the newest, partly
-    filled block, which no policy gives back."""
+    """Slots that a share of the prompt may occupy.
+
+    Counts whole pages, plus the newest, partly filled block, which no policy frees.
+    """
     size = geometry.block_size
     full = prompt_tokens // size * size
     wanted = -(-max(round(share * prompt_tokens) - (prompt_tokens - full), 1) // size)
@@ -54,15 +57,16 @@ def fit(
     """The policy with the largest budget that holds no more than a share.
 
     Args:
-        policy: without a budget.
-        share: of the prompt, that may be resident.
-        prompt_tokens: of a typical prompt.
+        policy: settings without a budget.
+        share: maximum resident share of the prompt.
+        prompt_tokens: length of a typical prompt.
+        geometry: of the model's cache.
 
     Returns:
-        The policy with a budget that is a share, so that it suits other prompts too.
+        The policy with a relative budget, so that it fits other prompt lengths too.
 
     Raises:
-        KVPolicyError: its smallest budget holds more, or its settings are wrong.
+        KVPolicyError: the smallest budget holds more, or the settings are wrong.
     """
     most = most_held(share, prompt_tokens, geometry)
 
@@ -71,7 +75,7 @@ def fit(
 
     if held(share) <= most:
         return policy | {"budget": share}
-    low, high = 1, round(share * prompt_tokens)  # tokens: low fits, high does not
+    low, high = 1, round(share * prompt_tokens)  # invariant: low fits, high does not
     least = held(low / prompt_tokens)
     if least > most:
         raise KVPolicyError(
@@ -91,7 +95,7 @@ def jobs_of(
     prompt_tokens: int,
     geometry: Geometry,
 ) -> Iterator[Job]:
-    """Stock first; every policy at every budget, once if it has one of its own.
+    """Stock first, then every policy at every budget; once if it has its own budget.
 
     Raises:
         KVPolicyError: a policy's settings are wrong.
@@ -110,7 +114,7 @@ def jobs_of(
 def job_at(
     policy: dict[str, Any], share: float, prompt_tokens: int, geometry: Geometry
 ) -> Job:
-    """The job of one policy and share; with a problem if there can be none."""
+    """The job of one policy and share; ``problem`` is set if no budget fits."""
     label = label_of(policy)
     try:
         return Job(fit(policy, share, prompt_tokens, geometry), share, label)

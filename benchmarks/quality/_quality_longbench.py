@@ -19,16 +19,16 @@ METRIC_OF: dict[str, str] = {
     "passage_count": "counted",
     **dict.fromkeys(("lcc", "repobench-p"), "code"),
 }
-# Their metrics cut Chinese into words, for which LongBench takes a package (jieba).
+# Their metrics split Chinese into words; LongBench uses a package (jieba) for that.
 CHINESE = ("multifieldqa_zh", "dureader", "vcsum")
-# Worked examples and code are texts to go on with; the others are asked in a chat.
+# tasks to continue as plain text (worked examples, code); the others use a chat
 NO_CHAT = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
-# Of these only the answer's first line counts.
+# for these only the first line of the answer counts
 FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
 
 
 def longbench(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
-    """Rows of one LongBench dataset, cut in the middle where they are too long."""
+    """Rows of one LongBench dataset; too long contexts lose their middle."""
     path = need(setting, "longbench")
     folder = need(setting, "longbench_config")
     fields = ("input", "context", "answers", "dataset")
@@ -70,7 +70,7 @@ def _sample(
 
 
 def _config(path: Path, name: str) -> Any:
-    """What LongBench's file says about a dataset."""
+    """LongBench's settings of a dataset."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))[name]
     except (OSError, ValueError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""How right an answer is, from 0 to 1, as the benchmarks define it; own code."""
+"""Scores of answers from 0 to 1, as the benchmarks define them; own implementation."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 
 
 def contains(answer: str, sample: Sample) -> float:
-    """RULER's ``string_match_all``: the share of truths that stand in the answer."""
+    """RULER's ``string_match_all``: share of truths that the answer contains."""
     said = answer.lower()
     found = [truth.lower() in said for truth in sample.truths]
     return sum(found) / len(found)
 
 
 def contains_any(answer: str, sample: Sample) -> float:
-    """RULER's ``string_match_part``: whether any truth stands in the answer."""
+    """RULER's ``string_match_part``: whether the answer contains any truth."""
     return float(any(truth.lower() in answer.lower() for truth in sample.truths))
 
 
 def number(answer: str, sample: Sample) -> float:
-    """Whether a number stands in the answer, and not inside a longer one."""
+    """Whether the answer contains a number that is not part of a longer one."""
     return float(any(says(answer, truth) for truth in sample.truths))
 
 
@@ -39,7 +39,7 @@ def number(answer: str, sample: Sample) -> float:
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words without punctuation and articles, as SQuAD counts them."""
+    """Lower-case words without punctuation and articles, as in SQuAD."""
     plain = "".join(c for c in text.lower() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", plain).split()
 
@@ -67,7 +67,7 @@ def best(score: Callable[[str, str], float]) -> Metric:
 
 
 def common_words(first: Sequence[str], second: Sequence[str]) -> list[str]:
-    """A longest common subsequence. Cost: O(product of the lengths)."""
+    """Length of a longest common subsequence. Cost: O(product of the lengths)."""
     rows, columns = len(first), len(second)
     table = [[0] * (columns + 1) for _ in range(rows + 1)]
     for i, one in enumerate(first, 1):
@@ -87,9 +87,10 @@ def common_words(first: Sequence[str], second: Sequence[str]) -> list[str]:
 
 
 def rouge_l(answer: str, truth: str) -> float:
-    """ROUGE-L of summaries as the package ``rouge`` 1.0.1 computes it, which LongBench
-    uses: sentences end at every full stop, and a word counts once however often it
-    comes, in the union of common subsequences as in the texts.
+    """ROUGE-L of summaries, as in the package ``rouge`` 1.0.1 that LongBench uses.
+
+    Sentences end at every full stop. Each word counts once, in the texts and in the
+    union of common subsequences.
     """
     said, true = _sentences(answer), _sentences(truth)
     said_words = {word for sentence in said for word in sentence}
@@ -104,7 +105,7 @@ def rouge_l(answer: str, truth: str) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Words between full stops; a blank stretch is one empty word there."""
+    """Words between full stops; a blank stretch counts as one empty word."""
     return [part.split() or [""] for part in text.split(".") if part]
 
 
@@ -112,8 +113,10 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def one_of_classes(answer: str, sample: Sample) -> float:
-    """One over the number of classes that the answer names, if the right one is there.
-    A class whose name is part of the right one's does not count."""
+    """1 / number of classes in the answer, if the right one is among them.
+
+    A class whose name is part of the right class's name does not count.
+    """
     (truth, *_) = sample.truths
     named = [name for name in sample.classes if name in answer]
     named = [name for name in named if name == truth or name not in truth]
@@ -126,7 +129,7 @@ def _share_equal(answer: str, wanted: str) -> float:
 
 
 def counted(answer: str, truth: str) -> float:
-    """Of the numbers in the answer, the share that is the right one."""
+    """Share of the numbers in the answer that are the right one."""
     return _share_equal(answer, truth)
 
 
@@ -137,8 +140,11 @@ def paragraph(answer: str, truth: str) -> float:
 
 
 def similar_line(answer: str, truth: str) -> float:
-    """How alike the answer's first line of code and the true one are: twice their
-    longest common subsequence of characters over both lengths, in whole per cent."""
+    """Similarity of the answer's first line of code and the true line.
+
+    Twice the longest common subsequence of characters over both lengths, rounded to
+    percent.
+    """
     lines = answer.lstrip("\n").split("\n")
     skipped = ("`", "#", "//")
     line = next((one for one in lines if not any(s in one for s in skipped)), "")
@@ -150,7 +156,7 @@ def similar_line(answer: str, truth: str) -> float:
 
 
 def final_number(text: str) -> str:
-    """What stands behind "####", or else the last number; without commas. "" = none."""
+    """The number after "####", or else the last number; without commas. "" = none."""
     marked = re.search(rf"####\s*\$?({_NUMBER})", text)
     found = [marked[1]] if marked else re.findall(_NUMBER, text)
     if not found:
@@ -160,15 +166,15 @@ def final_number(text: str) -> str:
 
 
 def same_number(answer: str, sample: Sample) -> float:
-    """Whether the answer comes to the true number."""
+    """Whether the answer's final number is the true one."""
     (truth, *_) = sample.truths
     return float(bool(said := final_number(answer)) and said == final_number(truth))
 
 
 def numbers_in_order(answer: str, sample: Sample) -> float:
-    """Of several questions, the share whose numbered answer ends in the right number.
+    """Share of numbered answers that end in the right number.
 
-    ``place`` has the number of the first one.
+    ``place`` has the number of the first question.
     """
     named = dict(re.findall(r"Answer_(\d+):?(.*?)(?=Answer_\d+|\Z)", answer, re.DOTALL))
     right = 0
@@ -179,8 +185,10 @@ def numbers_in_order(answer: str, sample: Sample) -> float:
 
 
 def parts(answer: str, sample: Sample) -> float:
-    """Of so many numbered parts, the share whose headings are there; the first one's
-    is the prompt's end."""
+    """Share of the expected numbered parts whose headings exist.
+
+    The prompt ends with the first heading.
+    """
     (count,) = map(int, sample.truths)
     pattern = rf"#\*#\s*{re.escape(sample.place['type'])}\s+(\d+)"
     found = {1, *map(int, re.findall(pattern, answer))}
@@ -188,7 +196,7 @@ def parts(answer: str, sample: Sample) -> float:
 
 
 def letter(answer: str, sample: Sample) -> float:
-    """Whether the first letter that stands alone is the right one."""
+    """Whether the first stand-alone letter is the right one."""
     found = re.search(r"\b([A-Z])\b", answer)
     return float(found is not None and found[1] in sample.truths)
 
@@ -212,7 +220,7 @@ METRICS: dict[str, Metric] = {
 
 
 def score(answer: str, sample: Sample) -> float:
-    """A sample's own metric."""
+    """Score an answer with the sample's metric."""
     if sample.first_line:
         answer = answer.lstrip("\n").split("\n")[0]
     return METRICS[sample.metric](answer, sample)

@@ -9,7 +9,8 @@ from pathlib import Path
 from _pass_key import FILLER, plant, sentences
 from _quality_samples import Sample, Setting, TaskError, Tokens
 
-# RULER's niah_multikey tasks, as their published files read. Their keys are made of
+# Texts of RULER's niah_multikey tasks. As there, keys are an adjective and a noun, but
+# from a shorter list.
 # an adjective and a noun as well, from a far longer list.
 MULTIKEY_TASK = (
     "A special magic number is hidden within the following text. Make sure to "
@@ -49,7 +50,7 @@ _NOUNS = _names(
 
 
 def haystack(setting: Setting, tokens: Tokens, count: int) -> list[str]:
-    """Sentences with ``count`` tokens together: filler, or the user's text.
+    """Sentences with ``count`` tokens in total: filler, or the user's text.
 
     Raises:
         TaskError: the user's text is too short.
@@ -97,10 +98,10 @@ def _planted(
 
 
 def multikey(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
-    """Keys with numbers all over a context, and questions for some of them.
+    """Many key-number pairs in one context, with questions about some of them.
 
-    Every context has its own keys, numbers and places. Its questions share it, so
-    that they are no independent samples: they are a group.
+    Every context has its own keys, numbers and depths. The questions about a context
+    are not independent samples, so they form a group.
     """
     if not 1 <= setting.questions <= setting.keys:
         raise TaskError(
@@ -141,7 +142,9 @@ def multikey(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
 def _strewn(
     lines: list[str], keys: int, rng: random.Random
 ) -> tuple[str, list[tuple[str, str, float]]]:
-    """A context with so many keys, and (key, number, depth) of each."""
+    """A context with key-number pairs at random depths, and (key, number, depth) of
+    each.
+    """
     names: dict[str, None] = {}
     while len(names) < keys:
         names[f"{rng.choice(_ADJECTIVES)}-{rng.choice(_NOUNS)}"] = None

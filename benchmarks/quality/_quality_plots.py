@@ -1,4 +1,4 @@
-"""Pictures of a quality run: score over resident bytes, and the map of needles."""
+"""Plots of a quality run: score over resident bytes, and the needle map."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ NEEDLE = "needle"
 def draw(
     records: Sequence[dict[str, Any]], rows: Sequence[Row], folder: Path
 ) -> list[Path]:
-    """Draw every task of a summary.
+    """Plot every task of a summary.
 
     Args:
-        records: what ``summarise`` made of the rows.
+        records: result of ``summarise`` for the rows.
+        rows: the measured rows.
         folder: for the files.
 
     Returns:
-        ``TASK-bytes`` for each task and ``needle-map`` if there are needles, as PNG
+        ``TASK-bytes`` for each task, and ``needle-map`` if there are needles, as PNG
         and SVG.
 
     Raises:
@@ -45,7 +46,7 @@ def draw(
 
 
 def over_bytes(task: str, records: Sequence[dict[str, Any]]) -> Any:
-    """A line per method over what it held; bars are the intervals, stock is dashed."""
+    """Score of each method over its resident bytes, with intervals; stock is dashed."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
@@ -59,7 +60,7 @@ def over_bytes(task: str, records: Sequence[dict[str, Any]]) -> Any:
         )
         heights = [point["score"] for point in points]
         ends = [(p["score_low"], p["score_high"]) for p in points]
-        # without an interval no bar; Wilson's may have the mean at its end
+        # no bar without an interval; a Wilson interval can end at the mean
         below = [
             0.0 if low is None else max(height - low, 0.0)
             for height, (low, _) in zip(heights, ends, strict=True)
@@ -136,7 +137,7 @@ def needle_map(rows: Sequence[Row]) -> Any:
 def _mean(
     rows: Sequence[Row], label: str, share: float | None, depth: float, length: int
 ) -> float:
-    """Mean score of a cell; not a number where there is no answer."""
+    """Mean score of a cell; NaN if it has no answers."""
     here = [
         row["score"]
         for row in rows

@@ -1,4 +1,4 @@
-"""Tables of what ``quality.py`` measured: methods side by side at equal bytes."""
+"""Tables of ``quality.py``: methods side by side at equal bytes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 KIB = 1 << 10
-# Whole pages, and the block that is written to: what a share may be exceeded by.
+# allowed excess over a share: rounding to whole pages, and the block being written
 ROUNDING_BLOCKS = 2
-# Of these less is better.
+# metrics for which lower is better
 DISTANCES = ("fidelity:error", "fidelity:kl")
 Record = dict[str, Any]
 
 
 def spread(record: Record, name: str) -> str:
-    """A mean with its interval, if it has one."""
+    """A mean, with its interval if there is one."""
     low, high = record[f"{name}_low"], record[f"{name}_high"]
     shown = f"{record[name]:.3f}"
     return shown if low is None else f"{shown} ({low:.2f}..{high:.2f})"
@@ -30,18 +30,18 @@ def spread(record: Record, name: str) -> str:
 def at_equal_bytes(
     records: Sequence[Record], level: float, header: Row
 ) -> dict[str, Record]:
-    """For each method the setting that holds most, yet no more than a share of stock.
+    """For each method, the setting that holds most, but no more than a share of stock.
 
-    Two blocks are rounding, and so is what is generated, half of which is there at the
-    median step of an answer: most policies keep it whole.
+    The limit allows two blocks for rounding, and the generated tokens, half of which
+    exist at the median step of an answer: most policies keep all of them.
 
     Args:
         records: of one task.
-        level: that share; settings that were asked for more do not count.
-        header: of the file, with the size of a block.
+        level: the share; settings with a larger requested share do not count.
+        header: of the file, with the block size.
 
     Returns:
-        Records by method; methods that hold more at every setting are left out.
+        Records by method, without methods that hold more at every setting.
     """
     found: dict[str, Record] = {}
     token_bytes = header["block_bytes"] / header["settings"]["block_size"]
@@ -60,11 +60,11 @@ def at_equal_bytes(
 
 
 def side_by_side(records: Sequence[Record], header: Row) -> list[list[str]]:
-    """Rows of a table of one task: a method each, a column per share of stock's bytes.
+    """Rows of a table of one task: one per method, a column per share of stock's bytes.
 
-    A cell has the score, its interval and the share that was measured. The first row
-    is the head. A method that holds more than the largest share, as stock does, has
-    its score in the last column.
+    A cell has the score, its interval and the measured share. The first row is the
+    header. A method that holds more than the largest share, such as stock, has its
+    score in the last column.
     """
     levels = sorted({r["share"] for r in records if r["share"] is not None})
     cells = [at_equal_bytes(records, level, header) for level in levels]
@@ -90,7 +90,7 @@ def _cell(record: Record | None) -> str:
 
 
 def by_task(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Records of each task, in the order in which they came."""
+    """Records of each task, in order of appearance."""
     found: dict[str, list[Record]] = {}
     for record in records:
         found.setdefault(record["task"], []).append(record)
@@ -98,7 +98,7 @@ def by_task(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def refusals(rows: Sequence[Row]) -> list[str]:
-    """Why a policy has no answers at some budget, if it has none."""
+    """Reasons for missing answers, by policy and budget."""
     have = {(row["label"], row["share"]) for row in answered(rows)}
     told = {
         (row["label"], row["share"]): row["refused"]
@@ -111,7 +111,7 @@ def refusals(rows: Sequence[Row]) -> list[str]:
 
 
 def title_of(task: str) -> str:
-    """A task's name, and which way it counts."""
+    """A task's name, and whether lower is better."""
     return f"{task} (less is better)" if task in DISTANCES else task
 
 
@@ -128,7 +128,7 @@ def caption(header: Row, rows: Sequence[Row]) -> list[str]:
 
 
 def markdown(header: Row, rows: Sequence[Row], records: Sequence[Record]) -> str:
-    """All tables, with what could not run and how it was measured."""
+    """All tables, followed by refusals and settings."""
     parts = []
     for task, mine in by_task(records).items():
         head, *body = side_by_side(mine, header)
@@ -150,11 +150,14 @@ def report(
     markdown_file: Path | None = None,
     plots: Path | None = None,
 ) -> None:
-    """Show all rows, and write them where asked.
+    """Print all rows, and write the files that the user chose.
 
     Args:
-        header: of the file that the rows are from.
-        plots: folder for pictures.
+        header: of the rows' file.
+        rows: the measured rows.
+        console: prints the tables.
+        csv_file, markdown_file: None = do not write.
+        plots: folder for plots.
     """
     records = summarise(rows, header["settings"]["seed"])
     for task, mine in by_task(records).items():

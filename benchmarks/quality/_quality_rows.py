@@ -16,12 +16,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A policy at one budget: what one engine runs with.
+    """A policy at one budget: the configuration of one engine.
 
     Attributes:
-        policy: as ``parse_policy`` takes it; {} is stock.
-        share: of the context that may be resident, if that was asked for.
-        label: policy and settings as they were asked for, without the budget.
+        policy: input of ``parse_policy``; {} is stock.
+        share: requested resident share of the context; None if not requested.
+        label: policy and settings as the user wrote them, without the budget.
         problem: why it cannot run; "" if it can.
     """
 
@@ -32,12 +32,12 @@ class Job:
 
     @property
     def shown(self) -> str:
-        """For lines of progress."""
+        """Name for progress lines."""
         return self.label if self.share is None else f"{self.label} at {self.share:g}"
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[str, float | None, str, str]:
-    """What makes a row one and the same measurement."""
+    """Identifies a measurement."""
     return row["label"], row["share"], row["task"], row["sample"]
 
 
@@ -52,19 +52,19 @@ def _lines(path: Path) -> Iterator[Row]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            continue  # cut off when a run was interrupted
+            continue  # incomplete after an interrupted run
         if isinstance(row, dict):
             yield row
 
 
 def read(path: Path) -> tuple[Row, list[Row]]:
-    """Header and rows of a file; of two rows for one measurement the later.
+    """Header and rows of a file; a later row replaces an earlier one.
 
     Returns:
         The header, with the ``commands`` of all runs that wrote to the file, and rows.
 
     Raises:
-        TaskError: it is not a file of this benchmark.
+        TaskError: the file was not written by this benchmark.
     """
     lines = list(_lines(path)) if path.exists() else []
     if not lines or "header" not in lines[0]:
@@ -77,17 +77,18 @@ def read(path: Path) -> tuple[Row, list[Row]]:
 
 
 def open_rows(path: Path, header: Row, mix_commits: bool = False) -> list[Row]:
-    """Begin a file, or go on with one of the same settings.
+    """Start a file, or resume one with the same settings.
 
     Args:
+        path: the file.
         header: ``settings`` and ``source``, the latter with the ``commit``.
-        mix_commits: let rows of another commit stay; every row says its own.
+        mix_commits: accept rows of another commit; every row records its commit.
 
     Returns:
-        What it has already.
+        The existing rows.
 
     Raises:
-        TaskError: its settings or its commit are others.
+        TaskError: the file has other settings or another commit.
     """
     if not path.exists() or not path.stat().st_size:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +118,7 @@ def open_rows(path: Path, header: Row, mix_commits: bool = False) -> list[Row]:
 
 
 def append(path: Path, row: Row) -> None:
-    """Add a line, after ending one that was cut off."""
+    """Append a line; first end an incomplete one."""
     cut = path.stat().st_size and path.read_bytes()[-1:] != b"\n"
     with path.open("a") as file:
         file.write(("\n" if cut else "") + json.dumps(row) + "\n")

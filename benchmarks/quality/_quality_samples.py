@@ -1,4 +1,4 @@
-"""What a quality run asks: samples, and the settings that they follow from."""
+"""Samples of a quality run, and the settings that determine them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-# Settings that are paths; a file is told by its contents, wherever it lies.
+# Settings that are paths. The header identifies a file by its contents, not its path.
 PATHS = (
     *("haystack", "ruler", "longbench", "longbench_config", "locomo", "gsm8k"),
     *("longgenbench", "prefeval", "documents"),
@@ -16,7 +16,7 @@ PATHS = (
 
 
 class TaskError(ValueError):
-    """A task cannot be made from what the user gave."""
+    """The user's options or files do not suffice for a task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +25,18 @@ class Sample:
 
     Attributes:
         task: e.g. ``passkey``, ``longbench:multi_news``.
-        name: tells it from the others of its task.
+        name: unique within its task.
         metric: a name in ``_quality_metrics.METRICS``.
         truths: answers that count as right.
-        prompt: text to go on with; "" if it is a chat.
+        prompt: text to continue; "" for a chat.
         messages: of a chat; the last one is the user's.
-        opening: words that the answer is made to begin with, in a chat.
+        opening: forced start of the answer, in a chat.
         max_tokens: of the answer.
         stop: texts that end the answer.
-        group: samples that share a context; intervals draw these together.
-        classes: what ``truths`` are chosen from, where that is a list.
+        group: samples that share a context; bootstrap draws them together.
+        classes: the classes that ``truths`` come from, if there are any.
         first_line: whether only the answer's first line counts.
-        place: facts that a report sorts by, such as depth and length.
+        place: keys for sorting a report, such as depth and length.
     """
 
     task: str
@@ -56,16 +56,16 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What decides samples and answers, beside the policy.
+    """Everything that determines samples and answers, except the policy.
 
     Attributes:
-        tokens: of a generated context.
-        lengths, depths: of the needle grid; the pass key has its depths, too.
-        limit: samples of every other task, at most. More of them begin with the same
-            ones, so that it is no setting that two runs must share.
-        keys, questions: in a context of ``multikey``; and how many of them are asked.
-        answer_tokens: of answers that are long by design, at most.
-        shots: worked examples in front of a question of GSM8K.
+        tokens: length of a generated context.
+        lengths, depths: of the needle grid; the pass key uses the depths too.
+        limit: maximum samples of every other task. A larger limit only adds samples, so
+            two runs may differ in it.
+        keys, questions: pairs in a context of ``multikey``, and questions about them.
+        answer_tokens: maximum length of answers that are long by design.
+        shots: worked examples before a question of GSM8K.
         fillers: turns between a preference and the question about it.
         haystack: text to plant keys in; "" is repeated filler.
     """
@@ -95,7 +95,7 @@ class Setting:
     documents: str = ""
 
     def header(self) -> dict[str, Any]:
-        """What two runs must share for their rows to be comparable."""
+        """The settings that two runs must share for their rows to be comparable."""
         told: dict[str, Any] = {}
         for one in fields(self):
             if one.name == "limit":
@@ -110,10 +110,10 @@ class Setting:
 
 
 def fingerprint(path: Path) -> str:
-    """Name and contents of a file or folder, in a few letters.
+    """Name and content hash of a file or folder.
 
     Raises:
-        TaskError: there is none.
+        TaskError: the path does not exist.
     """
     if not path.exists():
         raise TaskError(f"{path} does not exist")
@@ -128,14 +128,14 @@ def fingerprint(path: Path) -> str:
 
 
 class Tokens:
-    """Lengths of texts, and parts of them, in a model's tokens."""
+    """Counts and cuts texts by a model's tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     @classmethod
     def of(cls, model: str) -> Tokens:
-        """Of a model's folder or id."""
+        """The tokenizer of a model's folder or id."""
         from transformers import AutoTokenizer
 
         return cls(AutoTokenizer.from_pretrained(model))
@@ -145,7 +145,7 @@ class Tokens:
         return len(self._tokenizer.encode(text, add_special_tokens=False))
 
     def prompt(self, sample: Sample) -> int:
-        """Tokens that a model reads for a sample, with the chat template's own."""
+        """Length of a sample's prompt in tokens, including the chat template."""
         if not sample.messages:
             return len(self._tokenizer.encode(sample.prompt))
         talk = [*sample.messages]
@@ -160,13 +160,12 @@ class Tokens:
         return len(ids)
 
     def first(self, text: str, count: int) -> str:
-        """The beginning of a text that has so many tokens."""
+        """The first ``count`` tokens of a text."""
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return str(self._tokenizer.decode(ids[:count]))
 
     def without_middle(self, text: str, most: int) -> str:
-        """Beginning and end of a text of more than ``most`` tokens, as LongBench
-        cuts what does not fit a model."""
+        """Start and end of a text that is too long, as LongBench cuts it."""
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         if len(ids) <= most:
             return text

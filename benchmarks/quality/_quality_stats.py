@@ -1,4 +1,4 @@
-"""Means with intervals, and what a quality report sorts rows into."""
+"""Means with intervals, and grouping of rows for quality reports."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ STOCK = "stock"
 def interval(
     values: Sequence[float], groups: Sequence[str], name: str, seed: int = 0
 ) -> tuple[float, float] | None:
-    """95 % interval of a mean from drawing groups of samples again (bootstrap).
+    """95 % bootstrap interval of a mean, drawing whole groups of samples.
 
-    Samples of one group share a context and are drawn together. Where all groups are
-    alike, drawing again says nothing: of right and wrong answers it is Wilson's
-    interval then, as if each group was one sample.
+    Samples of one group share a context and are drawn together. If all groups are
+    equal, the bootstrap has no spread; right-or-wrong scores then get Wilson's
+    interval, with one sample per group.
 
     Args:
         values: one per sample.
-        groups: of each.
-        name: of what is measured; with the seed, it decides what is drawn.
+        groups: the group of each sample.
+        name: of the measurement; together with the seed it determines the draws.
+        seed: of the draws.
 
     Returns:
-        None if all groups are alike and there is more than right and wrong.
+        None if all groups are equal and scores are not only 0 and 1.
     """
     sums: dict[str, list[float]] = {}
     for value, group in zip(values, groups, strict=True):
@@ -50,12 +51,12 @@ def interval(
 
 
 def answered(rows: Sequence[Row]) -> list[Row]:
-    """Rows that hold an answer, not why there is none."""
+    """Rows with an answer, without failures."""
     return [row for row in rows if "score" in row]
 
 
 def by_method(rows: Sequence[Row]) -> dict[tuple[str, str, float | None], list[Row]]:
-    """Rows of each task, label and share; tasks and labels as they came."""
+    """Rows of each task, label and share; tasks and labels in order of appearance."""
     found: dict[tuple[str, str, float | None], list[Row]] = {}
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     labels = list(dict.fromkeys(row["label"] for row in rows))
@@ -73,8 +74,8 @@ def summarise(rows: Sequence[Row], seed: int = 0) -> list[dict[str, Any]]:
     Returns:
         Records of ``score`` with ``_low`` and ``_high``; ``vs_stock``, the mean
         difference over samples that stock has answered too, with its interval;
-        ``resident_bytes`` at decode steps, and ``resident_share`` of stock's for the
-        same samples. What was not measured is None.
+        ``resident_bytes`` at decode steps, and ``resident_share`` relative to stock's
+        for the same samples. A value that was not measured is None.
     """
     methods = by_method(rows)
     records = []
@@ -103,7 +104,7 @@ def _against(
         return dict.fromkeys(("vs_stock", "vs_stock_low", "vs_stock_high"))
     gaps = [row["score"] - stock[row["sample"]]["score"] for row in both]
     mean = statistics.mean(gaps)
-    # equal differences are no right and wrong answers
+    # differences are not 0-or-1 scores, so no Wilson interval
     drawn = len(set(gaps)) > 1
     told = interval(gaps, [row["group"] for row in both], name + " gap", seed)
     low, high = (told if drawn else None) or (None, None)
@@ -111,7 +112,7 @@ def _against(
 
 
 def _sizes(mine: Sequence[Row], stock: dict[str, Row]) -> dict[str, float | None]:
-    """Means of what was resident, of prompts and of answers."""
+    """Means of resident bytes, prompt lengths and answer lengths."""
     known = [row for row in mine if row.get("resident_bytes")]
     pairs = [
         (row["resident_bytes"], stock[row["sample"]]["resident_bytes"])
@@ -120,7 +121,7 @@ def _sizes(mine: Sequence[Row], stock: dict[str, Row]) -> dict[str, float | None
     ]
     ratio = sum(a for a, _ in pairs) / sum(b for _, b in pairs) if pairs else None
     told = [row["resident_share"] for row in mine if "resident_share" in row]
-    if told:  # by what was kept, where stock has no rows
+    if told:  # if stock has no rows, use the policy's own count
         ratio = statistics.mean(told)
     return {
         "resident_bytes": statistics.mean(row["resident_bytes"] for row in known)

@@ -1,4 +1,4 @@
-"""The tasks of ``quality.py`` by their names."""
+"""The tasks of ``quality.py`` by name."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ TASKS: dict[str, Callable[[Setting, Tokens], Iterable[Sample]]] = {
 
 
 def samples_of(setting: Setting, tasks: Sequence[str]) -> list[Sample]:
-    """All samples of these tasks, the same ones whenever the setting is the same.
+    """All samples of these tasks; the same setting gives the same samples.
 
     Raises:
-        TaskError: a task lacks its file, or the file is not what it should be.
+        TaskError: a task lacks its file, or the file is malformed.
     """
     if not tasks:
         return []

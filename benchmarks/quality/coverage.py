@@ -1,9 +1,9 @@
-"""How much of the attention the retrievers find, on real keys and queries.
+"""Share of the attention that retrievers find, on real keys and queries.
 
-A document is read once with full KV. Its first tokens are offloaded as the engine
-would, and single later queries ask each retriever for a budget of them. Reported is
-the attention that falls on what was found, summed over the queries that share a KV
-head, as a share of what the exact choice of as many tokens gets.
+Reads a document once with full KV. Offloads its first tokens as the engine would.
+Single later queries then request a budget of tokens from each retriever. Reports the
+attention to the tokens found, summed over the queries that share a KV head, as a share
+of what the exact choice of the same size gets.
 
     python benchmarks/quality/coverage.py MODEL DOCUMENTS --json-out coverage.json
 """
@@ -40,7 +40,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 
 
 def retrievers() -> list[dict[str, Any]]:
-    """All that are installed, and some with other settings than their defaults."""
+    """All installed retrievers, some of them also with other than default settings."""
     names = available_policies()
     found = [
         {"name": name} for name in names if parse_policy(name).retrieval is not None
@@ -75,12 +75,12 @@ def main(
     model: str,
     documents: Path,
     tokens: int = 3072,
-    queries: Annotated[int, typer.Option(help="per document and layer")] = 4,
+    queries: Annotated[int, typer.Option(help="queries per document and layer")] = 4,
     limit: Annotated[int, typer.Option(help="documents")] = 4,
     policy: Annotated[list[str] | None, typer.Option(help="JSON")] = None,
     json_out: Path | None = None,
 ) -> None:
-    """Print and keep the shares of every retriever at budgets 64, 128 and 256."""
+    """Print and save the shares of every retriever at budgets 64, 128 and 256."""
     console = Console()
     tokenizer = AutoTokenizer.from_pretrained(model)
     masked = MaskedModel(model)

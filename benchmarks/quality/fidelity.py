@@ -1,14 +1,14 @@
-"""How much a policy changes what the model computes, on real documents.
+"""How much a policy changes the model's output, on real documents.
 
-A document is read once with full KV. Then its true next tokens are fed to the
-model once per policy and budget, with what the policy drops hidden, and compared
-with full KV:
+Reads a document once with full KV. Then feeds its true next tokens to the model once
+per policy and budget, with the policy's dropped tokens hidden, and compares with full
+KV:
 
-* attention error: relative L2 distance of a layer's attention output. *Alone*: the
-  layer is asked with the queries of full KV, so only its own loss counts. *In the
-  model*: with its own queries, so that the losses of the layers below add up.
+* attention error: relative L2 distance of a layer's attention output. *Alone*: with the
+  queries of full KV, so that only the layer's own loss counts. *In the model*: with the
+  layer's own queries, so that losses of lower layers accumulate.
 * KL: of the next token's distribution from full KV's, nats per token.
-* top-1: share of next tokens where both say the same.
+* top-1: share of positions at which both predict the same token.
 
     python benchmarks/quality/fidelity.py MODEL DOCUMENTS --json-out fidelity.json
 """
@@ -35,13 +35,13 @@ from rich.table import Table
 
 from vllm_kvplugins.config import describe, parse_policy
 
-# Full KV, token by token and in one pass, may differ by rounding only.
+# Full KV token by token and in one pass may differ by rounding only.
 SAME_KL = 1e-4
 FIGURES = ("kl", "top1", "error_alone", "error_in_model")
 
 
 def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """KL(reference || other) in nats over the last dimension, of logits."""
+    """KL(reference || other) of logits in nats over the last dimension."""
     log_p = reference.double().log_softmax(-1)
     log_q = other.double().log_softmax(-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0)
@@ -53,9 +53,10 @@ def relative_error(reference: torch.Tensor, other: torch.Tensor) -> float:
 
 
 class Reference:
-    """One document under full KV, to compare policies with.
+    """One document under full KV, as the reference for policies.
 
     Args:
+        model: runs the document.
         tokens: prompt and continuation.
         prompt_tokens: length of the prompt.
     """
@@ -73,7 +74,7 @@ class Reference:
             raise RuntimeError(f"full KV differs from one pass: KL {self.check:.2g}")
 
     def compare(self, kept: torch.Tensor) -> list[dict[str, Any]]:
-        """Figures of every selection.
+        """Metrics of every selection.
 
         Args:
             kept: bool [selections, layers, kv_heads, prompt tokens].
@@ -102,7 +103,7 @@ class Reference:
         return rows
 
     def _alone(self, kept: torch.Tensor) -> list[float]:
-        """Error per layer when every layer is asked with full KV's queries."""
+        """Error per layer when every layer gets full KV's queries."""
         full, prompt, errors = self.full, self.prompt, []
         for layer, wanted in full.outputs.items():
             got = attend(
@@ -119,7 +120,7 @@ class Reference:
 
 
 def parse_rows(names: list[str]) -> dict[str, dict[str, Any]]:
-    """Label -> policy as its configuration; every dropping policy by default."""
+    """Label -> policy settings; every dropping policy by default."""
     if not names:
         names = dropping_policies()
     rows = {}
@@ -141,7 +142,7 @@ def choose(
     random.Random(seed).shuffle(documents)
     chosen = []
     for document in documents:
-        if len(document.text) < tokens:  # cannot have enough
+        if len(document.text) < tokens:  # cannot have enough tokens
             continue
         ids = tokenizer.encode(document.text)[:tokens]
         if len(ids) == tokens:
@@ -157,7 +158,7 @@ def measure(
     config: dict[str, Any],
     shares: list[float],
 ) -> list[dict[str, Any]]:
-    """A row of figures per budget."""
+    """One row of metrics per budget."""
     policies = [parse_policy(config | {"budget": share}) for share in shares]
     kept = torch.stack([selector.kept(policy) for policy in policies])
     rows = reference.compare(kept)
@@ -174,7 +175,7 @@ def spread(values: list[float]) -> str:
 
 
 def summary(rows: list[dict[str, Any]], shares: list[float]) -> Table:
-    """Means and standard deviations over documents, least KL first."""
+    """Means and standard deviations over documents, lowest KL first."""
     table = Table("budget", "policy", "kept", "KL", "top-1", "error alone", "in model")
     for share in shares:
         groups: dict[str, list[dict[str, Any]]] = {}
@@ -208,7 +209,7 @@ def main(
     next_tokens: int = 64,
     count: Annotated[int, typer.Option(help="documents")] = 5,
     block_size: int = 32,
-    seed: Annotated[int, typer.Option(help="of the choice of documents")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the choice of documents")] = 0,
     json_out: Path | None = None,
 ) -> None:
     """Compare policies with full KV on the documents under DOCUMENTS."""

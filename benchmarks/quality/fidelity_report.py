@@ -1,8 +1,8 @@
-"""Table and picture of what ``fidelity.py --json-out`` wrote.
+"""Table and plot of the output of ``fidelity.py --json-out``.
 
     python benchmarks/quality/fidelity_report.py FILE... --svg docs/img/fidelity.svg
 
-Rows of several files are put together; the picture needs matplotlib.
+Combines the rows of several files; the plot needs matplotlib.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import _path  # noqa: F401
 import typer
 
 Rows = list[dict[str, Any]]
-# Okabe and Ito's colours, which stay apart for the colour-blind.
+# Okabe-Ito colours, which are safe for colour blindness
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
 CONTROL = "random"
@@ -25,7 +25,9 @@ FIGURES |= {"error_in_model": "error in model"}
 
 
 def read(files: list[Path]) -> Rows:
-    """All rows; of two for the same policy, budget and document the later."""
+    """All rows; a later row for the same policy, budget and document replaces an
+    earlier.
+    """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for file in files:
         for row in json.loads(file.read_text())["rows"]:
@@ -38,7 +40,7 @@ def mean(rows: Rows, figure: str) -> float:
 
 
 def by_policy(rows: Rows, budget: float, figure: str = "kl") -> dict[str, Rows]:
-    """Rows of every policy at a budget, least ``figure`` first."""
+    """Rows of every policy at a budget, lowest ``figure`` first."""
     groups: dict[str, Rows] = {}
     for row in rows:
         if row["budget"] == budget:
@@ -60,7 +62,7 @@ def markdown(rows: Rows, budget: float) -> str:
 
 
 def overview(rows: Rows, budgets: list[float], figure: str) -> str:
-    """One figure at all budgets, in the order of the second."""
+    """One metric at all budgets, sorted by the second budget."""
     lines = ["| policy | " + " | ".join(f"{b:.0%}" for b in budgets) + " |"]
     lines.append("|---|" + "---|" * len(budgets))
     for policy in by_policy(rows, budgets[1], figure):
@@ -107,9 +109,9 @@ def draw(rows: Rows, budgets: list[float], svg: Path) -> None:
 
 def main(
     files: list[Path],
-    svg: Annotated[Path | None, typer.Option(help="where to draw")] = None,
+    svg: Annotated[Path | None, typer.Option(help="file to plot to")] = None,
 ) -> None:
-    """Print Markdown tables of FILES, and draw them."""
+    """Print Markdown tables of FILES, and plot them."""
     rows = read(files)
     budgets = sorted({row["budget"] for row in rows})
     for figure, title in FIGURES.items():

@@ -1,15 +1,16 @@
-"""Questions of LoCoMo about long dialogues, asked from caches of a fixed budget.
+"""Questions of LoCoMo about long dialogues, answered from caches of a fixed budget.
 
-Every policy reads the same history in blocks and keeps as many tokens of it; then it is
-asked the same questions. ``epicache`` keeps a cache per episode and routes questions;
-the others keep one. ``stock`` keeps everything.
+Every policy reads the same history in blocks, keeps the same number of tokens of it,
+and answers the same questions. ``epicache`` keeps one cache per episode and routes
+questions; the others keep one cache. ``stock`` keeps everything.
 
-Controls are stock, too, told something else: ``nothing``, only the question;
-``another``, the next dialogue, as long; ``evidence``, only the lines with the answer.
+Control runs use stock with another context: ``nothing``, only the question;
+``another``, the next dialogue, cut to the same length; ``evidence``, only the lines
+with the answer.
 
-Two figures per question: the F1 of the answer's words (LoCoMo's measure, without its
-stemmer), and how unlikely the model finds the true answer, in nats per token, which
-says something for models too small to answer.
+Two metrics per question: the F1 score of the answer's words (LoCoMo's measure, without
+its stemmer), and the surprisal of the true answer in nats per token, which also works
+for models too small to answer.
 
     python benchmarks/quality/locomo.py MODEL locomo.json --budget 1024
 """
@@ -33,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 MAX_TOKENS = 16
-ADVERSARIAL = 5  # left out, as in EpiCache's appendix A.1
+ADVERSARIAL = 5  # question categories left out, as in EpiCache's appendix A.1
 READ = "I have read it."
 ASK = "{} Answer in a few words."
 # EpiCache, appendix A.2
@@ -46,14 +47,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "keydiff": {"base": "keydiff"},
     "streaming-llm": {"base": "streaming-llm", "base_config": {"sinks": 128}},
 }
-# what stock is told instead of the history
+# control runs: context for stock instead of the history
 NO_REQUIREMENTS, ANOTHER, EVIDENCE = "nothing", "another", "evidence"
 CONTROLS = (NO_REQUIREMENTS, ANOTHER, EVIDENCE)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all engines of a run share."""
+    """Settings that all engines of a run share."""
 
     model: str
     path: str
@@ -65,7 +66,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question with its answer, and the lines of the dialogue that hold it."""
+    """A question with its answer, and the lines of the dialogue with the evidence."""
 
     text: str
     answer: str
@@ -74,7 +75,7 @@ class Question:
 
 
 class Job(EngineJob):
-    """One method at one budget; its label is in the configuration's place of a name."""
+    """One method at one budget; ``config`` has the method's label as its name."""
 
     @property
     def label(self) -> str:
@@ -82,7 +83,7 @@ class Job(EngineJob):
 
 
 def job(method: str, budget: int, block: int, more: dict[str, Any]) -> Job:
-    """An engine's settings."""
+    """The settings of an engine."""
     if method == "stock" or method in CONTROLS:
         return Job(json.dumps({"label": method}))
     policy = {"name": "epicache", "budget": budget, "prefill_block": block}
@@ -96,7 +97,7 @@ def job(method: str, budget: int, block: int, more: dict[str, Any]) -> Job:
 
 
 def utterances(dialogue: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """A dialogue's lines by their ids, in the order in which they were said."""
+    """A dialogue's lines by id, in order."""
     spoken = dialogue["conversation"]
     names = sorted(
         (name for name, said in spoken.items() if isinstance(said, list)),
@@ -112,10 +113,10 @@ def utterances(dialogue: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def check(setting: Setting, methods: list[str]) -> None:
-    """Before any engine starts.
+    """Check the options before any engine starts.
 
     Raises:
-        typer.BadParameter: no such dialogue or method.
+        typer.BadParameter: the dialogue or a method does not exist.
     """
     if unknown := set(methods) - set(METHODS) - set(CONTROLS):
         raise typer.BadParameter(
@@ -137,9 +138,10 @@ def check(setting: Setting, methods: list[str]) -> None:
 def excerpt(
     setting: Setting, count_tokens: Any
 ) -> tuple[list[dict[str, str]], list[Question]]:
-    """As much of a dialogue as fits, and the questions that it answers.
+    """The start of a dialogue that fits, and the questions that it answers.
 
-    The next dialogues follow one that is too short; all questions are about the first.
+    If the dialogue is too short, the next dialogues follow; all questions are about the
+    first.
     """
     first, *others = json.loads(Path(setting.path).read_text())[setting.dialogue :]
     lines: list[str] = []
@@ -171,7 +173,7 @@ def excerpt(
 
 
 def told(lines: Iterable[str]) -> list[dict[str, str]]:
-    """The chat in which a dialogue was read."""
+    """The chat with a dialogue in its first message."""
     opening = {"role": "user", "content": "\n".join(lines)}
     return [opening, {"role": "assistant", "content": READ}]
 
@@ -182,7 +184,7 @@ def evidence_at(
     """Positions of the tokens that hold the answer.
 
     Args:
-        offsets: characters of ``text`` of every token.
+        offsets: (start, end) of every token in characters of ``text``.
     """
     spans = [
         (text.index(line), text.index(line) + len(line)) for line in asked.evidence
@@ -214,7 +216,7 @@ def f1(answer: str, truth: str) -> float:
 
 
 def open_model(setting: Setting, policy: dict[str, Any] | None) -> Any:
-    """An ``LLM`` that takes the history, a question and prescribed answers."""
+    """An ``LLM`` for the history, a question and prescribed answers."""
     from _talk import Prescribed
     from vllm import LLM
 
@@ -233,7 +235,7 @@ def open_model(setting: Setting, policy: dict[str, Any] | None) -> Any:
 
 
 def run_engine(setting: Setting, work: Job) -> None:
-    """Child: answer all questions, one line of JSON each."""
+    """Child: answer all questions, one JSON line each."""
     from vllm import SamplingParams
 
     llm = open_model(setting, work.options.get("policy"))
@@ -276,7 +278,8 @@ def run_engine(setting: Setting, work: Job) -> None:
 
 
 def prescribed(truth: list[int], extra: dict[str, Any]) -> dict[str, Any]:
-    """Sampling of a request that says the true answer, and what the model had of it."""
+    """Sampling parameters that force the true answer and return its
+    log-probabilities."""
     return {
         "temperature": 0,
         "max_tokens": len(truth),
@@ -287,7 +290,7 @@ def prescribed(truth: list[int], extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def nats(said: Any) -> float:
-    """Of the prescribed tokens, each; less is better."""
+    """Surprisal of each prescribed token in nats; lower is better."""
     steps = zip(said.token_ids, said.logprobs, strict=True)
     return -sum(found[t].logprob for t, found in steps) / len(said.token_ids)
 
@@ -298,13 +301,13 @@ def rendered(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
 
 
 def keep(out: Path, setting: Setting, row: dict[str, Any]) -> None:
-    """Add a row to a file, with what all of its run share."""
+    """Append a row to a file, with the settings of its run."""
     with out.open("a") as file:
         file.write(json.dumps(asdict(setting) | row) + "\n")
 
 
 def answers(setting: Setting, work: Job) -> Iterator[dict[str, Any]]:
-    """Rows of one engine in a child process, as they come."""
+    """Rows of one engine in a child process, as they arrive."""
     request = json.dumps([asdict(setting), work.config])
     return child_rows(__file__, request, work.label)
 
@@ -340,8 +343,8 @@ def main(
     model: Annotated[str, typer.Argument()] = "",
     path: Annotated[str, typer.Argument(help="a file of LoCoMo")] = "",
     dialogue: int = 0,
-    history_tokens: Annotated[int, typer.Option(help="of the dialogue")] = 6000,
-    questions: Annotated[int, typer.Option(help="at most")] = 30,
+    history_tokens: Annotated[int, typer.Option(help="tokens of the dialogue")] = 6000,
+    questions: Annotated[int, typer.Option(help="maximum number")] = 30,
     budget: int = 1024,
     block: Annotated[int, typer.Option(help="tokens between compressions")] = 512,
     method: Annotated[
@@ -350,7 +353,7 @@ def main(
             help=f"default: {', '.join(METHODS)}; controls: {', '.join(CONTROLS)}"
         ),
     ] = None,
-    config: Annotated[str, typer.Option(help="of epicache, as JSON")] = "{}",
+    config: Annotated[str, typer.Option(help="settings of epicache, as JSON")] = "{}",
     dtype: str = "bfloat16",
     out: Path = Path("locomo.jsonl"),
     child: Annotated[str, typer.Option(hidden=True)] = "",

@@ -1,16 +1,16 @@
 """Pass key at several depths: how often each policy's answers are right.
 
-A key stands somewhere in filler or in real text (``--haystack``), the question at
-the end. Every policy is given the same prompts; stock vLLM and `random` are the
-bounds. Two ways to run:
+A key is hidden in filler or in real text (``--haystack``), with the question at the
+end. Every policy gets the same prompts; stock vLLM and `random` are the bounds. Two
+backends:
 
 * ``--backend engine``: vLLM, one engine per policy and budget;
-* ``--backend mask``: the model in float32 with what a policy drops hidden, which
-  computes the same (``_masked_model.py``) but reads every prompt once for all;
-  for policies that drop tokens at the prompt's end, and those that keep spans
+* ``--backend mask``: the model in float32 with the dropped tokens hidden. It computes
+  the same result (``_masked_model.py``) but reads every prompt once for all policies.
+  Supports policies that drop tokens at the prompt's end, and span policies
   (``_resolved_model.py``).
 
-Every answer is a line of ``--out``; a run that was interrupted goes on there.
+Every answer is a line of ``--out``; an interrupted run resumes from this file.
 
     python benchmarks/quality/needle.py MODEL --haystack ESSAYS --out needle.jsonl
 """
@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 MAX_TOKENS = 16
-# The question and the chat template's closing words have about so many tokens.
+# approximate tokens of the question and the chat template's closing words
 QUESTION_WINDOW = 20
 VOTERS = ("snapkv", "protokv", "chunkkv")
 
@@ -58,19 +58,21 @@ class Job(EngineJob):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all jobs of a run share."""
+    """Settings that all jobs of a run share."""
 
     model: str
     haystack: str  # a path, or "" for filler
     tokens: int
     depths: int
     dtype: str
-    talk: int = 0  # tokens that are generated before the answer
-    asked: str = "last"  # the question: before the talk (first) or behind it
+    talk: int = 0  # tokens to generate before the answer
+    # place of the question: before the talk (first) or after it (last)
+    asked: str = "last"
 
     def prompts(self) -> list[tuple[str, str]]:
-        """(prompt, key) per depth; the prompt has the question unless it comes after
-        a talk."""
+        """(prompt, key) per depth. The prompt includes the question unless it comes
+        after a talk.
+        """
         if not self.haystack:
             lines = filler(self.tokens)
         else:
@@ -91,7 +93,7 @@ class Setting:
 def make_jobs(policies: list[str], budgets: list[int]) -> list[Job]:
     """Stock once, every policy at every budget; all policies by default."""
     if not policies:
-        from _selection import dropping_policies  # which imports transformers
+        from _selection import dropping_policies  # imports transformers
 
         windows = [{"name": name, "window": QUESTION_WINDOW} for name in VOTERS]
         policies = [
@@ -110,8 +112,7 @@ def make_jobs(policies: list[str], budgets: list[int]) -> list[Job]:
 
 
 def order(depths: int) -> list[int]:
-    """All depths, far apart ones first: what is there after a while is from all
-    over the text."""
+    """All depths, distant ones first, so that partial results cover the whole range."""
     step = next(s for s in range(depths // 3 + 1, depths + 2) if gcd(s, depths) == 1)
     return [index * step % depths for index in range(depths)]
 
@@ -120,13 +121,13 @@ def order(depths: int) -> list[int]:
 
 
 def ask_engine(setting: Setting, job: Job, todo: list[int]) -> Iterator[dict[str, Any]]:
-    """Run one engine in a child process; an answer per depth as it comes."""
+    """Run one engine in a child process; yield an answer per depth."""
     request = json.dumps([vars_of(setting), job.config, todo])
     return child_rows(__file__, request, job.config)
 
 
 def run_engine(setting: Setting, job: Job, todo: list[int]) -> None:
-    """Child: answer the prompts at these depths, one line of JSON each."""
+    """Child: answer the prompts at these depths, one JSON line each."""
     from _pass_key import ANSWER
     from _talk import Prescribed, conversation, render
     from vllm import LLM, SamplingParams
@@ -145,7 +146,7 @@ def run_engine(setting: Setting, job: Job, todo: list[int]) -> None:
     tokenizer = llm.get_tokenizer()
     filler_ids = tokenizer.encode(" ".join(filler(setting.talk + 2 * MAX_TOKENS)))
     made = setting.prompts()
-    # as many at a time as are in the middle of a small server's work
+    # a batch of concurrent requests, as on a small server
     for first in range(0, len(todo), 4):
         depths = todo[first : first + 4]
         prompts, sampling, skipped = [], [], []
@@ -185,7 +186,7 @@ def run_engine(setting: Setting, job: Job, todo: list[int]) -> None:
 def ask_masks(
     setting: Setting, jobs: list[Job], todo: dict[Job, list[int]]
 ) -> Iterator[tuple[Job, dict[str, Any]]]:
-    """Depth by depth, all jobs' answers together."""
+    """Yield the answers of all jobs, depth by depth."""
     from _masked_needle import Answers
 
     answers = Answers(setting.model, MAX_TOKENS)
@@ -208,14 +209,14 @@ def vars_of(setting: Setting) -> dict[str, Any]:
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What makes a row one and the same measurement."""
+    """Identifies a measurement."""
     names = ("backend", "model", "haystack", "tokens", "depths", "dtype", "config")
     told = (row.get("talk", 0), row.get("asked", "last"))
     return (*(row[name] for name in (*names, "depth")), *told)
 
 
 def read_rows(out: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Earlier answers; a last line that was cut off does not count."""
+    """Rows of an earlier run, without an incomplete last line."""
     rows = {}
     for line in out.read_text().splitlines() if out.exists() else []:
         try:
@@ -227,12 +228,12 @@ def read_rows(out: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 def says(answer: str, key: str) -> bool:
-    """Whether the key stands in the answer, and not inside a longer number."""
+    """Whether the answer contains the key, not as part of a longer number."""
     return re.search(rf"(?<!\d){key}(?!\d)", answer) is not None
 
 
 def marks(rows: list[dict[str, Any]]) -> str:
-    """One sign per depth: + found, . not."""
+    """One character per depth: + found, . not found."""
     ordered = sorted(rows, key=lambda row: row["depth"])
     return "".join("+" if row["right"] else "." for row in ordered)
 
@@ -250,13 +251,13 @@ def summary(jobs: list[Job], rows: dict[Job, list[dict[str, Any]]]) -> Table:
 
 
 def measure(setting: Setting, jobs: list[Job], backend: str, out: Path) -> None:
-    """Ask for every answer that ``out`` does not have yet, then show all."""
+    """Ask for every answer that ``out`` lacks, then show all."""
     console = Console()
     shared = {"backend": backend} | vars_of(setting)
     shared["model"] = Path(setting.model).name
     earlier = read_rows(out)
     if out.exists() and not out.read_text().endswith("\n"):
-        with out.open("a") as file:  # after a line that was cut off
+        with out.open("a") as file:  # ends an incomplete last line
             file.write("\n")
     rows: dict[Job, list[dict[str, Any]]] = {job: [] for job in jobs}
     todo: dict[Job, list[int]] = {}
@@ -301,7 +302,8 @@ def measure(setting: Setting, jobs: list[Job], backend: str, out: Path) -> None:
 def main(
     model: Annotated[str, typer.Argument()] = "",
     policies: Annotated[
-        list[str] | None, typer.Argument(help="names or JSON; {} is stock; all")
+        list[str] | None,
+        typer.Argument(help="names or JSON; {} is stock; default: all"),
     ] = None,
     haystack: Annotated[
         Path | None, typer.Option(help="texts to plant the key in; default: filler")
@@ -309,13 +311,16 @@ def main(
     budget: Annotated[list[int] | None, typer.Option(help="tokens; default: 3")] = None,
     tokens: int = 2900,
     depths: int = 10,
-    dtype: Annotated[str, typer.Option(help="of the engine")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="dtype of the engine")] = "bfloat16",
     backend: Annotated[str, typer.Option(help="engine or mask")] = "engine",
     talk: Annotated[
-        int, typer.Option(help="tokens generated before the answer; engine only")
+        int, typer.Option(help="tokens to generate before the answer; engine only")
     ] = 0,
     asked: Annotated[
-        str, typer.Option(help="the question: before the talk (first), or last")
+        str,
+        typer.Option(
+            help="place of the question: before the talk (first) or after it (last)"
+        ),
     ] = "last",
     out: Path = Path("needle.jsonl"),
     child: Annotated[str, typer.Option(hidden=True)] = "",

@@ -1,9 +1,8 @@
-"""Answers under KV-cache policies, beside stock vLLM's, at equal resident bytes.
+"""Answers under KV-cache policies, compared with stock vLLM at equal resident bytes.
 
-Tasks are generated (``passkey``, ``multikey``, ``needle``) or read from published
-files that you have (``docs/benchmark-quality.md``). One engine per policy and budget
-answers all samples. Every answer is a line of ``--out``; an interrupted run resumes
-there.
+Tasks are generated (``passkey``, ``multikey``, ``needle``) or read from published files
+(``docs/benchmark-quality.md``). One engine per policy and budget answers all samples.
+Every answer is a line of ``--out``; an interrupted run resumes from this file.
 
     python benchmarks/quality/quality.py run MODEL --tasks passkey,multikey \\
         --policies full,snapkv,sekv --budgets 0.05,0.1,0.2 --out quality.jsonl
@@ -48,8 +47,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def run_child(request: str) -> None:
-    """Child: answer samples with one engine, one line of JSON each."""
-    # the engine in this process, so that its block tables can be looked at
+    """Child: answer samples with one engine, one JSON line each."""
+    # run the engine in this process, to read its block tables
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from _quality_engine import answers
 
@@ -86,14 +85,14 @@ def run_all(
     rows: list[Row],
     say: Callable[[str], None],
 ) -> list[str]:
-    """Ask for every answer that ``out`` does not have yet.
+    """Ask for every answer that ``out`` lacks.
 
     Args:
-        samples: of all ``tasks``, which a child makes again from the setting.
-        rows: what ``out`` has.
+        samples: of all ``tasks``; a child creates them again from the setting.
+        rows: existing rows of ``out``.
 
     Returns:
-        What failed, and why.
+        Failed jobs, and why.
     """
     done = {key_of(row) for row in rows}
     source = provenance()
@@ -122,7 +121,7 @@ def run_all(
                 append(out, told | row | {"commit": source["commit"]})
                 scores.setdefault(row["task"], []).append(row["score"])
         except RuntimeError as error:
-            if not job.policy:  # nothing to compare the others with
+            if not job.policy:  # without stock there is no reference
                 raise TaskError(f"stock vLLM failed: {error}") from error
             failed.append(str(error))
             say(f"{job.shown} failed")
@@ -132,9 +131,9 @@ def run_all(
 
 
 def as_before(jobs: Sequence[Job], rows: Sequence[Row]) -> list[Job]:
-    """Jobs with the budgets that earlier rows of the same policy and share had.
+    """Replace budgets by those of earlier rows with the same policy and share.
 
-    Budgets are fitted to the median prompt, which other tasks change.
+    Budgets are fitted to the median prompt, which changes with the set of tasks.
     """
     had = {(row["label"], row["share"]): row["policy"] for row in answered(rows)}
     return [
@@ -146,7 +145,7 @@ def as_before(jobs: Sequence[Job], rows: Sequence[Row]) -> list[Job]:
 
 
 def length_for(samples: Sequence[Sample], tokens: Tokens) -> tuple[list[int], int]:
-    """Prompt tokens of each sample, and a context that holds all."""
+    """Prompt tokens of each sample, and a context length that fits all."""
     lengths = [tokens.prompt(sample) for sample in samples]
     longest = max(
         count + sample.max_tokens
@@ -159,7 +158,7 @@ def length_for(samples: Sequence[Sample], tokens: Tokens) -> tuple[list[int], in
 
 
 def read_numbers(text: str, option: str, kind: Callable[[str], Any]) -> list[Any]:
-    """Numbers with commas between."""
+    """Parse comma-separated numbers."""
     try:
         found = [kind(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
@@ -170,7 +169,7 @@ def read_numbers(text: str, option: str, kind: Callable[[str], Any]) -> list[Any
 
 
 def read_tasks(text: str) -> list[str]:
-    """Names of tasks with commas between."""
+    """Parse comma-separated task names."""
     names = [part.strip() for part in text.split(",")]
     known = [*TASKS, FIDELITY]
     if unknown := sorted(set(names) - set(known)):
@@ -182,7 +181,7 @@ def read_tasks(text: str) -> list[str]:
 def main(
     context: typer.Context, child: Annotated[str, typer.Option(hidden=True)] = ""
 ) -> None:
-    """Measure what policies' answers are worth, and report it."""
+    """Measure answers under policies, and report the results."""
     if child:
         run_child(child)
     elif context.invoked_subcommand is None:
@@ -192,56 +191,54 @@ def main(
 @app.command()
 def run(
     model: Annotated[str, typer.Argument(help="a folder or a cached id")],
-    tasks: Annotated[str, typer.Option(help="of " + ", ".join([*TASKS, FIDELITY]))] = (
-        "passkey,multikey"
-    ),
+    tasks: Annotated[
+        str, typer.Option(help="any of " + ", ".join([*TASKS, FIDELITY]))
+    ] = ("passkey,multikey"),
     policies: Annotated[
-        str, typer.Option(help="names or JSON, with commas; stock is always there")
+        str, typer.Option(help="names or JSON, separated by commas; stock always runs")
     ] = "full,snapkv",
     budgets: Annotated[
-        str, typer.Option(help="shares of the context that are resident")
+        str, typer.Option(help="resident shares of the context")
     ] = "0.05,0.1,0.2",
-    limit: Annotated[
-        int, typer.Option(help="samples of the other tasks, at most")
-    ] = 20,
+    limit: Annotated[int, typer.Option(help="maximum samples of each other task")] = 20,
     seed: int = 0,
-    tokens: Annotated[int, typer.Option(help="of a generated context")] = 2000,
+    tokens: Annotated[int, typer.Option(help="length of a generated context")] = 2000,
     lengths: Annotated[
-        str, typer.Option(help="needle: tokens of contexts, with commas")
+        str, typer.Option(help="needle: context lengths, separated by commas")
     ] = "1000,2000,4000",
-    depths: Annotated[
-        int, typer.Option(help="passkey, needle: places of the key")
-    ] = 10,
-    keys: Annotated[int, typer.Option(help="multikey: in a context")] = 16,
-    questions: Annotated[int, typer.Option(help="multikey: per context")] = 4,
+    depths: Annotated[int, typer.Option(help="passkey, needle: number of depths")] = 10,
+    keys: Annotated[int, typer.Option(help="multikey: keys per context")] = 16,
+    questions: Annotated[int, typer.Option(help="multikey: questions per context")] = 4,
     shots: Annotated[int, typer.Option(help="gsm8k: worked examples")] = 16,
-    fillers: Annotated[int, typer.Option(help="prefeval: turns between")] = 8,
+    fillers: Annotated[int, typer.Option(help="prefeval: filler turns")] = 8,
     max_prompt_tokens: Annotated[
-        int, typer.Option(help="of texts from files; longbench is cut to it")
+        int, typer.Option(help="limit for texts from files; longbench cuts to it")
     ] = 3500,
     haystack: Annotated[str, typer.Option(help="texts to plant keys in")] = "",
     ruler: Annotated[str, typer.Option(help="JSONL of RULER")] = "",
     longbench: Annotated[str, typer.Option(help="JSONL of LongBench")] = "",
     longbench_config: Annotated[
-        str, typer.Option(help="folder with its dataset2prompt.json")
+        str, typer.Option(help="folder with LongBench's dataset2prompt.json")
     ] = "",
     locomo: Annotated[str, typer.Option(help="JSON of LoCoMo")] = "",
     gsm8k: Annotated[str, typer.Option(help="JSONL of GSM8K")] = "",
     longgenbench: Annotated[str, typer.Option(help="JSON of LongGenBench")] = "",
-    answer_tokens: Annotated[int, typer.Option(help="of long answers, at most")] = 1024,
+    answer_tokens: Annotated[
+        int, typer.Option(help="maximum length of long answers")
+    ] = 1024,
     prefeval: Annotated[str, typer.Option(help="JSON of PrefEval, or a folder")] = "",
     documents: Annotated[str, typer.Option(help="fidelity: texts")] = "",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = (
         "bfloat16"
     ),
     block_size: int = 32,
-    batch: Annotated[int, typer.Option(help="requests at a time")] = 4,
+    batch: Annotated[int, typer.Option(help="concurrent requests")] = 4,
     out: Path = Path("quality.jsonl"),
     mix_commits: Annotated[
-        bool, typer.Option(help="go on with rows of another commit")
+        bool, typer.Option(help="accept rows of another commit")
     ] = False,
 ) -> None:
-    """Ask every policy at every budget for what OUT does not have yet."""
+    """Ask every policy at every budget for the answers that OUT lacks."""
     console = Console(width=None if sys.stdout.isatty() else 140)
 
     def say(line: str) -> None:
@@ -250,7 +247,8 @@ def run(
     if dtype not in ELEMENT_BYTES:
         raise typer.BadParameter(f"--dtype {dtype!r} is none of {[*ELEMENT_BYTES]}")
     if Path(model).is_dir():
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing to look up
+        # a local folder needs no lookup on the hub
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     setting = Setting(
         model=model,
         dtype=dtype,
@@ -293,7 +291,7 @@ def run(
     except (TaskError, KVPolicyError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     except KeyboardInterrupt:
-        say("stopped; the same command goes on from here")
+        say("stopped; run the same command again to resume")
         raise typer.Exit(130) from None
     show_report(*read(out), console)
     for line in failed:
@@ -312,7 +310,11 @@ def measure(
     mix_commits: bool,
     say: Callable[[str], None],
 ) -> list[str]:
-    """Make samples and jobs, and run them. Returns what failed, and why."""
+    """Create samples and jobs, and run them.
+
+    Returns:
+        Failed jobs, and why.
+    """
     read_policies(policies)
     shape = read_model_config(setting.model, setting.dtype).cache_shape()
     token_bytes = shape.bytes_per_token(ELEMENT_BYTES[setting.dtype])
@@ -349,15 +351,17 @@ def measure(
 
 @app.command()
 def report(
-    file: Annotated[Path, typer.Argument(help="what `run` wrote")],
+    file: Annotated[Path, typer.Argument(help="output file of `run`")],
     csv: Annotated[Path | None, typer.Option(help="table as CSV")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="tables as Markdown")] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="write the tables as Markdown")
+    ] = None,
     plots: Annotated[
         Path | None, typer.Option(help="folder for PNG and SVG; needs matplotlib")
     ] = None,
 ) -> None:
-    """Put methods side by side at equal resident bytes."""
-    if plots and not find_spec("matplotlib"):  # told now rather than at the end
+    """Show methods side by side at equal resident bytes."""
+    if plots and not find_spec("matplotlib"):  # fail now instead of after the report
         raise typer.BadParameter("--plots needs matplotlib: pip install matplotlib")
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:

@@ -1,10 +1,10 @@
-"""How much of the attention to the first turn is left, turn by turn.
+"""Share of the attention to the first turn that remains, turn by turn.
 
-Dialogues (``_dialogue.py``) run in the engine under FlowKV and under its nested
-baseline, which tell what each compaction kept. The model with full KV then says how
-much attention the last question's tokens pay to the tokens of turn 1; the share of it
-that falls on tokens still kept after turn t is the retention at turn t. The queries
-are the same for every t, so that only what is dropped can make it fall.
+Runs dialogues (``_dialogue.py``) in the engine under FlowKV and under its nested
+baseline, and records what each compaction keeps. The model with full KV gives the
+attention that the last question's tokens pay to the tokens of turn 1. The share on
+tokens still kept after turn t is the retention at turn t. All t use the same queries,
+so only dropped tokens reduce it.
 
     python benchmarks/quality/retention.py MODEL --json-out retention.json
     kvplugins plot retention retention.json --out retention.svg
@@ -38,7 +38,7 @@ STRATEGIES = {"flowkv": False, "nested": True}
 def ask_engine(
     model: str, engine: dict[str, Any], policy: dict[str, Any], seeds: int
 ) -> Iterator[dict[str, Any]]:
-    """A row per dialogue from an engine in a child process."""
+    """Run an engine in a child process; one row per dialogue."""
     request = json.dumps([model, engine, policy, seeds])
     return child_rows(__file__, request, json.dumps(policy))
 
@@ -46,8 +46,9 @@ def ask_engine(
 def run_engine(
     model: str, engine: dict[str, Any], policy: dict[str, Any], seeds: int
 ) -> None:
-    """Child: each dialogue's prompt, its turns' ends, and what of turn 1 was kept."""
-    # records come as they are only from an engine in this process
+    """Child: print each dialogue's prompt, its turn ends, and the kept part of turn
+    1."""
+    # only an engine in this process gives access to its records
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
@@ -59,7 +60,7 @@ def run_engine(
         enforce_eager=True,
         max_model_len=4096,
         kv_cache_memory_bytes=1 << 29,
-        # what another dialogue began with is not compacted again
+        # a shared prefix of two dialogues would not be compacted again
         enable_prefix_caching=False,
         additional_config={"kv_policy": policy},
         **engine,
@@ -99,11 +100,12 @@ def run_engine(
 def attention_mass(
     queries: torch.Tensor, keys: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention that the newest queries pay to each key, summed over them.
+    """Attention of the newest queries to each key, summed over the queries.
 
     Args:
         queries: [num_q_heads, n, head_dim], of the newest n tokens.
         keys: [num_kv_heads, tokens, head_dim].
+        scale: softmax scale.
 
     Returns:
         float [num_kv_heads, tokens], summed over each KV head's queries.
@@ -118,10 +120,10 @@ def attention_mass(
 
 
 def retention(row: dict[str, Any], mass: torch.Tensor) -> list[float]:
-    """Per turn from the first, the share of turn 1's mass that is still covered.
+    """Per turn from the first, the share of turn 1's attention that is still kept.
 
     Args:
-        row: what ``run_engine`` tells of a dialogue.
+        row: one row of ``run_engine``.
         mass: [layers, num_kv_heads, tokens].
     """
     start, stop = row["ends"][0], row["ends"][1]
@@ -131,7 +133,7 @@ def retention(row: dict[str, Any], mass: torch.Tensor) -> list[float]:
         kept = torch.ones(whole.shape, dtype=torch.bool)
         done = [c for c in row["compactions"] if c["at"] <= end]
         if done:
-            # what came after the last compaction is all there
+            # tokens after the last compaction are all kept
             kept[..., : done[-1]["at"] - start] = False
             for layer, heads in enumerate(done[-1]["kept"]):
                 for head, positions in enumerate(heads):
@@ -141,7 +143,7 @@ def retention(row: dict[str, Any], mass: torch.Tensor) -> list[float]:
 
 
 def masses(model: Any, row: dict[str, Any]) -> torch.Tensor:
-    """[layers, num_kv_heads, tokens]: full KV, asked by the last question."""
+    """Attention of the last question under full KV: [layers, num_kv_heads, tokens]."""
     prompt = model.read(row["prompt"])
     count = len(row["prompt"]) - row["ends"][-1]
     layers = zip(prompt.queries, prompt.keys, prompt.scales, strict=True)
@@ -153,7 +155,7 @@ def masses(model: Any, row: dict[str, Any]) -> torch.Tensor:
 def runs_of(
     model: str, engine: dict[str, Any], policy: dict[str, Any], seeds: int
 ) -> Iterator[Run]:
-    """A run per strategy and dialogue."""
+    """One run per strategy and dialogue."""
     from _masked_model import MaskedModel
 
     rows = {
@@ -169,7 +171,7 @@ def runs_of(
 
 
 def summary(found: Retention) -> Table:
-    """Mean, least and most per turn, and the two models of appendix C."""
+    """Mean, minimum and maximum per turn, and the two models of appendix C."""
     table = Table("turn", *STRATEGIES, "model r", "model r^t")
     models = [found.modelled(strategy) for strategy in STRATEGIES]
     for turn in range(found.turns):
@@ -190,10 +192,12 @@ def main(
         str, typer.Option(help="JSON of a compressor, with its name")
     ] = '{"name": "snapkv", "window": 8}',
     ratio: float = 0.3,
-    floor: Annotated[int, typer.Option(help="tokens that each turn keeps")] = 32,
+    floor: Annotated[
+        int, typer.Option(help="minimum tokens to keep of each turn")
+    ] = 32,
     seeds: Annotated[int, typer.Option(help="dialogues")] = 5,
     block_size: int = 32,
-    dtype: Annotated[str, typer.Option(help="of the engine")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="dtype of the engine")] = "bfloat16",
     json_out: Path = Path("retention.json"),
     child: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:

@@ -1,14 +1,14 @@
-"""Facts told in the first turns of a dialogue, asked for in the last ones.
+"""Facts from the first turns of a dialogue, requested in the last ones.
 
-FlowKV compresses every turn once; `nested` compresses all that is left at the end of
-each turn, to the same sizes. Both are asked the same questions, as is stock vLLM. A
-question comes as one request with the whole history: the engine cuts it at the ends
-of its turns, and so keeps the same tokens as over several requests.
+FlowKV compresses every turn once. `nested` compresses everything that remains at the
+end of each turn, to the same sizes. Both, and stock vLLM, answer the same questions. A
+question is one request with the whole history. The engine splits it at the turn ends,
+and so keeps the same tokens as over several requests.
 
-With ``--prefeval PATH`` preferences of PrefEval are told instead, and what is measured
-is how likely the model finds their words when it is to repeat them.
+``--prefeval PATH`` uses preferences of PrefEval instead, and measures how likely the
+model finds their words when it should repeat them.
 
-Every answer is a line of ``--out``; a run that was interrupted goes on there.
+Every answer is a line of ``--out``; an interrupted run resumes from this file.
 
     python benchmarks/quality/turns.py MODEL --out turns.jsonl
 """
@@ -42,7 +42,7 @@ AT_A_TIME = 4
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all jobs of a run share."""
+    """Settings that all jobs of a run share."""
 
     model: str
     dtype: str
@@ -52,7 +52,7 @@ class Setting:
     prefeval: str = ""  # a path
 
     def samples(self, seeds: int) -> list[tuple[str, Sample]]:
-        """All questions with their names, dialogue after dialogue."""
+        """All questions by name, dialogue after dialogue."""
         if self.prefeval:
             made = preferences(Path(self.prefeval), seeds, self.sentences, self.fillers)
             return [(f"{number}.0", sample) for number, sample in enumerate(made)]
@@ -65,7 +65,7 @@ class Setting:
         ]
 
     def shared(self) -> dict[str, Any]:
-        """What a row says of it."""
+        """The settings that each row records."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         names = {"model": Path(self.model).name, "prefeval": Path(self.prefeval).name}
         return fields | names
@@ -89,6 +89,8 @@ def make_jobs(bases: list[str], ratios: list[float], floor: int) -> list[Job]:
 
     Args:
         bases: names, or JSON objects with a name and settings.
+        ratios: shares of a turn to keep.
+        floor: minimum tokens to keep of each turn.
     """
     jobs = [Job("{}")]
     for base in bases:
@@ -107,14 +109,14 @@ def make_jobs(bases: list[str], ratios: list[float], floor: int) -> list[Job]:
 def ask_engine(
     setting: Setting, job: Job, todo: list[str], seeds: int
 ) -> Iterator[dict[str, Any]]:
-    """Answers of one engine in a child process, as they come."""
+    """Yield the answers of one engine in a child process."""
     fields = {name: getattr(setting, name) for name in setting.__dataclass_fields__}
     request = json.dumps([fields, job.config, todo, seeds])
     return child_rows(__file__, request, job.label)
 
 
 def run_engine(setting: Setting, job: Job, todo: list[str], seeds: int) -> None:
-    """Child: answer these questions, one line of JSON each."""
+    """Child: answer these questions, one JSON line each."""
     from _talk import Prescribed
     from vllm import LLM
 
@@ -146,7 +148,7 @@ def run_engine(setting: Setting, job: Job, todo: list[str], seeds: int) -> None:
 
 
 def _sampling(llm: Any, forced: str) -> Any:
-    """Greedy, or what the answer has to be, with its probabilities."""
+    """Greedy sampling, or a forced answer with its log-probabilities."""
     from vllm import SamplingParams
 
     if not forced:
@@ -156,13 +158,13 @@ def _sampling(llm: Any, forced: str) -> Any:
         temperature=0,
         max_tokens=len(said),
         ignore_eos=True,
-        logprobs=0,  # of the token itself, as the model had it
+        logprobs=0,  # of the forced token
         extra_args={"prescribed": said},
     )
 
 
 def _said(answer: Any, forced: str) -> dict[str, Any]:
-    """The answer, or how unlikely each of its tokens was to the model."""
+    """The answer, or the surprisal of each forced token."""
     if not forced:
         return {"answer": answer.text}
     steps = zip(answer.token_ids, answer.logprobs, strict=True)
@@ -171,7 +173,7 @@ def _said(answer: Any, forced: str) -> dict[str, Any]:
 
 
 def _resident_tokens(llm: Any, job: Job) -> Any:
-    """How many tokens of a prompt are resident when it is answered, by the plan."""
+    """Number of a prompt's tokens that are resident at its answer, by the plan."""
     from vllm_kvplugins.plan.geometry import Lengths
     from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of, policy_of
 
@@ -193,13 +195,13 @@ def _resident_tokens(llm: Any, job: Job) -> Any:
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What makes a row one and the same measurement."""
+    """Identifies a measurement."""
     fields = (*Setting.__dataclass_fields__, "config", "sample")
     return tuple(row[field] for field in fields)
 
 
 def read_rows(out: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Earlier answers; a last line that was cut off does not count."""
+    """Rows of an earlier run, without an incomplete last line."""
     rows = {}
     for line in out.read_text().splitlines() if out.exists() else []:
         try:
@@ -211,7 +213,7 @@ def read_rows(out: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 def rate(rows: list[dict[str, Any]]) -> str:
-    """Right answers of all with the 95 % interval of their share; or nats per token."""
+    """Right answers and the 95 % interval of their share; or nats per token."""
     if rows and "nats" in rows[0]:
         return spread([row["nats"] for row in rows])
     right = sum(row["right"] for row in rows)
@@ -228,7 +230,7 @@ def spread(values: list[float]) -> str:
 def disagreement(
     isolated: list[dict[str, Any]], nested: list[dict[str, Any]]
 ) -> tuple[int, int]:
-    """Questions that only the one, and that only the other has right."""
+    """Number of questions that only the first, and that only the second, has right."""
     first = {row["sample"]: row["right"] for row in isolated}
     pairs = [
         (first[row["sample"]], row["right"]) for row in nested if row["sample"] in first
@@ -237,7 +239,7 @@ def disagreement(
 
 
 def difference(isolated: list[dict[str, Any]], nested: list[dict[str, Any]]) -> str:
-    """The same questions side by side."""
+    """Difference over the same questions."""
     if isolated and "nats" in isolated[0]:
         first = {row["sample"]: row["nats"] for row in isolated}
         return "nested - flowkv: " + spread(
@@ -248,7 +250,7 @@ def difference(isolated: list[dict[str, Any]], nested: list[dict[str, Any]]) -> 
 
 
 def summary(jobs: list[Job], rows: dict[Job, list[dict[str, Any]]]) -> Table:
-    """Isolated beside nested, per base and ratio."""
+    """Isolated next to nested, per base and ratio."""
     table = Table("base", "ratio", "resident", "flowkv", "nested", "side by side")
     table.add_row("full", "", "100%", rate(rows[jobs[0]]), "", "")
     for isolated, nested in zip(jobs[1::2], jobs[2::2], strict=True):
@@ -268,10 +270,10 @@ def summary(jobs: list[Job], rows: dict[Job, list[dict[str, Any]]]) -> Table:
 
 
 def measure(setting: Setting, jobs: list[Job], seeds: int, limit: int, out: Path):
-    """Ask for every answer that ``out`` does not have yet, then show all."""
+    """Ask for every answer that ``out`` lacks, then show all."""
     console, earlier = Console(), read_rows(out)
     if out.exists() and not out.read_text().endswith("\n"):
-        with out.open("a") as file:  # after a line that was cut off
+        with out.open("a") as file:  # ends an incomplete last line
             file.write("\n")
     source, samples = provenance(), setting.samples(seeds)[: limit or None]
     rows: dict[Job, list[dict[str, Any]]] = {job: [] for job in jobs}
@@ -302,12 +304,16 @@ def main(
     base: Annotated[
         list[str] | None, typer.Option(help="compressor, by name or as JSON")
     ] = None,
-    ratio: Annotated[list[float] | None, typer.Option(help="default: 5")] = None,
+    ratio: Annotated[
+        list[float] | None, typer.Option(help="shares; default: 5")
+    ] = None,
     seeds: Annotated[int, typer.Option(help="dialogues, of three questions each")] = 10,
     limit: Annotated[int, typer.Option(help="questions per engine; 0: all")] = 0,
-    floor: Annotated[int, typer.Option(help="tokens that each turn keeps")] = 32,
-    sentences: Annotated[int, typer.Option(help="of an answer that is filler")] = 12,
-    fillers: Annotated[int, typer.Option(help="turns of filler")] = 4,
+    floor: Annotated[
+        int, typer.Option(help="minimum tokens to keep of each turn")
+    ] = 32,
+    sentences: Annotated[int, typer.Option(help="sentences of a filler answer")] = 12,
+    fillers: Annotated[int, typer.Option(help="number of filler turns")] = 4,
     prefeval: Annotated[
         Path | None, typer.Option(help="PrefEval's JSON file or folder")
     ] = None,
@@ -325,7 +331,7 @@ def main(
         raise typer.BadParameter("give a MODEL")
     told = str(prefeval or "")
     setting = Setting(model, dtype, block_size, sentences, fillers, told)
-    # a window of so few queries as the shortest turn leaves room for
+    # the shortest turn has no more queries for a window
     bases = base or ['{"name": "snapkv", "window": 8}']
     ratios = ratio or [0.1, 0.3, 0.5, 0.7, 0.9]
     measure(setting, make_jobs(bases, ratios, floor), seeds, limit, out)

@@ -1,8 +1,8 @@
-"""Things to be found: facts in the middle of texts, and later questions about them.
+"""Facts hidden in texts, and later questions about them, to train routers.
 
-Ordinary text seldom asks for one number that stood a thousand tokens before, so a
-router that has read nothing else learns no look that finds one. The wording is not
-that of the pass-key prompts (``_pass_key.py``), which stay unseen.
+Ordinary text rarely refers to one number that stood a thousand tokens before, so a
+router trained on it alone does not learn to find such a number. The wording differs
+from the pass-key prompts (``_pass_key.py``), which stay unseen.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _STATEMENTS = (
     "It was written on the wall: {thing} of {owner} = {value}.",
     "Somebody changed the {thing} of {owner} last week, and now it is {value}.",
 )
-# of a question, and of an answer to it
+# tokens of a question, and of an answer
 _QUESTIONS = (
     "What is the {thing} of {owner}?",
     "Which {thing} does {owner} have?",
@@ -102,7 +102,7 @@ _ANSWERS = (
     "It is {value}.",
     "{owner} has the {thing} {value}.",
 )
-# how a question and its answer follow each other
+# layouts of a question and its answer
 TALK = "Question: {question}\nAnswer: {answer}\n"
 
 
@@ -123,13 +123,15 @@ class Fact:
 def examined(
     text: str, draw: random.Random, reach: int, questions: int, turn: str
 ) -> str:
-    """``text`` with facts in it, and questions about them, with answers, behind it.
+    """``text`` with facts in it, followed by questions about them and answers.
 
     Args:
-        reach: facts lie within so many last characters of the text, evenly but for a
-            draw.
-        questions: how many; there are as many facts and half as many again.
-        turn: with ``{question}`` and ``{answer}``.
+        text: the text.
+        draw: random generator.
+        reach: facts lie within this number of last characters of the text, at roughly
+            even distances.
+        questions: number of questions; there are 1.5 times as many facts.
+        turn: layout with ``{question}`` and ``{answer}``.
     """
     subjects = draw.sample(list(product(_OWNERS, _THINGS)), questions * 3 // 2)
     facts = [Fact(owner, thing, _value(draw)) for owner, thing in subjects]
@@ -150,7 +152,9 @@ def examined(
 
 
 def _pieces(text: str, least: int) -> list[str]:
-    """``text`` cut behind sentences and lines, where a piece is long enough."""
+    """Split ``text`` after sentences and lines into pieces of at least ``least``
+    characters.
+    """
     found, begun = list[str](), ""
     for part in re.split(r"(?<=[.!?\n])(?=\s)", text):
         begun += part
@@ -161,7 +165,7 @@ def _pieces(text: str, least: int) -> list[str]:
 
 
 def _value(draw: random.Random) -> str:
-    """A number, a code or words; numbers most often."""
+    """A number, a code or words; usually a number."""
     digits = "".join(draw.choices("0123456789", k=draw.randint(3, 8)))
     letters = "".join(draw.choices("ABCDEFGHJKLMNPQRSTUVWXYZ", k=3))
     words = draw.sample(_WORDS, 2)

@@ -1,9 +1,9 @@
-"""How often the episode changes as a conversation goes on, and what routing takes.
+"""How often the episode changes during a conversation, and the time of routing.
 
-EpiCache, figure 7b: the first half of each LoCoMo dialogue is clustered, then what is
-said later comes piece by piece as a query, with everything before it as its history.
-Behind each, segments that became full are learned, as a server does while it idles.
-The clustering stays, unless ``--recluster-growth`` is given.
+EpiCache, figure 7b. The first half of each LoCoMo dialogue is clustered. The second
+half arrives piece by piece as queries, each with everything before it as its history.
+After each query, full segments are embedded, as a server does while idle. The
+clustering does not change, unless ``--recluster-growth`` is given.
 
     python benchmarks/research/episode_switches.py locomo.json --plot-out switches.svg
 """
@@ -34,7 +34,7 @@ from vllm_kvplugins.episodes.routing import EpisodeRouter, Route
 from vllm_kvplugins.episodes.settings import DEFAULT_ENCODER, EpisodeSettings
 from vllm_kvplugins.episodes.utterances import Utterance, dialogue_text
 
-NEVER = 1e9  # growth until a history is clustered anew
+NEVER = 1e9  # growth that triggers a new clustering of a history
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class Run:
 
     Attributes:
         utterances, segments: of the half that was clustered.
-        first_ms: of the first route, which embeds and clusters that half.
-        guides: per query, numbers of the guides that were chosen; the first query
-            stands for the cache that is there.
+        first_ms: time of the first route, which embeds and clusters that half.
+        guides: per query, the chosen guides; the first query determines the initial
+            cache.
         encode_ms, match_ms: per query after the first.
-        cpu_ms: of all threads of this process, for both; what else runs on the
-            machine hardly changes it.
-        learn_ms: the same behind each query, for the segments that it did not wait for.
+        cpu_ms: both, of all threads of this process; hardly depends on other load.
+        learn_ms: CPU time of embedding after each query, for segments that the query
+            did not wait for.
     """
 
     dialogue: int
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def switches(self) -> list[int]:
-        """After each query, how many so far; 0 after the first one."""
+        """Cumulative switches after each query; 0 after the first."""
         total, found = 0, [0]
         for before, now in zip(self.guides, self.guides[1:], strict=False):
             total += before != now
@@ -74,12 +74,12 @@ class Run:
 
     @property
     def share(self) -> float:
-        """Of the queries that could switch."""
+        """Switches per query, among the queries that could switch."""
         return self.switches[-1] / (len(self.guides) - 1)
 
     @property
     def shuffled_share(self) -> float:
-        """The same if the queries came in a random order, in the mean."""
+        """Mean share for the same queries in random order."""
         n, counts = len(self.guides), Counter(self.guides).values()
         return 1 - sum(k * (k - 1) for k in counts) / (n * (n - 1))
 
@@ -90,8 +90,12 @@ def routes(
     encoder: Encoder,
     query_utterances: int,
 ) -> Iterator[tuple[Route, float, float]]:
-    """The routes of a dialogue's second half, and milliseconds of CPU time of each, and
-    of learning behind it."""
+    """Route the second half of a dialogue.
+
+    Returns:
+        The routes, and milliseconds of CPU time of each route and of the embedding
+        after it.
+    """
     router = EpisodeRouter(settings, lambda _: encoder)
     half = len(history) // 2
     for at in range(half, len(history) - query_utterances + 1, query_utterances):
@@ -132,7 +136,7 @@ def run_dialogue(
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """A row per dialogue, and one for all."""
+    """One row per dialogue, and one for all."""
     shown = Table(
         *("dialogue", "utter.", "segm.", "first, s", "queries", "switches"),
         *("share", "shuffled", "encode, ms", "match, ms", "CPU, ms", "learn, ms"),
@@ -170,12 +174,12 @@ def table(runs: Sequence[Run]) -> Table:
 
 
 def _times(ms: list[float]) -> str:
-    """Median, and the 95th of 100."""
+    """Median and 95th percentile."""
     return f"{median(ms):.1f} ({quantiles(ms, n=20)[-1]:.1f})"
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Cumulative switches over queries, and the worst case."""
+    """Plot cumulative switches over queries, and the worst case."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -205,7 +209,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 def main(
     path: Path,
     query_utterances: Annotated[
-        int, typer.Option(min=1, help="utterances that make a query")
+        int, typer.Option(min=1, help="utterances per query")
     ] = 4,
     episodes: int = 4,
     segment_utterances: int = 4,
@@ -215,7 +219,7 @@ def main(
     json_out: Path | None = None,
 ) -> None:
     """Route the second halves of LoCoMo's dialogues."""
-    if plot_out and not find_spec("matplotlib"):  # told now rather than at the end
+    if plot_out and not find_spec("matplotlib"):  # fail now instead of at the end
         raise typer.BadParameter("--plot-out needs matplotlib: pip install matplotlib")
     settings = EpisodeSettings(
         episodes=episodes,
@@ -224,7 +228,7 @@ def main(
         recluster_growth=recluster_growth,
     )
     loaded = load_encoder(encoder)
-    loaded.encode(["not the first time that anything runs"])
+    loaded.encode(["warm up the encoder"])
     runs = [
         run_dialogue(number, history, settings, loaded, query_utterances)
         for number, history in enumerate(locomo_dialogues(path))

@@ -1,12 +1,12 @@
-"""How much of the attention that questions of LoCoMo pay to a dialogue is kept.
+"""Share of the attention of LoCoMo's questions that falls on kept tokens.
 
-Every policy reads the same history in blocks and keeps as many tokens of it, as for
-``locomo.py``; the engine tells which, per layer and KV head. Then the model with full
-KV reads history and question: of the attention that the question's tokens pay to the
-history, how much falls on tokens that were kept? Mean over layers, query heads and the
-question's tokens, all with full KV's own queries: only what was dropped counts.
-Beside it, the share of the tokens that hold the answer which were kept, and, in a
-second table, how much was kept of what was said early and late.
+Every policy reads the same history in blocks and keeps the same number of tokens, as
+for ``locomo.py``. The engine reports them per layer and KV head. Then the model with
+full KV reads history and question. Reported is the share of the question's attention to
+the history that falls on kept tokens: mean over layers, query heads and the question's
+tokens, all with full KV's own queries, so that only dropped tokens count. Also
+reported: the kept share of the tokens that hold the answer, and, in a second table, the
+kept share of early and late parts.
 
     python benchmarks/research/locomo_mass.py MODEL locomo.json --budget 1024
 """
@@ -42,14 +42,14 @@ from locomo import (
 from rich.console import Console
 from rich.table import Table
 
-PARTS = 5  # of the history, equally long
+PARTS = 5  # parts of the history, of equal length
 
 # -- what the engine kept ----------------------------------------------------------
 
 
 def run_engine(setting: Setting, work: Job) -> None:
-    """Child: ask all questions; a line of JSON per question, and one per cache."""
-    # records come as they are only from an engine in this process
+    """Child: answer all questions; a JSON line per question, and one per cache."""
+    # only an engine in this process gives access to its records
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import SamplingParams
 
@@ -81,7 +81,7 @@ def run_engine(setting: Setting, work: Job) -> None:
         cache = known.setdefault(guide, len(known))
         row = {"question": number, "cache": cache, "prompt": prompt, "end": end}
         row["evidence"] = evidence_at(read["offset_mapping"], text, question)
-        if records:  # read now, and not brought back
+        if records:  # the history was prefilled now, not restored
             row["kept"] = records[-1].kept_positions
         print("RESULT " + json.dumps(row), flush=True)
 
@@ -105,7 +105,8 @@ class Guides:
         self._history = utterances_of(history)
 
     def of(self, question: str) -> tuple[int, ...]:
-        """Tokens of the one that a question needs; of a long one its middle."""
+        """Tokens of the patched prompt for a question; a long one is cut to its
+        middle."""
         route = self._router.route("", self._history, question)
         assert route is not None, "there is a history"
         ids = self._tokenizer.encode(route.guide, add_special_tokens=False)
@@ -116,7 +117,7 @@ class Guides:
 def kept_masks(
     rows: Iterator[dict[str, Any]], end: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Of each question, bool [layers, kv_heads, end]: history that it could see."""
+    """Per question, bool [layers, kv_heads, end]: history that it can attend to."""
     caches: dict[int, torch.Tensor] = {}
     for row in rows:
         if "kept" in row:
@@ -125,11 +126,12 @@ def kept_masks(
 
 
 def mask_of(kept: list[list[list[int]]], end: int) -> torch.Tensor:
-    """bool [layers, kv_heads, end].
+    """Kept positions as bool [layers, kv_heads, end].
 
     Args:
-        kept: positions after the last compaction, [layers][kv_heads][kept]; what came
-            behind the last of them was never compressed.
+        kept: positions after the last compaction, [layers][kv_heads][kept]. Tokens
+            after the last of them were not compressed.
+        end: length of the history.
     """
     cut = 1 + max(position for layer in kept for head in layer for position in head)
     mask = torch.zeros(len(kept), len(kept[0]), end, dtype=torch.bool)
@@ -141,7 +143,7 @@ def mask_of(kept: list[list[list[int]]], end: int) -> torch.Tensor:
 
 
 def by_part(kept: torch.Tensor) -> list[float]:
-    """Share of each fifth of the history that is kept, the oldest first.
+    """Kept share of each fifth of the history, oldest first.
 
     Args:
         kept: bool [layers, kv_heads, end].
@@ -154,7 +156,7 @@ def by_part(kept: torch.Tensor) -> list[float]:
 
 
 class ProbeRequest:
-    """One history under full KV, and the questions behind it."""
+    """One history under full KV, and the questions after it."""
 
     def __init__(self, model: MaskedModel) -> None:
         self._model = model
@@ -164,10 +166,10 @@ class ProbeRequest:
     def share(
         self, question: int, prompt: list[int], end: int, kept: torch.Tensor
     ) -> float:
-        """Of the attention that ``prompt[end:]`` pays to what is before it."""
+        """Share of the attention of ``prompt[end:]`` to earlier tokens that is kept."""
         if self._read is None:
             read = self._model.read(prompt[:end])
-            # queries of the history are not asked for again, and they are large
+            # the history's queries are large and no longer needed
             self._read = Prompt([], read.keys, read.values, read.scales)
         if question not in self._full:
             shape = (1, len(self._read.keys), len(self._read.keys[0]), end)
@@ -204,7 +206,7 @@ def table_of(rows: dict[str, list[dict[str, Any]]]) -> Table:
 
 
 def parts_table(rows: dict[str, list[dict[str, Any]]]) -> Table:
-    """What is kept of each part of the history, means over questions."""
+    """Kept share of each part of the history, means over questions."""
     table = Table("method", *(f"part {i + 1}" for i in range(PARTS)))
     for label, found in rows.items():
         columns = zip(*(r["kept_by_part"] for r in found), strict=True)
@@ -216,19 +218,19 @@ def main(
     model: Annotated[str, typer.Argument()] = "",
     path: Annotated[str, typer.Argument(help="a file of LoCoMo")] = "",
     dialogue: int = 0,
-    history_tokens: Annotated[int, typer.Option(help="of the dialogue")] = 6000,
-    questions: Annotated[int, typer.Option(help="at most")] = 16,
+    history_tokens: Annotated[int, typer.Option(help="tokens of the dialogue")] = 6000,
+    questions: Annotated[int, typer.Option(help="maximum number")] = 16,
     budget: int = 1024,
     block: Annotated[int, typer.Option(help="tokens between compressions")] = 512,
     method: Annotated[
-        list[str] | None, typer.Option(help="default: all of locomo.py but stock")
+        list[str] | None, typer.Option(help="default: all of locomo.py except stock")
     ] = None,
-    config: Annotated[str, typer.Option(help="of epicache, as JSON")] = "{}",
-    dtype: Annotated[str, typer.Option(help="of the engine")] = "bfloat16",
+    config: Annotated[str, typer.Option(help="settings of epicache, as JSON")] = "{}",
+    dtype: Annotated[str, typer.Option(help="dtype of the engine")] = "bfloat16",
     out: Path = Path("locomo_mass.jsonl"),
     child: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
-    """Measure the attention to a dialogue that is left under several policies."""
+    """Measure the kept share of the attention to a dialogue under several policies."""
     if child:
         fields, asked = json.loads(child)
         run_engine(Setting(**fields), Job(asked))

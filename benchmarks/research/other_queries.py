@@ -1,8 +1,9 @@
-"""What a choice of tokens is worth that was made for other queries.
+"""Value of a token selection that was made for other queries.
 
-`reuse_every` takes over the choice of an anchor layer, `prefetch` asks a layer's index
-with the query of the step or layer before. Measured as in ``coverage.py``, with exact
-choices: the share of the attention that the layer's own choice of as many tokens gets.
+`reuse_every` reuses the selection of an anchor layer. `prefetch` queries a layer's
+index with the query of the previous step or layer. As in ``coverage.py``, but with
+exact selections: the share of the attention that the layer's own selection of the same
+size gets.
 
     python benchmarks/research/other_queries.py MODEL DOCUMENTS
 """
@@ -35,7 +36,7 @@ def main(
     limit: Annotated[int, typer.Option(help="documents")] = 4,
     every: Annotated[int, typer.Option(help="reuse_every")] = 3,
 ) -> None:
-    """Print the mean share for every way to ask, at three budgets."""
+    """Print the mean share for every source of queries, at three budgets."""
     console = Console()
     tokenizer = AutoTokenizer.from_pretrained(model)
     masked = MaskedModel(model)

@@ -1,18 +1,18 @@
-"""What patched prompts are worth by how close they are to the question.
+"""Value of patched prompts, by their similarity to the question.
 
 The controlled experiment of EpiCache, figure 2.
 
-A LoCoMo dialogue is compressed block by block under one budget, for every question and
-every kind of patched prompt anew: the question itself; the tenth of the utterances most
-similar to it, the tenth in the middle, the least similar tenth, a random tenth; the
-segment of the episode that the question is routed to; InfiniPot's instruction.
+Compresses a LoCoMo dialogue block by block under one budget, once per question and kind
+of patched prompt: the question itself; the tenth of the utterances most similar to it,
+the middle tenth, the least similar tenth, a random tenth; the segment of the episode
+that the question is routed to; InfiniPot's instruction.
 
-Two figures per question: nats per token of the true answer, as ``locomo.py`` has them,
-and the share of the evidence's tokens that the cache still has, over layers and heads;
-and beside it the share that chance would keep, which blocks and layer budgets change.
+Reports per question: nats per token of the true answer, as in ``locomo.py``; the share
+of the evidence's tokens that the cache still holds, over layers and heads; and the
+share expected by chance, which depends on blocks and layer budgets.
 
-``--config`` changes settings of EpiCache, as in its figure A1; several of them are run
-one after another and compared with the first, question by question.
+``--config`` changes settings of EpiCache, as in its figure A1. Several configurations
+run one after another and are compared with the first, question by question.
 
     python benchmarks/research/patched_prompts.py MODEL locomo.json --budget 1024
 """
@@ -60,11 +60,11 @@ LONGEST = 512  # tokens of a patched prompt
 
 
 def tenth(similarity: np.ndarray, above: float) -> list[int]:
-    """A tenth of the utterances, in their order: those behind so large a share of the
-    more similar ones.
+    """Indices of a tenth of the utterances, in order.
 
     Args:
         similarity: float32 [utterances].
+        above: share of the utterances that are more similar than this tenth.
     """
     count = max(len(similarity) // 10, 1)
     first = min(round(above * len(similarity)), len(similarity) - count)
@@ -76,7 +76,7 @@ def tenth(similarity: np.ndarray, above: float) -> list[int]:
 def patched_texts(
     lines: list[str], question: str, similarity: np.ndarray, seed: int
 ) -> dict[str, str]:
-    """Kinds that can be made of the lines alone."""
+    """The kinds of patched prompts that need the lines only."""
     places = {kind: tenth(similarity, above) for kind, above in BANDS.items()}
     count = len(places[CLOSEST])
     places[RANDOM] = sorted(random.Random(seed).sample(range(len(lines)), count))
@@ -88,20 +88,21 @@ Kept = list[list[list[int]]]  # positions, [layers][kv_heads][kept]
 
 
 def evidence_in(patched: str, asked: Question) -> float:
-    """Share of the lines that hold the answer that a patched prompt has itself."""
+    """Share of the evidence lines that a patched prompt contains."""
     return sum(line in patched for line in asked.evidence) / len(asked.evidence)
 
 
 def end_of(kept: Kept) -> int:
-    """Where it was cut; the newest tokens in front of that always stay."""
+    """Position of the last compaction; the newest tokens before it are always kept."""
     return 1 + max(max(head) for layer in kept for head in layer)
 
 
 def evidence_kept(kept: Kept, wanted: list[int]) -> float:
-    """Share of positions that are there, over layers and KV heads.
+    """Share of positions in the cache, over layers and KV heads.
 
     Args:
-        kept: after the last compaction; what comes later was never compressed.
+        kept: positions after the last compaction; later tokens were not compressed.
+        wanted: the positions.
     """
     heads, cut = [set(head) for layer in kept for head in layer], end_of(kept)
     here = [sum(p in head or p >= cut for p in wanted) for head in heads]
@@ -109,11 +110,14 @@ def evidence_kept(kept: Kept, wanted: list[int]) -> float:
 
 
 def kept_by_chance(compactions: list[Kept], wanted: list[int]) -> float:
-    """What :func:`evidence_kept` would be if every compaction had kept as many tokens
-    of each layer and KV head as it did, but any.
+    """Expected :func:`evidence_kept` of random selections of the same size.
+
+    Each compaction keeps as many tokens of each layer and KV head as it did, but random
+    ones.
 
     Args:
-        compactions: all of a cache, from the first.
+        compactions: all compactions of a cache, in order.
+        wanted: the positions.
     """
     sizes = [[len(head) for layer in kept for head in layer] for kept in compactions]
     share = np.ones((len(wanted), len(sizes[0])))
@@ -129,8 +133,8 @@ def kept_by_chance(compactions: list[Kept], wanted: list[int]) -> float:
 
 
 def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> None:
-    """Child: every question with every patched prompt, one line of JSON each."""
-    # records come as they are only from an engine in this process
+    """Child: every question with every patched prompt, one JSON line each."""
+    # only an engine in this process gives access to its records
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import SamplingParams
 
@@ -152,7 +156,7 @@ def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> No
     end = len(rendered(tokenizer, history))
     llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=1))
     llm.collective_rpc("kv_policy_record", args=(True,))
-    # a cache is read once per patched prompt
+    # a cache is built once per patched prompt
     caches: dict[tuple[int, ...], list[Kept]] = {}
     for number, question in enumerate(questions):
         (asked,) = embed(encoder, [question.text])
@@ -198,7 +202,7 @@ def table_of(rows: list[dict[str, Any]], full: dict[int, float]) -> Table:
     """Means over questions; differences question by question.
 
     Args:
-        rows: of one configuration after another.
+        rows: of all configurations, in order.
         full: nats of stock vLLM by question.
     """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -238,7 +242,7 @@ def mean_of(found: list[dict[str, Any]], figure: str) -> str:
 
 
 def above(found: list[dict[str, Any]], other: list[dict[str, Any]], figure: str) -> str:
-    """By how much a figure is more than elsewhere, of the questions that both have."""
+    """Mean difference of a figure, over the questions that both have."""
     there = {row["question"]: row[figure] for row in other}
     both = [
         row[figure] - there[row["question"]]
@@ -252,10 +256,13 @@ def policy_of(budget: int, block: int, episodes: int, config: str) -> dict[str, 
     """EpiCache's settings.
 
     Args:
-        config: a JSON object; what it names goes before the rest.
+        budget: tokens to keep per KV head.
+        block: tokens between compressions.
+        episodes: of the dialogue.
+        config: a JSON object; overrides the other settings.
 
     Raises:
-        typer.BadParameter: it is no JSON object.
+        typer.BadParameter: ``config`` is not a JSON object.
     """
     try:
         more = json.loads(config)
@@ -271,7 +278,7 @@ def policy_of(budget: int, block: int, episodes: int, config: str) -> dict[str, 
 def rows_of(
     setting: Setting, policy: dict[str, Any], kinds: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Rows of an engine in a child process, as they come."""
+    """Rows of an engine in a child process, as they arrive."""
     request = json.dumps([asdict(setting), policy, kinds])
     return child_rows(__file__, request, "patched prompts")
 
@@ -280,23 +287,25 @@ def main(
     model: Annotated[str, typer.Argument()] = "",
     path: Annotated[str, typer.Argument(help="a file of LoCoMo")] = "",
     dialogue: int = 0,
-    history_tokens: Annotated[int, typer.Option(help="of the dialogue")] = 4000,
-    questions: Annotated[int, typer.Option(help="at most")] = 8,
+    history_tokens: Annotated[int, typer.Option(help="tokens of the dialogue")] = 4000,
+    questions: Annotated[int, typer.Option(help="maximum number")] = 8,
     budget: int = 1024,
     block: Annotated[int, typer.Option(help="tokens between compressions")] = 512,
-    episodes: Annotated[int, typer.Option(help="of the dialogue (E)")] = 4,
+    episodes: Annotated[int, typer.Option(help="episodes of the dialogue (E)")] = 4,
     kind: Annotated[
         list[str] | None, typer.Option(help="default: " + ", ".join(KINDS))
     ] = None,
     config: Annotated[
         list[str] | None,
-        typer.Option(help="of epicache, as JSON; several are compared with the first"),
+        typer.Option(
+            help="settings of epicache, as JSON; compare several with the first"
+        ),
     ] = None,
     dtype: str = "bfloat16",
     out: Path = Path("patched_prompts.jsonl"),
     child: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
-    """Ask questions from caches that different patched prompts made."""
+    """Ask questions with caches that different patched prompts have compressed."""
     if child:
         fields, policy, kinds = json.loads(child)
         run_engine(Setting(**fields), policy, kinds)

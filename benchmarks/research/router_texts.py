@@ -1,14 +1,14 @@
-"""Plain text out of folders of HTML, reStructuredText and Python, to train routers on.
+"""Extracts plain text from HTML, reStructuredText and Python files, to train routers.
 
-    python benchmarks/research/router_texts.py FOLDER... --out TEXTS \
+    python benchmarks/research/router_texts.py FOLDER... --out TEXTS \\
         --least 12000 --most 40
-    python benchmarks/research/router_texts.py FOLDER... --out TEXTS \
+    python benchmarks/research/router_texts.py FOLDER... --out TEXTS \\
         --asked 0.5 --model MODEL
 
-Each file that is long enough becomes a ``.txt``, chosen at random by ``--seed``, as
-many of each folder. With ``--asked`` that share of the texts, or about, hold facts and
+Each file that is long enough becomes a ``.txt``. ``--seed`` chooses the same number of
+files from each folder. With ``--asked`` about that share of the texts contain facts and
 end with questions about them (``_router_facts.py``), as turns of the model's chat
-template or as plain lines; train with ``--settings '{"ends": true}'`` then.
+template or as plain lines. Train with ``--settings '{"ends": true}'`` in this case.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from _router_facts import TALK, examined
 
 KINDS = (".html", ".rst", ".rst.txt", ".py", ".txt")
 SILENT = {"script", "style", "head", "nav"}
-# Questions behind a text, and characters before them in which the facts lie: so many
-# that 256 tokens hold little else, and that 2048 tokens hold all.
+# Questions after a text, and characters before them that hold the facts: a window of
+# 256 tokens holds little else, and a window of 2048 tokens holds all of them.
 QUESTIONS, REACH = 10, 5500
 
 
 class _Text(HTMLParser):
-    """Collects what a reader would see."""
+    """Collects the visible text of an HTML page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _Text(HTMLParser):
 
 
 def plain(path: Path) -> str:
-    """What ``path`` says, without markup, runs of blanks or of empty lines."""
+    """Text of ``path`` without markup, and without runs of blanks or empty lines."""
     text = path.read_text(encoding="utf-8", errors="ignore")
     if path.suffix == ".html":
         parser = _Text()
@@ -62,13 +62,14 @@ def plain(path: Path) -> str:
 
 
 def stretch(text: str, length: int, draw: random.Random) -> str:
-    """A run of so many characters, from somewhere in the text."""
+    """A random run of ``length`` characters."""
     first = draw.randrange(max(len(text) - length, 0) + 1)
     return text[first : first + length]
 
 
 def chat_turn(model: str) -> str:
-    """A later turn of a talk with this model, with ``{question}`` and ``{answer}``."""
+    """A later turn of this model's chat template, with ``{question}`` and
+    ``{answer}``."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -85,14 +86,14 @@ def chat_turn(model: str) -> str:
 
 def main(
     folders: list[Path],
-    out: Annotated[Path, typer.Option(help="Where the texts go.")],
-    least: Annotated[int, typer.Option(help="Characters of a text.")] = 12000,
-    most: Annotated[int, typer.Option(help="Texts of each folder.")] = 40,
+    out: Annotated[Path, typer.Option(help="folder for the texts")],
+    least: Annotated[int, typer.Option(help="minimum characters of a text")] = 12000,
+    most: Annotated[int, typer.Option(help="texts per folder")] = 40,
     asked: Annotated[
-        float, typer.Option(min=0, max=1, help="Share that ends with questions.")
+        float, typer.Option(min=0, max=1, help="share of texts that end with questions")
     ] = 0,
     model: Annotated[
-        str, typer.Option(help="Whose chat template most questions follow.")
+        str, typer.Option(help="model whose chat template most questions use")
     ] = "",
     seed: int = 0,
 ) -> None:

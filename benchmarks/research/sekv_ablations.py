@@ -1,13 +1,13 @@
-"""SeKV with one part taken out (SeKV, table 5), as policies of their own.
+"""SeKV with one component removed (SeKV, table 5), as separate policies.
 
     import sekv_ablations
 
     sekv_ablations.register()
 
-before an engine starts in the same process, as ``needle.py`` does. All have the budget
-and the plan of ``sekv``: what a part leaves free goes to the newest tokens. Without a
-zoom is ``{"name": "sekv", "zoom_share": 0}``, which leaves its room to anchors; without
-a trained router, ``sekv`` as it is.
+Call this before an engine starts in the same process, as ``needle.py`` does. All have
+the budget and plan of ``sekv``; freed tokens go to the newest tokens. To remove the
+zoom use ``{"name": "sekv", "zoom_share": 0}``, which gives its tokens to anchors.
+``sekv`` without ``router`` has no trained router.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_kvplugins.spans.segmentation import Segments, cut_evenly
 
 
 class FixedChunks(SeKV):
-    """Spans of equal length; surprising tokens stay, but cut nothing."""
+    """Spans of equal length; surprising tokens are kept, but do not end spans."""
 
     name: ClassVar[str] = "sekv-fixed-chunks"
     summary: ClassVar[str] = "sekv whose spans are chunks of one length"
@@ -38,7 +38,7 @@ class FixedChunks(SeKV):
 
 
 class NoAnchors(SeKV):
-    """Surprising tokens cut spans, but do not stay; more of the newest ones do."""
+    """Surprising tokens end spans, but are not kept; more of the newest tokens are."""
 
     name: ClassVar[str] = "sekv-no-anchors"
     summary: ClassVar[str] = "sekv whose surprising tokens do not stay"
@@ -55,14 +55,14 @@ class NoAnchors(SeKV):
         positions = (~resident).nonzero().squeeze(1)
         cut = torch.searchsorted(whole.anchors, positions, right=True)
         _, span, sizes = cut.unique_consecutive(return_inverse=True, return_counts=True)
-        # cut_evenly makes shares of a span's surprisal of them
+        # because cut_evenly computes shares of a span's surprisal from it
         worth = surprisal[positions].clamp(min=0)
         divided = Segments(resident, positions, span, sizes, worth, whole.anchors)
         return cut_evenly(divided, self.least_span, spans)
 
 
 class PlainMeans(SeKV):
-    """A span's tokens count alike in its mean."""
+    """All tokens of a span have equal weight in its mean."""
 
     name: ClassVar[str] = "sekv-plain-means"
     summary: ClassVar[str] = "sekv whose means are not weighted by surprisal"
@@ -76,7 +76,7 @@ class PlainMeans(SeKV):
 
 
 class OneThreshold(SeKV):
-    """All heads zoom from the same gate on: the mean of a router's thresholds."""
+    """All heads zoom at the same gate: the mean of a router's thresholds."""
 
     name: ClassVar[str] = "sekv-one-threshold"
     summary: ClassVar[str] = "sekv whose router has one threshold"
@@ -97,6 +97,6 @@ ABLATIONS = (FixedChunks, NoAnchors, PlainMeans, OneThreshold)
 
 
 def register() -> None:
-    """Make them known under their names."""
+    """Register the policies under their names."""
     for policy in ABLATIONS:
         register_policy(policy.name, f"{__name__}:{policy.__name__}")

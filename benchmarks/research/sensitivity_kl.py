@@ -1,17 +1,17 @@
 """Do layer budgets bring block-wise prefill closer to full KV?
 
-EpiCache's figure 4b. Each document is read block by block under a policy with every
-allocator at the same memory, and once by stock vLLM. Then all are fed the same next
-tokens, and their predictions are compared: KL from stock's, nats per token, mean over
-these tokens. Every allocator is shown beside the one that it differs from by its
-layers' budgets alone: ``head-adaptive`` for those that share a layer's pages so,
+EpiCache's figure 4b. Each document is read block by block under a policy, with every
+allocator at the same memory, and once by stock vLLM. Then all receive the same next
+tokens. Reports the KL of their predictions from stock's, nats per token, mean over
+these tokens. Each allocator is compared with the one that differs only in its layer
+budgets: ``head-adaptive`` for allocators that share a layer's pages among heads,
 ``uniform`` for the others.
 
-The next tokens are the document's own, or with ``--answers`` the reference answer of a
-LongBench row, asked for behind its context.
+The next tokens are the document's own or, with ``--answers``, the reference answer of a
+LongBench row, requested after its context.
 
-Engines run one after another; figures of a policy stay in ``--out``, and a run that was
-interrupted goes on there.
+Engines run one after another. Results go to ``--out``; an interrupted run resumes from
+this file.
 
     python benchmarks/research/sensitivity_kl.py MODEL DOCUMENTS --out kl.jsonl
 """
@@ -49,7 +49,7 @@ QUESTION = "\n\nWrite a one-page summary of all the news above.\n\nSummary:"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all engines of a run share."""
+    """Settings that all engines of a run share."""
 
     model: str
     documents: str
@@ -62,14 +62,14 @@ class Setting:
     block_size: int
 
     def shared(self) -> dict[str, Any]:
-        """What a row says of it."""
+        """The settings that each row records."""
         names = {"model": Path(self.model).name, "documents": Path(self.documents).name}
         return asdict(self) | names
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One document. ``next``: what is fed behind the prompt."""
+    """One document. ``next``: tokens that follow the prompt."""
 
     name: str
     prompt: list[int]
@@ -83,7 +83,7 @@ def make_samples(setting: Setting, tokenizer: Any) -> list[Sample]:
     """The documents of a run.
 
     Raises:
-        ValueError: fewer than asked for are long enough.
+        ValueError: too few documents are long enough.
     """
     path, tokens = Path(setting.documents), setting.prompt_tokens
     if setting.answers:
@@ -95,7 +95,7 @@ def make_samples(setting: Setting, tokenizer: Any) -> list[Sample]:
 
 
 def answered(path: Path, tokenizer: Any, setting: Setting) -> list[Sample]:
-    """Contexts cut to length with a question behind, and the reference answers."""
+    """Contexts cut to length followed by a question, and the reference answers."""
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -121,8 +121,10 @@ def answered(path: Path, tokenizer: Any, setting: Setting) -> list[Sample]:
 
 
 def run_engine(setting: Setting, config: str, logits_path: str) -> None:
-    """Child: logits in front of every next token, and a line of JSON per document."""
-    # what a logits processor saw can be read only from an engine in this process
+    """Child: print a JSON line per document and save the logits before every next
+    token.
+    """
+    # only an engine in this process gives access to its logits processor
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from _talk import Recorded
     from vllm import LLM, SamplingParams
@@ -159,7 +161,7 @@ def run_engine(setting: Setting, config: str, logits_path: str) -> None:
 
 
 def _held_blocks(llm: Any, sample: Sample) -> int:
-    """Blocks that the prompt holds when it is over, by the plan."""
+    """Blocks that the prompt holds at its end, by the plan."""
     from vllm_kvplugins.plan.geometry import Lengths
     from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of, policy_of
 
@@ -171,10 +173,10 @@ def _held_blocks(llm: Any, sample: Sample) -> int:
 
 
 def ask_engine(setting: Setting, config: str) -> tuple[list[dict[str, Any]], Any]:
-    """Rows of one engine in a child process, and its logits.
+    """Run one engine in a child process.
 
     Returns:
-        The rows, and float32 [documents, next tokens, vocabulary].
+        The rows, and float32 logits [documents, next tokens, vocabulary].
     """
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
         request = json.dumps([asdict(setting), config, file.name])
@@ -186,7 +188,7 @@ def ask_engine(setting: Setting, config: str) -> tuple[list[dict[str, Any]], Any
 
 
 def config_of(policy: str, allocator: str, budget: int, block: int) -> str:
-    """A policy's configuration as JSON, the same for the same settings."""
+    """A policy's configuration as JSON; equal settings give equal text."""
     named = [
         json.loads(text) if text.startswith("{") else {"name": text}
         for text in (policy, allocator)
@@ -205,7 +207,7 @@ def allocator_label(config: str) -> str:
 
 
 def base_of(config: str) -> str:
-    """The same with equal layers, but heads sharing as they do there."""
+    """The configuration with equal layer budgets and the same sharing among heads."""
     options = json.loads(config)
     allocator = options["allocator"]
     shared = allocator["name"] in ("head-adaptive", "sensitivity")
@@ -244,13 +246,13 @@ def summary(rows: dict[str, dict[str, float]]) -> Table:
 
 
 def key_of(row: dict[str, Any]) -> str:
-    """What makes a row one and the same measurement, but for the document."""
+    """Identifies a measurement, except for the document."""
     fields = (*Setting.__dataclass_fields__, "config")
     return json.dumps([row[field] for field in fields])
 
 
 def read_rows(out: Path) -> list[dict[str, Any]]:
-    """Earlier figures; a last line that was cut off does not count."""
+    """Results of an earlier run, without an incomplete last line."""
     rows = []
     for line in out.read_text().splitlines() if out.exists() else []:
         try:
@@ -262,7 +264,7 @@ def read_rows(out: Path) -> list[dict[str, Any]]:
 
 
 def measure(setting: Setting, configs: list[str], out: Path) -> None:
-    """Ask every engine whose figures ``out`` does not have yet, then show all."""
+    """Run every engine whose results ``out`` lacks, then show all."""
     console, source = Console(), provenance()
     shared, done = setting.shared(), read_rows(out)
     wanted = {key_of(shared | {"config": config}): config for config in configs}
@@ -302,12 +304,12 @@ def main(
     budget: Annotated[int, typer.Option(help="tokens per KV head")] = 1024,
     prefill_block: int = 512,
     answers: Annotated[
-        bool, typer.Option(help="feed the answers of LongBench's rows")
+        bool, typer.Option(help="use the answers of LongBench's rows as next tokens")
     ] = False,
     prompt_tokens: int = 4096,
     next_tokens: int = 64,
     count: Annotated[int, typer.Option(help="documents")] = 5,
-    seed: Annotated[int, typer.Option(help="of the choice of documents")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the choice of documents")] = 0,
     dtype: str = "float32",
     block_size: int = 32,
     out: Path = Path("sensitivity_kl.jsonl"),

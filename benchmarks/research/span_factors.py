@@ -1,23 +1,23 @@
-"""Whether spans that end at surprising tokens compress better than others.
+"""Do spans that end at surprising tokens compress better than other spans?
 
 SeKV (section 3.2) says that keys and values of such spans are "often more compressible
-than arbitrary token blocks". Each document is read once; surprisals come from the
-model's own logits. Ways to find anchors:
+than arbitrary token blocks". Reads each document once; surprisals come from the model's
+own logits. Ways to find anchors:
 
-- ``paper``: all tokens above mu + sigma, spans shorter than 16 left out (L_min);
-- ``sekv 10 %``, ``sekv 20 %``: what the policy does in the room that a budget leaves.
+- ``paper``: all tokens above mu + sigma, without spans shorter than 16 (L_min);
+- ``sekv 10 %``, ``sekv 20 %``: the policy's choice at these budgets.
 
-Each is held against others over the same document, at the same mean length of a span:
+Each is compared with controls on the same document, at the same mean span length:
 
 - ``surprise``: the spans themselves;
-- ``shuffled``: the same tokens and lengths, the lengths in a random order;
+- ``shuffled``: the same tokens and lengths, in random order of lengths;
 - ``chunks``: the same tokens in chunks of one length;
-- ``chunks of all``: anchors are not taken out, either.
+- ``chunks of all``: chunks that include the anchors.
 
     OMP_NUM_THREADS=1 python benchmarks/research/span_factors.py MODEL DOCUMENTS...
 
-Energy and error are of all tokens together, not means over spans: a mean over spans
-would favour ways that make many short ones, which any rank describes well.
+Energy and error are of all tokens together. A mean over spans would favour methods with
+many short spans, which any rank approximates well.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from vllm_kvplugins.policies.span_policy import SpanPolicy
 
 RANKS = (8, 16, 32, 64)
 SINKS, LEAST_SPAN, BLOCK_SIZE = 4, 16, 32
-# errors that differ by less are the same: factors are rounded to bfloat16
+# smaller differences count as equal, because factors are rounded to bfloat16
 MARGIN = 0.01
 MEASURES = ("key_energy", "value_energy", "key_error", "value_error", "size")
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One way to divide a document.
+    """One division of a document.
 
     Attributes:
         positions: int64 [n], tokens of spans, ascending.
-        sizes: int64 [spans], consecutive ones of ``positions``.
+        sizes: int64 [spans], consecutive runs of ``positions``.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Cut:
 
 
 def plain_rule(surprisal: torch.Tensor) -> Cut:
-    """Equation 1 with alpha = 1 and no room to fit."""
+    """Equation 1 with alpha = 1 and no limit on resident tokens."""
     known = surprisal[1:]
     cuts = surprisal > known.mean() + known.std(correction=0)
     cuts[:SINKS] = True
@@ -80,7 +80,7 @@ def plain_rule(surprisal: torch.Tensor) -> Cut:
 
 
 def of_policy(surprisal: torch.Tensor, policy: SpanPolicy, geometry: Geometry) -> Cut:
-    """What a policy does when a prompt of so many tokens is in."""
+    """The policy's division of a prompt of this length."""
     tokens, size = surprisal.numel(), geometry.block_size
     (compaction,) = policy.plan(Lengths(tokens), geometry).compactions
     stays = len(compaction.retained) * size + tokens % size
@@ -89,13 +89,13 @@ def of_policy(surprisal: torch.Tensor, policy: SpanPolicy, geometry: Geometry) -
 
 
 def even_sizes(tokens: int, spans: int) -> torch.Tensor:
-    """int64 [spans], as equal as can be."""
+    """int64 [spans], as equal as possible."""
     edges = torch.arange(spans + 1) * tokens // spans
     return edges.diff()
 
 
 def controls(cut: Cut, seed: int) -> Iterator[Cut]:
-    """The cut itself, and others with its mean length."""
+    """The division itself, and controls with its mean length."""
     yield cut
     spans, tokens = cut.sizes.numel(), cut.positions.numel()
     sizes = cut.sizes.tolist()
@@ -110,15 +110,16 @@ def controls(cut: Cut, seed: int) -> Iterator[Cut]:
 
 
 def kept(layers: list[torch.Tensor], cut: Cut) -> list[dict[str, float]]:
-    """What each rank keeps, over all layers and KV heads together.
+    """Compression at each rank, over all layers and KV heads together.
 
     Args:
         layers: [2 * num_kv_heads, tokens, head_dim] each, keys and then values.
+        cut: the division.
 
     Returns:
-        Per rank: energy (share of the squared norm that the rank can keep), error
-        (of what bfloat16 factors give back, relative to the norm) and size (of the
-        factors, as a share of the rows').
+        Per rank: energy (share of the squared norm within the rank), error (of the rows
+            that bfloat16 factors reconstruct, relative to the norm) and size (of the
+            factors, as a share of the rows).
     """
     starts = cut.sizes.cumsum(0) - cut.sizes
     lost = torch.zeros(len(RANKS), 2, dtype=torch.float64)
@@ -160,7 +161,7 @@ def squared(rows: torch.Tensor) -> torch.Tensor:
 def measure(
     name: str, layers: list[torch.Tensor], surprisal: torch.Tensor
 ) -> list[dict[str, Any]]:
-    """A row per way, control and rank."""
+    """One row per anchor rule, control and rank."""
     planes, _, dim = layers[0].shape
     heads = planes // 2
     geometry = Geometry(BLOCK_SIZE, len(layers), heads, 4 * dim * heads * len(layers))
@@ -186,9 +187,11 @@ def measure(
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Means over documents with their standard deviation, and on how many of them
-    errors are smaller, and larger, than those of the spans between surprising
-    tokens."""
+    """Means and standard deviations over documents.
+
+    Also the number of documents with smaller, and with larger, errors than the spans
+    between surprising tokens.
+    """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["anchors"], row["rank"], row["spans"]), []).append(row)
@@ -214,11 +217,13 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main(
     model: str,
     documents: Annotated[list[Path], typer.Argument(help="files or folders")],
-    each: Annotated[int, typer.Option(help="documents of each, the first ones")] = 2,
+    each: Annotated[
+        int, typer.Option(help="number of documents of each; takes the first ones")
+    ] = 2,
     tokens: int = 2048,
     json_out: Path | None = None,
 ) -> None:
-    """Print and keep the table."""
+    """Print and save the table."""
     if reason := ops.extension_info()["reason"]:
         raise typer.BadParameter(f"factors come from the extension: {reason}")
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -295,8 +295,8 @@ def main(
     output_tokens: Annotated[
         int, typer.Option(help="random: length of the answer")
     ] = 128,
-    slo_ttft_ms: Annotated[float, typer.Option(help="for goodput")] = 2000.0,
-    slo_tpot_ms: Annotated[float, typer.Option(help="for goodput")] = 100.0,
+    slo_ttft_ms: Annotated[float, typer.Option(help="limit for goodput")] = 2000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(help="limit for goodput")] = 100.0,
     block_size: int = 32,
     max_model_len: int = 4096,
     dtype: str = "auto",
