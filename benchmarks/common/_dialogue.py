@@ -114,19 +114,19 @@ class Sample:
 def facts(rng: random.Random) -> list[Fact]:
     """One fact of each kind, in random order."""
     made = []
-    for told, asked, about, values in rng.sample(_KINDS, len(_KINDS)):
+    for statement, question, about, values in rng.sample(_KINDS, len(_KINDS)):
         thing, value = rng.choice(about), rng.choice(values)
         others = tuple(other for other in values if other != value)
-        told = told.format(about=thing, value=value)
-        made.append(Fact(told, asked.format(about=thing), value, others))
+        statement = statement.format(about=thing, value=value)
+        made.append(Fact(statement, question.format(about=thing), value, others))
     return made
 
 
 def filler(rng: random.Random, sentences: int) -> tuple[str, str]:
     """A user's request and a long answer that contains no fact."""
     topic = rng.choice(_TOPICS)
-    said = [text.format(topic=topic) for text in rng.sample(_SENTENCES, sentences)]
-    return rng.choice(_REQUESTS).format(topic=topic), " ".join(said)
+    answer = [text.format(topic=topic) for text in rng.sample(_SENTENCES, sentences)]
+    return rng.choice(_REQUESTS).format(topic=topic), " ".join(answer)
 
 
 def dialogue(seed: int, sentences: int = 12, fillers: int = FILLERS) -> list[Sample]:
@@ -138,23 +138,23 @@ def dialogue(seed: int, sentences: int = 12, fillers: int = FILLERS) -> list[Sam
         fillers: number of filler turns between the facts and the questions.
     """
     rng = random.Random(f"dialogue {seed}")
-    told = facts(rng)
+    told_facts = facts(rng)
     turns = []
-    for fact in told:
+    for fact in told_facts:
         _, more = filler(rng, sentences // 2)
         noted = f"{rng.choice(_NOTED)} {more}"
         turns.append((f"{fact.told} {rng.choice(_ALSO)}", noted))
     turns += [filler(rng, sentences) for _ in range(fillers)]
     made = []
     for number in rng.sample(range(FACTS), FACTS):
-        fact = told[number]
-        asked = f"{fact.question} Answer with one word."
+        fact = told_facts[number]
+        question = f"{fact.question} Answer with one word."
         history = [_message("system", SYSTEM)]
         for user, assistant in turns:
             history += [_message("user", user), _message("assistant", assistant)]
-        messages = [*history, _message("user", asked)]
+        messages = [*history, _message("user", question)]
         made.append(Sample(messages, fact, number + 1, len(turns) + 1))
-        turns.append((asked, f"{fact.value}."))
+        turns.append((question, f"{fact.value}."))
     return made
 
 
@@ -179,17 +179,21 @@ def preferences(path: Path, seeds: int, sentences: int, fillers: int) -> list[Sa
     if len(items) < seeds:
         raise ValueError(f"{path} has only {len(items)} preferences")
     made = []
-    for seed, told in enumerate(random.Random("preferences").sample(items, seeds)):
+    for seed, preference in enumerate(
+        random.Random("preferences").sample(items, seeds)
+    ):
         rng = random.Random(f"filler {seed}")
         _, more = filler(rng, sentences // 2)
-        turns = [(told, f"{rng.choice(_NOTED)} {more}")]
+        turns = [(preference, f"{rng.choice(_NOTED)} {more}")]
         turns += [filler(rng, sentences) for _ in range(fillers + FACTS)]
         history = [_message("system", SYSTEM)]
         for user, assistant in turns:
             history += [_message("user", user), _message("assistant", assistant)]
-        asked = _message("user", _REPEAT)
-        fact = Fact(told, _REPEAT, told, ())
-        made.append(Sample([*history, asked], fact, 1, len(turns) + 1, forced=told))
+        request = _message("user", _REPEAT)
+        fact = Fact(preference, _REPEAT, preference, ())
+        made.append(
+            Sample([*history, request], fact, 1, len(turns) + 1, forced=preference)
+        )
     return made
 
 
@@ -209,14 +213,14 @@ def is_right(answer: str, fact: Fact) -> bool:
 # -- counts ----------------------------------------------------------------------
 
 
-def wilson(right: float, asked: int) -> tuple[float, float]:
+def wilson(right: float, total: int) -> tuple[float, float]:
     """95 % interval of a rate from counts (Wilson's score interval)."""
-    if not asked:
+    if not total:
         return 0.0, 1.0
     z = 1.959964
-    rate, square = right / asked, z * z / asked
+    rate, square = right / total, z * z / total
     middle = (rate + square / 2) / (1 + square)
-    half = z / (1 + square) * sqrt(rate * (1 - rate) / asked + square / (4 * asked))
+    half = z / (1 + square) * sqrt(rate * (1 - rate) / total + square / (4 * total))
     return max(middle - half, 0.0), min(middle + half, 1.0)
 
 

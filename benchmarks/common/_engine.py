@@ -180,7 +180,7 @@ def provenance() -> dict[str, str]:
     }
 
 
-def of_kernels(load: float, repeats: int) -> dict[str, Any]:
+def kernel_provenance(load: float, repeats: int) -> dict[str, Any]:
     """:func:`provenance` of a benchmark of the compiled ops.
 
     Args:

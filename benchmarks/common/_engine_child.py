@@ -78,21 +78,21 @@ class _Child:
         name, engine = f"t{time.monotonic_ns()}", self.llm.llm_engine
         began, cpu = time.perf_counter(), _cpu_seconds()
         engine.add_request(name, {"prompt_token_ids": prompt}, params)
-        told: list[list[float]] = []  # [wall, CPU] seconds after the start, per token
+        times: list[list[float]] = []  # [wall, CPU] seconds after the start, per token
         output = None
         while engine.has_unfinished_requests():
             for output in engine.step():
-                if len(output.outputs[0].token_ids) > len(told):
-                    told.append([time.perf_counter() - began, _cpu_seconds() - cpu])
+                if len(output.outputs[0].token_ids) > len(times):
+                    times.append([time.perf_counter() - began, _cpu_seconds() - cpu])
         # the worker saves a finished request's session in the next step
         for _ in range(2):
             engine.step()
         assert output is not None, "no answer"
         return {
-            "first_ms": 1e3 * told[0][0],
-            "first_cpu_ms": 1e3 * told[0][1],
-            "token_ms": [1e3 * wall for wall, _ in told],
-            "token_cpu_ms": [1e3 * cpu for _, cpu in told],
+            "first_ms": 1e3 * times[0][0],
+            "first_cpu_ms": 1e3 * times[0][1],
+            "token_ms": [1e3 * wall for wall, _ in times],
+            "token_cpu_ms": [1e3 * cpu for _, cpu in times],
             "decompose_cpu_ms": 1e3 * self._take_decomposed(),
             "computed": len(prompt) - (output.num_cached_tokens or 0),
             "answer": list(output.outputs[0].token_ids),

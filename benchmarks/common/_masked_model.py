@@ -153,7 +153,7 @@ class MaskedModel:
         return prompt
 
     @torch.no_grad()
-    def go_on(
+    def extend(
         self, branches: Branches, tokens: torch.Tensor, logits: int = 0
     ) -> torch.Tensor:
         """Append the next tokens to every branch.

@@ -55,8 +55,8 @@ class Answers:
                 for p in resolvers
             ]
         branches = ResolvedBranches(prompt, torch.stack(kept), resolved=resolved)
-        said = self._generate(branches, prompt.logits[-1].argmax())
-        return [self.tokenizer.decode(ids) for ids in said], len(tokens)
+        token_ids = self._generate(branches, prompt.logits[-1].argmax())
+        return [self.tokenizer.decode(ids) for ids in token_ids], len(tokens)
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -66,13 +66,13 @@ class Answers:
     ) -> list[list[int]]:
         """Greedy tokens of every branch, up to the end token."""
         count = len(branches.visible)
-        said = [first.expand(count)]
+        generated = [first.expand(count)]
         for _ in range(self.max_tokens - 1):
-            logits = self.model.go_on(branches, said[-1][:, None])
-            said.append(logits[:, -1].argmax(-1))
-            if self.ends.issuperset(said[-1].tolist()):
+            logits = self.model.extend(branches, generated[-1][:, None])
+            generated.append(logits[:, -1].argmax(-1))
+            if self.ends.issuperset(generated[-1].tolist()):
                 break
-        rows = torch.stack(said, 1).tolist()
+        rows = torch.stack(generated, 1).tolist()
         return [self._until_end(row) for row in rows]
 
     def _until_end(self, ids: list[int]) -> list[int]:

@@ -43,8 +43,8 @@ def sentences(
         ValueError: the texts are too short.
     """
     text = "\n\n".join(document.text for document in read_documents(path))
-    wanted = text[: 12 * tokens]  # upper bound of characters per token
-    cut = first_tokens(wanted, tokens)
+    start = text[: 12 * tokens]  # upper bound of characters per token
+    cut = first_tokens(start, tokens)
     if len(cut) >= len(text):
         raise ValueError(f"{path} has fewer than {tokens} tokens of text")
     return [part for part in re.split(r"(?<=[.!?])(?=\s)", cut) if part]
@@ -59,9 +59,9 @@ def plant(
         Prompt and key. The key depends on the depth and the seed only.
     """
     key = str(random.Random(depth + 1_000_000 * seed).randrange(10_000, 100_000))
-    wanted = (2 * depth + 1) / (2 * depths) * sum(map(len, haystack))
+    target_chars = (2 * depth + 1) / (2 * depths) * sum(map(len, haystack))
     place = before = 0
-    while before + len(haystack[place]) <= wanted:
+    while before + len(haystack[place]) <= target_chars:
         before += len(haystack[place])
         place += 1
     after = haystack[place:]

@@ -60,10 +60,10 @@ class Resolved:
         segments = policy.segment(surprisal, stays, geometry)
         made = cls(policy, segments, policy.zoom_tokens(tokens, geometry))
         for layer, pair in enumerate(zip(prompt.keys, prompt.values, strict=True)):
-            made._take_in(layer, *(rows.float() for rows in pair))
+            made._add_layer(layer, *(rows.float() for rows in pair))
         return made
 
-    def _take_in(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _add_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         found, heads = self.segments, len(keys)
         inside = keys[:, found.positions], values[:, found.positions]
         spans = CoarseSpans.of(
@@ -162,6 +162,6 @@ def surprisals(logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
         tokens: token ids.
     """
     following = torch.tensor(tokens[1:])[:, None]
-    said = logits[:-1].gather(1, following)[:, 0]
-    found = logits[:-1].logsumexp(-1) - said
+    token_logits = logits[:-1].gather(1, following)[:, 0]
+    found = logits[:-1].logsumexp(-1) - token_logits
     return torch.cat([torch.zeros(1), found])

@@ -135,7 +135,7 @@ class Selector:
         layers, tokens = range(self.geometry.num_layers), self.prompt.tokens
         return [observation.observe(self._view(i, tokens, None, 0)) for i in layers]
 
-    def _observe_probes(self, asked: capabilities.Probing) -> list[Any]:
+    def _observe_probes(self, hooks: capabilities.Probing) -> list[Any]:
         """Run each of the policy's probes after the whole prompt."""
         probing, prompt = self.probing, self.prompt
         assert probing is not None, "the policy needs a model to probe"
@@ -144,12 +144,12 @@ class Selector:
         occasion = ProbeOccasion(probing.prompt, 0, prompt.tokens, room, probing.encode)
         everything = torch.ones(1, layers, heads, prompt.tokens, dtype=torch.bool)
         observed: list[Any] = [None] * layers
-        for probe in asked.probes(occasion):
+        for probe in hooks.probes(occasion):
             ran = Branches(prompt, everything)
-            probing.model.go_on(ran, torch.tensor([list(probe.token_ids)]), logits=1)
+            probing.model.extend(ran, torch.tensor([list(probe.token_ids)]), logits=1)
             for layer in range(layers):
                 view = self._probe_view(layer, ran, probe, observed[layer])
-                observed[layer] = asked.observe(view)
+                observed[layer] = hooks.observe(view)
         return observed
 
     def _probe_view(

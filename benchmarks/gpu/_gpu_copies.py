@@ -107,8 +107,8 @@ def fetcher(device: torch.device, how: str, tokens: int) -> Callable[[], torch.T
         # Made here, so that the tier lives as long as this function: without it, its
         # memory is unpinned.
         host = ops.HostPages(tier.pages, table, tier.reads)
-        wanted = next(turns)
-        return ops.fill_hot(kv, host, wanted, slot_index, hot_set)
+        next_tokens = next(turns)
+        return ops.fill_hot(kv, host, next_tokens, slot_index, hot_set)
 
     return run
 
@@ -140,8 +140,8 @@ class DecodeCase:
         blocks = torch.randperm(len(pages) // self.heads, device=device).int()
         self.blocks = list(blocks.view(parts, rows, per))
         self.lengths = torch.full((sequences,), tokens, device=device).int()
-        asked = rows, self.heads * self.group, self.dim
-        self.queries = torch.randn(asked, device=device).bfloat16()
+        query_shape = rows, self.heads * self.group, self.dim
+        self.queries = torch.randn(query_shape, device=device).bfloat16()
         self.out = torch.empty_like(self.queries)
         self.start = torch.arange(sequences + 1, device=device).int()
         self.scale = self.dim**-0.5

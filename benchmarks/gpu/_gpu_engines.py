@@ -127,13 +127,13 @@ def policies(machine: Machine, expected: Path | None = None) -> Iterator[Row]:
         expected: ``gpu_smoke.json`` of another machine (for example a CPU), to compare
             answers with.
     """
-    wanted: list[Row | None] = [None]
-    wanted += [_settings(name, machine.model) for name in available_policies()]
+    configs: list[Row | None] = [None]
+    configs += [_settings(name, machine.model) for name in available_policies()]
     right = _answers(expected)
     stock: list[int] = []
     settings = machine.small(dtype="float32", enforce_eager=True)
     engines = [
-        machine.rows(_about(policy), policy, settings, _answered) for policy in wanted
+        machine.rows(_about(policy), policy, settings, _answered) for policy in configs
     ]
     for row in machine.all_of(engines):
         answer = row.get("answer", [])
@@ -165,10 +165,10 @@ def _about(policy: Row | None) -> Row:
 
 def _answered(each: EngineProcess) -> Iterator[Row]:
     prompt, began = synthetic_prompt(40000, 900, 0), time.monotonic()
-    told = each.ask("turn", prompt=prompt, turn_ends=[600], max_tokens=24)
+    reply = each.ask("turn", prompt=prompt, turn_ends=[600], max_tokens=24)
     seconds = round(time.monotonic() - began, 2)
     left = each.ask("steps", count=0)["held_blocks"]
-    yield {"answer": told["answer"], "blocks_left": left, "seconds": seconds}
+    yield {"answer": reply["answer"], "blocks_left": left, "seconds": seconds}
 
 
 def _answers(report: Path | None) -> dict[str, list[int]]:
@@ -210,8 +210,8 @@ def graphs(machine: Machine) -> Iterator[Row]:
 
 def _graphed(each: EngineProcess) -> Iterator[Row]:
     prompt = synthetic_prompt(40000, 900, 0)
-    told = each.ask("turn", prompt=prompt, turn_ends=[], max_tokens=48)
-    yield {"mode": each.facts["graphs"], "answer": told["answer"]}
+    reply = each.ask("turn", prompt=prompt, turn_ends=[], max_tokens=48)
+    yield {"mode": each.facts["graphs"], "answer": reply["answer"]}
 
 
 def llama(machine: Machine, layers: int, longest: int, kv_bytes: int) -> Row:
@@ -239,14 +239,14 @@ def decode(
     engine["max_num_seqs"] = 4
     # (policy, settings, number of lengths); some are slow at the longest length
     few, two = lengths[:1], lengths[:2]
-    wanted: list[tuple[Row | None, Row, list[int]]] = [
+    plans: list[tuple[Row | None, Row, list[int]]] = [
         (None, GRAPHS, lengths),
         (SNAPKV, GRAPHS, lengths),
         (ICECACHE, GRAPHS, two),
         (SNAPKV | {"kernel": "triton"}, GRAPHS, two),
         (SNAPKV, EAGER, few),
     ]
-    for policy, settings, some in wanted:
+    for policy, settings, some in plans:
         ask = partial(_decoded, some)
         yield from machine.rows(_about(policy), policy, engine | settings, ask)
 
@@ -293,11 +293,11 @@ def serving(
         each.ask("add", prompts=prompts[:2], max_tokens=16)
         each.ask("drain")  # absorbs late compilation and graph capture
         each.ask("add", prompts=prompts, max_tokens=answer_tokens)
-        told = each.ask("run")
-        rate = requests * answer_tokens / told["wall_s"]
+        reply = each.ask("run")
+        rate = requests * answer_tokens / reply["wall_s"]
         row: Row = {"requests": requests, "tokens_per_s": round(rate, 1)}
         for key in ("wall_s", "mean_running", "preemptions"):
-            row[key] = round(told[key], 2)
+            row[key] = round(reply[key], 2)
         yield row
 
     for policy in (None, {"name": "snapkv", "budget": 512}):

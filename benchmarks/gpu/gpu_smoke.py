@@ -159,13 +159,13 @@ def run_boxed(command: list[str], seconds: float, **env: str) -> tuple[int, str]
     except OSError as error:
         return 127, str(error)
     try:
-        said, _ = child.communicate(timeout=max(seconds, 0.0))
+        output, _ = child.communicate(timeout=max(seconds, 0.0))
         status = child.returncode
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
-        said, _ = child.communicate()
+        output, _ = child.communicate()
         status = 124
-    return status, said.decode(errors="replace")[-4000:]
+    return status, output.decode(errors="replace")[-4000:]
 
 
 def build(folder: Path, device: str) -> Iterator[Row]:
@@ -173,10 +173,10 @@ def build(folder: Path, device: str) -> Iterator[Row]:
     ops."""
     ask = "import json; from vllm_kvplugins import ops; print(ops.extension_info())"
     for cuda in ("ON", "OFF") if device == "cuda" else ("OFF",):
-        status, said = _cmake(folder / cuda, cuda)
+        status, output = _cmake(folder / cuda, cuda)
         row: Row = {"cuda": cuda, "status": status}
         if status:
-            yield row | {"problem": said}
+            yield row | {"problem": output}
             continue
         yield row | {"extension": run_boxed([sys.executable, "-c", ask], 60)[1]}
         return
@@ -191,9 +191,9 @@ def _cmake(folder: Path, cuda: str) -> tuple[int, str]:
         if shutil.which("nvcc") is None and NVCC.exists():
             env["CUDACXX"] = str(NVCC)
     configure = ["cmake", "-S", ".", "-B", str(folder), *options]
-    status, said = run_boxed(configure, 60, **env)
+    status, output = run_boxed(configure, 60, **env)
     if status:
-        return status, said
+        return status, output
     return run_boxed(["cmake", "--build", str(folder), "--parallel"], 180)
 
 
@@ -214,9 +214,9 @@ def kernels(folder: Path, end: float) -> Iterator[Row]:
         if importlib.util.find_spec("xdist") is not None:
             command += ["-n", "8"]
         left = min(SUITE_S, end - time.monotonic())
-        status, said = run_boxed(command, left)
+        status, output = run_boxed(command, left)
         row: Row = {"suite": suite, "chosen": chosen, "status": status}
-        yield row | (tested(results) if results.exists() else {"problem": said})
+        yield row | (tested(results) if results.exists() else {"problem": output})
 
 
 def tested(results: Path) -> Row:

@@ -106,8 +106,8 @@ class Library(ABC):
         return [head.contiguous().numpy() for head in queries]
 
     def ask(self, queries: list[Any], knob: int) -> torch.Tensor:
-        asked = partial(self.ask_head, knob=knob)
-        found = list(self.map(asked, self.heads, queries))
+        query_head = partial(self.ask_head, knob=knob)
+        found = list(self.map(query_head, self.heads, queries))
         return torch.stack([torch.from_numpy(slots) for slots in found])
 
     @abstractmethod

@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import _path  # noqa: F401
 import torch
 import typer
-from _engine import of_kernels
+from _engine import kernel_provenance
 from gather import MIB, cell, memory, spread
 from rich.console import Console
 from rich.table import Table
@@ -232,7 +232,7 @@ def main(
             keys = ("wall_ms", "cpu_ms", "rate", "stock / this")
             table.add_row(name, call, *(cell(values[key]) for key in keys))
         console.print(table)
-    facts = of_kernels(load, repeats)
+    facts = kernel_provenance(load, repeats)
     console.print_json(data=facts)
     if json_out is not None:
         json_out.write_text(json.dumps({"rows": found, **facts}, indent=1))

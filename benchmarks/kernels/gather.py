@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import _path  # noqa: F401
 import torch
 import typer
-from _engine import of_kernels
+from _engine import kernel_provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -205,7 +205,7 @@ def main(
                 cpu = f"{row['cpu_ms']['median']:.1f}"
                 table.add_row(name, *(cell(values) for values in cells), cpu)
             console.print(table)
-    facts = of_kernels(load, repeats)
+    facts = kernel_provenance(load, repeats)
     console.print_json(data=facts)
     if json_out is not None:
         json_out.write_text(json.dumps({"rows": rows, **facts}, indent=1))

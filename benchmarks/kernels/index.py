@@ -182,10 +182,10 @@ def measure(
     for repeat, query in enumerate(rounds):
         if repeat == 2:  # the first two warm up
             timer.forget(*calls)
-        asked = query.contiguous()
+        batch = query.contiguous()
         for name in order.sample(list(calls), len(calls)):
             empty_caches()
-            timer.run(name, partial(calls[name], asked))
+            timer.run(name, partial(calls[name], batch))
     sample = queries[:, :32].contiguous()
     exact = scan.query_topk(sample, view, options.k).slots
     found = tree.query_topk(sample, by_page, options.k, visits).slots

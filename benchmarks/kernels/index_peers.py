@@ -153,13 +153,15 @@ def measure(
     oracle = BruteForceIndex(heads, keys.shape[2])
     oracle.build(Keys.dense(keys))
     exact = {
-        id(asked): oracle.query_topk(asked.contiguous(), Keys.dense(keys), K).slots
-        for asked in (tuning, checking)
+        id(query_batch): oracle.query_topk(
+            query_batch.contiguous(), Keys.dense(keys), K
+        ).slots
+        for query_batch in (tuning, checking)
     }
 
-    def share(method: Any, asked: torch.Tensor, knob: int) -> float:
-        answer = method.ask(method.prepared(asked), knob)
-        return coverage(asked, keys, answer, exact[id(asked)])
+    def share(method: Any, queries: torch.Tensor, knob: int) -> float:
+        answer = method.ask(method.prepared(queries), knob)
+        return coverage(queries, keys, answer, exact[id(queries)])
 
     rows, calls = [], {}
     for method in methods:
@@ -180,10 +182,10 @@ def measure(
     for repeat in range(options.repeats + 2):
         if repeat == 2:  # the first two warm up
             timer.forget(*calls)
-        asked = timed[repeat % len(timed)]
+        query_batch = timed[repeat % len(timed)]
         for name in order.sample(list(calls), len(calls)):
             method, knob = calls[name]
-            ready = method.prepared(asked)
+            ready = method.prepared(query_batch)
             empty_caches()
             timer.run(name, partial(method.ask, ready, knob))
 

@@ -55,7 +55,7 @@ def runs(options: argparse.Namespace, slots: int) -> dict[str, Callable[[], obje
     queries = torch.randn(shape, generator=generator).to(heap.dtype)
     scale = options.head_dim**-0.5
     kv = ops.PagedKV(heap, layout)
-    places, asked = ops.VoteSlots(table, positions), ops.VoteQueries(queries, at)
+    places, vote_queries = ops.VoteSlots(table, positions), ops.VoteQueries(queries, at)
     keys = ops.gather_keys(kv, table)[:, :slots]
 
     def gathered() -> object:
@@ -63,7 +63,7 @@ def runs(options: argparse.Namespace, slots: int) -> dict[str, Callable[[], obje
         return attention_votes.window_votes(queries, dense, scale)
 
     return {
-        "pages": lambda: ops.page_votes(kv, places, asked, scale),
+        "pages": lambda: ops.page_votes(kv, places, vote_queries, scale),
         "dense": lambda: attention_votes.window_votes(queries, keys, scale),
         "gather+dense": gathered,
     }

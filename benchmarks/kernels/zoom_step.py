@@ -110,19 +110,19 @@ def main(
         chosen = {"name": "sekv", **json.loads(config)}
         shape = requests, tokens, layers, heads, dim
         runtime, rows, lengths, table = prepare(chosen, *shape, Losses())
-    (here,) = runtime.extensions
-    assert isinstance(here, controller.SpanController)
+    (spans_controller,) = runtime.extensions
+    assert isinstance(spans_controller, controller.SpanController)
     clocks, found = Clocks(), defaultdict(list)
-    gates = clocks.around("route", here.policy.gates)
-    fetch = clocks.around("fetch", here._factors)
+    gates = clocks.around("route", spans_controller.policy.gates)
+    fetch = clocks.around("fetch", spans_controller._factors)
     attend = clocks.around("attend", controller.attend_mixed)
     zoom = clocks.twice(controller.zoom_spans)
     random = torch.Generator().manual_seed(1)
     shape = (layers, requests, heads * GROUP, dim)
     queries = torch.randn(shape, generator=random)
     with (
-        mock.patch.object(type(here.policy), "gates", staticmethod(gates)),
-        mock.patch.object(here, "_factors", fetch),
+        mock.patch.object(type(spans_controller.policy), "gates", staticmethod(gates)),
+        mock.patch.object(spans_controller, "_factors", fetch),
         mock.patch.object(controller, "attend_mixed", attend),
         mock.patch.object(controller, "zoom_spans", zoom),
     ):
@@ -135,7 +135,7 @@ def main(
             output = torch.empty(requests, heads * GROUP * dim, dtype=torch.bfloat16)
             began = cpu_ms()
             for layer in range(layers):
-                here.attend(
+                spans_controller.attend(
                     layer, asking[layer], flat.pages[0], flat.lengths[0], output
                 )
             spent = {"all": cpu_ms() - began}
@@ -146,7 +146,7 @@ def main(
             for name, value in spent.items():
                 found[name].append(value / layers)
             runtime.end_step()
-    here.check_integrity()
+    spans_controller.check_integrity()
     report(console, found)
     console.print_json(data=provenance())
     if json_out is not None:

@@ -177,18 +177,18 @@ def _said(opening: str) -> dict[str, str]:
 
 def row_of(sample: Sample, output: Any, held: Held) -> dict[str, Any]:
     """The row of an answer."""
-    (said,) = output.outputs
+    (completion,) = output.outputs
     steps = held.decode_bytes
     return {
         "task": sample.task,
         "sample": sample.name,
         "group": sample.group or sample.name,
         "place": dict(sample.place),
-        "answer": said.text,
+        "answer": completion.text,
         "truths": list(sample.truths),
-        "score": round(score(said.text, sample), 6),
+        "score": round(score(completion.text, sample), 6),
         "prompt_tokens": len(output.prompt_token_ids),
-        "answer_tokens": len(said.token_ids),
+        "answer_tokens": len(completion.token_ids),
         "cached_tokens": output.num_cached_tokens or 0,
         "resident_bytes": round(median(steps)) if steps else None,
         "peak_bytes": held.peak_bytes or None,

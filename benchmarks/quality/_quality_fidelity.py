@@ -39,8 +39,8 @@ def coverage(full: Branches, kept: torch.Tensor) -> float:
     prompt, found = full.prompt, []
     for layer, queries in full.queries.items():
         keys = prompt.keys[layer]
-        asked = queries[0].unflatten(0, (len(keys), -1))  # by KV head
-        logits = asked.flatten(1, 2) @ keys.mT * prompt.scales[layer]
+        grouped = queries[0].unflatten(0, (len(keys), -1))  # by KV head
+        logits = grouped.flatten(1, 2) @ keys.mT * prompt.scales[layer]
         shares = logits.softmax(-1)
         found.append(float((shares * kept[layer][:, None]).sum(-1).mean()))
     return sum(found) / len(found)
@@ -88,13 +88,19 @@ def measure_fidelity(
         model = model or MaskedModel(setting.model)
         say(f"fidelity: {name}, {len(due)} policies")
         for job, row in of_document(model, tokenizer, setting, ids, due):
-            told = {"policy": dict(job.policy), "share": job.share, "label": job.label}
-            told |= {"sample": name, "group": name, "commit": commit}
-            told["resident_bytes"] = round(row["kept_tokens"] * token_bytes)
-            told["resident_share"] = row["kept_tokens"] / setting.tokens
-            told["prompt_tokens"] = setting.tokens
+            common = {
+                "policy": dict(job.policy),
+                "share": job.share,
+                "label": job.label,
+            }
+            common |= {"sample": name, "group": name, "commit": commit}
+            common["resident_bytes"] = round(row["kept_tokens"] * token_bytes)
+            common["resident_share"] = row["kept_tokens"] / setting.tokens
+            common["prompt_tokens"] = setting.tokens
             for figure in (*FIGURES.values(), COVERAGE):
-                append(out, told | {"task": f"fidelity:{figure}", "score": row[figure]})
+                append(
+                    out, common | {"task": f"fidelity:{figure}", "score": row[figure]}
+                )
     return refused
 
 

@@ -105,11 +105,11 @@ def _drawn(setting: Setting) -> tuple[list[dict[str, str]], list[dict[str, str]]
 
 def gsm8k(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
     """A question after many worked examples, which all questions share."""
-    shots, asked = _drawn(setting)
+    shots, questions = _drawn(setting)
     shown = "".join(
         f"Question: {row['question']}\nAnswer: {row['answer']}\n\n" for row in shots
     )
-    for number, row in enumerate(asked[: setting.limit]):
+    for number, row in enumerate(questions[: setting.limit]):
         yield Sample(
             task="gsm8k",
             name=str(number),
@@ -127,21 +127,21 @@ def longgen_gsm8k(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
 
     The model's own answers fill the cache.
     """
-    shots, asked = _drawn(setting)
+    shots, questions = _drawn(setting)
     each = setting.questions
     shown = "\n".join(
         f"Question_{i}:\n{row['question']}\nAnswer_{i}:\n{_worked(row['answer'])}\n"
         for i, row in enumerate(shots, 1)
     )
     for number in range(setting.limit):
-        rows = asked[number * each : (number + 1) * each]
+        rows = questions[number * each : (number + 1) * each]
         if len(rows) < each:
             return
         first = len(shots) + 1
-        wanted = "".join(
+        numbered = "".join(
             f"Question_{i}:\n{row['question']}\n" for i, row in enumerate(rows, first)
         )
-        text = f"Examples:\n{shown}\n\nFollowing questions:\n{wanted}"
+        text = f"Examples:\n{shown}\n\nFollowing questions:\n{numbered}"
         yield Sample(
             task="longgen_gsm8k",
             name=str(number),
@@ -226,13 +226,13 @@ def _about_preference(
     if row["aligned_op"] not in options:
         raise TaskError(f"{name}: aligned_op is none of its options")
     lines = [f"{a}. {o}" for a, o in zip(LETTERS, options, strict=False)]
-    asked = CHOOSE.format(question=row["implicit_query"], options="\n".join(lines))
+    question = CHOOSE.format(question=row["implicit_query"], options="\n".join(lines))
     return Sample(
         task="prefeval:choice",
         name=name,
         metric="letter",
         truths=(LETTERS[options.index(row["aligned_op"])],),
-        messages=(*messages, _said("user", asked)),
+        messages=(*messages, _said("user", question)),
         opening="Letter:",
         max_tokens=8,
     )
@@ -245,19 +245,19 @@ def locomo(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
         dialogues = len(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise TaskError(f"{path} cannot be read: {error}") from error
-    asked = [
+    per_dialogue = [
         sample
         for dialogue in range(dialogues)
         for sample in _of_dialogue(setting, path, dialogue, tokens)
     ]
     # the first question of each dialogue, then the second of each …
-    yield from sorted(asked, key=lambda s: s.place["question"])[: setting.limit]
+    yield from sorted(per_dialogue, key=lambda s: s.place["question"])[: setting.limit]
 
 
 def _of_dialogue(
     setting: Setting, path: Path, dialogue: int, tokens: Tokens
 ) -> Iterator[Sample]:
-    told = locomo_files.Setting(
+    options = locomo_files.Setting(
         setting.model,
         str(path),
         dialogue,
@@ -265,7 +265,7 @@ def _of_dialogue(
         setting.limit,
         setting.dtype,
     )
-    history, questions = locomo_files.excerpt(told, tokens.count)
+    history, questions = locomo_files.excerpt(options, tokens.count)
     for number, question in enumerate(questions):
         yield Sample(
             task="locomo",

@@ -47,8 +47,8 @@ def most_held(share: float, prompt_tokens: int, geometry: Geometry) -> int:
     """
     size = geometry.block_size
     full = prompt_tokens // size * size
-    wanted = -(-max(round(share * prompt_tokens) - (prompt_tokens - full), 1) // size)
-    return (wanted + (full < prompt_tokens)) * size
+    pages = -(-max(round(share * prompt_tokens) - (prompt_tokens - full), 1) // size)
+    return (pages + (full < prompt_tokens)) * size
 
 
 def fit(
@@ -68,23 +68,23 @@ def fit(
     Raises:
         KVPolicyError: the smallest budget holds more, or the settings are wrong.
     """
-    most = most_held(share, prompt_tokens, geometry)
+    max_held = most_held(share, prompt_tokens, geometry)
 
     def held(budget: float) -> int:
         return held_tokens(policy | {"budget": budget}, prompt_tokens, geometry)
 
-    if held(share) <= most:
+    if held(share) <= max_held:
         return policy | {"budget": share}
     low, high = 1, round(share * prompt_tokens)  # invariant: low fits, high does not
     least = held(low / prompt_tokens)
-    if least > most:
+    if least > max_held:
         raise KVPolicyError(
             f"holds {least} of {prompt_tokens} tokens however small its budget, more "
-            f"than {most}"
+            f"than {max_held}"
         )
     while high - low > 1:
         middle = (low + high) // 2
-        fits = held(middle / prompt_tokens) <= most
+        fits = held(middle / prompt_tokens) <= max_held
         low, high = (middle, high) if fits else (low, middle)
     return policy | {"budget": round(low / prompt_tokens, 5)}
 

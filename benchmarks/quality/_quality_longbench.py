@@ -54,7 +54,7 @@ def _sample(
 ) -> Sample:
     written = _config(folder / "dataset2prompt.json", name).format(**row)
     text = tokens.without_middle(written, setting.max_prompt_tokens)
-    asked = {"role": "user", "content": text}
+    message = {"role": "user", "content": text}
     chat = name not in NO_CHAT
     return Sample(
         task=f"longbench:{name}",
@@ -62,7 +62,7 @@ def _sample(
         metric=METRIC_OF[name],
         truths=tuple(row["answers"]),
         prompt="" if chat else text,
-        messages=(asked,) if chat else (),
+        messages=(message,) if chat else (),
         max_tokens=_config(folder / "dataset2maxlen.json", name),
         classes=tuple(row.get("all_classes") or ()),
         first_line=name in FIRST_LINE,

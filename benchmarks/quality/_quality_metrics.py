@@ -20,8 +20,8 @@ _NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 
 def contains(answer: str, sample: Sample) -> float:
     """RULER's ``string_match_all``: share of truths that the answer contains."""
-    said = answer.lower()
-    found = [truth.lower() in said for truth in sample.truths]
+    lowered = answer.lower()
+    found = [truth.lower() in lowered for truth in sample.truths]
     return sum(found) / len(found)
 
 
@@ -46,11 +46,11 @@ def words(text: str) -> list[str]:
 
 def word_f1(answer: str, truth: str) -> float:
     """Harmonic mean of precision and recall over words."""
-    said, true = Counter(words(answer)), Counter(words(truth))
-    common = (said & true).total()
+    answered, expected = Counter(words(answer)), Counter(words(truth))
+    common = (answered & expected).total()
     if not common:
         return 0.0
-    precision, recall = common / said.total(), common / true.total()
+    precision, recall = common / answered.total(), common / expected.total()
     return 2 * precision * recall / (precision + recall)
 
 
@@ -92,13 +92,13 @@ def rouge_l(answer: str, truth: str) -> float:
     Sentences end at every full stop. Each word counts once, in the texts and in the
     union of common subsequences.
     """
-    said, true = _sentences(answer), _sentences(truth)
-    said_words = {word for sentence in said for word in sentence}
-    true_words = {word for sentence in true for word in sentence}
+    answered, expected = _sentences(answer), _sentences(truth)
+    said_words = {word for sentence in answered for word in sentence}
+    true_words = {word for sentence in expected for word in sentence}
     union: set[str] = set()
-    for wanted in true:
-        for sentence in said:
-            union.update(common_words(wanted, sentence))
+    for true_sentence in expected:
+        for sentence in answered:
+            union.update(common_words(true_sentence, sentence))
     if not union:
         return 0.0
     return 2 * len(union) / (len(said_words) + len(true_words))
@@ -123,9 +123,9 @@ def one_of_classes(answer: str, sample: Sample) -> float:
     return 1 / len(named) if truth in named else 0.0
 
 
-def _share_equal(answer: str, wanted: str) -> float:
-    said = re.findall(r"\d+", answer)
-    return said.count(wanted) / len(said) if said else 0.0
+def _share_equal(answer: str, number: str) -> float:
+    numbers = re.findall(r"\d+", answer)
+    return numbers.count(number) / len(numbers) if numbers else 0.0
 
 
 def counted(answer: str, truth: str) -> float:
@@ -135,8 +135,8 @@ def counted(answer: str, truth: str) -> float:
 
 def paragraph(answer: str, truth: str) -> float:
     """The same for the number in "Paragraph 7"."""
-    (wanted,) = re.findall(r"(?:Paragraph |段落)(\d+)", truth)[:1]
-    return _share_equal(answer, wanted)
+    (number,) = re.findall(r"(?:Paragraph |段落)(\d+)", truth)[:1]
+    return _share_equal(answer, number)
 
 
 def similar_line(answer: str, truth: str) -> float:
@@ -168,7 +168,7 @@ def final_number(text: str) -> str:
 def same_number(answer: str, sample: Sample) -> float:
     """Whether the answer's final number is the true one."""
     (truth, *_) = sample.truths
-    return float(bool(said := final_number(answer)) and said == final_number(truth))
+    return float(bool(number := final_number(answer)) and number == final_number(truth))
 
 
 def numbers_in_order(answer: str, sample: Sample) -> float:
@@ -179,8 +179,8 @@ def numbers_in_order(answer: str, sample: Sample) -> float:
     named = dict(re.findall(r"Answer_(\d+):?(.*?)(?=Answer_\d+|\Z)", answer, re.DOTALL))
     right = 0
     for index, truth in enumerate(sample.truths, sample.place["first"]):
-        said = re.findall(_NUMBER, named.get(str(index), "").split("Question_")[0])
-        right += bool(said) and final_number(said[-1]) == final_number(truth)
+        numbers = re.findall(_NUMBER, named.get(str(index), "").split("Question_")[0])
+        right += bool(numbers) and final_number(numbers[-1]) == final_number(truth)
     return right / len(sample.truths)
 
 

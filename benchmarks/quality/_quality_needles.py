@@ -124,13 +124,15 @@ def multikey(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
         for key, value, share in rng.sample(found, setting.questions):
             if made == setting.limit:
                 return
-            asked = MULTIKEY_QUESTION.format(key=key)
+            question = MULTIKEY_QUESTION.format(key=key)
             yield Sample(
                 task="multikey",
                 name=f"{group}, {key}",
                 metric="contains",
                 truths=(value,),
-                messages=({"role": "user", "content": MULTIKEY_TASK + text + asked},),
+                messages=(
+                    {"role": "user", "content": MULTIKEY_TASK + text + question},
+                ),
                 opening=MULTIKEY_OPENING.format(key=key),
                 max_tokens=16,
                 group=group,

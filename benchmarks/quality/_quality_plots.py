@@ -138,11 +138,11 @@ def _mean(
     rows: Sequence[Row], label: str, share: float | None, depth: float, length: int
 ) -> float:
     """Mean score of a cell; NaN if it has no answers."""
-    here = [
+    scores = [
         row["score"]
         for row in rows
         if (row["label"], row["share"]) == (label, share)
         and row["place"]["depth"] == depth
         and row["place"]["tokens"] == length
     ]
-    return mean(here) if here else float("nan")
+    return mean(scores) if scores else float("nan")

@@ -100,13 +100,14 @@ def by_task(records: Sequence[Record]) -> dict[str, list[Record]]:
 def refusals(rows: Sequence[Row]) -> list[str]:
     """Reasons for missing answers, by policy and budget."""
     have = {(row["label"], row["share"]) for row in answered(rows)}
-    told = {
+    reasons = {
         (row["label"], row["share"]): row["refused"]
         for row in rows
         if "refused" in row and (row["label"], row["share"]) not in have
     }
     return [
-        f"{label} at {share:g}: {problem}" for (label, share), problem in told.items()
+        f"{label} at {share:g}: {problem}"
+        for (label, share), problem in reasons.items()
     ]
 
 

@@ -96,7 +96,7 @@ class Setting:
 
     def header(self) -> dict[str, Any]:
         """The settings that two runs must share for their rows to be comparable."""
-        told: dict[str, Any] = {}
+        header: dict[str, Any] = {}
         for one in fields(self):
             if one.name == "limit":
                 continue
@@ -105,8 +105,8 @@ class Setting:
                 value = fingerprint(Path(value)) if value else ""
             elif one.name == "model":
                 value = Path(value).name
-            told[one.name] = list(value) if isinstance(value, tuple) else value
-        return told
+            header[one.name] = list(value) if isinstance(value, tuple) else value
+        return header
 
 
 def fingerprint(path: Path) -> str:
@@ -164,12 +164,12 @@ class Tokens:
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return str(self._tokenizer.decode(ids[:count]))
 
-    def without_middle(self, text: str, most: int) -> str:
+    def without_middle(self, text: str, max_tokens: int) -> str:
         """Start and end of a text that is too long, as LongBench cuts it."""
         ids = self._tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) <= most:
+        if len(ids) <= max_tokens:
             return text
-        half = most // 2
+        half = max_tokens // 2
         parts = (ids[:half], ids[len(ids) - half :])
         return "".join(
             self._tokenizer.decode(part, skip_special_tokens=True) for part in parts

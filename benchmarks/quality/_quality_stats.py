@@ -106,26 +106,26 @@ def _against(
     mean = statistics.mean(gaps)
     # differences are not 0-or-1 scores, so no Wilson interval
     drawn = len(set(gaps)) > 1
-    told = interval(gaps, [row["group"] for row in both], name + " gap", seed)
-    low, high = (told if drawn else None) or (None, None)
+    gap_interval = interval(gaps, [row["group"] for row in both], name + " gap", seed)
+    low, high = (gap_interval if drawn else None) or (None, None)
     return {"vs_stock": mean, "vs_stock_low": low, "vs_stock_high": high}
 
 
 def _sizes(mine: Sequence[Row], stock: dict[str, Row]) -> dict[str, float | None]:
     """Means of resident bytes, prompt lengths and answer lengths."""
-    known = [row for row in mine if row.get("resident_bytes")]
+    measured = [row for row in mine if row.get("resident_bytes")]
     pairs = [
         (row["resident_bytes"], stock[row["sample"]]["resident_bytes"])
-        for row in known
+        for row in measured
         if stock.get(row["sample"], {}).get("resident_bytes")
     ]
     ratio = sum(a for a, _ in pairs) / sum(b for _, b in pairs) if pairs else None
-    told = [row["resident_share"] for row in mine if "resident_share" in row]
-    if told:  # if stock has no rows, use the policy's own count
-        ratio = statistics.mean(told)
+    shares = [row["resident_share"] for row in mine if "resident_share" in row]
+    if shares:  # if stock has no rows, use the policy's own count
+        ratio = statistics.mean(shares)
     return {
-        "resident_bytes": statistics.mean(row["resident_bytes"] for row in known)
-        if known
+        "resident_bytes": statistics.mean(row["resident_bytes"] for row in measured)
+        if measured
         else None,
         "resident_share": ratio,
         "prompt_tokens": statistics.mean(row["prompt_tokens"] for row in mine),

@@ -49,7 +49,7 @@ def retrievers() -> list[dict[str, Any]]:
 
 
 def coverage(
-    policy: Any, prompt: Prompt, offloaded: range, asked: range
+    policy: Any, prompt: Prompt, offloaded: range, positions: range
 ) -> dict[int, list[float]]:
     """Shares by budget: one per layer, KV head and query."""
     shares: dict[int, list[float]] = {budget: [] for budget in BUDGETS}
@@ -59,7 +59,7 @@ def coverage(
         index = policy.new_index(heads, head_dim)
         index.append(keys, 0)
         scale = prompt.scales[layer]
-        for position in asked:
+        for position in positions:
             queries = prompt.queries[layer][:, position]
             grouped = queries.reshape(heads, -1, head_dim)
             worth = (grouped @ keys.transpose(1, 2) * scale).softmax(-1).sum(1)
@@ -94,11 +94,11 @@ def main(
         used.append(document.name)
         prompt = masked.read(ids)
         step = 64 // queries
-        asked = range(tokens - step * queries, tokens, step)
+        positions = range(tokens - step * queries, tokens, step)
         for number, request in enumerate(track(chosen, document.name, console=console)):
             parsed = parse_policy(request)
             span = range(parsed.sinks, tokens - parsed.window)  # type: ignore[attr-defined]
-            by_budget = coverage(parsed, prompt, span, asked)
+            by_budget = coverage(parsed, prompt, span, positions)
             for budget, some in by_budget.items():
                 shares.setdefault((number, budget), []).extend(some)
     if len(used) < limit:

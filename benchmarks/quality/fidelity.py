@@ -68,7 +68,7 @@ class Reference:
         self.prompt: Prompt = whole.first(prompt_tokens)
         shape = (1, len(whole.keys), whole.keys[0].shape[0], prompt_tokens)
         self.full = Branches(self.prompt, torch.ones(shape, dtype=torch.bool))
-        self.logits = model.go_on(self.full, self.next)[0]
+        self.logits = model.extend(self.full, self.next)[0]
         self.check = float(kl_divergence(whole.logits, self.logits).max())
         if self.check > SAME_KL:
             raise RuntimeError(f"full KV differs from one pass: KL {self.check:.2g}")
@@ -80,18 +80,18 @@ class Reference:
             kept: bool [selections, layers, kv_heads, prompt tokens].
         """
         branches = Branches(self.prompt, kept)
-        logits = self.model.go_on(branches, self.next.expand(len(kept), -1))
+        logits = self.model.extend(branches, self.next.expand(len(kept), -1))
         rows = []
-        for index, said in enumerate(logits):
+        for index, branch_logits in enumerate(logits):
             in_model = [
-                relative_error(wanted[0], branches.outputs[layer][index])
-                for layer, wanted in self.full.outputs.items()
+                relative_error(expected[0], branches.outputs[layer][index])
+                for layer, expected in self.full.outputs.items()
             ]
-            agree = said.argmax(-1) == self.logits.argmax(-1)
+            agree = branch_logits.argmax(-1) == self.logits.argmax(-1)
             alone = self._alone(kept[index])
             rows.append(
                 {
-                    "kl": kl_divergence(self.logits, said).mean().item(),
+                    "kl": kl_divergence(self.logits, branch_logits).mean().item(),
                     "top1": agree.double().mean().item(),
                     "error_alone": statistics.mean(alone),
                     "error_in_model": statistics.mean(in_model),
@@ -105,7 +105,7 @@ class Reference:
     def _alone(self, kept: torch.Tensor) -> list[float]:
         """Error per layer when every layer gets full KV's queries."""
         full, prompt, errors = self.full, self.prompt, []
-        for layer, wanted in full.outputs.items():
+        for layer, expected in full.outputs.items():
             got = attend(
                 full.queries[layer],
                 prompt.keys[layer],
@@ -115,7 +115,7 @@ class Reference:
                 kept[None, layer],
                 prompt.scales[layer],
             )
-            errors.append(relative_error(wanted, got))
+            errors.append(relative_error(expected, got))
         return errors
 
 

@@ -100,7 +100,7 @@ def utterances(dialogue: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """A dialogue's lines by id, in order."""
     spoken = dialogue["conversation"]
     names = sorted(
-        (name for name, said in spoken.items() if isinstance(said, list)),
+        (name for name, lines in spoken.items() if isinstance(lines, list)),
         key=lambda name: int(name.removeprefix("session_")),
     )
     for name in names:
@@ -145,7 +145,7 @@ def excerpt(
     """
     first, *others = json.loads(Path(setting.path).read_text())[setting.dialogue :]
     lines: list[str] = []
-    known: dict[str, str] = {}
+    lines_by_id: dict[str, str] = {}
     used = 0
     for dialogue in (first, *others):
         for name, line in utterances(dialogue):
@@ -154,7 +154,7 @@ def excerpt(
                 break
             lines.append(line)
             if dialogue is first:
-                known[name] = line
+                lines_by_id[name] = line
         if used > setting.history_tokens:
             break
     questions = [
@@ -162,12 +162,12 @@ def excerpt(
             item["question"],
             str(item["answer"]),
             item["category"],
-            tuple(known[name] for name in item["evidence"]),
+            tuple(lines_by_id[name] for name in item["evidence"]),
         )
         for item in first["qa"]
         if item["category"] != ADVERSARIAL
         and item["evidence"]
-        and set(item["evidence"]) <= known.keys()
+        and set(item["evidence"]) <= lines_by_id.keys()
     ]
     return told(lines), questions[: setting.questions]
 
@@ -179,7 +179,7 @@ def told(lines: Iterable[str]) -> list[dict[str, str]]:
 
 
 def evidence_at(
-    offsets: list[tuple[int, int]], text: str, asked: Question
+    offsets: list[tuple[int, int]], text: str, question: Question
 ) -> list[int]:
     """Positions of the tokens that hold the answer.
 
@@ -187,7 +187,7 @@ def evidence_at(
         offsets: (start, end) of every token in characters of ``text``.
     """
     spans = [
-        (text.index(line), text.index(line) + len(line)) for line in asked.evidence
+        (text.index(line), text.index(line) + len(line)) for line in question.evidence
     ]
     return [
         position
@@ -204,11 +204,11 @@ def words(text: str) -> list[str]:
 
 def f1(answer: str, truth: str) -> float:
     """Harmonic mean of precision and recall over words."""
-    said, true = Counter(words(answer)), Counter(words(truth))
-    common = sum((said & true).values())
+    answered, expected = Counter(words(answer)), Counter(words(truth))
+    common = sum((answered & expected).values())
     if not common:
         return 0.0
-    precision, recall = common / said.total(), common / true.total()
+    precision, recall = common / answered.total(), common / expected.total()
     return 2 * precision * recall / (precision + recall)
 
 
@@ -253,7 +253,7 @@ def run_engine(setting: Setting, work: Job) -> None:
     for number, question in enumerate(questions):
         if work.label == EVIDENCE:
             history = told(question.evidence)
-        asked = {"role": "user", "content": ASK.format(question.text)}
+        message = {"role": "user", "content": ASK.format(question.text)}
         extra = {}
         if "policy" in work.options and work.label != "epicache":
             # one cache for all questions
@@ -264,7 +264,7 @@ def run_engine(setting: Setting, work: Job) -> None:
         )
         forced = SamplingParams(**prescribed(truth, extra))
         outputs = [
-            llm.chat([[*history, asked]], [sampling], use_tqdm=False)[0]
+            llm.chat([[*history, message]], [sampling], use_tqdm=False)[0]
             for sampling in (free, forced)
         ]
         row = {
@@ -360,8 +360,8 @@ def main(
 ) -> None:
     """Ask questions about a dialogue under several policies."""
     if child:
-        fields, asked = json.loads(child)
-        run_engine(Setting(**fields), Job(asked))
+        fields, config_json = json.loads(child)
+        run_engine(Setting(**fields), Job(config_json))
         return
     if not model or not path:
         raise typer.BadParameter("give a MODEL and a file of LoCoMo")

@@ -151,26 +151,26 @@ def run_engine(setting: Setting, job: Job, todo: list[int]) -> None:
         depths = todo[first : first + 4]
         prompts, sampling, skipped = [], [], []
         for depth in depths:
-            said: list[int] = []
+            forced: list[int] = []
             ids = render(tokenizer, [{"role": "user", "content": made[depth][0]}])
             if setting.talk and setting.asked == "first":
-                said = filler_ids[: setting.talk]
-                said = said + tokenizer.encode(ANSWER, add_special_tokens=False)
+                forced = filler_ids[: setting.talk]
+                forced = forced + tokenizer.encode(ANSWER, add_special_tokens=False)
             elif setting.talk:
-                ids, said = conversation(
+                ids, forced = conversation(
                     tokenizer,
                     made[depth][0],
                     QUESTION.strip(),
                     filler_ids[: setting.talk],
                 )
             prompts.append({"prompt_token_ids": ids})
-            skipped.append(len(said))
+            skipped.append(len(forced))
             sampling.append(
                 SamplingParams(
                     temperature=0,
-                    max_tokens=len(said) + MAX_TOKENS,
-                    ignore_eos=bool(said),
-                    extra_args={"prescribed": said} if said else None,
+                    max_tokens=len(forced) + MAX_TOKENS,
+                    ignore_eos=bool(forced),
+                    extra_args={"prescribed": forced} if forced else None,
                 )
             )
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
@@ -195,8 +195,8 @@ def ask_masks(
         prompt, key = made[depth]
         due = [job for job in jobs if depth in todo[job]]
         if due:
-            said, length = answers.ask(prompt, [job.options for job in due])
-            for job, answer in zip(due, said, strict=True):
+            texts, length = answers.ask(prompt, [job.options for job in due])
+            for job, answer in zip(due, texts, strict=True):
                 found = {"depth": depth, "key": key, "answer": answer}
                 yield job, found | {"prompt_tokens": length}
 
@@ -211,8 +211,8 @@ def vars_of(setting: Setting) -> dict[str, Any]:
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """Identifies a measurement."""
     names = ("backend", "model", "haystack", "tokens", "depths", "dtype", "config")
-    told = (row.get("talk", 0), row.get("asked", "last"))
-    return (*(row[name] for name in (*names, "depth")), *told)
+    talk = (row.get("talk", 0), row.get("asked", "last"))
+    return (*(row[name] for name in (*names, "depth")), *talk)
 
 
 def read_rows(out: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -274,10 +274,10 @@ def measure(setting: Setting, jobs: list[Job], backend: str, out: Path) -> None:
     if backend == "mask":
         answers = ask_masks(setting, jobs, todo)
     else:
-        asked = [job for job in jobs if todo[job]]
+        open_jobs = [job for job in jobs if todo[job]]
         answers = (
             (job, found)
-            for job in asked
+            for job in open_jobs
             for found in ask_engine(setting, job, todo[job])
         )
     source = provenance()
@@ -287,11 +287,11 @@ def measure(setting: Setting, jobs: list[Job], backend: str, out: Path) -> None:
         rows[job].append(row)
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        said = repr(found["answer"])[:30]
+        answer = repr(found["answer"])[:30]
         sign = "+" if right else "."
         budget = job.budget or "all"
         console.print(
-            f"{sign} depth {found['depth']}  {job.label:24} {budget:>5}  {said}",
+            f"{sign} depth {found['depth']}  {job.label:24} {budget:>5}  {answer}",
             markup=False,
             highlight=False,
         )

@@ -52,23 +52,23 @@ def run_child(request: str) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from _quality_engine import answers
 
-    told = json.loads(request)
-    read_policies([told["policy"]])
-    setting = setting_from(told["setting"])
-    wanted = {(task, name) for task, name in told["todo"]}
+    order = json.loads(request)
+    read_policies([order["policy"]])
+    setting = setting_from(order["setting"])
+    todo = {(task, name) for task, name in order["todo"]}
     samples = [
         sample
-        for sample in samples_of(setting, told["tasks"])
-        if (sample.task, sample.name) in wanted
+        for sample in samples_of(setting, order["tasks"])
+        if (sample.task, sample.name) in todo
     ]
-    lengths = (told["max_model_len"], told["batch"])
-    for row in answers(setting, told["policy"], samples, *lengths):
+    lengths = (order["max_model_len"], order["batch"])
+    for row in answers(setting, order["policy"], samples, *lengths):
         print("RESULT " + json.dumps(row), flush=True)
 
 
-def setting_from(told: dict[str, Any]) -> Setting:
+def setting_from(fields: dict[str, Any]) -> Setting:
     """A setting after a round trip through JSON."""
-    return Setting(**told | {"lengths": tuple(told["lengths"])})
+    return Setting(**fields | {"lengths": tuple(fields["lengths"])})
 
 
 # -- all of them --------------------------------------------------------------------
@@ -100,10 +100,10 @@ def run_all(
     shared |= {"max_model_len": max_model_len, "batch": batch}
     failed = []
     for job in jobs:
-        told = {"policy": dict(job.policy), "share": job.share, "label": job.label}
+        common = {"policy": dict(job.policy), "share": job.share, "label": job.label}
         if job.problem:
             failed.append(f"{job.shown}: {job.problem}")
-            refused = told | {"task": "", "sample": "", "refused": job.problem}
+            refused = common | {"task": "", "sample": "", "refused": job.problem}
             append(out, refused | {"commit": source["commit"]})
             continue
         todo = [
@@ -118,7 +118,7 @@ def run_all(
         scores: dict[str, list[float]] = {}
         try:
             for row in child_rows(__file__, request, job.shown):
-                append(out, told | row | {"commit": source["commit"]})
+                append(out, common | row | {"commit": source["commit"]})
                 scores.setdefault(row["task"], []).append(row["score"])
         except RuntimeError as error:
             if not job.policy:  # without stock there is no reference
@@ -171,9 +171,9 @@ def read_numbers(text: str, option: str, kind: Callable[[str], Any]) -> list[Any
 def read_tasks(text: str) -> list[str]:
     """Parse comma-separated task names."""
     names = [part.strip() for part in text.split(",")]
-    known = [*TASKS, FIDELITY]
-    if unknown := sorted(set(names) - set(known)):
-        raise typer.BadParameter(f"--tasks: {unknown} is none of {known}")
+    task_names = [*TASKS, FIDELITY]
+    if unknown := sorted(set(names) - set(task_names)):
+        raise typer.BadParameter(f"--tasks: {unknown} is none of {task_names}")
     return list(dict.fromkeys(names))
 
 
@@ -326,9 +326,9 @@ def measure(
         "block_bytes": token_bytes * setting.block_size,
         "source": provenance(),
     }
-    asked = [task for task in tasks if task != FIDELITY]
+    engine_tasks = [task for task in tasks if task != FIDELITY]
     say("making samples")
-    samples = samples_of(setting, asked)
+    samples = samples_of(setting, engine_tasks)
     counts = [setting.tokens]
     max_model_len = setting.tokens
     if samples:
@@ -338,9 +338,9 @@ def measure(
     jobs = as_before(jobs, rows)
     say(f"{len(samples)} samples, {len(jobs)} engines, see {out}")
     failed = []
-    if asked:
+    if engine_tasks:
         failed = run_all(
-            setting, asked, jobs, samples, max_model_len, batch, out, rows, say
+            setting, engine_tasks, jobs, samples, max_model_len, batch, out, rows, say
         )
     if FIDELITY in tasks:
         from _quality_fidelity import measure_fidelity

@@ -153,13 +153,13 @@ def _sampling(llm: Any, forced: str) -> Any:
 
     if not forced:
         return SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-    said = llm.get_tokenizer().encode(forced, add_special_tokens=False)
+    forced_ids = llm.get_tokenizer().encode(forced, add_special_tokens=False)
     return SamplingParams(
         temperature=0,
-        max_tokens=len(said),
+        max_tokens=len(forced_ids),
         ignore_eos=True,
         logprobs=0,  # of the forced token
-        extra_args={"prescribed": said},
+        extra_args={"prescribed": forced_ids},
     )
 
 
@@ -329,8 +329,8 @@ def main(
         return
     if not model:
         raise typer.BadParameter("give a MODEL")
-    told = str(prefeval or "")
-    setting = Setting(model, dtype, block_size, sentences, fillers, told)
+    prefeval_path = str(prefeval or "")
+    setting = Setting(model, dtype, block_size, sentences, fillers, prefeval_path)
     # the shortest turn has no more queries for a window
     bases = base or ['{"name": "snapkv", "window": 8}']
     ratios = ratio or [0.1, 0.3, 0.5, 0.7, 0.9]

@@ -138,17 +138,17 @@ def examined(
     pieces = _pieces(text, 200)
     ends = list(accumulate(map(len, pieces)))
     near = [n for n, end in enumerate(ends) if end >= ends[-1] - reach]
-    said = [list[str]() for _ in pieces]
+    notes = [list[str]() for _ in pieces]
     for fact in facts:
-        said[draw.choice(near)].append(f" {fact.said(_STATEMENTS, draw)} ")
-    woven = "".join(p + "".join(more) for p, more in zip(pieces, said, strict=True))
-    asked = (
+        notes[draw.choice(near)].append(f" {fact.said(_STATEMENTS, draw)} ")
+    woven = "".join(p + "".join(more) for p, more in zip(pieces, notes, strict=True))
+    questioned = (
         turn.format(
             question=fact.said(_QUESTIONS, draw), answer=fact.said(_ANSWERS, draw)
         )
         for fact in draw.sample(facts, questions)
     )
-    return "".join([woven, "\n\n", *asked])
+    return "".join([woven, "\n\n", *questioned])
 
 
 def _pieces(text: str, least: int) -> list[str]:

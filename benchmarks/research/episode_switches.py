@@ -186,8 +186,14 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "kvp", "font.size": 9}
     figure = Figure(figsize=(7, 4.4), layout="constrained")
     axes = figure.subplots()
-    most = max(len(run.guides) for run in runs)
-    axes.plot([0, most - 1], [0, most - 1], "--", color="0.35", label="worst case")
+    max_queries = max(len(run.guides) for run in runs)
+    axes.plot(
+        [0, max_queries - 1],
+        [0, max_queries - 1],
+        "--",
+        color="0.35",
+        label="worst case",
+    )
     for index, run in enumerate(runs):
         axes.plot(
             run.switches,

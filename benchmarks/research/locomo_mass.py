@@ -60,12 +60,12 @@ def run_engine(setting: Setting, work: Job) -> None:
     llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=1))
     llm.collective_rpc("kv_policy_record", args=(True,))
     guides = Guides(work, history, tokenizer) if work.label == "epicache" else None
-    known: dict[tuple[int, ...], int] = {}
+    caches: dict[tuple[int, ...], int] = {}
     for number, question in enumerate(questions):
         guide = guides.of(question.text) if guides else ()
-        told: dict[str, Any] = {"turn_ends": [end]}
+        extra: dict[str, Any] = {"turn_ends": [end]}
         if guides:
-            told["patched_prompt"] = list(guide)
+            extra["patched_prompt"] = list(guide)
         messages = [*history, {"role": "user", "content": ASK.format(question.text)}]
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
@@ -74,11 +74,11 @@ def run_engine(setting: Setting, work: Job) -> None:
         prompt = read["input_ids"]
         llm.generate(
             {"prompt_token_ids": prompt},
-            SamplingParams(max_tokens=1, extra_args=told),
+            SamplingParams(max_tokens=1, extra_args=extra),
             use_tqdm=False,
         )
         (records,) = llm.collective_rpc("kv_policy_take_records")
-        cache = known.setdefault(guide, len(known))
+        cache = caches.setdefault(guide, len(caches))
         row = {"question": number, "cache": cache, "prompt": prompt, "end": end}
         row["evidence"] = evidence_at(read["offset_mapping"], text, question)
         if records:  # the history was prefilled now, not restored
@@ -174,7 +174,7 @@ class ProbeRequest:
         if question not in self._full:
             shape = (1, len(self._read.keys), len(self._read.keys[0]), end)
             full = Branches(self._read, torch.ones(shape, dtype=torch.bool))
-            self._model.go_on(full, torch.tensor([prompt[end:]]), logits=1)
+            self._model.extend(full, torch.tensor([prompt[end:]]), logits=1)
             self._full[question] = full
         return coverage(self._full[question], kept)
 
@@ -232,8 +232,8 @@ def main(
 ) -> None:
     """Measure the kept share of the attention to a dialogue under several policies."""
     if child:
-        fields, asked = json.loads(child)
-        run_engine(Setting(**fields), Job(asked))
+        fields, config_json = json.loads(child)
+        run_engine(Setting(**fields), Job(config_json))
         return
     if not model or not path:
         raise typer.BadParameter("give a MODEL and a file of LoCoMo")
@@ -246,12 +246,12 @@ def main(
     for name in names:
         work = job(name, budget, block, json.loads(config))
         request = json.dumps([asdict(setting), work.config])
-        told = list(child_rows(__file__, request, name))
-        prompts = {row["question"]: row["prompt"] for row in told}
-        evidence = {row["question"]: row["evidence"] for row in told}
-        end = told[0]["end"]
+        engine_rows = list(child_rows(__file__, request, name))
+        prompts = {row["question"]: row["prompt"] for row in engine_rows}
+        evidence = {row["question"]: row["evidence"] for row in engine_rows}
+        end = engine_rows[0]["end"]
         rows[name] = []
-        for question, kept in kept_masks(iter(told), end):
+        for question, kept in kept_masks(iter(engine_rows), end):
             share = asked_of.share(question, prompts[question], end, kept)
             row = {"question": question, "attention_kept": share}
             row["kept"] = float(kept.double().mean())

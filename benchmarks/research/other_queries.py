@@ -65,14 +65,14 @@ def main(
             anchor = SKIPPED + (layer - SKIPPED) // every * every
             for position in range(tokens - 61, tokens, 20):
                 own = worth(layer, layer, position)
-                asked = {
+                sources = {
                     f"anchor layer (reuse_every {every})": worth(
                         anchor, anchor, position
                     ),
                     "step before (prefetch step)": worth(layer, layer, position - 1),
                     "layer before (prefetch layer)": worth(layer, layer - 1, position),
                 }
-                for name, other in asked.items():
+                for name, other in sources.items():
                     for budget in BUDGETS:
                         chosen = other.topk(budget, -1).indices
                         best = own.topk(budget, -1).values.sum(-1)

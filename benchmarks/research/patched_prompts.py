@@ -87,9 +87,9 @@ def patched_texts(
 Kept = list[list[list[int]]]  # positions, [layers][kv_heads][kept]
 
 
-def evidence_in(patched: str, asked: Question) -> float:
+def evidence_in(patched: str, question: Question) -> float:
     """Share of the evidence lines that a patched prompt contains."""
-    return sum(line in patched for line in asked.evidence) / len(asked.evidence)
+    return sum(line in patched for line in question.evidence) / len(question.evidence)
 
 
 def end_of(kept: Kept) -> int:
@@ -97,19 +97,19 @@ def end_of(kept: Kept) -> int:
     return 1 + max(max(head) for layer in kept for head in layer)
 
 
-def evidence_kept(kept: Kept, wanted: list[int]) -> float:
+def evidence_kept(kept: Kept, positions: list[int]) -> float:
     """Share of positions in the cache, over layers and KV heads.
 
     Args:
         kept: positions after the last compaction; later tokens were not compressed.
-        wanted: the positions.
+        positions: the positions to look for.
     """
     heads, cut = [set(head) for layer in kept for head in layer], end_of(kept)
-    here = [sum(p in head or p >= cut for p in wanted) for head in heads]
-    return sum(here) / len(heads) / len(wanted)
+    counts = [sum(p in head or p >= cut for p in positions) for head in heads]
+    return sum(counts) / len(heads) / len(positions)
 
 
-def kept_by_chance(compactions: list[Kept], wanted: list[int]) -> float:
+def kept_by_chance(compactions: list[Kept], positions: list[int]) -> float:
     """Expected :func:`evidence_kept` of random selections of the same size.
 
     Each compaction keeps as many tokens of each layer and KV head as it did, but random
@@ -117,14 +117,14 @@ def kept_by_chance(compactions: list[Kept], wanted: list[int]) -> float:
 
     Args:
         compactions: all compactions of a cache, in order.
-        wanted: the positions.
+        positions: the positions to look for.
     """
     sizes = [[len(head) for layer in kept for head in layer] for kept in compactions]
-    share = np.ones((len(wanted), len(sizes[0])))
+    share = np.ones((len(positions), len(sizes[0])))
     held, before = np.zeros(len(sizes[0])), 0
     for kept, stay in zip(compactions, sizes, strict=True):
         cut = end_of(kept)
-        share[np.array(wanted) < cut] *= stay / (held + cut - before)
+        share[np.array(positions) < cut] *= stay / (held + cut - before)
         held, before = np.array(stay), cut
     return float(share.mean())
 
@@ -159,8 +159,8 @@ def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> No
     # a cache is built once per patched prompt
     caches: dict[tuple[int, ...], list[Kept]] = {}
     for number, question in enumerate(questions):
-        (asked,) = embed(encoder, [question.text])
-        texts = patched_texts(lines, question.text, vectors @ asked, number)
+        (query,) = embed(encoder, [question.text])
+        texts = patched_texts(lines, question.text, vectors @ query, number)
         route = router.route("", utterances_of(history), question.text)
         assert route is not None, "there is a history"
         texts[EPISODE] = route.guide
@@ -169,14 +169,14 @@ def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> No
             messages, tokenize=False, add_generation_prompt=True
         )
         read = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
-        wanted = evidence_at(read["offset_mapping"], prompt, question)
+        positions = evidence_at(read["offset_mapping"], prompt, question)
         truth = tokenizer.encode(question.answer, add_special_tokens=False)
         for kind in kinds:
             patched = tokenizer.encode(texts[kind], add_special_tokens=False)[:LONGEST]
-            told = {"turn_ends": [end], "patched_prompt": patched}
+            extra = {"turn_ends": [end], "patched_prompt": patched}
             (output,) = llm.generate(
                 {"prompt_token_ids": read["input_ids"]},
-                SamplingParams(**prescribed(truth, told)),
+                SamplingParams(**prescribed(truth, extra)),
                 use_tqdm=False,
             )
             (records,) = llm.collective_rpc("kv_policy_take_records")
@@ -189,8 +189,8 @@ def run_engine(setting: Setting, policy: dict[str, Any], kinds: list[str]) -> No
                 "patched_tokens": len(patched),
                 "nats": nats(output.outputs[0]),
                 "evidence_in": evidence_in(tokenizer.decode(patched), question),
-                "evidence_kept": evidence_kept(compactions[-1], wanted),
-                "kept_by_chance": kept_by_chance(compactions, wanted),
+                "evidence_kept": evidence_kept(compactions[-1], positions),
+                "kept_by_chance": kept_by_chance(compactions, positions),
             }
             print("RESULT " + json.dumps(row), flush=True)
 

@@ -267,14 +267,14 @@ def measure(setting: Setting, configs: list[str], out: Path) -> None:
     """Run every engine whose results ``out`` lacks, then show all."""
     console, source = Console(), provenance()
     shared, done = setting.shared(), read_rows(out)
-    wanted = {key_of(shared | {"config": config}): config for config in configs}
-    missing = [c for key, c in wanted.items() if key not in map(key_of, done)]
+    labels = {key_of(shared | {"config": config}): config for config in configs}
+    missing = [c for key, c in labels.items() if key not in map(key_of, done)]
     full = ask_engine(setting, "null")[1] if missing else None
     for config in missing:
         rows, logits = ask_engine(setting, config)
-        for row, reference, said in zip(rows, full, logits, strict=True):
-            nats = kl_divergence(reference, said)
-            agree = (reference.argmax(-1) == said.argmax(-1)).double()
+        for row, reference, sample_logits in zip(rows, full, logits, strict=True):
+            nats = kl_divergence(reference, sample_logits)
+            agree = (reference.argmax(-1) == sample_logits.argmax(-1)).double()
             figures = {"kl": nats.mean().item(), "top1": agree.mean().item()}
             done.append(shared | {"config": config} | row | figures | source)
             with out.open("a") as file:
@@ -284,7 +284,7 @@ def measure(setting: Setting, configs: list[str], out: Path) -> None:
         console.print(f"{label:50} KL {mean:.4f}", highlight=False)
     found: dict[str, dict[str, float]] = {config: {} for config in configs}
     for row in done:
-        if key_of(row) in wanted:
+        if key_of(row) in labels:
             found[row["config"]][row["sample"]] = row["kl"]
     console.print(summary(found))
     console.print_json(data=source)

@@ -68,8 +68,8 @@ class Cut:
 
 def plain_rule(surprisal: torch.Tensor) -> Cut:
     """Equation 1 with alpha = 1 and no limit on resident tokens."""
-    known = surprisal[1:]
-    cuts = surprisal > known.mean() + known.std(correction=0)
+    surprisals = surprisal[1:]
+    cuts = surprisal > surprisals.mean() + surprisals.std(correction=0)
     cuts[:SINKS] = True
     free = (~cuts).nonzero().squeeze(1)
     _, inside, sizes = cuts.cumsum(0)[free].unique_consecutive(

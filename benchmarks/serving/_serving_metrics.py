@@ -135,11 +135,11 @@ def parse_metrics(text: str) -> dict[str, float]:
     Metrics that the server does not export are absent; a stock server has no policy
     metrics.
     """
-    known = GAUGES | COUNTERS
+    recorded = GAUGES | COUNTERS
     found: dict[str, float] = {}
     for name, labels, value in _LINE.findall(text):
-        if name in known:
-            short = known[name]
+        if name in recorded:
+            short = recorded[name]
             found[short] = found.get(short, 0.0) + float(value)
         elif name == "cache_config_info" and (match := _BLOCKS.search(labels)):
             found["blocks"] = float(match[1]) - 1  # without vLLM's null block

@@ -95,10 +95,10 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
         stock = lines.get((STOCK, rate), [])
         for name in FIGURES:
             values = [row["figures"].get(name) for row in mine]
-            known = [value for value in values if value is not None]
-            record[name] = statistics.median(known) if known else None
-            record[f"{name}_min"] = min(known, default=None)
-            record[f"{name}_max"] = max(known, default=None)
+            measured = [value for value in values if value is not None]
+            record[name] = statistics.median(measured) if measured else None
+            record[f"{name}_min"] = min(measured, default=None)
+            record[f"{name}_max"] = max(measured, default=None)
             against = ratio_to_stock(mine, stock, name)
             record[f"{name}_vs_stock"] = None if label == STOCK else against
         records.append(record)

@@ -68,7 +68,7 @@ def run_engine(setting: Setting) -> None:
     policy = {"name": "epicache", "budget": setting.budget}
     policy |= {"prefill_block": setting.block, "session_memory": "3GiB"}
     policy |= {"session_keep_on_device": setting.park}
-    asked = {"additional_config": {"kv_policy": policy}} if setting.budget else {}
+    config = {"additional_config": {"kv_policy": policy}} if setting.budget else {}
     llm = LLM(
         setting.dialogue.model,
         dtype=setting.dialogue.dtype,
@@ -77,7 +77,7 @@ def run_engine(setting: Setting) -> None:
         block_size=BLOCK_SIZE,
         max_num_batched_tokens=2048,
         num_gpu_blocks_override=setting.pool_tokens // BLOCK_SIZE + 1,
-        **asked,
+        **config,
     )
     tokenizer = llm.get_tokenizer()
     history, questions = excerpt(
@@ -237,8 +237,8 @@ def main(
     """Measure one conversation per length and budget."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if child:
-        told, fields = json.loads(child)
-        run_engine(Setting(Dialogue(**told), **fields))
+        child_fields, fields = json.loads(child)
+        run_engine(Setting(Dialogue(**child_fields), **fields))
         return
     if not model or not path:
         raise typer.BadParameter("give a MODEL and a file of LoCoMo")
@@ -257,13 +257,13 @@ def main(
     for column in columns:
         table.add_column(column)
     for tokens in history_tokens or [2000, 4000, 6000]:
-        for most in budget or [1024]:
+        for size in budget or [1024]:
             about = Dialogue(model, path, dialogue, tokens, turns, dtype)
-            fields = {"budget": most, "block": block, "answer_tokens": answer_tokens}
+            fields = {"budget": size, "block": block, "answer_tokens": answer_tokens}
             fields |= {"read": read, "park": park}
             request = json.dumps([asdict(about), fields])
-            rows = list(child_rows(__file__, request, f"{tokens} tokens, M {most}"))
-            for line in lines_of(tokens, most, rows):
+            rows = list(child_rows(__file__, request, f"{tokens} tokens, M {size}"))
+            for line in lines_of(tokens, size, rows):
                 table.add_row(*line)
                 console.print(*line)
     console.print(table)

@@ -30,8 +30,8 @@ ENGINES = ("stock, no prefix cache", "stock", "policy")
 def turns_of(dialogue: dict[str, Any], turns: int, words: int) -> list[str]:
     """Messages of a dialogue, joined to ``turns`` texts of about ``words`` words."""
     texts, now = [], ""
-    for said in locomo_utterances(dialogue):
-        now += f"{said.speaker}: {said.text}\n"
+    for lines in locomo_utterances(dialogue):
+        now += f"{lines.speaker}: {lines.text}\n"
         if len(now.split()) >= words:
             texts.append(now)
             now = ""
@@ -135,11 +135,13 @@ def report(rows: list[dict[str, Any]], turns: int) -> None:
     for name in ENGINES:
         table.add_column(f"{name}: ms (min..max), CPU ms, computed")
     for turn in range(1, turns + 1):
-        here = [row for row in rows if row["turn"] == turn]
+        turn_rows = [row for row in rows if row["turn"] == turn]
         cells = [str(turn)]
-        cells += [str(round(median(r[key] for r in here))) for key in ("prompt", "new")]
+        cells += [
+            str(round(median(r[key] for r in turn_rows))) for key in ("prompt", "new")
+        ]
         for name in ENGINES:
-            ours = [row for row in here if row["engine"] == name]
+            ours = [row for row in turn_rows if row["engine"] == name]
             wall = [row["first_ms"] for row in ours]
             cpu = median(row["first_cpu_ms"] for row in ours)
             computed = median(row["computed"] for row in ours)

@@ -58,7 +58,7 @@ class LookUpModel:
         """Each [tokens, heads, DIM]."""
         return [table[token_ids, layer] for table in self.tables]
 
-    def go_on(self, branches: Branches, tokens: torch.Tensor, logits: int = 0) -> None:
+    def extend(self, branches: Branches, tokens: torch.Tensor, logits: int = 0) -> None:
         for layer in range(LAYERS):
             parts = [part.transpose(0, 1)[None] for part in self.rows(tokens[0], layer)]
             branches.queries[layer], branches.keys[layer] = parts[0], parts[1]

@@ -287,7 +287,7 @@ def test_signals_leave_no_server_and_a_rerun_goes_on(folder, number, code):
     assert_all_gone(folder, servers=1)
     assert not out.exists()
     if number == signal.SIGINT:
-        assert "the same command goes on" in said
+        assert "run the same command again" in said
         done = subprocess.run(
             [*command, "--answer-tokens", "5"], capture_output=True, text=True
         )
