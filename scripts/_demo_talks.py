@@ -1,4 +1,5 @@
-"""What the demos ask: a document, a conversation of turns, one about several topics.
+"""Inputs of the demos: a document, a conversation, and a conversation about several
+topics.
 
 Each question has a known answer, which the default model (SmolLM2-135M-Instruct) gives
 on stock vLLM. The wording matters: a model of this size answers few questions.

@@ -1,7 +1,7 @@
 """Measured figures of each policy, read from the tables of the research pages.
 
-A figure is written in one place, next to its command. The policy's page repeats it with
-a link.
+A figure stands in one place, next to its command. The policy's page repeats it with a
+link.
 """
 
 from __future__ import annotations

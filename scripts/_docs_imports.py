@@ -1,4 +1,4 @@
-"""Who imports whom in the package, read from its source."""
+"""The package's import graph, read from its source."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""Which test ran which policy on which vLLM: read from the tests themselves.
+"""The matrix of tested policies and vLLM versions, read from the tests.
 
-A test of ``tests/engine`` says with ``@pytest.mark.proves(...)`` what its passing
-proves. Values are taken as they are, or, where they name a parameter of the test, from
-its parametrisation, so that a case that is taken out of a test leaves the matrix too:
+A test of ``tests/engine`` declares with ``@pytest.mark.proves(...)`` what it proves. A
+value is literal, or names a parameter of the test; then the values come from its
+parametrisation, so that a case that leaves the test leaves the matrix too:
 
     @pytest.mark.proves(policy="name", runner="V2")
     @pytest.mark.parametrize("name", available_policies())
 
-``policy`` is a name or several; ``vllm`` (default: the version that the tests install),
-``runner`` (V1), ``asynchronous`` (False) and ``platform`` (CPU) are single values.
+``policy`` is one name or several; ``vllm`` (default: the version that the tests
+install), ``runner`` (V1), ``asynchronous`` (False) and ``platform`` (CPU) are single
+values.
 """
 
 from __future__ import annotations

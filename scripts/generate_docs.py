@@ -1,18 +1,18 @@
 """Writes the parts of the documentation that follow from code and measurements.
 
-    python scripts/generate_docs.py            write them
-    python scripts/generate_docs.py --check    say which are stale; exit status 1 if any
+    python scripts/generate_docs.py            update all pages
+    python scripts/generate_docs.py --check    list stale parts; exit status 1 if any
 
-A page marks such a part with two comments, which stay:
+A page marks each generated part with two comments:
 
     <!-- generated: settings snapkv -->
     <!-- end -->
 
-    settings NAME    the settings of a policy, of ``sessions`` or of ``kernel``: a
-                     table, from the pydantic models
-    figures POLICY   measured figures of a policy from docs/research, as a list
-    imports          who imports whom in the package, from its source
-    matrix           what was run where: from the tests' ``proves`` marks
+    settings NAME    table of settings of a policy, of ``sessions`` or of ``kernel``,
+                     from the pydantic models
+    figures POLICY   list of measured figures of a policy, from docs/research
+    imports          import graph of the package, from its source
+    matrix           tested configurations, from the tests' ``proves`` marks
 """
 
 from __future__ import annotations

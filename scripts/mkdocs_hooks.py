@@ -1,7 +1,7 @@
-"""Puts pages of the repository's root into the site, so that none is written twice.
+"""Adds pages of the repository's root to the site, so that no page exists twice.
 
-``README.md`` is the home page. Links are turned as seen from ``docs/``; those to files
-that are no page (scripts, the license) become plain text.
+``README.md`` is the home page. Links are rewritten relative to ``docs/``. Links to
+files that are not pages (scripts, the license) become plain text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drives an in-process engine step by step and looks inside it."""
+"""Steps an in-process engine and reads its internal state."""
 
 from __future__ import annotations
 

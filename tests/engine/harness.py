@@ -1,19 +1,19 @@
-"""Runs one scenario with a vLLM engine in a process of its own.
+"""Runs one scenario with a vLLM engine in its own process.
 
-vLLM keeps much of its state per process, so tests do not build engines
-themselves: they name a function in a ``scenarios_*`` module, give it plain
-arguments and get back what it returned, through JSON files.
+vLLM keeps much of its state per process, so tests do not create engines themselves.
+They name a function in a ``scenarios_*`` module, pass plain arguments and receive its
+result, through JSON files.
 
-An import of vLLM takes longer than most scenarios. So each pytest process starts a
-fork server (``runner.py``) that imports vLLM once and forks a child per scenario.
-Scenarios whose environment differs in more than ``_READ_LATE`` get another server.
+An import of vLLM takes longer than most scenarios. So each pytest process starts a fork
+server (``runner.py``) that imports vLLM once and forks a child per scenario. Scenarios
+whose environment differs in more than ``_READ_LATE`` get another server.
 
 ``KVP_TEST_RUNNER=V2 KVP_TEST_KERNEL=triton python -m pytest tests/engine`` runs them on
-model runner V2, with our Triton kernel in its interpreter; with
-``KVP_TEST_INTERPRETER=torch``, too, in one that is much faster
-(``helpers/cpu_v2/kernel_on_torch.py``); without the second variable with vLLM's kernel
-for CPUs. A step takes several times as long, so add ``--timeout=3600``. Tests that
-choose a runner themselves keep theirs.
+model runner V2, with our Triton kernel in Triton's interpreter. With
+``KVP_TEST_INTERPRETER=torch`` in addition they use a much faster interpreter
+(``helpers/cpu_v2/kernel_on_torch.py``). Without ``KVP_TEST_KERNEL`` they use vLLM's CPU
+kernel. A step takes several times as long, so add ``--timeout=3600``. Tests that choose
+a runner themselves keep it.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 ``runner.py`` is a fork server: it imports vLLM once, then forks one child process per
 scenario. It reads requests, one JSON object per line, from standard input and answers
-each with one line, the child's exit code, on standard output. It ends, and kills a
-running child, when its standard input is closed.
+each with one line, the child's exit code, on standard output. When its standard input
+closes, it kills a running child and ends.
 
 A request names the files of the scenario's arguments, of its result and of the child's
-output, the child's working directory and its whole environment.
+output, and has the child's working directory and complete environment.
 """
 
 from __future__ import annotations

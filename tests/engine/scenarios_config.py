@@ -1,4 +1,4 @@
-"""Configurations: what is refused, and what no policy leaves untouched."""
+"""Configurations: refused ones, and an engine without a policy."""
 
 from __future__ import annotations
 

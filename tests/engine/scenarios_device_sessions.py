@@ -1,4 +1,4 @@
-"""Conversations whose blocks are still on the device when the next turn comes."""
+"""Conversations whose blocks are still on the device at the next turn."""
 
 from __future__ import annotations
 

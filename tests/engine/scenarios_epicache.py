@@ -1,4 +1,4 @@
-"""Conversations whose queries go to different episodes."""
+"""Conversations whose queries are routed to different episodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes whose readers leave, and sessions that there is no memory for."""
+"""Episodes whose requests end early, and sessions that do not fit into memory."""
 
 from __future__ import annotations
 

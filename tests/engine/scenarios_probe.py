@@ -1,4 +1,4 @@
-"""Probing policies on the real model, and what transformers says they see."""
+"""Probing policies on the real model, and reference attention from transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quality benchmark's own engine, answering samples of made-up rows."""
+"""The engine of the quality benchmark, answering generated samples."""
 
 from __future__ import annotations
 

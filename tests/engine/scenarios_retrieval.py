@@ -1,4 +1,4 @@
-"""Scenarios of policies that fetch from host memory."""
+"""Scenarios of policies that fetch tokens from host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts of which spans are seen as means, and some token by token."""
+"""Prompts whose spans are means, some of them zoomed to tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations over several requests, continued from what was saved."""
+"""Conversations over several requests that continue saved sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request whose numbers are NaN, beside one that is well."""
+"""A request with NaN values next to a healthy one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any operations of a scheduler on vLLM's KV cache manager under a policy."""
+"""Random scheduler operations on vLLM's KV cache manager under a policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenarios on the tiny random model; each function is one engine's life."""
+"""Scenarios on the tiny random model; each function runs one engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How a prompt is cut into chunks does not change what is kept of it.
+"""Chunked prefill does not change which tokens a policy keeps.
 
-SnapKV scores with the prompt's last 64 queries. Chunks of 40 tokens spread them
-over two steps; the tokens must be those of a run with one chunk.
+SnapKV scores with the prompt's last 64 queries. Chunks of 40 tokens spread them over
+two steps; the tokens must equal those of a run with one chunk.
 """
 
 from __future__ import annotations

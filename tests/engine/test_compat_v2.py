@@ -1,8 +1,8 @@
-"""Both model runners and both schedulers of the installed vLLM say the same.
+"""Both model runners and both schedulers of the installed vLLM give equal results.
 
 Model runner V2 is made for GPUs; here Triton's interpreter runs its kernels
-(``tests/helpers/cpu_v2``). Asynchronous scheduling is off on CPUs; the helper
-switches it on.
+(``tests/helpers/cpu_v2``). Asynchronous scheduling is off on CPUs; the helper turns it
+on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Policies under torch.compile: the tokens of eager engines.
+"""Policies under torch.compile give the same tokens as eager engines.
 
-On a CPU vLLM compiles models with inductor, which is wrong there for other reasons;
+On a CPU vLLM compiles models with inductor, which has unrelated errors there.
 AOTAutograd alone traces and functionalizes the same calls.
 """
 

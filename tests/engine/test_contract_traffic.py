@@ -1,10 +1,10 @@
-"""Every policy and every allocator in a real engine, under traffic, among NaN.
+"""Every policy and every allocator in a real engine, under random traffic.
 
-The unit tests in ``test_contract`` run all pairs without vLLM. Here each policy
-runs once and the allocators take turns, as an engine costs seconds. Requests
-arrive, are aborted and preempted, and fold while they generate; what nobody
-owns is NaN; tokens must be those of a request alone. Every other policy reads
-prompts block by block.
+The unit tests in ``test_contract`` run all pairs without vLLM. Here each policy runs
+once and the allocators alternate, because an engine takes seconds to start. Requests
+arrive, are aborted, preempted, and compacted during decoding. Free blocks hold NaN.
+Each request's tokens must equal those of a run alone. Every other policy uses
+block-wise prefill.
 """
 
 from __future__ import annotations

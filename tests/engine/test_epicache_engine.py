@@ -1,4 +1,4 @@
-"""EpiCache in vLLM: caches per episode, restored as they were, nothing left behind."""
+"""EpiCache in vLLM: one cache per episode, restored exactly, without leaks."""
 
 from __future__ import annotations
 

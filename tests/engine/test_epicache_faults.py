@@ -1,4 +1,4 @@
-"""EpiCache where readers leave and memory is short: nothing is lost but time."""
+"""EpiCache when requests end early and memory is short: only time is lost."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a patched prompt looks back at, against plain torch.
+"""Attention of a patched prompt to the history, against plain torch.
 
-The reference is the tiny Llama over history and patched prompt with a mask per query,
-which leaves out what earlier compressions dropped; it shares no code with the package.
+The reference is the tiny Llama over history and patched prompt, with a mask per query
+that hides what earlier compressions dropped. It shares no code with the package.
 """
 
 from __future__ import annotations

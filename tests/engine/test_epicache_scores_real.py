@@ -1,7 +1,7 @@
-"""What a patched prompt looks back at in a real model, against transformers.
+"""Attention of a patched prompt in a real model, against transformers.
 
-The reference is the model with eager attention over history and patched prompt; every
-layer is given the mask of what earlier compressions left of each KV head.
+The reference is the model with eager attention over history and patched prompt; each
+layer's mask hides what earlier compressions dropped from each KV head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``kvplugins explain`` on a real model: what it says is what the plan implies."""
+"""``kvplugins explain`` on a real model: its output agrees with the plan."""
 
 from __future__ import annotations
 

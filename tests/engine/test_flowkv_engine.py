@@ -1,4 +1,4 @@
-"""FlowKV in a real engine: turns of one request, and of requests that follow."""
+"""FlowKV in a real engine: turns within one request and across requests."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 40 rounds, 500 in the full tier.
 
-The invariants are checked in ``scenarios_fuzz`` after every step and round, in
-the engine's process. The pool holds little more than one request at its
-longest, so that requests are preempted, also after they were compacted.
+``scenarios_fuzz`` checks the invariants after every step and round, in the engine's
+process. The pool is little larger than the longest request, so requests are preempted,
+also after a compaction.
 """
 
 from __future__ import annotations

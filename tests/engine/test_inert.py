@@ -1,4 +1,4 @@
-"""Without a policy, vLLM with this plugin installed is vLLM."""
+"""Without a policy, vLLM with this plugin installed behaves as stock vLLM."""
 
 from __future__ import annotations
 

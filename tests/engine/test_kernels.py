@@ -1,7 +1,7 @@
-"""Every policy attends with our Triton kernel as with vLLM's CPU kernel.
+"""Every policy gives the same tokens with our Triton kernel and vLLM's CPU kernel.
 
-The Triton kernel runs in the interpreter, under model runner V2, which is what GPUs
-have; the reference is vLLM's CPU kernel under runner V1.
+The Triton kernel runs in the interpreter, under model runner V2, which GPUs use. The
+reference is vLLM's CPU kernel under runner V1.
 """
 
 from __future__ import annotations

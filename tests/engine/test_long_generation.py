@@ -1,7 +1,7 @@
-"""With a decode budget a request generates for ever in the same few blocks.
+"""With a decode budget a request generates indefinitely in a fixed number of blocks.
 
-8000 tokens, or 2000 where kernels are interpreted. What nobody owns is NaN, so that a
-step that reads a token that was given back does not go unnoticed.
+8000 tokens, or 2000 where kernels are interpreted. Free blocks hold NaN, so that a read
+of a freed token shows.
 """
 
 from __future__ import annotations

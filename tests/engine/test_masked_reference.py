@@ -1,9 +1,8 @@
-"""After a compaction the engine says what a model with a mask would say.
+"""After a compaction the engine computes the same as a model with an attention mask.
 
-The reference is a plain torch Llama over the whole sequence, in which each
-query of each (layer, KV head) sees only the positions that the engine says it
-kept. So page tables, moved tokens, per-layer tables and positions are right
-together, or the tokens differ.
+The reference is a plain torch Llama over the whole sequence, in which each query of
+each (layer, KV head) sees only the positions that the engine reports as kept. Equal
+tokens therefore need correct page tables, moved tokens, per-layer tables and positions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The metrics say what the pool says, while a request runs and after it."""
+"""The metrics agree with the block pool, during a request and after it."""
 
 from __future__ import annotations
 

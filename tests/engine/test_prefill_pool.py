@@ -1,4 +1,4 @@
-"""With ``prefill_block`` a prompt needs no more blocks than budget and block."""
+"""With ``prefill_block`` a prompt needs no more blocks than budget plus block."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Block by block the engine keeps what plain torch keeps, in the same blocks.
+"""Block-wise prefill keeps the same tokens as plain torch, in the same blocks.
 
-The reference is the tiny Llama over the whole sequence with a mask per query: it
-sees what the compactions before it left. Scores come from its queries and keys by
-the formulas of ``score_oracles``, or from the attention that a probe behind them
-pays; they share no code with the package.
+The reference is the tiny Llama over the whole sequence with a mask per query that hides
+what earlier compactions dropped. Scores come from its queries and keys with the
+formulas of ``score_oracles``, or from the attention of a probe after them. They share
+no code with the package.
 """
 
 from __future__ import annotations

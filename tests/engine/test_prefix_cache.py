@@ -1,7 +1,7 @@
-"""Prefix caching stays on, hits exactly what it may, and changes no token.
+"""Prefix caching works under a policy, with exactly the allowed hits.
 
-Blocks that a compaction freed are still in the prefix cache, and blocks that it
-rewrote must never be. Every prompt is run with an empty cache first.
+Blocks that a compaction freed remain in the prefix cache; blocks that it overwrote must
+not. Every prompt first runs with an empty cache, for reference.
 """
 
 from __future__ import annotations

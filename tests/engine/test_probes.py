@@ -1,8 +1,7 @@
-"""KVzip and InfiniPot keep what transformers' attention says they should.
+"""KVzip and InfiniPot keep the tokens that transformers' attention implies.
 
-Their probes run in the engine, behind the prompt, without touching the cache.
-The reference runs prompt and probe as one sequence and reads whole attention
-matrices.
+Their probes run in the engine, after the prompt, without changing the cache. The
+reference runs prompt and probe as one sequence and reads whole attention matrices.
 """
 
 from __future__ import annotations

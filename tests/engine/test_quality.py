@@ -1,4 +1,4 @@
-"""The quality benchmark sees what a request holds as vLLM's own gauges do."""
+"""The quality benchmark measures the same memory per request as vLLM's gauges."""
 
 from __future__ import annotations
 

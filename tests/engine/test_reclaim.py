@@ -1,6 +1,6 @@
-"""Memory comes back: blocks of a running request, to within one block.
+"""A compaction frees the expected blocks of a running request, to within one block.
 
-What vLLM's pool counts as free is the measure, read after every step.
+Compares with the free blocks of vLLM's pool after every step.
 """
 
 from __future__ import annotations

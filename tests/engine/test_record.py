@@ -1,4 +1,4 @@
-"""``kvplugins record`` in a real engine: the file tells what its decode steps did."""
+"""``kvplugins record`` in a real engine: the file agrees with the decode steps."""
 
 from __future__ import annotations
 

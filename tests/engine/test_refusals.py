@@ -1,4 +1,4 @@
-"""Bad input: one message that holds every reason, and a failing exit status."""
+"""Invalid settings: one message with every reason, and a failing exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retrieval in a real engine: tokens, memory, and what is left behind."""
+"""Retrieval in a real engine: tokens, memory, and leaks."""
 
 from __future__ import annotations
 

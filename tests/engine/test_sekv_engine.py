@@ -1,4 +1,4 @@
-"""SeKV in vLLM: full attention if all is zoomed, budgets that hold, nothing left."""
+"""SeKV in vLLM: full attention when everything is zoomed, memory bounds, no leaks."""
 
 from __future__ import annotations
 

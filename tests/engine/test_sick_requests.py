@@ -1,7 +1,7 @@
-"""A request whose numbers are NaN harms nobody but itself, under any policy.
+"""A request with NaN values does not affect other requests, under any policy.
 
-One token's embedding is NaN, as numbers of a model in float16 may be that overflow. Its
-request has keys, queries and scores of NaN from there on.
+One token's embedding is NaN, as after an overflow in float16. From this token on the
+request has NaN keys, queries and scores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ``kvplugins size`` computes is what vLLM's pool counts."""
+"""``kvplugins size`` agrees with vLLM's block pool."""
 
 from __future__ import annotations
 

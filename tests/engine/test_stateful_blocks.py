@@ -1,6 +1,6 @@
-"""vLLM's KV cache manager with our blocks in it, through any sequence of operations.
+"""vLLM's KV cache manager with our block manager under random operations.
 
-``KVP_TEST_OPERATIONS`` says how many (100,000 by default; try 1,000,000).
+``KVP_TEST_OPERATIONS``: their number (100,000 by default; try 1,000,000).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Two and three ranks answer as one does, whatever the policy does with tokens.
+"""Two and three tensor-parallel ranks give the same answers as one rank.
 
-Ranks are processes that talk through gloo. Each chooses for its own KV heads and asks
-nobody, so with pages shared out evenly among heads the choice is that of one rank;
+Ranks are processes connected by gloo. Each rank selects tokens for its own KV heads
+without communication. With equal pages per head the selection equals that of one rank;
 allocators that compare heads compare those of their rank.
 """
 

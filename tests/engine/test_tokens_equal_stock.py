@@ -1,8 +1,7 @@
-"""What keeps everything says what stock vLLM says, token by token, in fp32.
+"""Policies that keep all tokens generate the same tokens as stock vLLM, in fp32.
 
-Prompts of a real model, in chunks of at most 1024 tokens: eight at once for six
-places, so that chunks of several prompts and decoding rows share steps, and
-then alone.
+Prompts of a real model, in chunks of at most 1024 tokens: eight at once with six
+running, so that chunks of several prompts share steps with decode rows, and then alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The attention kernels of vLLM's own backends, as our layers ask them.
+"""The attention kernels of vLLM's own backends, called as our layers call them.
 
-On a GPU the real ones; elsewhere tests put stand-ins into their places.
+The real kernels on a GPU; stand-ins elsewhere.
 """
 
 from __future__ import annotations

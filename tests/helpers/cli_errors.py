@@ -1,4 +1,4 @@
-"""What a command says when it refuses."""
+"""The error message of a command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense attention, as the fake engine checks paged attention against."""
+"""Dense attention, the reference for paged attention in the fake engine."""
 
 from __future__ import annotations
 

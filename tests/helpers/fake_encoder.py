@@ -1,4 +1,4 @@
-"""Sentence encoders that need no model, and somebody who speaks about topics."""
+"""Sentence encoders without a model, and utterances about topics."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """A stand-in for vLLM around ``PolicyRuntime``: scheduler, cache and attention.
 
-Keys, values and queries of a request are random numbers that depend on its name
-and the position only, so that the same request can be run in different company.
-All that no live request owns is NaN, at every moment. Each step attends twice:
-over the pages that the page table names, and over a dense copy of the request
-in which every (layer, KV head) sees the positions that it kept.
+A request's keys, values and queries are random numbers that depend only on its name and
+the position, so that the same request can run among different others. All memory that
+no live request owns is NaN at every moment. Each step attends twice: over the pages in
+the page table, and over a dense copy of the request in which every (layer, KV head)
+sees the positions that it kept.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A stand-in for FlashAttention: it checks what the real function wants of its
-arguments, and attends in torch."""
+"""A stand-in for FlashAttention: checks the arguments as the real function requires,
+and attends in torch.
+"""
 
 from __future__ import annotations
 

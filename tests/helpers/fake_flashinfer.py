@@ -1,8 +1,7 @@
-"""A stand-in for FlashInfer's wrappers: it checks what the real ones want of their
-arguments, copies what they copy, and attends in torch.
+"""A stand-in for FlashInfer's wrappers.
 
-Names and order of parameters are those of flashinfer-python 0.7.2, as far as they are
-used.
+Checks the arguments as the real wrappers require, copies what they copy, and attends in
+torch. Names and order of the parameters in use are those of flashinfer-python 0.7.2.
 """
 
 from __future__ import annotations

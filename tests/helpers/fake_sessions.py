@@ -1,4 +1,4 @@
-"""The fake engine with requests that are saved and gone on from."""
+"""The fake engine with requests that are saved and continued."""
 
 from __future__ import annotations
 

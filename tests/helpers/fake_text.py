@@ -1,4 +1,4 @@
-"""What a fake model knows of text and positions."""
+"""Tokens and positions of a fake model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Decoding steps in CUDA graphs that are none, bit for bit as without.
+"""Decode steps in simulated CUDA graphs equal eager steps, bit for bit.
 
-``tests/unit/test_suites.py`` runs it in a process of its own, in Triton's interpreter,
-which is chosen at import. Two engines live the same life: one replays graphs where
-vLLM would, with steps padded to the sizes that were captured; the other has none.
+``tests/unit/test_suites.py`` runs it in its own process, in Triton's interpreter, which
+is chosen at import. Two engines run the same steps: one replays graphs where vLLM
+would, with steps padded to the captured sizes; the other runs eagerly.
 """
 
 from __future__ import annotations

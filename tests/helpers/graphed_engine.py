@@ -1,7 +1,7 @@
-"""An engine that replays graphs where vLLM would, on backends for GPUs.
+"""An engine that replays graphs where vLLM would, on GPU backends.
 
-vLLM's part is made up, but for which steps it replays; attention, page tables and
-compactions are the package's. Graphs are those of ``pretend_graph``.
+vLLM's part is simulated, except for the decision which steps replay a graph. Attention,
+page tables and compactions are the package's. Graphs are those of ``pretend_graph``.
 """
 
 from __future__ import annotations

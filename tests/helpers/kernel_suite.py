@@ -1,7 +1,7 @@
 """One suite for every attention kernel over page lists, against float64.
 
-``tests/unit/test_suites.py`` runs it in a process of its own: on a GPU where there is
-one, and else in Triton's interpreter, which is chosen at import.
+``tests/unit/test_suites.py`` runs it in its own process: on a GPU if there is one,
+otherwise in Triton's interpreter, which is chosen at import.
 """
 
 from __future__ import annotations

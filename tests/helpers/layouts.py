@@ -1,4 +1,4 @@
-"""Page layouts for tests: vLLM's, and one that nobody has."""
+"""Page layouts for tests: vLLM's, and an unusual one."""
 
 from __future__ import annotations
 

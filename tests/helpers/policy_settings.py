@@ -1,4 +1,4 @@
-"""Settings for whatever policies the registry holds, now or later."""
+"""Test settings for every registered policy, including future ones."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""A GPU that is none: tensors say that they are on CUDA, their numbers are on the CPU.
+"""A simulated GPU: tensors report CUDA as their device, but live on the CPU.
 
-What a GPU would refuse is refused (tensors of two devices in one operation), and what
-would make the host wait for it is counted: numbers read by the host, shapes that
-depend on numbers, copies that are not asynchronous. Compiled ops of this package are
-not there for such a device, so their torch versions run.
+It refuses what a GPU refuses (operations between tensors of two devices), and counts
+everything that makes the host wait: values read by the host, shapes that depend on
+values, and synchronous copies. The package's compiled ops do not support this device,
+so their torch versions run.
 
-What is on its way to the host is not there: until an event behind it has been waited
-for, the host finds nonsense.
+Data of an asynchronous copy to the host is garbage until the host has waited for an
+event recorded after the copy.
 """
 
 from __future__ import annotations

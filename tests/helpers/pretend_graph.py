@@ -1,8 +1,8 @@
-"""A CUDA graph that is none: what ran while it was captured runs again when replayed.
+"""A simulated CUDA graph: a replay repeats the operations recorded at capture.
 
-As with a real one, numbers of Python are those of the capture, tensors are the same
-memory, and nothing else happens: no Python of whoever was captured. What a capture
-refuses, reading numbers on the host, is refused. Kernels that are no torch operations
+As with a real graph, Python values are those of the capture, tensors use the same
+memory, and no Python code of the captured function runs. Operations that a capture
+refuses (reading values on the host) are refused. Kernels that are not torch operations
 are captured through :func:`launch`.
 """
 

@@ -1,8 +1,7 @@
-"""Memory of the host, as a GPU that is none reads it by itself.
+"""Host memory that a simulated GPU reads directly.
 
-It may do so late: what it was told to read must be the same when somebody has waited
-for that as it was when it was told. It refuses what is not pinned, and memory that is
-pinned twice, or not any more.
+The read may happen late: the data must not change between the call and the wait for it.
+Refuses memory that is not pinned, pinned twice, or no longer pinned.
 """
 
 from __future__ import annotations

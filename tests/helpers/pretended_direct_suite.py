@@ -1,7 +1,7 @@
-"""Tokens that a GPU which is none reads out of the host's memory by itself.
+"""A simulated GPU reads tokens directly from host memory.
 
-``tests/unit/test_suites.py`` runs it in a process of its own: torch does not forget
-that it once believed in a GPU.
+``tests/unit/test_suites.py`` runs it in its own process, because torch cannot undo the
+simulation of a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Retrieval, zooming and sessions on a GPU that is none.
+"""Retrieval, zooming and sessions on a simulated GPU.
 
-``tests/unit/test_suites.py`` runs it in a process of its own: torch does not forget
-that it once believed in a GPU.
+``tests/unit/test_suites.py`` runs it in its own process, because torch cannot undo the
+simulation of a GPU.
 """
 
 from __future__ import annotations

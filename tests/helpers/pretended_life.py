@@ -1,4 +1,4 @@
-"""Two requests under a policy, step by step, on a CPU or on a GPU that is none."""
+"""Two requests under a policy, step by step, on a CPU or on a simulated GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Page tables of decoding steps on a GPU that is none: nobody waits for it.
+"""Page tables of decode steps on a simulated GPU: the host never waits.
 
-``tests/unit/test_suites.py`` runs it in a process of its own: torch does not forget
-that it once believed in a GPU.
+``tests/unit/test_suites.py`` runs it in its own process, because torch cannot undo the
+simulation of a GPU.
 """
 
 from __future__ import annotations

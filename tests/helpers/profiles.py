@@ -1,4 +1,4 @@
-"""Sensitivity profiles made by hand."""
+"""Sensitivity profiles with fixed values."""
 
 from __future__ import annotations
 

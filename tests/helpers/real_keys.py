@@ -1,4 +1,4 @@
-"""Keys and queries of a real model, after RoPE, as attention sees them."""
+"""Keys and queries of a real model, after RoPE."""
 
 from __future__ import annotations
 

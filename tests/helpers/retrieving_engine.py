@@ -1,4 +1,4 @@
-"""A fake engine that checks what a retriever attends to."""
+"""A fake engine that checks the tokens that a retriever attends to."""
 
 from __future__ import annotations
 

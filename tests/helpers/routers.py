@@ -1,4 +1,4 @@
-"""Examples and routers of random numbers."""
+"""Routers and training examples with random values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What vLLM's scheduler does to its KV cache manager, one request at a time.
+"""The calls of vLLM's scheduler to its KV cache manager, one request at a time.
 
-There is no engine and no model: a worker stands for it that only notes what it would
-write into which block.
+There is no engine and no model: a stand-in for the worker records which block it would
+write.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Matrices with a known kind of spectrum, and spans of them."""
+"""Matrices with a known spectrum, and spans of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A Llama with random weights that runs thousands of tokens per second.
+"""A Llama with random weights that processes thousands of tokens per second.
 
-Its weights are large enough that attention is peaked and that the two best
-tokens differ clearly: dropping or mixing up cached tokens changes what it says.
+Its weights are large enough that attention is peaked and the two best tokens differ
+clearly: dropping or mixing up cached tokens changes the output.
 """
 
 from __future__ import annotations

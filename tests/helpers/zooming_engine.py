@@ -1,4 +1,4 @@
-"""A fake engine that checks what queries see of spans against all tokens."""
+"""A fake engine that checks attention to spans against attention to all tokens."""
 
 from __future__ import annotations
 

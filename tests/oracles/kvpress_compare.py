@@ -1,17 +1,16 @@
-"""Do our policies keep the same tokens as kvpress? Run by hand, in two steps.
+"""Compares the tokens that our policies keep with kvpress. A manual check in two steps.
 
     python tests/oracles/kvpress_compare.py record MODEL FOLDER [--text FILE]
     python tests/oracles/kvpress_compare.py compare FOLDER
 
-``record`` needs kvpress (tested: 0.5.5 with transformers 5.2); it runs the model
-once per prompt in float32 on the CPU and asks every press, inside the attention
-layer's hook, what it would keep. ``compare`` needs only this package: it gives
-our policies the recorded keys and queries and compares the kept positions.
+``record`` needs kvpress (tested: 0.5.5 with transformers 5.2). It runs the model once
+per prompt in float32 on the CPU and records, inside the attention layer's hook, what
+every press would keep. ``compare`` needs only this package: it gives our policies the
+recorded keys and queries and compares the kept positions.
 
-A press returns keys and values without their positions. Its ``values`` argument
-is therefore replaced by numbers that are the positions; where a press reads values
-or attention to score, its ``score`` is called instead, and the best are taken as
-``ScorerPress.compress`` does.
+A press returns keys and values without their positions. So its ``values`` argument is
+replaced by the positions. For a press that reads values or attention, its ``score`` is
+called instead, and the best tokens are selected as in ``ScorerPress.compress``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Oracles of the page operations: plain loops over tokens, dimensions by table.
 
-Slow, and written independently of the fast versions, so that the two can disagree.
-Tests compare every implementation with these bit for bit. They check no arguments.
+Slow and independent of the fast versions. Tests compare every implementation with them
+bit for bit. They do not check arguments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ProtoKV's algorithm 1 (appendix E), line by line, in plain loops and float64.
 
-Slow and obviously right; shares no code with the package. One KV head at a time.
-Conventions that the paper leaves open are those of the ``ProtoKV`` docstring.
+Slow and simple; shares no code with the package. One KV head at a time. Where the paper
+is not specific, it follows the ``ProtoKV`` docstring.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The baselines' scores as direct formulas: float64, loops, one slot at a time.
 
-Shares no code with the package. Arguments: keys [num_kv_heads, num_slots,
-head_dim], queries [num_q_heads, window, head_dim] of the newest slots. Results:
-float64 [num_kv_heads, num_slots], ``inf`` where a slot must stay.
+Shares no code with the package. Arguments: keys [num_kv_heads, num_slots, head_dim],
+queries [num_q_heads, window, head_dim] of the newest slots. Results: float64
+[num_kv_heads, num_slots], ``inf`` for slots that must be kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Views for tests that do not care about all that a view can hold."""
+"""Layer views for tests, with defaults for fields that the test does not need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sdist and the wheel as a stranger gets them: built in isolation, then served.
+"""The sdist and the wheel, built in isolation, installed and served.
 
 The default tier installs the wheel into a new environment that borrows vLLM from the
 test environment through a ``.pth`` file. The full tier installs vLLM as well.

@@ -1,4 +1,4 @@
-"""The Dockerfiles, line by line, as far as that works without a Docker daemon."""
+"""The Dockerfiles, checked line by line as far as possible without a Docker daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options and fixtures of the soak; see CONTRIBUTING.md."""
+"""Options and fixtures of the soak test; see CONTRIBUTING.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Well-formed requests: what is sent, and whether the answer is what was asked."""
+"""Well-formed requests, and checks of their answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiny Llama with a tokenizer and a chat template, for a server that talks."""
+"""The tiny Llama with a tokenizer and a chat template, for a chat server."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Requests that no client should send, the same ones for every server.
+"""Malformed requests, the same for every server.
 
-Each has a name. What an unmodified vLLM without a policy answers is the measure:
-a policy must not change it. A 5xx of stock vLLM is a known one, listed below with
-its reason; any other is a finding.
+Each has a name. The reference is the answer of stock vLLM without a policy: a policy
+must not change it. Known 5xx answers of stock vLLM are listed below with their reason;
+any other 5xx is a finding.
 """
 
 from __future__ import annotations

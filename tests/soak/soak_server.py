@@ -1,4 +1,4 @@
-"""`vllm serve` with a policy, in a process group of its own that never stays."""
+"""`vllm serve` with a policy, in its own process group, which always ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of the sessions that a server keeps."""
+"""Invariants of a server's sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations over several chat requests: they grow, branch, and are left."""
+"""Conversations over several chat requests: they grow, branch, and end early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds of traffic against one server, and what must hold after each of them."""
+"""Rounds of traffic against one server, and the invariants after each round."""
 
 from __future__ import annotations
 

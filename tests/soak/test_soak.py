@@ -2,8 +2,8 @@
 
     python -m pytest tests/soak --soak-minutes 10 --soak-seed 20261121
 
-Stock vLLM comes first: it is the control. What it answers to nonsense is what the
-servers with a policy must answer.
+Stock vLLM runs first, as the reference: servers with a policy must answer malformed
+requests as stock vLLM does.
 """
 
 from __future__ import annotations

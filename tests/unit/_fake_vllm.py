@@ -1,8 +1,8 @@
 """A stand-in for the ``vllm`` command line: streams answers without a model.
 
-``serve`` answers ``/health``, ``/metrics`` and streamed chat completions, and starts
-a child, as vLLM starts its engine; ``bench serve`` writes a result. What they were
-asked for goes to files in the folder that FAKE_VLLM names.
+``serve`` answers ``/health``, ``/metrics`` and streamed chat completions, and starts a
+child, as vLLM starts its engine; ``bench serve`` writes a result. Both record their
+arguments and requests in the folder that FAKE_VLLM names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Admission: one decision about a waiting request, on a real block manager.
+"""Admission: one decision per waiting request, on a real block manager.
 
 Sessions are a stand-in with a directory that can drop a number of idle sessions.
 """

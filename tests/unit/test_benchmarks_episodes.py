@@ -1,4 +1,4 @@
-"""Switches of episodes, counted on runs made by hand and on a made-up dialogue."""
+"""Episode switches, counted on constructed runs and on a generated dialogue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of the fidelity benchmark, its choice of documents, its report."""
+"""The fidelity benchmark: its metrics, its choice of documents, its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dialogues cut into turns, for the time to the first token."""
+"""Splitting dialogues into turns, for the time to the first token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The smoke test for GPUs: one failure is written down, and all else runs, in time."""
+"""The GPU smoke test records a failure, continues, and ends within its time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks/kernels/index_peers.py computes from what it measures."""
+"""The calculations of benchmarks/kernels/index_peers.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What LoCoMo's questions are asked from: methods, controls, refusals."""
+"""The contexts of LoCoMo's questions: methods, control runs, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention to a dialogue that is left, of a cache made by hand and a tiny model."""
+"""Kept attention to a dialogue, on a constructed cache and a tiny model."""
 
 from __future__ import annotations
 

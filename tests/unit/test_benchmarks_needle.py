@@ -1,4 +1,4 @@
-"""Where the pass key stands, and that an interrupted run goes on."""
+"""Depth of the pass key, and resuming an interrupted run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of page tables builds what it says."""
+"""The page table benchmark builds the tables that it describes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patched prompts by similarity, and what of the evidence a cache still has."""
+"""Patched prompts by similarity, and the share of evidence that a cache holds."""
 
 from __future__ import annotations
 

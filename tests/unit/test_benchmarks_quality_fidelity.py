@@ -1,4 +1,4 @@
-"""Fidelity in a quality run: on the tiny model, with made-up texts."""
+"""Fidelity in a quality run: on the tiny model, with generated texts."""
 
 from __future__ import annotations
 

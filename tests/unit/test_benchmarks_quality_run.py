@@ -1,4 +1,4 @@
-"""A quality run: budgets, rows that a run goes on from, intervals and the report."""
+"""A quality run: budgets, resuming from rows, intervals and the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quality tasks: what the published files become, with made-up rows of their form."""
+"""Quality tasks: parsing of published files, with generated rows of their format."""
 
 from __future__ import annotations
 

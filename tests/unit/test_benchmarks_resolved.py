@@ -1,4 +1,4 @@
-"""What the benchmarks' model sees of spans, and what ablations of sekv leave out."""
+"""The benchmarks' model attends to spans correctly; the ablations of sekv."""
 
 from __future__ import annotations
 

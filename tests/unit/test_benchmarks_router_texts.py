@@ -1,4 +1,4 @@
-"""Texts for training, out of marked-up files."""
+"""Extraction of training texts from files with markup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks' shortcuts compute what the engine does."""
+"""The benchmarks' shortcuts compute the same as the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of allocators: its samples, its pairs, and what it records."""
+"""The benchmark of allocators: its samples, its pairs, and its rows."""
 
 from __future__ import annotations
 

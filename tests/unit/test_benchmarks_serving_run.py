@@ -1,6 +1,6 @@
 """A serving comparison from end to end, with a stand-in for vLLM.
 
-Nothing that it starts may be left behind, however it ends.
+Every way to end it must end all processes that it started.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""That spans between surprising tokens are held against others of their own size."""
+"""Spans between surprising tokens are compared with others of equal length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""benchmarks/kernels/subspace.py: both times are of one rank; errors are real."""
+"""benchmarks/kernels/subspace.py: both times are for the same rank; errors are
+correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat requests under EpiCache: the history is found and the query is routed."""
+"""Chat requests under EpiCache: finding the history and routing the query."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks before a commit: offline, with tools that the extra [dev] installs."""
+"""The checks before a commit run offline, with tools that the extra [dev] installs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line without an engine: listing, checks, messages, the page."""
+"""The command line without an engine: listing, checks, messages, and its page."""
 
 from __future__ import annotations
 

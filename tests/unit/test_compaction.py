@@ -1,4 +1,4 @@
-"""Compaction moves every kept token once and overwrites none that it needs."""
+"""A compaction moves every kept token once and overwrites none that it still needs."""
 
 from __future__ import annotations
 

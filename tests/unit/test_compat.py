@@ -1,4 +1,4 @@
-"""What is said about a vLLM that we do not know, or that changed under us."""
+"""Messages about an unknown vLLM version, or a changed vLLM."""
 
 from __future__ import annotations
 

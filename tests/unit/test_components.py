@@ -1,4 +1,4 @@
-"""Components of low-rank factors that count little are dropped, against float64."""
+"""Small components of low-rank factors are dropped; errors against float64."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What every policy owes the engine, with every allocator, in every situation.
+"""The contract between policies and engine, with every allocator.
 
-All policies of the registry and all allocators are run on ``FakeEngine``, which
-poisons with NaN whatever no live request owns, and checks after every step that
-page tables name each page of a request once, that attention over them is that
-over the kept positions of a dense copy, that a compaction keeps exactly
-M * layers * heads pages, and that no seat, block or request is lost.
+Runs all registered policies and all allocators on ``FakeEngine``, which fills all
+memory that no live request owns with NaN, and checks after every step: page tables list
+each page of a request once; attention over them equals attention over the kept
+positions of a dense copy; a compaction keeps exactly M * layers * heads pages; and no
+slot index, block or request leaks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The CUDA ops against the CPU's, on a machine with a GPU; elsewhere skipped.
+"""The CUDA ops against the CPU's, on a machine with a GPU; skipped elsewhere.
 
-Their kernels are tested without one too, see ``test_csrc.py``.
-scripts/check_compute_sanitizer.sh runs these tests under compute-sanitizer.
+``test_csrc.py`` tests their kernels without a GPU. scripts/check_compute_sanitizer.sh
+runs these tests under compute-sanitizer.
 """
 
 from __future__ import annotations

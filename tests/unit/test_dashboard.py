@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks for metrics that exist, and for all of ours."""
+"""The Grafana dashboard uses existing metrics, and all of ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demos: what they ask, how they judge it, and serve.sh around a fake vLLM."""
+"""The demos: their questions, their verdict, and serve.sh around a fake vLLM."""
 
 from __future__ import annotations
 

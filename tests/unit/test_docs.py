@@ -1,4 +1,4 @@
-"""The documentation says what the code does: its code runs, its tables agree."""
+"""The documentation agrees with the code: its examples run, its tables match."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Every table of figures in the documentation has its command beside it.
+"""Every table of figures in the documentation shows its command.
 
-A table in which at least a quarter of the cells, the first column left out, begin with
-a number is one of figures. Its section, or the text of a section around it, must show
-the command that makes them, and the command must exist. What is no measurement, such
-as defaults, says so in front of the table:
+A table is one of figures if at least a quarter of its cells, without the first column,
+begin with a number. Its section, or the text of an enclosing section, must show the
+command that produces them, and the command must exist. A table without measurements,
+such as defaults, is marked in front:
 
     <!-- not measured: defaults -->
 """

@@ -1,4 +1,4 @@
-"""Runs of entries: taken, moved with what they hold, and given back."""
+"""Runs of entries: allocated, moved with their contents, and freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EpiCache: histories read in blocks, one cache per patched prompt."""
+"""EpiCache: block-wise prefill of histories, one cache per patched prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The encoder that comes in a wheel: offline, unit vectors, and topics apart."""
+"""The encoder from a wheel: works offline, gives unit vectors, separates topics."""
 
 from __future__ import annotations
 

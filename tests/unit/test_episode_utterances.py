@@ -1,4 +1,4 @@
-"""Utterances of chat messages: which lines are speakers', and what is no text."""
+"""Utterances of chat messages: which lines are speech, and which are not text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What FlashAttention is asked over the page heap, and what becomes of its answer.
+"""The calls of FlashAttention over the page heap, and the use of its results.
 
-A stand-in checks what the real function wants of its arguments, and attends in torch.
+A stand-in checks the arguments as the real function requires, and attends in torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What FlashInfer is planned with over the page heap, and what becomes of its answer.
+"""FlashInfer's plans over the page heap, and the use of its results.
 
-A stand-in checks what the real wrappers want of their arguments, and attends in torch.
+A stand-in checks the arguments as the real wrappers require, and attends in torch.
 """
 
 from __future__ import annotations

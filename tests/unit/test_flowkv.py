@@ -1,4 +1,4 @@
-"""FlowKV over every compressor: what a turn kept stays, bit for bit."""
+"""FlowKV over every compressor: the kept tokens of a turn never change."""
 
 from __future__ import annotations
 

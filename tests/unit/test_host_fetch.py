@@ -1,4 +1,4 @@
-"""Tokens out of rows of the host's memory, and who may read them directly."""
+"""Fetching tokens from host memory, and the conditions for direct reads."""
 
 from __future__ import annotations
 

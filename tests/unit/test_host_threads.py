@@ -1,4 +1,4 @@
-"""Policies that search on the host have cores there, whatever vLLM serves with."""
+"""Host-side search has its own threads, independent of vLLM's settings."""
 
 from __future__ import annotations
 

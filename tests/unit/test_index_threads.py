@@ -1,4 +1,4 @@
-"""The index works without the interpreter's lock, and from several threads."""
+"""The index releases the GIL and works from several threads."""
 
 from __future__ import annotations
 

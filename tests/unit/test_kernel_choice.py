@@ -1,4 +1,4 @@
-"""Which kernel attends, and what is said when it cannot."""
+"""The choice of the attention kernel, and the errors if a kernel cannot run."""
 
 from __future__ import annotations
 

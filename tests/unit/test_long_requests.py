@@ -1,4 +1,4 @@
-"""A request that generates 8000 tokens holds the same few blocks all the time."""
+"""A request that generates 8000 tokens holds a constant number of blocks."""
 
 from __future__ import annotations
 

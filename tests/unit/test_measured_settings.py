@@ -1,4 +1,4 @@
-"""What is measured at start-up reaches all processes, and no hash of the graphs."""
+"""Settings measured at start-up reach all processes, but not the graphs' hash."""
 
 from __future__ import annotations
 

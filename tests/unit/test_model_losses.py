@@ -1,4 +1,4 @@
-"""The engine computes surprisal: which settings prevent it, and hooks of the model."""
+"""Surprisal computed by the engine: settings that prevent it, and the model hooks."""
 
 from __future__ import annotations
 

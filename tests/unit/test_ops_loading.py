@@ -1,4 +1,4 @@
-"""The compiled extension: found, refused when broken, never needed."""
+"""The compiled extension: found, refused when broken, optional."""
 
 from __future__ import annotations
 

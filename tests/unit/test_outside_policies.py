@@ -1,4 +1,4 @@
-"""Policies of other packages: that of docs/adding-a-policy.md, as it stands there."""
+"""Policies of other packages, such as the one in docs/adding-a-policy.md."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """vLLM's CPU kernel over the flat page view, without an engine.
 
-Requests with and without a retained region, other page counts in every (layer, KV
-head), partial last pages, decoding and prefill rows in one step. Every slot
-that no page table refers to holds NaN, so that reading one of them would show.
+Requests with and without a retained region, different page counts in every (layer, KV
+head), partial last pages, and decode and prefill rows in one step. Every slot that no
+page table refers to holds NaN, so that a read of one shows.
 
-One exception belongs to the kernel: it multiplies values beyond a sequence's
-end, but inside its last page, by a weight of zero. NaN there would spread (in
-stock vLLM too), so these values are huge instead; their keys are NaN.
+One exception: the kernel multiplies values beyond a sequence's end, but inside its last
+page, by a weight of zero. NaN would spread there (in stock vLLM too), so these values
+are huge instead; their keys are NaN.
 """
 
 from __future__ import annotations

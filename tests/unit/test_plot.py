@@ -1,4 +1,4 @@
-"""Plots and their files: from a small run made by hand; and `record`'s refusals."""
+"""Plots and their files, from a small constructed run; refusals of `record`."""
 
 from __future__ import annotations
 

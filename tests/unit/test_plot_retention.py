@@ -1,4 +1,4 @@
-"""The plot of retention by turn, from a small file made by hand."""
+"""The plot of retention by turn, from a small constructed file."""
 
 from __future__ import annotations
 

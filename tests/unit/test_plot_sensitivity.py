@@ -1,4 +1,4 @@
-"""The plot of sensitivity by layer, from small profiles made by hand."""
+"""The plot of sensitivity by layer, from small constructed profiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that are compacted block by block while they are read."""
+"""Block-wise prefill: prompts that are compacted block by block."""
 
 from __future__ import annotations
 

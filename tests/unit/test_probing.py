@@ -1,4 +1,4 @@
-"""Probes: what is asked, attention over any slots, and what policies make of it."""
+"""Probes: their tokens, attention over any slots, and the policies' scores from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows made of low-rank factors, against torch in float64."""
+"""Rows reconstructed from low-rank factors, against torch in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CHANGELOG.md and CITATION.cff: in form, complete, and of this version."""
+"""CHANGELOG.md and CITATION.cff: well-formed, complete, and of this version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of sessions that go on from a restored cache."""
+"""Plans of sessions that continue a restored cache."""
 
 from __future__ import annotations
 

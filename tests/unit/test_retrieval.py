@@ -1,7 +1,7 @@
-"""Retrieval against a torch oracle: what attends is what the queries ask for.
+"""Retrieval against a torch oracle: attention covers the tokens that queries select.
 
-The fake engine poisons all that is not resident, so attention over the right
-tokens is only possible if each step fetched them to the right places.
+The fake engine fills all memory that is not resident with NaN, so attention is correct
+only if each step has fetched the right tokens to the right slots.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Indices that fail or are late, and requests that go at a bad moment."""
+"""Indices that fail or are late, and requests that end at a bad moment."""
 
 from __future__ import annotations
 

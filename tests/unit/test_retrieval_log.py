@@ -1,4 +1,4 @@
-"""The retrieval log: what it says is what was fetched, and what attention it covers."""
+"""The retrieval log: fetched tokens, and the share of attention that they cover."""
 
 from __future__ import annotations
 

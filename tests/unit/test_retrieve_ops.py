@@ -1,4 +1,4 @@
-"""Selection by votes and the filling of hot slots: compiled against torch."""
+"""Selection by votes and filling of hot slots: compiled against torch."""
 
 from __future__ import annotations
 

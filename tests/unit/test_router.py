@@ -1,4 +1,4 @@
-"""Routers and what they learn from, against the equations of SeKV written out."""
+"""Routers, their training examples and losses, against SeKV's equations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What routers learn from and with, against the equations of SeKV written out."""
+"""Training of routers: examples and gradients, against SeKV's equations."""
 
 from __future__ import annotations
 

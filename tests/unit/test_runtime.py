@@ -1,7 +1,7 @@
-"""The worker's side without vLLM: a hand-made heap, driven step by step.
+"""The policy runtime without vLLM: a constructed heap, driven step by step.
 
-What a compacted request attends to is read back through its page table and
-compared with the keys that were written before the compaction.
+The attended keys of a compacted request are read back through its page table and
+compared with the keys written before the compaction.
 """
 
 from __future__ import annotations

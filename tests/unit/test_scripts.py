@@ -1,4 +1,4 @@
-"""The shell scripts up to the point where they would install something."""
+"""The shell scripts, up to the point where they would install something."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans and anchors: what the paper says, in exactly the room that there is."""
+"""Spans and anchors: the paper's rule, within exactly the given budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact counts, deterministic ties, budgets that sum."""
+"""Selections with exact counts, deterministic ties, and budgets that add up."""
 
 from __future__ import annotations
 

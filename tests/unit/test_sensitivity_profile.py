@@ -1,4 +1,4 @@
-"""Profiles: files, fingerprints, and the ones that are shipped."""
+"""Sensitivity profiles: files, fingerprints, and the shipped ones."""
 
 from __future__ import annotations
 

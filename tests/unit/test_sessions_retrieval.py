@@ -1,4 +1,4 @@
-"""Sessions of retrieval policies: offloaded tokens move, and none is copied or lost."""
+"""Sessions of retrieval policies: offloaded tokens move without a copy or a loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request's cache, saved and restored: every policy that drops tokens."""
+"""Saving and restoring a request's cache, for every policy that drops tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router that comes with this package: what it is, and whose."""
+"""The shipped router: its model, and its quality on that model."""
 
 from __future__ import annotations
 

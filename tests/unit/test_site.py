@@ -1,4 +1,4 @@
-"""The documentation builds as a site, without a network and without a warning."""
+"""The documentation builds as a site, without a network and without warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvplugins size``: the figures, what limits them, and what is refused."""
+"""``kvplugins size``: the figures, the limits, and the refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals at start-up, as a command and as a program see them."""
+"""Refusals at start-up: the output of the command, and the exception in a program."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The tree of a KV head through any sequence of operations, beside the exact scan.
+"""The tree of a KV head under random operations, against the exact scan.
 
-``KVP_TEST_OPERATIONS`` says how many (100,000 by default; try 1,000,000).
+``KVP_TEST_OPERATIONS``: their number (100,000 by default; try 1,000,000).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The session store through any sequence of operations, with workers that do as they
-are told, late, and sometimes fail.
+"""The session store under random operations, with workers that are late or fail.
 
-``KVP_TEST_OPERATIONS`` says how many (100,000 by default; try 1,000,000).
+``KVP_TEST_OPERATIONS``: their number (100,000 by default; try 1,000,000).
 """
 
 from __future__ import annotations

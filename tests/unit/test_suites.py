@@ -1,4 +1,4 @@
-"""Runs suites of ``tests/helpers`` that need processes of their own."""
+"""Runs suites of ``tests/helpers`` that need their own process."""
 
 from __future__ import annotations
 

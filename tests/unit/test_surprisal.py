@@ -1,4 +1,4 @@
-"""Surprisal of prompts, put together from steps when the whole prompt is in."""
+"""Surprisal of prompts, combined over the steps of a chunked prefill."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Our Triton kernels as the compiler for a GPU sees them, without a GPU.
+"""Our Triton kernels compile for GPUs; needs no GPU.
 
-Triton compiles down to machine code with the assembler that it brings. Kernels get
-their arguments from the functions that launch them, and are compiled, not launched.
-Others interpret the same source, and need nothing of what a compiler does: types that
-fit, shared memory that is there, one kernel for all steps of a server.
+Triton compiles to machine code with its bundled assembler. The launching functions
+provide the kernels' arguments; kernels are compiled, not launched. Other tests
+interpret the same source, without a compiler's requirements: matching types, enough
+shared memory, one kernel for all steps of a server.
 """
 
 from __future__ import annotations

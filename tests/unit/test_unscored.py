@@ -1,4 +1,4 @@
-"""Scores that are NaN, and blocks that are zeroed before somebody gets them."""
+"""NaN scores, and zeroing of blocks before reuse."""
 
 from __future__ import annotations
 

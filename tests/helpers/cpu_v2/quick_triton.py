@@ -1,7 +1,7 @@
-"""Less work for Triton's interpreter, with the same results.
+"""Speeds up Triton's interpreter, with the same results.
 
-Its time goes into calls of Python, not into numbers: an operation on a few numbers
-costs as much as one on thousands.
+The interpreter spends its time on Python calls, not on arithmetic: an operation on a
+few numbers takes as long as one on thousands.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""Lets what is made for GPUs run without one, in Triton's interpreter: vLLM's model
-runner V2, and this package's Triton backend.
+"""Runs GPU code without a GPU, in Triton's interpreter: vLLM's model runner V2 and this
+package's Triton backend.
 
-Runner V2 prepares its inputs with Triton kernels. vLLM asks for a Triton driver
-called ``cpu``, which the upstream wheel of Triton does not have; with
-``TRITON_INTERPRET=1`` no driver is ever called, so a name is enough.
+Runner V2 prepares its inputs with Triton kernels. vLLM requires a Triton driver called
+``cpu``, which the upstream wheel of Triton does not have. With ``TRITON_INTERPRET=1``
+no driver is ever called, so a dummy suffices.
 
-Python imports this module at start-up when this folder is on ``PYTHONPATH``; it
-also reaches the worker processes that vLLM starts. For tests only.
+Python imports this module at start-up when this folder is on ``PYTHONPATH``, also in
+the worker processes that vLLM starts. For tests only.
 
 Environment:
-    KVP_TEST_ASYNC=1: vLLM's CPU platform switches asynchronous scheduling off;
-        switch it on again, so that both schedulers are tested.
-    KVP_TEST_KERNEL=triton: whole integration tests run on our Triton kernel; in tiles
-        that suit Triton's interpreter.
-    KVP_TEST_INTERPRETER=torch: that kernel's source runs on torch instead, in a GPU's
-        tiles and much faster.
+    KVP_TEST_ASYNC=1: turn on asynchronous scheduling, which vLLM's CPU platform turns
+    off, so that both schedulers are tested.
+    KVP_TEST_KERNEL=triton: run whole integration tests on our Triton kernel, with tile
+    sizes that suit Triton's interpreter.
+    KVP_TEST_INTERPRETER=torch: run that kernel's source on torch instead, with a GPU's
+    tile sizes and much faster.
 """
 
 import importlib.abc
