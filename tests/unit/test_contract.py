@@ -274,9 +274,12 @@ def test_budgets_mean_what_they_say(pair):
     if allocator in ("pyramid", "file", "sensitivity"):
         assert len(counts) > 1
     one = alone((*pair, "one-page"), "tail")[0]
-    assert {len(head) for layer in one for head in layer} == {
-        one_page(name) + 38 % BLOCK
-    }
+    counts = [len(head) for layer in one for head in layer]
+    budget = one_page(name) + 38 % BLOCK
+    assert sum(counts) <= budget * len(counts)
+    if allocator == "uniform" or one_page(name) == BLOCK:
+        # A policy that needs more than one page leaves an allocator pages to move.
+        assert set(counts) == {budget}
 
 
 def test_the_fake_engine_sees_a_read_of_what_nobody_owns():

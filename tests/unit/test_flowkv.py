@@ -21,7 +21,7 @@ TURNS = (13, 40, 61, 66, 100)
 COMPRESSORS = sorted(
     name for name in available_policies() if get_policy_class(name).compresses
 )
-SMALL = {"window": 6, "kernel_size": 3, "sinks": 2, "recent": 3, "floor": 4}
+SMALL = {"window": 4, "kernel_size": 3, "sinks": 2, "recent": 3, "floor": 4}
 
 
 def flow(base: str, **more: object) -> dict[str, object]:
