@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import html
+import itertools
 import json
 import re
 import sys
 from html.parser import HTMLParser
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,37 @@ def test_list_shows_names_types_defaults_and_descriptions():
         assert name in done.stdout
     for text in ("avg | max", '"uniform"', "Newest queries that vote.", "no settings"):
         assert text in done.stdout
+
+
+@pytest.mark.parametrize("name", ["protokv", "pyramid", "sessions", "kernel"])
+def test_list_name_shows_one_entry_with_its_documentation(name):
+    everything = json.loads(runner.invoke(app, ["list", "--json"]).stdout)
+    lists = [everything["policies"], everything["allocators"]]
+    entries = [*itertools.chain(*lists), everything["sessions"], everything["kernel"]]
+    expected = next(entry for entry in entries if entry["name"] == name)
+    done = runner.invoke(app, ["list", name, "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    first_line = found.pop("description").splitlines()[0]
+    assert found == expected
+    shown = runner.invoke(app, ["list", name])
+    assert shown.exit_code == 0, shown.output
+    assert first_line in " ".join(shown.stdout.split())
+    for setting in expected["settings"]:
+        assert setting["name"] in shown.stdout
+
+
+def test_list_of_an_unknown_name_ends_with_its_code():
+    done = runner.invoke(app, ["list", "snapvk"])
+    assert done.exit_code == 1
+    assert codes_in(done.stderr) == ("KVP100",)
+    assert "snapkv" in done.stderr
+
+
+def test_version_is_the_package_s():
+    done = runner.invoke(app, ["--version"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.split() == ["vllm-kvplugins", version("vllm-kvplugins")]
 
 
 @pytest.mark.parametrize("name", available_policies())

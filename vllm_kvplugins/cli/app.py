@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from vllm_kvplugins import __version__
 from vllm_kvplugins.cli import (
     calibrate,
     check_policy,
@@ -20,11 +23,32 @@ from vllm_kvplugins.cli import (
 
 app = typer.Typer(
     name="kvplugins",
-    help="KV-cache policies for vLLM.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"vllm-kvplugins {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    """KV-cache policies for vLLM."""
+
 
 # Panels of `kvplugins --help`, in this order.
 _SERVING, _INSPECT, _RESEARCH = "Serving", "Inspect", "Research"

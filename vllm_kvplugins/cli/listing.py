@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Annotated, Any
 
@@ -14,6 +15,14 @@ from vllm_kvplugins.cli.console import out, user_errors
 
 
 def list_policies(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="Show only this policy, allocator, 'sessions' or 'kernel', with its "
+            "documentation.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of tables.")
     ] = False,
@@ -21,6 +30,10 @@ def list_policies(
     """List every policy with its settings, and the page allocators."""
     with user_errors():
         listed = catalogue()
+        entry = None if name is None else _entry_of(listed, name)
+    if entry is not None:
+        _show(entry, as_json)
+        return
     if as_json:
         typer.echo(json.dumps(listed, indent=2))
         return
@@ -101,6 +114,38 @@ def catalogue() -> dict[str, Any]:
             for name, cls in ALLOCATORS.items()
         ],
     }
+
+
+def _entry_of(listed: dict[str, Any], name: str) -> dict[str, Any]:
+    """One entry of the catalogue, with its class docstring as ``description``.
+
+    Raises:
+        KVPolicyError: KVP100 or KVP103 to KVP107, see ``get_policy_class``.
+    """
+    from vllm_kvplugins.budgets import ALLOCATORS
+    from vllm_kvplugins.config import KernelSettings
+    from vllm_kvplugins.policies.registry import get_policy_class
+    from vllm_kvplugins.sessions.settings import SessionSettings
+
+    others = {**ALLOCATORS, "sessions": SessionSettings, "kernel": KernelSettings}
+    cls = others[name] if name in others else get_policy_class(name)
+    entries = [
+        *listed["policies"],
+        *listed["allocators"],
+        listed["sessions"],
+        listed["kernel"],
+    ]
+    entry = next(entry for entry in entries if entry["name"] == name)
+    return {**entry, "description": inspect.cleandoc(cls.__doc__ or "")}
+
+
+def _show(entry: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(entry, indent=2))
+        return
+    console = out()
+    _print_entry(console, entry)
+    console.print(escape(entry["description"]))
 
 
 def _print_entry(console: Console, entry: dict[str, Any]) -> None:
