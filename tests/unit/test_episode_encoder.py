@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -129,7 +130,6 @@ def test_a_missing_wheel_names_the_extra(monkeypatch):
 
 
 def test_the_extra_exists_and_dev_has_what_it_has():
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     assert {item.partition("=")[0] for item in extras["episodes"]} == {

@@ -7,10 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomllib
 
 from vllm_kvplugins.errors import codes_in
 from vllm_kvplugins.policies.registry import ENTRY_POINTS

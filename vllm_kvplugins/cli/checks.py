@@ -9,7 +9,7 @@ import platform as host
 import re
 import sys
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
@@ -25,7 +25,7 @@ _GIB = 1 << 30
 _ENOUGH_BYTES = 4 * _GIB
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """Outcome of a check; policies cannot run only after FAIL."""
 
     OK = "ok"

@@ -7,12 +7,12 @@ never allocates its null block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from vllm_kvplugins.plan.residency_plan import ResidencyPlan
 
 
-class Limit(str, Enum):
+class Limit(StrEnum):
     """Why a pool cannot run one more request."""
 
     # A single prompt needs more than the pool.

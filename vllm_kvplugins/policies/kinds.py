@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 from vllm_kvplugins.policies.base import KVCachePolicy
 
 
-class PolicyKind(str, Enum):
+class PolicyKind(StrEnum):
     """What a policy does with a cache, as its capabilities show it."""
 
     EVICTION = "eviction"  # drops tokens when the prompt has been read
