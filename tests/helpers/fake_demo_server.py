@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -28,6 +29,9 @@ class State:
     held = 0
     lazy = False  # a policy that does nothing
     counts: dict[str, float] = {}  # noqa: RUF012
+    # Set when /metrics showed the held blocks. An answer waits for it, because on a
+    # busy machine the demo may not look in the few milliseconds that an answer takes.
+    seen = threading.Event()
 
 
 def count(**amounts: float) -> None:
@@ -47,7 +51,10 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/models":
             self.wfile.write(json.dumps({"data": [{"id": "m"}]}).encode())
         elif self.path == "/metrics":
+            held = State.held
             self.wfile.write(metrics().encode())
+            if held:
+                State.seen.set()
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -57,6 +64,7 @@ class Handler(BaseHTTPRequestHandler):
         prompt_tokens = len(text) // 4
         whole = -(-prompt_tokens // BLOCK)
         acts = State.policy and State.policy != "full" and not State.lazy
+        State.seen.clear()
         State.held = 6 if acts else whole
         if acts:
             count(compressions=1, blocks_freed=whole - 6)
@@ -68,6 +76,7 @@ class Handler(BaseHTTPRequestHandler):
             self.event({"choices": [{"delta": {"content": piece}}]})
         for _ in range(6 if body["ignore_eos"] else 0):
             self.event({"choices": [{"delta": {"content": " more"}}]})
+        State.seen.wait(timeout=5)
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": 8}
         self.event({"choices": [], "usage": usage})
         self.wfile.write(b"data: [DONE]\n\n")
