@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 Message = dict[str, str]
 
 _USAGE = "vllm:kv_cache_usage_perc"
-# Host memory: of requests and their sessions, and of the sessions of policies that keep
-# nothing else there.
+# Host memory of a policy that reserves it includes its sessions; other policies only
+# have sessions there. So the larger gauge is the total.
 _HOST = ("vllm:kv_policy_host_reserved_bytes", "vllm:kv_policy_session_bytes")
 _POOL = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -43,7 +43,7 @@ class Reply:
         text: the answer, up to the token that closes it.
         held_blocks: blocks in use in the pool while the answer was generated.
         peak_blocks: most blocks in use during the request.
-        host_bytes: most host memory that the policy used during the request.
+        host_bytes: most host memory reserved during the request.
     """
 
     text: str = ""

@@ -152,7 +152,7 @@ class Result:
 
     @property
     def host_mib(self) -> float:
-        """Most host memory that the policy used."""
+        """Most host memory reserved during an answer."""
         return max(a.host_bytes for a in self.answers) / 2**20
 
     @property

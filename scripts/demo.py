@@ -15,6 +15,7 @@ import json
 import re
 import sys
 import urllib.error
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,9 +70,7 @@ def report(result: Result, stock: Result | None) -> str:
 def _outside_the_pool(result: Result) -> list[str]:
     lines = [f"host memory      {result.host_mib:.0f} MiB"] if result.host_mib else []
     if result.plan.kind == "spans":
-        lines.append(
-            "                 the means of spans are on the device, in no block"
-        )
+        lines.append("                 span means use device memory outside the pool")
     return lines
 
 
@@ -140,16 +139,20 @@ def _row(result: Result, stock: Result | None, known_model: bool) -> tuple[str, 
     worked = f"no: {wrong[0]}" if wrong else "yes"
     if not result.answers:
         return (plan.policy, plan.kind, *["-"] * (len(_COLUMNS) - 3), worked)
-    cells = [plan.policy, plan.kind]
-    for cell in (
-        lambda r: f"{sum(r.judged)} of {len(r.judged)}",
-        lambda r: str(r.last.held_blocks),
-        lambda r: f"{r.first_s:.2f} s",
-        lambda r: f"{r.tokens_per_s:.1f}",
-    ):
-        cells += [cell(result), cell(stock) if stock else "-"]
-    cells.insert(6, f"{result.host_mib:.0f}")
-    return (*cells, worked)
+
+    def beside_stock(cell: Callable[[Result], str]) -> tuple[str, str]:
+        return cell(result), cell(stock) if stock else "-"
+
+    return (
+        plan.policy,
+        plan.kind,
+        *beside_stock(lambda r: f"{sum(r.judged)} of {len(r.judged)}"),
+        *beside_stock(lambda r: str(r.last.held_blocks)),
+        f"{result.host_mib:.0f}",
+        *beside_stock(lambda r: f"{r.first_s:.2f} s"),
+        *beside_stock(lambda r: f"{r.tokens_per_s:.1f}"),
+        worked,
+    )
 
 
 # -- commands --------------------------------------------------------------------------

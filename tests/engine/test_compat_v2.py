@@ -108,7 +108,7 @@ def test_dummy_batches_do_not_touch_requests(tiny_model: str):
 @pytest.mark.proves(policy="flowkv", runner="runner", asynchronous=True)
 @pytest.mark.parametrize("runner", ["V1", "V2"])
 def test_sessions_go_on_while_steps_are_in_flight(tiny_model: str, runner: str):
-    """Asynchronous scheduling knows of a request's end a step after it."""
+    """The asynchronous scheduler learns one step late that a request has ended."""
     arguments = {
         "model": tiny_model,
         "policy": {"name": "flowkv", "ratio": 0.3, "base": "h2o"},

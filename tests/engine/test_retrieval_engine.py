@@ -17,7 +17,7 @@ ROUNDS, SAMPLES = (20, 3) if INTERPRETED else (40, 6)
 @pytest.mark.proves(policy="name")
 @pytest.mark.parametrize("name", RETRIEVERS)
 def test_fetching_everything_is_stock(tiny_model, name):
-    """A budget above the context: all is offloaded as it ages, and comes back."""
+    """With a budget above the context, all tokens are offloaded and fetched again."""
     arguments = {"model": tiny_model, "lengths": LENGTHS, "max_tokens": 60}
     stock = run_scenario("scenarios_tiny:answers", arguments | {"policy": None})
     policy = {"name": name, **SMALL, "budget": 1600}

@@ -59,6 +59,14 @@ def documented(tmp_path) -> tuple[Path, dict[str, str]]:
     return tmp_path, entries
 
 
+def test_the_test_in_the_guide_passes(documented):
+    folder, _ = documented
+    (folder / "test_my_policy.py").write_text(block("py", "test_my_policy.py"))
+    done = run(folder, "-m", "pytest", "-q", "--noconftest", str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+
+
 def test_the_documented_package_is_listed_with_its_settings(documented):
     folder, entries = documented
     done = run(folder, "-m", "vllm_kvplugins.cli", "list", "--json")

@@ -7,6 +7,7 @@ import json
 from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
@@ -59,13 +60,13 @@ def catalogue() -> dict[str, Any]:
 
     Returns:
         ``policies`` and ``allocators``: lists of entries; ``sessions`` and ``kernel``:
-        one entry each. An entry has ``name``, ``summary`` and ``settings`` (each with
-        ``name``, ``type``, ``default``, ``required``, ``description``). ``broken``:
-        ``name`` and ``problem`` of each policy of another package that cannot be
-        loaded.
+        one entry each. An entry has ``name``, ``summary``, ``description`` (the
+        docstring of the class) and ``settings`` (each with ``name``, ``type``,
+        ``default``, ``required``, ``description``). ``broken``: ``name`` and
+        ``problem`` of each policy of another package that cannot be loaded.
     """
     from vllm_kvplugins.budgets import ALLOCATORS
-    from vllm_kvplugins.cli.settings import first_line, settings_of
+    from vllm_kvplugins.cli.settings import first_line
     from vllm_kvplugins.config import KernelSettings
     from vllm_kvplugins.policies.registry import (
         available_policies,
@@ -80,63 +81,56 @@ def catalogue() -> dict[str, Any]:
         for name, problem in problems.items()
         if not problem
     }
-    broken = [
-        {"name": name, "problem": problem}
-        for name, problem in problems.items()
-        if problem
-    ]
     return {
-        "policies": [
-            {
-                "name": name,
-                "summary": cls.summary,
-                "settings": [setting.as_dict() for setting in settings_of(cls)],
-            }
-            for name, cls in policies.items()
+        "policies": [_entry(name, cls.summary, cls) for name, cls in policies.items()],
+        "broken": [
+            {"name": name, "problem": problem}
+            for name, problem in problems.items()
+            if problem
         ],
-        "broken": broken,
-        "sessions": {
-            "name": "sessions",
-            "summary": "keep the compressed cache of a request for its continuation",
-            "settings": [setting.as_dict() for setting in settings_of(SessionSettings)],
-        },
-        "kernel": {
-            "name": "kernel",
-            "summary": "the attention kernel",
-            "settings": [setting.as_dict() for setting in settings_of(KernelSettings)],
-        },
+        "sessions": _entry(
+            "sessions",
+            "keep the compressed cache of a request for its continuation",
+            SessionSettings,
+        ),
+        "kernel": _entry("kernel", "the attention kernel", KernelSettings),
         "allocators": [
-            {
-                "name": name,
-                "summary": first_line(cls),
-                "settings": [setting.as_dict() for setting in settings_of(cls)],
-            }
-            for name, cls in ALLOCATORS.items()
+            _entry(name, first_line(cls), cls) for name, cls in ALLOCATORS.items()
         ],
     }
 
 
+def _entry(name: str, summary: str, cls: type[BaseModel]) -> dict[str, Any]:
+    from vllm_kvplugins.cli.settings import settings_of
+
+    return {
+        "name": name,
+        "summary": summary,
+        "description": inspect.cleandoc(cls.__doc__ or ""),
+        "settings": [setting.as_dict() for setting in settings_of(cls)],
+    }
+
+
 def _entry_of(listed: dict[str, Any], name: str) -> dict[str, Any]:
-    """One entry of the catalogue, with its class docstring as ``description``.
+    """The entry of one policy, allocator, ``sessions`` or ``kernel``.
 
     Raises:
-        KVPolicyError: KVP100 or KVP103 to KVP107, see ``get_policy_class``.
+        KVPolicyError: nothing in the catalogue has this name; see
+            ``get_policy_class``, which says why.
     """
-    from vllm_kvplugins.budgets import ALLOCATORS
-    from vllm_kvplugins.config import KernelSettings
     from vllm_kvplugins.policies.registry import get_policy_class
-    from vllm_kvplugins.sessions.settings import SessionSettings
 
-    others = {**ALLOCATORS, "sessions": SessionSettings, "kernel": KernelSettings}
-    cls = others[name] if name in others else get_policy_class(name)
     entries = [
         *listed["policies"],
         *listed["allocators"],
         listed["sessions"],
         listed["kernel"],
     ]
-    entry = next(entry for entry in entries if entry["name"] == name)
-    return {**entry, "description": inspect.cleandoc(cls.__doc__ or "")}
+    for entry in entries:
+        if entry["name"] == name:
+            return dict(entry)
+    get_policy_class(name)
+    raise AssertionError(f"policy {name!r} loads, but the catalogue lacks it")
 
 
 def _show(entry: dict[str, Any], as_json: bool) -> None:
