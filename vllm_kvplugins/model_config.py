@@ -82,9 +82,11 @@ class ModelFingerprint(BaseModel):
             for name in type(self).model_fields
         ]
         return [
-            f"{name} {ours!r} there, {theirs!r} here"
-            for name, ours, theirs in pairs
-            if ours is not None and theirs is not None and ours != theirs
+            f"{name} {own_value!r} there, {other_value!r} here"
+            for name, own_value, other_value in pairs
+            if own_value is not None
+            and other_value is not None
+            and own_value != other_value
         ]
 
 

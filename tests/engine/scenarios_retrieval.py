@@ -45,7 +45,7 @@ def turns(
         "most_at_once": most_at_once,
         "most_held": most_held,
         "reserved_after": host.reserved_bytes,
-        "held_after": len(host.held),
+        "held_after": len(host.waiting),
     }
 
 

@@ -30,7 +30,7 @@ from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.plan.residency_plan import Compaction, ResidencyPlan
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter.config.host_memory import HostReservations
-from vllm_kvplugins.vllm_adapter.config.pool import too_large
+from vllm_kvplugins.vllm_adapter.config.pool import pool_problem
 from vllm_kvplugins.vllm_adapter.scheduler.admission_controller import (
     AdmissionController,
 )
@@ -164,7 +164,9 @@ class Schedule:
             block_hasher=self.hasher,
         )
         plan, pool = self.manager.plans.of(request), BLOCKS - 1
-        if too_large(self.policy, plan, len(prompt), answer, pool, self.asynchronous):
+        if pool_problem(
+            self.policy, plan, len(prompt), answer, pool, self.asynchronous
+        ):
             self.counts["too large"] += 1
             return
         tokens = (*prompt, *[0] * answer)

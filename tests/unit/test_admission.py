@@ -143,4 +143,4 @@ def test_idle_sessions_make_room_in_host_memory(idle, waits):
     admission = made.admission.admit(waiting, 0)
     assert (admission.waits_for == "host memory") == waits
     assert (admission.external_tokens is None) == waits
-    assert len(made.host.held) == waits
+    assert len(made.host.waiting) == waits

@@ -263,7 +263,7 @@ def too_large(answer: int, pool: int, runs_ahead: bool = False, **changes):
         {"name": "snapkv", "budget": 512, "prefill_block": 512, **changes}
     )
     plan = policy.plan(Lengths(6144), geometry(32))
-    return adapter.too_large(policy, plan, 6144, answer, pool, runs_ahead)
+    return adapter.pool_problem(policy, plan, 6144, answer, pool, runs_ahead)
 
 
 def test_a_request_that_outgrows_the_pool_is_told_what_to_do():

@@ -21,8 +21,8 @@ from vllm_kvplugins.policies.quest import PageBounds
 from vllm_kvplugins.policies.retrieval import WholeFirstLayers
 from vllm_kvplugins.vllm_adapter.config.host_memory import (
     HostReservations,
+    host_limit_problem,
     measured,
-    too_long,
 )
 
 SEED = 5
@@ -177,8 +177,8 @@ def test_quest_s_bounds_are_those_of_the_pages():
         index.append(keys[:, first:stop], first)
     for page in range(11):
         part = keys[:, page * 10 : page * 10 + 10]
-        assert torch.equal(index._least[:, page], part.amin(1))
-        assert torch.equal(index._most[:, page], part.amax(1))
+        assert torch.equal(index._minima[:, page], part.amin(1))
+        assert torch.equal(index._maxima[:, page], part.amax(1))
     more = index.select(torch.randn(2, 1, 16), Keys.dense(keys), 1.0, 105)
     assert more[:, 103:].eq(-1).all()
     assert more[:, :103].sort().values.equal(torch.arange(103).expand(2, -1))
@@ -206,17 +206,17 @@ def test_requests_wait_for_host_memory():
         host.reserve(request)
     late = request_of("late", 50, 51)
     assert not host.fits(late)
-    assert host.held == {"late"}
+    assert host.waiting == {"late"}
     assert host.fits(request_of("0", 50, 51)), "who runs, or ran, is not held"
     host.release(request_of("0", 50, 51))
     assert host.fits(late)
-    assert not host.held
+    assert not host.waiting
     for index in range(1, fitting):
         host.release(request_of(str(index), 50, 51))
     assert host.reserved_bytes == 0
     giant = 10_000
-    assert "lower max_tokens" in (too_long(policy, shape, giant) or "")
-    assert too_long(policy, shape, 101) is None
+    assert "lower max_tokens" in (host_limit_problem(policy, shape, giant) or "")
+    assert host_limit_problem(policy, shape, 101) is None
 
 
 @pytest.mark.parametrize("name", RETRIEVERS)

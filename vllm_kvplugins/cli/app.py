@@ -29,8 +29,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"vllm-kvplugins {__version__}")
         raise typer.Exit
 

@@ -138,12 +138,12 @@ def platform() -> Check:
 def entry_point() -> Check:
     """vLLM finds this plugin, and VLLM_PLUGINS does not exclude it."""
     name = "plugin entry point"
-    ours = [
+    registered = [
         entry
         for entry in metadata.entry_points(group=_GROUP)
         if entry.value == _ENTRY_POINT
     ]
-    if not ours:
+    if not registered:
         return Check(
             name,
             Status.FAIL,
@@ -153,14 +153,14 @@ def entry_point() -> Check:
             "pip install vllm-kvplugins",
         )
     allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and ours[0].name not in allowed.split(","):
+    if allowed is not None and registered[0].name not in allowed.split(","):
         return Check(
             name,
             Status.FAIL,
-            f"VLLM_PLUGINS={allowed!r} excludes {ours[0].name}",
-            f"add {ours[0].name} to VLLM_PLUGINS, or unset it",
+            f"VLLM_PLUGINS={allowed!r} excludes {registered[0].name}",
+            f"add {registered[0].name} to VLLM_PLUGINS, or unset it",
         )
-    return Check(name, Status.OK, f"{ours[0].name} = {_ENTRY_POINT}")
+    return Check(name, Status.OK, f"{registered[0].name} = {_ENTRY_POINT}")
 
 
 def other_policies() -> Check:

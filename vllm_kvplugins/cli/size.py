@@ -113,7 +113,7 @@ def sizing(
     from vllm_kvplugins.model_config import read_model_config
     from vllm_kvplugins.plan.geometry import Geometry, Lengths
     from vllm_kvplugins.plan.residency_plan import ResidencyPlan
-    from vllm_kvplugins.plan.sizing import blocks_for, footprint
+    from vllm_kvplugins.plan.sizing import footprint
 
     options = parse_options(policy_config) if policy_config is not None else {}
     policy = parse_policy({"name": policy_name, **options})
@@ -131,18 +131,13 @@ def sizing(
 
     history_only = policy.turns is not None and policy.turns.history_only
     history = (prompt_tokens,) if history_only else ()
-    held = footprint(
+    request = footprint(
         policy.plan(Lengths(prompt_tokens, history), geometry),
         prompt_tokens,
         answer_tokens,
         policy.max_prompt_blocks(tokens, geometry),
     )
     stock = footprint(ResidencyPlan(block_size), prompt_tokens, answer_tokens)
-    block_bytes = block_size * geometry.kv_bytes_per_token
-    storage = policy.host_storage
-    host_bytes = storage.host_bytes(tokens, geometry) if storage else 0
-    host_limit = storage.host_memory_bytes if storage else None
-    host_requests = host_limit // host_bytes if host_limit and host_bytes else None
     return {
         "model": model_name,
         "policy": policy.name,
@@ -153,21 +148,43 @@ def sizing(
         "head_dim": shape.head_dim,
         "kv_bytes_per_token": geometry.kv_bytes_per_token,
         "block_size": block_size,
-        "block_bytes": block_bytes,
+        "block_bytes": block_size * geometry.kv_bytes_per_token,
         "prompt_tokens": prompt_tokens,
         "answer_tokens": answer_tokens,
-        "request": {**_amounts(held, block_bytes), "host_bytes": host_bytes},
+        **_memory(policy, geometry, request, stock, tokens, requests, pool_bytes),
+        "notes": _notes(policy, model, tokens),
+    }
+
+
+def _memory(
+    policy: KVCachePolicy,
+    geometry: Geometry,
+    request: Footprint,
+    stock: Footprint,
+    tokens: int,
+    requests: int,
+    pool_bytes: int | None,
+) -> dict[str, Any]:
+    """Memory of one request, of ``requests`` requests, and what fits into a pool."""
+    from vllm_kvplugins.plan.sizing import blocks_for
+
+    block_bytes = geometry.block_size * geometry.kv_bytes_per_token
+    storage = policy.host_storage
+    host_bytes = storage.host_bytes(tokens, geometry) if storage else 0
+    host_limit = storage.host_memory_bytes if storage else None
+    host_requests = host_limit // host_bytes if host_limit and host_bytes else None
+    return {
+        "request": {**_amounts(request, block_bytes), "host_bytes": host_bytes},
         "stock_request": _amounts(stock, block_bytes),
         "wanted": {
             "requests": requests,
-            "pool_bytes": blocks_for(held, requests) * block_bytes,
+            "pool_bytes": blocks_for(request, requests) * block_bytes,
             "stock_pool_bytes": blocks_for(stock, requests) * block_bytes,
             "host_bytes": requests * host_bytes,
         },
         "pool": None
         if pool_bytes is None
-        else _pool(held, stock, pool_bytes, block_bytes, host_requests),
-        "notes": _notes(policy, model, tokens),
+        else _pool(request, stock, pool_bytes, block_bytes, host_requests),
     }
 
 
@@ -182,7 +199,7 @@ def _amounts(footprint: Footprint, block_bytes: int) -> dict[str, dict[str, int]
 
 
 def _pool(
-    held: Footprint,
+    request: Footprint,
     stock: Footprint,
     pool_bytes: int,
     block_bytes: int,
@@ -191,17 +208,17 @@ def _pool(
     """Requests that fit into a pool, with the policy and with stock vLLM."""
     from vllm_kvplugins.plan.sizing import capacity
 
-    ours = capacity(held, pool_bytes, block_bytes, host_requests)
-    theirs = capacity(stock, pool_bytes, block_bytes, None)
+    with_policy = capacity(request, pool_bytes, block_bytes, host_requests)
+    with_stock = capacity(stock, pool_bytes, block_bytes, None)
     return {
         "bytes": pool_bytes,
-        "blocks": ours.pool,
-        "requests": ours.requests,
-        "decoding_alone": ours.decoding,
-        "limit": ours.limit.value,
-        "stock_requests": theirs.requests,
-        "stock_decoding_alone": theirs.decoding,
-        "stock_limit": theirs.limit.value,
+        "blocks": with_policy.pool,
+        "requests": with_policy.requests,
+        "decoding_alone": with_policy.decoding,
+        "limit": with_policy.limit.value,
+        "stock_requests": with_stock.requests,
+        "stock_decoding_alone": with_stock.decoding,
+        "stock_limit": with_stock.limit.value,
     }
 
 
@@ -241,7 +258,7 @@ def _refuse_impossible_lengths(
 ) -> None:
     from vllm_kvplugins.vllm_adapter.config import host_memory
 
-    reason = host_memory.too_long(policy, geometry, tokens)
+    reason = host_memory.host_limit_problem(policy, geometry, tokens)
     if reason:
         raise KVPolicyError(reason)
 
@@ -311,26 +328,27 @@ def _print(console: Console, figures: dict[str, Any]) -> None:
     for key, label in _ROWS.items():
         cells = [
             text
-            for held in (request[key], stock[key])
-            for text in (f"{held['blocks']:,}", amount(held["bytes"]))
+            for used in (request[key], stock[key])
+            for text in (f"{used['blocks']:,}", amount(used["bytes"]))
         ]
         table.add_row(label, *cells)
     if request["host_bytes"]:
         table.add_row("host memory, maximum", "", amount(request["host_bytes"]))
     console.print(table)
-    for line in (*_wanted_lines(figures["wanted"]), *_pool_lines(figures)):
+    for line in (*_requested_lines(figures["wanted"]), *_pool_lines(figures)):
         console.print(line)
     for note in figures["notes"]:
         console.print(f"[yellow]note:[/] {escape(note)}")
 
 
-def _wanted_lines(wanted: dict[str, int]) -> list[str]:
+def _requested_lines(requested: dict[str, int]) -> list[str]:
     host = ""
-    if wanted["host_bytes"]:
-        host = f", and {amount(wanted['host_bytes'])} of host memory"
+    if requested["host_bytes"]:
+        host = f", and {amount(requested['host_bytes'])} of host memory"
     return [
-        f"\n[bold]Pool for {_requests(wanted['requests'])} at once:[/] "
-        f"{amount(wanted['pool_bytes'])} (stock {amount(wanted['stock_pool_bytes'])})"
+        f"\n[bold]Pool for {_requests(requested['requests'])} at once:[/] "
+        f"{amount(requested['pool_bytes'])} (stock "
+        f"{amount(requested['stock_pool_bytes'])})"
         f"{host}"
     ]
 
@@ -354,8 +372,8 @@ def _pool_lines(figures: dict[str, Any]) -> list[str]:
 
 def _limit(figures: dict[str, Any]) -> str:
     """The reason why no further request fits."""
-    pool, held = figures["pool"], figures["request"]
-    prefill, decode = amount(held["prefill_peak"]["bytes"]), held["decode_peak"]
+    pool, request = figures["pool"], figures["request"]
+    prefill, decode = amount(request["prefill_peak"]["bytes"]), request["decode_peak"]
     return {
         "prefill-never-fits": f"the prefill of one prompt needs {prefill}, more than "
         "the pool. A policy frees blocks only after the prompt, so no such request can "
@@ -367,7 +385,7 @@ def _limit(figures: dict[str, Any]) -> str:
         "prefill": f"the prefill. A prompt needs {prefill} in addition to the decoding "
         f"requests; without it {pool['decoding_alone']:,} could decode",
         "decoding": f"decoding, {amount(decode['bytes'])} per request",
-        "host-memory": f"host memory, {amount(held['host_bytes'])} per request; "
+        "host-memory": f"host memory, {amount(request['host_bytes'])} per request; "
         "raise host_memory",
     }[pool["limit"]]
 

@@ -93,8 +93,8 @@ class CompiledIndex(KeyIndex):
         Args:
             queries: [heads, group, head_dim].
         """
-        found = query_topk([self], queries.unsqueeze(0), keys, k, max_visits)
-        return TopKeys(*(tensor[0] for tensor in found))
+        results = query_topk([self], queries.unsqueeze(0), keys, k, max_visits)
+        return TopKeys(*(tensor[0] for tensor in results))
 
     def query_pages(
         self,
@@ -109,10 +109,10 @@ class CompiledIndex(KeyIndex):
         Args:
             queries: [heads, group, head_dim].
         """
-        found = query_pages(
+        results = query_pages(
             [self], queries.unsqueeze(0), keys, k, max_pages, max_visits
         )
-        return Pages(*(tensor[0] for tensor in found))
+        return Pages(*(tensor[0] for tensor in results))
 
     def places(self, first: int = 0) -> torch.Tensor:
         """int64 [heads, num_keys - first]: places of slots ``first`` and later."""
@@ -152,8 +152,8 @@ class CompiledIndex(KeyIndex):
         return self._stats()[1]
 
     def _stats(self) -> list[int]:
-        found: list[int] = call_compiled("index_stats", self.handle).tolist()
-        return found
+        results: list[int] = call_compiled("index_stats", self.handle).tolist()
+        return results
 
 
 def query_topk(
@@ -217,11 +217,11 @@ def query_pages(
     """
     if any(_torch_keys(index) is not None for index in indexes):
         slots = _torch_topk(indexes, queries, keys, k).slots
-        found = [
+        results = [
             scan.pages(slots[r], index.places(), index.page_size, max_pages)
             for r, index in enumerate(indexes)
         ]
-        return Pages(*(torch.stack(part) for part in zip(*found, strict=True)))
+        return Pages(*(torch.stack(part) for part in zip(*results, strict=True)))
     return Pages(*_ask("index_pages", indexes, queries, keys, k, max_visits, max_pages))
 
 
@@ -323,11 +323,11 @@ def _torch_topk(
     if not bool(queries.isfinite().all()):
         raise ValueError("kvp.index_topk: an element of queries is not finite")
     gathered = keys.gather()
-    found = [
+    results = [
         scan.topk(queries[r, None], gathered[r, None, :, : index.num_keys], k)
         for r, index in enumerate(indexes)
     ]
-    return TopKeys(*(torch.cat(part) for part in zip(*found, strict=True)))
+    return TopKeys(*(torch.cat(part) for part in zip(*results, strict=True)))
 
 
 def extension_problem() -> str:

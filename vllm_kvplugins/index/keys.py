@@ -78,8 +78,8 @@ class Keys:
             return self.data.clone()
         requests, heads, pages = self.table.shape
         _, block_size, head_dim = self.data.shape
-        found = self.data[self.table]
-        return found.reshape(requests, heads, pages * block_size, head_dim)
+        pages_of_requests = self.data[self.table]
+        return pages_of_requests.reshape(requests, heads, pages * block_size, head_dim)
 
 
 def _with_requests(tensor: torch.Tensor, dims: int) -> torch.Tensor:

@@ -64,8 +64,8 @@ def scan_in_torch(
         logits = queries[request].float() @ own.transpose(1, 2)
         attention = logits.mul_(scale).softmax(-1).sum(1)
         best = attention.sort(dim=-1, descending=True, stable=True).indices
-        found = min(count, tokens)
-        chosen[request, :, :found] = best[:, :found]
+        selected = min(count, tokens)
+        chosen[request, :, :selected] = best[:, :selected]
     return chosen
 
 
@@ -109,7 +109,7 @@ def pages(
         :class:`Pages` of one request.
     """
     heads = len(slots)
-    found = torch.full((heads, limit), -1)
+    selected = torch.full((heads, limit), -1)
     counts = torch.zeros(heads, dtype=torch.int64)
     for head in range(heads):
         in_order = slots[head].t().reshape(-1)
@@ -118,6 +118,6 @@ def pages(
             page = int(places[head, slot]) // page_size
             if page not in taken and len(taken) < limit:
                 taken.append(page)
-        found[head, : len(taken)] = torch.tensor(taken, dtype=torch.int64)
+        selected[head, : len(taken)] = torch.tensor(taken, dtype=torch.int64)
         counts[head] = len(taken)
-    return Pages(found, counts)
+    return Pages(selected, counts)

@@ -82,13 +82,13 @@ class PageLayout:
         wrong = (seen != torch.arange(self.page_elems, device=seen.device)).nonzero()
         if len(wrong):
             i = int(wrong[0])
-            found = int(seen[i])
+            slot_offset = int(seen[i])
             raise ValueError(
                 "k_offsets and v_offsets must list every element of a page once; "
                 + (
                     f"element {i} is missing"
-                    if found > i
-                    else f"offset {found} is repeated or negative"
+                    if slot_offset > i
+                    else f"offset {slot_offset} is repeated or negative"
                 )
             )
         object.__setattr__(self, "keys", self._plane(self.k_offsets))

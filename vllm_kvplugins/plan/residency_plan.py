@@ -285,10 +285,10 @@ class ResidencyPlan:
             since: number of compactions before the request's first step; 1 if it
                 continues a compacted session.
         """
-        held = [self.resident_blocks(total_tokens)]
+        block_counts = [self.resident_blocks(total_tokens)]
         for index in range(since, self.num_done(total_tokens)):
             compaction = self.compaction(index)
             # Just before a compaction frees, all its candidates are still held.
             blocks = -(-compaction.at_tokens // self.block_size)
-            held.append(blocks - compaction.candidates.start)
-        return max(held)
+            block_counts.append(blocks - compaction.candidates.start)
+        return max(block_counts)

@@ -102,7 +102,7 @@ def footprint(
 
 
 def capacity(
-    held: Footprint, pool_bytes: int, block_bytes: int, host_requests: int | None
+    request: Footprint, pool_bytes: int, block_bytes: int, host_requests: int | None
 ) -> Capacity:
     """How many equal requests fit into a pool.
 
@@ -116,12 +116,12 @@ def capacity(
         host_requests: number of requests that fit into host memory; None: no limit.
     """
     pool = max(pool_bytes // block_bytes - 1, 0)
-    decoding = pool // held.decode_peak
-    if held.prefill_peak > pool:
+    decoding = pool // request.decode_peak
+    if request.prefill_peak > pool:
         return Capacity(pool, decoding, 0, Limit.PREFILL_NEVER_FITS)
-    if held.positions > pool:
+    if request.positions > pool:
         return Capacity(pool, decoding, 0, Limit.START_UP)
-    decoding_during_prefill = (pool - held.prefill_peak) // held.decode_peak
+    decoding_during_prefill = (pool - request.prefill_peak) // request.decode_peak
     requests = min(decoding, decoding_during_prefill + 1)
     limit = Limit.PREFILL if requests < decoding else Limit.DECODING
     if host_requests is not None and host_requests < requests:
@@ -129,8 +129,8 @@ def capacity(
     return Capacity(pool, decoding, requests, limit)
 
 
-def blocks_for(held: Footprint, requests: int) -> int:
+def blocks_for(request: Footprint, requests: int) -> int:
     """Smallest pool for a number of requests, in blocks with the null block."""
-    decoding = requests * held.decode_peak
-    prefilling = (requests - 1) * held.decode_peak + held.prefill_peak
-    return max(decoding, prefilling, held.positions) + 1
+    decoding = requests * request.decode_peak
+    prefilling = (requests - 1) * request.decode_peak + request.prefill_peak
+    return max(decoding, prefilling, request.positions) + 1

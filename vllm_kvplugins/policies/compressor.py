@@ -136,9 +136,9 @@ class Compressor(KVCachePolicy):
 
     def problems(self) -> list[str]:
         floor = self.minimum_budget_tokens
-        found = []
+        reasons = []
         if not self.has_score:
-            found.append(
+            reasons.append(
                 coded(
                     "KVP108",
                     f"{self.name} has no score(view), so it cannot choose tokens; add "
@@ -148,15 +148,15 @@ class Compressor(KVCachePolicy):
         for setting in ("budget", "decode_budget"):
             budget = getattr(self, setting)
             if budget and budget.tokens is not None and budget.tokens < floor:
-                found.append(
+                reasons.append(
                     f"{setting} {budget.tokens} is below the {floor} tokens that "
                     f"{self.name} always keeps (its sinks and window); raise the "
                     "budget or shrink them"
                 )
         least = self.min_new_tokens
         if self.prefill_block is not None and self.prefill_block < least:
-            found.append(
+            reasons.append(
                 f"prefill_block {self.prefill_block} is below the {least} new tokens "
                 f"by which {self.name} scores what it holds; raise it"
             )
-        return found
+        return reasons

@@ -123,14 +123,14 @@ class EpiCache(Wrapper):
         budget_tokens = self._budget_tokens(geometry)
         history = lengths.turn_ends[-1] if lengths.turn_ends else 0
         cuts = self._blockwise.grid(history, size, budget_tokens, restored)
-        found = (*([restored] if restored else []), *cuts)
+        compactions = (*([restored] if restored else []), *cuts)
         notes: tuple[str, ...] = ()
         if not history and lengths.prompt_tokens > budget_tokens + self.prefill_block:
             notes = (
                 f"epicache: a prompt of {lengths.prompt_tokens} tokens without "
                 "turn_ends has no history to compress, and stays whole",
             )
-        return ResidencyPlan(size, found, notes=notes)
+        return ResidencyPlan(size, compactions, notes=notes)
 
     def max_prompt_blocks(self, tokens: int, geometry: Geometry) -> int | None:
         max_blocks = self._blockwise.max_blocks(
@@ -143,8 +143,8 @@ class EpiCache(Wrapper):
         return Blockwise(self.prefill_block)
 
     def _budget_tokens(self, geometry: Geometry) -> int:
-        asked = self.budget.resolve(0, geometry.kv_bytes_per_token)
-        return max(asked, self.minimum_budget_tokens)
+        budget_tokens = self.budget.resolve(0, geometry.kv_bytes_per_token)
+        return max(budget_tokens, self.minimum_budget_tokens)
 
     def page_allocator(self) -> PageAllocator:
         return self.allocator
@@ -173,18 +173,18 @@ class EpiCache(Wrapper):
         return EpisodeRouting(settings, self.longest_patched_prompt)
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        reasons = super().problems()
         if self.budget.fraction is not None:
-            found.append(
+            reasons.append(
                 f"budget {self.budget.fraction} is a share, and histories grow; give a "
                 "number of tokens, or bytes"
             )
         if isinstance(self.episodes, int) and self.episodes < 1:
-            found.append(f"episodes is 1 or more, or auto, got {self.episodes}")
+            reasons.append(f"episodes is 1 or more, or auto, got {self.episodes}")
         least = self._base.min_new_tokens
         if self.prefill_block < least:
-            found.append(
+            reasons.append(
                 f"{self.base} scores with the newest {least} tokens; prefill_block "
                 f"{self.prefill_block} has fewer"
             )
-        return found
+        return reasons

@@ -28,10 +28,10 @@ class TreePages(KeyIndex):
         which page."""
         self._tree.append(keys, first)
         places = self._tree.places(first)
-        heads, held, size = self._tokens.shape
-        more = max(self._tree.num_pages) - held
+        heads, num_pages, size = self._tokens.shape
+        more = max(self._tree.num_pages) - num_pages
         if more > 0:
-            fresh = self._tokens.new_full((heads, more + held // 4, size), -1)
+            fresh = self._tokens.new_full((heads, more + num_pages // 4, size), -1)
             self._tokens = torch.cat([self._tokens, fresh], 1)
         numbers = torch.arange(first, first + keys.shape[1]).expand(heads, -1)
         self._tokens.flatten(1).scatter_(1, places, numbers)
@@ -41,8 +41,8 @@ class TreePages(KeyIndex):
     ) -> torch.Tensor:
         """Algorithm 3 of the IceCache paper: the best ``count`` keys per query,
         then all tokens of their pages, until ``count`` are there."""
-        found = self._tree.query_pages(queries, keys, count, count)
-        pages = found.pages[..., None].expand(-1, -1, self._tokens.shape[2])
+        best = self._tree.query_pages(queries, keys, count, count)
+        pages = best.pages[..., None].expand(-1, -1, self._tokens.shape[2])
         tokens = self._tokens.gather(1, pages.clamp(min=0))
         return tokens_of_pages(tokens.masked_fill(pages < 0, -1), count)
 
@@ -93,10 +93,10 @@ class IceCache(Retriever):
     seed: int = Field(default=0, ge=0, description="Of the promotions.")
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        reasons = super().problems()
         missing = extension_problem()
         if missing:
-            found.append(
+            reasons.append(
                 coded(
                     "KVP403",
                     f"icecache needs the compiled extension ({missing}); install a "
@@ -105,7 +105,7 @@ class IceCache(Retriever):
                     "exact-topk",
                 )
             )
-        return found
+        return reasons
 
     @property
     def builds_lazily(self) -> bool:

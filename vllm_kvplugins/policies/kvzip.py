@@ -49,40 +49,40 @@ class Repetition(Probing):
         part = occasion.encode(_PART)
         announced = max(len(whole), len(part) + _LEAD_TOKENS)
         size = min(self.chunk, occasion.room - announced)
-        found = []
+        probes = []
         survivors = range(occasion.since)
         for start in range(occasion.since, occasion.tokens, size):
             stop = min(start + size, occasion.tokens)
             lead = [*part, *prompt[start - _LEAD_TOKENS : start]] if start else whole
             again = [*lead, *prompt[start:stop]]
-            found.append(Probe(again, range(start, stop), survivors))
-        return found
+            probes.append(Probe(again, range(start, stop), survivors))
+        return probes
 
     def observe(self, view: LayerView) -> torch.Tensor:
         """float32 [num_kv_heads, tokens in the cache], by position."""
         assert view.probe is not None
         about, positions = view.probe.about, view.positions
         tokens = int(view.query_positions[0])
-        asked = (positions >= about.start) & (positions < about.stop)
+        scored = (positions >= about.start) & (positions < about.stop)
         always = max(self.sinks, view.probe.survivors.stop)
-        asked |= (positions >= 0) & (positions < always)
-        asked |= positions >= tokens
-        columns = asked.any(0).nonzero().squeeze(1)
-        places = positions.masked_fill(~asked, -1)[:, columns]
+        scored |= (positions >= 0) & (positions < always)
+        scored |= positions >= tokens
+        columns = scored.any(0).nonzero().squeeze(1)
+        scored_positions = positions.masked_fill(~scored, -1)[:, columns]
         peak = attention_peak(
             view.queries,
             view.keys[:, columns],
             view.scale,
             view.query_positions,
-            places,
+            scored_positions,
         )
         worth = view.observed
         if worth is None:
             worth = peak.new_zeros(positions.shape[0], tokens)
-        own = places >= tokens
+        own = scored_positions >= tokens
         peak = peak.masked_fill(own, 0)
-        places = places.masked_fill(own, 0).clamp(min=0)
-        return worth.scatter_reduce(1, places, peak, "amax")
+        scored_positions = scored_positions.masked_fill(own, 0).clamp(min=0)
+        return worth.scatter_reduce(1, scored_positions, peak, "amax")
 
 
 class KVzip(Compressor):
@@ -138,10 +138,10 @@ class KVzip(Compressor):
         return scores.masked_fill(stays & (positions >= 0), torch.inf)
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        reasons = super().problems()
         if self.decode_budget is not None:
-            found.append(
+            reasons.append(
                 "kvzip repeats the prompt, which says nothing about generated tokens; "
                 "remove decode_budget or use another policy with it"
             )
-        return found
+        return reasons

@@ -77,8 +77,8 @@ class OrderedPages(KeyIndex):
         """
         worth = self.promise(queries.to(torch.float32)).mul_(scale).softmax(-1).sum(1)
         # one more than needed: the last page may be among them, and not full
-        wanted = min(-(-count // self._page_tokens) + 1, worth.shape[1])
-        pages = worth.topk(wanted, dim=-1).indices
+        num_pages = min(-(-count // self._page_tokens) + 1, worth.shape[1])
+        pages = worth.topk(num_pages, dim=-1).indices
         slots = torch.arange(self._page_tokens)
         numbers = pages[..., None] * self._page_tokens + slots
         numbers = numbers.masked_fill(numbers >= self._tokens, -1)

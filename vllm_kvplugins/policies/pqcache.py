@@ -31,12 +31,12 @@ def nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """
     groups, count = centroids.shape[:2]
     half = centroids.square().sum(-1).unsqueeze(1) / 2
-    found = points.new_empty(points.shape[:2], dtype=torch.int64)
+    nearest = points.new_empty(points.shape[:2], dtype=torch.int64)
     for tile in slot_tiles(points.shape[1], _COPIES * groups * count):
         # |x - c|^2 is smallest where x . c - |c|^2 / 2 is largest
         likeness = torch.bmm(points[:, tile], centroids.transpose(1, 2)) - half
-        found[:, tile] = likeness.max(-1).indices
-    return found
+        nearest[:, tile] = likeness.max(-1).indices
+    return nearest
 
 
 def k_means(
@@ -105,7 +105,7 @@ class QuantizedKeys(KeyIndex):
         iterations: int,
         seed: int,
     ) -> None:
-        self._most = 2**bits
+        self._max_centroids = 2**bits
         self._iterations = iterations
         self._seed = seed
         self._subspaces = min(subspaces, head_dim)
@@ -125,19 +125,21 @@ class QuantizedKeys(KeyIndex):
         if not bool(keys.isfinite().all()):
             raise ValueError("an element of a key is not finite; nothing was added")
         fresh, tokens = self._split(keys), first + keys.shape[1]
-        if first > self._most:
+        if first > self._max_centroids:
             codes = torch.cat([self._codes, self._encode(fresh)], 2)
         else:
             # so far every key is a centroid
             fresh = torch.cat([self._centroids, fresh], 2)
-            if tokens <= self._most:
+            if tokens <= self._max_centroids:
                 codes = torch.arange(tokens, dtype=torch.uint8)
                 codes = codes.expand(*fresh.shape[:2], -1)
                 self._centroids = fresh
             else:
                 points = fresh.flatten(0, 1)
-                found = k_means(points, self._most, self._iterations, self._seed)
-                self._centroids = found.unflatten(0, fresh.shape[:2])
+                centroids = k_means(
+                    points, self._max_centroids, self._iterations, self._seed
+                )
+                self._centroids = centroids.unflatten(0, fresh.shape[:2])
                 codes = self._encode(fresh)
         self._codes = codes
 

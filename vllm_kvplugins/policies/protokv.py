@@ -127,5 +127,5 @@ class ProtoKV(Compressor):
 
     def _hashed(self, keys: torch.Tensor, num_buckets: int) -> torch.Tensor:
         bits = (num_buckets - 1).bit_length()
-        found = proto.hash_buckets(keys, bits, num_buckets, self.gamma, self.seed)
-        return proto.bucket_prototypes(keys, found, num_buckets)
+        buckets = proto.hash_buckets(keys, bits, num_buckets, self.gamma, self.seed)
+        return proto.bucket_prototypes(keys, buckets, num_buckets)

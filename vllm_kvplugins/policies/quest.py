@@ -19,17 +19,17 @@ class PageBounds(OrderedPages):
         return pages.amin(2), pages.amax(2)
 
     @property
-    def _least(self) -> torch.Tensor:
+    def _minima(self) -> torch.Tensor:
         return self._digests[0]
 
     @property
-    def _most(self) -> torch.Tensor:
+    def _maxima(self) -> torch.Tensor:
         return self._digests[1]
 
     def promise(self, queries: torch.Tensor) -> torch.Tensor:
         """Per channel the larger of q * min and q * max, summed."""
-        bound = torch.bmm(F.relu(queries), self._most.transpose(1, 2))
-        return bound - torch.bmm(F.relu(-queries), self._least.transpose(1, 2))
+        bound = torch.bmm(F.relu(queries), self._maxima.transpose(1, 2))
+        return bound - torch.bmm(F.relu(-queries), self._minima.transpose(1, 2))
 
 
 class Quest(PageRetriever):

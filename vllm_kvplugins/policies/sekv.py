@@ -206,8 +206,8 @@ class SeKV(SpanPolicy):
         most_spans = self._most_spans(budget, tokens, geometry)
         # half of the spans at most, so that there are enough to cut what is long
         cuts = max(most_spans // 2, 1)
-        found = segment(surprisal, fixed, room, self.sensitivity, self.least_span, cuts)
-        return cut_evenly(found, self.least_span, most_spans)
+        spans = segment(surprisal, fixed, room, self.sensitivity, self.least_span, cuts)
+        return cut_evenly(spans, self.least_span, most_spans)
 
     def gates(
         self, layer: int, queries: torch.Tensor, spans: CoarseSpans, scale: float
@@ -346,5 +346,7 @@ def zoom_gates(
         queries, spans.keys, spans.summary, spans.log_sizes, layer
     )
     threshold = router.threshold[layer].view(*queries.shape[:2], 1)
-    wanted = (logits > threshold).any(1)
-    return (shares + logits.softmax(-1).sum(1)).masked_fill(~wanted, -torch.inf)
+    above_threshold = (logits > threshold).any(1)
+    return (shares + logits.softmax(-1).sum(1)).masked_fill(
+        ~above_threshold, -torch.inf
+    )

@@ -41,7 +41,7 @@ def attention_mass(view: LayerView) -> torch.Tensor:
         head; 0 where there is no token. Of a probe's own slots it says nothing.
     """
     if view.page_votes is None:
-        return attention_votes.attention_mass(*_asked(view))
+        return attention_votes.attention_mass(*_attention_arguments(view))
     return view.page_votes(False).mean(1)
 
 
@@ -53,11 +53,11 @@ def attention_peak(view: LayerView) -> torch.Tensor:
         As :func:`attention_mass`.
     """
     if view.page_votes is None:
-        return attention_votes.attention_peak(*_asked(view))
+        return attention_votes.attention_peak(*_attention_arguments(view))
     return view.page_votes(True).amax(1)
 
 
-def _asked(
+def _attention_arguments(
     view: LayerView,
 ) -> tuple[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor]:
     at = view.query_positions, view.positions

@@ -153,8 +153,8 @@ def report(
         return summed([Counts.of(gates(e) > above, e.targets) for e in held_out])
 
     shares = best_thresholds(mean_key_gates, training)
-    ours = decided(routing, router.tau)
-    theirs = decided(mean_key_gates, shares)
+    router_decisions = decided(routing, router.tau)
+    mean_key_decisions = decided(mean_key_gates, shares)
     tuned = decided(routing, best_thresholds(routing, training))
     everything = decided(lambda e: e.mass + 1, torch.zeros_like(shares))
 
@@ -167,8 +167,8 @@ def report(
     ranks = [_ranks(router, example) for example in held_out]
     return RouterReport(
         zoom_f1={
-            "router": ours.f1,
-            "mean_key": theirs.f1,
+            "router": router_decisions.f1,
+            "mean_key": mean_key_decisions.f1,
             "router_tuned": tuned.f1,
             "all": everything.f1,
         },
@@ -177,9 +177,15 @@ def report(
             "mean_key": f1_in_room(mean_key_ranking, held_out),
         },
         zoomed={
-            "router": float(ours.zoomed.sum() / ours.decisions.sum()),
-            "mean_key": float(theirs.zoomed.sum() / theirs.decisions.sum()),
-            "wanted": float(ours.targets.sum() / ours.decisions.sum()),
+            "router": float(
+                router_decisions.zoomed.sum() / router_decisions.decisions.sum()
+            ),
+            "mean_key": float(
+                mean_key_decisions.zoomed.sum() / mean_key_decisions.decisions.sum()
+            ),
+            "wanted": float(
+                router_decisions.targets.sum() / router_decisions.decisions.sum()
+            ),
         },
         covered_in_room={
             "router": covered(ranking),
@@ -189,7 +195,7 @@ def report(
         divergence=_divergences(model, router, shares[..., None, None], held_out),
         kept_energy=average([energy for energy, _ in ranks]),
         mean_rank=average([rank for _, rank in ranks]),
-        zoom_rate=(ours.zoomed / ours.decisions).tolist(),
+        zoom_rate=(router_decisions.zoomed / router_decisions.decisions).tolist(),
         tau=router.tau.tolist(),
     )
 

@@ -148,8 +148,8 @@ class SpanController(StepExtension):
         positions = moved(positions, pages.device)
         page = pages[:, positions // size].flatten()
         slot = (positions % size).repeat(heads)
-        found = ops.gather_tokens(self._heap.kv, page, slot)
-        keys, values = (rows.view(heads, positions.numel(), -1) for rows in found)
+        gathered = ops.gather_tokens(self._heap.kv, page, slot)
+        keys, values = (rows.view(heads, positions.numel(), -1) for rows in gathered)
         return keys, values
 
     @torch.inference_mode()

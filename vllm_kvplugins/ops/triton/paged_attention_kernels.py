@@ -205,14 +205,14 @@ def attend(
             )
 
     if SPLITS == 1:
-        found = total > 0
-        mean = sums / tl.where(found, total, 1.0)[:, None]
+        is_any = total > 0
+        mean = sums / tl.where(is_any, total, 1.0)[:, None]
         tl.store(
             out + at[:, None] * out_stride + q_head[:, None] * head_dim + dim[None, :],
             mean.to(out.dtype.element_ty),
             mask=is_query[:, None] & inside[None, :],
         )
-        logsum = highest + tl.log(tl.where(found, total, 1.0))
+        logsum = highest + tl.log(tl.where(is_any, total, 1.0))
         tl.store(lse + at * num_q_heads + q_head, logsum, mask=is_query)
     else:
         place = (split.to(tl.int64) * tokens + at) * num_q_heads + q_head
@@ -247,14 +247,14 @@ def merge(
     highest = tl.load(maxima + place * 2, mask=there, other=float("-inf"))
     total = tl.load(maxima + place * 2 + 1, mask=there, other=0.0)
     top = tl.max(highest, axis=0)
-    found = top > float("-inf")
-    weight = tl.exp(highest - tl.where(found, top, 0.0))
+    is_any = top > float("-inf")
+    weight = tl.exp(highest - tl.where(is_any, top, 0.0))
     sums = tl.load(
         partial + place[:, None] * head_dim + dim[None, :],
         mask=there[:, None] & (dim < head_dim)[None, :],
         other=0.0,
     )
-    whole = tl.where(found, tl.sum(weight * total, axis=0), 1.0)
+    whole = tl.where(is_any, tl.sum(weight * total, axis=0), 1.0)
     mean = tl.sum(sums * weight[:, None], axis=0) / whole
     tl.store(
         out + at * out_stride + head * head_dim + dim,

@@ -88,23 +88,23 @@ class HostReservations:
         self._storage = policy.host_storage
         self._geometry = geometry
         self._reserved: dict[str, int] = {}
-        # of sessions, whose tokens stay on the host between requests
-        self._held: dict[str, int] = {}
-        # requests that wait now and whose wait was logged
-        self.held: set[str] = set()
+        # Sessions keep their tokens on the host between requests.
+        self._session_bytes: dict[str, int] = {}
+        # IDs of the requests that wait for host memory now.
+        self.waiting: set[str] = set()
 
     def fits(self, request: Any) -> bool:
-        """Whether a request can be scheduled now. Changes nothing but ``held``."""
+        """Whether a request can be scheduled now. Changes only ``waiting``."""
         limit = self._limit
         if limit is None or request.request_id in self._reserved:
             return True
         # Alone a request always runs; the front end refuses what never fits.
-        alone = not self._reserved and not self._held
+        alone = not self._reserved and not self._session_bytes
         fits = alone or self.reserved_bytes + self._need(request) <= limit
         if fits:
-            self.held.discard(request.request_id)
+            self.waiting.discard(request.request_id)
         else:
-            self.held.add(request.request_id)
+            self.waiting.add(request.request_id)
         return fits
 
     def reserve(self, request: Any) -> None:
@@ -115,19 +115,19 @@ class HostReservations:
     def release(self, request: Any) -> None:
         """A request has ended, scheduled or not."""
         self._reserved.pop(request.request_id, None)
-        self.held.discard(request.request_id)
+        self.waiting.discard(request.request_id)
 
     def hold_session(self, session_id: str, num_bytes: int) -> None:
         """A session keeps ``num_bytes`` of host memory."""
-        self._held[session_id] = num_bytes
+        self._session_bytes[session_id] = num_bytes
 
     def release_session(self, session_id: str) -> None:
         """A session was dropped, or a request continues it."""
-        self._held.pop(session_id, None)
+        self._session_bytes.pop(session_id, None)
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(self._reserved.values()) + sum(self._held.values())
+        return sum(self._reserved.values()) + sum(self._session_bytes.values())
 
     @property
     def _limit(self) -> int | None:
@@ -139,8 +139,10 @@ class HostReservations:
         return self._storage.host_bytes(tokens, self._geometry)
 
 
-def too_long(policy: KVCachePolicy, geometry: Geometry, tokens: int) -> str | None:
-    """Why a request of so many tokens can never run, if so."""
+def host_limit_problem(
+    policy: KVCachePolicy, geometry: Geometry, tokens: int
+) -> str | None:
+    """Why a request of ``tokens`` tokens never fits in host memory; None if it fits."""
     storage = policy.host_storage
     if storage is None:
         return None

@@ -39,11 +39,11 @@ def problems(vllm_config: VllmConfig, request: dict[str, Any]) -> list[str]:
     kernel = parse_kernel(request)
     if current_platform.is_cpu():
         return _cpu_problems(kernel)
-    found = []
+    reasons = []
     backend = vllm_config.attention_config.backend
     # CUSTOM is our own, set by an earlier engine with the same settings object.
     if backend is not None and backend.name != "CUSTOM":
-        found.append(
+        reasons.append(
             coded(
                 "KVP024",
                 f"--attention-backend {backend.name} conflicts with the backend of the "
@@ -51,11 +51,11 @@ def problems(vllm_config: VllmConfig, request: dict[str, Any]) -> list[str]:
             )
         )
     if kernel in _KERNEL_PROBLEMS:
-        found += [
+        reasons += [
             coded("KVP025", f"kernel {kernel!r}: {problem}; use 'triton' or 'auto'")
             for problem in _KERNEL_PROBLEMS[kernel](vllm_config)
         ]
-    return found
+    return reasons
 
 
 def _cpu_problems(kernel: str) -> list[str]:
@@ -79,17 +79,17 @@ def _flash_problems(vllm_config: VllmConfig) -> list[str]:
 
     model = vllm_config.model_config
     head_size = model.get_head_size()
-    found = []
+    reasons = []
     if not Flash.supports_dtype(model.dtype):
-        found.append(f"FlashAttention does not support {model.dtype}")
+        reasons.append(f"FlashAttention does not support {model.dtype}")
     try:
         if not Flash.supports_head_size(head_size):
-            found.append(f"FlashAttention does not support head size {head_size}")
+            reasons.append(f"FlashAttention does not support head size {head_size}")
         elif fa_utils.get_flash_attn_version(head_size=head_size) is None:
-            found.append("this vLLM has no FlashAttention for this GPU")
+            reasons.append("this vLLM has no FlashAttention for this GPU")
     except (ImportError, OSError) as error:
-        found.append(f"this vLLM does not include FlashAttention ({error})")
-    return found
+        reasons.append(f"this vLLM does not include FlashAttention ({error})")
+    return reasons
 
 
 def _flashinfer_problems(vllm_config: VllmConfig) -> list[str]:
@@ -98,23 +98,23 @@ def _flashinfer_problems(vllm_config: VllmConfig) -> list[str]:
 
     model = vllm_config.model_config
     head_size = model.get_head_size()
-    found = []
+    reasons = []
     if not has_flashinfer():
-        found.append(
+        reasons.append(
             "FlashInfer is not installed, or has neither compiled kernels nor nvcc and "
             "ninja to build them (pip install flashinfer-python)"
         )
     elif not _has_flashinfer_attention():
-        found.append(
+        reasons.append(
             "FlashInfer's attention kernels are not compiled (flashinfer-cubin does "
             "not contain them), and nvcc or ninja is missing to build them (install "
             "flashinfer-jit-cache, for example with vllm download-kernels)"
         )
     if model.dtype not in (torch.float16, torch.bfloat16):
-        found.append(f"FlashInfer does not support {model.dtype}")
+        reasons.append(f"FlashInfer does not support {model.dtype}")
     if head_size not in _FLASHINFER_HEAD_SIZES:
-        found.append(f"FlashInfer does not support head size {head_size}")
-    return found
+        reasons.append(f"FlashInfer does not support head size {head_size}")
+    return reasons
 
 
 def _has_flashinfer_attention() -> bool:
@@ -125,8 +125,8 @@ def _has_flashinfer_attention() -> bool:
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:
         return True
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    found = None if home else shutil.which("nvcc")
-    nvcc = found or os.path.join(home or "/usr/local/cuda", "bin", "nvcc")
+    reasons = None if home else shutil.which("nvcc")
+    nvcc = reasons or os.path.join(home or "/usr/local/cuda", "bin", "nvcc")
     return shutil.which(nvcc) is not None and shutil.which("ninja") is not None
 
 

@@ -27,7 +27,7 @@ def blocks_per_engine(vllm_config: Any) -> int | None:
     return int(total // engines) - 1  # vLLM never hands out the first one
 
 
-def too_large(
+def pool_problem(
     policy: KVCachePolicy,
     plan: ResidencyPlan,
     prompt_tokens: int,
@@ -35,15 +35,18 @@ def too_large(
     pool_blocks: int,
     runs_ahead: bool,
 ) -> str | None:
-    """Why a request can never run in this pool, if so. vLLM would preempt it forever.
+    """Why a request never fits in the pool; None if it fits.
+
+    vLLM would preempt such a request forever.
 
     Args:
-        plan: of the request.
-        answer_tokens: the maximum that it may generate.
-        runs_ahead: async scheduling: a step takes its block before the blocks that the
-            step in flight frees are available.
+        plan: the request's plan.
+        answer_tokens: maximum number of generated tokens.
+        pool_blocks: usable blocks of the pool.
+        runs_ahead: with async scheduling, a step allocates its block before the step
+            in flight has freed its own.
     """
-    # the answer's last token is never computed
+    # vLLM never computes the KV entries of the answer's last token.
     last = prompt_tokens + max(answer_tokens, 1) - 1
     need = plan.peak_blocks(last) + runs_ahead
     if need <= pool_blocks:

@@ -39,9 +39,9 @@ def argument_problems(args: EngineArgs) -> list[str]:
     """Engine arguments that contradict a policy."""
     from vllm.platforms import current_platform
 
-    found = []
+    reasons = []
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
-        found.append(
+        reasons.append(
             coded(
                 "KVP003",
                 f"platform {current_platform.device_name!r} is not supported; use a "
@@ -49,14 +49,14 @@ def argument_problems(args: EngineArgs) -> list[str]:
             )
         )
     if args.speculative_config:
-        found.append(
+        reasons.append(
             coded(
                 "KVP004",
                 "speculative decoding is not supported; remove --speculative-config",
             )
         )
     if args.kv_transfer_config is not None:
-        found.append(
+        reasons.append(
             coded(
                 "KVP005",
                 f"KV connector {args.kv_transfer_config.kv_connector!r} would store "
@@ -64,7 +64,7 @@ def argument_problems(args: EngineArgs) -> list[str]:
             )
         )
     if getattr(args, "kv_offloading_size", None):
-        found.append(
+        reasons.append(
             coded(
                 "KVP006",
                 f"KV offloading ({args.kv_offloading_size} GiB) would store compressed "
@@ -72,7 +72,7 @@ def argument_problems(args: EngineArgs) -> list[str]:
             )
         )
     if args.scheduler_cls is not None:
-        found.append(
+        reasons.append(
             coded(
                 "KVP007",
                 f"scheduler {args.scheduler_cls!r} conflicts with the scheduler of the "
@@ -80,14 +80,14 @@ def argument_problems(args: EngineArgs) -> list[str]:
             )
         )
     if args.worker_cls not in _STOCK_WORKERS:
-        found.append(
+        reasons.append(
             coded(
                 "KVP008",
                 f"worker {args.worker_cls!r} conflicts with the worker of the KV "
                 "policy; remove --worker-cls",
             )
         )
-    return found
+    return reasons
 
 
 def platform_in_use() -> tuple[str, list[str]]:
@@ -115,9 +115,9 @@ def model_problems(model: Any) -> list[str]:
     Args:
         model: vLLM's ModelConfig, or an equivalent read from ``config.json``.
     """
-    found = []
+    reasons = []
     if model.runner_type != "generate":
-        found.append(
+        reasons.append(
             coded(
                 "KVP010",
                 f"runner {model.runner_type!r} does not generate text; serve it "
@@ -125,7 +125,7 @@ def model_problems(model: Any) -> list[str]:
             )
         )
     if model.use_mla:
-        found.append(
+        reasons.append(
             coded(
                 "KVP011",
                 f"{model.model} uses multi-head latent attention (MLA), which has no "
@@ -133,7 +133,7 @@ def model_problems(model: Any) -> list[str]:
             )
         )
     if _has_sliding_window(model):
-        found.append(
+        reasons.append(
             coded(
                 "KVP012",
                 f"{model.model} has sliding-window layers, which are not supported "
@@ -141,7 +141,7 @@ def model_problems(model: Any) -> list[str]:
             )
         )
     if model.is_hybrid or model.is_attention_free:
-        found.append(
+        reasons.append(
             coded(
                 "KVP013",
                 f"{model.model} has layers without a KV cache (Mamba or linear "
@@ -149,28 +149,28 @@ def model_problems(model: Any) -> list[str]:
             )
         )
     if model.is_encoder_decoder:
-        found.append(
+        reasons.append(
             coded(
                 "KVP014",
                 f"{model.model} is an encoder-decoder model; serve it without a policy",
             )
         )
     if getattr(model.hf_text_config, "attn_logit_softcapping", None):
-        found.append(
+        reasons.append(
             coded(
                 "KVP015",
                 f"{model.model} caps attention logits, which scores do not model; "
                 "serve it without a policy",
             )
         )
-    return found
+    return reasons
 
 
 def _has_sliding_window(model: Any) -> bool:
     text = model.hf_text_config
-    kinds = getattr(text, "layer_types", None) or ()
-    if kinds:
-        return any(kind != "full_attention" for kind in kinds)
+    layer_types = getattr(text, "layer_types", None) or ()
+    if layer_types:
+        return any(kind != "full_attention" for kind in layer_types)
     return (
         model.get_sliding_window() is not None
         or getattr(text, "attention_chunk_size", None) is not None
@@ -185,9 +185,9 @@ def cache_problems(cache: Any, page_tokens: int = 32) -> list[str]:
         page_tokens: the kernels read pages of a multiple of this many tokens; the
             default is that of vLLM's CPU kernel.
     """
-    found = []
+    reasons = []
     if cache.cache_dtype not in _PLAIN_KV_DTYPES:
-        found.append(
+        reasons.append(
             coded(
                 "KVP019",
                 f"KV cache dtype {cache.cache_dtype!r} is quantized; set "
@@ -195,7 +195,7 @@ def cache_problems(cache: Any, page_tokens: int = 32) -> list[str]:
             )
         )
     if cache.block_size % page_tokens:
-        found.append(
+        reasons.append(
             coded(
                 "KVP020",
                 f"block size {cache.block_size} is not a multiple of {page_tokens}, "
@@ -203,13 +203,13 @@ def cache_problems(cache: Any, page_tokens: int = 32) -> list[str]:
             )
         )
     if getattr(cache, "kv_sharing_fast_prefill", False):
-        found.append(
+        reasons.append(
             coded(
                 "KVP021",
                 "--kv-sharing-fast-prefill skips layers that policies score; remove it",
             )
         )
-    return found
+    return reasons
 
 
 def _page_tokens() -> int:
@@ -225,34 +225,34 @@ def _parallel_problems(parallel: Any) -> list[str]:
         "decode_context_parallel_size": "--decode-context-parallel-size",
         "prefill_context_parallel_size": "--prefill-context-parallel-size",
     }
-    found = [
+    reasons = [
         coded("KVP022", f"{flag} {value} is not supported; use 1")
         for name, flag in limits.items()
         if (value := getattr(parallel, name, 1)) > 1
     ]
     if getattr(parallel, "use_ubatching", False):
-        found.append(
+        reasons.append(
             coded(
                 "KVP023",
                 "microbatching is not supported with a KV policy; remove --enable-dbo "
                 "and --ubatch-size",
             )
         )
-    return found
+    return reasons
 
 
 def layer_problems(name: str, impl: Any) -> list[str]:
     """Reasons that only a built attention layer shows."""
-    found = []
+    reasons = []
     if impl.alibi_slopes is not None:
-        found.append(
+        reasons.append(
             coded(
                 "KVP016",
                 f"layer {name} uses ALiBi; serve this model without a policy",
             )
         )
     if impl.sinks is not None:
-        found.append(
+        reasons.append(
             coded(
                 "KVP017",
                 f"layer {name} has learned attention sinks; serve this model without a "
@@ -260,14 +260,14 @@ def layer_problems(name: str, impl: Any) -> list[str]:
             )
         )
     if impl.sliding_window not in (-1, (-1, -1)):
-        found.append(
+        reasons.append(
             coded(
                 "KVP012",
                 f"layer {name} has a sliding window; serve this model without a policy",
             )
         )
     if impl.kv_sharing_target_layer_name is not None:
-        found.append(
+        reasons.append(
             coded(
                 "KVP018",
                 f"layer {name} shares the KV cache of "
@@ -276,14 +276,14 @@ def layer_problems(name: str, impl: Any) -> list[str]:
             )
         )
     if impl.logits_soft_cap:
-        found.append(
+        reasons.append(
             coded(
                 "KVP015",
                 f"layer {name} caps its logits at {impl.logits_soft_cap}; serve this "
                 "model without a policy",
             )
         )
-    return found
+    return reasons
 
 
 def dtype_problems(policy: KVCachePolicy, model: Any) -> list[str]:

@@ -16,8 +16,8 @@ from vllm_kvplugins.errors import coded
 from vllm_kvplugins.plan.geometry import Lengths
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of, policy_of
-from vllm_kvplugins.vllm_adapter.config.host_memory import too_long
-from vllm_kvplugins.vllm_adapter.config.pool import blocks_per_engine, too_large
+from vllm_kvplugins.vllm_adapter.config.host_memory import host_limit_problem
+from vllm_kvplugins.vllm_adapter.config.pool import blocks_per_engine, pool_problem
 from vllm_kvplugins.vllm_adapter.config.request_params import (
     patched_prompt_problem,
     requested_patched_prompt,
@@ -89,7 +89,7 @@ def _check_host_memory(
         return
     max_tokens = request.sampling_params.max_tokens or 0
     tokens = len(request.prompt_token_ids or ()) + max_tokens
-    problem = too_long(policy, geometry_of(vllm_config), tokens)
+    problem = host_limit_problem(policy, geometry_of(vllm_config), tokens)
     if problem is not None:
         raise VLLMValidationError(problem, parameter="max_tokens", value=max_tokens)
 
@@ -145,7 +145,7 @@ def _check_pool(vllm_config: VllmConfig, policy: KVCachePolicy, request: Any) ->
     turn_ends = policy.find_turn_ends(ids or (), requested)
     plan = policy.plan(Lengths(prompt_tokens, turn_ends), geometry)
     runs_ahead = bool(vllm_config.scheduler_config.async_scheduling)
-    problem = too_large(
+    problem = pool_problem(
         policy, plan, prompt_tokens, max_tokens, pool_blocks, runs_ahead
     )
     if problem is not None:

@@ -63,11 +63,11 @@ def readable_tokens(tokenizer: Any, ids: list[int]) -> list[str]:
     A token that is a part of a character becomes U+FFFD. SentencePiece tokenizers drop
     the space before a single word; this function restores it.
     """
-    pieces = tokenizer.convert_ids_to_tokens(ids)
+    token_texts = tokenizer.convert_ids_to_tokens(ids)
     texts = [tokenizer.decode([token_id]) for token_id in ids]
     return [
-        f" {text}" if str(piece).startswith("▁") and text[:1] != " " else text
-        for piece, text in zip(pieces, texts, strict=True)
+        f" {text}" if str(token_text).startswith("▁") and text[:1] != " " else text
+        for token_text, text in zip(token_texts, texts, strict=True)
     ]
 
 

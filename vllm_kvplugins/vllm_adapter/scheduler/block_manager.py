@@ -85,9 +85,11 @@ class ResidencyBlockManager(FullAttentionManager):
         compactions = self.freeable(request_id, processed_computed_tokens)
         for compaction in compactions:
             span = compaction.freed
-            held = sum(not block.is_null for block in blocks[span.start : span.stop])
+            num_held = sum(
+                not block.is_null for block in blocks[span.start : span.stop]
+            )
             self._remove_blocks_in_range(request_id, span.start, span.stop)
-            self.freed_blocks += held
+            self.freed_blocks += num_held
         if compactions:
             self.compactions += len(compactions)
             before = self.freed_compactions.get(request_id, 0)

@@ -192,15 +192,16 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         freed, compactions = self._manager.freed_blocks, self._manager.compactions
         before, self._reported = self._reported, (freed, compactions)
         pool = self._kv_cache_manager.block_pool
-        held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # 1: null block
+        # The null block is never handed out.
+        used_blocks = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         logical = sum(map(len, self._manager.req_to_blocks.values()))
         return PolicyStats.from_scheduler(
             blocks_freed=freed - before[0],
             compressions=compactions - before[1],
-            resident_tokens=held * self._manager.block_size,
+            resident_tokens=used_blocks * self._manager.block_size,
             logical_tokens=logical * self._manager.block_size,
             host_reserved_bytes=self.host.reserved_bytes if self.host else 0,
-            held_requests=len(self.host.held) if self.host else 0,
+            held_requests=len(self.host.waiting) if self.host else 0,
             **(self.sessions.take_metrics() if self.sessions else NO_SESSIONS),
         )
 

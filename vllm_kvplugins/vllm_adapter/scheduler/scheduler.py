@@ -137,6 +137,8 @@ class KVPolicyAsyncScheduler(ResidencyScheduling, AsyncScheduler):
 def residency_manager(kv_cache_manager: Any) -> ResidencyBlockManager:
     """Our block manager inside vLLM's KV cache manager."""
     managers = kv_cache_manager.coordinator.single_type_managers
-    ours = [m for m in managers if isinstance(m, ResidencyBlockManager)]
-    assert len(ours) == len(managers) == 1, f"expected one group, got {managers}"
-    return ours[0]
+    own_managers = [m for m in managers if isinstance(m, ResidencyBlockManager)]
+    assert len(own_managers) == len(managers) == 1, (
+        f"expected one group, got {managers}"
+    )
+    return own_managers[0]

@@ -1,4 +1,4 @@
-"""On how many cores a GPU's worker searches what its policy keeps on the host."""
+"""Threads for the host search of a retrieval policy in a GPU worker."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ logger = init_logger("vllm.kv_policy")
 
 
 def restore(policy: KVCachePolicy, parallel: ParallelConfig, threads: int) -> None:
-    """Take back that vLLM serves with one thread, which has nothing to do on the host;
-    policies that search there have. What a user exported vLLM leaves, and so do we.
+    """Undo vLLM's limit of one CPU thread for policies that search on the host.
 
-    Call it before anything is compiled: guards of compiled graphs hold the number.
+    vLLM sets one thread in GPU workers because its own host code needs no more. If the
+    user exported OMP_NUM_THREADS, vLLM keeps that number, and so does this function.
+
+    Call it before anything is compiled: guards of compiled graphs contain the number.
 
     Args:
-        threads: torch's before the model was loaded, in this process.
+        threads: torch's number of threads in this process before the model was loaded.
     """
-    now = torch.get_num_threads()
-    # a share of the cores already, unless the engine runs in the user's own process
+    current = torch.get_num_threads()
+    # vLLM has already divided the cores among the ranks, unless the engine runs in the
+    # user's own process.
     ranks = parallel.local_world_size * max(1, parallel.data_parallel_size_local)
     share = min(threads, startup_omp_num_threads(ranks))
-    if policy.host_storage is None or share <= now:
+    if policy.host_storage is None or share <= current:
         return
     torch.set_num_threads(share)
     logger.info(
-        "KV policy %s searches on the host: %d threads again, not %d; set "
-        "OMP_NUM_THREADS for another number",
+        "KV policy %s searches on the host with %d threads instead of %d; set "
+        "OMP_NUM_THREADS to change the number",
         policy.name,
         share,
-        now,
+        current,
     )
