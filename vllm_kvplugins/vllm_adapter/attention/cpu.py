@@ -152,14 +152,14 @@ def detect_layout(
     for base in (1, 128, 128**2):
         digit = ((index // base) % 128).to(dtype)
         ops.cpu_attn_reshape_and_cache(digit, digit.clone(), *halves, slots, isa)
-        for offsets, half in zip(indices, halves, strict=True):
-            offsets += half.reshape(-1).float().long() * base
+        for element_indices, half in zip(indices, halves, strict=True):
+            element_indices += half.reshape(-1).float().long() * base
     offsets = []
-    for half_index, offsets in enumerate(indices):
-        assert torch.equal(offsets.sort().values, torch.arange(elements)), (
+    for half_index, element_indices in enumerate(indices):
+        assert torch.equal(element_indices.sort().values, torch.arange(elements)), (
             f"pages of isa {isa!r} do not hold each element once"
         )
         place = torch.empty(elements, dtype=torch.int64)
-        place[offsets] = torch.arange(elements)
+        place[element_indices] = torch.arange(elements)
         offsets.append((place + half_index * elements).int())
     return PageLayout(block_size, head_dim, *offsets)
