@@ -26,11 +26,11 @@ class Held:
 
 
 class ResidencyWatch:
-    """Records what each running request holds, after every scheduling step.
+    """Records the device memory of each running request after every scheduling step.
 
     Counts the blocks in vLLM's block table of each request; a block that two requests
-    share counts for both. Memory outside vLLM's pool (means and zoomed tokens of spans)
-    counts too.
+    share counts for both. Memory outside vLLM's pool counts too: page lists, positions,
+    and means and zoomed tokens of spans.
 
     Args:
         llm: an engine in this process.
@@ -63,17 +63,13 @@ class ResidencyWatch:
         request = self._scheduler.requests[name]
         blocks = self._blocks.req_to_blocks.get(name, ())
         now = sum(not block.is_null for block in blocks) * self.block_bytes
-        now += self._beside(name)
+        if self._runtime is not None:
+            now += self._runtime.device_bytes(name)
         # vLLM appends a suffix to the request name that outputs show
         held = self.held.setdefault(name.rpartition("-")[0], Held())
         held.peak_bytes = max(held.peak_bytes, now)
         if request.num_output_tokens and new_tokens == 1:
             held.decode_bytes.append(now)
-
-    def _beside(self, name: str) -> int:
-        """Bytes of a request's entries outside its pages, over all layers."""
-        extensions = self._runtime.extensions if self._runtime is not None else []
-        return sum(each.device_bytes(name) for each in extensions)
 
 
 def open_engine(

@@ -30,13 +30,21 @@ def read_policies(policies: list[dict[str, Any]]) -> None:
             parse_policy(dict(policy))
 
 
+# Policies for conversations compress finished turns only. The budget is fitted to a
+# conversation whose last turn has this many tokens.
+LAST_TURN_TOKENS = 64
+
+
 def held_tokens(policy: dict[str, Any], prompt_tokens: int, geometry: Geometry) -> int:
     """Resident slots per KV head after prefill, on average.
 
     Raises:
         KVPolicyError: the policy's settings are invalid.
     """
-    plan = parse_policy(dict(policy)).plan(Lengths(prompt_tokens), geometry)
+    parsed = parse_policy(dict(policy))
+    finished = max(prompt_tokens - LAST_TURN_TOKENS, 1)
+    turn_ends = (finished,) if parsed.turns is not None else ()
+    plan = parsed.plan(Lengths(prompt_tokens, turn_ends), geometry)
     return plan.resident_blocks(prompt_tokens) * geometry.block_size
 
 
@@ -69,14 +77,22 @@ def fit(
         KVPolicyError: the smallest budget holds more, or the settings are wrong.
     """
     max_held = most_held(share, prompt_tokens, geometry)
+    setting = budget_setting(policy)
+    assert setting is not None, f"{policy} has no budget"
+    as_share = _takes_shares(policy, setting)
 
-    def held(budget: float) -> int:
-        return held_tokens(policy | {"budget": budget}, prompt_tokens, geometry)
+    def at(tokens: int) -> dict[str, Any]:
+        budget = round(tokens / prompt_tokens, 5) if as_share else tokens
+        return policy | {setting: budget}
 
-    if held(share) <= max_held:
-        return policy | {"budget": share}
-    low, high = 1, round(share * prompt_tokens)  # invariant: low fits, high does not
-    least = held(low / prompt_tokens)
+    def held(tokens: int) -> int:
+        return held_tokens(at(tokens), prompt_tokens, geometry)
+
+    high = round(share * prompt_tokens)
+    if held(high) <= max_held:
+        return policy | {setting: share} if as_share else at(high)
+    low = 1  # invariant: low fits, high does not
+    least = held(low)
     if least > max_held:
         raise KVPolicyError(
             f"holds {least} of {prompt_tokens} tokens however small its budget, more "
@@ -84,9 +100,25 @@ def fit(
         )
     while high - low > 1:
         middle = (low + high) // 2
-        fits = held(middle / prompt_tokens) <= max_held
+        fits = held(middle) <= max_held
         low, high = (middle, high) if fits else (low, middle)
-    return policy | {"budget": round(low / prompt_tokens, 5)}
+    return at(low)
+
+
+def budget_setting(policy: dict[str, Any]) -> str | None:
+    """Name of the setting that limits what a policy holds; None if it has none."""
+    parsed = parse_policy(dict(policy))
+    names = ("budget", "ratio")
+    return next((name for name in names if hasattr(parsed, name)), None)
+
+
+def _takes_shares(policy: dict[str, Any], setting: str) -> bool:
+    """Whether the budget may be a share of the prompt."""
+    try:
+        parse_policy(policy | {setting: 0.5})
+    except KVPolicyError:
+        return False
+    return True
 
 
 def jobs_of(
@@ -104,8 +136,8 @@ def jobs_of(
     for policy in policies:
         if not policy:
             continue
-        parsed = parse_policy(dict(policy))
-        if "budget" in policy or not hasattr(parsed, "budget"):
+        setting = budget_setting(policy)
+        if setting is None or setting in policy:
             yield Job(policy, None, label_of(policy))
             continue
         yield from (job_at(policy, share, prompt_tokens, geometry) for share in shares)

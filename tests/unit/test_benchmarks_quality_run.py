@@ -199,18 +199,6 @@ def test_the_context_holds_the_longest_chat_and_its_answer():
     assert 0 <= context - (203 + 50) < 32
 
 
-def test_what_lies_beside_the_pool_counts():
-    spans = StepExtension()
-    spans.device_bytes = lambda name: {"7-ab": 480}.get(name, 0)
-    assert StepExtension().device_bytes("7-ab") == 0
-    watch = object.__new__(ResidencyWatch)
-    watch._runtime = types.SimpleNamespace(extensions=[spans])
-    assert watch._beside("7-ab") == 480
-    assert watch._beside("8-cd") == 0
-    watch._runtime = None  # stock
-    assert watch._beside("7-ab") == 0
-
-
 # -- intervals ------------------------------------------------------------------
 
 

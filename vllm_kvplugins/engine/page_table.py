@@ -169,6 +169,12 @@ class PageTables:
         )
         self._tail_block = torch.zeros(1, dtype=torch.int64, device=device)
 
+    @property
+    def request_bytes(self) -> int:
+        """Device memory of the page lists of one compacted request, in bytes."""
+        tables = (self._retained_pages, self._retained_counts, self._tail_block)
+        return sum(table[:1].nbytes for table in tables)
+
     # -- slot indices -----------------------------------------------------
 
     def assign(self, pages: torch.Tensor, counts: torch.Tensor, tail_block: int) -> int:

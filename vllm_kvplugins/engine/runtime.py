@@ -457,6 +457,19 @@ class PolicyRuntime:
         """Requests for which this worker holds state."""
         return len({*self._requests} | self._prompts.request_ids)
 
+    def device_bytes(self, request_id: str) -> int:
+        """Device memory of a request outside vLLM's pool of blocks, in bytes.
+
+        Counts page lists, positions and what extensions hold. Kept queries and
+        observations do not count: they are temporary.
+        """
+        num_bytes = sum(each.device_bytes(request_id) for each in self.extensions)
+        resident = self.request_state(request_id).resident
+        if resident is None or self.tables is None:
+            return num_bytes
+        num_bytes += self.tables.request_bytes
+        return num_bytes + int(resident.positions.nbytes)
+
     def check_integrity(self) -> None:
         """Every compacted request has its own slot index, and none is lost."""
         if self.tables is None:  # no step has run yet

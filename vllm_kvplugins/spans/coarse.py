@@ -57,3 +57,9 @@ class CoarseSpans:
         return CoarseSpans(
             mean_keys, mean(values), log_sizes, sizes, summarize(mean_keys)
         )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that are on the device of the keys."""
+        tensors = (self.keys, self.values, self.log_sizes, self.summary)
+        return sum(tensor.nbytes for tensor in tensors)

@@ -314,9 +314,12 @@ class SpanController(StepExtension):
             ]
 
     def device_bytes(self, request_id: str) -> int:
-        """Bytes of the keys and values of a request's entries, in all layers."""
+        """Bytes of a request's entries and of the float32 means, in all layers."""
         state = self._requests.get(request_id)
-        return 0 if state is None else self._arena.num_bytes(self._run(state)[1])
+        if state is None:
+            return 0
+        means = sum(layer.spans.num_bytes for layer in state.layers)
+        return self._arena.num_bytes(self._run(state)[1]) + means
 
     def _run(self, state: RequestSpans) -> tuple[int, int]:
         """First entry and number of entries of a request."""

@@ -1,0 +1,265 @@
+"""The evidence behind the verdicts: every policy, two questions and one distance.
+
+For each policy at 5, 10 and 20 % of the context: pass keys found, one key of sixteen
+found, KL divergence from full KV; next to them device bytes, host bytes, time to first
+token and tokens per second of the same configuration. Runs the engine, resumes an
+interrupted run, and writes one JSON file with a row per cell.
+
+    python benchmarks/quality/evidence.py run MODEL --texts TEXTS --out evidence.jsonl
+    python benchmarks/quality/evidence.py collect evidence.jsonl --out RESULTS.json
+    python benchmarks/quality/evidence.py report RESULTS.json --plots docs/img
+
+Two models take two files; `collect` and `report` accept several.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import _path  # noqa: F401
+import typer
+from _engine import child_rows, provenance
+from _evidence_samples import TASKS, Prompt, order, prompts_of
+from _quality_fit import jobs_of, read_policies
+from _quality_rows import Job, Row, append, key_of, open_rows
+from _quality_samples import Setting, TaskError
+from _serving_rows import split_policies
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.model_config import read_model_config
+from vllm_kvplugins.plan.geometry import Geometry
+from vllm_kvplugins.policies.registry import available_policies
+
+SHARES = (0.05, 0.1, 0.2)
+SPEED = "speed"
+# A retriever keeps its first layers whole by default, more than 5 % of the context.
+RETRIEVAL_SETTINGS = {"skip_layers": 0}
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def all_policies() -> list[dict[str, Any]]:
+    """Every policy of the package with its defaults; retrievers offload all layers."""
+    policies = []
+    for name in available_policies():
+        retrieves = parse_policy({"name": name}).retrieval is not None
+        policies.append({"name": name} | (RETRIEVAL_SETTINGS if retrieves else {}))
+    return policies
+
+
+def run_child(request: str) -> None:
+    """Child: measure one policy with one engine, one JSON line per row."""
+    # The engine runs in this process, so that the watch can read its block tables.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from _evidence_engine import measure_policy
+
+    given = json.loads(request)
+    fields = given["setting"]
+    setting = Setting(**fields | {"lengths": tuple(fields["lengths"])})
+    todo = {(task, name) for task, name in given["todo"]}
+    prompts = order(prompts_of(setting, given["tasks"]), setting.seed)
+    prompts = [prompt for prompt in prompts if (prompt.task, prompt.name) in todo]
+    rows = measure_policy(
+        setting,
+        given["policy"],
+        prompts,
+        given["max_model_len"],
+        given["batch"],
+        Path(given["references"]),
+        given["speed"],
+    )
+    for row in rows:
+        print("RESULT " + json.dumps(row), flush=True)
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    context: typer.Context, child: Annotated[str, typer.Option(hidden=True)] = ""
+) -> None:
+    """Measure every policy, collect the rows, and draw them."""
+    if child:
+        run_child(child)
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def run(
+    model: Annotated[str, typer.Argument(help="a folder or a cached id")],
+    texts: Annotated[Path, typer.Option(help="texts to plant keys in")],
+    out: Annotated[Path, typer.Option(help="rows; resumes if it exists")],
+    policies: Annotated[
+        str, typer.Option(help="names or JSON, separated by commas; default: all")
+    ] = "",
+    samples: Annotated[int, typer.Option(help="samples of each cell")] = 20,
+    tokens: Annotated[int, typer.Option(help="length of each context")] = 2000,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = (
+        "bfloat16"
+    ),
+    tasks: Annotated[str, typer.Option(help="separated by commas")] = ",".join(TASKS),
+    speed: Annotated[
+        bool, typer.Option(help="measure speed too; keep the machine idle")
+    ] = True,
+    seed: int = 0,
+    batch: Annotated[int, typer.Option(help="concurrent requests")] = 4,
+    minutes: Annotated[
+        float, typer.Option(help="start no further policy after this time; 0: no limit")
+    ] = 0.0,
+) -> None:
+    """Measure the rows that OUT lacks."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    setting = Setting(
+        model=model,
+        dtype=dtype,
+        seed=seed,
+        limit=samples,
+        tokens=tokens,
+        lengths=(tokens,),
+        depths=samples,
+        keys=16,
+        questions=4,
+        shots=0,
+        fillers=0,
+        max_prompt_tokens=0,
+        haystack=str(texts),
+        documents=str(texts),
+    )
+    chosen = split_policies(policies) if policies else all_policies()
+    names = tasks.split(",")
+    if unknown := sorted(set(names) - set(TASKS)):
+        raise typer.BadParameter(f"--tasks: {unknown} is none of {list(TASKS)}")
+    deadline = time.monotonic() + 60 * minutes if minutes else None
+    try:
+        failed = measure(setting, names, chosen, batch, out, speed, deadline)
+    except (TaskError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    for line in failed:
+        typer.echo(line)
+
+
+def measure(
+    setting: Setting,
+    tasks: Sequence[str],
+    policies: Sequence[dict[str, Any]],
+    batch: int,
+    out: Path,
+    speed: bool,
+    deadline: float | None,
+) -> list[str]:
+    """Run one engine per policy and share.
+
+    Returns:
+        Policies and shares that could not run, and why.
+    """
+    read_policies(list(policies))
+    shape = read_model_config(setting.model, setting.dtype).cache_shape()
+    element_bytes = 4 if setting.dtype == "float32" else 2
+    token_bytes = shape.bytes_per_token(element_bytes)
+    geometry = Geometry(
+        setting.block_size, shape.num_layers, shape.num_kv_heads, token_bytes
+    )
+    source = provenance()
+    header = {
+        "settings": setting.header(),
+        "block_bytes": token_bytes * setting.block_size,
+        "source": source,
+    }
+    rows = open_rows(out, header, mix_commits=True)
+    prompts = prompts_of(setting, tasks)
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    jobs = list(jobs_of(list(policies), list(SHARES), max(lengths), geometry))
+    common = {
+        "setting": asdict(setting),
+        "tasks": list(tasks),
+        "max_model_len": -(-(max(lengths) + 600) // 32) * 32,
+        "batch": batch,
+        "references": str(out.with_suffix(".stock")),
+    }
+    done = {key_of(row) for row in rows}
+    failed = []
+    for job in jobs:
+        if deadline is not None and time.monotonic() > deadline:
+            failed.append(f"{job.shown}: not reached within --minutes")
+            continue
+        missing = _missing(job, prompts, done)
+        slow = speed and (job.label, job.share, SPEED, "round 0") not in done
+        if job.problem or not (missing or slow):
+            failed += [f"{job.shown}: {job.problem}"] if job.problem else []
+            if job.problem and (job.label, job.share, "", "") not in done:
+                append(out, _common(job, source) | _refusal(job.problem))
+            continue
+        typer.echo(f"{time.strftime('%H:%M:%S')} {job.shown}: {len(missing)} answers")
+        request = common | {"policy": dict(job.policy), "todo": missing, "speed": slow}
+        try:
+            for row in child_rows(__file__, json.dumps(request), job.shown):
+                append(out, _common(job, source) | row)
+        except RuntimeError as error:
+            if not job.policy:
+                raise TaskError(f"stock vLLM failed: {error}") from error
+            failed.append(str(error))
+    return failed
+
+
+def _missing(job: Job, prompts: Sequence[Prompt], done: set[Any]) -> list[list[str]]:
+    return [
+        [prompt.task, prompt.name]
+        for prompt in prompts
+        if (job.label, job.share, prompt.task, prompt.name) not in done
+    ]
+
+
+def _common(job: Job, source: dict[str, str]) -> Row:
+    return {
+        "policy": dict(job.policy),
+        "share": job.share,
+        "label": job.label,
+        "commit": source["commit"],
+    }
+
+
+def _refusal(problem: str) -> Row:
+    return {"task": "", "sample": "", "refused": problem}
+
+
+@app.command()
+def collect(
+    files: Annotated[list[Path], typer.Argument(help="outputs of `run`")],
+    out: Annotated[Path, typer.Option(help="JSON with a row per cell")],
+) -> None:
+    """Summarise rows of one or more models in one JSON file."""
+    from _evidence_report import cells_of
+
+    result = [cells_of(file) for file in files]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    typer.echo(f"{sum(len(model['cells']) for model in result)} cells in {out}")
+
+
+@app.command()
+def report(
+    file: Annotated[Path, typer.Argument(help="output of `collect`")],
+    markdown: Annotated[Path | None, typer.Option(help="write the tables")] = None,
+    plots: Annotated[Path | None, typer.Option(help="folder for the picture")] = None,
+) -> None:
+    """Print the tables, and draw the picture."""
+    from _evidence_report import draw, tables
+
+    models = json.loads(file.read_text())
+    text = tables(models)
+    if markdown:
+        markdown.write_text(text)
+    else:
+        typer.echo(text)
+    if plots:
+        for path in draw(models, plots):
+            typer.echo(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    app()
