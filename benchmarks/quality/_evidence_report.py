@@ -78,7 +78,10 @@ def _score(
 ) -> dict[str, Any]:
     scores = [row["score"] for row in rows]
     groups = [row["group"] for row in rows]
-    low, high = interval(scores, groups, f"{task} {label} {share}") or (None, None)
+    # Equal right-or-wrong scores get Wilson's interval; equal divergences get none.
+    spread = task != KL or len(set(scores)) > 1
+    name = f"{task} {label} {share}"
+    low, high = (interval(scores, groups, name) if spread else None) or (None, None)
     return {
         "samples": len(scores),
         "mean": round(statistics.mean(scores), 5),

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import random
-import types
 
 import pytest
 
@@ -15,7 +14,6 @@ import _quality_fit as fit_module
 import _quality_report as report_module
 import _quality_rows as rows_module
 import quality
-from _quality_engine import ResidencyWatch
 from _quality_rows import Job
 from _quality_samples import Sample, Setting, TaskError, Tokens
 from _quality_stats import interval, summarise
@@ -23,7 +21,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.engine.step_extension import StepExtension
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 

@@ -42,8 +42,10 @@ def test_page_lists_and_positions_count(allocator, scopes):
 def test_means_of_spans_count_in_both_precisions():
     engine = compacted("sekv")
     state = engine.spans._requests["r"]
-    spans = LAYERS * KV_HEADS * state.segments.num_spans
+    row_bytes = LAYERS * KV_HEADS * 2 * HEAD_DIM * 4  # a float32 key and value per head
+    entries = state.segments.num_spans + state.room
     # Attention reads the means as entries; the policy keeps them in float32 too.
-    assert engine.spans.device_bytes("r") >= spans * 2 * HEAD_DIM * (4 + 4)
+    expected = (entries + state.segments.num_spans) * row_bytes
+    assert engine.spans.device_bytes("r") >= expected
     engine.runtime.finish(["r"])
     assert engine.spans.device_bytes("r") == 0
