@@ -73,7 +73,7 @@ def test_estimates_are_those_of_the_paper(bound):
     keys, queries = random_keys(), random_queries()
     index = make(bound)
     index.append(keys, 0)
-    found = index.promise(queries)
+    found = index.upper_bounds(queries)
     assert found.shape == (HEADS, GROUP, 9)
     for head in range(HEADS):
         for number, page in enumerate(pages_of(keys[head])):
@@ -89,7 +89,7 @@ def test_what_encloses_all_keys_bounds_them(kind):
     keys, queries = random_keys(), random_queries()
     index = make(kind)
     index.append(keys, 0)
-    found = index.promise(queries)
+    found = index.upper_bounds(queries)
     products = queries @ keys.transpose(1, 2)
     for number in range(9):
         inside = products[..., number * PAGE : (number + 1) * PAGE]
@@ -101,7 +101,7 @@ def test_the_largest_cuboid_is_quest_s_bound():
     indices = make("quest"), make("cuboid-max")
     for index in indices:
         index.append(keys, 0)
-    quest, arkvale = (index.promise(queries) for index in indices)
+    quest, arkvale = (index.upper_bounds(queries) for index in indices)
     torch.testing.assert_close(quest, arkvale)
 
 
@@ -112,7 +112,7 @@ def test_smaller_radii_promise_less(bound):
     index = make(bound)
     for each in (index, largest):
         each.append(keys, 0)
-    assert (index.promise(queries) <= largest.promise(queries) + 1e-4).all()
+    assert (index.upper_bounds(queries) <= largest.upper_bounds(queries) + 1e-4).all()
 
 
 @pytest.mark.parametrize("kind", ["quest", *BOUNDS])
@@ -133,7 +133,8 @@ def test_a_page_of_one_key_promises_its_product(kind):
     keys, queries = random_keys()[:, :1], random_queries()
     index = make(kind)
     index.append(keys, 0)
-    torch.testing.assert_close(index.promise(queries), queries @ keys.transpose(1, 2))
+    bounds = index.upper_bounds(queries)
+    torch.testing.assert_close(bounds, queries @ keys.transpose(1, 2))
 
 
 @pytest.mark.parametrize("bound", ["cuboid-mean", "sphere-center"])

@@ -76,7 +76,7 @@ def test_list_json_has_every_policy_with_every_setting():
         "type": "int, >= 1",
         "default": 64,
         "required": False,
-        "description": "Newest queries that vote.",
+        "description": "Number of newest queries that vote.",
     }
 
 
@@ -85,7 +85,8 @@ def test_list_shows_names_types_defaults_and_descriptions():
     assert done.exit_code == 0, done.output
     for name in (*available_policies(), *ALLOCATORS):
         assert name in done.stdout
-    for text in ("avg | max", '"uniform"', "Newest queries that vote.", "no settings"):
+    window = "Number of newest queries that vote."
+    for text in ("avg | max", '"uniform"', window, "no settings"):
         assert text in done.stdout
 
 

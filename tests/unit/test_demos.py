@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -315,13 +316,17 @@ def test_serve_sh_refuses_a_wrong_setting_before_it_starts_anything(serve_sh, tm
     assert not (tmp_path / "notes").exists()
 
 
+HEAD = ["policy", "kind"]  # of the table's first line
+
+
 @pytest.mark.slow
 def test_serve_sh_runs_all_demos_and_prints_one_table(serve_sh):
     done = serve_sh("--demo", "all", FAKE_REFUSES="tova")
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("policy  "))
-    rows = {line.split()[0]: line for line in lines[start + 1 :] if "  " in line}
+    start = next(i for i, line in enumerate(lines) if line.split()[:2] == HEAD)
+    table = itertools.takewhile(str.strip, lines[start + 1 :])
+    rows = {line.split()[0]: line for line in table}
     assert set(rows) == set(available_policies())
     assert rows["tova"].endswith("no: the server did not start")
     assert all(line.endswith("yes") for name, line in rows.items() if name != "tova")

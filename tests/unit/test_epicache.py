@@ -199,7 +199,7 @@ def test_a_prompt_without_a_history_stays_whole():
     [
         ({"budget": 0.5}, "histories grow"),
         ({"episodes": 0}, "episodes"),
-        ({"base": "snapkv", "prefill_block": 32}, "newest 64 tokens"),
+        ({"base": "snapkv", "prefill_block": 32}, "prefill_block 32"),
         ({"base": "flowkv"}, "KVP111"),
         ({"base_config": {"allocator": "uniform"}}, "its own budget"),
         ({"base_config": {"sinks": -1}}, "KVP113"),

@@ -63,8 +63,7 @@ def test_the_policy_takes_it_and_refuses_other_models():
     assert policy.model_problems(lambda: SMOLLM2) == []
     other = SMOLLM2.model_copy(update={"num_layers": 24})
     (problem,) = policy.model_problems(lambda: other)
-    assert "the shipped router is one of" in problem
-    assert "num_layers 30 there, 24 here" in problem
+    assert "num_layers 30" in problem
     assert codes_in(problem) == ("KVP116",)
 
 

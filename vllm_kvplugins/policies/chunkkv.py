@@ -1,4 +1,4 @@
-"""ChunkKV: whole chunks stay or go."""
+"""ChunkKV: keeps or evicts whole chunks."""
 
 from __future__ import annotations
 
@@ -17,24 +17,29 @@ from vllm_kvplugins.scoring.attention_votes import (
 
 
 class ChunkKV(SnapKV):
-    """SnapKV's scores, averaged over heads and per chunk.
+    """Average SnapKV's scores over heads and chunks.
 
-    arXiv:2502.00299, algorithm 1. Chunks are cut from position 0 on; all KV
-    heads of a layer keep the same ones, and only the last chunk that fits a budget is
-    cut (its first slots stay). Follows kvpress where the paper is silent or
-    differs: scores are pooled first (algorithm 1 has no pooling:
-    ``kernel_size=1`` gives that); a short last chunk is compared by its mean
-    (algorithm 1 compares sums, which no short chunk can win); the window counts
-    in its chunk's mean with more than the best score, so that the slots next to
-    it stay too. Differs from both: the window itself always stays. Not built:
-    the paper's reuse of one layer's selection for the next layers (section
-    3.3). Under tensor parallelism "all heads" are those of the rank.
+    arXiv:2502.00299, algorithm 1. Chunks start at position 0. All KV heads of a layer
+    keep the same chunks. Only the last chunk within the budget is cut; its first slots
+    stay.
 
-    Cost: SnapKV's, and one pass over the scores.
+    Follows kvpress where the paper is silent or differs:
+
+    - Scores are pooled first. Algorithm 1 has no pooling, like ``kernel_size=1``.
+    - A short last chunk is compared by its mean. Algorithm 1 compares sums, in which
+      short chunks always lose.
+    - In the mean of its chunk, a slot of the window counts more than the best score, so
+      the slots next to the window stay too.
+
+    Differs from both: the window itself always stays. Not implemented: reuse of one
+    layer's selection in the next layers (section 3.3). Under tensor parallelism, the
+    average runs over the heads of one rank.
+
+    Cost: SnapKV's cost, and one pass over the scores.
     """
 
     name: ClassVar[str] = "chunkkv"
-    summary: ClassVar[str] = "whole chunks that the last queries attend to"
+    summary: ClassVar[str] = "keeps whole chunks that the last queries attend to"
 
     chunk_length: int = Field(
         default=20, ge=1, description="Tokens per chunk, from position 0 on."
@@ -45,8 +50,8 @@ class ChunkKV(SnapKV):
         prefix = num_slots - view.queries.shape[1]
         valid = view.valid
         scores = super().score(view)
-        known = scores[:, :prefix] if valid is None else scores[valid]
-        best = known.masked_fill(known.isinf(), 0).max() + 1
+        finite = scores[:, :prefix] if valid is None else scores[valid]
+        best = finite.masked_fill(finite.isinf(), 0).max() + 1
         scores = scores.masked_fill(scores.isposinf(), best)
         means = mean_over_heads(scores, view.positions // self.chunk_length, valid)
         return mark_window(drop_invalid(means, valid)[:, :prefix], num_slots)

@@ -1,4 +1,4 @@
-"""The base of policies that keep the best-scoring tokens of a budget."""
+"""Base class of policies that keep the tokens with the best scores."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from vllm_kvplugins.policies.capabilities import Trigger
 
 
 class Compressor(KVCachePolicy):
-    """A policy that keeps the best-scoring tokens once the prompt is in.
+    """A policy that keeps the tokens with the best scores after the prefill.
 
-    With ``prefill_block`` also while it is read: what is held then never exceeds
-    budget and block, and the last, partial page. Each time the newest queries
-    score, as they do at the prompt's end; what went does not come back.
+    With ``prefill_block`` it also evicts tokens during the prefill: a request then
+    never holds more than the budget, one block and the last, partly filled page. The
+    newest queries compute the scores each time, as they do at the end of the prompt.
+    Evicted tokens do not come back.
 
-    Subclasses write ``score``. The budget counts tokens per KV head, averaged
-    over layers and heads; the allocator moves whole pages between them.
+    Subclasses write ``score``. The budget counts tokens per KV head, averaged over
+    layers and heads; the allocator moves whole pages between them.
 
-    Rounding: of a prompt of n tokens the n % block_size newest stay in their
-    block untouched, and the rest of the budget is rounded up to whole pages,
-    so ``budget <= kept < budget + block_size`` tokens per KV head on average
-    (at least one page besides the newest tokens, for any budget).
+    Rounding: for a prompt of n tokens, the newest n % block_size tokens stay in their
+    block, and the rest of the budget is rounded up to whole pages. On average,
+    ``budget <= kept < budget + block_size`` tokens per KV head are kept, at least one
+    page in addition to the newest tokens.
     """
 
     compresses: ClassVar[bool] = True
@@ -54,21 +55,22 @@ class Compressor(KVCachePolicy):
     decode_budget: Annotated[Budget | None, BeforeValidator(Budget.parse_optional)] = (
         Field(
             default=None,
-            description="Tokens kept per KV head while generating; null: what is "
-            "generated stays.",
+            description="Tokens kept per KV head while generating; null: all generated "
+            "tokens stay.",
         )
     )
     fold_blocks: int = Field(
         default=4,
         ge=1,
-        description="With decode_budget: blocks generated between compactions.",
+        description="Number of generated blocks between two compactions; used with "
+        "decode_budget.",
     )
 
     prefill_block: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens read between compactions of the prompt, which bound what "
-        "it holds to budget + prefill_block; null: one compaction, at its end.",
+        description="Tokens of the prompt between two compactions. Limits a prompt to "
+        "budget + prefill_block tokens; null: one compaction, after the prompt.",
     )
 
     def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
@@ -113,7 +115,7 @@ class Compressor(KVCachePolicy):
         prompt_tokens: int,
         geometry: Geometry,
     ) -> DecodeCompaction | None:
-        """Compactions while the request generates; None: there are none."""
+        """Compactions while the request generates; None without a decode_budget."""
         if self.decode_budget is None:
             return None
         tokens = self._tokens(self.decode_budget, prompt_tokens, geometry)
@@ -123,9 +125,9 @@ class Compressor(KVCachePolicy):
 
     @property
     def observed_steps(self) -> Trigger:
-        """The steps that count if tokens are scored by all queries so far.
+        """Steps to observe, for policies whose scores come from all queries so far.
 
-        Those of the prompt and, with a ``decode_budget``, those that generate.
+        The steps of the prefill and, with a ``decode_budget``, all decode steps.
         """
         if self.decode_budget is None:
             return Trigger.PREFILL_CHUNK
@@ -150,13 +152,13 @@ class Compressor(KVCachePolicy):
             if budget and budget.tokens is not None and budget.tokens < floor:
                 reasons.append(
                     f"{setting} {budget.tokens} is below the {floor} tokens that "
-                    f"{self.name} always keeps (its sinks and window); raise the "
-                    "budget or shrink them"
+                    f"{self.name} always keeps (sinks and window); raise the budget, "
+                    "or lower sinks or window"
                 )
         least = self.min_new_tokens
         if self.prefill_block is not None and self.prefill_block < least:
             reasons.append(
                 f"prefill_block {self.prefill_block} is below the {least} new tokens "
-                f"by which {self.name} scores what it holds; raise it"
+                f"that {self.name} needs to compute scores; raise it"
             )
         return reasons

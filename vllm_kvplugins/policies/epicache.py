@@ -23,41 +23,45 @@ from vllm_kvplugins.policies.wrapper import Wrapper
 
 
 class HistoryEnd(Turns):
-    """One turn, the history, which ends where the request says."""
+    """One turn: the history. The request names its end."""
 
     history_only: ClassVar[bool] = True
 
     def turn_ends(
         self, prompt: Sequence[int], requested: Sequence[int] | None
     ) -> tuple[int, ...]:
-        """The last turn end that the request names."""
+        """The last turn end in the request."""
         return tuple(requested[-1:]) if requested else ()
 
 
 class EpiCache(Wrapper):
     """Episodic caches under a fixed budget (EpiCache, section 3, algorithm 1).
 
-    The history of a conversation is read in blocks. Whenever a block has come on top
-    of the budget, the cache is compressed back to it: the patched prompt, a segment
-    of the episode that the query belongs to, runs behind the block, and tokens are
-    worth the attention that it pays them (equation 3, by ``base: infinipot``). So
-    each episode has a cache of its own, kept as a session from query to query.
+    The engine reads the history of a conversation in blocks. After each block it
+    compresses the cache to the budget: the patched prompt, a segment of the episode
+    that the query belongs to, runs after the block, and the score of a token is the
+    attention that it gets from the patched prompt (equation 3, computed by ``base:
+    infinipot``). Each episode therefore has its own cache, which a session keeps
+    between queries.
 
-    The request says where its history ends (``turn_ends``) and what to ask it
-    (``patched_prompt``); chat requests get both from the front end, which cuts the
-    conversation into episodes and routes the query. What comes behind the history,
-    the query and its answer, is whole. A request without a history is not compressed.
+    The request contains the end of its history (``turn_ends``) and the tokens of the
+    patched prompt (``patched_prompt``). For chat requests the front end sets both: it
+    divides the conversation into episodes and routes the query to one of them. Tokens
+    after the history, the query and its answer, are not compressed. Neither is a
+    request without a history.
 
-    Differs from the paper: blocks are cut where budget and block are full, counted
-    from the start of the conversation and not from its end, so what was read before
-    the history grew need not be read again; up to a block more than the budget is
-    held while a query is answered.
+    Differs from the paper: block boundaries are counted from the start of the
+    conversation instead of its end. When the history grows, the engine need not read
+    the earlier part again. While a query is answered, the cache can hold up to one
+    block more than the budget.
 
     Cost: a forward pass of the patched prompt per block and episode.
     """
 
     name: ClassVar[str] = "epicache"
-    summary: ClassVar[str] = "a cache per episode of a conversation, queries routed"
+    summary: ClassVar[str] = (
+        "compresses a conversation to one cache per episode; routes each query"
+    )
     taken_settings: ClassVar[tuple[str, ...]] = (*Wrapper.taken_settings, "allocator")
     instead: ClassVar[str] = (
         "epicache sets the budget; use its own budget, prefill_block and allocator"
@@ -65,8 +69,8 @@ class EpiCache(Wrapper):
 
     base: str = Field(
         default="infinipot",
-        description="What scores tokens; one that takes no patched prompt, to compare "
-        "with, has the same cache for all queries.",
+        description="Compressor that scores tokens. With a compressor that takes no "
+        "patched prompt, all queries share one cache (for comparison).",
     )
     budget: Annotated[Budget, BeforeValidator(Budget.parse)] = Field(
         default=Budget(tokens=1024),
@@ -76,7 +80,7 @@ class EpiCache(Wrapper):
     prefill_block: int = Field(
         default=512,
         ge=1,
-        description="Tokens read between compressions (M_block), held on top of the "
+        description="Tokens between two compactions (M_block), held in addition to the "
         "budget.",
     )
     allocator: Annotated[PageAllocator, BeforeValidator(parse_allocator)] = Field(
@@ -88,18 +92,20 @@ class EpiCache(Wrapper):
     longest_patched_prompt: int = Field(
         default=256,
         ge=8,
-        description="Most tokens of a patched prompt; so many positions of the model "
-        "stay free.",
+        description="Maximum number of tokens of a patched prompt. The engine reserves "
+        "as many positions of the model.",
     )
     episodes: int | Literal["auto"] = Field(
         default=4,
-        description="Episodes per conversation (E); auto: 2 to 8, by silhouette.",
+        description="Episodes per conversation (E); auto: 2 to 8, by silhouette score.",
     )
     segment_utterances: int = Field(
-        default=4, ge=1, description="Utterances that are embedded together (w_embed)."
+        default=4,
+        ge=1,
+        description="Number of utterances that are embedded together (w_embed).",
     )
     patched_utterances: int = Field(
-        default=8, ge=1, description="Utterances in a patched prompt."
+        default=8, ge=1, description="Number of utterances in a patched prompt."
     )
     encoder: str = Field(
         default=DEFAULT_ENCODER,
@@ -108,14 +114,17 @@ class EpiCache(Wrapper):
     recluster_growth: float = Field(
         default=0.5,
         gt=0,
-        description="Episodes are recomputed when a conversation has grown by this "
-        "share.",
+        description="Growth of a conversation, as a share of its length, after which "
+        "its episodes are recomputed.",
     )
-    episode_seed: int = Field(default=0, ge=0, description="Seed of the clustering.")
+    episode_seed: int = Field(
+        default=0, ge=0, description="Random seed of the clustering."
+    )
     build: Build = Field(
         default="lazy",
-        description="When a server builds caches of episodes that no request has asked "
-        "about yet: lazy, while it is idle; eager, at once; never, when one does.",
+        description="When a server builds the caches of episodes that no query has "
+        "used yet: while it is idle (lazy), at once (eager), or with the first query "
+        "(never).",
     )
 
     def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
@@ -128,7 +137,7 @@ class EpiCache(Wrapper):
         if not history and lengths.prompt_tokens > budget_tokens + self.prefill_block:
             notes = (
                 f"epicache: a prompt of {lengths.prompt_tokens} tokens without "
-                "turn_ends has no history to compress, and stays whole",
+                "turn_ends has no history; it is not compressed",
             )
         return ResidencyPlan(size, compactions, notes=notes)
 
@@ -157,7 +166,7 @@ class EpiCache(Wrapper):
 
     @property
     def episode_routing(self) -> EpisodeRouting | None:
-        """None if the compressor takes no patched prompt: caches are all alike then."""
+        """None if the compressor takes no patched prompt; all caches are equal then."""
         probing = self._base.probing
         if probing is None or not probing.uses_patched_prompt:
             return None
@@ -176,15 +185,15 @@ class EpiCache(Wrapper):
         reasons = super().problems()
         if self.budget.fraction is not None:
             reasons.append(
-                f"budget {self.budget.fraction} is a share, and histories grow; give a "
+                f"budget {self.budget.fraction} is a share, but histories grow; give a "
                 "number of tokens, or bytes"
             )
         if isinstance(self.episodes, int) and self.episodes < 1:
-            reasons.append(f"episodes is 1 or more, or auto, got {self.episodes}")
+            reasons.append(f"episodes must be 1 or more, or auto, got {self.episodes}")
         least = self._base.min_new_tokens
         if self.prefill_block < least:
             reasons.append(
-                f"{self.base} scores with the newest {least} tokens; prefill_block "
-                f"{self.prefill_block} has fewer"
+                f"prefill_block {self.prefill_block} is below the {least} new tokens "
+                f"that {self.base} needs to compute scores; raise it"
             )
         return reasons

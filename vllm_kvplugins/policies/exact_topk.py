@@ -1,4 +1,4 @@
-"""Exact top-k retrieval: the oracle that every index is measured against."""
+"""Exact top-k retrieval: the reference for every index."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from vllm_kvplugins.policies.retrieval import Retriever
 
 
 class ExactTopK(Retriever):
-    """Fetch the tokens with the largest attention, found by scanning all keys.
+    """Fetch the tokens with the most attention; scans all keys to find them.
 
-    The upper bound of what any index can find with a budget of tokens; with
-    ``reuse_every`` above 1, in the manner of OmniKV, the layers between anchor
-    layers take over their choice (also the IceCache paper's appendix C).
+    No index can select better tokens with the same budget. With ``reuse_every`` above
+    1, only every n-th layer selects, and the layers after it reuse its selection, as in
+    OmniKV and in appendix C of the IceCache paper.
 
-    Cost: per step and selecting layer one pass over all offloaded keys.
+    Cost: per step and selecting layer, one pass over all offloaded keys.
     """
 
     name: ClassVar[str] = "exact-topk"
-    summary: ClassVar[str] = "nothing dropped; fetches the tokens with most attention"
+    summary: ClassVar[str] = (
+        "keeps all tokens on the host; fetches those with the most attention"
+    )
 
     def new_index(self, num_kv_heads: int, head_dim: int) -> KeyIndex:
         return self.scan(num_kv_heads, head_dim)

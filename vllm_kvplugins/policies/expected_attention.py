@@ -1,4 +1,4 @@
-"""Expected attention: what future queries will look at, from past ones."""
+"""Expected attention: scores tokens by the attention expected from future queries."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vllm_kvplugins.policies.compressor import Compressor
 
 @dataclass(slots=True)
 class QueryStatistics:
-    """Sums over all queries so far, before RoPE.
+    """Sums over all observed queries, before RoPE.
 
     Attributes:
-        count: queries summed.
+        count: number of queries.
         total: float64 [num_q_heads, head_dim].
         outer: float64 [num_q_heads, head_dim, head_dim].
     """
@@ -34,27 +34,27 @@ class QueryMoments(Observation):
 
     Attributes:
         triggers: the steps to observe.
-        sinks: queries of this many first tokens do not count.
+        sinks: number of first tokens whose queries do not count.
     """
 
     triggers: Trigger
     sinks: int
 
     def observe(self, view: LayerView) -> QueryStatistics:
-        chosen = view.query_positions >= self.sinks
+        counts = view.query_positions >= self.sinks
         assert view.rotary is not None
         queries = view.rotary.undo(
-            view.queries[:, chosen], view.query_positions[chosen]
+            view.queries[:, counts], view.query_positions[counts]
         ).double()
-        seen = view.observed or QueryStatistics(
+        sums = view.observed or QueryStatistics(
             0,
             queries.new_zeros(queries.shape[0], queries.shape[2]),
             queries.new_zeros(queries.shape[0], *queries.shape[2:] * 2),
         )
         return QueryStatistics(
-            seen.count + queries.shape[1],
-            seen.total + queries.sum(1),
-            seen.outer + queries.transpose(1, 2) @ queries,
+            sums.count + queries.shape[1],
+            sums.total + queries.sum(1),
+            sums.outer + queries.transpose(1, 2) @ queries,
         )
 
     def pack(self, observed: QueryStatistics) -> dict[str, torch.Tensor]:
@@ -68,37 +68,43 @@ class QueryMoments(Observation):
 class ExpectedAttention(Compressor):
     """Attention expected from Gaussian future queries (arXiv:2510.00636).
 
-    Queries before RoPE are taken as Gaussian with the mean and covariance that
-    the prompt's have; RoPE is averaged over the next positions. The expected
-    exponential of a logit is then ``exp(mu k / sqrt(d) + k Sigma k / 2d)``,
-    normalised over the keys and weighed by the length of the value. Constants and
-    the treatment of sinks are those of the authors' kvpress code, with which kept
-    positions agree.
+    Future queries before RoPE are modeled as Gaussian, with the mean and covariance of
+    the prompt's queries; RoPE is averaged over the next positions. The expected
+    exponential of a logit is then ``exp(mu k / sqrt(d) + k Sigma k / 2d)``. It is
+    normalized over the keys and multiplied by the norm of the value. Constants and the
+    treatment of sinks follow the authors' code in kvpress, and kept positions are the
+    same.
 
-    With a ``decode_budget`` generated queries count as well, all alike. Differs
-    from kvpress, which then takes those of the newest tokens only.
+    With a ``decode_budget``, the queries of generated tokens count as well, with equal
+    weight. kvpress uses only those of the newest tokens.
 
-    Cost: the covariance needs O(num_q_heads * head_dim^2) per query; its prompts
-    take nothing from the prefix cache, because cached tokens have no queries.
+    Cost: O(num_q_heads * head_dim^2) per query for the covariance. Prompts do not use
+    the prefix cache, because cached tokens have no queries.
     """
 
     name: ClassVar[str] = "expected-attention"
     summary: ClassVar[str] = "tokens that future queries are expected to attend to"
 
     future: int = Field(
-        default=512, ge=1, description="Positions to come, averaged over."
+        default=512,
+        ge=1,
+        description="Number of future positions to average RoPE over.",
     )
     sinks: int = Field(
         default=4,
         ge=0,
-        description="First tokens that always stay, and whose queries do not count.",
+        description="First tokens; they always stay, and their queries do not count.",
     )
-    use_covariance: bool = Field(default=True, description="Second-order term.")
+    use_covariance: bool = Field(
+        default=True, description="Use the covariance of queries (second-order term)."
+    )
     use_value_norm: bool = Field(
-        default=True, description="Weigh by the length of the value vector."
+        default=True, description="Multiply scores by the norm of the value."
     )
     epsilon: float = Field(
-        default=0.0, ge=0.0, description="Added to scores before weighing."
+        default=0.0,
+        ge=0.0,
+        description="Constant added to scores before that multiplication.",
     )
 
     @property
@@ -122,7 +128,7 @@ class ExpectedAttention(Compressor):
         logits = torch.einsum("hgd,hnd->hgn", mean, keys) / dim**0.5
         if self.use_covariance:
             covariance = covariance.view(num_kv_heads, group, dim, dim)
-            # [.., n, dim] for every query head: gone before the values are read
+            # [.., n, dim] for every query head; freed before the values are read.
             spread = torch.einsum("hnd,hgde->hgne", keys, covariance)
             logits += torch.einsum("hgne,hne->hgn", spread, keys) / (2 * dim)
             del spread
@@ -140,11 +146,11 @@ class ExpectedAttention(Compressor):
         Returns:
             float32 [num_q_heads, head_dim], [num_q_heads, head_dim, head_dim].
         """
-        seen, rotary = view.observed, view.rotary
+        sums, rotary = view.observed, view.rotary
         assert rotary is not None
-        mean = seen.total / seen.count
-        covariance = seen.outer / seen.count - mean[:, :, None] * mean[:, None, :]
+        mean = sums.total / sums.count
+        covariance = sums.outer / sums.count - mean[:, :, None] * mean[:, None, :]
         newest = int(view.positions.max())
-        turn = rotary.mean_rotation(newest + 1, self.future, dim)
+        rotation = rotary.mean_rotation(newest + 1, self.future, dim)
         mean, covariance = mean.float(), covariance.float()
-        return mean @ turn.T, turn @ covariance @ turn.T
+        return mean @ rotation.T, rotation @ covariance @ rotation.T

@@ -1,4 +1,4 @@
-"""FlowKV: what was compressed once is never compressed again."""
+"""FlowKV: compresses each turn of a conversation once, and never again."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from vllm_kvplugins.policies.wrapper import Wrapper
 
 @dataclass(frozen=True, slots=True)
 class MessageTurns(Turns):
-    """Turns as a request names them, or else as the chat template closes messages.
+    """Turn ends from the request, or from the tokens that close messages.
 
     Attributes:
-        turn_end_token: the token that closes a message; None: unknown.
+        turn_end_token: token with which the chat template closes a message; None if
+            unknown.
     """
 
     turn_end_token: int | None
@@ -28,11 +29,11 @@ class MessageTurns(Turns):
     def turn_ends(
         self, prompt: Sequence[int], requested: Sequence[int] | None
     ) -> tuple[int, ...]:
-        """Ends of finished turns: of the system prompt, then of every second message.
+        """Ends of the system prompt, if there is one, and of every finished answer.
 
-        The last message is the current query. An answer ends before it, another one
-        two messages earlier, and so on, up to the end of the system prompt if there is
-        one (equation 10 compresses it first).
+        The last message is the current query. The message before it is an answer, and
+        so is every second one before that. Equation 10 compresses the system prompt
+        first.
         """
         if requested is not None:
             return tuple(requested)
@@ -49,25 +50,29 @@ class MessageTurns(Turns):
 class FlowKV(Wrapper):
     """Compress each turn once, when it is over (FlowKV, arXiv:2505.15347).
 
-    Section 2.2, equations 10 to 12: at the end of a turn only its own query and
-    answer are compressed, by any compressor; what earlier turns kept stays as it is.
-    The current query is whole. Appendix D: the budget of a turn is what the ratio
-    leaves after the turns before, ``B_new(t) = ratio * S_full(t) - S_preserved``, so
-    that at each turn's end a share ``ratio`` of all tokens is resident.
+    Section 2.2, equations 10 to 12: at the end of a turn, a compressor compresses the
+    query and the answer of this turn only. Tokens kept from earlier turns do not
+    change, and the current query is not compressed. Appendix D: the budget of a turn is
+    ``B_new(t) = ratio * S_full(t) - S_preserved``, so that at the end of each turn a
+    share ``ratio`` of all tokens is resident.
 
-    ``nested`` is the baseline of the paper (equations 7 to 9): at each turn's end
-    everything kept so far is compressed again, to the same sizes.
+    ``nested`` is the baseline of the paper (equations 7 to 9): at the end of each turn
+    it compresses all kept tokens again, to the same sizes.
 
-    Differs from the paper: sizes are whole pages, so a turn that ends inside a block
-    leaves up to a block of its newest tokens to the next turn; every turn keeps at
-    least ``floor`` tokens, above the ratio where that leaves less; scores of a turn's
-    tokens come from attention over all that is resident, as the base computes them.
+    Differs from the paper:
 
-    Turns end where the request says (``turn_ends``) or else after the answers that
-    the chat template closed with ``turn_end_token``. A prompt without turns is one
-    query and stays whole.
+    - Sizes are whole pages. If a turn ends inside a block, up to a block of its newest
+      tokens belongs to the next turn.
+    - Every turn keeps at least ``floor`` tokens, even if that exceeds the ratio.
+    - The scores of a turn's tokens come from attention over all resident tokens, as the
+      compressor computes them.
 
-    Cost: a compaction of the base per turn, and moving what earlier turns kept.
+    The request names the ends of turns (``turn_ends``). Otherwise turns end after the
+    answers that the chat template closes with ``turn_end_token``. A prompt without
+    turns is one query and is not compressed.
+
+    Cost: one compaction by the compressor per turn, and a move of the tokens kept from
+    earlier turns.
     """
 
     name: ClassVar[str] = "flowkv"
@@ -85,18 +90,18 @@ class FlowKV(Wrapper):
     floor: int = Field(
         default=32,
         ge=1,
-        description="Tokens per KV head that every turn keeps, above the ratio if "
-        "need be.",
+        description="Minimum number of tokens per KV head that every turn keeps, even "
+        "above the ratio.",
     )
     nested: bool = Field(
         default=False,
-        description="Compress everything again at each turn, to compare with.",
+        description="Compress all kept tokens again at each turn (for comparison).",
     )
     turn_end_token: int | None = Field(
         default=None,
         ge=0,
-        description="Token that closes a message; null: the one that the chat template "
-        "puts behind messages.",
+        description="Token that closes a message; null: the token that the chat "
+        "template puts after messages.",
     )
 
     @property
@@ -108,23 +113,23 @@ class FlowKV(Wrapper):
         least = -(-max(self.floor, self._base.minimum_budget_tokens) // size)
         compactions: list[Compaction] = []
         notes: list[str] = []
-        start = stop = seen = 0  # the retained region so far, and the turns it is of
+        start = stop = compressed_tokens = (
+            0  # retained region, and the tokens it covers
+        )
         if lengths.restored is not None:
             compactions.append(lengths.restored)
-            retained_before, seen = (
-                lengths.restored.retained,
-                lengths.restored.at_tokens,
-            )
-            start, stop = retained_before.start, retained_before.stop
+            compressed_tokens = lengths.restored.at_tokens
+            region = lengths.restored.retained
+            start, stop = region.start, region.stop
         for end in lengths.turn_ends:
-            if end <= seen:
+            if end <= compressed_tokens:
                 continue
             full = end // size
             kept, new = stop - start, full - stop
             target = -(-(int(self.ratio * end) - end % size) // size)
             retained = max(target, kept + least)
             if retained >= kept + new:
-                continue  # nothing would go: it competes at the end of the next turn
+                continue  # Evicts nothing; the turn competes when the next one ends.
             compactions.append(
                 Compaction(
                     at_tokens=end,

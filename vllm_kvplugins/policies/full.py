@@ -1,4 +1,4 @@
-"""Keep everything: the control that every other policy is compared with."""
+"""Full KV: keeps all tokens; the control for all other policies."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from vllm_kvplugins.policies.base import KVCachePolicy
 
 
 class FullKV(KVCachePolicy):
-    """All tokens stay, read through the plugin's page tables.
+    """Keep all tokens, and read them through the plugin's page tables.
 
-    Tokens equal stock vLLM; use it to see what the plugin's own path costs.
+    Generates the same tokens as stock vLLM. Use it to measure the plugin's overhead.
     """
 
     name: ClassVar[str] = "full"
-    summary: ClassVar[str] = "keep everything, through the plugin's own path"
+    summary: ClassVar[str] = "keeps all tokens; measures the plugin's overhead"
 
     def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
         return ResidencyPlan(geometry.block_size)

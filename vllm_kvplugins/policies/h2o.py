@@ -1,4 +1,4 @@
-"""H2O: heavy hitters by accumulated attention, and the newest tokens."""
+"""H2O: keeps tokens with the most accumulated attention, and the newest tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ReceivedAttention(Observation):
         newest = int(view.query_positions[-1])
         total = view.observed
         if total is None or total.shape[1] <= newest:
-            # twice the size, so that decoding does not copy at every token
+            # Double the size, so that decoding does not copy at every token.
             room = mass.new_zeros(mass.shape[0], 2 * (newest + 1))
             if total is not None:
                 room[:, : total.shape[1]] = total
@@ -37,27 +37,28 @@ class ReceivedAttention(Observation):
 class H2O(Compressor):
     """Heavy-hitter oracle (arXiv:2306.14048, algorithm 1).
 
-    Every query of the prompt, and with a ``decode_budget`` every generated one,
-    adds its attention to what a token has received so far; the tokens that got
-    most stay, and the newest ones. Differs from the paper: sums are averaged over
-    the queries that share a KV head (the paper has no GQA), and tokens go when
-    the request is compacted, not one at every step. Differs from
-    kvpress's observed attention, which divides each sum by the number of its
-    queries and keeps no newest tokens; algorithm 1 sums, and has a recent window.
+    Every query of the prompt, and with a ``decode_budget`` every generated query, adds
+    its attention to the sum of each token. The tokens with the largest sums and the
+    newest tokens stay.
 
-    Cost: as much again as the attention of the prompt, since the kernel does not
-    hand out its weights; while generating, one more pass over the resident keys
-    per token.
+    Differs from the paper: sums are averaged over the queries that share a KV head (the
+    paper has no GQA). Tokens are evicted at compactions instead of one per step.
+
+    Differs from kvpress's observed attention, which divides each sum by the number of
+    its queries and keeps no newest tokens. Algorithm 1 sums, and keeps recent tokens.
+
+    Cost: doubles the attention of the prompt, because the kernel does not return its
+    weights. While generating, one additional pass over the resident keys per token.
     """
 
     name: ClassVar[str] = "h2o"
-    summary: ClassVar[str] = "tokens that received most attention so far"
+    summary: ClassVar[str] = "keeps tokens that have received the most attention so far"
 
     recent: int | None = Field(
         default=None,
         ge=0,
-        description="Newest tokens that stay; null: half of the budget, as in the "
-        "paper.",
+        description="Newest tokens; they always stay. null: half of the budget, as in "
+        "the paper.",
     )
 
     @property

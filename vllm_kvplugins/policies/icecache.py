@@ -1,4 +1,4 @@
-"""IceCache: similar keys share pages; a tree finds the pages that a query wants."""
+"""IceCache: pages of similar keys; a tree finds the best pages for each query."""
 
 from __future__ import annotations
 
@@ -17,30 +17,34 @@ from vllm_kvplugins.policies.retrieval import (
 
 
 class TreePages(KeyIndex):
-    """A DCI tree per KV head; fetches the pages of the keys that it finds."""
+    """A DCI tree per KV head; selects the whole pages of the best keys."""
 
     def __init__(self, tree: DCIIndex) -> None:
         self._tree = tree
         self._tokens = torch.empty(tree.num_heads, 0, tree.page_size, dtype=torch.int64)
 
     def append(self, keys: torch.Tensor, first: int) -> None:
-        """Put new keys below the nodes nearest to them, and record which tokens are in
-        which page."""
+        """Insert new keys below their nearest nodes; record the page of each token."""
         self._tree.append(keys, first)
         places = self._tree.places(first)
         heads, num_pages, size = self._tokens.shape
-        more = max(self._tree.num_pages) - num_pages
-        if more > 0:
-            fresh = self._tokens.new_full((heads, more + num_pages // 4, size), -1)
-            self._tokens = torch.cat([self._tokens, fresh], 1)
+        missing = max(self._tree.num_pages) - num_pages
+        if missing > 0:
+            new_pages = self._tokens.new_full(
+                (heads, missing + num_pages // 4, size), -1
+            )
+            self._tokens = torch.cat([self._tokens, new_pages], 1)
         numbers = torch.arange(first, first + keys.shape[1]).expand(heads, -1)
         self._tokens.flatten(1).scatter_(1, places, numbers)
 
     def select(
         self, queries: torch.Tensor, keys: Keys, scale: float, count: int
     ) -> torch.Tensor:
-        """Algorithm 3 of the IceCache paper: the best ``count`` keys per query,
-        then all tokens of their pages, until ``count`` are there."""
+        """Select pages of similar keys (IceCache, algorithm 3).
+
+        Finds the best ``count`` keys per query, then selects all tokens of their pages
+        until there are ``count`` tokens.
+        """
         best = self._tree.query_pages(queries, keys, count, count)
         pages = best.pages[..., None].expand(-1, -1, self._tokens.shape[2])
         tokens = self._tokens.gather(1, pages.clamp(min=0))
@@ -50,47 +54,53 @@ class TreePages(KeyIndex):
 class IceCache(Retriever):
     """Fetch clusters of similar keys from host memory (IceCache, ICLR 2026).
 
-    Sections 3.3 and 4, algorithms 1 to 4. The whole cache is on the host; per
-    request, layer and KV head a DCI tree clusters it into pages. At every step the
-    tree finds the best keys for the queries of a KV head's group, and they are
-    made resident in addition to sinks and window; resident tokens are not copied
-    again. Tokens that age out of the window enter the tree.
+    Sections 3.3 and 4, algorithms 1 to 4. The whole cache is on the host. For each
+    request, layer and KV head, a DCI tree clusters the tokens into pages. At every step
+    the tree finds the best keys for the queries of the KV head's group, and the engine
+    copies their tokens to the device, in addition to sinks and window. It does not copy
+    resident tokens again. Tokens that leave the window enter the tree.
 
-    Differs from the paper: it fetches whole pages of the best keys, which fills
-    most of a budget with their neighbours; here the budget goes to the keys that
-    the tree found, unless ``fetch`` is "pages" (the last page then in part, so
-    that the hot zone is always exactly full). See ``DCIIndex`` for the tree.
+    Differs from the paper: the budget is spent on the keys that the tree finds. The
+    paper fetches their whole pages, so neighbors fill most of the budget. ``fetch:
+    "pages"`` does the same; it cuts the last page so that the hot slots are exactly
+    full. See ``DCIIndex`` for differences in the tree.
 
-    Cost: per step and selecting layer about ``max_visits`` key products per query;
-    per prompt the building of the trees.
+    Cost: per step and selecting layer, about ``max_visits`` products of keys and
+    queries. Per prompt, building the trees.
     """
 
     name: ClassVar[str] = "icecache"
-    summary: ClassVar[str] = "nothing dropped; fetches clusters of keys through a tree"
-    # 47 % of bfloat16 keys and values at 64 dimensions, less at more.
+    summary: ClassVar[str] = (
+        "keeps all tokens on the host; a tree of similar keys finds those to fetch"
+    )
+    # 47 % of bfloat16 keys and values with 64 channels; less with more channels.
     index_share: ClassVar[float] = 0.5
 
     page_tokens: int = Field(
-        default=16, ge=1, description="Tokens per page of the tree, at most."
+        default=16, ge=1, description="Maximum number of tokens per page of the tree."
     )
     promotion: float = Field(
         default=1 / 32,
         gt=0,
         le=0.5,
-        description="Share of keys promoted per level of the tree.",
+        description="Share of keys that each level of the tree promotes to the next.",
     )
     fetch: Literal["tokens", "pages"] = Field(
         default="tokens",
-        description="The best keys alone, or as in the paper their whole pages.",
+        description="What to fetch: the best keys (tokens), or their whole pages as in "
+        "the paper (pages).",
     )
     max_visits: int = Field(
-        default=1024, ge=0, description="Keys looked at per query, about; 0: all."
+        default=1024,
+        ge=0,
+        description="Approximate number of keys that a query visits; 0: all.",
     )
     lazy_index: bool = Field(
         default=False,
-        description="Generate before the trees are built; until then, scan all keys.",
+        description="Start to generate before the trees are built; scan all keys until "
+        "then.",
     )
-    seed: int = Field(default=0, ge=0, description="Of the promotions.")
+    seed: int = Field(default=0, ge=0, description="Random seed of the promotions.")
 
     def problems(self) -> list[str]:
         reasons = super().problems()

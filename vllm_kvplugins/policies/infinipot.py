@@ -1,4 +1,4 @@
-"""InfiniPot: what the model looks at when it is asked to summarise."""
+"""InfiniPot: keeps tokens that a request for a summary attends to."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from vllm_kvplugins.policies.votes import attention_mass, attention_peak
 
 @dataclass(frozen=True, slots=True)
 class Instruction(Probing):
-    """An instruction, or the request's patched prompt in its place.
+    """Runs an instruction, or the request's patched prompt if it has one.
 
     Attributes:
-        instruction: the text to run.
-        aggregate: "max" or "avg", over the tokens of the probe and a group's heads.
+        instruction: text of the probe.
+        aggregate: "max" or "avg", over the tokens of the probe and the heads of a
+            group.
     """
 
     instruction: str
@@ -43,33 +44,34 @@ class Instruction(Probing):
         """float32 [num_kv_heads, tokens in the cache], by position."""
         tokens = int(view.query_positions[0])
         attention = attention_peak if self.aggregate == "max" else attention_mass
-        paid = attention(view)
-        worth = paid.new_zeros(paid.shape[0], tokens)
+        received = attention(view)
+        scores = received.new_zeros(received.shape[0], tokens)
         cached = (view.positions >= 0) & (view.positions < tokens)
         places = view.positions.masked_fill(~cached, 0)
-        return worth.scatter_reduce(1, places, paid.masked_fill(~cached, 0), "amax")
+        received = received.masked_fill(~cached, 0)
+        return scores.scatter_reduce(1, places, received, "amax")
 
 
 class InfiniPot(Compressor):
-    """A catalyst prompt's attention (Kim et al., arXiv:2410.01518, section 3.2).
+    """Attention of a catalyst prompt (Kim et al., arXiv:2410.01518, section 3.2).
 
-    In the form of the EpiCache paper, appendix A.2 and equation 3: a general
-    instruction is run behind the prompt, and a token is worth the attention that
-    the instruction's tokens pay it, at most (``aggregate: max``, also over the
-    heads of a group) or on average.
+    Follows appendix A.2 and equation 3 of the EpiCache paper: a general instruction
+    runs after the prompt. The score of a token is the maximum attention that it gets
+    from the tokens of the instruction and the heads of a group (``aggregate: max``), or
+    the average (``avg``).
 
-    Differs from InfiniPot's own paper: the second criterion there, how surprising
-    a token was, and its renumbered positions are left out, as in EpiCache's
-    comparison. What folds while generating (``decode_budget``) is scored by the
-    same instruction, run behind what is in the cache by then. A request that brings a
-    patched prompt of its own (EpiCache) is asked that instead of the instruction.
+    Differs from InfiniPot's own paper, as EpiCache's comparison does: it omits the
+    second criterion, the surprisal of a token, and does not renumber positions.
+    Compactions while generating (``decode_budget``) use the same instruction, which
+    runs after the tokens in the cache. If the request has a patched prompt (EpiCache),
+    it replaces the instruction.
 
-    Cost: one forward pass of the instruction per compaction, and a dense copy of
-    one layer's keys and values at a time.
+    Cost: one forward pass of the instruction per compaction, and a dense copy of the
+    keys and values of one layer at a time.
     """
 
     name: ClassVar[str] = "infinipot"
-    summary: ClassVar[str] = "tokens that a request to summarise looks back at"
+    summary: ClassVar[str] = "keeps tokens that a request for a summary attends to"
 
     instruction: str = Field(
         default="Summarize the previous context highlighting the most important parts.",
@@ -77,10 +79,14 @@ class InfiniPot(Compressor):
         description="Text of the probe that runs after the prompt.",
     )
     aggregate: Literal["max", "avg"] = Field(
-        default="max", description="Over the instruction's tokens and a group's heads."
+        default="max",
+        description="How to combine the tokens of the instruction and the heads of a "
+        "group.",
     )
-    sinks: int = Field(default=4, ge=0, description="First tokens, which stay.")
-    recent: int = Field(default=32, ge=0, description="Newest tokens, which stay.")
+    sinks: int = Field(default=4, ge=0, description="First tokens; they always stay.")
+    recent: int = Field(
+        default=32, ge=0, description="Newest tokens; they always stay."
+    )
 
     @property
     def probing(self) -> Instruction:

@@ -1,4 +1,4 @@
-"""KeyDiff: keys that point elsewhere than the rest stay."""
+"""KeyDiff: keeps tokens whose keys differ from the mean key."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from vllm_kvplugins.scoring.attention_votes import drop_invalid, slot_tiles, val
 class KeyDiff(Compressor):
     """Negative cosine to the mean direction of all keys (arXiv:2504.15364).
 
-    Section 3.2 there: the anchor of a KV head is the mean of its L2-normalised
-    keys. Needs no queries. Differs from the paper: the paper evicts block by
-    block during prefill; here that needs ``prefill_block``, else, as in kvpress's
-    press, it is done at the end of the prompt over all slots. A zero key has
-    cosine 0.
+    Section 3.2 of that paper: the anchor of a KV head is the mean of its L2-normalized
+    keys. Needs no queries. A zero key has cosine 0.
 
-    Cost: two passes over the keys, float32 copies of one tile at a time.
+    Differs from the paper: the paper evicts tokens block by block during the prefill.
+    Here this needs ``prefill_block``; without it, all slots compete at the end of the
+    prompt, as in kvpress.
+
+    Cost: two passes over the keys; float32 copies of one tile at a time.
     """
 
     name: ClassVar[str] = "keydiff"
-    summary: ClassVar[str] = "tokens whose keys differ most from the mean key"
+    summary: ClassVar[str] = "keeps tokens whose keys differ most from the mean key"
 
     def score(self, view: LayerView) -> torch.Tensor:
         keys = valid_keys(view.keys, view.valid)

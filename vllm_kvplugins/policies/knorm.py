@@ -1,4 +1,4 @@
-"""Knorm: keys with a small norm draw attention, so they stay."""
+"""Knorm: keeps tokens whose keys have a small norm."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from vllm_kvplugins.scoring.attention_votes import drop_invalid
 class Knorm(Compressor):
     """Negative L2 norm of the key (arXiv:2406.11430, section 3).
 
-    Needs no queries. RoPE keeps norms, so keys before and after it score the
-    same. Differs from the paper: its experiments leave the first two layers
-    uncompressed (section 4); here, as in kvpress, all layers are treated alike
-    unless the allocator says otherwise. Norms are computed in float32, because
-    bfloat16 norms of different slots tie.
+    Keys with a small norm tend to get much attention. Needs no queries. RoPE preserves
+    norms, so keys before and after RoPE have equal scores. Norms are computed in
+    float32, because bfloat16 norms of different slots would be equal.
+
+    Differs from the paper: its experiments do not compress the first two layers
+    (section 4). Here, as in kvpress, all layers are compressed alike, unless the
+    allocator differs.
 
     Cost: one pass over the keys.
     """
 
     name: ClassVar[str] = "knorm"
-    summary: ClassVar[str] = "tokens whose keys have the smallest norm"
+    summary: ClassVar[str] = "keeps tokens whose keys have the smallest norm"
 
     def score(self, view: LayerView) -> torch.Tensor:
         wide = torch.promote_types(view.keys.dtype, torch.float32)

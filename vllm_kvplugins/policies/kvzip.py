@@ -1,4 +1,4 @@
-"""KVzip: what the model looks at when it has to repeat its prompt."""
+"""KVzip: keeps tokens that the model attends to when it repeats its prompt."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from vllm_kvplugins.scoring.attention_votes import attention_peak
 
 _ALL = "\n\nRepeat the previous context exactly."
 _PART = "\n\nRepeat the part of the previous context exactly, starting with"
-# The part to repeat is announced by so many tokens before it.
+# Number of tokens before a part that announce it.
 _LEAD_TOKENS = 8
-# A prompt is not repeated in smaller parts, which would cost a pass each.
+# Minimum part of a prompt to repeat; each part costs a forward pass.
 _LEAST_CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Repetition(Probing):
-    """Chunks of the prompt, each after the request to repeat it.
+    """Runs chunks of the prompt, each after a request to repeat it.
 
     Attributes:
         chunk: maximum tokens of the prompt in one probe.
@@ -76,52 +76,55 @@ class Repetition(Probing):
             view.query_positions,
             scored_positions,
         )
-        worth = view.observed
-        if worth is None:
-            worth = peak.new_zeros(positions.shape[0], tokens)
+        scores = view.observed
+        if scores is None:
+            scores = peak.new_zeros(positions.shape[0], tokens)
         own = scored_positions >= tokens
         peak = peak.masked_fill(own, 0)
         scored_positions = scored_positions.masked_fill(own, 0).clamp(min=0)
-        return worth.scatter_reduce(1, scored_positions, peak, "amax")
+        return scores.scatter_reduce(1, scored_positions, peak, "amax")
 
 
 class KVzip(Compressor):
     """Context reconstruction (Kim et al., arXiv:2505.23416, section 3).
 
-    The prompt runs through the model a second time, in chunks, each behind the
-    request to repeat it. A token is worth the most attention that any query of
-    the repeated chunk, in any head of its group, pays it; the softmax runs over
-    the sinks, the chunk in the cache and the repetition (section 3.4). Instead of
-    the chat template's closing words, which a served prompt already ends with,
-    nothing stands between request and chunk.
+    The prompt runs through the model a second time, in chunks, each after a request to
+    repeat it. The score of a token is the maximum attention that it gets from any query
+    of the repeated chunk, in any head of its group. The softmax runs over the sinks,
+    the chunk in the cache and the repetition (section 3.4). The closing words of the
+    chat template are omitted before the chunk, because a served prompt already ends
+    with them.
 
-    As in the paper one ranking over all layers and KV heads decides who keeps how
-    many (``allocator: cross-layer``, the default here).
+    As in the paper, one ranking over all layers and KV heads determines how many tokens
+    each head keeps (``allocator: cross-layer``, the default here).
 
-    Differs from the paper in when it runs: there the context is compressed before
-    a question is known, here the prompt ends with one, so ``recent`` tokens stay
-    as they are.
+    Differs from the paper: the paper compresses a context before the question is known.
+    Here the prompt ends with the question, so the ``recent`` newest tokens stay.
 
-    With ``prefill_block`` what is repeated is the block just read, as in the EpiCache
-    paper, appendix A.2; what earlier blocks left competes by the attention that this
-    repetition pays it (equation 3 there), next to the block in the softmax.
+    With ``prefill_block``, the model repeats the block that it has just read (EpiCache,
+    appendix A.2). Tokens kept from earlier blocks compete by the attention that they
+    get from this repetition (equation 3 of that paper); they are in the same softmax.
 
-    Cost: one to two more prefills of the prompt, and as much again for the weights
-    that the kernel does not hand out.
+    Cost: one to two additional prefills of the prompt, and the same again for the
+    attention weights, which the kernel does not return.
     """
 
     name: ClassVar[str] = "kvzip"
-    summary: ClassVar[str] = "tokens that repeating the prompt looks back at"
+    summary: ClassVar[str] = "keeps tokens that repeating the prompt attends to"
 
     allocator: Annotated[PageAllocator, BeforeValidator(parse_allocator)] = Field(
         default=CrossLayer(),
         description="How pages are shared between layers and KV heads.",
     )
     chunk: int = Field(
-        default=2048, ge=_LEAST_CHUNK, description="Tokens repeated at a time, at most."
+        default=2048,
+        ge=_LEAST_CHUNK,
+        description="Maximum number of tokens to repeat at a time.",
     )
-    sinks: int = Field(default=4, ge=0, description="First tokens, which stay.")
-    recent: int = Field(default=32, ge=0, description="Newest tokens, which stay.")
+    sinks: int = Field(default=4, ge=0, description="First tokens; they always stay.")
+    recent: int = Field(
+        default=32, ge=0, description="Newest tokens; they always stay."
+    )
 
     @property
     def minimum_budget_tokens(self) -> int:

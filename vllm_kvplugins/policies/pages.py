@@ -1,4 +1,4 @@
-"""Pages in the order of the text, each known by a digest of its keys."""
+"""Pages of consecutive tokens, each with a digest of its keys."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from vllm_kvplugins.policies.retrieval import Retriever, tokens_of_pages
 
 
 class OrderedPages(KeyIndex):
-    """Runs of the text; finds the pages whose digests promise most attention.
+    """Selects the pages with the largest upper bounds on attention.
 
-    Subclasses say what a digest is and what it promises. The keys of the page that
-    is not full are kept, so digests do not depend on the portions that keys came in.
+    A page holds ``page_tokens`` consecutive tokens. Subclasses define the digest of a
+    page and the upper bound that follows from it. The index keeps the keys of the last,
+    partly filled page, so digests do not depend on how keys are split over calls.
 
     Args:
         page_tokens: tokens per page.
@@ -31,19 +32,19 @@ class OrderedPages(KeyIndex):
 
     @abstractmethod
     def digest(self, pages: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What to know of some pages.
+        """Digests of pages.
 
         Args:
-            pages: float32 [num_kv_heads, n, tokens per page, head_dim], equally many
-                tokens in each.
+            pages: float32 [num_kv_heads, n, tokens per page, head_dim]; all pages have
+                the same number of tokens.
 
         Returns:
             Any number of tensors [num_kv_heads, n, ...].
         """
 
     @abstractmethod
-    def promise(self, queries: torch.Tensor) -> torch.Tensor:
-        """The largest q . k that each page may hold, by its digest.
+    def upper_bounds(self, queries: torch.Tensor) -> torch.Tensor:
+        """Upper bound, or estimate, of the largest q . k in each page.
 
         Args:
             queries: float32 [num_kv_heads, group, head_dim].
@@ -53,16 +54,16 @@ class OrderedPages(KeyIndex):
         """
 
     def append(self, keys: torch.Tensor, first: int) -> None:
-        """Digests of the new pages; the one that was not full gets a new one."""
-        size, known = self._page_tokens, first // self._page_tokens
-        fresh = torch.cat([self._open, keys.to(torch.float32)], 1)
-        full = fresh.shape[1] // size
-        parts = [self.digest(fresh[:, : full * size].unflatten(1, (full, size)))]
-        self._open = fresh[:, full * size :].clone()
+        """Add digests of new pages; recompute that of the last, partly filled page."""
+        size, full_before = self._page_tokens, first // self._page_tokens
+        new_keys = torch.cat([self._open, keys.to(torch.float32)], 1)
+        full = new_keys.shape[1] // size
+        parts = [self.digest(new_keys[:, : full * size].unflatten(1, (full, size)))]
+        self._open = new_keys[:, full * size :].clone()
         if self._open.shape[1]:
             parts.append(self.digest(self._open.unsqueeze(1)))
         self._digests = tuple(
-            torch.cat([old[:, :known], *new], 1)
+            torch.cat([old[:, :full_before], *new], 1)
             for old, *new in zip(self._digests, *parts, strict=True)
         )
         self._tokens = first + keys.shape[1]
@@ -70,15 +71,18 @@ class OrderedPages(KeyIndex):
     def select(
         self, queries: torch.Tensor, keys: Keys, scale: float, count: int
     ) -> torch.Tensor:
-        """The tokens of the pages that promise most: per query a softmax over the
-        promises, added up over queries and group.
+        """Select the tokens of the best pages.
+
+        The score of a page is the softmax over upper bounds, summed over the queries
+        of the group.
 
         Cost: O(group * tokens / page_tokens * head_dim) per KV head.
         """
-        worth = self.promise(queries.to(torch.float32)).mul_(scale).softmax(-1).sum(1)
-        # one more than needed: the last page may be among them, and not full
-        num_pages = min(-(-count // self._page_tokens) + 1, worth.shape[1])
-        pages = worth.topk(num_pages, dim=-1).indices
+        bounds = self.upper_bounds(queries.to(torch.float32))
+        page_scores = bounds.mul_(scale).softmax(-1).sum(1)
+        # One more page than needed, because the last page may be partly filled.
+        num_pages = min(-(-count // self._page_tokens) + 1, page_scores.shape[1])
+        pages = page_scores.topk(num_pages, dim=-1).indices
         slots = torch.arange(self._page_tokens)
         numbers = pages[..., None] * self._page_tokens + slots
         numbers = numbers.masked_fill(numbers >= self._tokens, -1)
@@ -86,11 +90,11 @@ class OrderedPages(KeyIndex):
 
 
 class PageRetriever(Retriever):
-    """Base of policies that fetch such pages."""
+    """Base class of policies that fetch pages of consecutive tokens."""
 
     page_tokens: int = Field(default=16, ge=1, description="Tokens per page.")
 
     def host_bytes(self, tokens: int, geometry: Geometry) -> int:
         stored = super().host_bytes(tokens, geometry)
-        # a digest is two float32 vectors: at most two bfloat16 keys and values
+        # A digest is two float32 vectors: at most the size of two bfloat16 tokens.
         return stored + -(-2 * stored // self.page_tokens)

@@ -1,4 +1,4 @@
-"""PQCache: keys known by their nearest centroids; scores come from small tables."""
+"""PQCache: product quantization of keys; scores come from small lookup tables."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.retrieval import Retriever
 from vllm_kvplugins.scoring.attention_votes import slot_tiles
 
-# Similarities of a tile should stay in the cache: 1 MiB of float32.
+# Similarities of one tile should stay in the CPU cache: 1 MiB of float32.
 _COPIES = 16
 
 
 def nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """The nearest centroid of every point.
+    """Index of the nearest centroid of every point.
 
     Args:
         points: [groups, n, dim].
@@ -31,31 +31,32 @@ def nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """
     groups, count = centroids.shape[:2]
     half = centroids.square().sum(-1).unsqueeze(1) / 2
-    nearest = points.new_empty(points.shape[:2], dtype=torch.int64)
+    indices = points.new_empty(points.shape[:2], dtype=torch.int64)
     for tile in slot_tiles(points.shape[1], _COPIES * groups * count):
         # |x - c|^2 is smallest where x . c - |c|^2 / 2 is largest
-        likeness = torch.bmm(points[:, tile], centroids.transpose(1, 2)) - half
-        nearest[:, tile] = likeness.max(-1).indices
-    return nearest
+        similarity = torch.bmm(points[:, tile], centroids.transpose(1, 2)) - half
+        indices[:, tile] = similarity.max(-1).indices
+    return indices
 
 
 def k_means(
     points: torch.Tensor, count: int, iterations: int, seed: int
 ) -> torch.Tensor:
-    """Centroids of several sets of points: Lloyd's iterations, from points drawn at
-    random, the same numbers in all sets. A centroid that is no key's nearest stays
-    where it is.
+    """Centroids of several groups of points, by Lloyd's algorithm.
 
-    In torch and not scikit-learn, which takes 0.6 of the time (8192 tokens, 6 sets of
-    32 dimensions, 64 centroids, 10 iterations, one thread: 78 ms against 123) but
-    would be a new dependency, and limits the threads of the whole process while it
-    runs in parallel to the model.
+    The first centroids are points drawn at random, with the same indices in all groups.
+    A centroid without points does not move.
+
+    Written in torch. scikit-learn takes 0.6 of the time (8192 tokens, 6 groups of 32
+    dimensions, 64 centroids, 10 iterations, one thread: 78 ms against 123 ms), but it
+    would be a new dependency, and it limits the threads of the whole process while it
+    runs in parallel with the model.
 
     Args:
         points: float32 [groups, n, dim], n >= count.
         count: centroids per group.
-        iterations: at most; fewer if nothing changes.
-        seed: of the first centroids.
+        iterations: maximum number; stops early when no assignment changes.
+        seed: random seed of the first centroids.
 
     Returns:
         float32 [groups, count, dim].
@@ -66,12 +67,12 @@ def k_means(
     generator = torch.Generator().manual_seed(seed)
     centroids = points[:, torch.randperm(tokens, generator=generator)[:count]]
     offsets = torch.arange(groups)[:, None] * count
-    before = None
+    previous_codes = None
     for _ in range(iterations):
         codes = nearest(points, centroids)
-        if before is not None and torch.equal(codes, before):
+        if previous_codes is not None and torch.equal(codes, previous_codes):
             break
-        before = codes
+        previous_codes = codes
         rows = (codes + offsets).flatten()
         sums = points.new_zeros(groups * count, dim)
         sums.index_add_(0, rows, points.flatten(0, 1))
@@ -82,18 +83,18 @@ def k_means(
 
 
 class QuantizedKeys(KeyIndex):
-    """Product quantization: a key is one of a few centroids in each subspace.
+    """Product quantization: each subspace of a key becomes the nearest centroid.
 
-    The centroids are found among the first tokens that are more than there are to be
-    centroids, and stay; until then every key is a centroid. Later keys take the
-    nearest.
+    K-means runs once, on the first append after which there are more tokens than
+    centroids. Until then every key is its own centroid. The centroids stay fixed
+    afterwards, and later keys get the nearest one.
 
     Args:
-        subspaces: runs of channels. Where they do not divide head_dim, the last ones
-            are filled up with zeros, which change neither distances nor products.
-        bits: of a code; 2 ** bits centroids per subspace.
-        iterations: of K-Means, at most.
-        seed: of K-Means.
+        subspaces: number of channel groups. If it does not divide head_dim, zeros fill
+            the last group; they change neither distances nor products.
+        bits: size of a code; each subspace has 2 ** bits centroids.
+        iterations: maximum number of k-means iterations.
+        seed: random seed of k-means.
     """
 
     def __init__(
@@ -116,35 +117,35 @@ class QuantizedKeys(KeyIndex):
         self._codes = torch.empty(shape, dtype=torch.uint8)
 
     def append(self, keys: torch.Tensor, first: int) -> None:
-        """Find the centroids or take the nearest ones; see the class.
+        """Quantize new keys; run k-means first if it is due (see the class).
 
         Raises:
-            ValueError: a key is not finite, and would spoil the centroids of others.
-                Nothing was added.
+            ValueError: a key is not finite. It would spoil the centroids of other keys,
+                so nothing is added.
         """
         if not bool(keys.isfinite().all()):
             raise ValueError("an element of a key is not finite; nothing was added")
-        fresh, tokens = self._split(keys), first + keys.shape[1]
+        new_parts, tokens = self._split(keys), first + keys.shape[1]
         if first > self._max_centroids:
-            codes = torch.cat([self._codes, self._encode(fresh)], 2)
+            codes = torch.cat([self._codes, self._encode(new_parts)], 2)
         else:
-            # so far every key is a centroid
-            fresh = torch.cat([self._centroids, fresh], 2)
+            # Every key is its own centroid so far.
+            new_parts = torch.cat([self._centroids, new_parts], 2)
             if tokens <= self._max_centroids:
                 codes = torch.arange(tokens, dtype=torch.uint8)
-                codes = codes.expand(*fresh.shape[:2], -1)
-                self._centroids = fresh
+                codes = codes.expand(*new_parts.shape[:2], -1)
+                self._centroids = new_parts
             else:
-                points = fresh.flatten(0, 1)
+                points = new_parts.flatten(0, 1)
                 centroids = k_means(
                     points, self._max_centroids, self._iterations, self._seed
                 )
-                self._centroids = centroids.unflatten(0, fresh.shape[:2])
-                codes = self._encode(fresh)
+                self._centroids = centroids.unflatten(0, new_parts.shape[:2])
+                codes = self._encode(new_parts)
         self._codes = codes
 
     def scores(self, queries: torch.Tensor) -> torch.Tensor:
-        """The products of queries with the centroids that stand for the keys.
+        """Products of queries with the centroids of all keys.
 
         Args:
             queries: [num_kv_heads, group, head_dim].
@@ -161,10 +162,12 @@ class QuantizedKeys(KeyIndex):
     def select(
         self, queries: torch.Tensor, keys: Keys, scale: float, count: int
     ) -> torch.Tensor:
-        """The tokens that would get most attention if keys were as their codes say,
-        summed over queries and group."""
-        worth = self.scores(queries).mul_(scale).softmax(-1).sum(1)
-        best = worth.topk(min(count, worth.shape[1]), dim=-1).indices
+        """Select the tokens with the most attention, computed from quantized keys.
+
+        Attention is summed over the queries of the group.
+        """
+        attention = self.scores(queries).mul_(scale).softmax(-1).sum(1)
+        best = attention.topk(min(count, attention.shape[1]), dim=-1).indices
         return F.pad(best, (0, count - best.shape[1]), value=-1)
 
     def _split(self, vectors: torch.Tensor) -> torch.Tensor:
@@ -180,39 +183,51 @@ class QuantizedKeys(KeyIndex):
 class PQCache(Retriever):
     """Fetch tokens by product quantization of their keys (arXiv:2407.12820).
 
-    Per KV head the channels are split into subspaces, and K-Means finds centroids of
-    the prompt's keys in each. A key is known by its nearest centroids only; a query's
-    products with all keys are sums of table entries. Tokens are ranked by the softmax
-    of those products, added up over the queries that share a KV head, as in the
-    authors' code; 2 subspaces of 6 bits are the defaults of its scripts.
+    The channels of each KV head are split into subspaces, and k-means finds centroids
+    of the prompt's keys in each of them. The index stores only the nearest centroids
+    of a key, so the product of a query and a key is a sum of table entries. Tokens are
+    ranked by the softmax of these products, summed over the queries that share a KV
+    head, as in the authors' code. The defaults, 2 subspaces of 6 bits, are those of the
+    authors' scripts.
 
-    Differs from the paper: K-Means does a fixed number of iterations, where the paper
-    fits their number to the time of the prefill, and does not see the window; the hot
-    zone is the only cache on the device. Where a prompt leaves no more tokens to
-    offload than there are centroids, K-Means waits for more.
+    Differs from the paper:
 
-    Cost: per step and selecting layer ``subspaces`` table entries per query and
-    offloaded token; per prompt K-Means (see ``k_means``: 28 layers of 3 KV heads,
-    8192 tokens, 3.7 s of one thread).
+    - K-means runs a fixed number of iterations. The paper fits their number to the
+      duration of the prefill.
+    - K-means does not use the keys of the window.
+    - The hot slots are the only cache on the device.
+    - If a prompt offloads no more tokens than there are centroids, k-means waits until
+      there are more.
+
+    Cost: per step and selecting layer, ``subspaces`` table entries per query and
+    offloaded token. Per prompt, k-means (28 layers of 3 KV heads, 8192 tokens: 3.7 s on
+    one thread).
     """
 
     name: ClassVar[str] = "pqcache"
-    summary: ClassVar[str] = "nothing dropped; fetches tokens by quantized keys"
+    summary: ClassVar[str] = (
+        "keeps all tokens on the host; fetches tokens by quantized keys"
+    )
 
     subspaces: int = Field(
-        default=2, ge=1, description="Parts of a key, each with centroids of its own."
+        default=2, ge=1, description="Parts of a key; each has its own centroids."
     )
     bits: int = Field(
-        default=6, ge=1, le=8, description="Of a code: 2 ** bits centroids per part."
+        default=6,
+        ge=1,
+        le=8,
+        description="Bits per code; each part has 2 ** bits centroids.",
     )
-    iterations: int = Field(default=10, ge=1, description="Of K-Means, at most.")
-    seed: int = Field(default=0, ge=0, description="Of K-Means.")
+    iterations: int = Field(
+        default=10, ge=1, description="Maximum number of k-means iterations."
+    )
+    seed: int = Field(default=0, ge=0, description="Random seed of k-means.")
 
     def host_bytes(self, tokens: int, geometry: Geometry) -> int:
         stored = super().host_bytes(tokens, geometry)
-        # One byte per part: of bfloat16 keys and values at 64 dimensions; less at more.
+        # One byte per part; 64 channels of bfloat16 keys and values have 256 bytes.
         codes = stored * self.subspaces // 256
-        # A token has a float32 centroid's bytes, or more.
+        # A token has at least as many bytes as a float32 centroid.
         trained = self.sinks + self.window + 2**self.bits
         return stored + codes + super().host_bytes(min(tokens, trained), geometry)
 

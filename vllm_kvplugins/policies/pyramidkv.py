@@ -1,4 +1,4 @@
-"""PyramidKV: SnapKV's scores, more room in the lower layers."""
+"""PyramidKV: SnapKV's scores with larger budgets for lower layers."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from vllm_kvplugins.policies.snapkv import SnapKV
 
 
 class PyramidKV(SnapKV):
-    """Pooled window attention with budgets that narrow upwards.
+    """Pooled attention of the window, with budgets that shrink from layer to layer.
 
-    arXiv:2406.02069: section 3.3's scores are SnapKV's, section 3.2's budgets
-    are the ``pyramid`` allocator, which is only this policy's default. The
-    window is 8 queries, as in the paper's experiments and its published
-    scripts; as there, every layer keeps it on top of its share.
+    arXiv:2406.02069. The scores of section 3.3 are SnapKV's. The budgets of section 3.2
+    are the ``pyramid`` allocator, the default of this policy. The window has 8 queries,
+    as in the paper's experiments and scripts; every layer keeps it in addition to its
+    share.
 
-    Differs from the paper: pooling is SnapKV's average; budgets are whole pages,
-    at least one per layer and head; ``budget`` counts the window, so ``beta``
-    divides what is left of it. Differs from kvpress, which counts the window in
-    the layers' shares, falls back to equal budgets when the top layer's share is
-    below the window, and flattens the slope when the bottom layer's share exceeds
-    the prompt (here the bottom layers keep everything and the rest goes to the
-    layers above).
+    Differs from the paper: pooling is SnapKV's average. Budgets are whole pages, at
+    least one per layer and head. ``budget`` includes the window, so ``beta`` divides
+    the rest.
 
-    Cost: SnapKV's.
+    Differs from kvpress: kvpress includes the window in the layers' shares, uses equal
+    budgets if the top layer's share is below the window, and flattens the slope if the
+    bottom layer's share exceeds the prompt. Here the bottom layers then keep all
+    tokens, and the rest goes to the layers above.
+
+    Cost: the same as SnapKV.
     """
 
     name: ClassVar[str] = "pyramidkv"
-    summary: ClassVar[str] = "SnapKV with more pages for lower layers"
+    summary: ClassVar[str] = "SnapKV with larger budgets for lower layers"
 
-    window: int = Field(default=8, ge=1, description="Newest queries that vote.")
+    window: int = Field(
+        default=8, ge=1, description="Number of newest queries that vote."
+    )
     allocator: Annotated[PageAllocator, BeforeValidator(parse_allocator)] = Field(
         default=Pyramid(),
         description="How pages are shared between layers and KV heads.",

@@ -1,4 +1,4 @@
-"""Random eviction: the control that every scored policy has to beat."""
+"""Random eviction: the control for all policies with scores."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from vllm_kvplugins.scoring.attention_votes import drop_invalid
 
 
 class Random(Compressor):
-    """Every (position, KV head) has a uniform random score for good.
+    """Score tokens with uniform random numbers.
 
-    Scores are a pure function of (seed, layer, KV head, position): the same
-    prompt keeps the same slots in every run. As a token's score never changes,
-    what is left after any number of compactions is a uniform sample of all
-    tokens seen. Nothing is sure to stay. Drawn on the CPU, so that all devices
-    agree.
+    A score is a function of seed, layer, KV head and position only, so a prompt keeps
+    the same slots in every run. Because a token's score never changes, the tokens that
+    remain after any number of compactions are a uniform sample of all tokens. No token
+    is certain to stay. The CPU draws the numbers, so that they are equal on all
+    devices.
 
-    Cost: one random number per KV head and position, a copy to the device.
+    Cost: one random number per KV head and position, and a copy to the device.
     """
 
     name: ClassVar[str] = "random"
-    summary: ClassVar[str] = "random tokens; the control for all scores"
+    summary: ClassVar[str] = "keeps random tokens; the control for all scores"
 
-    seed: int = Field(default=0, ge=0, description="Same seed, same selection.")
+    seed: int = Field(
+        default=0, ge=0, description="Random seed; equal seeds keep equal tokens."
+    )
 
     def score(self, view: LayerView) -> torch.Tensor:
         num_kv_heads = view.positions.shape[0]

@@ -1,11 +1,12 @@
-"""Policies that drop nothing: the cache is in host memory, and queries fetch from it.
+"""Policies that keep all tokens in host memory and fetch some of them for each query.
 
-Per (layer, KV head), in the pages that a request holds::
+Pages of a request, per layer and KV head::
 
-    [ sinks | hot: selected by the newest query | window ] [ tail, growing ]
-               ^ rewritten at every step                ages into the host tier
+    [ sinks | hot slots: selected by the newest query | window ] [ growing tail ]
+               ^ rewritten at every step                moves to the host later
 
-Sinks and window are always resident. The first ``skip_layers`` layers keep all.
+Sinks and window are always resident. The first ``skip_layers`` layers keep all tokens
+on the device.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from vllm_kvplugins.policies.base import KVCachePolicy, LayerView
 
 
 def tokens_of_pages(pages: torch.Tensor, count: int) -> torch.Tensor:
-    """The first tokens of pages that are not full.
+    """The first ``count`` tokens of a list of pages.
 
     Args:
-        pages: int64 [num_kv_heads, num_pages, page_size], best page first, token
-            numbers, -1 in empty slots.
+        pages: int64 [num_kv_heads, num_pages, page_size], token numbers, best page
+            first; -1 in empty slots.
 
     Returns:
-        int64 [num_kv_heads, count], -1 behind the last.
+        int64 [num_kv_heads, count]; -1 after the last token.
     """
     flat = pages.flatten(1)
     filled = flat >= 0
@@ -49,7 +50,7 @@ def tokens_of_pages(pages: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class WholeFirstLayers(PageAllocator):
-    """The first layers keep all pages, the others share the rest evenly."""
+    """The first layers keep all pages; the others share the remaining pages evenly."""
 
     name: ClassVar[str] = "whole-first-layers"
     whole_layers: int
@@ -73,21 +74,22 @@ class WholeFirstLayers(PageAllocator):
         available: torch.Tensor,
     ) -> torch.Tensor:
         layers = available.shape[0]
-        whole = self.whole_layers
+        whole_layers = self.whole_layers
         counts = available.clone()
-        left = layers * pages_per_head - int(available[:whole, 0].sum())
-        each, more = divmod(left, layers - whole)
-        counts[whole:] = each
-        counts[whole : whole + more] += 1
+        whole_pages = int(available[:whole_layers, 0].sum())
+        remaining = layers * pages_per_head - whole_pages
+        per_layer, extra = divmod(remaining, layers - whole_layers)
+        counts[whole_layers:] = per_layer
+        counts[whole_layers : whole_layers + extra] += 1
         return counts
 
 
 class Retriever(KVCachePolicy):
-    """Base of policies that offload all and fetch what each query asks for.
+    """Base class of policies that offload all tokens and fetch some for each query.
 
-    Subclasses say with which index. Budgets count tokens per KV head, equal for
-    all heads of a layer; pages left over from rounding widen the hot zone of the
-    first layers that retrieve.
+    Subclasses provide the index. The budget counts tokens per KV head and is equal for
+    all heads of a layer. Pages that rounding leaves over become additional hot slots of
+    the first layers that retrieve.
     """
 
     @property
@@ -99,43 +101,47 @@ class Retriever(KVCachePolicy):
         description="Tokens fetched per KV head and step: a number of tokens (256), "
         'a share of the prompt (0.1), or bytes per request ("64MiB").',
     )
-    sinks: int = Field(default=16, ge=0, description="First tokens, always resident.")
-    window: int = Field(default=64, ge=1, description="Newest tokens, always resident.")
+    sinks: int = Field(default=16, ge=0, description="First tokens; always resident.")
+    window: int = Field(default=64, ge=1, description="Newest tokens; always resident.")
     skip_layers: int = Field(
-        default=2, ge=0, description="First layers, which keep everything resident."
+        default=2,
+        ge=0,
+        description="Number of first layers that keep all tokens resident.",
     )
     age_blocks: int = Field(
         default=1,
         ge=1,
-        description="Blocks generated before the oldest of the window go to the host.",
+        description="Blocks to generate before the oldest tokens of the window "
+        "move to the host.",
     )
     reuse_every: int = Field(
         default=1,
         ge=1,
-        description="Select in every n-th layer only; those between reuse its choice.",
+        description="Select in every n-th layer only; the layers in between reuse its "
+        "selection.",
     )
     prefetch: Literal["off", "step", "layer"] = Field(
         default="off",
-        description="Select while the model computes, with the queries of the step "
-        "before (step), or of the layer before, which finds little (layer).",
+        description="Select while the model computes, with the queries of the previous "
+        "step (step) or of the previous layer (layer; finds few of the right tokens).",
     )
     host_fetch: Literal["staged", "direct"] = Field(
         default="staged",
-        description="How tokens reach a GPU: gathered by the host and copied "
-        "(staged), or read by the GPU out of pinned host memory (direct).",
+        description="How tokens reach a GPU: the host gathers and copies them "
+        "(staged), or the GPU reads pinned host memory (direct).",
     )
     host_memory: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
         default=None,
         ge=1,
-        description='Most host memory for offloaded tokens ("8GiB"), all ranks '
-        "together; null: half of the free memory at start-up. Requests wait for it.",
+        description='Maximum host memory for offloaded tokens of all ranks ("8GiB"); '
+        "null: half of the free memory at start-up. Requests wait when it is full.",
     )
 
     @property
     def host_memory_bytes(self) -> int | None:
         return self.host_memory
 
-    # Bytes of the index relative to those of the keys and values, at most.
+    # Maximum size of the index, relative to the keys and values.
     index_share: ClassVar[float] = 0.0
     # Tokens per page of host memory.
     host_page_tokens: ClassVar[int] = 16
@@ -149,15 +155,15 @@ class Retriever(KVCachePolicy):
 
     @abstractmethod
     def new_index(self, num_kv_heads: int, head_dim: int) -> KeyIndex:
-        """An empty index, for one request and layer."""
+        """An empty index for one request and layer."""
 
     @property
     def builds_lazily(self) -> bool:
-        """Whether a request may go on before its indices are built."""
+        """Whether a request may generate before its indices are built."""
         return False
 
     def scan(self, num_kv_heads: int, head_dim: int) -> KeyIndex:
-        """The index to use while another one is being built."""
+        """The index to use until the real one is built."""
         return BruteForceIndex(num_kv_heads, head_dim)
 
     def select(
@@ -168,12 +174,12 @@ class Retriever(KVCachePolicy):
         scale: float,
         count: int,
     ) -> torch.Tensor:
-        """The tokens to make resident, for all requests of a step.
+        """Select the tokens to make resident, for all requests of a step.
 
         Args:
             indices: one per request.
             queries: [requests, num_kv_heads, group, head_dim], see ``KeyIndex.select``.
-            keys: the memory of all requests' appended keys.
+            keys: the appended keys of all requests.
             scale: softmax scale.
             count: tokens per KV head.
 
@@ -183,7 +189,7 @@ class Retriever(KVCachePolicy):
         return select(indices, queries, keys, scale, count)
 
     def selects(self, layer: int) -> bool:
-        """Whether this layer selects for itself (an anchor layer)."""
+        """Whether this layer selects tokens itself, instead of reusing a selection."""
         return (layer - self.skip_layers) % self.reuse_every == 0
 
     def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
@@ -201,7 +207,7 @@ class Retriever(KVCachePolicy):
         restored = lengths.restored
         compactions = () if restored is None else (restored,)
         start = restored.retained.start if restored else 0
-        # the budget may be a share of the prompt, and larger than before
+        # The budget may be a share of the prompt, and thus larger than in the session.
         while decoding.retained(decoding.first_at_block).start < start:
             decoding = replace(decoding, first_at_block=decoding.first_at_block + 1)
         retained = decoding.retained(full)
@@ -211,8 +217,10 @@ class Retriever(KVCachePolicy):
         return ResidencyPlan(size, (*compactions, compaction), decoding)
 
     def score(self, view: LayerView) -> torch.Tensor:
-        """Sinks and window stay; the newest others fill the hot zone until the
-        first query asks for something else."""
+        """Keep sinks and window; fill the hot slots with the newest other tokens.
+
+        The first query replaces the tokens in the hot slots.
+        """
         positions = view.positions
         scores = positions.to(torch.float32)
         stays = (positions >= 0) & (positions < self.sinks)
@@ -223,8 +231,8 @@ class Retriever(KVCachePolicy):
         """Positions that are in the host tier after a compaction.
 
         Args:
-            tokens: in the cache by then.
-            before_tail: of these, in front of the tail.
+            tokens: number of tokens in the cache at the compaction.
+            before_tail: number of them before the tail.
         """
         return range(
             self.sinks, max(min(tokens - self.window, before_tail), self.sinks)

@@ -1,4 +1,4 @@
-"""SeKV: spans cut at surprising tokens, seen as a whole or token by token."""
+"""SeKV: spans between surprising tokens, attended as one mean or token by token."""
 
 from __future__ import annotations
 
@@ -29,89 +29,103 @@ MEAN_KEY, SHIPPED = "mean-key", "shipped"
 class SeKV(SpanPolicy):
     """Semantic KV cache with a zoom (SeKV, section 3).
 
-    When the prompt is in, its most surprising tokens stay as anchors (equation 1),
-    with sinks and the newest tokens. The tokens between two anchors are a span: its
-    mean key and value, weighted by surprisal (equation 2), stand for it in every
-    softmax, with log |S| on top of their score; its tokens go to the host as factors
-    of rank ``rank`` (equation 6). Each step looks at the means, and sees the spans
-    that promise most token by token, as far as ``zoom_share`` of the budget goes.
-    Spans that surprise leaves long are cut into equal parts (``cut_evenly``).
+    After the prefill, the most surprising tokens stay resident as anchors (equation 1),
+    together with sinks and the newest tokens. The tokens between two anchors form a
+    span. The mean key and value of a span, weighted by surprisal (equation 2),
+    represent it in every softmax; the score of a mean gets log |S| added. The tokens of
+    a span move to the host as factors of rank ``rank`` (equation 6). Each step attends
+    to the means, and to the individual tokens of the best spans, within ``zoom_share``
+    of the budget. Long spans are cut into equal parts (``cut_evenly``).
 
-    Budgets count what is on the device for the prompt, per KV head: resident tokens,
-    a mean per span (one token each), and zoomed tokens. Generated tokens stay whole
-    on top of it.
+    The budget counts what the prompt occupies on the device, per KV head: resident
+    tokens, one mean per span (as one token), and zoomed tokens. Generated tokens stay
+    resident in addition to the budget.
 
-    A trained ``router`` zooms into spans whose gate (equation 5) is above the
-    threshold of a query head (equation 9), best first, as far as there is room, and
-    says how many components a span's factors keep (equation 7). Without one spans are
-    ranked by the attention that their means get, summed over the query heads that
-    share a KV head; there is no threshold, the room decides. With one both count: the
-    attention to means and the router's shares, which alone find fewer pass keys.
+    A trained ``router`` zooms into spans whose gate (equation 5) is above the threshold
+    of a query head (equation 9), best first, until the room is used up. It also decides
+    how many components of a span's factors to keep (equation 7). Without a router,
+    spans are ranked by the attention to their means, summed over the query heads that
+    share a KV head, and there is no threshold. With a router, the attention to means
+    and the router's shares are added; the router's shares alone find fewer pass keys.
 
-    Differs from the paper: anchors are as many as the budget has room for, the most
-    surprising first; long spans are cut without an anchor; the window is at most
-    ``window_share`` of the budget; the first ``sinks`` tokens stay; a span that is
-    zoomed for one query head is zoomed for all that share its KV head, as they share
-    pages.
+    Differs from the paper:
 
-    Cost: the model's output layer for every token of the prompt; a decomposition of
-    each span, per layer and KV head, while the model goes on; per step and layer, a
-    look at the means and the reconstruction of spans that were not zoomed before.
+    - The budget determines the number of anchors, the most surprising tokens first.
+    - Long spans are cut without an anchor.
+    - The window is at most ``window_share`` of the budget.
+    - The first ``sinks`` tokens stay resident.
+    - A span that is zoomed for one query head is zoomed for all query heads of its KV
+      head, because they share pages.
+
+    Cost: the model's output layer for every token of the prompt. A decomposition of
+    each span per layer and KV head, in parallel with the model. Per step and layer,
+    attention to the means, and reconstruction of newly zoomed spans.
     """
 
     name: ClassVar[str] = "sekv"
-    summary: ClassVar[str] = "spans at two resolutions, a zoom for what a query wants"
+    summary: ClassVar[str] = (
+        "keeps spans at two resolutions; each query zooms into the best ones"
+    )
 
     budget: Annotated[Budget, BeforeValidator(Budget.parse)] = Field(
         default=Budget(fraction=0.1),
-        description="Tokens on the device per KV head, for the prompt: a number of "
+        description="Tokens of the prompt on the device, per KV head: a number of "
         'tokens (512), a share of the prompt (0.1), or bytes per request ("64MiB").',
     )
-    sinks: int = Field(default=4, ge=0, description="First tokens, always resident.")
+    sinks: int = Field(default=4, ge=0, description="First tokens; always resident.")
     local_window: int = Field(
-        default=512, ge=1, description="Newest tokens, always resident, at most."
+        default=512,
+        ge=1,
+        description="Maximum number of newest tokens that are always resident.",
     )
     window_share: float = Field(
-        default=0.1, gt=0, lt=1, description="Share of the budget for them, at most."
+        default=0.1,
+        gt=0,
+        lt=1,
+        description="Maximum share of the budget for the newest tokens.",
     )
     zoom_share: float = Field(
         default=0.4,
         ge=0,
         lt=1,
         description="Share of the budget for tokens of zoomed spans; 0: no zoom. There "
-        "is none, either, where the share holds no span of the mean length.",
+        "is no zoom either if the share cannot hold one span of mean length.",
     )
     span_share: float = Field(
         default=0.3,
         gt=0,
         lt=1,
-        description="Share of the budget for the means of spans, at most.",
+        description="Maximum share of the budget for the means of spans.",
     )
     span_tokens: int = Field(
         default=32,
         ge=1,
-        description="Tokens of a span on average, at least: a prompt has no more "
-        "spans than that, whatever their share.",
+        description="Minimum average length of a span in tokens. Limits the number of "
+        "spans of a prompt, even if span_share allows more.",
     )
     sensitivity: float = Field(
         default=1.0,
-        description="Deviations above the mean surprisal that make an anchor (alpha).",
+        description="Standard deviations above the mean surprisal that make a token an "
+        "anchor (alpha).",
     )
     least_span: int = Field(
-        default=16, ge=1, description="Shorter spans stay whole if they can (L_min)."
+        default=16,
+        ge=1,
+        description="Minimum length of a span (L_min). Shorter runs stay resident if "
+        "there is room.",
     )
     rank: int = Field(default=32, ge=1, description="Rank of a span's factors (R).")
     router: str = Field(
         default=MEAN_KEY,
-        description='What chooses spans: "mean-key", attention to their means; '
-        '"shipped", the router that comes with this package, for SmolLM2-135M; or a '
-        "file of `kvplugins train-router`.",
+        description='What ranks spans: "mean-key" (attention to their means), '
+        '"shipped" (the router in this package, trained for SmolLM2-135M), or a file '
+        "written by `kvplugins train-router`.",
     )
     host_memory: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
         default=None,
         ge=1,
-        description='Most host memory for spans ("8GiB"), all ranks together; null: '
-        "half of the free memory at start-up. Requests wait for it.",
+        description='Maximum host memory for spans of all ranks ("8GiB"); null: half '
+        "of the free memory at start-up. Requests wait when it is full.",
     )
 
     # -- sizes ------------------------------------------------------------------
@@ -122,8 +136,8 @@ class SeKV(SpanPolicy):
         if budget >= prompt_tokens:
             return ResidencyPlan(size)
         spans = self._span_room(budget, prompt_tokens, geometry)
-        reserved = self._least_zoom(budget, prompt_tokens, geometry) + spans
-        # the zone is rounded up to whole blocks; the budget holds all the same
+        reserved = self._min_zoom_tokens(budget, prompt_tokens, geometry) + spans
+        # The retained region is rounded up to whole blocks within the budget.
         resident = max(budget - reserved - size + 1, 1)
         return ResidencyPlan(size, prompt_compactions(prompt_tokens, size, resident))
 
@@ -131,10 +145,10 @@ class SeKV(SpanPolicy):
         return self.budget.resolve(prompt_tokens, geometry.kv_bytes_per_token)
 
     def zoom_tokens(self, prompt_tokens: int, geometry: Geometry) -> int:
-        """``zoom_share``, and what the whole blocks of resident tokens leave."""
+        """``zoom_share``, plus what rounding to whole blocks leaves of the budget."""
         budget = self._budget_tokens(prompt_tokens, geometry)
         plan = self.plan(Lengths(prompt_tokens), geometry)
-        if not plan.compactions or not self._least_zoom(
+        if not plan.compactions or not self._min_zoom_tokens(
             budget, prompt_tokens, geometry
         ):
             return 0
@@ -144,28 +158,30 @@ class SeKV(SpanPolicy):
         spans = self._span_room(budget, prompt_tokens, geometry)
         return max(budget - resident - spans, 0)
 
-    def _least_zoom(
+    def _min_zoom_tokens(
         self, budget_tokens: int, prompt_tokens: int, geometry: Geometry
     ) -> int:
         room = int(self.zoom_share * budget_tokens)
-        spans = self._most_spans(budget_tokens, prompt_tokens, geometry)
-        # where most spans do not fit, tokens that stay are worth more
+        spans = self._max_spans(budget_tokens, prompt_tokens, geometry)
+        # If most spans do not fit, resident tokens use the memory better.
         return room if room * spans >= prompt_tokens else 0
 
-    def _most_spans(
+    def _max_spans(
         self, budget_tokens: int, prompt_tokens: int, geometry: Geometry
     ) -> int:
-        affordable = int(self.span_share * budget_tokens / self._tokens_each(geometry))
+        affordable = int(
+            self.span_share * budget_tokens / self._tokens_per_span(geometry)
+        )
         return max(min(affordable, prompt_tokens // self.span_tokens), 1)
 
     def _span_room(
         self, budget_tokens: int, prompt_tokens: int, geometry: Geometry
     ) -> int:
-        """Tokens whose place spans take on the device."""
-        spans = self._most_spans(budget_tokens, prompt_tokens, geometry)
-        return math.ceil(spans * self._tokens_each(geometry))
+        """Device memory of all means, in tokens."""
+        spans = self._max_spans(budget_tokens, prompt_tokens, geometry)
+        return math.ceil(spans * self._tokens_per_span(geometry))
 
-    def _tokens_each(self, geometry: Geometry) -> float:
+    def _tokens_per_span(self, geometry: Geometry) -> float:
         """Device memory of a span, in tokens: one for its mean key and value, plus the
         router's number per query head."""
         if self.trained is None:
@@ -179,8 +195,8 @@ class SeKV(SpanPolicy):
         return self.host_memory
 
     def host_bytes(self, tokens: int, geometry: Geometry) -> int:
-        # until they are decomposed, tokens are stored whole; factors of short
-        # spans take more (equation 18)
+        # The host stores whole tokens until they are decomposed. Factors of short spans
+        # are larger than their tokens (equation 18).
         per_token = 1 + self.rank / self.least_span
         return int(tokens * geometry.kv_bytes_per_token * (1 + per_token))
 
@@ -200,14 +216,14 @@ class SeKV(SpanPolicy):
         position = torch.arange(tokens)
         fixed = position >= tokens - max(window, tail)
         fixed |= position < self.sinks
-        # the newest come first where not even these fit
+        # If not even these fit, the newest tokens have priority.
         fixed &= fixed.flip(0).cumsum(0).flip(0) <= resident_tokens
         room = resident_tokens - int(fixed.sum())
-        most_spans = self._most_spans(budget, tokens, geometry)
-        # half of the spans at most, so that there are enough to cut what is long
-        cuts = max(most_spans // 2, 1)
+        max_spans = self._max_spans(budget, tokens, geometry)
+        # At most half of the spans, so that enough remain to cut long ones.
+        cuts = max(max_spans // 2, 1)
         spans = segment(surprisal, fixed, room, self.sensitivity, self.least_span, cuts)
-        return cut_evenly(spans, self.least_span, most_spans)
+        return cut_evenly(spans, self.least_span, max_spans)
 
     def gates(
         self, layer: int, queries: torch.Tensor, spans: CoarseSpans, scale: float
@@ -222,25 +238,25 @@ class SeKV(SpanPolicy):
 
     @cached_property
     def trained(self) -> Router | None:
-        """The router of the file that ``router`` names, if it does.
+        """The router that ``router`` names; None for "mean-key".
 
         Raises:
-            ValueError: the file cannot be read or is no router.
+            ValueError: the file cannot be read or does not contain a router.
         """
         if self.router == MEAN_KEY:
             return None
         return read_router(self._router_file)[0]
 
     def _trained_on(self, device: torch.device) -> Router | None:
-        """The router, where the cache is."""
+        """The router on the device of the cache."""
         if self.trained is None or device.type == "cpu":
             return self.trained
-        if device not in self._trained_there:
-            self._trained_there[device] = self.trained.on(device)
-        return self._trained_there[device]
+        if device not in self._trained_by_device:
+            self._trained_by_device[device] = self.trained.on(device)
+        return self._trained_by_device[device]
 
     @cached_property
-    def _trained_there(self) -> dict[torch.device, Router]:
+    def _trained_by_device(self) -> dict[torch.device, Router]:
         return {}
 
     @property
@@ -248,7 +264,7 @@ class SeKV(SpanPolicy):
         return shipped_router() if self.router == SHIPPED else Path(self.router)
 
     def model_post_init(self, context: Any) -> None:
-        _ = self.trained  # a bad file is refused when it is named, not used
+        _ = self.trained  # Refuse a bad file at start-up, not at its first use.
 
     def summarize(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
         router = self._trained_on(keys.device)
@@ -269,16 +285,16 @@ class SeKV(SpanPolicy):
         different = facts.fingerprint.differences(model())
         if not different:
             return []
-        is_what = (
-            f"the shipped router is one of {facts.model}"
+        origin = (
+            f"the shipped router was trained for {facts.model}"
             if self.router == SHIPPED
-            else f"{self.router} is a router of {facts.model}"
+            else f"{self.router} was trained for {facts.model}"
         )
         return [
             coded(
                 "KVP116",
-                f"{is_what}, another model than this one ({'; '.join(different)}); "
-                "make one with `kvplugins train-router`, or remove `router`",
+                f"{origin}, not for this model ({'; '.join(different)}); train one "
+                "with `kvplugins train-router`, or remove `router`",
             )
         ]
 
@@ -292,7 +308,7 @@ class SeKV(SpanPolicy):
             return []
         return [
             "no trained router: spans are ranked by the attention to their mean keys; "
-            "`kvplugins train-router` makes a router"
+            "train a router with `kvplugins train-router`"
         ]
 
     def problems(self) -> list[str]:
@@ -306,8 +322,8 @@ class SeKV(SpanPolicy):
             )
         if self.trained is not None and self.trained.max_rank < self.rank:
             problems.append(
-                f"rank {self.rank}, and {self.router} is a router that knows "
-                f"{self.trained.max_rank} components; give a smaller rank"
+                f"rank {self.rank} exceeds the {self.trained.max_rank} components of "
+                f"the router {self.router}; give a smaller rank"
             )
         return problems
 
@@ -315,8 +331,14 @@ class SeKV(SpanPolicy):
 def mean_key_shares(
     queries: torch.Tensor, spans: CoarseSpans, scale: float
 ) -> torch.Tensor:
-    """Attention to means as a share of that to all, summed over query heads: float32
-    [num_kv_heads, spans]; of one token's queries, [num_kv_heads, group, head_dim]."""
+    """Attention to each mean as a share of the attention to all means.
+
+    Args:
+        queries: [num_kv_heads, group, head_dim], of one token.
+
+    Returns:
+        float32 [num_kv_heads, spans], summed over the query heads of the group.
+    """
     scores = queries.float() @ spans.keys.mT * scale + spans.log_sizes
     return scores.softmax(-1).sum(1)
 
@@ -328,19 +350,20 @@ def zoom_gates(
     spans: CoarseSpans,
     shares: torch.Tensor,
 ) -> torch.Tensor:
-    """What a router says of one token's queries.
+    """Rank spans with a router, for one token's queries.
 
-    Differs from the paper, which ranks by gates alone (section 3.3): the order is that
-    of shares among all spans (a softmax of what the sigmoid of equation 5 is taken of,
-    so that each head's is that of its gates), with those of the means on top.
+    Differs from the paper, which ranks by gates alone (section 3.3): the rank is the
+    sum of two shares. One is the softmax over spans of the logits whose sigmoid is the
+    gate (equation 5), which orders the spans of a head like its gates. The other is the
+    attention to means.
 
     Args:
         queries: [num_kv_heads, group, head_dim].
-        shares: of :func:`mean_key_shares`.
+        shares: result of :func:`mean_key_shares`.
 
     Returns:
-        float32 [num_kv_heads, spans]: both, summed over query heads; ``-inf`` where no
-        head's gate is above its threshold (equation 9).
+        float32 [num_kv_heads, spans], summed over query heads; ``-inf`` where no head's
+        gate is above its threshold (equation 9).
     """
     logits = router.logits_of_means(
         queries, spans.keys, spans.summary, spans.log_sizes, layer

@@ -1,4 +1,4 @@
-"""SnapKV: the newest queries vote for what they look at."""
+"""SnapKV: the newest queries vote for the tokens that they attend to."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ from vllm_kvplugins.scoring.attention_votes import mark_window, pool_votes
 class SnapKV(Compressor):
     """Pooled attention of the observation window (arXiv:2404.14469).
 
-    Equations 3-5 of the ProtoKV paper. Differs from the paper: votes are
-    averaged over the queries that share a KV head (the paper has no GQA), and
-    pooling is the average that SnapKV's published code and kvpress use
-    (``pooling="max"`` gives the paper's equation 5).
+    Equations 3 to 5 of the ProtoKV paper.
+
+    Differs from the paper: votes are averaged over the queries that share a KV head
+    (the paper has no GQA). Pooling is the average, as in SnapKV's published code and in
+    kvpress; ``pooling="max"`` is equation 5.
     """
 
     name: ClassVar[str] = "snapkv"
-    summary: ClassVar[str] = "tokens that the last queries of the prompt attend to"
+    summary: ClassVar[str] = (
+        "keeps tokens that the last queries of the prompt attend to"
+    )
 
-    window: int = Field(default=64, ge=1, description="Newest queries that vote.")
-    kernel_size: int = Field(default=5, ge=1, description="Pooling width; odd.")
+    window: int = Field(
+        default=64, ge=1, description="Number of newest queries that vote."
+    )
+    kernel_size: int = Field(default=5, ge=1, description="Width of the pooling; odd.")
     pooling: Literal["avg", "max"] = Field(
-        default="avg", description="avg: as in the authors' code; max: in the paper."
+        default="avg",
+        description="avg, as in the authors' code; or max, as in the paper.",
     )
 
     @property
@@ -45,6 +51,7 @@ class SnapKV(Compressor):
         return mark_window(votes.mean(dim=1), view.keys.shape[1])
 
     def problems(self) -> list[str]:
-        even = self.kernel_size % 2 == 0
-        odd = [f"kernel_size {self.kernel_size} must be odd"] if even else []
-        return super().problems() + odd
+        reasons = super().problems()
+        if self.kernel_size % 2 == 0:
+            reasons.append(f"kernel_size {self.kernel_size} must be odd")
+        return reasons

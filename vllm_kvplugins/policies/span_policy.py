@@ -1,12 +1,12 @@
-"""Policies that keep spans of tokens at two resolutions, and zoom in on some.
+"""Policies that keep spans of tokens at two resolutions and zoom into some of them.
 
-Per (layer, KV head), for each query::
+Entries that a query attends to, per layer and KV head::
 
     [ sinks, anchors, window ] [ a mean per span ] [ tokens of zoomed spans ] [ tail ]
       pages of the request       entries outside the pages, in the same softmax
 
-Other tokens are in host memory as low-rank factors, from which zoomed
-spans are reconstructed.
+All other tokens are in host memory as low-rank factors. Zoomed spans are reconstructed
+from them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from vllm_kvplugins.spans.segmentation import Segments
 
 
 class SpanPolicy(KVCachePolicy):
-    """Base of policies that divide a prompt into spans when it is in.
+    """Base class of policies that divide a prompt into spans after the prefill.
 
-    Subclasses say where spans begin, how many tokens are zoomed, and on which spans.
+    Subclasses decide where spans begin, how many tokens are zoomed, and in which spans.
     """
 
     @property
@@ -36,7 +36,7 @@ class SpanPolicy(KVCachePolicy):
 
     @property
     def uses_query_heads(self) -> bool:
-        """Whether it has separate numbers for each of the model's query heads."""
+        """Whether the policy has parameters for each query head of the model."""
         return False
 
     @property
@@ -56,12 +56,12 @@ class SpanPolicy(KVCachePolicy):
 
         Args:
             surprisal: float32 [tokens], in nats; 0 for the first token.
-            resident_tokens: how many stay, the ones in the tail among them.
+            resident_tokens: number of tokens that stay resident, tail included.
         """
 
     @abstractmethod
     def zoom_tokens(self, prompt_tokens: int, geometry: Geometry) -> int:
-        """Tokens of spans that a query sees one by one, per KV head, at most."""
+        """Maximum number of zoomed tokens per KV head."""
 
     @property
     @abstractmethod
@@ -69,47 +69,51 @@ class SpanPolicy(KVCachePolicy):
         """Largest rank of a span's factors."""
 
     def summarize(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
-        """What ``gates`` wants to know of spans, made once, when they are.
+        """Features of spans for ``gates``; computed once, when spans are created.
 
         Args:
-            keys: float32 [num_kv_heads, spans, head_dim], their weighted means.
+            keys: float32 [num_kv_heads, spans, head_dim], weighted means.
 
         Returns:
-            Anything; ``CoarseSpans.summary``.
+            A tensor, stored as ``CoarseSpans.summary``.
         """
         return keys
 
     def component_gates(
         self, layer: int, factors: LowRank, spans: CoarseSpans
     ) -> torch.Tensor | None:
-        """How much of each component of a span's factors counts (equation 7).
+        """Weight of each component of the spans' factors (SeKV, equation 7).
+
+        Runs on another thread than the other hooks.
 
         Args:
-            factors: of all spans' keys, KV head by KV head, and then of all values.
-            spans: what the factors are of.
-
-        Called on another thread than the rest.
+            factors: factors of the keys of all spans, one KV head after the other, then
+                of all values.
+            spans: the spans.
 
         Returns:
-            float32 in [0, 1], a number per singular value, matrix by matrix; None:
-            all count as they are.
+            float32 in [0, 1], one weight per singular value, one matrix after the
+            other. None: all components keep their full weight.
         """
         return None
 
     @property
     def min_gate(self) -> float:
-        """Components that count less are dropped: "negligible gates" of SeKV,
-        section 3.2, which names no number."""
+        """Smallest weight of a component that is kept.
+
+        SeKV, section 3.2, drops "negligible gates" and gives no number.
+        """
         return 0.05
 
     def decompose(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, spans: CoarseSpans
     ) -> LowRank:
-        """The factors of a layer's spans, without components that count little
-        (equations 6 to 8).
+        """Decompose the spans of a layer (SeKV, equations 6 to 8).
+
+        Drops components whose weight is below ``min_gate``.
 
         Args:
-            keys, values: [num_kv_heads, tokens, head_dim], span by span.
+            keys, values: [num_kv_heads, tokens, head_dim], one span after the other.
         """
         starts = spans.sizes.cumsum(0) - spans.sizes
         rows = torch.cat([keys, values])
@@ -123,18 +127,19 @@ class SpanPolicy(KVCachePolicy):
     def gates(
         self, layer: int, queries: torch.Tensor, spans: CoarseSpans, scale: float
     ) -> torch.Tensor:
-        """How much a query wants to see of each span.
+        """Rank the spans for the queries of one token.
 
         Args:
             queries: [num_kv_heads, group, head_dim], of one token, after RoPE.
             scale: softmax scale of the layer.
 
         Returns:
-            float32 [num_kv_heads, spans], larger = sooner, ``-inf`` = not at all.
+            float32 [num_kv_heads, spans]. Spans are zoomed in descending order; spans
+            with ``-inf`` are never zoomed.
         """
 
     def score(self, view: LayerView) -> torch.Tensor:
-        """What the segments say: they are ``view.observed``."""
+        """Keep the resident tokens of the segments, which are ``view.observed``."""
         segments: Segments = view.observed
         resident = moved(segments.resident, view.positions.device)
         return resident[view.positions.clamp(min=0)].float()

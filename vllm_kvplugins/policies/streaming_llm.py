@@ -1,4 +1,4 @@
-"""StreamingLLM: the first tokens and the newest ones."""
+"""StreamingLLM: keeps the first and the newest tokens."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from vllm_kvplugins.policies.compressor import Compressor
 
 
 class StreamingLLM(Compressor):
-    """Attention sinks plus the most recent tokens (arXiv:2309.17453).
+    """Keep attention sinks and the newest tokens (arXiv:2309.17453).
 
-    Differs from the paper: keys keep the RoPE position at which they were
-    computed (as in kvpress) instead of being re-rotated to their place in the
-    cache, and the window slides when the request is compacted, not at every
-    token.
+    Differs from the paper: keys keep the RoPE position at which they were computed, as
+    in kvpress; the paper re-rotates them to their place in the cache. The window slides
+    at compactions instead of at every token.
     """
 
     name: ClassVar[str] = "streaming-llm"
-    summary: ClassVar[str] = "attention sinks and the newest tokens"
+    summary: ClassVar[str] = "keeps attention sinks and the newest tokens"
 
-    sinks: int = Field(default=4, ge=0, description="First tokens that always stay.")
+    sinks: int = Field(default=4, ge=0, description="First tokens; they always stay.")
 
     @property
     def minimum_budget_tokens(self) -> int:

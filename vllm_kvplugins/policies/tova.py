@@ -1,4 +1,4 @@
-"""TOVA: what the newest token looks at stays."""
+"""TOVA: keeps the tokens that the newest token attends to."""
 
 from __future__ import annotations
 
@@ -19,18 +19,22 @@ from vllm_kvplugins.scoring.attention_votes import (
 class TOVA(Compressor):
     """Attention of the last query, averaged over all heads (arXiv:2401.06104).
 
-    Section 3.3 there: one decision per layer, so every KV head keeps the same
-    positions. Differs from the paper: it evicts one token after every decoding
-    step, here the prompt is compressed once, and then a few blocks at a time if
-    there is a ``decode_budget``; the newest slot always stays, as in kvpress
-    (the paper leaves that to its score). Under tensor parallelism
-    "all heads" are those of the rank, and ranks may keep different ones.
+    Section 3.3 of that paper: one decision per layer, so every KV head keeps the same
+    positions.
 
-    Cost: one query against all keys.
+    Differs from the paper: the paper evicts one token after every decode step. Here the
+    prompt is compressed once, and generated tokens a few blocks at a time if there is a
+    ``decode_budget``. The newest slot always stays, as in kvpress; in the paper its
+    score decides. Under tensor parallelism, the average runs over the heads of one
+    rank, and ranks may keep different positions.
+
+    Cost: attention of one query to all keys.
     """
 
     name: ClassVar[str] = "tova"
-    summary: ClassVar[str] = "tokens that the last token attends to, all heads alike"
+    summary: ClassVar[str] = (
+        "keeps tokens that the last token attends to; all heads keep the same"
+    )
 
     @property
     def queries_needed(self) -> int:

@@ -1,4 +1,4 @@
-"""Base class of policies that decide when to compress and let another policy score."""
+"""Base class of policies that decide when to compress; a compressor scores tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vllm_kvplugins.policies.base import KVCachePolicy, contract_hooks
 
 
 class Wrapper(KVCachePolicy):
-    """A policy around any compressor.
+    """Base class of policies around any compressor.
 
-    Subclasses write ``plan`` and set the budget, so ``base_config`` has none. Every
-    hook that neither this class nor the subclass overrides goes to the compressor. This
-    also covers hooks that are added later (see the end of this file).
+    Subclasses write ``plan`` and set the budget, so ``base_config`` contains none. A
+    hook that neither this class nor the subclass overrides is forwarded to the
+    compressor, also if it is added to the contract later (see the end of this file).
     """
 
     # Settings of the compressor that the wrapper sets itself.
@@ -27,15 +27,16 @@ class Wrapper(KVCachePolicy):
         "fold_blocks",
         "prefill_block",
     )
-    # What the user sets in their place; a clause of an error message.
+    # What the user sets instead; a clause of an error message.
     instead: ClassVar[str]
 
     base: str = Field(
         default="snapkv",
-        description="The compressor that scores tokens: a policy that drops tokens.",
+        description="Compressor that scores tokens.",
     )
     base_config: dict[str, Any] = Field(
-        default_factory=dict, description="Its settings, without a budget."
+        default_factory=dict,
+        description="Settings of the compressor, without a budget.",
     )
     _base: KVCachePolicy = PrivateAttr()
 
@@ -84,7 +85,7 @@ class Wrapper(KVCachePolicy):
             ) from error
 
     def __hash__(self) -> int:
-        # vLLM hashes the policy as a part of the cache's spec, and a dict has no hash
+        # vLLM hashes the policy as part of the cache's spec, but dicts have no hash.
         return hash(repr(self))
 
     # -- hooks that the compressor does not decide ----------------------------------
@@ -120,7 +121,7 @@ class Wrapper(KVCachePolicy):
 
 
 def _forwarding(name: str) -> Any:
-    """A hook that asks the wrapped compressor."""
+    """A hook that calls the compressor's."""
     if isinstance(vars(KVCachePolicy)[name], property):
         return property(lambda self: getattr(self._base, name))
 
