@@ -59,11 +59,11 @@ def settings(name: str, allocator: str, weights: dict[str, str]) -> dict[str, An
 
 @functools.cache
 def traffic_of(model: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """What happened under these policies, in one process."""
+    """Counts of events per policy, in one process."""
     with tempfile.TemporaryDirectory() as folder:
         weights = write_weights(Path(folder, "weights.json"), LAYERS, KV_HEADS)
         policies = {
-            # a session is copied when its blocks have been freed, and are NaN here
+            # Sessions copy blocks after they are freed; freed blocks are NaN here.
             name: settings(name, turns()[name], weights) | {"sessions": False}
             for name in names
         }
@@ -75,31 +75,45 @@ def traffic_of(model: str, names: tuple[str, ...]) -> dict[str, Any]:
             "blocks": BLOCKS,
             "samples": SAMPLES,
         }
-        found: dict[str, Any] = run_scenario("scenarios_contract:traffic", arguments)
-    return found
+        counts: dict[str, Any] = run_scenario("scenarios_contract:traffic", arguments)
+    return counts
 
 
 def test_every_allocator_has_its_turn():
     assert set(ALLOCATORS) <= set(turns().values())
 
 
+def group_of(name: str) -> int:
+    """The process that runs a policy; the default tier runs the first one only."""
+    return list(turns()).index(name) % PROCESSES
+
+
 @pytest.mark.proves(policy="name")
 @pytest.mark.parametrize(
-    ("name", "allocator"), turns().items(), ids=map("-".join, turns().items())
+    ("name", "allocator"),
+    [
+        pytest.param(
+            name,
+            allocator,
+            marks=[pytest.mark.slow] if group_of(name) else [],
+            id=f"{name}-{allocator}",
+        )
+        for name, allocator in turns().items()
+    ],
 )
-def test_traffic_among_poison(tiny_model, name, allocator):
+def test_traffic_among_poisoned_blocks(tiny_model, name, allocator):
     print("seed", SEED)
-    names = list(turns())
-    together = names[names.index(name) % PROCESSES :: PROCESSES]
-    # one can be chosen with -k where it takes minutes
-    counts = traffic_of(tiny_model, (name,) if INTERPRETED else tuple(together))[name]
+    same_process = list(turns())[group_of(name) :: PROCESSES]
+    # Interpreted kernels take minutes: then each policy has its own process.
+    names = (name,) if INTERPRETED else tuple(same_process)
+    counts = traffic_of(tiny_model, names)[name]
     print(counts)
     assert "error" not in counts, counts["error"]
     assert counts["poisoned"] > ROUNDS
     assert counts["requests"] > ROUNDS / 3
     assert counts["compared"] >= SAMPLES - 1
     assert counts["differed"] == counts["close"] == 0
-    assert counts["unscored"] == 0, "a score read what nobody owns"
+    assert counts["unscored"] == 0, "a score read memory that no request owns"
     for event in ("aborts", "preemptions"):
         assert counts[event] > ROUNDS / 12, counts
     if allocator == "none" and name in policies_that(drop):

@@ -27,13 +27,23 @@ SNAPKV: dict[str, Any] = {"name": "snapkv", "budget": 96, "window": 16}
 @pytest.mark.parametrize(
     "policy",
     [
-        SNAPKV,
-        SNAPKV | {"allocator": "cross-layer"},
-        {"name": "streaming-llm", "budget": 96, "allocator": "pyramid"},
-        SNAPKV | {"decode_budget": 64, "fold_blocks": 1, "allocator": "cross-layer"},
-        {"name": "full"},
+        pytest.param(SNAPKV, id="snapkv"),
+        pytest.param(
+            SNAPKV | {"allocator": "cross-layer"},
+            id="cross-layer",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"name": "streaming-llm", "budget": 96, "allocator": "pyramid"},
+            id="streaming-llm-pyramid",
+        ),
+        pytest.param(
+            SNAPKV
+            | {"decode_budget": 64, "fold_blocks": 1, "allocator": "cross-layer"},
+            id="decode-compaction",
+        ),
+        pytest.param({"name": "full"}, id="full"),
     ],
-    ids=["snapkv", "cross-layer", "streaming-llm-pyramid", "folding", "full"],
 )
 def test_random_traffic_leaks_nothing_and_changes_no_token(tiny_model, policy):
     print("seed", SEED)

@@ -231,24 +231,32 @@ def vllm_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        (["--kv-policy", "snapvk"], ["'snapvk'", "mean 'snapkv'"]),
-        (
+        pytest.param(
+            ["--kv-policy", "snapvk"],
+            ["'snapvk'", "mean 'snapkv'"],
+            id="unknown policy",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ["--kv-policy", "snapkv", "--kv-policy-config", "{budget: 5"],
             ["[KVP028]", "{budget: 5", '{"budget": 512}'],
+            id="broken JSON",
         ),
-        (
+        pytest.param(
             ["--kv-policy-config", '{"budget": 512}'],
             ["[KVP027]", "--kv-policy-config"],
+            id="config alone",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             [
                 *("--kv-policy", "snapkv", "--kv-policy-config", '{"budget": 512}'),
                 *("--kv-cache-dtype", "fp8", "--block-size", "16"),
             ],
             ["1. [KVP019]", "'fp8", "2. [KVP020]", "block size 16"],
+            id="two reasons",
         ),
     ],
-    ids=["unknown policy", "broken JSON", "config alone", "two reasons"],
 )
 def test_serve_ends_with_the_reason(models, flags, parts):
     settings = ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"]

@@ -26,7 +26,7 @@ SICK = 7
 PROCESSES = 2
 PROMPT, HISTORY, ANSWER = 400, 300, 40
 ALLOCATORS = ("cross-layer", "head-adaptive", "pyramid", "uniform")
-# those that look at keys or queries alone, or at attention
+# Policies whose scores come from keys, queries or attention.
 SCORING = ("expected-attention", "flowkv", "h2o", "keydiff", "knorm", "snapkv")
 
 
@@ -45,11 +45,11 @@ def prompt(seed: int) -> list[int]:
 
 
 @functools.cache
-def beside(model: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """What became of the requests under these policies, in one process."""
+def run_pairs(model: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """Answers of a healthy and a sick request per policy, in one process."""
     sick = prompt(SEED + 1)
     sick[3] = SICK
-    found: dict[str, Any] = run_scenario(
+    results: dict[str, Any] = run_scenario(
         "scenarios_sick:beside",
         {
             "model": model,
@@ -60,35 +60,47 @@ def beside(model: str, names: tuple[str, ...]) -> dict[str, Any]:
             "max_tokens": ANSWER,
         },
     )
-    return found
+    return results
 
 
 def settings(name: str) -> dict[str, Any]:
-    """The allocators take turns; `file` and `sensitivity` would need files."""
+    """Settings of a policy, with alternating allocators.
+
+    The allocators `file` and `sensitivity` would need files.
+    """
     turn = available_policies().index(name) // PROCESSES % len(ALLOCATORS)
-    chosen = SMALL_BUDGETS | {"skip_layers": 0, "allocator": ALLOCATORS[turn]}
-    found = configure(name, chosen) | {"sessions": False}
+    options = SMALL_BUDGETS | {"skip_layers": 0, "allocator": ALLOCATORS[turn]}
+    policy = configure(name, options) | {"sessions": False}
     if name in policies_that(retrieve):
-        found["host_memory"] = 1 << 26
-    return found
+        policy["host_memory"] = 1 << 26
+    return policy
 
 
-@pytest.mark.parametrize("name", available_policies())
-def test_who_is_beside_it_is_not_harmed(sick_model, name):
+def group_of(name: str) -> int:
+    """The process that runs a policy; the default tier runs the first one only."""
+    return available_policies().index(name) % PROCESSES
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if group_of(name) else [])
+        for name in available_policies()
+    ],
+)
+def test_nan_in_one_request_changes_no_other_request(sick_model, name):
     print("seed", SEED)
-    names = available_policies()
-    together = names[names.index(name) % PROCESSES :: PROCESSES]
-    found = beside(sick_model, tuple(together))[name]
-    assert "error" not in found, found["error"]
-    assert len(found["sick"]) == ANSWER
-    assert any(found["alone"])  # an answer of NaN is token 0 throughout
-    assert found["beside"] == found["alone"]
-    assert found["after"] == found["alone"]
-    assert found["unscored"] > 0 or name not in SCORING
+    same_process = available_policies()[group_of(name) :: PROCESSES]
+    result = run_pairs(sick_model, tuple(same_process))[name]
+    assert "error" not in result, result["error"]
+    assert len(result["sick"]) == ANSWER
+    assert any(result["alone"])  # an answer of NaN consists of token 0
+    assert result["beside"] == result["alone"]
+    assert result["after"] == result["alone"]
+    assert result["unscored"] > 0 or name not in SCORING
 
 
-def test_nothing_is_unscored_where_all_are_well(sick_model):
-    """The count is of the sick one's compactions."""
+def test_healthy_requests_have_no_unscored_compactions(sick_model):
     arguments = {
         "model": sick_model,
         "policies": {"snapkv": settings("snapkv")},
