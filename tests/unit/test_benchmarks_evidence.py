@@ -1,0 +1,146 @@
+"""The evidence benchmark: prompts, budgets, forced tokens, cells and tables."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import evidence
+import pytest
+import torch
+from _evidence_engine import ForcedTokens
+from _evidence_report import cells_of, tables
+from _evidence_samples import READ, conversation
+from _quality_fit import fit, held_tokens
+from _quality_samples import Sample
+
+from vllm_kvplugins.config import parse_policy
+from vllm_kvplugins.plan.geometry import Geometry
+from vllm_kvplugins.policies import available_policies
+
+GEOMETRY = Geometry(block_size=32, num_layers=4, num_kv_heads=2, kv_bytes_per_token=512)
+
+
+class CharacterTokenizer:
+    """One token per character; messages end with "|"."""
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], **options: Any
+    ) -> list[int]:
+        texts = [f"{m['role'][0]}:{m['content']}|" for m in messages]
+        if options.get("continue_final_message"):
+            texts[-1] = texts[-1][:-1]
+        if options.get("add_generation_prompt"):
+            texts.append("a:")
+        return [ord(character) for character in "".join(texts)]
+
+
+@pytest.mark.parametrize("opening", ["", "The number is"])
+def test_the_text_is_the_first_turn_and_the_question_the_second(opening):
+    content = "Remember 5. What is the sky?\nWhat is the number?"
+    sample = Sample(
+        "multikey",
+        "s",
+        "contains",
+        ("5",),
+        messages=({"role": "user", "content": content},),
+        opening=opening,
+        group="g",
+    )
+    prompt = conversation(sample, CharacterTokenizer())
+    text = "".join(map(chr, prompt.token_ids))
+    first = f"u:Remember 5. What is the sky?|a:{READ}|"
+    assert text[: prompt.turn_end] == first
+    end = f"a:{opening}" if opening else "a:"
+    assert text[prompt.turn_end :] == f"u:What is the number?|{end}"
+    assert prompt.group == "g"
+    assert prompt.patched_prompt == list(prompt.token_ids[: len(prompt.patched_prompt)])
+    assert 0 < len(prompt.patched_prompt) <= prompt.turn_end
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [("snapkv", "budget"), ("epicache", "budget"), ("flowkv", "ratio")],
+)
+def test_budgets_are_fitted_in_the_unit_that_the_policy_takes(name, setting):
+    policy = fit({"name": name}, 0.3, 4000, GEOMETRY)
+    value = policy[setting]
+    assert isinstance(value, int) == (name == "epicache")
+    held = held_tokens(policy, 4000, GEOMETRY)
+    assert 0.2 * 4000 < held <= 0.3 * 4000 + 64
+    parse_policy(policy)
+
+
+def test_every_policy_is_measured_and_retrievers_offload_all_layers():
+    policies = evidence.all_policies()
+    assert tuple(sorted(policy["name"] for policy in policies)) == available_policies()
+    for policy in policies:
+        parsed = parse_policy(dict(policy))
+        if parsed.retrieval is not None:
+            assert parsed.retrieval.skip_layers == 0
+
+
+def test_forced_tokens_are_sampled_and_distributions_are_recorded():
+    processor = ForcedTokens(None, torch.device("cpu"), False)
+    assert not processor.is_argmax_invariant()
+    logits = torch.randn(1, 10)
+    free = processor.apply(logits.clone())
+    assert torch.equal(free, logits)
+    ForcedTokens.start([7, 2])
+    for token in (7, 2):
+        forced = processor.apply(logits.clone())
+        assert int(forced.argmax()) == token
+        assert int((forced > -torch.inf).sum()) == 1
+    assert torch.equal(processor.apply(logits.clone()), logits)
+    recorded = torch.stack(ForcedTokens.recorded)
+    torch.testing.assert_close(recorded, logits.log_softmax(-1).expand(2, -1))
+    ForcedTokens.start([])
+
+
+@pytest.fixture
+def rows_file(tmp_path):
+    settings = {"model": "tiny", "seed": 0}
+    source = {"machine": "a CPU", "torch": "2", "commit": "abc", "command": "run it"}
+    lines: list[dict[str, Any]] = [{"header": {"settings": settings, "source": source}}]
+    common = {"label": "snapkv", "share": 0.1, "commit": "abc"}
+    common["policy"] = {"name": "snapkv", "budget": 0.1}
+    lines += [
+        common
+        | {"task": "passkey", "sample": f"{number}", "group": f"{number}"}
+        | {"score": float(number > 0), "resident_bytes": 1 << 20}
+        | {"peak_bytes": 2 << 20, "host_bytes": 3 << 20}
+        for number in range(4)
+    ]
+    lines += [
+        common
+        | {"task": "speed", "sample": f"round {i}", "group": "", "score": rate}
+        | {"first_token_ms": 100.0 + i}
+        for i, rate in enumerate((10.0, 12.0, 11.0))
+    ]
+    refused = {"label": "sekv", "share": 0.05, "commit": "abc", "task": ""}
+    lines.append(refused | {"policy": {"name": "sekv"}, "sample": "", "refused": "no"})
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def test_cells_carry_scores_memory_and_speed(rows_file):
+    model = cells_of(rows_file)
+    cell, refused = model["cells"]
+    assert cell["passkey"]["scores"] == [0.0, 1.0, 1.0, 1.0]
+    assert cell["passkey"]["mean"] == 0.75
+    assert cell["passkey"]["low"] < 0.75 <= cell["passkey"]["high"]
+    assert cell["device_bytes"] == 1 << 20
+    assert cell["peak_device_bytes"] == 2 << 20
+    assert cell["host_bytes"] == 3 << 20
+    assert cell["tokens_per_s"] == [10.0, 12.0, 11.0]
+    assert refused["refused"] == "no"
+    assert "passkey" not in refused
+
+
+def test_tables_show_medians_with_their_spread_and_refusals(rows_file):
+    table = tables([cells_of(rows_file)])
+    (row,) = [line for line in table.splitlines() if line.startswith("| snapkv")]
+    for text in ("10%", "3 of 4", "1.0", "3.0", "101 (100..102)", "11.0 (10.0..12.0)"):
+        assert f" {text} " in row
+    assert "refused: no" in table
