@@ -118,11 +118,11 @@ CODES: dict[str, str] = {
     "KVP601": "an input file cannot be read, is not UTF-8 text, or is empty",
     "KVP602": "a result cannot be written",
     "KVP603": "an option of the command has an invalid value",
-    "KVP604": "`kvplugins record`: the policy fetches nothing",
+    "KVP604": "`kvplugins research record`: the policy fetches nothing",
     "KVP605": "`kvplugins sessions`: the folder or a session does not exist",
-    "KVP606": "`kvplugins plot`: there is too little or too much data for one plot",
-    "KVP607": "`kvplugins plot`: the file has another format or version, or is "
-    "incomplete",
+    "KVP606": "`kvplugins research plot`: too little or too much data for one plot",
+    "KVP607": "`kvplugins research plot`: the file has another format or version, or "
+    "is incomplete",
     "KVP620": "the default model cannot be downloaded",
     "KVP621": "the downloaded file is not the expected default model",
     "KVP622": "the converted default model fails a check",
@@ -133,13 +133,14 @@ CODES: dict[str, str] = {
     "KVP627": "the model computes NaN or infinity",
     "KVP628": "the `config.json` of the model cannot be found or read",
     "KVP629": "`config.json` does not describe a cache of equal layers",
-    "KVP640": "`kvplugins calibrate`: a document is not longer than the budget",
-    "KVP641": "`kvplugins calibrate`: two documents have the same file name",
-    "KVP642": "`kvplugins train-router`: the texts are too few or too short",
-    "KVP643": "`kvplugins train-router`: a setting does not fit the model",
-    "KVP644": "`kvplugins train-router`: the checkpoint is damaged or belongs to "
-    "another run",
-    "KVP645": "`kvplugins train-router`: the loss is not finite",
+    "KVP640": "`kvplugins research calibrate`: a document is not longer than the "
+    "budget",
+    "KVP641": "`kvplugins research calibrate`: two documents have the same file name",
+    "KVP642": "`kvplugins research train-router`: the texts are too few or too short",
+    "KVP643": "`kvplugins research train-router`: a setting does not fit the model",
+    "KVP644": "`kvplugins research train-router`: the checkpoint is damaged or belongs "
+    "to another run",
+    "KVP645": "`kvplugins research train-router`: the loss is not finite",
     "KVP646": "the router file is missing, damaged or of another kind",
 }
 

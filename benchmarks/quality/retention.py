@@ -7,7 +7,7 @@ tokens still kept after turn t is the retention at turn t. All t use the same qu
 so only dropped tokens reduce it.
 
     python benchmarks/quality/retention.py MODEL --json-out retention.json
-    kvplugins plot retention retention.json --out retention.svg
+    kvplugins research plot retention retention.json --out retention.svg
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``kvplugins record`` in a real engine: the file agrees with the decode steps."""
+"""``kvplugins research record`` in a real engine agrees with the decode steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def record(
     settings = {"sinks": SINKS, "window": WINDOW, "skip_layers": SKIP, **config}
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "vllm_kvplugins.cli", "record", model),
+            *(sys.executable, "-m", "vllm_kvplugins.cli", "research", "record", model),
             *("--policy", "exact-topk", "--policy-config", json.dumps(settings)),
             *("--prompt-file", str(prompt), "--max-tokens", str(max_tokens)),
             *("--out", str(out), "--dtype", "float32"),

@@ -40,9 +40,11 @@ def wide_terminal(monkeypatch):
 
 
 def test_help_groups_the_commands_by_purpose():
+    commands = get_command(app).commands
     panels = {
         name: command.rich_help_panel
-        for name, command in get_command(app).commands.items()
+        for name, command in commands.items()
+        if not command.hidden
     }
     groups = {
         panel: {name for name in panels if panels[name] == panel}
@@ -51,8 +53,20 @@ def test_help_groups_the_commands_by_purpose():
     assert groups == {
         "Serving": {"list", "doctor", "size", "model", "sessions"},
         "Inspect": {"explain", "check-policy"},
-        "Research": {"calibrate", "train-router", "record", "plot"},
+        "Research": {"research"},
     }
+
+
+def test_research_commands_keep_their_old_names_for_one_version():
+    commands = get_command(app).commands
+    research = commands["research"].commands
+    assert set(research) == {"calibrate", "train-router", "record", "plot"}
+    for name in research:
+        assert commands[name].hidden
+        assert commands[name].deprecated
+        done = runner.invoke(app, [name, "--help"])
+        assert done.exit_code == 0, done.output
+    assert "deprecated" in runner.invoke(app, ["plot", "hit-rate"]).stderr
 
 
 # -- list -------------------------------------------------------------------------

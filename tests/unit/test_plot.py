@@ -70,7 +70,8 @@ def write(run: RecordedRun, path: Path) -> Path:
 
 
 def plot(run: Path, out: Path):
-    return runner.invoke(app, ["plot", "hit-rate", str(run), "--out", str(out)])
+    arguments = ["research", "plot", "hit-rate", str(run), "--out", str(out)]
+    return runner.invoke(app, arguments)
 
 
 def test_grids_are_means_over_requests_in_pages():
@@ -226,7 +227,8 @@ def test_mistakes_give_one_message(tmp_path, monkeypatch, change, words):
         "--max-tokens": "8",
         "--out": "o.jsonl",
     } | change
-    done = runner.invoke(app, ["record", "model", *sum(options.items(), ())])
+    flags = sum(options.items(), ())
+    done = runner.invoke(app, ["research", "record", "model", *flags])
     assert done.exit_code == 1
     assert done.stderr.startswith("error: ")
     assert isinstance(done.exception, SystemExit), "nothing else escapes"
@@ -236,7 +238,7 @@ def test_mistakes_give_one_message(tmp_path, monkeypatch, change, words):
 
 
 def test_one_token_cannot_be_recorded():
-    arguments = ["record", "m", "--policy", "quest", "--prompt-file", "p"]
+    arguments = ["research", "record", "m", "--policy", "quest", "--prompt-file", "p"]
     done = runner.invoke(app, [*arguments, "--max-tokens", "1", "--out", "o"])
     assert done.exit_code == 2
     assert "--max-tokens" in done.output

@@ -60,7 +60,7 @@ def write(path: Path, contents) -> Path:
 
 def draw(file: Path, out: Path, *options: str):
     return runner.invoke(
-        app, ["plot", "episodes", str(file), "--out", str(out), *options]
+        app, ["research", "plot", "episodes", str(file), "--out", str(out), *options]
     )
 
 

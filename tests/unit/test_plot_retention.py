@@ -36,7 +36,8 @@ def write(path: Path, turns: int = 4) -> Path:
 
 
 def plot(file: Path, out: Path):
-    return runner.invoke(app, ["plot", "retention", str(file), "-o", str(out)])
+    arguments = ["research", "plot", "retention", str(file), "-o", str(out)]
+    return runner.invoke(app, arguments)
 
 
 def test_means_are_over_dialogues():

@@ -23,7 +23,8 @@ def wide_terminal(monkeypatch):
 
 
 def plot(out, *arguments):
-    return runner.invoke(app, ["plot", "sensitivity", *arguments, "-o", str(out)])
+    command = ["research", "plot", "sensitivity"]
+    return runner.invoke(app, [*command, *arguments, "-o", str(out)])
 
 
 def test_an_svg_says_what_it_shows(tmp_path):

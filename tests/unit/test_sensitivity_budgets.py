@@ -184,7 +184,7 @@ def test_impossible_options_are_refused(options):
 
 
 def test_a_bad_file_is_refused_when_it_is_named(tmp_path):
-    with pytest.raises(KVPolicyError, match=r"no\.json.*kvplugins calibrate"):
+    with pytest.raises(KVPolicyError, match=r"no\.json.*kvplugins research calibrate"):
         parse_policy(
             {
                 "name": "snapkv",

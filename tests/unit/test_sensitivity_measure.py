@@ -1,4 +1,4 @@
-"""Sensitivity of a tiny model against plain torch, and `kvplugins calibrate`."""
+"""Sensitivity of a tiny model against plain torch, and its command."""
 
 from __future__ import annotations
 
@@ -162,9 +162,8 @@ def write_text(path, seed, words=200):
 
 
 def calibrate(folder, out, *arguments):
-    return CliRunner().invoke(
-        app, ["calibrate", str(folder), "-o", str(out), *map(str, arguments)]
-    )
+    command = ["research", "calibrate", str(folder), "-o", str(out)]
+    return CliRunner().invoke(app, [*command, *map(str, arguments)])
 
 
 def test_the_command_writes_a_profile_of_all_documents(folder, model, tmp_path):

@@ -62,7 +62,7 @@ def test_other_files_are_refused_with_a_way_out(tmp_path, change, words):
         path.write_text(change)
     with pytest.raises(KVPolicyError) as error:
         profiles.read_profile(path)
-    for part in ("KVP114", str(path), words, "kvplugins calibrate"):
+    for part in ("KVP114", str(path), words, "kvplugins research calibrate"):
         assert part in str(error.value)
 
 

@@ -1,4 +1,4 @@
-"""Training a router of a tiny model: `kvplugins train-router`."""
+"""Training a router of a tiny model: `kvplugins research train-router`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def texts(tmp_path):
 
 
 def run(folder, texts, out, *options, **settings):
-    asked = ["train-router", str(folder), "--data", str(texts), "--out", str(out)]
+    asked = ["research", "train-router", str(folder)]
+    asked += ["--data", str(texts), "--out", str(out)]
     asked += ["--steps", "8", "--lengths", "500,600", "--examples", "3"]
     asked += ["--dtype", "float32", "--save-every", "3", *options]
     return CliRunner().invoke(
@@ -96,7 +97,7 @@ def test_the_command_writes_a_router_that_serves_its_model(folder, texts, tmp_pa
 
 def check_plot(router, found, picture):
     pytest.importorskip("matplotlib")
-    asked = ["plot", "zoom", str(router), "-o", str(picture)]
+    asked = ["research", "plot", "zoom", str(router), "-o", str(picture)]
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
     root = ET.parse(picture).getroot()
@@ -104,7 +105,7 @@ def check_plot(router, found, picture):
     for words in ("query head", "layer", f"{found.zoomed['router']:.0%} of all spans"):
         assert words in texts
     assert any("image" in e.tag for e in root.iter())
-    asked[2] = str(picture)
+    asked[3] = str(picture)
     assert codes_in(refused(CliRunner().invoke(app, asked))) == ("KVP646",)
 
 

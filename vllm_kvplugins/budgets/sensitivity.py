@@ -32,8 +32,9 @@ class Sensitivity(PageAllocator):
     """More pages for layers whose keys change most under eviction (EpiCache).
 
     Section 3.2, equation 10: layer l gets ``s_l^alpha / sum(s^alpha)`` of all pages.
-    ``kvplugins calibrate`` measures s_l and writes it into a profile. The heads of a
-    layer share its pages as with the allocator ``head-adaptive``, or equally.
+    ``kvplugins research calibrate`` measures s_l and writes it into a profile. The
+    heads of a layer share its pages as with the allocator ``head-adaptive``, or
+    equally.
 
     Differs from the paper:
 
@@ -49,8 +50,8 @@ class Sensitivity(PageAllocator):
     name: ClassVar[str] = "sensitivity"
     profile: Path | None = Field(
         default=None,
-        description="JSON file of `kvplugins calibrate`; null: the shipped profile of "
-        "this model, or equal layers without one.",
+        description="JSON file of `kvplugins research calibrate`; null: the shipped "
+        "profile of this model, or equal layers without one.",
     )
     alpha: float = Field(
         default=1.1,
@@ -111,7 +112,7 @@ class Sensitivity(PageAllocator):
         if path is None:
             return self, (
                 "no sensitivity profile is shipped for this model, so all layers get "
-                "the same budget; make one with `kvplugins calibrate`"
+                "the same budget; make one with `kvplugins research calibrate`"
             )
         # not model_copy, which would copy the cached profile too
         resolved = Sensitivity.model_validate(self.model_dump() | {"profile": path})

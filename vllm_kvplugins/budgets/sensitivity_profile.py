@@ -1,4 +1,4 @@
-"""Sensitivity profiles, which ``kvplugins calibrate`` writes. Needs no torch."""
+"""Sensitivity profiles of ``kvplugins research calibrate``. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.model_config import ModelFingerprint
 
-_REMEDY = "make one with `kvplugins calibrate MODEL -o profile.json`"
+_REMEDY = "make one with `kvplugins research calibrate MODEL -o profile.json`"
 
 
 class MeasureSettings(BaseModel):

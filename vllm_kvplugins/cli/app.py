@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -60,10 +61,24 @@ app.command("model", rich_help_panel=_SERVING)(model.model)
 app.add_typer(sessions.sessions, rich_help_panel=_SERVING)
 app.command("explain", rich_help_panel=_INSPECT)(explain.explain)
 app.command("check-policy", rich_help_panel=_INSPECT)(check_policy.check_policy)
-app.command("calibrate", rich_help_panel=_RESEARCH)(calibrate.calibrate)
-app.command("train-router", rich_help_panel=_RESEARCH)(train_router.train_router)
-app.command("record", rich_help_panel=_RESEARCH)(record.record)
-app.add_typer(plot.plots, rich_help_panel=_RESEARCH)
+
+research = typer.Typer(
+    name="research",
+    help="Measure models, train routers, record and draw runs.",
+    no_args_is_help=True,
+)
+_RESEARCH_COMMANDS: dict[str, Callable[..., None]] = {
+    "calibrate": calibrate.calibrate,
+    "train-router": train_router.train_router,
+    "record": record.record,
+}
+for _name, _command in _RESEARCH_COMMANDS.items():
+    research.command(_name)(_command)
+    # The old name, for one version.
+    app.command(_name, hidden=True, deprecated=True)(_command)
+research.add_typer(plot.plots)
+app.add_typer(plot.plots, hidden=True, deprecated=True)
+app.add_typer(research, rich_help_panel=_RESEARCH)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""``kvplugins calibrate``: measure how sensitive each layer is to eviction."""
+"""``kvplugins research calibrate``: measure how sensitive each layer is to eviction."""
 
 from __future__ import annotations
 

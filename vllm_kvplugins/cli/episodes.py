@@ -1,4 +1,4 @@
-"""The plot of ``kvplugins plot episodes``. Only drawing needs matplotlib."""
+"""The plot of ``kvplugins research plot episodes``. Only drawing needs matplotlib."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plot of ``kvplugins plot hit-rate``. Only drawing needs matplotlib."""
+"""The plot of ``kvplugins research plot hit-rate``. Only drawing needs matplotlib."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvplugins plot``: one subcommand per kind of plot."""
+"""``kvplugins research plot``: one subcommand per kind of plot."""
 
 from __future__ import annotations
 

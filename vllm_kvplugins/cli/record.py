@@ -1,4 +1,4 @@
-"""``kvplugins record``: write what retrieval fetches in each decode step."""
+"""``kvplugins research record``: write what retrieval fetches in each decode step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plot of ``kvplugins plot retention``, and its input file.
+"""The plot of ``kvplugins research plot retention``, and its input file.
 
 ``benchmarks/quality/retention.py`` writes the file. Only drawing needs matplotlib.
 """

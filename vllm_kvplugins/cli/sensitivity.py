@@ -1,4 +1,4 @@
-"""The plot of ``kvplugins plot sensitivity``: similarity and budgets by layer.
+"""The plot of ``kvplugins research plot sensitivity``: similarity and budgets by layer.
 
 Only drawing needs matplotlib, and only the allocator needs torch.
 """

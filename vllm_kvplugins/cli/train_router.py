@@ -1,4 +1,4 @@
-"""``kvplugins train-router``: train a router that chooses spans for SeKV."""
+"""``kvplugins research train-router``: train a router that chooses spans for SeKV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plot of ``kvplugins plot zoom``: share of zoomed spans by layer and head."""
+"""The plot of ``research plot zoom``: share of zoomed spans by layer and head."""
 
 from __future__ import annotations
 

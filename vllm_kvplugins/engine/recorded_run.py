@@ -131,7 +131,7 @@ def read_run(path: Path) -> RecordedRun:
 
 
 def _other_format(path: Path) -> RunFileError:
-    message = f"{path} is not a recorded run; `kvplugins record` makes one"
+    message = f"{path} is not a recorded run; `kvplugins research record` makes one"
     return RunFileError(coded("KVP607", message))
 
 

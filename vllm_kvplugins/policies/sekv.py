@@ -119,7 +119,7 @@ class SeKV(SpanPolicy):
         default=MEAN_KEY,
         description='What ranks spans: "mean-key" (attention to their means), '
         '"shipped" (the router in this package, trained for SmolLM2-135M), or a file '
-        "written by `kvplugins train-router`.",
+        "written by `kvplugins research train-router`.",
     )
     host_memory: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
         default=None,
@@ -294,7 +294,7 @@ class SeKV(SpanPolicy):
             coded(
                 "KVP116",
                 f"{origin}, not for this model ({'; '.join(different)}); train one "
-                "with `kvplugins train-router`, or remove `router`",
+                "with `kvplugins research train-router`, or remove `router`",
             )
         ]
 
@@ -308,7 +308,7 @@ class SeKV(SpanPolicy):
             return []
         return [
             "no trained router: spans are ranked by the attention to their mean keys; "
-            "train a router with `kvplugins train-router`"
+            "train a router with `kvplugins research train-router`"
         ]
 
     def problems(self) -> list[str]:

@@ -16,7 +16,7 @@ from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.model_config import ModelFingerprint
 from vllm_kvplugins.routers.router import Router
 
-_REMEDY = "make one with `kvplugins train-router MODEL --data DIR --out DIR`"
+_REMEDY = "make one with `kvplugins research train-router MODEL --data DIR --out DIR`"
 
 
 class RouterReport(BaseModel):

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class TrainSettings(BaseModel):
-    """Settings of ``kvplugins train-router``.
+    """Settings of ``kvplugins research train-router``.
 
     Attributes:
         lengths: tokens per text in each stage (the length curriculum).

@@ -1,1 +1,1 @@
-"""Engines without a server, for ``kvplugins explain`` and ``kvplugins record``."""
+"""Engines without a server, for ``kvplugins explain`` and ``research record``."""
