@@ -34,7 +34,7 @@ class PoisoningDriver(Driver):
 
         def checked(*args: Any, **kwargs: Any) -> torch.Tensor:
             logits: torch.Tensor = compute(*args, **kwargs)
-            assert logits.isfinite().all(), "a layer read what nobody owns"
+            assert logits.isfinite().all(), "a layer read memory that no request owns"
             return logits
 
         model.compute_logits = checked

@@ -114,10 +114,10 @@ class Talk:
         seed = 1000 * self.seed + self.turns
         self.prompt = self.prompt + random_tokens(seed, QUESTION, VOCABULARY)
 
-    def anew(self) -> list[int]:
-        """What is answered where nobody has asked before."""
+    def recomputed(self) -> list[int]:
+        """The answer without any cached tokens."""
         ends = self.ends if self.guide is None else self.ends[-1:]
-        name = f"{self.name()}-anew"
+        name = f"{self.name()}-recomputed"
         found = self.driver.ask(name, self.prompt, ends, name, self.guide)
         assert not found["restored"]
         answer: list[int] = found["answer"]
@@ -165,7 +165,7 @@ def others(model: str, policy: Policy) -> dict[str, Any]:
     want("all", driver.total_blocks)
     found["after all"] = _sessions(driver)
     assert parked.num_blocks == 0
-    found["later"] = [{"anew": talk.anew()} | talk.turn() for talk in talks]
+    found["later"] = [{"recomputed": talk.recomputed()} | talk.turn() for talk in talks]
     return found | driver.end()
 
 
@@ -176,7 +176,7 @@ def _sessions(driver: Parking) -> list[int]:
 
 
 def odds(model: str, policy: Policy) -> dict[str, Any]:
-    """What goes differently, each beside what is answered where nobody asked before."""
+    """Special cases, each with the answer without any cached tokens."""
     driver = Parking(model, policy)
     found: dict[str, Any] = {}
 
@@ -187,8 +187,8 @@ def odds(model: str, policy: Policy) -> dict[str, Any]:
         return begun
 
     def again(of: Talk, name: str) -> None:
-        expected = of.anew()
-        found[name] = of.turn() | {"anew": expected}
+        expected = of.recomputed()
+        found[name] = of.turn() | {"recomputed": expected}
 
     # it has the blocks, writes to the last of them, and is cut short
     of = talk("aborts")
@@ -200,7 +200,7 @@ def odds(model: str, policy: Policy) -> dict[str, Any]:
     again(of, "aborted")
     # it has the blocks, and loses them
     of = talk("loses")
-    expected, before = of.anew(), counts(driver)["device_hits"]
+    expected, before = of.recomputed(), counts(driver)["device_hits"]
     driver.add("loses", of.prompt, ANSWER, turn_ends=of.ends, salt=of.owner)
     driver.step_until(lambda: len(driver.tokens["loses"]) >= 3)
     assert counts(driver)["device_hits"] == before + 1
@@ -208,11 +208,11 @@ def odds(model: str, policy: Policy) -> dict[str, Any]:
     driver.run()
     driver.idle()
     took = counts(driver)["device_hits"] - before
-    found["preempted"] = {"answer": driver.tokens["loses"], "anew": expected}
+    found["preempted"] = {"answer": driver.tokens["loses"], "recomputed": expected}
     found["preempted"] |= {"in_place": took, "times": driver.preemptions}
     # two go on from one session at once, and one more when they have ended
     of = talk("twins")
-    expected, before, pages = of.anew(), counts(driver), driver.copied
+    expected, before, pages = of.recomputed(), counts(driver), driver.copied
     for twin in ("one", "two"):
         driver.add(twin, of.prompt, ANSWER, turn_ends=of.ends, salt=of.owner)
     driver.run()
@@ -220,7 +220,7 @@ def odds(model: str, policy: Policy) -> dict[str, Any]:
     now = counts(driver)
     found["twins"] = {
         "answers": [driver.tokens["one"], driver.tokens["two"]],
-        "anew": expected,
+        "recomputed": expected,
         "hits": now["hits"] - before["hits"],
         "in_place": now["device_hits"] - before["device_hits"],
         "copied": driver.copied - pages,
@@ -232,7 +232,7 @@ def odds(model: str, policy: Policy) -> dict[str, Any]:
     of.prompt = [*asked[:-20], *random_tokens(77, 20, VOCABULARY)]
     of.ends, of.turns = of.ends[:-1], 30
     again(of, "branched")
-    # somebody else says the same
+    # Another client sends the same conversation.
     of = talk("says")
     of.owner = "mallory"
     found["mallory"] = of.turn()

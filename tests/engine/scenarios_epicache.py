@@ -67,7 +67,7 @@ def conversation(
     """A conversation whose turns go to these episodes, each also asked from scratch.
 
     Returns:
-        answers and "anew" [turn], tokens restored [turn], most blocks that the
+        answers and "recomputed" [turn], tokens restored [turn], most blocks that the
         conversation held at once while its history was read, and graphs compiled.
     """
     arguments = {"skip_tokenizer_init": False, "max_model_len": 4096}
@@ -75,16 +75,21 @@ def conversation(
     driver = Driver(make_llm(model, policy, **arguments))
     watch = StepObserver(driver)
     prompt = random_tokens(1, HISTORY, VOCABULARY)
-    found: dict[str, Any] = {"answers": [], "anew": [], "restored": [], "held": []}
+    found: dict[str, Any] = {
+        "answers": [],
+        "recomputed": [],
+        "restored": [],
+        "held": [],
+    }
     for turn, episode in enumerate(route):
         end = len(prompt)
         prompt = prompt + random_tokens(10 + turn, QUERY, VOCABULARY)
-        names = {"answers": "alice", "anew": f"nobody{turn}"}
+        names = {"answers": "alice", "recomputed": f"nobody{turn}"}
         before = counts(driver)["restored_tokens"]
         for kind, salt in names.items():
             name = f"{kind}{turn}"
             driver.add(name, prompt, ANSWER, False, [end], salt, guides[episode])
-            if kind == "anew":  # others are read in the same steps
+            if kind == "recomputed":  # others are read in the same steps
                 company = random_tokens(50 + turn, 700, VOCABULARY)
                 driver.add(f"company{turn}", company, 4, False, [650], "c", guides[0])
             most = 0

@@ -22,13 +22,14 @@ def aborted(
 ) -> list[dict[str, Any]]:
     """Builds and first questions that are aborted when so much has been read.
 
-    Beside each, somebody else's episode is read. Then the same episode is asked, as if
-    nothing had happened, and once more under a salt that nobody has used.
+    Another client's episode is read at the same time. Then the same episode is queried
+    again, and once more under a cache salt that no request has used.
 
     Returns:
-        Per kind and place: "read" tokens when it was aborted, "restored" ones after it,
-        "answers" afterwards and anew, what "company" was told with and without the
-        abort, blocks "held" afterwards and requests "tracked" in the worker.
+        Per kind and place: tokens "read" before the abort, tokens "restored" after it,
+        "answers" (after the abort, and recomputed), answers of the "company" with
+        and without the abort, blocks "held" afterwards, requests "tracked" in the
+        worker.
     """
     driver = _driver(model, policy)
     history = random_tokens(1, HISTORY, VOCABULARY)
@@ -42,7 +43,7 @@ def aborted(
         return driver.tokens[name]
 
     alone = ask("alone", "alone", other + prompt[HISTORY:], guides[1])
-    anew = ask("anew", "anew", prompt, guides[0])
+    recomputed = ask("recomputed", "recomputed", prompt, guides[0])
     found = []
     for kind, tokens, most in (("build", history, 1), ("question", prompt, ANSWER)):
         for place in leaves_at:
@@ -67,7 +68,7 @@ def aborted(
                 | {"kind": kind, "place": place, "read": read}
                 | {"restored": counts(driver)["restored_tokens"] - before}
                 | {"company": (driver.tokens[company], alone)}
-                | {"answers": (answer, anew), "said": driver.tokens[salt]}
+                | {"answers": (answer, recomputed), "said": driver.tokens[salt]}
             )
             directory(driver).check_integrity()
     return found

@@ -113,8 +113,10 @@ def finish(driver: Driver) -> None:
 
 
 def odds(model: str, policy: dict[str, Any]) -> dict[str, Any]:
-    """What goes differently from a talk; each beside the same under a salt that
-    nobody has used, which is computed anew."""
+    """Special cases of a conversation.
+
+    Each comes with the same request under an unused cache salt, which is recomputed.
+    """
     driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400))
     fresh = 0
 
@@ -124,7 +126,7 @@ def odds(model: str, policy: dict[str, Any]) -> dict[str, Any]:
         fresh += 1
         return _ask(driver, f"r{fresh}", prompt, ends, salt, most)
 
-    def anew(prompt: list[int], ends: list[int], most: int = 12) -> list[int]:
+    def recomputed(prompt: list[int], ends: list[int], most: int = 12) -> list[int]:
         return ask(prompt, ends, f"new {fresh}", most)[0]
 
     found: dict[str, Any] = {}
@@ -134,17 +136,17 @@ def odds(model: str, policy: dict[str, Any]) -> dict[str, Any]:
     second = [*first, *answer, *random_tokens(2, 90, VOCABULARY)]
     more, restored = ask(second, [end], "alice")
     found["restored"] = restored
-    found["continued"] = (more, anew(second, [end]))
-    # somebody else says the same
+    found["continued"] = (more, recomputed(second, [end]))
+    # Another client sends the same conversation.
     found["mallory"] = ask(second, [end], "mallory")[1]
     # the second message is edited; then the conversation goes on as it was
     edited = [*second[: end + 9], *random_tokens(3, 70, VOCABULARY)]
     theirs, found["edited_restored"] = ask(edited, [end], "alice")
-    found["edited"] = (theirs, anew(edited, [end]))
+    found["edited"] = (theirs, recomputed(edited, [end]))
     both = [end, len(second) + len(more)]
     third = [*second, *more, *random_tokens(4, 60, VOCABULARY)]
     theirs, found["sibling_restored"] = ask(third, both, "alice")
-    found["sibling"] = (theirs, anew(third, both))
+    found["sibling"] = (theirs, recomputed(third, both))
     # a client that leaves in the middle of an answer, and comes back
     driver.add("leaves", second, 400, turn_ends=[end], salt="bob")
     driver.step_until(lambda: len(driver.tokens["leaves"]) >= 40)
@@ -154,7 +156,7 @@ def odds(model: str, policy: dict[str, Any]) -> dict[str, Any]:
     back = [*second, *heard, *random_tokens(5, 50, VOCABULARY)]
     ends = [end, len(second) + len(heard)]
     theirs, found["left_restored"] = ask(back, ends, "bob")
-    found["left"] = (theirs, anew(back, ends))
+    found["left"] = (theirs, recomputed(back, ends))
     # two go on from one session at once
     longer = [[*third, *random_tokens(6 + i, 40, VOCABULARY)] for i in range(2)]
     twins = [f"twin{i}" for i in range(2)]
@@ -162,7 +164,7 @@ def odds(model: str, policy: dict[str, Any]) -> dict[str, Any]:
         driver.add(twin, prompt, 12, turn_ends=both, salt="alice")
     driver.run()
     found["twins"] = [
-        (driver.tokens[twin], anew(prompt, both))
+        (driver.tokens[twin], recomputed(prompt, both))
         for twin, prompt in zip(twins, longer, strict=True)
     ]
     found["twins_restored"] = [driver.cached.get(twin, 0) for twin in twins]
@@ -172,7 +174,7 @@ def odds(model: str, policy: dict[str, Any]) -> dict[str, Any]:
     short, found["hit_restored"] = ask(first[:210], [], "carol", 9)
     long = [*first[:210], *short, *random_tokens(8, 150, VOCABULARY)]
     theirs, found["cached_restored"] = ask(long, [219], "carol")
-    found["cached"] = (theirs, anew(long, [219]))
+    found["cached"] = (theirs, recomputed(long, [219]))
     finish(driver)
     return found | {"tracked": driver.check_policy_state(), "counts": counts(driver)}
 
@@ -208,7 +210,7 @@ def faults(model: str, policy: dict[str, Any], folder: str) -> dict[str, Any]:
                 paths[i] = driver.worker.kv_policy.session_store._files.path(
                     session.session_id, 0
                 )
-    # 0: a bit has changed; 1: the end is missing; 2: somebody removed it
+    # 0: a bit has changed; 1: the end is missing; 2: the file was removed
     raw = bytearray(paths[0].read_bytes())
     raw[-5] ^= 1
     paths[0].write_bytes(bytes(raw))
@@ -226,7 +228,7 @@ def faults(model: str, policy: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def retrieved(model: str, policy: dict[str, Any]) -> dict[str, Any]:
-    """Conversations whose tokens lie on the host, and one that nobody waits for."""
+    """Conversations with tokens on the host, and one that is abandoned."""
     driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400))
     several = [Talk(driver, f"talk{i}", i + 1) for i in range(3)]
     restored = []

@@ -115,7 +115,7 @@ def test_sessions_go_on_while_steps_are_in_flight(tiny_model: str, runner: str):
         "questions": [200, 70, 130],
         "number": 2,
     }
-    kept, anew = (
+    kept, recomputed = (
         run_scenario(
             "scenarios_sessions:talks",
             arguments | {"policy": arguments["policy"] | {"sessions": sessions}},
@@ -123,7 +123,7 @@ def test_sessions_go_on_while_steps_are_in_flight(tiny_model: str, runner: str):
         )
         for sessions, asynchronous in ((True, True), (False, False))
     )
-    assert kept["answers"] == anew["answers"]
+    assert kept["answers"] == recomputed["answers"]
     assert kept["counts"]["hits"] == 4
     assert kept["counts"]["recomputed_tokens"] <= 4
     assert kept["tracked"] == 0

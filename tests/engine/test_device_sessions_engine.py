@@ -80,7 +80,7 @@ def test_other_requests_reuse_the_oldest_blocks_first(tiny_model):
     assert found["after all"] == []
     assert found["preemptions"] == 0
     for talk in found["later"]:
-        assert talk["answer"] == talk["anew"]
+        assert talk["answer"] == talk["recomputed"]
         assert talk["copied"] > 0
         assert talk["in_place"] == 0
     assert found["tracked"] == 0
@@ -103,7 +103,7 @@ def odds(tiny_model):
     ],
 )
 def test_the_answer_equals_that_of_a_new_conversation(odds, what, in_place):
-    assert odds[what]["answer"] == odds[what]["anew"]
+    assert odds[what]["answer"] == odds[what]["recomputed"]
     assert odds[what]["in_place"] == in_place
     assert (odds[what]["copied"] == 0) == (in_place or not odds[what]["restored"])
 
@@ -111,13 +111,13 @@ def test_the_answer_equals_that_of_a_new_conversation(odds, what, in_place):
 def test_a_preempted_request_loads_its_session_from_the_host(odds):
     found = odds["preempted"]
     assert found["times"] == 1
-    assert found["answer"] == found["anew"]
+    assert found["answer"] == found["recomputed"]
     assert found["in_place"] == 1
 
 
 def test_one_of_two_requests_takes_the_blocks(odds):
     found = odds["twins"]
-    assert found["answers"] == [found["anew"]] * 2
+    assert found["answers"] == [found["recomputed"]] * 2
     assert (found["hits"], found["in_place"]) == (2, 1)
     assert found["copied"] > 0
 

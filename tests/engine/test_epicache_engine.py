@@ -43,7 +43,7 @@ def test_a_restored_episode_answers_as_one_read_from_scratch(
         {"model": tiny_model, "policy": POLICY, "guides": GUIDES, "route": ROUTE},
         runners.environment(runner, asynchronous),
     )
-    assert run["answers"] == run["anew"]
+    assert run["answers"] == run["recomputed"]
     assert len({str(answer) for answer in run["answers"]}) == len(ROUTE)
     # the first of each episode reads everything, whatever others have compressed;
     # later ones start behind what is known, or at the cut that has come due since
@@ -67,7 +67,7 @@ def test_a_pool_that_is_as_small_as_the_bound(tiny_model, asynchronous):
         | {"settings": {"num_gpu_blocks_override": blocks}},
         runners.environment(runners.CHOSEN, asynchronous),
     )
-    assert run["answers"] == run["anew"]
+    assert run["answers"] == run["recomputed"]
     # a cut is due when it starts from what turn 2 left: a block beside it, no more
     assert run["restored"][5] == 1088
     assert max(run["held"]) == BOUND
@@ -84,7 +84,7 @@ def test_a_compiled_model_answers_as_an_eager_one(tiny_model):
         )
         for enforced in (False, True)
     )
-    assert compiled["answers"] == compiled["anew"] == eager["answers"]
+    assert compiled["answers"] == compiled["recomputed"] == eager["answers"]
     assert compiled["restored"] == eager["restored"]
     assert compiled["probed"] == eager["probed"]
     assert compiled["graphs"] > eager["graphs"] == 0

@@ -22,7 +22,7 @@ def talks(model, policy, **arguments):
 
 
 @pytest.fixture(scope="module")
-def anew(tiny_model):
+def recomputed(tiny_model):
     """Every request computes its whole history."""
     settings = {"num_gpu_blocks_override": 400, "enable_prefix_caching": False}
     return talks(tiny_model, FLOW | {"sessions": False}, settings=settings)
@@ -39,19 +39,19 @@ def computed(found, questions):
     ]
 
 
-def test_a_conversation_equals_one_long_request(tiny_model, anew):
+def test_a_conversation_equals_one_long_request(tiny_model, recomputed):
     kept = talks(tiny_model, FLOW)
-    assert kept["answers"] == anew["answers"]
+    assert kept["answers"] == recomputed["answers"]
     assert kept["counts"]["hits"] == 6 * (len(QUESTIONS) - 1)
     assert kept["counts"]["misses"] == 6
     # nothing is computed again, the last answer's window neither: only its last token
     # is left to compute
     assert max(computed(kept, QUESTIONS)[6:]) <= 1
-    assert not any(hit for hits in anew["cached"] for hit in hits)
+    assert not any(hit for hits in recomputed["cached"] for hit in hits)
     assert kept["tracked"] == 0
 
 
-def test_in_a_small_pool_and_little_memory(tiny_model, anew, tmp_path):
+def test_in_a_small_pool_and_little_memory(tiny_model, recomputed, tmp_path):
     """Preempted requests continue their session again; sessions come from disk."""
     settings = {
         "num_gpu_blocks_override": 40,
@@ -60,7 +60,7 @@ def test_in_a_small_pool_and_little_memory(tiny_model, anew, tmp_path):
     }
     policy = FLOW | {"session_dir": str(tmp_path), "session_memory": "2MiB"}
     kept = talks(tiny_model, policy, settings=settings)
-    assert kept["answers"] == anew["answers"]
+    assert kept["answers"] == recomputed["answers"]
     assert kept["counts"]["evictions"] > 0, "too much memory for a test of it"
     assert kept["counts"]["hits"] >= 6 * (len(QUESTIONS) - 1)
     assert kept["counts"]["failures"] == 0
@@ -70,7 +70,7 @@ def test_in_a_small_pool_and_little_memory(tiny_model, anew, tmp_path):
     assert kept["tracked"] == 0
 
 
-def test_after_a_restart(tiny_model, anew, tmp_path):
+def test_after_a_restart(tiny_model, recomputed, tmp_path):
     policy = FLOW | {"session_dir": str(tmp_path)}
     before = talks(tiny_model, policy, questions=QUESTIONS[:3])
     # by size, so that the torn one is of a first turn: names are hashes, in any order
@@ -84,7 +84,7 @@ def test_after_a_restart(tiny_model, anew, tmp_path):
         tiny_model, policy, questions=QUESTIONS[3:], histories=before["histories"]
     )
     joined = [a + b for a, b in zip(before["answers"], after["answers"], strict=True)]
-    assert joined == anew["answers"]
+    assert joined == recomputed["answers"]
     assert max(computed(after, QUESTIONS[3:])) <= 1, "queries were not in the files"
     assert after["counts"]["hits"] == 12
     assert after["counts"]["failures"] == 0, "found when the directory was read"
@@ -105,8 +105,8 @@ def test_edits_aborts_and_branches_of_conversations(tiny_model):
     # a part of its window had come from the prefix cache, which has no queries
     assert found["hit_restored"] == 0
     assert found["cached_restored"] == 219 - 64
-    for theirs, anew in found["twins"]:
-        assert theirs == anew
+    for theirs, recomputed in found["twins"]:
+        assert theirs == recomputed
     assert min(found["twins_restored"]) > 500
     assert found["tracked"] == 0
 

@@ -102,7 +102,7 @@ def _layer(kind: type[Any], case: Case, layer: int) -> tuple[Any, torch.Tensor]:
 def _attended(
     kind: type[Any], impl: Any, case: Case, cache: torch.Tensor, metadata: Any
 ) -> torch.Tensor:
-    """Of the queries, with others behind them that nobody may touch."""
+    """Attention of the queries; checks that padding after them is not written."""
     tokens = len(case.queries)
     padded = torch.cat([case.queries, case.queries[:1].expand(2, -1, -1)])
     output = torch.full_like(padded, 7.0)

@@ -286,7 +286,7 @@ class FakeEngine:
             rows.append(torch.randn(LAYERS, sum(heads), HEAD_DIM, generator=rng))
         for layer, tokens in enumerate(torch.stack(rows, 1)):
             output = prober.attend(layer, *tokens.split(heads, dim=1))
-            assert output.isfinite().all(), "a probe read what nobody owns"
+            assert output.isfinite().all(), "a probe read memory that no request owns"
 
     def _settle(self, rows: list[Row]) -> None:
         """Free what the plan no longer holds; sample where all is computed."""
@@ -381,7 +381,9 @@ class FakeEngine:
         dense = attend(
             queries, request.keys[:, :, :after], request.values[:, :, :after], seen
         )
-        assert paged.isfinite().all(), f"{row.request_id} read what nobody owns"
+        assert paged.isfinite().all(), (
+            f"{row.request_id} read memory that no request owns"
+        )
         assert (paged - dense).abs().max() < 1e-9, f"{row.request_id} attends wrongly"
 
     def _recognise(
@@ -397,7 +399,9 @@ class FakeEngine:
 
     def _check_state(self) -> None:
         self.runtime.check_integrity()
-        assert not self.runtime.unscored_compactions, "a score read what nobody owns"
+        assert not self.runtime.unscored_compactions, (
+            "a score read memory that no request owns"
+        )
         held = [r.table[i] for r in self.requests.values() for i in r.held]
         assert sorted(self.free + held) == list(range(1, self.blocks))
         assert self.pages[:, self.free].isnan().all(), "a free block was written"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pretend_graph import capturing, launch
+from simulated_graph import capturing, launch
 
 INT32 = torch.int32
 

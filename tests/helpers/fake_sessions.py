@@ -34,7 +34,7 @@ class SessionEngine(FakeEngine):
         super()._release(request, indices)
 
     def _parked(self, blocks: tuple[int, ...]) -> list[int]:
-        """Free blocks, as if nobody had touched them since they were given back."""
+        """Free blocks, unchanged since their release."""
         for block in blocks:
             self.free.remove(block)
             self.pages[:, block] = self.left[block]

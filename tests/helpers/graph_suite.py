@@ -25,7 +25,7 @@ from graphed_engine import (
     vllm_config,
 )
 from policy_settings import configure
-from pretend_graph import Launched, launch
+from simulated_graph import Launched, launch
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.config.compilation import CompilationConfig
 from vllm.v1.attention.backend import AttentionCGSupport

@@ -1,7 +1,7 @@
 """An engine that replays graphs where vLLM would, on GPU backends.
 
 vLLM's part is simulated, except for the decision which steps replay a graph. Attention,
-page tables and compactions are the package's. Graphs are those of ``pretend_graph``.
+page tables and compactions are the package's. Graphs are those of ``simulated_graph``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from pretend_graph import PretendedGraph
+from simulated_graph import SimulatedGraph
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.utils import get_uniform_decode_token_count
@@ -112,7 +112,7 @@ class Engine:
         self.runner = getattr(self, f"_runner_{runner}")()
         geometry = Geometry(BLOCK, LAYERS, KV_HEADS, 2 * LAYERS * KV_HEADS * 64)
         self.runtime = PolicyRuntime(policy, geometry)
-        # pages that nobody wrote would show
+        # NaN shows pages that were read but never written.
         shape = (LAYERS, BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_DIM)
         caches = torch.full(shape, torch.nan)
         self.impls = [self._impl(impl_cls, kernel) for _ in range(LAYERS)]
@@ -139,7 +139,7 @@ class Engine:
         self.blocks: dict[str, list[int]] = {}
         shape = (LAYERS, 256, KV_HEADS * GROUP, HEAD_DIM)
         self.queries, self.out = torch.zeros(shape), torch.zeros(shape)
-        self.graphs: dict[int, PretendedGraph] = {}
+        self.graphs: dict[int, SimulatedGraph] = {}
         self.captured: dict[int, Any] = {}
         self.replays = self.refusals = 0
 
@@ -281,21 +281,21 @@ class Engine:
         )
 
     def capture(self) -> None:
-        """As at vLLM's start: rows of one token that nobody asked for."""
+        """Capture graphs as vLLM does at start-up, with dummy rows of one token."""
         for size in SIZES:
             made = self.dummy(size)
-            with PretendedGraph() as graph:
+            with SimulatedGraph() as graph:
                 self.forward(made, size)
             self.graphs[size], self.captured[size] = graph, made
         assert self.runtime.num_requests == 0
 
     def dummy(self, size: int) -> Any:
-        """Metadata of rows that nobody asked for; numbered as requests are."""
+        """Metadata of dummy rows, numbered like requests."""
         start = torch.arange(size + 1).int()
         ones, nulls = torch.ones(size).int(), torch.zeros(size, WIDTH).int()
         common = self._common(start, ones, nulls, [], size)
         common.req_idx = torch.arange(size).numpy()
-        self.caches[:, 0] = 1  # the null block, which nobody may find
+        self.caches[:, 0] = 1  # the null block, which no request may read
         return self.builder.build_for_cudagraph_capture(common)
 
     def idle(self) -> None:

@@ -157,7 +157,7 @@ def make_case(
     entries: list[int] | None = None,
     sharpness: float = 1.0,
 ) -> Case:
-    """Pages anywhere; slots and entries that nobody may look at are NaN."""
+    """A case with shuffled pages; slots and entries that must not be read are NaN."""
     print("seed", SEED)
     random = torch.Generator().manual_seed(SEED)
     layout = make_layout(kind, block, head_dim, SEED)

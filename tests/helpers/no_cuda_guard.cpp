@@ -1,4 +1,4 @@
-// Lets a CPU build of torch believe in CUDA devices that nobody has to switch to.
+// Registers a device guard, so that a CPU build of torch accepts CUDA tensors.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace {

@@ -63,7 +63,7 @@ class RetrievingEngine(FakeEngine):
             request.values[:, :, :after],
             seen,
         )
-        assert paged.isfinite().all(), "attention over what nobody owns"
+        assert paged.isfinite().all(), "attention read memory that no request owns"
         torch.testing.assert_close(paged, dense, atol=1e-5, rtol=1e-4)
 
     def _wanted(self, request: Request, row: Row) -> torch.Tensor:

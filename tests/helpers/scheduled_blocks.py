@@ -331,14 +331,14 @@ class Schedule:
             self.gone.append(life)
 
     def reset(self) -> None:
-        """Forget the prefix cache, when nobody runs."""
+        """Reset the prefix cache while no request runs."""
         assert self.vllm.reset_prefix_cache()
         self.wrote.clear()
 
     # -- what must be true at any time ------------------------------------------------
 
     def check(self) -> None:
-        """Each block is free or held as often as it is listed, and as promised."""
+        """Check that each block is free or held exactly as often as it is listed."""
         self.manager.check_integrity()
         lists = self.manager.req_to_blocks
         assert set(lists) == {life.request.request_id for life in self.running}

@@ -57,7 +57,7 @@ class Wanted:
 
 
 class Requests:
-    """A source of well-formed requests, some of which share prefixes."""
+    """A source of valid requests; some share prefixes."""
 
     def __init__(self, rng: random.Random) -> None:
         self._heads = [random_words(rng, 500) for _ in range(3)]

@@ -136,7 +136,9 @@ class Server:
         except subprocess.TimeoutExpired:
             print("the server did not end by itself:", self.tail(), sep="\n")
         finally:
-            with contextlib.suppress(ProcessLookupError):  # nobody left, as should be
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # the process has ended, as expected
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 

@@ -12,7 +12,7 @@ from soak_model import NAME, text_of
 from soak_nonsense import CHAT
 from soak_server import MAX_TOKENS
 
-# Who speaks; nobody goes on with what another one said, whatever the text.
+# The speaker. No speaker continues the conversation of another one.
 _OWNERS = (None, "ada", "bob")
 _MOST_ANSWER = 40
 _MOST_OPEN = 40  # more than any session_memory here holds
@@ -60,7 +60,7 @@ class Talks:
         counts: gets what happened.
 
     Attributes:
-        over: conversations and branches that nobody goes on with.
+        over: conversations and branches that no request continues.
     """
 
     def __init__(self, rng: random.Random, counts: Counter[str]) -> None:
@@ -98,7 +98,7 @@ class Talks:
         self._counts["left in a turn"] += 1
 
     def _next(self, rng: random.Random) -> Talk:
-        """One that nobody else is speaking in now."""
+        """A conversation without a running request."""
         if not self._open or rng.random() < 0.2:
             talk = Talk(rng.choice(_OWNERS))
             if rng.random() < 0.5:
@@ -128,7 +128,7 @@ class Talks:
 
 
 async def replay(client: Client, talk: Talk, owner: str) -> list[tuple[Wanted, Wanted]]:
-    """The whole conversation again, by somebody who shares nothing with others.
+    """Send the whole conversation again, from a client that shares nothing.
 
     All of it and not its last request only: which episode a question goes to depends
     on the histories that were asked about before (docs/episodes.md). What was left is

@@ -18,7 +18,7 @@ from soak_sessions import Store
 from soak_talks import Talks, replay
 
 _ROUND_S = 8
-_CALM_S = 60  # until a server that nobody asks must be at rest
+_CALM_S = 60  # Time after which a server without requests must be idle.
 _WARM_UP = 0.4  # of the time; memory may grow until then
 _MOST_GROWTH = 0.05
 _CLOSE = 1e-3  # where two tokens are this close, a batch's shape may decide
@@ -46,7 +46,7 @@ class Traffic:
             with other tokens; those are then not compared.
         store: checks of the server's sessions; None if it keeps none.
         restored_differ: whether a policy says that what goes on from a session has
-            other tokens than what was computed anew. Then only requests with a salt
+            other tokens than a recomputed answer. Then only requests with a salt
             of their own are compared, and no conversations.
 
     Attributes:
@@ -186,7 +186,7 @@ class Traffic:
         return 0.3 if self._store is None else 0.6
 
     def _new_owner(self) -> str:
-        """A salt that nobody has used."""
+        """A cache salt that no request has used."""
         self._owners += 1
         return f"{_OWN}{self._owners}"
 
@@ -254,7 +254,7 @@ class Traffic:
             self.server.check_alive()
             held = await self._held()
             calm = 0 if held else calm + 1
-            assert time.monotonic() < deadline_s, f"held by nobody: {held}"
+            assert time.monotonic() < deadline_s, f"held without a request: {held}"
             await asyncio.sleep(0.2)
         await self._client.text("/health")
         if self._store is not None:
@@ -288,7 +288,7 @@ class Traffic:
     # -- tokens ------------------------------------------------------------------------
 
     def _undisturbed(self, wanted: Wanted) -> bool:
-        """Whether nobody was preempted while this one was answered."""
+        """Whether no request was preempted while this one ran."""
         before = [n for at_s, n in self._preemptions if at_s <= wanted.began_s]
         after = [n for at_s, n in self._preemptions if at_s >= wanted.ended_s]
         return bool(before and after) and before[-1] == after[0]
@@ -319,7 +319,7 @@ class Traffic:
     async def _compare_talks(self) -> None:
         """Conversations against the same ones alone, from their first request on.
 
-        Whatever was evicted, restored, read from a file or computed anew in between:
+        Whatever was evicted, restored, read from a file or recomputed in between:
         under policies that work turn by turn a history is cut at the same places each
         time (docs/policies/flowkv.md, epicache.md), and without sessions each request
         stands for itself. Where a compressor that works on whole prompts goes on from

@@ -175,7 +175,7 @@ def test_copies_are_measured():
 
 
 def test_fetches_are_measured():
-    """A CPU has one way; a pretended GPU has both (pretended_direct_suite.py)."""
+    """A CPU has one way; a simulated GPU has both (simulated_direct_suite.py)."""
     direct, staged = _gpu_copies.fetch(CPU, sizes=[16])
     assert staged["tokens_per_head"] == 16
     assert staged["kib"] == 64

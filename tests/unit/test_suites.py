@@ -54,17 +54,17 @@ def test_kernels_on_torch():
     assert passed >= 48
 
 
-def test_a_pretended_gpu():
-    assert run_suite("pretended_gpu_suite.py") >= 34
-    assert run_suite("pretended_host_suite.py") >= 13
-    assert run_suite("pretended_direct_suite.py") >= 18
+def test_a_simulated_gpu():
+    assert run_suite("simulated_gpu_suite.py") >= 34
+    assert run_suite("simulated_host_suite.py") >= 13
+    assert run_suite("simulated_direct_suite.py") >= 18
 
 
-def test_pretended_graphs():
+def test_simulated_graphs():
     pytest.importorskip("vllm")
     pytest.importorskip("triton")
     assert run_suite("graph_suite.py", TRITON_INTERPRET="1") >= 15
 
 
-def test_page_tables_on_a_pretended_gpu():
-    assert run_suite("pretended_tables_suite.py") == 4
+def test_page_tables_on_a_simulated_gpu():
+    assert run_suite("simulated_tables_suite.py") == 4

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from fake_text import POSITIONS, encode, make_rotary
 from policy_settings import configure, drop, policies_that, retrieve, shares_pages
-from pretend_cuda import PretendedGPU, Pretending
+from simulated_cuda import GpuTensor, SimulatedGPU
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.engine.heap import Heap
@@ -91,7 +91,7 @@ class Life:
         return self.retrieval
 
     def here(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.device.type == "cpu" else Pretending.of(tensor.clone())
+        return tensor if self.device.type == "cpu" else GpuTensor.of(tensor.clone())
 
     def _probe(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         heads = (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)  # of q, k and v
@@ -154,12 +154,12 @@ def policies(do: Callable[[KVCachePolicy], bool]) -> list[dict[str, Any]]:
 
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.numbers if isinstance(tensor, Pretending) else tensor
+    return tensor.numbers if isinstance(tensor, GpuTensor) else tensor
 
 
 @contextmanager
-def on(device: torch.device) -> Iterator[PretendedGPU | None]:
-    with PretendedGPU() if device.type == "cuda" else nullcontext() as gpu:
+def on(device: torch.device) -> Iterator[SimulatedGPU | None]:
+    with SimulatedGPU() if device.type == "cuda" else nullcontext() as gpu:
         yield gpu
 
 

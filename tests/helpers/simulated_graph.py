@@ -25,17 +25,17 @@ _READ_BY_THE_HOST = {
     aten._unique2.default,
     aten.repeat_interleave.Tensor,
 }
-_capturing: list[PretendedGraph] = []
+_capturing: list[SimulatedGraph] = []
 
 
-class PretendedGraph(TorchDispatchMode):
+class SimulatedGraph(TorchDispatchMode):
     """Use as a context to capture, then :meth:`replay`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._steps: list[Callable[[], None]] = []
 
-    def __enter__(self) -> PretendedGraph:
+    def __enter__(self) -> SimulatedGraph:
         _capturing.append(self)
         super().__enter__()
         return self

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pretend_cuda import CUDA, PretendedGPU, Pretending
+from simulated_cuda import CUDA, GpuTensor, SimulatedGPU
 
 from vllm_kvplugins.engine.page_table import (
     FixedTable,
@@ -24,7 +24,7 @@ LENS = (51, 17, 0)  # of a compacted request, of another, of padding
 
 
 def here(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor if device.type == "cpu" else Pretending.of(tensor.clone())
+    return tensor if device.type == "cpu" else GpuTensor.of(tensor.clone())
 
 
 def step(device: torch.device, uniform: bool, fixed: bool) -> list[torch.Tensor]:
@@ -40,7 +40,7 @@ def step(device: torch.device, uniform: bool, fixed: bool) -> list[torch.Tensor]
     lens = here(torch.tensor(LENS).int(), device)
     blocks = torch.randint(0, BLOCKS, (3, WIDTH), generator=random).int()
     blocks = here(blocks, device)
-    gpu = PretendedGPU.active
+    gpu = SimulatedGPU.active
     before = len(gpu.waits) if gpu else 0
     flat = tables.build([slot_index, 0, 0], lens, blocks, LENS, into)
     known = tables.lengths_on_host(flat)
@@ -53,7 +53,7 @@ def step(device: torch.device, uniform: bool, fixed: bool) -> list[torch.Tensor]
             page_indices(listed, here(start, device), int(start[-1])),
         ]
     assert gpu is None or len(gpu.waits) == before, gpu.waits[before:]
-    plain = [t.numbers if isinstance(t, Pretending) else t for t in found]
+    plain = [t.numbers if isinstance(t, GpuTensor) else t for t in found]
     assert torch.equal(*plain[:2]), "the host knows what is there"
     return plain
 
@@ -62,7 +62,7 @@ def step(device: torch.device, uniform: bool, fixed: bool) -> list[torch.Tensor]
 @pytest.mark.parametrize("uniform", [False, True])
 def test_decoding_steps_wait_for_nothing(uniform: bool, fixed: bool):
     expected = step(torch.device("cpu"), uniform, fixed=False)
-    with PretendedGPU():
+    with SimulatedGPU():
         found = step(CUDA, uniform, fixed)
     for right, other in zip(expected, found, strict=True):
         assert torch.equal(right, other)

@@ -26,13 +26,13 @@ from typing import Any
 
 import pytest
 import torch
-from pretend_host import HOST_SEAMS, PretendedHost
+from simulated_host import HOST_SEAMS, SimulatedHost
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
-# Shapes of their results depend on numbers, or the host gets one.
+# Operations whose result is a number on the host, or has a shape that depends on one.
 _WAITS = {
     aten._local_scalar_dense.default,
     aten.nonzero.default,
@@ -48,30 +48,30 @@ _PINNING = {aten.is_pinned.default: False, aten._pin_memory.default: None}
 _COPIES = {aten._to_copy.default, aten.copy_.default}
 
 
-class Pretending(torch.Tensor):
-    """A tensor of the pretended GPU; ``numbers`` are its contents."""
+class GpuTensor(torch.Tensor):
+    """A tensor of the simulated GPU; ``numbers`` are its contents."""
 
     numbers: torch.Tensor
 
     @staticmethod
-    def of(numbers: torch.Tensor) -> Pretending:
-        made = torch.Tensor._make_wrapper_subclass(
-            Pretending,
+    def of(numbers: torch.Tensor) -> GpuTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(
+            GpuTensor,
             numbers.shape,
             strides=numbers.stride(),
             storage_offset=numbers.storage_offset(),
             dtype=numbers.dtype,
             device=CUDA,
         )
-        made.numbers = numbers
-        return made
+        tensor.numbers = numbers
+        return tensor
 
     def data_ptr(self) -> int:
         return self.numbers.data_ptr()
 
     def item(self) -> Any:
-        if PretendedGPU.active is not None:
-            PretendedGPU.active.waits.append(_where("item"))
+        if SimulatedGPU.active is not None:
+            SimulatedGPU.active.waits.append(_where("item"))
         return self.numbers.item()
 
     def __int__(self) -> int:
@@ -87,12 +87,12 @@ class Pretending(torch.Tensor):
         return bool(self.item())
 
     def tolist(self) -> Any:
-        if PretendedGPU.active is not None:
-            PretendedGPU.active.waits.append(_where("tolist"))
+        if SimulatedGPU.active is not None:
+            SimulatedGPU.active.waits.append(_where("tolist"))
         return self.numbers.tolist()
 
     def __repr__(self, **_: Any) -> str:
-        return f"Pretending({self.numbers!r})"
+        return f"GpuTensor({self.numbers!r})"
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -101,9 +101,9 @@ class Pretending(torch.Tensor):
 
 @functools.cache
 def _load_guard() -> None:
-    """CPU builds of torch know no device guard for CUDA; compile one that does nothing.
+    """Give CPU builds of torch a device guard for CUDA that does nothing.
 
-    Builds for CUDA bring one, on machines without a GPU as well.
+    Builds for CUDA contain a guard, also on machines without a GPU.
     """
     torch._C._ensureCUDADeviceGuardSet()
     if torch.version.cuda is not None:
@@ -120,37 +120,36 @@ def _load_guard() -> None:
 
 
 class Event:
-    """Behind all that was sent to the host, and read there by its stream, before it."""
+    """Marks the copies to the host and the reads of a stream before it."""
 
     def record(self, stream: Any = None) -> None:
-        assert PretendedGPU.active is not None
-        self.sent = list(PretendedGPU.active.sent)
+        assert SimulatedGPU.active is not None
+        self.sent = list(SimulatedGPU.active.sent)
         self.reads = (stream or current_stream()).reads.copy()
 
     def synchronize(self) -> None:
-        """The host waits."""
-        assert PretendedGPU.active is not None
-        PretendedGPU.active.waits.append(_where("synchronize"))
-        PretendedGPU.active.arrive(self.sent)
-        PretendedGPU.active.host.over(self.reads)
+        """Make the host wait for the marked copies and reads."""
+        assert SimulatedGPU.active is not None
+        SimulatedGPU.active.waits.append(_where("synchronize"))
+        SimulatedGPU.active.arrive(self.sent)
+        SimulatedGPU.active.host.over(self.reads)
 
     def query(self) -> bool:
-        """Nothing that reads the host's memory is over before somebody waits for it."""
-        assert PretendedGPU.active is not None
-        return not PretendedGPU.active.host.under_way(self.reads)
+        """Whether all marked reads have ended, each when the host waited for it."""
+        assert SimulatedGPU.active is not None
+        return not SimulatedGPU.active.host.under_way(self.reads)
 
     def wait(self, stream: Any = None) -> None:
-        """A stream goes on behind it."""
+        """Make a stream wait for this event."""
         (stream or current_stream()).reads |= self.reads
 
 
 class Stream:
-    """Runs everything at once, but for the reading of the host's memory, which may be
-    late."""
+    """Runs operations immediately; only reads of host memory may be late."""
 
     def __init__(self, device: Any = None) -> None:
-        assert PretendedGPU.active is not None, "a stream where there is no GPU"
-        self.reads: set[int] = set()  # numbers of those that it was handed
+        assert SimulatedGPU.active is not None, "a stream where there is no GPU"
+        self.reads: set[int] = set()  # IDs of the reads on this stream
 
     def wait_event(self, event: Event) -> None:
         event.wait(self)
@@ -165,8 +164,8 @@ _here = threading.local()
 
 
 def current_stream(device: Any = None) -> Stream:
-    assert PretendedGPU.active is not None
-    return getattr(_here, "stream", None) or PretendedGPU.active.stream
+    assert SimulatedGPU.active is not None
+    return getattr(_here, "stream", None) or SimulatedGPU.active.stream
 
 
 @contextmanager
@@ -176,16 +175,18 @@ def _stream(stream: Stream) -> Iterator[None]:
     _here.stream = None
 
 
-class PretendedGPU(TorchDispatchMode):
-    """While it is active there is one. Threads that are given work while it is know it.
+class SimulatedGPU(TorchDispatchMode):
+    """While this mode is active, torch sees one GPU.
+
+    Threads that receive work while the mode is active see it too.
 
     Attributes:
-        waits: where the host would have waited, innermost call of the package first.
-        sent: copies to the host that nobody has waited for: where to, and what.
-        host: memory of the host that it reads by itself.
+        waits: places where the host would have waited, innermost call first.
+        sent: copies to the host that the host has not waited for: target and values.
+        host: host memory that the GPU reads directly.
     """
 
-    active: PretendedGPU | None = None
+    active: SimulatedGPU | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,21 +195,22 @@ class PretendedGPU(TorchDispatchMode):
         self.sent: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._patches: list[Any] = []
         self._lock = threading.Lock()
-        self.host = PretendedHost()
+        self.host = SimulatedHost()
 
     def send(self, target: torch.Tensor, numbers: torch.Tensor) -> None:
-        """An asynchronous copy to the host."""
+        """Start an asynchronous copy to the host."""
         target.fill_(torch.nan if target.is_floating_point() else -(2**30))
         with self._lock:
             self.sent.append((target, numbers.clone()))
 
     def arrive(self, sent: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """These have been waited for."""
+        """Complete copies that the host has waited for."""
         with self._lock:
-            for each in sent:
-                if any(each is other for other in self.sent):
-                    self.sent = [other for other in self.sent if other is not each]
-                    each[0].copy_(each[1])
+            for copy in sent:
+                if any(copy is other for other in self.sent):
+                    self.sent = [other for other in self.sent if other is not copy]
+                    target, values = copy
+                    target.copy_(values)
 
     def _patch(self, owner: Any, name: str, value: Any) -> None:
         self._patches.append((owner, name, getattr(owner, name)))
@@ -226,14 +228,15 @@ class PretendedGPU(TorchDispatchMode):
 
         self._patch(ThreadPoolExecutor, "submit", submit_here)
         self._patch(torch.cuda, "_lazy_init", lambda: None)
-        made = {"Event": Event, "Stream": Stream, "stream": _stream}
-        for name, value in (made | {"current_stream": current_stream}).items():
+        replacements = {"Event": Event, "Stream": Stream, "stream": _stream}
+        replacements["current_stream"] = current_stream
+        for name, value in replacements.items():
             self._patch(torch.cuda, name, value)
         for owner, name in HOST_SEAMS:
             self._patch(owner, name, getattr(self.host, name))
-        # torch.tensor makes a tensor on the CPU then, and moves it
+        # torch.tensor then creates a tensor on the CPU and moves it.
         torch._C._set_only_lift_cpu_tensors(True)
-        PretendedGPU.active, self.stream = self, None
+        SimulatedGPU.active, self.stream = self, None
         self.stream = Stream()
         return super().__enter__()
 
@@ -242,7 +245,7 @@ class PretendedGPU(TorchDispatchMode):
         for owner, name, value in reversed(self._patches):
             setattr(owner, name, value)
         self._patches = []
-        PretendedGPU.active = None
+        SimulatedGPU.active = None
         return super().__exit__(*raised)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -250,9 +253,9 @@ class PretendedGPU(TorchDispatchMode):
 
 
 class _OtherThread(TorchDispatchMode):
-    """The GPU, in a thread that was given work."""
+    """The simulated GPU in another thread."""
 
-    def __init__(self, gpu: PretendedGPU) -> None:
+    def __init__(self, gpu: SimulatedGPU) -> None:
         super().__init__()
         self._gpu = gpu
 
@@ -261,72 +264,77 @@ class _OtherThread(TorchDispatchMode):
 
 
 def run(
-    func: Any, args: Any, kwargs: dict[str, Any], gpu: PretendedGPU | None = None
+    func: Any, args: Any, kwargs: dict[str, Any], gpu: SimulatedGPU | None = None
 ) -> Any:
-    """One operation, on the numbers."""
+    """Run one operation on the contents of its tensors."""
     if func in _PINNING:
         return args[0] if _PINNING[func] is None else _PINNING[func]
     kwargs = dict(kwargs)
     flat, _ = tree_flatten((args, kwargs))
     tensors = [t for t in flat if isinstance(t, torch.Tensor)]
-    here = [t for t in tensors if isinstance(t, Pretending)]
-    asked = kwargs.get("device")
-    on_gpu = torch.device(asked).type == "cuda" if asked is not None else bool(here)
-    if asked is not None:
+    on_device = [t for t in tensors if isinstance(t, GpuTensor)]
+    device = kwargs.get("device")
+    on_gpu = bool(on_device)
+    if device is not None:
+        on_gpu = torch.device(device).type == "cuda"
         kwargs["device"] = torch.device("cpu")
     kwargs.pop("pin_memory", None)
     if func not in _COPIES:
         _refuse_mixtures(func, tensors)
-    if gpu is not None and _waits(func, args, kwargs, here, on_gpu):
+    if gpu is not None and _waits(func, args, kwargs, on_device, on_gpu):
         gpu.waits.append(_where(func))
-    plain = tree_map(_numbers, (args, kwargs))
+    contents = tree_map(_numbers, (args, kwargs))
     late = func is aten.copy_.default and len(args) > 2 and args[2]
-    if late and isinstance(args[1], Pretending) and not isinstance(args[0], Pretending):
-        assert PretendedGPU.active is not None
-        PretendedGPU.active.send(args[0], plain[0][1])
+    if late and isinstance(args[1], GpuTensor) and not isinstance(args[0], GpuTensor):
+        assert SimulatedGPU.active is not None
+        SimulatedGPU.active.send(args[0], contents[0][1])
         return args[0]
-    found = func(*plain[0], **plain[1])
-    if func in _COPIES and asked is None:
-        on_gpu = isinstance(args[0], Pretending)
-    owners = {id(_numbers(t)): t for t in here}
-    return tree_map(lambda t: _wrapped(t, owners) if on_gpu else t, found)
+    result = func(*contents[0], **contents[1])
+    if func in _COPIES and device is None:
+        on_gpu = isinstance(args[0], GpuTensor)
+    owners = {id(_numbers(t)): t for t in on_device}
+    return tree_map(lambda t: _wrapped(t, owners) if on_gpu else t, result)
 
 
 def _numbers(tensor: Any) -> Any:
-    return tensor.numbers if isinstance(tensor, Pretending) else tensor
+    return tensor.numbers if isinstance(tensor, GpuTensor) else tensor
 
 
-def _wrapped(found: Any, owners: dict[int, Pretending]) -> Any:
-    if not isinstance(found, torch.Tensor):
-        return found
-    return owners.get(id(found)) if id(found) in owners else Pretending.of(found)
+def _wrapped(result: Any, owners: dict[int, GpuTensor]) -> Any:
+    if not isinstance(result, torch.Tensor):
+        return result
+    return owners.get(id(result)) if id(result) in owners else GpuTensor.of(result)
 
 
 def _refuse_mixtures(func: Any, tensors: list[torch.Tensor]) -> None:
-    devices = {isinstance(t, Pretending) for t in tensors if t.dim()}
+    devices = {isinstance(t, GpuTensor) for t in tensors if t.dim()}
     if len(devices) > 1 and func not in _INDEXING:
         raise RuntimeError(f"{func} on tensors of two devices")
 
 
-def _waits(func: Any, args: Any, kwargs: Any, here: list[Any], on_gpu: bool) -> bool:
+def _waits(
+    func: Any, args: Any, kwargs: Any, on_device: list[Any], on_gpu: bool
+) -> bool:
+    """Whether the host would wait for this operation."""
     if func in _WAITS:
-        return bool(here)
+        return bool(on_device)
     if func in _INDEXING:
         indices = [i for i in args[1] if i is not None]
-        foreign = any(not isinstance(i, Pretending) for i in indices)
+        foreign = any(not isinstance(i, GpuTensor) for i in indices)
         masks = any(i.dtype in (torch.bool, torch.uint8) for i in indices)
-        return bool(here) and (foreign or masks)
+        return bool(on_device) and (foreign or masks)
     if func is aten._to_copy.default:
-        crosses = isinstance(args[0], Pretending) != on_gpu
+        crosses = isinstance(args[0], GpuTensor) != on_gpu
         return crosses and not kwargs.get("non_blocking")
     if func is aten.copy_.default:
-        crosses = isinstance(args[0], Pretending) != isinstance(args[1], Pretending)
+        crosses = isinstance(args[0], GpuTensor) != isinstance(args[1], GpuTensor)
         return crosses and not (len(args) > 2 and args[2])
     return False
 
 
 def _where(func: Any) -> str:
-    """The operation, and the line of the package that asked for it."""
-    ours = [f for f in traceback.extract_stack() if "vllm_kvplugins/" in f.filename]
-    last = ours[-1] if ours else None
+    """The operation and the line of the package that called it."""
+    stack = traceback.extract_stack()
+    frames = [frame for frame in stack if "vllm_kvplugins/" in frame.filename]
+    last = frames[-1] if frames else None
     return f"{func}" + (f" at {last.filename}:{last.lineno}" if last else "")

@@ -15,8 +15,15 @@ import _gpu_copies
 import pytest
 import torch
 from policy_settings import configure
-from pretend_cuda import CUDA, PretendedGPU
-from pretended_life import ANSWER, PROMPTS, Life, numbers, on, without_inference_mode
+from simulated_cuda import CUDA, SimulatedGPU
+from simulated_requests import (
+    ANSWER,
+    PROMPTS,
+    Life,
+    numbers,
+    on,
+    without_inference_mode,
+)
 
 from vllm_kvplugins.engine.retrieval import offload_queue, pinned
 from vllm_kvplugins.engine.retrieval.controller import RetrievalController
@@ -46,11 +53,11 @@ def _small_chunks(monkeypatch) -> None:
 
 
 @pytest.fixture
-def gpu() -> Iterator[PretendedGPU]:
-    with PretendedGPU() as pretended:
-        yield pretended
+def gpu() -> Iterator[SimulatedGPU]:
+    with SimulatedGPU() as simulated:
+        yield simulated
         gc.collect()
-        assert not pretended.host.pinned
+        assert not simulated.host.pinned
 
 
 def lived(life: Life) -> tuple[list[torch.Tensor], Traffic]:
@@ -69,7 +76,7 @@ def lived(life: Life) -> tuple[list[torch.Tensor], Traffic]:
     "policy", POLICIES, ids=lambda p: f"{p['name']}-{p['prefetch']}"
 )
 def test_direct_is_staged(policy: dict[str, Any]):
-    """Bit for bit, and nobody waits more often."""
+    """Results are equal bit for bit, and the host does not wait more often."""
     found, traffic, waits = {}, {}, {}
     for how in ("staged", "direct"):
         with on(CUDA) as gpu:
@@ -124,7 +131,7 @@ class ByItself(AsyncHostCopy):
 
 @pytest.mark.parametrize("prefetch", ["off", "step"])
 def test_nobody_writes_where_the_gpu_still_reads(
-    gpu: PretendedGPU, monkeypatch, prefetch: str
+    gpu: SimulatedGPU, monkeypatch, prefetch: str
 ):
     """Requests that go and come again in a tier that holds them once."""
     monkeypatch.setattr(offload_queue, "AsyncHostCopy", ByItself)
@@ -173,8 +180,8 @@ class Scene:
         )
 
 
-def test_pages_rest_until_they_are_read(gpu: PretendedGPU):
-    """Others are given first; if there are none, somebody waits."""
+def test_pages_rest_until_they_are_read(gpu: SimulatedGPU):
+    """Other pages are handed out first; without any, the host waits."""
     scene = Scene(num_pages=5)
     tier = scene.tier
     mine = tier.take(2)
@@ -195,7 +202,7 @@ def test_pages_rest_until_they_are_read(gpu: PretendedGPU):
     gpu.host.finish()
 
 
-def test_the_gpu_is_caught_reading_what_was_overwritten(gpu: PretendedGPU):
+def test_the_gpu_is_caught_reading_what_was_overwritten(gpu: SimulatedGPU):
     scene = Scene(num_pages=2)
     mine = scene.tier.take(1)
     scene.tier.write(mine[None], 0, torch.ones(1, 4, DIM), torch.ones(1, 4, DIM))
@@ -208,7 +215,7 @@ def test_the_gpu_is_caught_reading_what_was_overwritten(gpu: PretendedGPU):
         gpu.host._require_pinned(plain, torch.tensor([1]))
 
 
-def test_memory_is_pinned_as_it_fills_and_once(gpu: PretendedGPU):
+def test_memory_is_pinned_as_it_fills_and_once(gpu: SimulatedGPU):
     """A chunk ahead, on another thread; all is unpinned in the end."""
     scene = Scene(num_pages=4 * CHUNK // 512 + 3)
     tier, each = scene.tier, CHUNK // 512
@@ -246,7 +253,7 @@ def test_memory_is_pinned_as_it_fills_and_once(gpu: PretendedGPU):
     assert gpu.host.freed == freed >= tier.pages.nbytes
 
 
-def test_memory_that_nobody_holds_is_unpinned(gpu: PretendedGPU):
+def test_memory_that_nobody_holds_is_unpinned(gpu: SimulatedGPU):
     scene = Scene(num_pages=3)
     scene.fetch(scene.tier.take(1))
     assert gpu.host.pinned
@@ -256,7 +263,7 @@ def test_memory_that_nobody_holds_is_unpinned(gpu: PretendedGPU):
     assert gpu.waits, "behind what was read"
 
 
-def test_what_cannot_be_pinned_is_staged(gpu: PretendedGPU, caplog):
+def test_what_cannot_be_pinned_is_staged(gpu: SimulatedGPU, caplog):
     """Said once; answers are the same."""
     life = Life(POLICIES[0] | {"host_fetch": "direct"}, CUDA)
     while gpu.host.fetches < 5:
@@ -275,7 +282,7 @@ def test_what_cannot_be_pinned_is_staged(gpu: PretendedGPU, caplog):
     gpu.host.finish()
 
 
-def test_nothing_at_all_can_be_pinned(gpu: PretendedGPU):
+def test_nothing_at_all_can_be_pinned(gpu: SimulatedGPU):
     gpu.host.room = CHUNK - 1
     with pytest.raises(RuntimeError, match=r"cannot be pinned: .*out of memory"):
         Scene(num_pages=100)
@@ -283,7 +290,7 @@ def test_nothing_at_all_can_be_pinned(gpu: PretendedGPU):
 
 
 @pytest.mark.parametrize("how", ["staged", "direct"])
-def test_the_smoke_test_for_gpus_measures_it(gpu: PretendedGPU, how: str):
+def test_the_smoke_test_for_gpus_measures_it(gpu: SimulatedGPU, how: str):
     run = _gpu_copies.fetcher(CUDA, how, 32)
     assert [int(run()) for _ in range(6)] == [8 * 32] * 6
     assert gpu.host.fetches == (6 if how == "direct" else 0)

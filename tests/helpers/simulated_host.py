@@ -15,7 +15,7 @@ import torch
 from vllm_kvplugins.ops import host_fetch, hot_set, torch_ops
 from vllm_kvplugins.ops.layout import PagedKV, PageLayout
 
-# What stands in for the driver and for our kernel: where it is looked up, and its name.
+# Functions that SimulatedHost replaces: the module that looks each up, and its name.
 HOST_SEAMS = [
     (host_fetch, "pin"),
     (host_fetch, "unpin"),
@@ -25,22 +25,22 @@ HOST_SEAMS = [
 
 
 class Read(NamedTuple):
-    """Rows that are read, and what was in them when the GPU was told to."""
+    """A read of host rows, with their contents at the time of the call."""
 
     rows: torch.Tensor
     ids: torch.Tensor
     contents: torch.Tensor
 
 
-class PretendedHost:
-    """What is pinned, and read.
+class SimulatedHost:
+    """Host memory of the simulated GPU.
 
     Attributes:
-        pinned: addresses of the host, with lengths, in the order of pinning.
-        room: bytes that may be pinned; more fails as a driver does.
-        freed: bytes that were unpinned.
-        quick: while it is not set, pinning takes time.
-        fetches: how often it was told to read.
+        pinned: length of each pinned region by address, in the order of pinning.
+        room: maximum number of pinned bytes; more fails like a CUDA driver.
+        freed: total number of unpinned bytes.
+        quick: pinning waits until this event is set.
+        fetches: number of reads that were started.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class PretendedHost:
         self.pinned[first] = size
 
     def unpin(self, memory: torch.Tensor) -> None:
-        assert not self._reads, "the GPU reads it"
+        assert not self._reads, "the GPU still reads this memory"
         assert self.pinned.pop(memory.data_ptr()) == memory.nbytes
         self.freed += memory.nbytes
 
@@ -80,13 +80,13 @@ class PretendedHost:
         key_rows: Any,
         value_rows: Any,
     ) -> None:
-        assert type(rows) is torch.Tensor, "rows are the host's"
+        assert type(rows) is torch.Tensor, "rows must be on the host"
         ids = torch.cat([key_rows.numbers, value_rows.numbers])
         contents = rows[ids]
         self._require_pinned(rows, ids)
         keys, values = contents.split(len(key_rows))
         places = pages.numbers, slots.numbers
-        # what else uses the heap comes later, in the order of the stream
+        # Later operations on the heap follow in the order of the stream.
         layout, heap = kv.layout, cast(Any, kv.pages)
         own = PageLayout(layout.block_size, layout.head_dim, *tables(layout))
         torch_ops.scatter_tokens(PagedKV(heap.numbers, own), *places, keys, values)
@@ -104,29 +104,29 @@ class PretendedHost:
         for at, length in self.pinned.items():
             stop = (first + size).clamp(max=at + length)
             inside += (stop - first.clamp(min=at)).clamp(min=0)
-        assert bool((inside == size).all()), "what the GPU reads is not pinned"
+        assert bool((inside == size).all()), "the GPU reads memory that is not pinned"
 
     def under_way(self, reads: set[int]) -> bool:
         return not reads.isdisjoint(self._reads)
 
     def over(self, reads: set[int]) -> None:
-        """Somebody has waited for these."""
+        """End reads that the host has waited for; their rows must not have changed."""
         with self._lock:
             for number in reads & set(self._reads):
                 read = self._reads.pop(number)
-                now = read.rows[read.ids]
-                # bit for bit: what nobody has written may be NaN
-                assert now.view(torch.uint8).equal(read.contents.view(torch.uint8)), (
-                    "the host has written where the GPU was still reading"
-                )
+                current = read.rows[read.ids]
+                # Compare bits, because memory that was never written may be NaN.
+                assert current.view(torch.uint8).equal(
+                    read.contents.view(torch.uint8)
+                ), "the host wrote to memory that the GPU was still reading"
 
     def finish(self) -> None:
-        """All that was ever read is over."""
+        """End all reads."""
         self.over(set(self._reads))
 
 
 def tables(layout: PageLayout) -> list[torch.Tensor]:
-    """Of a layout of the GPU, or not."""
+    """Offsets of a page layout, as CPU tensors."""
     return [
         getattr(table, "numbers", table)
         for table in (layout.k_offsets, layout.v_offsets)

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from policy_settings import configure, retrieve
-from pretend_cuda import CUDA, PretendedGPU, Pretending
-from pretended_life import (
+from routers import write_random_router
+from simulated_cuda import CUDA, GpuTensor, SimulatedGPU
+from simulated_requests import (
     ANSWER,
     BLOCK,
     GROUP,
@@ -31,7 +32,6 @@ from pretended_life import (
     policies,
     without_inference_mode,
 )
-from routers import write_random_router
 
 from vllm_kvplugins.engine.retrieval.controller import RetrievalController
 from vllm_kvplugins.engine.spans import controller
@@ -78,7 +78,7 @@ def test_retrieval_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]
             retrieval = life.retrieval
             retrieval._wait_for_pending()
             fetched[device.type] = retrieval.take_traffic()
-            assert not gpu or not gpu.sent, "nobody has waited for these"
+            assert not gpu or not gpu.sent, "the host has not waited for these copies"
             life.runtime.forget(list(PROMPTS))
             assert retrieval.tier.num_free == len(retrieval.tier.pages)
         found[device.type] = [numbers(t) for t in (*tables, life.heap.pages)]
@@ -157,7 +157,7 @@ def attended_elsewhere(
     scale: float,
     entries: CoarseEntries,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A kernel, which makes nobody wait and wants all where the heap is."""
+    """A kernel that never makes the host wait and needs all inputs on the device."""
     tensors = [queries, kv.pages, pages, lengths, *entries.tensors]
     assert len({tensor.device for tensor in tensors}) == 1
     queries, heap, pages, lengths, *rest = (numbers(tensor) for tensor in tensors)
@@ -166,7 +166,7 @@ def attended_elsewhere(
     found = torch_ops.attend_mixed(queries, kv, pages, lengths, scale, entries)
     if tensors[0] is queries:
         return found
-    return Pretending.of(found[0]), Pretending.of(found[1])
+    return GpuTensor.of(found[0]), GpuTensor.of(found[1])
 
 
 @pytest.mark.parametrize("zoom", ["mean-key", "trained", "none"])
@@ -225,33 +225,33 @@ def zone_contents(life: Life, name: str) -> torch.Tensor:
     return numbers(life.heap.pages)[pages[used]]
 
 
-def largest_made_on_gpu(monkeypatch: pytest.MonkeyPatch, pool: Pretending) -> list[int]:
+def largest_made_on_gpu(monkeypatch: pytest.MonkeyPatch, pool: GpuTensor) -> list[int]:
     """Bytes of the largest tensor of keys and values that is there from now on, the
     pool apart."""
-    largest, wrap = [0], Pretending.of
+    largest, wrap = [0], GpuTensor.of
     its_own = pool.numbers.untyped_storage().data_ptr()
 
-    def noted(numbers: torch.Tensor) -> Pretending:
+    def noted(numbers: torch.Tensor) -> GpuTensor:
         storage = numbers.untyped_storage()
         other = storage.data_ptr() != its_own
         if largest and other and numbers.dtype == pool.dtype:
             largest[0] = max(largest[0], storage.nbytes())
         return wrap(numbers)
 
-    monkeypatch.setattr(Pretending, "of", staticmethod(noted))
+    monkeypatch.setattr(GpuTensor, "of", staticmethod(noted))
     return largest
 
 
 @pytest.fixture
-def gpu() -> Iterator[PretendedGPU]:
-    with PretendedGPU() as pretended:
-        yield pretended
+def gpu() -> Iterator[SimulatedGPU]:
+    with SimulatedGPU() as simulated:
+        yield simulated
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["loaded", "parked"])
 @pytest.mark.parametrize("policy", [configure("snapkv", SETTINGS), RETRIEVERS[0]])
 def test_sessions_leave_the_gpu_and_come_back(
-    monkeypatch, gpu: PretendedGPU, policy, in_place
+    monkeypatch, gpu: SimulatedGPU, policy, in_place
 ):
     without_inference_mode(
         monkeypatch, (RetrievalController, "forget"), (RetrievalController, "detach")
@@ -287,7 +287,7 @@ def test_sessions_leave_the_gpu_and_come_back(
         saved.place.retained,
     )
     for tensor in here:
-        assert not isinstance(tensor, Pretending), "still on the GPU"
+        assert not isinstance(tensor, GpuTensor), "still on the GPU"
     life.runtime.forget([name])
     others = table[stop : 2 * stop - first].tolist()
     life.prompts[name] = tokens + 5

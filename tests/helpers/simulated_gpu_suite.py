@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from policy_settings import drop
-from pretend_cuda import CUDA, PretendedGPU
-from pretended_life import ANSWER, PROMPTS, Life, numbers, on, policies
+from simulated_cuda import CUDA, SimulatedGPU
+from simulated_requests import ANSWER, PROMPTS, Life, numbers, on, policies
 
 from vllm_kvplugins.engine import compactor
 from vllm_kvplugins.ops.device import AsyncHostCopy
@@ -22,12 +22,12 @@ from vllm_kvplugins.ops.page_votes import page_votes
 
 
 @pytest.fixture
-def gpu() -> Iterator[PretendedGPU]:
-    with PretendedGPU() as pretended:
-        yield pretended
+def gpu() -> Iterator[SimulatedGPU]:
+    with SimulatedGPU() as simulated:
+        yield simulated
 
 
-def test_the_pretended_gpu(gpu: PretendedGPU):
+def test_the_simulated_gpu(gpu: SimulatedGPU):
     """It refuses and counts what it is there for."""
     here = torch.arange(5, device=CUDA)
     assert here.device == CUDA
@@ -55,7 +55,7 @@ def test_the_pretended_gpu(gpu: PretendedGPU):
     assert len(gpu.waits) == before
 
 
-def test_what_is_on_its_way_to_the_host_is_not_there(gpu: PretendedGPU):
+def test_what_is_on_its_way_to_the_host_is_not_there(gpu: SimulatedGPU):
     arrival = AsyncHostCopy(torch.arange(3.0, device=CUDA))
     early = AsyncHostCopy(torch.ones(2, device=CUDA))
     assert early._host.isnan().all()
