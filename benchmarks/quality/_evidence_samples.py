@@ -15,7 +15,6 @@ from typing import Any
 from _documents import read_documents
 from _quality_needles import multikey, passkey
 from _quality_samples import Sample, Setting, TaskError, Tokens
-from fidelity import choose
 
 PASSKEY, MULTIKEY, KL = "passkey", "multikey", "kl"
 TASKS = (PASSKEY, MULTIKEY, KL)
@@ -118,20 +117,33 @@ def conversation(sample: Sample, tokenizer: Any) -> Prompt:
 def _texts(setting: Setting, tokenizer: Any) -> Iterator[Prompt]:
     """Windows of the user's texts, each with the tokens that really follow."""
     documents = read_documents(Path(setting.documents or setting.haystack))
+    random.Random(setting.seed).shuffle(documents)
     length = setting.tokens + FORCED_TOKENS
-    try:
-        chosen = choose(documents, tokenizer, length, setting.limit, setting.seed)
-    except ValueError as error:
-        raise TaskError(f"--texts: {error}") from error
-    for name, ids in chosen:
+    encoded = [(each.name, tokenizer.encode(each.text)) for each in documents]
+    chosen = list(windows(encoded, length))[: setting.limit]
+    if len(chosen) < setting.limit:
+        raise TaskError(f"--texts: only {len(chosen)} windows of {length} tokens")
+    for group, name, ids in chosen:
         yield Prompt(
             task=KL,
             name=name,
-            group=name,
+            group=group,
             token_ids=tuple(ids[: setting.tokens]),
             turn_end=setting.tokens - OPEN_TOKENS,
             forced=tuple(ids[setting.tokens :]),
         )
+
+
+def windows(
+    documents: Sequence[tuple[str, list[int]]], length: int
+) -> Iterator[tuple[str, str, list[int]]]:
+    """Disjoint windows, first ones first: document, name and tokens of each."""
+    longest = max((len(ids) for _, ids in documents), default=0)
+    for number in range(longest // length):
+        start = number * length
+        for name, ids in documents:
+            if len(ids) >= start + length:
+                yield name, f"{name}#{number}", ids[start : start + length]
 
 
 def order(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from _evidence_engine import ForcedTokens
 from _evidence_report import cells_of, tables
-from _evidence_samples import READ, conversation
+from _evidence_samples import READ, conversation, windows
 from _quality_fit import fit, held_tokens
 from _quality_samples import Sample
 
@@ -56,6 +56,15 @@ def test_the_text_is_the_first_turn_and_the_question_the_second(opening):
     assert prompt.group == "g"
     assert prompt.patched_prompt == list(prompt.token_ids[: len(prompt.patched_prompt)])
     assert 0 < len(prompt.patched_prompt) <= prompt.turn_end
+
+
+def test_windows_are_disjoint_and_take_one_of_each_text_first():
+    texts = [("a", list(range(7))), ("b", list(range(10, 13))), ("c", [20])]
+    assert list(windows(texts, 3)) == [
+        ("a", "a#0", [0, 1, 2]),
+        ("b", "b#0", [10, 11, 12]),
+        ("a", "a#1", [3, 4, 5]),
+    ]
 
 
 @pytest.mark.parametrize(
