@@ -19,7 +19,7 @@ def make_llm(model: str, policy: dict[str, Any] | None = None, **settings: Any) 
         "max_model_len": 8192,
         "max_num_batched_tokens": 1024,
         "max_num_seqs": 8,
-        # An engine writes zeros to its whole pool: 3 seconds for 1 GiB.
+        # An engine fills its whole pool with zeros: 3 seconds for 1 GiB.
         "num_gpu_blocks_override": 700,
         "seed": 0,
         "disable_log_stats": True,
@@ -87,7 +87,7 @@ class Driver:
         from vllm import SamplingParams
 
         extra = {"turn_ends": turn_ends, "patched_prompt": patched}
-        extra = {name: said for name, said in extra.items() if said is not None}
+        extra = {name: value for name, value in extra.items() if value is not None}
 
         params = SamplingParams(
             temperature=0,
@@ -97,11 +97,11 @@ class Driver:
             logprobs=2 if margins else None,
             extra_args=extra or None,
         )
-        asked: dict[str, Any] = {"prompt_token_ids": prompt}
+        request: dict[str, Any] = {"prompt_token_ids": prompt}
         if salt is not None:
-            asked["cache_salt"] = salt
+            request["cache_salt"] = salt
         self.tokens[name] = []
-        self.engine.add_request(name, asked, params)
+        self.engine.add_request(name, request, params)
 
     def abort(self, names: list[str]) -> None:
         self.engine.abort_request(names)
@@ -121,13 +121,13 @@ class Driver:
     def busy(self) -> bool:
         return bool(self.engine.has_unfinished_requests())
 
-    def step_until(self, reached: Callable[[], bool], most: int = 5000) -> None:
-        """Step until ``reached()``; at least its check happens once per step."""
-        for _ in range(most):
+    def step_until(self, reached: Callable[[], bool], max_steps: int = 5000) -> None:
+        """Step until ``reached()`` is true; it is checked after every step."""
+        for _ in range(max_steps):
             if reached():
                 return
             self.step()
-        raise AssertionError(f"not reached within {most} steps")
+        raise AssertionError(f"not reached within {max_steps} steps")
 
     def run(self) -> None:
         """Step until no request is left."""
@@ -136,7 +136,7 @@ class Driver:
     def generate(
         self, prompts: dict[str, list[int]], max_tokens: int, margins: bool = False
     ) -> dict[str, list[int]]:
-        """All prompts at once, to the end."""
+        """Run all prompts together to their end."""
         for name, prompt in prompts.items():
             self.add(name, prompt, max_tokens, margins)
         self.run()
@@ -160,11 +160,11 @@ class Driver:
 
     @property
     def total_blocks(self) -> int:
-        """Blocks that requests can have: all but the null block."""
+        """Blocks that requests can use: all but the null block."""
         return int(self.pool.num_gpu_blocks) - 1
 
     def held_blocks(self) -> set[int]:
-        """Ids of the blocks that requests hold, each once."""
+        """Ids of the blocks that requests hold, without duplicates."""
         return {
             block.block_id
             for blocks in self.manager.req_to_blocks.values()
@@ -180,14 +180,16 @@ class Driver:
         )
 
     def check_blocks(self) -> None:
-        """Every block is either free or held by a request."""
+        """Check that every block is either free or held by a request."""
         used = len(self.held_blocks())
         assert self.free_blocks + used == self.total_blocks, (
             f"{self.free_blocks} free + {used} held != {self.total_blocks} blocks"
         )
 
     def check_policy_state(self) -> int:
-        """Raise if it contradicts itself; how many requests the worker knows."""
+        """Number of requests that the worker tracks; raises if its state is
+        inconsistent.
+        """
         self.manager.check_integrity()
         (tracked,) = self.llm.collective_rpc("kv_policy_check_integrity")
         return int(tracked)
@@ -200,6 +202,6 @@ def worker_of(llm: Any) -> Any:
 
 
 def _margin(entry: dict[int, Any]) -> float:
-    """Lead of the best token over the next one, in logprob."""
+    """Log-probability of the best token minus that of the second."""
     best, second = sorted((item.logprob for item in entry.values()), reverse=True)[:2]
     return float(best - second)

@@ -31,11 +31,12 @@ from typing import Any
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parent.parent
-# Steps take several times as long: random traffic is shorter then.
+# Steps take several times as long, so random traffic is shorter.
 INTERPRETED = os.environ.get("KVP_TEST_RUNNER") == "V2"
 _PATIENCE = 6 if INTERPRETED else 1
-# Variables that vLLM, this package and the tests' own patches read when an engine
-# starts, or later; all others may be read by an import.
+# Variables that vLLM, this package or a test's patch reads at or after the start of an
+# engine.
+# Imports may read all others.
 _READ_LATE = {
     "KVP_OPS",
     "KVP_TEST_ASYNC",
@@ -45,12 +46,12 @@ _READ_LATE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING",
     "VLLM_PLUGINS",
 }
-_MOST_SERVERS = 2  # each holds what vLLM's import needs, some 700 MB
+_MOST_SERVERS = 2  # each server holds vLLM's imports, some 700 MB
 
 
 def engine_environment(**changes: str | None) -> dict[str, str]:
     """Environment of a process that runs vLLM; None removes a variable."""
-    # One unpinned thread: two that wait for each other on a busy machine are
+    # One unpinned thread: on a busy machine, two threads that wait for each other are
     # thirty times slower, and these models are small.
     env = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     env |= os.environ
@@ -116,7 +117,7 @@ def run_scenario(
 
 
 class _Server:
-    """A fork server, and the log of what it says outside its children."""
+    """A fork server, and the log of its own output."""
 
     def __init__(self, env: dict[str, str]) -> None:
         self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115
@@ -145,8 +146,8 @@ class _Server:
                 )
             reply = self._process.stdout.readline()
             if not reply:
-                said = _end_of(Path(self._log.name))
-                raise AssertionError(f"the fork server ended:\n{said}")
+                last_lines = _end_of(Path(self._log.name))
+                raise AssertionError(f"the fork server ended:\n{last_lines}")
             return int(reply)
         except BaseException:
             self.close()
@@ -163,11 +164,11 @@ class _Server:
 
 
 _Key = frozenset[tuple[str, str]]
-_servers: dict[_Key, _Server] = {}  # the one used last comes last
+_servers: dict[_Key, _Server] = {}  # the most recently used server comes last
 
 
 def _server(env: dict[str, str]) -> _Server:
-    """The server that was started in this environment, or a new one."""
+    """A running server with this environment, or a new one."""
     key = frozenset(
         (name, value)
         for name, value in env.items()

@@ -24,8 +24,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# Seconds of imports that every scenario needs. Not this package: an engine that runs
-# without its plugin must not find it loaded.
+# Imports that take seconds and that every scenario needs. This package is not among
+# them: an engine without its plugin must not find it imported.
 _PRELOADED = (
     "torch",
     "transformers",
@@ -39,8 +39,8 @@ _POLL_SECONDS = 0.02
 
 
 def serve() -> None:
-    """Fork a child for each request until standard input is closed."""
-    # Replies go through a descriptor that no import prints to and no child inherits.
+    """Fork a child for each request, until standard input closes."""
+    # Replies use a descriptor to which no import prints and which no child inherits.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for name in _PRELOADED:
@@ -48,7 +48,7 @@ def serve() -> None:
     threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1
     assert threads == 1, f"{threads} threads; a fork would copy one of them"
     gc.collect()
-    gc.freeze()  # the collector of a child does not write to shared pages
+    gc.freeze()  # so that the child's collector does not write to shared pages
     while line := sys.stdin.buffer.readline():
         request = json.loads(line)
         child = os.fork()
@@ -80,7 +80,7 @@ def _leave(code: int) -> None:
 
 
 def run(request_path: Path, result_path: Path) -> None:
-    """Call the scenario that a file names; write what it returns."""
+    """Call the scenario that the request's file names, and write its result."""
     request = json.loads(request_path.read_text())
     module, _, function = request["scenario"].partition(":")
     result = getattr(import_module(module), function)(**request["arguments"])
@@ -102,20 +102,20 @@ def _become(request: dict[str, Any]) -> None:
 
 
 def _wait(child: int) -> int:
-    """The child's exit code; kill it when standard input is closed meanwhile."""
+    """The child's exit code. Kills the child if standard input closes meanwhile."""
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             _kill_group(child)
             return os.waitstatus_to_exitcode(status)
-        if select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:  # no request: the end
+        if select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:  # end of input
             _kill_group(child)
             os.waitpid(child, 0)
             raise SystemExit(1)
 
 
 def _kill_group(child: int) -> None:
-    """Kill a child and the processes that it started and left running."""
+    """Kill a child and the processes that it started."""
     # PermissionError: on macOS, only zombies are left
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)

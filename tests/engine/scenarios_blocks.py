@@ -19,7 +19,7 @@ def _prompt(count: int) -> list[int]:
 
 
 class _Watching(Driver):
-    """Notes after every hand-out how many blocks are in use."""
+    """Records how many blocks are in use after every allocation."""
 
     def __init__(self, llm: Any) -> None:
         super().__init__(llm)
@@ -34,7 +34,9 @@ class _Watching(Driver):
         self.pool.get_new_blocks = watched
 
     def answer(self, lengths: list[int], max_tokens: int) -> dict[str, Any]:
-        """All prompts at once, to the end; what that took."""
+        """Run all prompts together to their end; returns answers and the blocks
+        used.
+        """
         self.in_use, self.preemptions = [], 0
         before = self.manager.compactions
         tokens = self.generate({str(n): _prompt(n) for n in lengths}, max_tokens)
@@ -50,7 +52,7 @@ class _Watching(Driver):
         }
 
     def refusal(self, length: int, max_tokens: int) -> str:
-        """What the front end says to a request that it does not take."""
+        """The front end's message when it refuses a request."""
         from vllm.exceptions import VLLMValidationError
 
         try:
@@ -69,7 +71,7 @@ def pools(
     fits: tuple[int, int] | None = None,
     large: int | None = None,
 ) -> dict[str, Any]:
-    """Groups of prompts in a small pool, and in a large one if it is given.
+    """Groups of prompts in a small pool, and in a large one if given.
 
     Args:
         small, large: blocks of the pools, the null block included.
@@ -77,12 +79,12 @@ def pools(
         refused, fits: prompt and answer of requests that do not fit the small pool
             and that fill it.
     """
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for name, blocks in (("small", small), ("large", large)):
         if blocks is None:
             continue
-        # several prompts get a share of each step, so that some are half-way to
-        # their next compaction when another one asks to be let in
+        # several prompts share each step, so that some are between two compactions
+        # when another one is admitted
         driver = _Watching(
             make_llm(
                 model,
@@ -92,18 +94,18 @@ def pools(
             )
         )
         if name == "small":
-            found["scheduler"] = type(driver.scheduler).__name__
-            found["steps_in_flight"] = driver.core.batch_queue_size
-            found["refusal"] = driver.refusal(*refused)
-            found["full"] = driver.answer([fits[0]], fits[1]) if fits else None
-        found[name] = [driver.answer(lengths, ANSWER) for lengths in groups]
+            report["scheduler"] = type(driver.scheduler).__name__
+            report["steps_in_flight"] = driver.core.batch_queue_size
+            report["refusal"] = driver.refusal(*refused)
+            report["full"] = driver.answer([fits[0]], fits[1]) if fits else None
+        report[name] = [driver.answer(lengths, ANSWER) for lengths in groups]
         del driver
         gc.collect()
-    return found
+    return report
 
 
 def refused_elsewhere(model: str, policy: Policy, small: int) -> dict[str, Any]:
-    """The same check where the engine runs in a process of its own."""
+    """The same check with the engine in its own process."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -129,9 +131,9 @@ def recorded_each(
     model: str, policies: dict[str, Policy], lengths: list[int], max_tokens: int
 ) -> dict[str, Any]:
     """``scenarios_tiny.recorded`` per policy, with a tokenizer."""
-    found = {}
+    report = {}
     for name, policy in policies.items():
-        found[name] = recorded(
+        report[name] = recorded(
             model,
             policy,
             lengths,
@@ -140,4 +142,4 @@ def recorded_each(
             max_model_len=4096,
         )
         gc.collect()
-    return found
+    return report

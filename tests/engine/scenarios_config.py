@@ -6,7 +6,7 @@ from typing import Any
 
 
 def try_configs(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Resolve each case's EngineArgs; nothing is loaded.
+    """Resolve each case's EngineArgs without loading anything.
 
     Returns:
         Per case ``[name of the error's class, message]``, or None if it passed.
@@ -25,7 +25,10 @@ def _refusal(arguments: dict[str, Any]) -> list[str] | None:
 
 
 def lengths(cases: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
-    """Per case max_model_len and what was logged about it, or error and message."""
+    """Per case:
+
+    max_model_len and the log messages about it, or the error and its message.
+    """
     import io
     import logging
 
@@ -33,18 +36,18 @@ def lengths(cases: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
 
     from vllm_kvplugins.vllm_adapter.worker import probing
 
-    found: dict[str, list[Any]] = {}
+    messages: dict[str, list[Any]] = {}
     for name, arguments in cases.items():
-        said = io.StringIO()
-        # vLLM takes the handlers of its own loggers away while it configures them.
+        captured = io.StringIO()
+        # vLLM removes the handlers of its own loggers while it configures them.
         probing.logger = logging.Logger("test", logging.INFO)
-        probing.logger.addHandler(logging.StreamHandler(said))
+        probing.logger.addHandler(logging.StreamHandler(captured))
         try:
             config = EngineArgs(**_with_objects(arguments)).create_engine_config()
-            found[name] = [config.model_config.max_model_len, said.getvalue()]
+            messages[name] = [config.model_config.max_model_len, captured.getvalue()]
         except Exception as error:
-            found[name] = [type(error).__name__, str(error)]
-    return found
+            messages[name] = [type(error).__name__, str(error)]
+    return messages
 
 
 def _with_objects(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +74,7 @@ def stock_run(model: str, prompts: list[list[int]]) -> dict[str, Any]:
 def policy_then_stock(
     model: str, policy: dict[str, Any], prompts: list[list[int]]
 ) -> dict[str, Any]:
-    """One process, three engines: with a policy, without, and with it again.
+    """Three engines in one process: with a policy, without, and with it again.
 
     An engine is only let go of, as a user would, not shut down.
     """
@@ -80,15 +83,15 @@ def policy_then_stock(
     from driver import Driver, make_llm
 
     named = {str(index): prompt for index, prompt in enumerate(prompts)}
-    seen: dict[str, Any] = {}
-    for name, wanted in (("policy", policy), ("stock", None), ("again", policy)):
-        llm = make_llm(model, wanted, block_size=None)
+    configs: dict[str, Any] = {}
+    for name, settings in (("policy", policy), ("stock", None), ("again", policy)):
+        llm = make_llm(model, settings, block_size=None)
         driver = Driver(llm)
-        seen[name] = {"tokens": driver.generate(named, 16), **_resolved(driver)}
-        seen[name]["compactions"] = getattr(driver.manager, "compactions", None)
+        configs[name] = {"tokens": driver.generate(named, 16), **_resolved(driver)}
+        configs[name]["compactions"] = getattr(driver.manager, "compactions", None)
         del llm, driver
         gc.collect()
-    return seen
+    return configs
 
 
 def _resolved(driver: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class PoisoningDriver(Driver):
         execute = runner.execute_model
 
         def executed(*args: Any, **kwargs: Any) -> Any:
-            # not before: a worker may still read what compactions have freed
+            # not earlier: a worker may still read what compactions have freed
             _fill(self.runtime.heap, self._handed_out, torch.finfo(torch.float32).max)
             self._is_nan -= set(self._handed_out)
             self._handed_out = []
@@ -62,7 +62,7 @@ class PoisoningDriver(Driver):
         self.poison()
 
     def poison(self) -> None:
-        if self.runtime.heap is None:  # it is known with the first step
+        if self.runtime.heap is None:  # the cache is known from the first step on
             return
         free = self.pool.free_block_queue.get_all_free_blocks()
         fresh = {block.block_id for block in free} - self._is_nan
@@ -85,7 +85,7 @@ def traffic(
     blocks: int,
     samples: int,
 ) -> dict[str, dict[str, Any]]:
-    """``rounds`` rounds of arrivals, aborts and preemptions per policy.
+    """Run ``rounds`` rounds of arrivals, aborts and preemptions under each policy.
 
     Args:
         samples: requests that are compared with a run of their own.
@@ -93,16 +93,16 @@ def traffic(
     Returns:
         Per policy what happened, or ``error`` if a check raised.
     """
-    found: dict[str, dict[str, Any]] = {}
+    report: dict[str, dict[str, Any]] = {}
     for name, policy in policies.items():
         began = time.monotonic()
         try:
-            found[name] = _traffic(model, policy, seed, rounds, blocks, samples)
+            report[name] = _traffic(model, policy, seed, rounds, blocks, samples)
         except Exception as error:
-            found[name] = {"error": f"{type(error).__name__}: {error}"}
-        found[name]["seconds"] = time.monotonic() - began
-        gc.collect()  # an engine that is let go of ends here
-    return found
+            report[name] = {"error": f"{type(error).__name__}: {error}"}
+        report[name]["seconds"] = time.monotonic() - began
+        gc.collect()  # an engine without references ends here
+    return report
 
 
 def _traffic(
@@ -144,7 +144,7 @@ def long_generation(
     max_tokens: int,
     blocks: int,
 ) -> dict[str, Any]:
-    """One request that generates far more tokens than it may hold.
+    """One request that generates many more tokens than it may hold.
 
     Returns:
         ``held`` blocks after each step, ``tokens``.
@@ -166,7 +166,7 @@ def long_generation(
     driver.step()
     driver.check_blocks()
     return {
-        "held": held[:-1],  # with the last token all are freed
+        "held": held[:-1],  # the last token frees all blocks
         "tokens": driver.tokens["long"],
         "preemptions": driver.preemptions,
         "tracked": driver.check_policy_state(),

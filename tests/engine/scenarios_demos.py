@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 def run_demos(
     model: str, policy: str, settings: str, talks: list[str]
 ) -> list[dict[str, Any]]:
-    """Serve a model with a policy and have the demo's questions answered.
+    """Serve a model with a policy and answer the demo's questions.
 
     Args:
         policy: ``none`` is stock vLLM.
@@ -45,7 +45,7 @@ def run_demos(
     command = ["--model", model, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", "m", "--enforce-eager", "--dtype", "float32"]
     command += ["--num-gpu-blocks-override", "160", "--block-size", "32"]
-    command += ["--max-model-len", "4096"]  # fits into these blocks
+    command += ["--max-model-len", "4096"]  # the prompts fit into these blocks
     if policy != "none":
         command += ["--kv-policy", policy]
         if plan.settings:
@@ -86,9 +86,9 @@ def _ask(port: int, plan: Any, talks: list[str], results: list[dict[str, Any]]) 
 
 
 def _keep_debug_messages(path: str) -> None:
-    """Episodes are debug messages, in place of a server's log."""
+    """Read episodes from debug messages instead of a server's log."""
     from vllm_kvplugins.vllm_adapter.frontend import chat_episodes
 
-    # vLLM takes the handlers of its own loggers away while it configures them.
+    # vLLM removes the handlers of its own loggers while it configures them.
     chat_episodes.logger = logging.Logger("test", logging.DEBUG)
     chat_episodes.logger.addHandler(logging.FileHandler(path))

@@ -14,7 +14,7 @@ FIRST, QUESTION, ANSWER = 400, 60, 20  # tokens
 
 
 class Parking(Driver):
-    """Counts the pages that sessions bring into the pool.
+    """Counts the pages that sessions copy into the pool.
 
     Attributes:
         copied: pages since the start.
@@ -40,11 +40,11 @@ class Parking(Driver):
 
     @property
     def parked(self) -> int:
-        """Blocks that hold sessions and are free."""
+        """Free blocks that hold sessions."""
         return int(self.manager.device_sessions.num_blocks)
 
     def idle(self) -> None:
-        """What has ended is saved and parked, and nothing is lost by that."""
+        """Ended requests are saved and parked, and their blocks count as free."""
         settle(self)
         self.check_blocks()
         self.check_policy_state()
@@ -57,23 +57,23 @@ class Parking(Driver):
         ends: list[int],
         salt: str = "alice",
         guide: list[int] | None = None,
-        most: int = ANSWER,
+        max_tokens: int = ANSWER,
     ) -> dict[str, Any]:
-        """An answer, and what it took to begin."""
+        """An answer, and the tokens and pages that its start needed."""
         before, pages = counts(self), self.copied
-        self.add(name, prompt, most, False, ends, salt, guide)
+        self.add(name, prompt, max_tokens, False, ends, salt, guide)
         self.run()
         self.idle()
-        now = counts(self)
+        counters = counts(self)
         return {
             "answer": self.tokens[name],
-            "restored": now["restored_tokens"] - before["restored_tokens"],
-            "in_place": now["device_hits"] - before["device_hits"],
+            "restored": counters["restored_tokens"] - before["restored_tokens"],
+            "in_place": counters["device_hits"] - before["device_hits"],
             "copied": self.copied - pages,
         }
 
     def end(self) -> dict[str, Any]:
-        """Nobody has anything any more."""
+        """Check that no request holds a block; returns the counters."""
         finish(self)
         assert self.free_blocks == self.total_blocks
         return {
@@ -91,7 +91,7 @@ class Talk:
     ) -> None:
         self.driver, self.owner, self.seed, self.guide = driver, owner, seed, guide
         self.prompt = random_tokens(seed, FIRST, VOCABULARY)
-        # EpiCache has read a history before the first question, FlowKV nothing
+        # EpiCache reads a history before the first question; FlowKV does not
         self.ends = [FIRST - 50] if guide is not None else []
         self.turns = 0
 
@@ -99,15 +99,15 @@ class Talk:
         return f"{self.owner}-{self.turns}"
 
     def turn(self, guide: list[int] | None = None) -> dict[str, Any]:
-        """The next question, answered."""
+        """Ask the next question; returns its answer."""
         guide = self.guide if guide is None else guide
         ends = self.ends if guide is None else self.ends[-1:]
-        found = self.driver.ask(self.name(), self.prompt, ends, self.owner, guide)
-        self.hear(found["answer"])
-        return found
+        report = self.driver.ask(self.name(), self.prompt, ends, self.owner, guide)
+        self.hear(report["answer"])
+        return report
 
     def hear(self, answer: list[int]) -> None:
-        """The answer becomes history, and a question follows."""
+        """Append the answer to the history, and a new question."""
         self.turns += 1
         self.prompt = self.prompt + answer
         self.ends = [*self.ends, len(self.prompt)]
@@ -118,24 +118,27 @@ class Talk:
         """The answer without any cached tokens."""
         ends = self.ends if self.guide is None else self.ends[-1:]
         name = f"{self.name()}-recomputed"
-        found = self.driver.ask(name, self.prompt, ends, name, self.guide)
-        assert not found["restored"]
-        answer: list[int] = found["answer"]
+        report = self.driver.ask(name, self.prompt, ends, name, self.guide)
+        assert not report["restored"]
+        answer: list[int] = report["answer"]
         return answer
 
 
 def turns(
     model: str, policy: Policy, guides: list[Any], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """A conversation alone, a turn for each guide."""
+    """One conversation with a turn for each guide."""
     driver = Parking(model, policy, **settings)
     talk = Talk(driver, "alice", 3, guides[0])
-    found = [talk.turn(guide) for guide in guides]
-    return {"turns": found, "parked": driver.parked} | driver.end()
+    report = [talk.turn(guide) for guide in guides]
+    return {"turns": report, "parked": driver.parked} | driver.end()
 
 
 def others(model: str, policy: Policy) -> dict[str, Any]:
-    """Others want the room of two who have ended: some of it, then all."""
+    """Other requests need the blocks of two ended conversations:
+
+    first some, then all.
+    """
     settings = {"num_gpu_blocks_override": 60, "max_model_len": 59 * 32}
     driver = Parking(model, policy, async_scheduling=False, **settings)
     talks = [Talk(driver, owner, seed) for seed, owner in enumerate(("old", "new"), 1)]
@@ -143,11 +146,11 @@ def others(model: str, policy: Policy) -> dict[str, Any]:
         for talk in talks:
             talk.turn()
     parked = driver.manager.device_sessions
-    found: dict[str, Any] = {"parked": _sessions(driver)}
+    report: dict[str, Any] = {"parked": _sessions(driver)}
     free = driver.total_blocks - driver.parked
 
     def want(name: str, blocks: int) -> None:
-        """A request that holds so many at once, and is itself not kept."""
+        """Run a request that holds this many blocks at once and leaves no session."""
         prompt = random_tokens(90 + blocks, 32 * blocks - 5, VOCABULARY)
         held: list[int] = []
         driver.add(name, prompt, 2, salt=name)
@@ -161,12 +164,14 @@ def others(model: str, policy: Policy) -> dict[str, Any]:
         driver.idle()
 
     want("some", free + 1)
-    found["after some"] = _sessions(driver)
+    report["after some"] = _sessions(driver)
     want("all", driver.total_blocks)
-    found["after all"] = _sessions(driver)
+    report["after all"] = _sessions(driver)
     assert parked.num_blocks == 0
-    found["later"] = [{"recomputed": talk.recomputed()} | talk.turn() for talk in talks]
-    return found | driver.end()
+    report["later"] = [
+        {"recomputed": talk.recomputed()} | talk.turn() for talk in talks
+    ]
+    return report | driver.end()
 
 
 def _sessions(driver: Parking) -> list[int]:
@@ -178,27 +183,27 @@ def _sessions(driver: Parking) -> list[int]:
 def odds(model: str, policy: Policy) -> dict[str, Any]:
     """Special cases, each with the answer without any cached tokens."""
     driver = Parking(model, policy)
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
 
     def talk(owner: str) -> Talk:
-        begun = Talk(driver, owner, len(found) + 5)
+        begun = Talk(driver, owner, len(report) + 5)
         begun.turn()
         begun.turn()
         return begun
 
     def again(of: Talk, name: str) -> None:
         expected = of.recomputed()
-        found[name] = of.turn() | {"recomputed": expected}
+        report[name] = of.turn() | {"recomputed": expected}
 
-    # it has the blocks, writes to the last of them, and is cut short
+    # takes over the blocks, writes to the last one, and is aborted
     of = talk("aborts")
     driver.add("gone", of.prompt, 300, turn_ends=of.ends, salt=of.owner)
     driver.step_until(lambda: len(driver.tokens["gone"]) >= 3)
     driver.abort(["gone"])
     driver.idle()
-    # it has left a session of its own, which begins in the same way
+    # left a session of its own that starts with the same tokens
     again(of, "aborted")
-    # it has the blocks, and loses them
+    # takes over the blocks and loses them to preemption
     of = talk("loses")
     expected, before = of.recomputed(), counts(driver)["device_hits"]
     driver.add("loses", of.prompt, ANSWER, turn_ends=of.ends, salt=of.owner)
@@ -208,49 +213,49 @@ def odds(model: str, policy: Policy) -> dict[str, Any]:
     driver.run()
     driver.idle()
     took = counts(driver)["device_hits"] - before
-    found["preempted"] = {"answer": driver.tokens["loses"], "recomputed": expected}
-    found["preempted"] |= {"in_place": took, "times": driver.preemptions}
-    # two go on from one session at once, and one more when they have ended
+    report["preempted"] = {"answer": driver.tokens["loses"], "recomputed": expected}
+    report["preempted"] |= {"in_place": took, "times": driver.preemptions}
+    # two requests continue one session at once, and a third one later
     of = talk("twins")
     expected, before, pages = of.recomputed(), counts(driver), driver.copied
     for twin in ("one", "two"):
         driver.add(twin, of.prompt, ANSWER, turn_ends=of.ends, salt=of.owner)
     driver.run()
     driver.idle()
-    now = counts(driver)
-    found["twins"] = {
+    counters = counts(driver)
+    report["twins"] = {
         "answers": [driver.tokens["one"], driver.tokens["two"]],
         "recomputed": expected,
-        "hits": now["hits"] - before["hits"],
-        "in_place": now["device_hits"] - before["device_hits"],
+        "hits": counters["hits"] - before["hits"],
+        "in_place": counters["device_hits"] - before["device_hits"],
         "copied": driver.copied - pages,
     }
-    # the last question is another one: only what was before it is taken
+    # the last question differs: only the history before it is reused
     of = talk("edits")
-    asked = of.prompt
+    old_prompt = of.prompt
     of.turn()
-    of.prompt = [*asked[:-20], *random_tokens(77, 20, VOCABULARY)]
+    of.prompt = [*old_prompt[:-20], *random_tokens(77, 20, VOCABULARY)]
     of.ends, of.turns = of.ends[:-1], 30
     again(of, "branched")
     # Another client sends the same conversation.
     of = talk("says")
     of.owner = "mallory"
-    found["mallory"] = of.turn()
-    # the session is dropped, or all of them are
+    report["mallory"] = of.turn()
+    # the session is dropped, then all sessions are
     of = talk("old")
     was = driver.parked
     while directory(driver).drop_oldest():
         pass
-    found["dropped"] = {"was": was, "parked": driver.parked}
+    report["dropped"] = {"was": was, "parked": driver.parked}
     again(of, "evicted")
     of = talk("reset")
     assert driver.parked
     assert driver.scheduler.reset_prefix_cache()
-    found["reset"] = {"parked": driver.parked}
+    report["reset"] = {"parked": driver.parked}
     again(of, "after reset")
     of = talk("all")
     assert driver.parked
     assert driver.scheduler.reset_prefix_cache(reset_connector=True)
-    found["cleared"] = {"parked": driver.parked}
+    report["cleared"] = {"parked": driver.parked}
     again(of, "after clearing")
-    return found | driver.end()
+    return report | driver.end()

@@ -14,7 +14,7 @@ HISTORY, QUERY, ANSWER = 900, 45, 20
 
 
 class StepObserver:
-    """What probes must leave alone: every page, and what the model has computed.
+    """Checks that probes change neither pages nor computed hidden states.
 
     Attributes:
         probed: forward passes of probes, with how many requests shared each.
@@ -64,7 +64,8 @@ def conversation(
     route: list[int],
     settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A conversation whose turns go to these episodes, each also asked from scratch.
+    """A conversation with queries to these episodes; each query also runs from
+    scratch.
 
     Returns:
         answers and "recomputed" [turn], tokens restored [turn], most blocks that the
@@ -75,7 +76,7 @@ def conversation(
     driver = Driver(make_llm(model, policy, **arguments))
     watch = StepObserver(driver)
     prompt = random_tokens(1, HISTORY, VOCABULARY)
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "answers": [],
         "recomputed": [],
         "restored": [],
@@ -89,29 +90,29 @@ def conversation(
         for kind, salt in names.items():
             name = f"{kind}{turn}"
             driver.add(name, prompt, ANSWER, False, [end], salt, guides[episode])
-            if kind == "recomputed":  # others are read in the same steps
+            if kind == "recomputed":  # other requests run in the same steps
                 company = random_tokens(50 + turn, 700, VOCABULARY)
                 driver.add(f"company{turn}", company, 4, False, [650], "c", guides[0])
-            most = 0
+            most_blocks = 0
             while driver.busy:
                 watch.step()
-                most = max(most, _held(driver, name, end))
-            found["held"].append(most)
-            found[kind].append(driver.tokens[name])
+                most_blocks = max(most_blocks, _held(driver, name, end))
+            report["held"].append(most_blocks)
+            report[kind].append(driver.tokens[name])
             settle(driver)
             if kind == "answers":
-                now = counts(driver)["restored_tokens"]
-                found["restored"].append(now - before)
-        prompt = prompt + found["answers"][-1]
+                current = counts(driver)["restored_tokens"]
+                report["restored"].append(current - before)
+        prompt = prompt + report["answers"][-1]
     driver.check_blocks()
     driver.scheduler.connector.sessions.directory.check_integrity()
     tracked = driver.check_policy_state()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return found | {"tracked": tracked, "probed": watch.probed, "graphs": graphs}
+    return report | {"tracked": tracked, "probed": watch.probed, "graphs": graphs}
 
 
 def _held(driver: Driver, name: str, history: int) -> int:
-    """Blocks of a request while its history is read."""
+    """Blocks of a request while its history is prefilled."""
     for request in driver.scheduler.running:
         if request.request_id.startswith(name):
             blocks = driver.manager.req_to_blocks[request.request_id]
@@ -135,17 +136,17 @@ def _two_topics() -> list[dict[str, str]]:
 
 
 def chats(model: str, policy: dict[str, Any]) -> dict[str, Any]:
-    """Chat requests to a real model: what the engine was told, and what it did."""
+    """Chat requests to a real model: what the engine received, and what it did."""
     llm = make_llm(model, policy, skip_tokenizer_init=False, max_model_len=4096)
     driver = Driver(llm)
-    told = []
+    parameters = []
     add = driver.core.add_request
 
-    def seen(request: Any, *arguments: Any) -> Any:
-        told.append(request.sampling_params.extra_args)
+    def record_parameters(request: Any, *arguments: Any) -> Any:
+        parameters.append(request.sampling_params.extra_args)
         return add(request, *arguments)
 
-    driver.core.add_request = seen
+    driver.core.add_request = record_parameters
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=8)
@@ -161,25 +162,25 @@ def chats(model: str, policy: dict[str, Any]) -> dict[str, Any]:
         messages.append({"role": "assistant", "content": answers[-1]})
     from vllm_kvplugins import episodic
 
-    told_so_far, talk = len(told), episodic.build(llm, messages)
-    built = [len(t["patched_prompt"]) for t in told[told_so_far:]]
+    before_build, talk = len(parameters), episodic.build(llm, messages)
+    built = [len(t["patched_prompt"]) for t in parameters[before_build:]]
     before = counts(driver)["restored_tokens"]
     answer = talk.ask("And the mountains?", params)
-    now = counts(driver)["restored_tokens"]
+    current = counts(driver)["restored_tokens"]
     assert talk.messages[-1] == {"role": "assistant", "content": answer}
     tokenizer = llm.get_tokenizer()
-    asked = [tokenizer.decode(t["patched_prompt"]) for t in told]
+    patched_prompts = [tokenizer.decode(t["patched_prompt"]) for t in parameters]
     return {
-        "asked": asked,
-        "told": told,
+        "patched_prompts": patched_prompts,
+        "parameters": parameters,
         "restored": restored,
         "built": built,
-        "restored_after": now - before,
+        "restored_after": current - before,
     }
 
 
 def served(model: str, policy: dict[str, Any]) -> dict[str, Any]:
-    """Queries to a server's engine; between them it idles for as long as it builds.
+    """Queries to a running server's engine, which builds episodes while idle.
 
     Returns:
         Tokens of each prompt and how many of them were restored.
@@ -215,12 +216,12 @@ def served(model: str, policy: dict[str, Any]) -> dict[str, Any]:
 
     async def scene() -> list[list[int]]:
         engine = AsyncLLM.from_engine_args(arguments)
-        messages, found = _two_topics(), []
+        messages, report = _two_topics(), []
         try:
             for query in ("Which fruit ripens?", "When does the train leave?"):
                 messages.append({"role": "user", "content": query})
                 output = await ask(engine, messages)
-                found.append([len(output.prompt_token_ids), output.num_cached_tokens])
+                report.append([len(output.prompt_token_ids), output.num_cached_tokens])
                 answer = {"role": "assistant", "content": output.outputs[0].text}
                 messages.append(answer)
                 builder = builder_of(engine)
@@ -228,9 +229,9 @@ def served(model: str, policy: dict[str, Any]) -> dict[str, Any]:
                     await asyncio.sleep(0.05)
         finally:
             engine.shutdown()
-        return found
+        return report
 
-    return {"found": asyncio.run(scene())}
+    return {"answers": asyncio.run(scene())}
 
 
 def scored(
@@ -241,7 +242,8 @@ def scored(
     max_tokens: int,
     prompts: dict[str, list[int]] | None = None,
 ) -> dict[str, Any]:
-    """Histories of these lengths, read together: what their probes saw and was kept.
+    """Prefill histories of these lengths together; returns the probes' scores and
+    the kept tokens.
 
     Args:
         patched: by length, the patched prompt.
@@ -254,9 +256,9 @@ def scored(
     """
     arguments = {"skip_tokenizer_init": False, "max_model_len": 4096}
     driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400, **arguments))
-    driver.generate({"first": [1, 2, 3]}, 1)  # the first step makes the prober
+    driver.generate({"first": [1, 2, 3]}, 1)  # the first step creates the prober
     driver.llm.collective_rpc("kv_policy_record", args=(True,))
-    seen: list[Any] = []
+    requests_seen: list[Any] = []
     runs: dict[str, Any] = {}
     for length, tokens in patched.items():
         if prompts is None:
@@ -270,24 +272,24 @@ def scored(
 
     def watched(requests: Any) -> None:
         run(requests)
-        seen.extend(requests)
+        requests_seen.extend(requests)
 
     prober.run = watched
     driver.run()
     (records,) = driver.llm.collective_rpc("kv_policy_take_records")
-    assert len(records) == len(seen)
-    for record, asked in zip(records, seen, strict=True):
+    assert len(records) == len(requests_seen)
+    for record, request in zip(records, requests_seen, strict=True):
         length = str(record.prompt_tokens - query)
         layers = [
-            asked.observed[layer].tolist() for layer in range(len(asked.observed))
+            request.observed[layer].tolist() for layer in range(len(request.observed))
         ]
         runs[length]["compactions"].append(
             {
-                "at_tokens": asked.tokens,
+                "at_tokens": request.tokens,
                 "kept": record.kept_positions,
                 "worth": layers,
             }
         )
-    for length, found in runs.items():
-        found["tokens"] = driver.tokens[length]
+    for length, report in runs.items():
+        report["tokens"] = driver.tokens[length]
     return runs

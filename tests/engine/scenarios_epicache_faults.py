@@ -20,7 +20,7 @@ def _driver(model: str, policy: dict[str, Any]) -> Driver:
 def aborted(
     model: str, policy: dict[str, Any], guides: list[list[int]], leaves_at: list[int]
 ) -> list[dict[str, Any]]:
-    """Builds and first questions that are aborted when so much has been read.
+    """Abort builds and first questions at several points of their prefill.
 
     Another client's episode is read at the same time. Then the same episode is queried
     again, and once more under a cache salt that no request has used.
@@ -44,14 +44,17 @@ def aborted(
 
     alone = ask("alone", "alone", other + prompt[HISTORY:], guides[1])
     recomputed = ask("recomputed", "recomputed", prompt, guides[0])
-    found = []
-    for kind, tokens, most in (("build", history, 1), ("question", prompt, ANSWER)):
+    rows = []
+    for kind, tokens, max_tokens in (
+        ("build", history, 1),
+        ("question", prompt, ANSWER),
+    ):
         for place in leaves_at:
             salt = f"{kind}{place}"
             company = f"{salt} company"
             beside = other + prompt[HISTORY:]
             driver.add(company, beside, ANSWER, False, [HISTORY], company, guides[1])
-            driver.add(salt, tokens, most, False, [HISTORY], salt, guides[0])
+            driver.add(salt, tokens, max_tokens, False, [HISTORY], salt, guides[0])
             read = _leave(driver, salt, place)
             driver.run()
             settle(driver)
@@ -63,15 +66,15 @@ def aborted(
             }
             before = counts(driver)["restored_tokens"]
             answer = ask(f"{salt} again", salt, prompt, guides[0])
-            found.append(
+            rows.append(
                 state
                 | {"kind": kind, "place": place, "read": read}
                 | {"restored": counts(driver)["restored_tokens"] - before}
                 | {"company": (driver.tokens[company], alone)}
-                | {"answers": (answer, recomputed), "said": driver.tokens[salt]}
+                | {"answers": (answer, recomputed), "decoded": driver.tokens[salt]}
             )
             directory(driver).check_integrity()
-    return found
+    return rows
 
 
 def _leave(driver: Driver, name: str, place: int) -> int:
@@ -97,7 +100,7 @@ def full(
     Returns:
         Per amount: answers [turn], tokens restored [turn], and counts.
     """
-    found = []
+    rows = []
     for amount in memory:
         driver = _driver(model, policy | {"session_memory": amount})
         prompt = random_tokens(1, HISTORY, VOCABULARY)
@@ -114,7 +117,7 @@ def full(
             answers.append(driver.tokens[name])
             restored.append(counts(driver)["restored_tokens"] - before)
             prompt = prompt + answers[-1]
-        found.append(
+        rows.append(
             {
                 "answers": answers,
                 "restored": restored,
@@ -122,4 +125,4 @@ def full(
                 "tracked": driver.check_policy_state(),
             }
         )
-    return found
+    return rows

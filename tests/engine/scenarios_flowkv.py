@@ -71,23 +71,23 @@ def conversation(
     return {"requests": requests}
 
 
-def refusals(model: str, asked: list[Any]) -> dict[str, Any]:
-    """What each nonsensical ``turn_ends`` is answered with; the engine goes on."""
+def refusals(model: str, turn_ends: list[Any]) -> dict[str, Any]:
+    """The refusal of each invalid ``turn_ends``; the engine goes on."""
     from vllm.exceptions import VLLMValidationError
 
     driver = Driver(make_llm(model, {"name": "flowkv"}, max_model_len=2048))
 
-    def said(name: str, ends: Any) -> str:
+    def refusal(name: str, ends: Any) -> str:
         try:
             driver.add(name, random_tokens(1, 100, VOCABULARY), 20, turn_ends=ends)
         except VLLMValidationError as error:
             return str(error)
         return ""
 
-    found = [said(str(number), ends) for number, ends in enumerate(asked)]
+    messages = [refusal(str(number), ends) for number, ends in enumerate(turn_ends)]
     driver.add("sound", random_tokens(1, 100, VOCABULARY), 20, turn_ends=[60])
     driver.run()
-    return {"said": found, "tokens": driver.tokens["sound"]}
+    return {"messages": messages, "tokens": driver.tokens["sound"]}
 
 
 def chat(

@@ -94,8 +94,8 @@ class Fuzzer:
         tail = random_tokens(rng.randrange(1 << 30), rng.randint(1, 120), VOCABULARY)
         prompt = head + tail
         # Long answers make the pool run dry, and so preempt.
-        most = min(_MOST_TOKENS - len(prompt), rng.choice((20, 80, 400)))
-        sent = Sent(prompt, rng.randint(1, most))
+        max_tokens = min(_MOST_TOKENS - len(prompt), rng.choice((20, 80, 400)))
+        sent = Sent(prompt, rng.randint(1, max_tokens))
         name = f"r{self.number}"
         self.number += 1
         self.counts["requests"] += 1
@@ -125,25 +125,27 @@ class Fuzzer:
         live = set(driver.scheduler.requests)
         assert set(driver.manager.req_to_blocks) <= live, "blocks of dead requests"
         # One that ended in the last step is forgotten with the next.
-        gone = set(driver.runtime._requests) - live
-        assert gone <= set(driver.scheduler.finished_req_ids), "state of dead requests"
+        leaked = set(driver.runtime._requests) - live
+        assert leaked <= set(driver.scheduler.finished_req_ids), (
+            "state of dead requests"
+        )
 
     def _compare(self) -> None:
         """Tokens of some requests against a run alone without cached prefixes."""
         driver = self.driver
         names = [name for name in self.sent if driver.tokens[name]]
         for name in self.rng.sample(names, min(self.samples, len(names))):
-            sent, got = self.sent[name], driver.tokens[name]
+            sent, actual = self.sent[name], driver.tokens[name]
             driver.llm.reset_prefix_cache()
             alone = f"{name}-alone"
             self._ask(alone, sent, margins=True)
             driver.run()
-            wanted = driver.tokens[alone]
+            expected = driver.tokens[alone]
             assert driver.cached[alone] == 0
             if not sent.aborted:
-                assert len(got) == len(wanted) == sent.max_tokens
+                assert len(actual) == len(expected) == sent.max_tokens
             self.counts["compared"] += 1
-            first = _first_difference(got, wanted)
+            first = _first_difference(actual, expected)
             if first is None:
                 continue
             if driver.margins[alone][first] < _CLOSE:
@@ -152,13 +154,13 @@ class Fuzzer:
             self.counts["differed"] += 1
             print(
                 f"{name}: token {first} of a {len(sent.prompt)}-token prompt is "
-                f"{got[first]}, alone {wanted[first]} with a lead of "
+                f"{actual[first]}, alone {expected[first]} with a lead of "
                 f"{driver.margins[alone][first]:.4f}"
             )
 
 
-def _first_difference(got: list[int], wanted: list[int]) -> int | None:
-    for index, (a, b) in enumerate(zip(got, wanted, strict=False)):
+def _first_difference(actual: list[int], expected: list[int]) -> int | None:
+    for index, (a, b) in enumerate(zip(actual, expected, strict=False)):
         if a != b:
             return index
     return None

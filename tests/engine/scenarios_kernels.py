@@ -30,7 +30,7 @@ def under_policies(
     Args:
         settings: of the engines.
     """
-    found = []
+    rows = []
     for policy in policies:
         graphs = counters["stats"]["unique_graphs"]
         llm = make_llm(
@@ -57,7 +57,7 @@ def under_policies(
             turns = [len(prompt) - 20] if runs.turns is not None else None
             driver.add(name, prompt, MAX_TOKENS, turn_ends=turns)
         driver.run()
-        found.append(
+        rows.append(
             {
                 "tokens": driver.tokens,
                 "backend": backend,
@@ -67,4 +67,4 @@ def under_policies(
                 "left": driver.total_blocks - driver.free_blocks,
             }
         )
-    return found
+    return rows

@@ -15,7 +15,7 @@ MAX_TOKENS = 12
 
 def on_ranks(model: str, ranks: int, policies: list[dict[str, Any] | None]) -> Any:
     """What happened under each policy."""
-    found = []
+    rows = []
     for policy in policies:
         llm = make_llm(
             model,
@@ -39,6 +39,6 @@ def on_ranks(model: str, ranks: int, policies: list[dict[str, Any] | None]) -> A
             held = llm.collective_rpc("kv_policy_check_integrity")
             result |= {"compactions": driver.manager.compactions, "held": held}
         result["left"] = driver.total_blocks - driver.free_blocks
-        found.append(result)
+        rows.append(result)
         driver.core.model_executor.shutdown()
-    return found
+    return rows

@@ -30,34 +30,34 @@ def kept_and_wanted(
     driver.check_blocks()
     assert driver.check_policy_state() == 0, "state was left behind"
     (records,) = llm.collective_rpc("kv_policy_take_records")
-    found = {str(r.prompt_tokens): {"kept": r.kept_positions} for r in records}
+    report = {str(r.prompt_tokens): {"kept": r.kept_positions} for r in records}
     reference = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     for n, prompt in prompts.items():
         scores = _scores(reference, tokenizer, policy, prompt)
-        found[str(n)]["scores"] = scores.tolist()
-    return found
+        report[str(n)]["scores"] = scores.tolist()
+    return report
 
 
 @torch.no_grad()
 def _scores(
     reference: Any, tokenizer: Any, policy: dict[str, Any], prompt: list[int]
 ) -> torch.Tensor:
-    """[layers, kv_heads, prompt tokens], from whole attention matrices."""
+    """Scores [layers, kv_heads, prompt tokens] from whole attention matrices."""
     best = None
     for lead, start, stop in _probes(tokenizer, policy, prompt):
         repeated = prompt[start:stop] if policy["name"] == "kvzip" else []
         sequence = torch.tensor([prompt + lead + repeated])
         attentions = reference(sequence, output_attentions=True).attentions
-        seen = torch.zeros(sequence.shape[1], dtype=torch.bool)
-        seen[start:stop] = True
-        seen[len(prompt) :] = True
-        seen[: policy.get("sinks", 4)] = True
+        visible = torch.zeros(sequence.shape[1], dtype=torch.bool)
+        visible[start:stop] = True
+        visible[len(prompt) :] = True
+        visible[: policy.get("sinks", 4)] = True
         layers = []
         for weights in attentions:
             rows = weights[0, :, len(prompt) :]
-            rows = torch.where(seen, rows, 0)  # a softmax over fewer slots
+            rows = torch.where(visible, rows, 0)  # the softmax covers fewer slots
             rows = rows / rows.sum(-1, keepdim=True)
             peak = rows.amax(1)[:, : len(prompt)]
             layers.append(peak.unflatten(0, (-1, 3)).amax(1))
@@ -81,9 +81,9 @@ def _probes(
         "\n\nRepeat the part of the previous context exactly, starting with",
         add_special_tokens=False,
     )
-    found = [(whole, 0, min(policy["chunk"], len(prompt)))]
-    while found[-1][2] < len(prompt):
-        start = found[-1][2]
+    probes = [(whole, 0, min(policy["chunk"], len(prompt)))]
+    while probes[-1][2] < len(prompt):
+        start = probes[-1][2]
         lead = part + prompt[start - 8 : start]
-        found.append((lead, start, min(start + policy["chunk"], len(prompt))))
-    return found
+        probes.append((lead, start, min(start + policy["chunk"], len(prompt))))
+    return probes

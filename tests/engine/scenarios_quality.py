@@ -12,7 +12,7 @@ sys.path.extend(map(str, (Path(__file__).parents[2] / "benchmarks").glob("*/")))
 def answer_samples(
     model: str, policy: dict[str, Any], prompts: list[str]
 ) -> dict[str, Any]:
-    """Answer raw prompts in pairs; then ask vLLM's gauges about one alone."""
+    """Answer raw prompts in pairs; then read vLLM's gauges while one runs alone."""
     import _quality_engine as engine
     from _quality_samples import Sample, Setting
     from vllm import SamplingParams
@@ -39,12 +39,12 @@ def answer_samples(
     gauges = []
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
-        found = {
+        report = {
             metric.name: metric.value
             for metric in llm.get_metrics()
             if metric.name
             in ("vllm:kv_policy_resident_tokens", "vllm:kv_cache_usage_perc")
         }
-        gauges.append(found)
+        gauges.append(report)
     blocks = core.scheduler.kv_cache_config.num_blocks
     return {"rows": rows, "gauges": gauges, "blocks": blocks}

@@ -12,7 +12,9 @@ from tiny_model import VOCABULARY
 def turns(
     model: str, policy: dict[str, Any], lengths: list[int], max_tokens: int
 ) -> dict[str, Any]:
-    """Requests that do not all fit into the host tier, and one that never does."""
+    """Requests of which some wait for room in the host tier, and one that never
+    fits.
+    """
     from vllm.exceptions import VLLMValidationError
 
     driver = Driver(
@@ -62,13 +64,13 @@ def held_while_generating(
         make_llm(model, policy, num_gpu_blocks_override=200, max_model_len=4096)
     )
     driver.add("long", random_tokens(1, prompt, VOCABULARY), max_tokens)
-    seen = []
+    steps = []
     while driver.busy:
         driver.step()
         driver.check_blocks()
         computed = [r.num_computed_tokens for r in driver.scheduler.running]
         if computed and computed[0] > prompt:
-            seen.append([computed[0], len(driver.held_blocks())])
+            steps.append([computed[0], len(driver.held_blocks())])
     driver.step()
     assert driver.check_policy_state() == 0
-    return seen
+    return steps

@@ -13,46 +13,46 @@ from tiny_model import VOCABULARY
 from vllm_kvplugins.policies.sekv import SeKV
 
 
-def everything_zoomed(model: str, policy: dict[str, Any], **asked: Any) -> Any:
-    """``scenarios_model.greedy`` with room to zoom in on all spans."""
+def everything_zoomed(model: str, policy: dict[str, Any], **settings: Any) -> Any:
+    """``scenarios_model.greedy`` with room to zoom into all spans."""
     SeKV.zoom_tokens = lambda self, prompt_tokens, geometry: prompt_tokens
-    return scenarios_model.greedy(model, policy, **asked)
+    return scenarios_model.greedy(model, policy, **settings)
 
 
 def surprisal(model: str, policy: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
-    """What the policy is told of each prompt, read in chunks and together."""
-    heard: dict[int, list[float]] = {}
+    """The surprisal that the policy receives per prompt, with chunked prefill."""
+    recorded: dict[int, list[float]] = {}
     segment = SeKV.segment
 
-    def listening(self: SeKV, told: torch.Tensor, *args: Any) -> Any:
-        heard[told.numel()] = told.tolist()
-        return segment(self, told, *args)
+    def recording(self: SeKV, surprisal: torch.Tensor, *args: Any) -> Any:
+        recorded[surprisal.numel()] = surprisal.tolist()
+        return segment(self, surprisal, *args)
 
-    SeKV.segment = listening
+    SeKV.segment = recording
     driver = Driver(make_llm(model, policy, max_num_batched_tokens=128))
     driver.generate({str(n): random_tokens(n, n, VOCABULARY) for n in lengths}, 2)
-    return {"heard": heard}
+    return {"surprisal": recorded}
 
 
 def prompt_logprobs(model: str, lengths: list[int]) -> dict[str, Any]:
-    """Of the same prompts, vLLM's own, without a policy."""
+    """The surprisal of the same prompts from stock vLLM."""
     from vllm import SamplingParams
 
     llm = make_llm(model, None)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    found = {}
+    report = {}
     for n in lengths:
         tokens = random_tokens(n, n, VOCABULARY)
         (output,) = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
-        said = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
-        found[n] = [0.0] + [-step[token].logprob for token, step in said]
-    return {"said": found}
+        steps = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
+        report[n] = [0.0] + [-step[token].logprob for token, step in steps]
+    return {"surprisal": report}
 
 
 def answers(
     model: str, policy: dict[str, Any], lengths: list[int], max_tokens: int
 ) -> dict[str, Any]:
-    """The same prompts together, in small chunks, then each alone and whole.
+    """The same prompts together, in small chunks, and each alone without chunks.
 
     Returns:
         ``together`` and ``alone`` [length] tokens, ``held`` the most blocks that each
@@ -67,7 +67,7 @@ def answers(
         driver.step()
         for request in driver.scheduler.running:
             name = request.request_id.split("-")[0]
-            # with steps in flight the counts run ahead of what has been freed
+            # with steps in flight, the counts run ahead of the freed blocks
             if request.num_computed_tokens <= request.num_prompt_tokens + 3:
                 continue
             blocks = driver.manager.req_to_blocks[request.request_id]
@@ -81,7 +81,7 @@ def answers(
     for name, prompt in prompts.items():
         driver.generate({f"{name}-alone": prompt}, max_tokens)
         alone[name] = driver.tokens[f"{name}-alone"]
-    driver.step()  # the worker hears who has gone
+    driver.step()  # a step so that the worker learns of the ended requests
     driver.check_blocks()
     tracked = driver.check_policy_state()
     return {
@@ -104,7 +104,7 @@ def trace(
     """
     driver = Driver(make_llm(model, policy, max_num_batched_tokens=1024))
     driver.add("a", random_tokens(length, length, VOCABULARY), max_tokens)
-    held, found = [], {}
+    held, report = [], {}
     while driver.busy:
         driver.step()
         for request in driver.scheduler.running:
@@ -114,18 +114,18 @@ def trace(
             ids = driver.manager.req_to_blocks[request.request_id]
             blocks = sum(not block.is_null for block in ids)
             size = driver.runtime.geometry.block_size
-            # the last block is filled up to the token that has just been computed
+            # the last block is full up to the token that was just computed
             slots = blocks * size - (-request.num_computed_tokens % size)
             generated = request.num_computed_tokens - length
             held.append(slots + state.entries_per_head - generated)
             factors = [layer.factors.result() for layer in state.layers]
-            found = {
-                "host_bytes": sum(made.nbytes for made in factors),
+            report = {
+                "host_bytes": sum(factor.nbytes for factor in factors),
                 "equation_18": sum(
-                    int((made.ranks * (made.tokens + made.head_dim + 1)).sum())
-                    * made.factors.itemsize
-                    for made in factors
+                    int((factor.ranks * (factor.tokens + factor.head_dim + 1)).sum())
+                    * factor.factors.itemsize
+                    for factor in factors
                 ),
-                "ranks": sorted({int(r) for made in factors for r in made.ranks}),
+                "ranks": sorted({int(r) for factor in factors for r in factor.ranks}),
             }
-    return {"tokens_held": held, **found}
+    return {"tokens_held": held, **report}

@@ -12,7 +12,7 @@ ANSWER = 21
 
 
 class Talk:
-    """One conversation: grows by an answer and a question with every request."""
+    """One conversation, which grows by an answer and a question with every request."""
 
     def __init__(self, driver: Driver, name: str, seed: int) -> None:
         self.driver, self.name, self.seed = driver, name, seed
@@ -23,7 +23,7 @@ class Talk:
         self.request: str | None = None
 
     def ask(self, tokens: int) -> None:
-        """Send the history and a new question of so many tokens."""
+        """Send the history and a new question of this length."""
         self.turn += 1
         question = random_tokens(100 * self.seed + self.turn, tokens, VOCABULARY)
         self.prompt = self.prompt + question
@@ -31,7 +31,7 @@ class Talk:
         self.driver.add(self.request, self.prompt, ANSWER, turn_ends=list(self.ends))
 
     def hear(self) -> None:
-        """The answer becomes part of the history, and ends a turn."""
+        """Append the answer to the history, and end the turn."""
         assert self.request is not None
         answer = self.driver.tokens[self.request]
         self.answers.append(answer)
@@ -51,7 +51,7 @@ def counts(driver: Driver) -> dict[str, int]:
 
 
 def settle(driver: Driver) -> None:
-    """Idle steps: what has ended is saved, and said to be."""
+    """Run idle steps until ended requests are saved and reported."""
     for _ in range(3):
         driver.step()
 
@@ -64,7 +64,7 @@ def talks(
     settings: dict[str, Any] | None = None,
     histories: list[Any] | None = None,
 ) -> dict[str, Any]:
-    """So many conversations at once, turn by turn.
+    """Run several conversations at once, turn by turn.
 
     Args:
         histories: of conversations that another process began.
@@ -102,85 +102,88 @@ def talks(
 
 
 def finish(driver: Driver) -> None:
-    """Everything that is being written is written, and the books are right."""
+    """Wait until all files are written, and check the accounting."""
     store = driver.worker.kv_policy.session_store
     if store is not None:
         store.wait_for_writes()
         settle(driver)
         directory(driver).check_integrity()
-        (told,) = driver.llm.collective_rpc("kv_policy_held_sessions")
-        assert told == [store.num_held, directory(driver).held_bytes]
+        (sizes,) = driver.llm.collective_rpc("kv_policy_held_sessions")
+        assert sizes == [store.num_held, directory(driver).held_bytes]
 
 
 def odds(model: str, policy: dict[str, Any]) -> dict[str, Any]:
-    """Special cases of a conversation.
+    """Special cases of a conversation, each next to the same request recomputed
+    under an unused cache salt.
 
     Each comes with the same request under an unused cache salt, which is recomputed.
     """
     driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400))
     fresh = 0
 
-    def ask(prompt: list[int], ends: list[int], salt: str, most: int = 12) -> Any:
-        """Its answer, and how many tokens were restored."""
+    def ask(prompt: list[int], ends: list[int], salt: str, max_tokens: int = 12) -> Any:
+        """The answer, and the number of restored tokens."""
         nonlocal fresh
         fresh += 1
-        return _ask(driver, f"r{fresh}", prompt, ends, salt, most)
+        return _ask(driver, f"r{fresh}", prompt, ends, salt, max_tokens)
 
-    def recomputed(prompt: list[int], ends: list[int], most: int = 12) -> list[int]:
-        return ask(prompt, ends, f"new {fresh}", most)[0]
+    def recomputed(
+        prompt: list[int], ends: list[int], max_tokens: int = 12
+    ) -> list[int]:
+        return ask(prompt, ends, f"new {fresh}", max_tokens)[0]
 
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     first = random_tokens(1, 400, VOCABULARY)
     answer, _ = ask(first, [], "alice", 30)
     end = len(first) + len(answer)
     second = [*first, *answer, *random_tokens(2, 90, VOCABULARY)]
     more, restored = ask(second, [end], "alice")
-    found["restored"] = restored
-    found["continued"] = (more, recomputed(second, [end]))
+    report["restored"] = restored
+    report["continued"] = (more, recomputed(second, [end]))
     # Another client sends the same conversation.
-    found["mallory"] = ask(second, [end], "mallory")[1]
-    # the second message is edited; then the conversation goes on as it was
+    report["mallory"] = ask(second, [end], "mallory")[1]
+    # edit the second message; then continue the original conversation
     edited = [*second[: end + 9], *random_tokens(3, 70, VOCABULARY)]
-    theirs, found["edited_restored"] = ask(edited, [end], "alice")
-    found["edited"] = (theirs, recomputed(edited, [end]))
+    other_answer, report["edited_restored"] = ask(edited, [end], "alice")
+    report["edited"] = (other_answer, recomputed(edited, [end]))
     both = [end, len(second) + len(more)]
     third = [*second, *more, *random_tokens(4, 60, VOCABULARY)]
-    theirs, found["sibling_restored"] = ask(third, both, "alice")
-    found["sibling"] = (theirs, recomputed(third, both))
-    # a client that leaves in the middle of an answer, and comes back
+    other_answer, report["sibling_restored"] = ask(third, both, "alice")
+    report["sibling"] = (other_answer, recomputed(third, both))
+    # a client disconnects during an answer and comes back
     driver.add("leaves", second, 400, turn_ends=[end], salt="bob")
     driver.step_until(lambda: len(driver.tokens["leaves"]) >= 40)
     driver.abort(["leaves"])
     settle(driver)
-    heard = driver.tokens["leaves"][:35]
-    back = [*second, *heard, *random_tokens(5, 50, VOCABULARY)]
-    ends = [end, len(second) + len(heard)]
-    theirs, found["left_restored"] = ask(back, ends, "bob")
-    found["left"] = (theirs, recomputed(back, ends))
-    # two go on from one session at once
+    partial = driver.tokens["leaves"][:35]
+    back = [*second, *partial, *random_tokens(5, 50, VOCABULARY)]
+    ends = [end, len(second) + len(partial)]
+    other_answer, report["left_restored"] = ask(back, ends, "bob")
+    report["left"] = (other_answer, recomputed(back, ends))
+    # two requests continue one session at once
     longer = [[*third, *random_tokens(6 + i, 40, VOCABULARY)] for i in range(2)]
     twins = [f"twin{i}" for i in range(2)]
     for twin, prompt in zip(twins, longer, strict=True):
         driver.add(twin, prompt, 12, turn_ends=both, salt="alice")
     driver.run()
-    found["twins"] = [
+    report["twins"] = [
         (driver.tokens[twin], recomputed(prompt, both))
         for twin, prompt in zip(twins, longer, strict=True)
     ]
-    found["twins_restored"] = [driver.cached.get(twin, 0) for twin in twins]
-    # one that began in the prefix cache, whose tokens are asked for nothing
+    report["twins_restored"] = [driver.cached.get(twin, 0) for twin in twins]
+    # a session that began in the prefix cache, whose tokens have no queries
     ask(first[:192], [], "carol", 3)
     directory(driver).clear()
-    short, found["hit_restored"] = ask(first[:210], [], "carol", 9)
+    short, report["hit_restored"] = ask(first[:210], [], "carol", 9)
     long = [*first[:210], *short, *random_tokens(8, 150, VOCABULARY)]
-    theirs, found["cached_restored"] = ask(long, [219], "carol")
-    found["cached"] = (theirs, recomputed(long, [219]))
+    other_answer, report["cached_restored"] = ask(long, [219], "carol")
+    report["cached"] = (other_answer, recomputed(long, [219]))
     finish(driver)
-    return found | {"tracked": driver.check_policy_state(), "counts": counts(driver)}
+    return report | {"tracked": driver.check_policy_state(), "counts": counts(driver)}
 
 
 def faults(model: str, policy: dict[str, Any], folder: str) -> dict[str, Any]:
-    """A disk that is full, memory that is, files that are not what they were."""
+    """A full disk, full memory, and damaged files."""
     from pathlib import Path
 
     from vllm_kvplugins.sessions import files as session_files
@@ -189,7 +192,7 @@ def faults(model: str, policy: dict[str, Any], folder: str) -> dict[str, Any]:
     policy = policy | {"session_dir": folder, "session_memory": "1MiB"}
     driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400))
     whole = session_files._write_atomically
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
 
     def full(path: Path, tensors: Any, about: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -201,8 +204,8 @@ def faults(model: str, policy: dict[str, Any], folder: str) -> dict[str, Any]:
         answers[i], _ = _ask(driver, f"a{i}", prompt, [], "s", 12)
         finish(driver)
     session_files._write_atomically = whole
-    found["files"] = len(list(Path(folder).glob("*/*.safetensors")))
-    found["failures"] = counts(driver)["failures"]
+    report["files"] = len(list(Path(folder).glob("*/*.safetensors")))
+    report["failures"] = counts(driver)["failures"]
     paths = {}
     for session in directory(driver):
         for i, prompt in prompts.items():
@@ -210,25 +213,25 @@ def faults(model: str, policy: dict[str, Any], folder: str) -> dict[str, Any]:
                 paths[i] = driver.worker.kv_policy.session_store._files.path(
                     session.session_id, 0
                 )
-    # 0: a bit has changed; 1: the end is missing; 2: the file was removed
+    # 0: a flipped bit; 1: a truncated file; 2: a removed file
     raw = bytearray(paths[0].read_bytes())
     raw[-5] ^= 1
     paths[0].write_bytes(bytes(raw))
     paths[1].write_bytes(paths[1].read_bytes()[:-4000])
     paths[2].unlink()
-    found["later"] = []
+    report["later"] = []
     for i, prompt in prompts.items():
         question = random_tokens(50 + i, 40, VOCABULARY)
         longer, ends = [*prompt, *answers[i], *question], [400 + len(answers[i])]
-        theirs, restored = _ask(driver, f"b{i}", longer, ends, "s", 12)
+        other_answer, restored = _ask(driver, f"b{i}", longer, ends, "s", 12)
         fresh, _ = _ask(driver, f"c{i}", longer, ends, f"new{i}", 12)
-        found["later"].append((theirs == fresh, restored))
+        report["later"].append((other_answer == fresh, restored))
         finish(driver)
-    return found | {"tracked": driver.check_policy_state(), "counts": counts(driver)}
+    return report | {"tracked": driver.check_policy_state(), "counts": counts(driver)}
 
 
 def retrieved(model: str, policy: dict[str, Any]) -> dict[str, Any]:
-    """Conversations with tokens on the host, and one that is abandoned."""
+    """Conversations with tokens on the host, one of which is abandoned."""
     driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400))
     several = [Talk(driver, f"talk{i}", i + 1) for i in range(3)]
     restored = []
@@ -242,7 +245,7 @@ def retrieved(model: str, policy: dict[str, Any]) -> dict[str, Any]:
         settle(driver)
         driver.check_blocks()
     held = driver.scheduler.connector.host.reserved_bytes
-    # larger than what the sessions leave: they give way
+    # larger than the memory that sessions leave, so that they are evicted
     driver.add("large", random_tokens(77, 3000, VOCABULARY), 8)
     driver.run()
     settle(driver)
@@ -260,8 +263,11 @@ def retrieved(model: str, policy: dict[str, Any]) -> dict[str, Any]:
 def resident_or_restored(
     model: str, policies: list[dict[str, Any]], prompt: int, first: int, more: int
 ) -> list[dict[str, Any]]:
-    """An answer in one request, and in two: the second begins with the first's."""
-    found = []
+    """An answer in one request, and in two:
+
+    the second starts with the first one's answer.
+    """
+    report = []
     tokens = random_tokens(3, prompt, VOCABULARY)
     for policy in policies:
         driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400))
@@ -269,24 +275,29 @@ def resident_or_restored(
         begun, _ = _ask(driver, "begun", tokens, [], "two", first)
         rest, restored = _ask(driver, "rest", tokens + begun, [], "two", more)
         each = {"whole": whole, "parts": begun + rest, "restored": restored}
-        # a short prompt finds its beginning in the prefix cache, and is compacted
+        # a short prompt finds its start in the prefix cache, and is compacted
         # as a part of the next one
         _ask(driver, "warm", tokens[:70], [], "three", 4)
         short, _ = _ask(driver, "short", tokens[:100], [], "three", 9)
         longer = [*tokens[:100], *short, *random_tokens(9, 150, VOCABULARY)]
-        theirs, _ = _ask(driver, "longer", longer, [], "three", 12)
+        other_answer, _ = _ask(driver, "longer", longer, [], "three", 12)
         fresh, _ = _ask(driver, "fresh", longer, [], "four", 12)
-        found.append(each | {"warm": theirs, "cold": fresh})
+        report.append(each | {"warm": other_answer, "cold": fresh})
         finish(driver)
-    return found
+    return report
 
 
 def _ask(
-    driver: Driver, name: str, prompt: list[int], ends: list[int], salt: str, most: int
+    driver: Driver,
+    name: str,
+    prompt: list[int],
+    ends: list[int],
+    salt: str,
+    max_tokens: int,
 ) -> tuple[list[int], int]:
-    """An answer, and how many tokens of the prompt were restored."""
+    """The answer, and how many prompt tokens were restored."""
     before = counts(driver)["restored_tokens"]
-    driver.add(name, prompt, most, turn_ends=ends, salt=salt)
+    driver.add(name, prompt, max_tokens, turn_ends=ends, salt=salt)
     driver.run()
     settle(driver)
     return driver.tokens[name], counts(driver)["restored_tokens"] - before
@@ -295,7 +306,7 @@ def _ask(
 def failed_loads(
     model: str, policy: dict[str, Any], settings: dict[str, Any], after: int
 ) -> dict[str, Any]:
-    """A device without room for what is loaded.
+    """A device without room for the pages of a session.
 
     Two ask the same and more behind a session that cannot be loaded: the second has
     its blocks from the first, out of the prefix cache, unless it was compressed.
@@ -310,7 +321,7 @@ def failed_loads(
     copy, left = saved_caches.copy_pages, [0]
 
     def no_room(target: Any, ids: Any, source: Any, source_ids: Any) -> None:
-        if ids is not None:  # to the pool
+        if ids is not None:  # copies to the pool
             left[0] -= 1
             if left[0] < 0:
                 raise RuntimeError("CUDA out of memory (made up)")
@@ -324,7 +335,7 @@ def failed_loads(
     ends = [212, len(both) + len(more)]
     settle(driver)
     assert driver.llm.reset_prefix_cache()
-    found: dict[str, Any] = {"sessions": directory(driver).num_sessions}
+    report: dict[str, Any] = {"sessions": directory(driver).num_sessions}
     saved_caches.copy_pages, left[0] = no_room, after
     driver.add("other", random_tokens(9, 50, VOCABULARY), 40, salt="other")
     driver.step_until(lambda: len(driver.tokens["other"]) >= 3)
@@ -332,23 +343,23 @@ def failed_loads(
         driver.add(name, third, 12, turn_ends=ends, salt="s")
     driver.run()
     saved_caches.copy_pages = copy
-    found["hits"] = counts(driver)["hits"]
+    report["hits"] = counts(driver)["hits"]
     for name in ("c2", "other2"):
         prompt = third if name == "c2" else random_tokens(9, 50, VOCABULARY)
-        most, theirs = (12, ends) if name == "c2" else (40, [])
-        driver.add(name, prompt, most, turn_ends=theirs, salt=f"new {name}")
+        max_tokens, other_answer = (12, ends) if name == "c2" else (40, [])
+        driver.add(name, prompt, max_tokens, turn_ends=other_answer, salt=f"new {name}")
         driver.run()
     tokens = driver.tokens
-    found["equal"] = [
+    report["equal"] = [
         tokens["c"] == tokens["c2"],
         tokens["d"] == tokens["c2"],
         tokens["other"] == tokens["other2"],
     ]
-    found["preemptions"] = driver.preemptions
+    report["preemptions"] = driver.preemptions
     settle(driver)
     directory(driver).check_integrity()
-    # not their bytes: those of what a retriever has on the host are counted elsewhere
+    # not their bytes: tokens of a retriever on the host are counted elsewhere
     (held,) = driver.llm.collective_rpc("kv_policy_held_sessions")
     assert held[0] == directory(driver).num_sessions
     driver.check_blocks()
-    return found | {"tracked": driver.check_policy_state(), "counts": counts(driver)}
+    return report | {"tracked": driver.check_policy_state(), "counts": counts(driver)}

@@ -16,7 +16,7 @@ def beside(
     history: int,
     max_tokens: int,
 ) -> dict[str, dict[str, Any]]:
-    """The well request alone, beside the sick one, and after it.
+    """The healthy request alone, next to the sick one, and after it.
 
     Args:
         history: tokens of either prompt that policies which ask for turns may take.
@@ -25,14 +25,14 @@ def beside(
         Per policy the tokens ``alone``, ``beside`` and ``after``, those of the ``sick``
         one, and how many compactions had scores that were NaN; or ``error``.
     """
-    found: dict[str, dict[str, Any]] = {}
+    report: dict[str, dict[str, Any]] = {}
     for name, policy in policies.items():
         try:
-            found[name] = _beside(model, policy, well, sick, history, max_tokens)
+            report[name] = _beside(model, policy, well, sick, history, max_tokens)
         except Exception as error:
-            found[name] = {"error": f"{type(error).__name__}: {error}"}
-        gc.collect()  # an engine that is let go of ends here
-    return found
+            report[name] = {"error": f"{type(error).__name__}: {error}"}
+        gc.collect()  # an engine without references ends here
+    return report
 
 
 def _beside(
@@ -48,7 +48,7 @@ def _beside(
     llm = make_llm(
         model,
         policy,
-        # blocks that were the sick one's are taken by the other
+        # the other request takes the sick one's blocks
         num_gpu_blocks_override=40,
         max_model_len=800,
         max_num_batched_tokens=128,
@@ -63,8 +63,8 @@ def _beside(
             ignore_eos=True,
             extra_args={"turn_ends": [history]},
         )
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(asked, sampling, use_tqdm=False)
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(requests, sampling, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     (alone,) = run(well)

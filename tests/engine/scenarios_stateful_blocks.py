@@ -53,7 +53,7 @@ chunks = st.sampled_from((1, 3, 8, 24, 64))
 
 
 class Blocks(RuleBasedStateMachine):
-    """Requests with common beginnings in a pool that is too small for all of them."""
+    """Requests with shared prefixes in a pool that is too small for all of them."""
 
     operations = 0
     counts: ClassVar[Counter[str]] = Counter()
@@ -77,7 +77,7 @@ class Blocks(RuleBasedStateMachine):
         turn=st.integers(1, 100),
     )
     def arrive(self, head: int, shared: int, own: int, answer: int, turn: int) -> None:
-        """A third of the prompts can be the same from the first to the last token."""
+        """A third of the prompts may be equal to another one."""
         self.sound = False
         self.number += 1
         tail = [self.number if own % 3 else 9] * own
@@ -94,7 +94,7 @@ class Blocks(RuleBasedStateMachine):
     @precondition(lambda self: self.they.running)
     @rule(which=anyone, chunk=chunks)
     def advance(self, which: int, chunk: int) -> None:
-        """A chunk of the prompt, or a token of the answer."""
+        """Compute a chunk of a prompt, or one token of an answer."""
         self.sound = False
         running = self.they.running
         self.they.go_on(running[which % len(running)], chunk)
@@ -102,7 +102,7 @@ class Blocks(RuleBasedStateMachine):
     @precondition(lambda self: any(life.flying for life in self.they.everybody))
     @rule(which=anyone)
     def hear(self, which: int) -> None:
-        """The oldest output that a request has in flight."""
+        """Process the oldest output in flight of a request."""
         self.sound = False
         flying = [life for life in self.they.everybody if life.flying]
         self.they.process(flying[which % len(flying)])
@@ -110,7 +110,7 @@ class Blocks(RuleBasedStateMachine):
     @precondition(lambda self: self.they.waiting or self.they.running)
     @rule(which=anyone)
     def abort(self, which: int) -> None:
-        """Seldom enough that most come to an end."""
+        """Abort a request, rarely, so that most requests finish."""
         self.sound = False
         alive = [*self.they.running, *self.they.waiting]
         if which < min(len(alive), 4):
@@ -120,7 +120,7 @@ class Blocks(RuleBasedStateMachine):
     @precondition(lambda self: self.they.wrote)
     @rule(which=anyone)
     def reset(self, which: int) -> None:
-        """Sometimes with everybody preempted, whose output in flight is dropped."""
+        """Reset the prefix cache, sometimes with a preemption of all requests."""
         self.sound = False
         while self.they.running and which == 0:
             self.they.preempt(drop=True)
@@ -136,13 +136,13 @@ class Blocks(RuleBasedStateMachine):
             self.sound = True
 
     def teardown(self) -> None:
-        """Everybody comes to an end, and nothing is left."""
+        """All requests finish, and nothing is left."""
         if not getattr(self, "sound", False):
-            return  # it has failed
+            return  # a check has failed before
         they, turns = self.they, 0
         while they.everybody:
             turns += 1
-            assert turns < 3000, "some wait or run for ever"
+            assert turns < 3000, "some requests wait or run forever"
             for life in they.everybody:
                 if life.flying:
                     they.process(life)
@@ -151,7 +151,7 @@ class Blocks(RuleBasedStateMachine):
                     they.go_on(life, 64)
             if they.waiting:
                 they.admit(64)
-            life = None  # nor is it kept alive here
+            life = None  # nothing here keeps the request alive
             self.whole()
         assert they.pool.get_num_free_blocks() == BLOCKS - 1
         manager = they.manager
@@ -168,7 +168,7 @@ class Blocks(RuleBasedStateMachine):
 
 
 def any_operations() -> dict[str, int]:
-    """As many as ``KVP_TEST_OPERATIONS``; returns what happened."""
+    """Run ``KVP_TEST_OPERATIONS`` operations; returns event counts."""
     init_none_hash(sha256)
     Blocks.counts.clear()
     stateful.run_machine(Blocks)

@@ -21,7 +21,7 @@ def _driver(model: str, policy: Policy) -> Driver:
 
 
 def _left_behind(driver: Driver) -> dict[str, int]:
-    driver.step()  # the worker learns only now who left
+    driver.step()  # a step so that the worker learns of the ended requests
     driver.check_blocks()
     return {
         "tracked": driver.check_policy_state(),
@@ -35,7 +35,7 @@ def _left_behind(driver: Driver) -> dict[str, int]:
 
 
 def observe_reclaim(model: str, policy: Policy) -> dict[str, Any]:
-    """One prompt of 2900 tokens, step by step, to the pool and the metrics."""
+    """One prompt of 2900 tokens: pool and metrics after every step."""
     driver = _driver(model, policy)
     before = driver.free_blocks
     driver.add("long", _prompt(1, 2900), max_tokens=70)
@@ -67,18 +67,18 @@ def observe_reclaim(model: str, policy: Policy) -> dict[str, Any]:
 
 
 def _policy_metrics(llm: Any) -> dict[str, float]:
-    found = {}
+    report = {}
     for metric in llm.get_metrics():
         name = metric.name.removeprefix("vllm:kv_policy_")
         if name != metric.name:
-            found[name] = getattr(metric, "value", None)
-            if found[name] is None:
-                found[name] = metric.count
-    return found
+            report[name] = getattr(metric, "value", None)
+            if report[name] is None:
+                report[name] = metric.count
+    return report
 
 
 def _seated_pages(state: Any) -> list[int]:
-    """Retained region pages per (layer, KV head) of the only request, compacted."""
+    """Retained pages per (layer, KV head) of the only request, which is compacted."""
     (tracked,) = state._requests.values()
     held = (tracked.resident.positions >= 0).sum(1)
     return (held // state.geometry.block_size).tolist()
@@ -88,7 +88,7 @@ def _seated_pages(state: Any) -> list[int]:
 
 
 def observe_prefix(model: str, policy: Policy) -> dict[str, Any]:
-    """Prompts that share beginnings, each fresh and after the others."""
+    """Prompts with shared prefixes, each with an empty cache and after the others."""
     driver = _driver(model, policy)
     first = _prompt(11, 1000)
     prompts = {
@@ -107,7 +107,7 @@ def observe_prefix(model: str, policy: Policy) -> dict[str, Any]:
         fresh[name] = driver.tokens[key]
     driver.llm.reset_prefix_cache()
 
-    # "first" fills the cache; look at its blocks while it still holds them.
+    # "first" fills the cache; record its blocks while it still holds them.
     driver.add("first", first, 24)
     driver.step_until(lambda: driver.decoding() == 1)
     (blocks,) = driver.manager.req_to_blocks.values()
@@ -117,7 +117,7 @@ def observe_prefix(model: str, policy: Policy) -> dict[str, Any]:
     after_first = _pages_of(driver.runtime.heap, ids)
     for name in ("same", "longer", "shorter", "short"):
         driver.generate({name: prompts[name]}, 24)
-    # and all at once, sharing blocks while they run
+    # all at once, so that they share blocks while they run
     together = {f"together-{name}": prompt for name, prompt in prompts.items()}
     driver.generate(together, 24)
     after_all = _pages_of(driver.runtime.heap, ids)
@@ -140,7 +140,7 @@ def observe_prefix(model: str, policy: Policy) -> dict[str, Any]:
 
 
 def _pages_of(heap: Any, block_ids: list[int]) -> str:
-    """Fingerprint of what these blocks hold in all layers and KV heads."""
+    """Fingerprint of the contents of these blocks in all layers and KV heads."""
     import hashlib
 
     import torch
@@ -155,7 +155,7 @@ def _pages_of(heap: Any, block_ids: list[int]) -> str:
 def capacity(
     model: str, policy: Policy, blocks: int, conversations: int, prompt_tokens: int
 ) -> dict[str, Any]:
-    """How many conversations decode at the same time in a pool of ``blocks``."""
+    """How many conversations decode at the same time in a pool of ``blocks`` blocks."""
     llm = make_llm(
         model,
         policy,
@@ -167,14 +167,14 @@ def capacity(
     driver = Driver(llm)
     for number in range(conversations):
         prompt = _prompt(100 + number, prompt_tokens)
-        # Long enough that the first still decodes when the last arrives.
+        # Long enough that the first one still decodes when the last one arrives.
         driver.add(str(number), prompt, max_tokens=3 * conversations)
-    most = 0
+    most_decoding = 0
     while driver.busy:
         driver.step()
-        most = max(most, driver.decoding())
+        most_decoding = max(most_decoding, driver.decoding())
     return {
-        "most_decoding": most,
+        "most_decoding": most_decoding,
         "preemptions": driver.preemptions,
         "finished": len(driver.finished),
     }
@@ -190,7 +190,7 @@ def answers(
     max_tokens: int,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Greedy tokens of random prompts, all at once."""
+    """Greedy tokens of random prompts that run together."""
     driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400, **settings))
     for length in lengths:
         driver.add(str(length), _prompt(length, length), max_tokens)
@@ -212,7 +212,9 @@ def answers(
 def recorded(
     model: str, policy: Policy, lengths: list[int], max_tokens: int, **settings: Any
 ) -> dict[str, Any]:
-    """Tokens of prompts that run together, and what each compaction kept."""
+    """Tokens of prompts that run together, and the positions that each compaction
+    kept.
+    """
     driver = Driver(make_llm(model, policy, num_gpu_blocks_override=400, **settings))
     driver.llm.collective_rpc("kv_policy_record", args=(True,))
     prompts = {str(n): _prompt(n, n) for n in lengths}
@@ -222,7 +224,7 @@ def recorded(
         name: {"prompt": prompt, "tokens": driver.tokens[name], "compactions": []}
         for name, prompt in prompts.items()
     }
-    for record in records:  # of one request: in the order in which they ran
+    for record in records:  # compactions of one request, in their order
         done = runs[str(record.prompt_tokens)]["compactions"]
         plan = driver.runtime.plan(record.prompt_tokens)
         at_tokens = plan.compaction(len(done)).at_tokens

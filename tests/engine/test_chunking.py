@@ -24,14 +24,14 @@ def test_chunks_shorter_than_the_window(tiny_model):
                 "policy": policy,
                 "lengths": LENGTHS,
                 "max_tokens": 120,
-                "max_num_batched_tokens": most,
+                "max_num_batched_tokens": chunk,
                 "max_num_seqs": 4,
             },
         )
-        for policy, most in ((POLICY, 1024), (POLICY, 40), (None, 1024))
+        for policy, chunk in ((POLICY, 1024), (POLICY, 40), (None, 1024))
     ]
     whole, cut, stock = runs
     assert cut["tokens"] == whole["tokens"] != stock["tokens"]
-    # one at the end of each prompt, and folds while 120 tokens are generated
+    # one at the end of each prompt, and folds during 120 generated tokens
     assert cut["compactions"] == whole["compactions"] >= 4 * 3
     assert cut["steps"] > whole["steps"] + sum(LENGTHS) // 40 - 10

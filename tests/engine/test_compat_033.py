@@ -34,10 +34,10 @@ LARGEST = 4 << 20  # bytes; larger files of the wheel are kernels, not needed
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    given = os.environ.get(WHEEL)
-    if given:
-        assert Path(given).is_file(), f"{WHEEL}={given} is not a file"
-        return Path(given)
+    wheel_path = os.environ.get(WHEEL)
+    if wheel_path:
+        assert Path(wheel_path).is_file(), f"{WHEEL}={wheel_path} is not a file"
+        return Path(wheel_path)
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
     try:
@@ -50,11 +50,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     except subprocess.TimeoutExpired:
         pytest.skip(f"downloading vllm {VERSION} took too long; set {WHEEL}")
-    found = list(folder.glob("vllm-*.whl"))
-    if not found:
+    wheels = list(folder.glob("vllm-*.whl"))
+    if not wheels:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         pytest.skip(f"no vllm {VERSION} wheel ({last}); set {WHEEL} to one")
-    return found[0]
+    return wheels[0]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_same_tokens_and_blocks_as_on_032(
     runner: str,
     asynchronous: bool,
 ):
-    found = runners.run(tiny_model, runner, asynchronous, vllm_folder=overlay)
-    assert {result["facts"]["vllm"] for result in found["generate"]} == {VERSION}
+    result = runners.run(tiny_model, runner, asynchronous, vllm_folder=overlay)
+    assert {each["facts"]["vllm"] for each in result["generate"]} == {VERSION}
     assert {result["facts"]["vllm"] for result in on_032["generate"]} != {VERSION}
-    runners.check_generated(found, on_032)
+    runners.check_generated(result, on_032)

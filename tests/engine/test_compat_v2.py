@@ -21,7 +21,7 @@ from harness import run_scenario
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-# (runner, asynchronous) -> what runs besides ``generate``, in the same process
+# (runner, asynchronous) -> scenarios next to ``generate``, in the same process
 RUNS = {
     ("V1", False): (),
     ("V1", True): ("crowd",),
@@ -32,7 +32,7 @@ RUNS = {
 
 @cache
 def found(model: str, runner: str, asynchronous: bool) -> dict[str, Any]:
-    """One process per combination, whichever tests ask for it."""
+    """One process per combination, shared by all tests."""
     return runners.run(model, runner, asynchronous, RUNS[runner, asynchronous])
 
 
@@ -41,7 +41,7 @@ def reference(model: str) -> dict[str, Any]:
 
 
 def test_eviction_shows_in_the_tokens(tiny_model: str):
-    """Else equal tokens would prove nothing."""
+    """Policies change tokens; otherwise equal tokens would prove nothing."""
     stock, _, snapkv, kvzip = reference(tiny_model)["generate"]
     assert snapkv["tokens"]["short"] == stock["tokens"]["short"]
     assert snapkv["tokens"]["long"] != stock["tokens"]["long"]
@@ -57,8 +57,8 @@ def test_eviction_shows_in_the_tokens(tiny_model: str):
 def test_same_tokens_and_blocks_everywhere(
     tiny_model: str, runner: str, asynchronous: bool
 ):
-    here = found(tiny_model, runner, asynchronous)
-    runners.check_generated(here, reference(tiny_model))
+    own = found(tiny_model, runner, asynchronous)
+    runners.check_generated(own, reference(tiny_model))
 
 
 @pytest.mark.parametrize(("runner", "asynchronous"), RUNS)
@@ -99,7 +99,7 @@ def test_async_scheduling_survives_abort_and_preemption(tiny_model: str, runner:
 
 
 def test_dummy_batches_do_not_touch_requests(tiny_model: str):
-    """V2 numbers dummy rows like requests; they must not be taken for them."""
+    """V2 numbers dummy rows like requests; policies must not confuse them."""
     dummy = found(tiny_model, "V2", False)["dummy_batches"]
     assert dummy["residents"] == [2, 2]
     assert dummy["disturbed"] == dummy["plain"]

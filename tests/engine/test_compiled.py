@@ -18,11 +18,11 @@ COMPILATION = {"mode": 2, "backend": "aot_eager"}  # mode: traced once
 
 
 def test_compiled_models_answer_as_eager_ones(tiny_model: str):
-    found = run_scenario(
+    report = run_scenario(
         "scenarios_kernels:eager_and_compiled",
         {"model": tiny_model, "policies": POLICIES, "compilation": COMPILATION},
     )
-    for eager, compiled in zip(*found, strict=True):
+    for eager, compiled in zip(*report, strict=True):
         assert eager["graphs"] == 0
         assert compiled["graphs"] > 0
         assert compiled["tokens"] == eager["tokens"]

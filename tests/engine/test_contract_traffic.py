@@ -40,7 +40,7 @@ PROCESSES = 2
 
 
 def turns() -> dict[str, str]:
-    """Policy -> its allocator; those that share nothing have none."""
+    """Policy -> its allocator; None for policies without one."""
     names = policies_that(drop) + policies_that(keep_spans)
     sharing = [name for name in names if shares_pages(name)]
     allocators = sorted(ALLOCATORS)
@@ -49,7 +49,7 @@ def turns() -> dict[str, str]:
 
 
 def settings(name: str, allocator: str, weights: dict[str, str]) -> dict[str, Any]:
-    """A policy's settings; every other one reads prompts block by block."""
+    """Settings of a policy; every other policy uses block-wise prefill."""
     shared = weights if allocator == "file" else allocator
     chosen = SMALL_BUDGETS | {"allocator": shared}
     if list(turns()).index(name) // PROCESSES % 2:
@@ -84,7 +84,7 @@ def test_every_allocator_has_its_turn():
 
 
 def group_of(name: str) -> int:
-    """The process that runs a policy; the default tier runs the first one only."""
+    """The process that runs a policy; the default tier runs only the first process."""
     return list(turns()).index(name) % PROCESSES
 
 
@@ -104,7 +104,7 @@ def group_of(name: str) -> int:
 def test_traffic_among_poisoned_blocks(tiny_model, name, allocator):
     print("seed", SEED)
     same_process = list(turns())[group_of(name) :: PROCESSES]
-    # Interpreted kernels take minutes: then each policy has its own process.
+    # Interpreted kernels take minutes, so that each policy gets its own process.
     names = (name,) if INTERPRETED else tuple(same_process)
     counts = traffic_of(tiny_model, names)[name]
     print(counts)

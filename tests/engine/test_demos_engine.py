@@ -22,9 +22,9 @@ SAMPLE = ("flowkv", "epicache")
 
 def served(model: str, policy: str, talks: list[str]) -> list[Result]:
     arguments = {"model": model, "policy": policy, "settings": "", "talks": talks}
-    found = run_scenario("scenarios_demos:run_demos", arguments)
-    assert len(found) == len(talks)
-    return [Result.from_json(data) for data in found]
+    report = run_scenario("scenarios_demos:run_demos", arguments)
+    assert len(report) == len(talks)
+    return [Result.from_json(data) for data in report]
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,12 @@ def test_the_next_turn_copies_nothing(tiny_model, asynchronous):
         for parks in (True, False)
     ]
     check(*runs)
-    # what was never compressed is left to the prefix cache, and comes from the host
+    # history that was never compressed comes from the prefix cache, or from the host
     assert [turn["in_place"] for turn in runs[0]["turns"]] == [0, 0, 1, 1, 1]
 
 
 def test_the_next_turn_of_an_episode_copies_nothing(tiny_model):
-    """Also when it comes back later, if no request needed its blocks."""
+    """A parked session survives as long as no request needs its blocks."""
     route = [0, 0, 1, 0, 1, 1]
     runs = [
         run_scenario(
@@ -60,30 +60,32 @@ def test_the_next_turn_of_an_episode_copies_nothing(tiny_model):
 
 def check(parked, loaded):
     """Both runs are equal turn by turn, except for the copies."""
-    for here, there in zip(parked["turns"], loaded["turns"], strict=True):
-        assert here["answer"] == there["answer"]
-        assert here["restored"] == there["restored"]
-        assert there["in_place"] == 0
-        assert (there["copied"] > 0) == (there["restored"] > 0)
-        assert here["copied"] == (0 if here["in_place"] else there["copied"])
+    for parked_turn, loaded_turn in zip(parked["turns"], loaded["turns"], strict=True):
+        assert parked_turn["answer"] == loaded_turn["answer"]
+        assert parked_turn["restored"] == loaded_turn["restored"]
+        assert loaded_turn["in_place"] == 0
+        assert (loaded_turn["copied"] > 0) == (loaded_turn["restored"] > 0)
+        assert parked_turn["copied"] == (
+            0 if parked_turn["in_place"] else loaded_turn["copied"]
+        )
     assert loaded["parked"] == 0 < parked["parked"]
     for run in (parked, loaded):
         assert run["tracked"] == 0
 
 
 def test_other_requests_reuse_the_oldest_blocks_first(tiny_model):
-    found = run_scenario(
+    report = run_scenario(
         "scenarios_device_sessions:others", {"model": tiny_model, "policy": FLOW}
     )
-    assert len(found["parked"]) == 2
-    assert found["after some"] == found["parked"][1:]
-    assert found["after all"] == []
-    assert found["preemptions"] == 0
-    for talk in found["later"]:
+    assert len(report["parked"]) == 2
+    assert report["after some"] == report["parked"][1:]
+    assert report["after all"] == []
+    assert report["preemptions"] == 0
+    for talk in report["later"]:
         assert talk["answer"] == talk["recomputed"]
         assert talk["copied"] > 0
         assert talk["in_place"] == 0
-    assert found["tracked"] == 0
+    assert report["tracked"] == 0
 
 
 @pytest.fixture(scope="module")
@@ -109,17 +111,17 @@ def test_the_answer_equals_that_of_a_new_conversation(odds, what, in_place):
 
 
 def test_a_preempted_request_loads_its_session_from_the_host(odds):
-    found = odds["preempted"]
-    assert found["times"] == 1
-    assert found["answer"] == found["recomputed"]
-    assert found["in_place"] == 1
+    report = odds["preempted"]
+    assert report["times"] == 1
+    assert report["answer"] == report["recomputed"]
+    assert report["in_place"] == 1
 
 
 def test_one_of_two_requests_takes_the_blocks(odds):
-    found = odds["twins"]
-    assert found["answers"] == [found["recomputed"]] * 2
-    assert (found["hits"], found["in_place"]) == (2, 1)
-    assert found["copied"] > 0
+    report = odds["twins"]
+    assert report["answers"] == [report["recomputed"]] * 2
+    assert (report["hits"], report["in_place"]) == (2, 1)
+    assert report["copied"] > 0
 
 
 def test_another_owner_gets_no_blocks(odds):

@@ -22,11 +22,11 @@ POLICY: dict[str, Any] = {
     "prefill_block": 128,
     "session_memory": "64MiB",
 }
-# the last one brings nothing to ask: the base's instruction scores
+# the last policy has no patched prompt: its compressor scores by instruction
 GUIDES = [[5, 9, 11, 300, 7], [400, 17, 23], []]
 ROUTE = [2, 0, 1, 0, 0, 1]
-HISTORY, TURN = 900, 65  # tokens at first, and of a query with its answer
-# blocks that a request holds at most: its budget, a block of history, a partial one
+HISTORY, TURN = 900, 65  # tokens of the first history, and of a query with its answer
+# maximum of a request: its budget, a block of history, a partial block
 BOUND = (192 + 128) // BLOCK + 1
 
 
@@ -45,8 +45,9 @@ def test_a_restored_episode_answers_as_one_read_from_scratch(
     )
     assert run["answers"] == run["recomputed"]
     assert len({str(answer) for answer in run["answers"]}) == len(ROUTE)
-    # the first of each episode reads everything, whatever others have compressed;
-    # later ones start behind what is known, or at the cut that has come due since
+    # the first request of each episode prefills everything; later ones start at the end
+    # of
+    # the restored history, or at the compaction that is due since
     restored = run["restored"]
     assert restored[:3] == [0, 0, 0]
     assert restored[3] >= HISTORY + TURN
@@ -59,7 +60,8 @@ def test_a_restored_episode_answers_as_one_read_from_scratch(
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_a_pool_that_is_as_small_as_the_bound(tiny_model, asynchronous):
-    # the null block, what a request holds, and what the step in flight has not freed
+    # the null block, the request's blocks, and blocks that the step in flight still
+    # holds
     blocks = 1 + BOUND + 1
     run = run_scenario(
         "scenarios_epicache:conversation",
@@ -68,7 +70,7 @@ def test_a_pool_that_is_as_small_as_the_bound(tiny_model, asynchronous):
         runners.environment(runners.CHOSEN, asynchronous),
     )
     assert run["answers"] == run["recomputed"]
-    # a cut is due when it starts from what turn 2 left: a block beside it, no more
+    # a compaction is due when the request starts from turn 2: one block more, at most
     assert run["restored"][5] == 1088
     assert max(run["held"]) == BOUND
 
@@ -80,7 +82,7 @@ def test_a_compiled_model_answers_as_an_eager_one(tiny_model):
             "scenarios_epicache:conversation",
             {"model": tiny_model, "policy": POLICY, "guides": GUIDES}
             | {"route": [0, 1, 0], "settings": {"enforce_eager": enforced}},
-            {"VLLM_CPU_CI_ENV": "1"},  # graphs are traced, and no C++ is made of them
+            {"VLLM_CPU_CI_ENV": "1"},  # graphs are traced but not compiled to C++
         )
         for enforced in (False, True)
     )
@@ -96,7 +98,7 @@ def test_chats_are_routed(model_path):
     run = run_scenario(
         "scenarios_epicache:chats", {"model": model_path, "policy": policy}
     )
-    fruit, train, again, *built, last = run["asked"]
+    fruit, train, again, *built, last = run["patched_prompts"]
     assert "orchard" in fruit
     assert "rails" not in fruit
     assert "rails" in train
@@ -107,9 +109,9 @@ def test_chats_are_routed(model_path):
     assert {fruit, train} == set(built), "one build per episode"
     assert len(built) == 2
     assert last == train
-    # all but the cut that has come due is known; the question is new
+    # all but the part after the due compaction is restored; the question is new
     assert run["restored_after"] > 400
-    assert all(len(told["turn_ends"]) == 1 for told in run["told"])
+    assert all(len(each["turn_ends"]) == 1 for each in run["parameters"])
 
 
 @pytest.mark.slow
@@ -120,6 +122,6 @@ def test_a_server_that_idles_builds_the_other_episodes(model_path):
         {"model": model_path, "policy": policy},
         {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
     )
-    (_, first), (tokens, second) = run["found"]
+    (_, first), (tokens, second) = run["answers"]
     assert first == 0
     assert second > tokens - 150, "the other episode was there when it was asked for"

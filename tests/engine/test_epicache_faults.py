@@ -22,14 +22,15 @@ POLICY: dict[str, Any] = {
     "session_memory": "64MiB",
 }
 GUIDES = [[5, 9, 11, 300, 7], [400, 17, 23]]
-HISTORY, TURN = 600, 57  # tokens at first, and of a question with its answer
-# in the queue; after one compression of the 600 tokens; after two
+# Tokens of the first history, and of a question with its answer
+HISTORY, TURN = 600, 57
+# while waiting; after one compression of the 600 tokens; after two
 LEAVES_AT = [0, 400, 500]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_readers_that_leave_leave_nothing_behind(tiny_model, asynchronous):
-    found = run_scenario(
+    report = run_scenario(
         "scenarios_epicache_faults:aborted",
         {
             "model": tiny_model,
@@ -39,14 +40,14 @@ def test_readers_that_leave_leave_nothing_behind(tiny_model, asynchronous):
         },
         runners.environment(runners.CHOSEN, asynchronous),
     )
-    assert len(found) == 2 * len(LEAVES_AT)
-    for each in found:
+    assert len(report) == 2 * len(LEAVES_AT)
+    for each in report:
         about = (each["kind"], each["place"])
-        assert each["said"] == [], f"{about} had been read to its end"
+        assert each["decoded"] == [], f"{about} had been read to its end"
         assert each["held"] == each["tracked"] == each["commands"] == 0, about
         assert each["answers"][0] == each["answers"][1], about
         assert each["company"][0] == each["company"][1], about
-        # what was read is not read again
+        # nothing is prefilled twice
         if each["place"] == 0:
             assert each["read"] == each["restored"] == 0
         else:
@@ -66,7 +67,7 @@ def test_episodes_without_memory_are_answered_and_read_again(tiny_model):
     assert [bool(tokens) for tokens in enough["restored"]] == [False, True, False, True]
     assert none["counts"]["refused"] == 4
     assert none["restored"] == [0, 0, 0, 0]
-    # the second episode takes the first one's place
+    # the second episode replaces the first one
     assert one["counts"]["refused"] == 0
     assert one["counts"]["evictions"] >= 2
     assert one["restored"][1] >= HISTORY + TURN - 1

@@ -31,7 +31,7 @@ CUTS = {"700": [256, 384, 512, 640], "533": [256, 384, 512]}
 
 @pytest.fixture(scope="module")
 def runs(tiny_model: str) -> dict[str, Any]:
-    found: dict[str, Any] = run_scenario(
+    report: dict[str, Any] = run_scenario(
         "scenarios_epicache:scored",
         {
             "model": tiny_model,
@@ -41,36 +41,36 @@ def runs(tiny_model: str) -> dict[str, Any]:
             "max_tokens": TOKENS,
         },
     )
-    return found
+    return report
 
 
 @pytest.mark.parametrize("length", PATCHED)
 def test_scores_are_those_of_torch_with_and_without_eviction(tiny_model, runs, length):
     run, patched = runs[length], PATCHED[length]
     assert [c["at_tokens"] for c in run["compactions"]] == CUTS[length]
-    seen = visible_positions(run)
+    visible = visible_positions(run)
     for number, compaction in enumerate(run["compactions"]):
         at = compaction["at_tokens"]
         layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        masks = behind(seen[..., :at, :at], len(patched))
+        masks = behind(visible[..., :at, :at], len(patched))
         masked_logits(Path(tiny_model), run["prompt"][:at] + patched, masks, layers)
         for layer, (queries, keys) in enumerate(layers):
             for head in range(KV_HEADS):
-                held = seen[layer, head, at - 1, :at].nonzero()[:, 0]
+                held = visible[layer, head, at - 1, :at].nonzero()[:, 0]
                 assert (len(held) < at) == (number > 0)
                 group = queries[:, at:].unflatten(0, (KV_HEADS, -1))[head]
                 worth = score("infinipot", group, keys[head], held, at)
                 kept = torch.tensor(compaction["kept"][layer][head])
                 check(worth, held, kept, tail=0)
                 free = worth.isfinite()
-                got = torch.tensor(compaction["worth"][layer][head])[held]
-                assert (got - worth)[free].abs().max() < 1e-4
-                assert overlap(got[free], worth[free].float()) >= 0.999
+                actual = torch.tensor(compaction["worth"][layer][head])[held]
+                assert (actual - worth)[free].abs().max() < 1e-4
+                assert overlap(actual[free], worth[free].float()) >= 0.999
 
 
-def overlap(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Share of the best quarter that both name."""
-    best = [set(s.topk(len(s) // 4).indices.tolist()) for s in (got, wanted)]
+def overlap(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Share of the best quarter that both rankings have in common."""
+    best = [set(s.topk(len(s) // 4).indices.tolist()) for s in (actual, expected)]
     return len(best[0] & best[1]) / len(best[0])
 
 

@@ -31,8 +31,8 @@ POLICY: dict[str, Any] = {
 
 
 @torch.no_grad()
-def paid(model: Any, tokens: list[int], seen: torch.Tensor, at: int) -> torch.Tensor:
-    """Most attention that the tokens behind ``at`` pay each one before it.
+def paid(model: Any, tokens: list[int], visible: torch.Tensor, at: int) -> torch.Tensor:
+    """Largest attention from tokens behind ``at`` to each token before it.
 
     Args:
         model: of transformers, with eager attention.
@@ -42,12 +42,12 @@ def paid(model: Any, tokens: list[int], seen: torch.Tensor, at: int) -> torch.Te
         float32 [layers, kv_heads, at].
     """
     rows: list[torch.Tensor] = []
-    group = model.config.num_attention_heads // seen.shape[1]
+    group = model.config.num_attention_heads // visible.shape[1]
 
-    def masked(layer: Any, _: Any, told: dict[str, Any]) -> Any:
-        hidden = ~seen[layer.layer_idx].repeat_interleave(group, 0)
+    def masked(layer: Any, _: Any, options: dict[str, Any]) -> Any:
+        hidden = ~visible[layer.layer_idx].repeat_interleave(group, 0)
         mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
-        return (), told | {"attention_mask": mask[None]}
+        return (), options | {"attention_mask": mask[None]}
 
     def look(layer: Any, _: Any, done: Any) -> None:
         rows.append(done[1][0, :, at:, :at].unflatten(0, (-1, group)).amax((1, 2)))
@@ -87,22 +87,25 @@ def test_scores_are_those_of_eager_attention(model_path):
     model = AutoModelForCausalLM.from_pretrained(
         model_path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    seen = visible_positions(run)
+    visible = visible_positions(run)
     for number, compaction in enumerate(run["compactions"]):
-        at, got = compaction["at_tokens"], torch.tensor(compaction["worth"])
-        masks = behind(seen[..., :at, :at], len(patched))
-        wanted = paid(model, prompt[:at] + patched, masks, at)
-        held = seen[:, :, at - 1, :at]
+        at, actual = compaction["at_tokens"], torch.tensor(compaction["worth"])
+        masks = behind(visible[..., :at, :at], len(patched))
+        expected = paid(model, prompt[:at] + patched, masks, at)
+        held = visible[:, :, at - 1, :at]
         assert bool(held.all()) == (number == 0), "nothing was dropped before"
-        assert (got - wanted)[held].abs().max() < 1e-3
+        assert (actual - expected)[held].abs().max() < 1e-3
         free = held.clone()
         free[..., :SINKS] = free[..., at - RECENT :] = False
         shares = [
             overlap(g[f], w[f])
             for g, w, f in zip(
-                got.flatten(0, 1), wanted.flatten(0, 1), free.flatten(0, 1), strict=True
+                actual.flatten(0, 1),
+                expected.flatten(0, 1),
+                free.flatten(0, 1),
+                strict=True,
             )
         ]
-        assert len(shares) == wanted[..., 0].numel()
+        assert len(shares) == expected[..., 0].numel()
         assert sum(shares) / len(shares) >= 0.999
         print(at, "least overlap", min(shares))

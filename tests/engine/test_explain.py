@@ -50,9 +50,9 @@ def prompt(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def documents(model_path, prompt, tmp_path_factory) -> dict[str, dict[str, Any]]:
-    """What the command writes for each allocator; the engine runs twice."""
+    """The command's document for each allocator; the engine runs twice."""
     folder = tmp_path_factory.mktemp("explain")
-    found = {}
+    pages = {}
     for allocator in ALLOCATORS:
         out, page = folder / f"{allocator}.json", folder / f"{allocator}.html"
         config = {"budget": BUDGET, "window": WINDOW, "allocator": allocator}
@@ -62,9 +62,9 @@ def documents(model_path, prompt, tmp_path_factory) -> dict[str, dict[str, Any]]
         assert "kept per head" in done.stdout
         assert "Traceback" not in done.stderr
         assert "INFO" not in done.stderr, "vLLM's log is hidden without --verbose"
-        found[allocator] = json.loads(out.read_text(encoding="utf-8"))
+        pages[allocator] = json.loads(out.read_text(encoding="utf-8"))
         assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
-    return found
+    return pages
 
 
 def heads_of(document: dict[str, Any]) -> list[list[int]]:
@@ -75,7 +75,7 @@ def heads_of(document: dict[str, Any]) -> list[list[int]]:
 def plan_of(document: dict[str, Any]) -> ResidencyPlan:
     policy = parse_policy({"name": document["policy"], **document["config"]})
     tokens = len(document["prompt_token_ids"])
-    # a budget in tokens does not depend on the cache's bytes
+    # a budget in tokens does not depend on the bytes of the cache
     return policy.plan(Lengths(tokens), Geometry(BLOCK, 1, 1, 1))
 
 

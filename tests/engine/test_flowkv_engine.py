@@ -10,7 +10,7 @@ from harness import run_scenario
 pytestmark = pytest.mark.engine
 
 TURNS = [150, 500, 620, 1100]
-# without sessions: every request compresses its whole history, as the first would
+# without sessions, every request compresses its whole history
 FLOW = {
     "name": "flowkv",
     "ratio": 0.3,
@@ -26,13 +26,13 @@ def rows(kept):
 
 @pytest.fixture(scope="module")
 def runs(tiny_model):
-    found = {}
+    report = {}
     for name, policy in (("isolated", FLOW), ("nested", FLOW | {"nested": True})):
         arguments = {"model": tiny_model, "policy": policy, "turns": TURNS}
-        found[name] = run_scenario(
+        report[name] = run_scenario(
             "scenarios_flowkv:conversation", arguments | {"company": 2}
         )["requests"]
-    return found
+    return report
 
 
 def test_a_turn_is_compressed_once(runs):
@@ -41,14 +41,14 @@ def test_a_turn_is_compressed_once(runs):
         assert request["held"] == request["planned"]
         for before, after in itertools.pairwise(request["kept"]):
             for old, new in zip(rows(before), rows(after), strict=True):
-                # the newest tokens of a turn may lie in a block of the next one
+                # the newest tokens of a turn may be in a block of the next turn
                 whole = max(old) // 32 * 32
                 assert {p for p in old if p < whole} <= new
     assert runs["isolated"][-1]["compactions"] >= 3
 
 
 def test_a_later_request_keeps_of_its_history_what_the_earlier_kept(runs):
-    """Isolation across requests: the same turns, the same survivors."""
+    """Isolation across requests: the same turns keep the same tokens."""
     for before, after in itertools.pairwise(runs["isolated"]):
         shared = len(before["kept"])
         assert after["kept"][:shared] == before["kept"]
@@ -81,24 +81,24 @@ def test_the_company_changes_no_token(tiny_model, runs):
 
 
 def test_nonsense_is_refused_and_the_engine_goes_on(tiny_model):
-    asked = [[0], [101], [5, 5], [9, 4], "12", [1.5], [True], {"a": 1}, [[1]], -3]
-    found = run_scenario(
-        "scenarios_flowkv:refusals", {"model": tiny_model, "asked": asked}
+    cases = [[0], [101], [5, 5], [9, 4], "12", [1.5], [True], {"a": 1}, [[1]], -3]
+    report = run_scenario(
+        "scenarios_flowkv:refusals", {"model": tiny_model, "turn_ends": cases}
     )
-    for ends, said in zip(asked, found["said"], strict=True):
-        assert "turn_ends must be ascending token counts from 1 to 100" in said, ends
-    assert len(found["tokens"]) == 20
+    for ends, message in zip(cases, report["messages"], strict=True):
+        assert "turn_ends must be ascending token counts from 1 to 100" in message, ends
+    assert len(report["tokens"]) == 20
 
 
 def test_turns_of_a_chat_template(model_path):
     policy = FLOW | {"ratio": 0.4}
-    found = run_scenario(
+    report = run_scenario(
         "scenarios_flowkv:chat", {"model": model_path, "policy": policy}
     )
-    assert found["messages"] in (5, 6), "with or without a system prompt"
-    answers = [found["ends"][-4], found["ends"][-2]]
-    assert found["compacted_at"] == answers
-    assert found["answer"]
+    assert report["messages"] in (5, 6), "with or without a system prompt"
+    answers = [report["ends"][-4], report["ends"][-2]]
+    assert report["compacted_at"] == answers
+    assert report["answer"]
 
 
 def test_turns_of_a_template_without_an_end_token(model_path):
@@ -108,12 +108,12 @@ def test_turns_of_a_template_without_an_end_token(model_path):
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
     policy = FLOW | {"ratio": 0.4}
-    found = run_scenario(
+    report = run_scenario(
         "scenarios_flowkv:chat",
         {"model": model_path, "policy": policy, "template": template},
     )
-    assert found["messages"] == 0, "the tokens show no turns"
-    first, second = found["compacted_texts"]
+    assert report["messages"] == 0, "the tokens show no turns"
+    first, second = report["compacted_texts"]
     assert first.startswith("user: My cat is called Tom")
     assert first.rstrip().endswith("nice to meet you!")
     assert second.rstrip().endswith("deep and blue.")

@@ -21,7 +21,7 @@ def test_without_a_policy_tokens_and_configuration_are_stock(tiny_model):
     print("seed", SEED)
     arguments = {"model": tiny_model, "prompts": PROMPTS}
     scenario = "scenarios_config:stock_run"
-    # an empty list of plugins keeps vLLM from loading any
+    # with an empty list, vLLM loads no plugin
     absent = run_scenario(scenario, arguments, {"VLLM_PLUGINS": ""})
     installed = run_scenario(scenario, arguments)
     assert installed == absent
@@ -32,16 +32,16 @@ def test_an_engine_after_one_with_a_policy_is_stock_again(tiny_model):
     print("seed", SEED)
     arguments = {"model": tiny_model, "prompts": PROMPTS}
     alone = run_scenario("scenarios_config:stock_run", arguments)
-    seen = run_scenario(
+    report = run_scenario(
         "scenarios_config:policy_then_stock", {**arguments, "policy": POLICY}
     )
     for part in ("scheduler", "manager", "worker", "connector", "backends", "impls"):
-        assert "kvplugins" in str(seen["policy"][part]), part
-        assert "kvplugins" not in str(seen["stock"][part]), part
-    assert seen["stock"].pop("compactions") is None
-    assert seen["stock"] == alone
-    assert seen["policy"]["compactions"] == seen["again"]["compactions"] == 2
-    assert seen["again"]["tokens"] == seen["policy"]["tokens"] != alone["tokens"]
+        assert "kvplugins" in str(report["policy"][part]), part
+        assert "kvplugins" not in str(report["stock"][part]), part
+    assert report["stock"].pop("compactions") is None
+    assert report["stock"] == alone
+    assert report["policy"]["compactions"] == report["again"]["compactions"] == 2
+    assert report["again"]["tokens"] == report["policy"]["tokens"] != alone["tokens"]
 
 
 WRAPPED = """
@@ -73,7 +73,7 @@ assert BaseRenderer.render_chat is not before[BaseRenderer]["render_chat"]
 
 
 def test_a_stock_server_has_no_method_of_vllm_wrapped(tiny_model):
-    """Only ``EngineArgs`` is, so that a policy can be configured at all."""
+    """Only ``EngineArgs`` is replaced, so that a policy can be configured."""
     code = f"MODEL = {tiny_model!r}\n{WRAPPED}"
     done = subprocess.run(
         [sys.executable, "-c", code],

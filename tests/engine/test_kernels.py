@@ -36,12 +36,12 @@ CHANGES_NOTHING = "full"
 
 @pytest.fixture(scope="module")
 def found(tiny_model: str) -> dict[str, dict[str, Any]]:
-    """Kernel -> policy -> what happened."""
+    """Kernel -> policy -> result."""
     return {kernel: run(tiny_model, kernel) for kernel in ("auto", "triton")}
 
 
 def run(model: str, kernel: str) -> dict[str, Any]:
-    """What happened under each policy with a kernel."""
+    """Results of all policies with one kernel."""
     names = available_policies()
     policies = [configure(name, SETTINGS) | {"kernel": kernel} for name in names]
     changes = runners.environment("V1" if kernel == "auto" else "V2", False)
@@ -57,18 +57,18 @@ def run(model: str, kernel: str) -> dict[str, Any]:
 @pytest.mark.proves(policy="name", runner="V2")
 @pytest.mark.parametrize("name", available_policies())
 def test_same_tokens_with_triton(found: dict[str, Any], name: str):
-    here, stock = found["triton"][name], found["auto"][name]
-    assert here["backend"] == "TritonPolicyImpl"
-    assert stock["backend"] == "PagedPolicyImpl"
-    assert here["runner"] == "vllm.v1.worker.cpu.model_runner"
-    assert here["tokens"] == stock["tokens"]
-    assert here["compactions"] == stock["compactions"]
-    assert (here["compactions"] > 0) == (name != CHANGES_NOTHING)
-    assert here["left"] == stock["left"] == 0
+    triton, auto = found["triton"][name], found["auto"][name]
+    assert triton["backend"] == "TritonPolicyImpl"
+    assert auto["backend"] == "PagedPolicyImpl"
+    assert triton["runner"] == "vllm.v1.worker.cpu.model_runner"
+    assert triton["tokens"] == auto["tokens"]
+    assert triton["compactions"] == auto["compactions"]
+    assert (triton["compactions"] > 0) == (name != CHANGES_NOTHING)
+    assert triton["left"] == auto["left"] == 0
 
 
 def test_policies_show_in_the_tokens(found: dict[str, Any]):
-    """Else equal tokens would prove little."""
+    """Policies change tokens; otherwise equal tokens would prove little."""
     full = found["auto"][CHANGES_NOTHING]["tokens"]
     others = [one["tokens"] for one in found["auto"].values()]
     assert sum(tokens != full for tokens in others) > len(others) / 2

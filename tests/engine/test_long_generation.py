@@ -14,13 +14,13 @@ from tiny_model import VOCABULARY
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-BLOCK, POOL = 32, 260  # vLLM wants room for one request of max_model_len
+BLOCK, POOL = 32, 260  # vLLM requires room for one request of max_model_len
 PROMPT, TOKENS = 150, 2000 if INTERPRETED else 8000
 BUDGET, FOLD = 256, 4
 
 
 def test_held_blocks_stay_flat_to_8k_tokens(tiny_model):
-    """Others than H2O do so in ``tests/unit/test_long_requests.py``."""
+    """Other policies generate this long in ``tests/unit/test_long_requests.py``."""
     policy = {
         "name": "h2o",
         "budget": 512,

@@ -35,15 +35,15 @@ def visible_positions(run: dict[str, Any]) -> torch.Tensor:
     count = len(run["prompt"]) + len(run["tokens"])
     causal = torch.ones(count, count, dtype=torch.bool).tril()
     kept_at_first = run["compactions"][0]["kept"]
-    seen = causal.repeat(len(kept_at_first), len(kept_at_first[0]), 1, 1)
+    visible = causal.repeat(len(kept_at_first), len(kept_at_first[0]), 1, 1)
     for compaction in run["compactions"]:
         at = compaction["at_tokens"]
         for layer, heads in enumerate(compaction["kept"]):
             for head, kept in enumerate(heads):
-                gone = torch.ones(at, dtype=torch.bool)
-                gone[kept] = False
-                seen[layer, head, at:, :at] &= ~gone
-    return seen
+                dropped = torch.ones(at, dtype=torch.bool)
+                dropped[kept] = False
+                visible[layer, head, at:, :at] &= ~dropped
+    return visible
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -59,18 +59,18 @@ def test_tokens_are_those_of_a_model_with_a_mask(tiny_model, name):
         assert run["compactions"]
         assert name != "folding" or len(run["compactions"]) > 2
         sequence = run["prompt"] + run["tokens"]
-        seen = visible_positions(run)
-        logits = masked_logits(Path(tiny_model), sequence, seen)
+        visible = visible_positions(run)
+        logits = masked_logits(Path(tiny_model), sequence, visible)
         # the logits at a position choose the token after it
         logits = logits[len(run["prompt"]) - 1 : -1]
         best = logits.topk(2).values
         clear = best[:, 0] - best[:, 1] > CLOSE
-        wanted, got = logits.argmax(-1), torch.tensor(run["tokens"])
-        assert torch.equal(wanted[clear], got[clear])
+        expected, actual = logits.argmax(-1), torch.tensor(run["tokens"])
+        assert torch.equal(expected[clear], actual[clear])
         compared += int(clear.sum())
-        everything = torch.ones_like(seen[0, 0]).tril().expand_as(seen)
+        everything = torch.ones_like(visible[0, 0]).tril().expand_as(visible)
         plain = masked_logits(Path(tiny_model), sequence, everything)
         plain = plain[len(run["prompt"]) - 1 : -1]
-        unmasked_differs += int((plain.argmax(-1) != got).sum())
+        unmasked_differs += int((plain.argmax(-1) != actual).sum())
     assert compared > 0.98 * TOKENS * len(LENGTHS)
     assert unmasked_differs > 20, "what was dropped did not matter"

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.engine
 
 BLOCK = 32
 POLICY = {"name": "snapkv", "budget": 512, "prefill_block": 512}
-POOL = 2048 // BLOCK + 1  # with the block that vLLM never hands out
-BOUND = 1024 // BLOCK + 1  # budget, block, and the partial block of the pool's
+POOL = 2048 // BLOCK + 1  # including the null block
+BOUND = 1024 // BLOCK + 1  # budget, block, and the partial block
 # The longest answer to 6144 tokens that fits: 512 of these stay, and 1536 of its own.
 LONGEST = {False: 1537, True: 1505}
 ALONE, LONGER, TOGETHER = range(3)
@@ -80,14 +80,14 @@ def test_a_third_long_prompt_waits_for_one_of_two(tiny_model, asynchronous):
     assert small["tokens"] == large["tokens"]
     assert small["preemptions"] == 0
     assert max(small["in_use"]) <= POOL - 1
-    assert max(small["in_use"]) > BOUND, "two of them were in at once"
+    assert max(small["in_use"]) > BOUND, "two requests ran at once"
     assert max(large["in_use"]) > 2 * BOUND, "a large pool takes all three"
 
 
 @both
 def test_what_just_fits_runs_and_one_token_more_is_refused(tiny_model, asynchronous):
     run = found(tiny_model, asynchronous)
-    if asynchronous:  # the harder case: a step in flight has yet to free its pages
+    if asynchronous:  # the harder case: a step in flight still holds its pages
         assert len(run["full"]["tokens"]["6144"]) == LONGEST[asynchronous]
         assert run["full"]["preemptions"] == 0
     assert "max_tokens" in run["refusal"]

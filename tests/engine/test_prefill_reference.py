@@ -26,7 +26,7 @@ import score_oracles
 pytestmark = pytest.mark.engine
 
 BLOCK, BUDGET, EVERY, WINDOW = 32, 128, 128, 64
-# The second ends 40 tokens after a cut, which therefore comes a block earlier.
+# The second prompt ends 40 tokens after a cut, which therefore happens a block earlier.
 CUTS = {
     900: [256, 384, 512, 640, 768, 900],
     808: [256, 384, 512, 640, 736, 808],
@@ -38,7 +38,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "keydiff": {"name": "keydiff", **BASE},
     "streaming-llm": {"name": "streaming-llm", **BASE},
     "infinipot": {"name": "infinipot", **BASE},
-    # one ranking over all heads is the allocator's business, not the blocks'
+    # a ranking over all heads belongs to the allocator
     "kvzip": {"name": "kvzip", "allocator": "uniform", **BASE},
 }
 SUMMARIZE = "Summarize the previous context highlighting the most important parts."
@@ -49,7 +49,7 @@ SCALE = 32**-0.5
 
 @pytest.fixture(scope="module")
 def runs(tiny_model: str) -> dict[str, Any]:
-    found: dict[str, Any] = run_scenario(
+    report: dict[str, Any] = run_scenario(
         "scenarios_blocks:recorded_each",
         {
             "model": tiny_model,
@@ -58,11 +58,11 @@ def runs(tiny_model: str) -> dict[str, Any]:
             "max_tokens": TOKENS,
         },
     )
-    return found
+    return report
 
 
 def probe_tokens(model: str, name: str, prompt: list[int], since: int) -> list[int]:
-    """What a probing policy runs behind a prompt read so far; [] for others."""
+    """The probe of a policy after this prefix; [] for policies without one."""
     tokenizer = Tokenizer.from_file(str(Path(model, "tokenizer.json")))
 
     def encode(text: str) -> list[int]:
@@ -77,20 +77,20 @@ def probe_tokens(model: str, name: str, prompt: list[int], since: int) -> list[i
     return []
 
 
-def behind(seen: torch.Tensor, probe: int) -> torch.Tensor:
-    """Masks of the tokens so far and of a probe behind them."""
-    count = seen.shape[-1]
+def behind(visible: torch.Tensor, probe: int) -> torch.Tensor:
+    """Masks of the prefix and of the probe behind it."""
+    count = visible.shape[-1]
     out = torch.ones(count + probe, count + probe, dtype=torch.bool).tril()
-    out = out.repeat(*seen.shape[:2], 1, 1)
-    out[..., :count, :count] = seen
-    out[..., count:, :count] = seen[..., -1:, :]
+    out = out.repeat(*visible.shape[:2], 1, 1)
+    out[..., :count, :count] = visible
+    out[..., count:, :count] = visible[..., -1:, :]
     return out
 
 
 def score(
     name: str, queries: torch.Tensor, keys: torch.Tensor, held: torch.Tensor, at: int
 ) -> torch.Tensor:
-    """Of one KV head's slots.
+    """Reference scores of one KV head's slots.
 
     Args:
         queries: [group, tokens, head_dim]; of the newest tokens before ``at``, or
@@ -116,9 +116,9 @@ def score(
 @pytest.mark.parametrize("name", POLICIES)
 def test_each_block_keeps_what_torch_keeps(tiny_model, runs, name, length):
     run = runs[name][str(length)]
-    prompt, seen = run["prompt"], visible_positions(run)
+    prompt, visible = run["prompt"], visible_positions(run)
     cuts = [c["at_tokens"] for c in run["compactions"]]
-    if name in ("snapkv", "kvzip"):  # these want so many new tokens
+    if name in ("snapkv", "kvzip"):  # these require this many new tokens
         assert cuts == CUTS[length]
     assert len(cuts) == 6
     since, dropped = 0, 0
@@ -126,13 +126,13 @@ def test_each_block_keeps_what_torch_keeps(tiny_model, runs, name, length):
         at = compaction["at_tokens"]
         probe = probe_tokens(tiny_model, name, prompt[:at], since)
         layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        masks = behind(seen[..., :at, :at], len(probe))
+        masks = behind(visible[..., :at, :at], len(probe))
         masked_logits(Path(tiny_model), prompt[:at] + probe, masks, layers)
         tail = at % BLOCK
         for layer, (queries, keys) in enumerate(layers):
             asking = queries[:, at:] if probe else queries[:, at - WINDOW : at]
             for head in range(KV_HEADS):
-                held = seen[layer, head, at - 1, :at].nonzero()[:, 0]
+                held = visible[layer, head, at - 1, :at].nonzero()[:, 0]
                 group = asking.unflatten(0, (KV_HEADS, -1))[head]
                 worth = score(name, group, keys[head], held, at)
                 kept = torch.tensor(compaction["kept"][layer][head])
@@ -145,9 +145,9 @@ def test_each_block_keeps_what_torch_keeps(tiny_model, runs, name, length):
 def check(
     worth: torch.Tensor, held: torch.Tensor, kept: torch.Tensor, tail: int
 ) -> None:
-    """The best slots stay and the tail; near ties may go either way."""
+    """The best slots and the tail are kept; near ties may go either way."""
     stays = torch.isin(held, kept)
-    assert len(kept) == int(stays.sum()), "kept what was not there"
+    assert len(kept) == int(stays.sum()), "kept a token that was not resident"
     assert stays[len(worth) :].all(), "the tail stays"
     stays = stays[: len(worth)]
     last = worth.topk(len(kept) - tail).values[-1]
@@ -157,15 +157,17 @@ def check(
 
 
 def check_answer(model: str, run: dict[str, Any]) -> None:
-    """The answer is that of a model that sees what was kept; near ties may differ."""
+    """The answer equals that of a model that sees only the kept tokens; near ties
+    may differ.
+    """
     sequence = run["prompt"] + run["tokens"]
     logits = masked_logits(Path(model), sequence, visible_positions(run))
     logits = logits[len(run["prompt"]) - 1 : -1]
     best = logits.topk(2).values
     clear = best[:, 0] - best[:, 1] > CLOSE
     assert clear.sum() > 0.9 * len(run["tokens"])
-    got = torch.tensor(run["tokens"])
-    assert torch.equal(logits.argmax(-1)[clear], got[clear])
+    actual = torch.tensor(run["tokens"])
+    assert torch.equal(logits.argmax(-1)[clear], actual[clear])
 
 
 @pytest.mark.parametrize("name", POLICIES)

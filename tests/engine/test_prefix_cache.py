@@ -26,7 +26,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     },
     "streaming-llm": {"name": "streaming-llm", "budget": BUDGET},
 }
-SHARED = 700  # tokens that "longer" and "shorter" have in common with "first"
+SHARED = 700  # tokens that "longer" and "shorter" share with "first"
 
 policies = pytest.mark.parametrize("name", POLICIES)
 
@@ -40,7 +40,7 @@ def seen(model: str, name: str) -> dict[str, Any]:
 
 
 def exact_blocks(name: str, prompt_tokens: int) -> int:
-    """Leading blocks of a prompt that are never rewritten."""
+    """Leading blocks of a prompt that no compaction rewrites."""
     full = prompt_tokens // BLOCK
     if name == "full" or prompt_tokens <= BUDGET:
         return full
@@ -62,17 +62,17 @@ def test_hits_are_the_whole_exact_prefix(tiny_model, name):
     run = seen(tiny_model, name)
     first = exact_blocks(name, run["lengths"]["first"])
     shared = SHARED // BLOCK
-    wanted = {
+    expected = {
         "first": 0,
         "same": first,
         "longer": min(shared, first, exact_blocks(name, run["lengths"]["longer"])),
         "shorter": min(shared, first, exact_blocks(name, run["lengths"]["shorter"])),
         "short": exact_blocks(name, run["lengths"]["short"]),
     }
-    got = {prompt: tokens // BLOCK for prompt, tokens in run["cached"].items()}
-    assert got == wanted
+    actual = {prompt: tokens // BLOCK for prompt, tokens in run["cached"].items()}
+    assert actual == expected
     assert all(tokens % BLOCK == 0 for tokens in run["cached"].values())
-    assert all(got[prompt] > 0 for prompt in got if prompt != "first")
+    assert all(actual[prompt] > 0 for prompt in actual if prompt != "first")
 
 
 @policies
@@ -93,6 +93,6 @@ def test_cached_blocks_are_never_written(tiny_model, name):
 
 @policies
 def test_nothing_stays_behind(tiny_model, name):
-    left = seen(tiny_model, name)["left_behind"]
-    assert left["tracked"] == left["held"] == 0
-    assert left["free"] == left["total"]
+    left_behind = seen(tiny_model, name)["left_behind"]
+    assert left_behind["tracked"] == left_behind["held"] == 0
+    assert left_behind["free"] == left_behind["total"]

@@ -19,7 +19,7 @@ POLICIES = {
         "name": "kvzip",
         "budget": 192,
         "chunk": 256,
-        "allocator": "uniform",  # so that the reference need not allocate
+        "allocator": "uniform",  # so that the reference does not allocate that much
     },
     "infinipot": {"name": "infinipot", "budget": 192},
 }
@@ -52,8 +52,8 @@ def test_kept_positions_are_the_references(model_path, name):
                 kept[layer, head, positions] = True
         count = int(kept.sum()) // kept[..., 0].numel() - tail
         best = scores[..., : tokens - tail].topk(count, dim=-1).indices
-        wanted = torch.zeros_like(kept).scatter(-1, best, True)
-        wanted[..., tokens - tail :] = True
-        agree = float((kept == wanted).float().mean())
+        expected = torch.zeros_like(kept).scatter(-1, best, True)
+        expected[..., tokens - tail :] = True
+        agree = float((kept == expected).float().mean())
         print(length, "agreement", agree)
         assert agree > 0.995

@@ -15,7 +15,7 @@ TOKEN_BYTES = 2 * 4 * HEAD_DIM * LAYERS * KV_HEADS  # K and V in float32
 def test_resident_bytes_are_what_the_gauges_say(tiny_model):
     words = ["Repeat", "the", "context", "Summarize", "the"]
     prompts = [" ".join(words[(i + k) % 5] for i in range(500)) for k in range(3)]
-    found = run_scenario(
+    report = run_scenario(
         "scenarios_quality:answer_samples",
         {
             "model": tiny_model,
@@ -23,14 +23,14 @@ def test_resident_bytes_are_what_the_gauges_say(tiny_model):
             "prompts": prompts,
         },
     )
-    rows = found["rows"]
+    rows = report["rows"]
     assert [row["sample"] for row in rows] == ["0", "1", "2"]
     assert [row["prompt_tokens"] for row in rows] == [500] * 3
-    # at the end of the answer: pages of the budget, and the block written to
-    gauges = [gauge for gauge in found["gauges"] if gauge][:-1]
+    # at the end of the answer: pages of the budget, and the block being written
+    gauges = [gauge for gauge in report["gauges"] if gauge][:-1]
     held = [gauge["vllm:kv_policy_resident_tokens"] for gauge in gauges]
     used = [gauge["vllm:kv_cache_usage_perc"] for gauge in gauges]
     assert rows[0]["resident_bytes"] == held[-1] * TOKEN_BYTES
-    assert used[-1] * (found["blocks"] - 1) * BLOCK == pytest.approx(held[-1])
+    assert used[-1] * (report["blocks"] - 1) * BLOCK == pytest.approx(held[-1])
     assert 128 <= held[-1] < 128 + 2 * BLOCK
     assert rows[0]["peak_bytes"] == -(-500 // BLOCK) * BLOCK * TOKEN_BYTES

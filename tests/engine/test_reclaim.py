@@ -30,11 +30,11 @@ def seen(model: str, allocator: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         weights = write_weights(Path(folder, "weights.json"), LAYERS, KV_HEADS)
         profile = write_made(Path(folder, "profile.json"), [0.1, 0.3], config=LLAMA)
-        made = {
+        expected_blocks = {
             "file": weights,
             "sensitivity": {"name": "sensitivity", "profile": profile},
         }
-        chosen = made.get(allocator, allocator)
+        chosen = expected_blocks.get(allocator, allocator)
         policy = {"name": "snapkv", "budget": BUDGET, "allocator": chosen}
         result: dict[str, Any] = run_scenario(
             "scenarios_tiny:observe_reclaim", {"model": model, "policy": policy}
@@ -63,7 +63,7 @@ def test_all_allocators_free_the_same(tiny_model):
 
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_pages_are_shared_as_the_allocator_says(tiny_model, allocator):
-    """Otherwise the test above would compare the same thing with itself."""
+    """Allocators differ; otherwise the test above would compare a run with itself."""
     pages = seen(tiny_model, allocator)["seated_pages"]
     retained = -(-(BUDGET - PROMPT % BLOCK) // BLOCK)
     assert len(pages) == 2 * 2, "one entry per layer and KV head"

@@ -19,14 +19,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SEED, PROMPT, ANSWER, BLOCK, HEAD_DIM = 3, 900, 70, 32, 32
 SINKS, WINDOW, SKIP, BUDGET = 16, 32, 1, 64
-# all that the tiny model's tokenizer knows
+# all words of the tiny model's tokenizer
 WORDS = ("Repeat", "Summarize", "the", "context", "else")
 
 
 def record(
     model: str, folder: Path, max_tokens: int = ANSWER, **config: Any
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Run the command; returns how it ended, and the file."""
+    """Run the command; returns its result and the file."""
     print("seed", SEED)
     rng = random.Random(SEED)
     prompt, out = folder / "prompt.txt", folder / "run.jsonl"
@@ -82,7 +82,7 @@ def test_counts_are_what_the_plan_implies(run):
         assert fetch.hot_tokens >= KV_HEADS * BUDGET
         assert fetch.fetched_tokens <= fetch.hot_tokens
         assert fetch.copied_bytes == fetch.fetched_tokens * run.header.token_bytes
-        # the best tokens of all cover more than as many taken at random
+        # the best tokens of all heads cover more than as many random ones
         at_random = fetch.hot_tokens / fetch.offloaded_tokens
         assert 1.5 * at_random < fetch.mass_covered_share <= 1
     assert any(fetch.fetched_tokens for fetch in run.fetches)

@@ -40,7 +40,7 @@ SNAPKV = {"name": "snapkv"}
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
-# name -> kv_policy, other engine arguments, what the message must hold
+# name -> kv_policy, other engine arguments, parts of the message
 CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "unknown policy": ({"name": "snapvk"}, {}, ["'snapvk'", "mean 'snapkv'", "full"]),
     "policy without name": ({"budget": 5}, {}, ["'name'", "{'budget': 5}"]),
@@ -146,7 +146,7 @@ BARE_NAMES = ("snapkv", "icecache", "quest")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("configs")
-    deep = {"num_hidden_layers": 4}  # retrievers leave two of them alone
+    deep = {"num_hidden_layers": 4}  # retrievers keep two layers whole
     configs = {"llama": {}, "deep": deep, "mla": MLA, "mistral": MISTRAL}
     return {
         name: str(write_config(folder / name, **changes))
@@ -156,7 +156,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @functools.cache
 def refusals(paths: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    """What each case ends with; one process for all of them."""
+    """The outcome of each case; one process for all of them."""
     models = dict(paths)
     cases = {
         name: {
@@ -183,7 +183,7 @@ def refusals(paths: tuple[tuple[str, str], ...]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_refused_with_all_reasons(models, name):
     outcome = refusals(tuple(models.items()))[name]
-    assert outcome is not None, "it was accepted"
+    assert outcome is not None, "the configuration was accepted"
     kind, message = outcome
     assert kind == "KVPolicyError", message
     for part in CASES[name][2]:
@@ -196,7 +196,7 @@ def test_the_same_without_the_mistake_is_accepted(models):
 
 @pytest.mark.parametrize("name", BARE_NAMES)
 def test_a_name_is_enough(models, name):
-    """Also for policies that have a limit or sessions settled at start-up."""
+    """Also for policies that set a limit, or sessions, at start-up."""
     assert refusals(tuple(models.items()))[name] is None
 
 
@@ -271,7 +271,7 @@ def test_serve_ends_with_the_reason(models, flags, parts):
 @pytest.mark.slow
 @pytest.mark.usefixtures("_command_line")
 def test_reasons_of_a_worker_are_shown_without_a_traceback(tmp_path):
-    """Only the loaded layers show ALiBi: two processes away from the command."""
+    """Only the loaded layers show ALiBi; the error must pass two process boundaries."""
     changes = {"model_type": "bloom", "architectures": ["BloomForCausalLM"]}
     changes |= {"n_layer": 2, "n_head": 4, "layer_norm_epsilon": 1e-5}
     model = str(write_config(tmp_path / "bloom", **changes))
@@ -308,10 +308,10 @@ def test_probes_get_their_positions_unless_the_user_set_the_length(model_path):
     assert lengths["no probes"] == [8192, ""]
     assert lengths["set"] == [4096, ""]
     assert lengths["none set"] == lengths["auto"]
-    longest, said = lengths["none set"]
+    longest, message = lengths["none set"]
     assert 8000 < longest < 8192
-    assert f"max_model_len is {longest} instead of 8192" in said
-    assert said.count("\n") == 1
+    assert f"max_model_len is {longest} instead of 8192" in message
+    assert message.count("\n") == 1
     assert lengths["set too large"][0] == "KVPolicyError"
 
 

@@ -26,7 +26,7 @@ def test_fetching_everything_is_stock(tiny_model, name):
 
 
 def test_resident_memory_stays_flat(tiny_model):
-    """Of two layers one keeps everything, so half of what is generated stays."""
+    """One of two layers keeps everything, so that half of the generated tokens stay."""
     policy = {"name": "icecache", **SMALL, "budget": 64}
     steps = run_scenario(
         "scenarios_retrieval:held_while_generating",
@@ -35,7 +35,7 @@ def test_resident_memory_stays_flat(tiny_model):
     pages = -(-(16 + 64 + 32) // 32)
     for tokens, held in steps:
         full = tokens // 32
-        allowed = (pages + full) / 2 + 2  # the tail, a block that ages, rounding
+        allowed = (pages + full) / 2 + 2  # the tail, a block that becomes old, rounding
         assert held <= allowed, (tokens, held)
     assert steps[-1][0] > 2400
 
@@ -45,7 +45,7 @@ def test_requests_take_turns_in_a_small_host_tier(tiny_model):
         "scenarios_retrieval:turns",
         {
             "model": tiny_model,
-            # one layer of two, 512 bytes per token, for two requests at most
+            # one layer of two, 512 bytes per token, for at most two requests
             "policy": {"name": "quest", **SMALL, "budget": 64, "host_memory": "1MiB"},
             "lengths": [700, 710, 720, 730, 740],
             "max_tokens": 40,
@@ -59,7 +59,7 @@ def test_requests_take_turns_in_a_small_host_tier(tiny_model):
 
 
 def test_traffic_leaves_nothing_behind(tiny_model):
-    found = run_scenario(
+    report = run_scenario(
         "scenarios_contract:traffic",
         {
             "model": tiny_model,
@@ -72,7 +72,7 @@ def test_traffic_leaves_nothing_behind(tiny_model):
             "blocks": 40,
         },
     )
-    for name, counts in found.items():
+    for name, counts in report.items():
         assert "error" not in counts, (name, counts["error"])
         assert counts["compactions"] > ROUNDS / 2
         assert counts["aborts"] > ROUNDS / 13

@@ -24,7 +24,7 @@ LENGTHS = (130, 200, 300, 420, 640)
 
 
 def test_a_zoom_on_every_span_at_full_rank_is_stock(model_path, tmp_path):
-    """By a router of which no threshold is high enough, and that keeps components."""
+    """A router whose thresholds never zoom and that keeps few components."""
     print("seed", SEED)
     path, random = tmp_path / "router.safetensors", torch.Generator().manual_seed(SEED)
     fingerprint = read_model_config(model_path, "float32").fingerprint()
@@ -36,7 +36,7 @@ def test_a_zoom_on_every_span_at_full_rank_is_stock(model_path, tmp_path):
         rank_out=torch.zeros(32, 64),
         rank_out_bias=torch.full((64,), 50.0),
     )
-    asked = {
+    arguments = {
         "model": model_path,
         "seed": 7,
         "lengths": LENGTHS,
@@ -44,10 +44,12 @@ def test_a_zoom_on_every_span_at_full_rank_is_stock(model_path, tmp_path):
         "max_tokens": 16,
     }
     stock = run_scenario(
-        "scenarios_model:greedy", asked | {"policy": None}, {"VLLM_PLUGINS": ""}
+        "scenarios_model:greedy", arguments | {"policy": None}, {"VLLM_PLUGINS": ""}
     )
     policy = {"name": "sekv", "budget": 0.3, "rank": 64, "router": str(path)}
-    run = run_scenario("scenarios_sekv:everything_zoomed", asked | {"policy": policy})
+    run = run_scenario(
+        "scenarios_sekv:everything_zoomed", arguments | {"policy": policy}
+    )
     assert run["together"] == stock["together"]
     assert len({tuple(t) for t in stock["together"].values()}) == len(LENGTHS)
     assert run["compactions"] == len(LENGTHS)
@@ -55,13 +57,17 @@ def test_a_zoom_on_every_span_at_full_rank_is_stock(model_path, tmp_path):
 
 def test_surprisal_is_what_the_model_said(tiny_model):
     lengths = [140, 333, 500]
-    asked: dict[str, Any] = {"model": tiny_model, "lengths": lengths}
-    said = run_scenario("scenarios_sekv:prompt_logprobs", asked, {"VLLM_PLUGINS": ""})
-    heard = run_scenario(
-        "scenarios_sekv:surprisal", asked | {"policy": {"name": "sekv"}}
+    arguments: dict[str, Any] = {"model": tiny_model, "lengths": lengths}
+    stock = run_scenario(
+        "scenarios_sekv:prompt_logprobs", arguments, {"VLLM_PLUGINS": ""}
+    )
+    recorded = run_scenario(
+        "scenarios_sekv:surprisal", arguments | {"policy": {"name": "sekv"}}
     )
     for n in map(str, lengths):
-        assert heard["heard"][n] == pytest.approx(said["said"][n], abs=1e-4)
+        assert recorded["surprisal"][n] == pytest.approx(
+            stock["surprisal"][n], abs=1e-4
+        )
 
 
 @pytest.mark.proves(policy="sekv", runner="runner", asynchronous="asynchronous")
@@ -81,7 +87,8 @@ def test_company_and_chunks_change_no_token(tiny_model, runner, asynchronous):
     )
     assert run["together"] == run["alone"]
     for length in (500, 700):
-        # what is generated comes on top: a block of it, as it began in the prompt's
+        # generated tokens come on top, in blocks that begin where they would in the
+        # prompt
         blocks, entries = run["held"][str(length)], run["entries"][str(length)]
         assert entries > 0.4 * 0.3 * length
         assert (blocks - 2) * 32 + entries <= 0.3 * length
@@ -91,11 +98,16 @@ def test_company_and_chunks_change_no_token(tiny_model, runner, asynchronous):
 @pytest.mark.parametrize("length", [4096, 7999])
 def test_the_budget_holds_at_every_step_of_a_long_prompt(tiny_model, length):
     policy = {"name": "sekv", "budget": 0.1}
-    asked = {"model": tiny_model, "policy": policy, "length": length, "max_tokens": 40}
-    run = run_scenario("scenarios_sekv:trace", asked)
+    arguments = {
+        "model": tiny_model,
+        "policy": policy,
+        "length": length,
+        "max_tokens": 40,
+    }
+    run = run_scenario("scenarios_sekv:trace", arguments)
     assert len(run["tokens_held"]) > 30
     assert max(run["tokens_held"]) <= int(0.1 * length)
-    # and all of it is used, but for a block
+    # and all of the room is used, except for a block
     assert min(run["tokens_held"]) > 0.1 * length - 32
     assert run["host_bytes"] == pytest.approx(run["equation_18"], rel=0.05)
     assert max(run["ranks"]) == 32

@@ -9,7 +9,7 @@ from harness import run_scenario
 
 pytestmark = pytest.mark.engine
 
-# over SnapKV, whose window of 64 is two blocks
+# over SnapKV, whose window of 64 tokens is two blocks
 FLOW = {"name": "flowkv", "ratio": 0.3}
 QUESTIONS = [300, 90, 400, 60, 33]
 
@@ -28,12 +28,12 @@ def recomputed(tiny_model):
     return talks(tiny_model, FLOW | {"sessions": False}, settings=settings)
 
 
-def computed(found, questions):
-    """Tokens of prompts that were computed beyond the new question, per request."""
+def computed(report, questions):
+    """Prompt tokens that were computed beyond the new question, per request."""
     return [
         prompt - hit - question
         for question, prompts, hits in zip(
-            questions, found["prompts"], found["cached"], strict=True
+            questions, report["prompts"], report["cached"], strict=True
         )
         for prompt, hit in zip(prompts, hits, strict=True)
     ]
@@ -44,15 +44,17 @@ def test_a_conversation_equals_one_long_request(tiny_model, recomputed):
     assert kept["answers"] == recomputed["answers"]
     assert kept["counts"]["hits"] == 6 * (len(QUESTIONS) - 1)
     assert kept["counts"]["misses"] == 6
-    # nothing is computed again, the last answer's window neither: only its last token
-    # is left to compute
+    # nothing is computed again, not even the last answer's window: only its last token
+    # remains to be computed
     assert max(computed(kept, QUESTIONS)[6:]) <= 1
     assert not any(hit for hits in recomputed["cached"] for hit in hits)
     assert kept["tracked"] == 0
 
 
 def test_in_a_small_pool_and_little_memory(tiny_model, recomputed, tmp_path):
-    """Preempted requests continue their session again; sessions come from disk."""
+    """Preempted requests continue their session again; other sessions come from
+    disk.
+    """
     settings = {
         "num_gpu_blocks_override": 40,
         "max_model_len": 1150,
@@ -65,7 +67,7 @@ def test_in_a_small_pool_and_little_memory(tiny_model, recomputed, tmp_path):
     assert kept["counts"]["hits"] >= 6 * (len(QUESTIONS) - 1)
     assert kept["counts"]["failures"] == 0
     assert kept["preemptions"] > 0, "too large a pool for a test of it"
-    # where a session could not be kept, an earlier one of the same talk serves
+    # where a session could not be saved, an earlier one of the same conversation serves
     assert statistics.median(computed(kept, QUESTIONS)[6:]) <= 1
     assert kept["tracked"] == 0
 
@@ -73,7 +75,7 @@ def test_in_a_small_pool_and_little_memory(tiny_model, recomputed, tmp_path):
 def test_after_a_restart(tiny_model, recomputed, tmp_path):
     policy = FLOW | {"session_dir": str(tmp_path)}
     before = talks(tiny_model, policy, questions=QUESTIONS[:3])
-    # by size, so that the torn one is of a first turn: names are hashes, in any order
+    # by size, so that the truncated file is of a first turn: names are hashes
     files = sorted(
         tmp_path.glob("*/*.safetensors"), key=lambda file: file.stat().st_size
     )
@@ -85,44 +87,44 @@ def test_after_a_restart(tiny_model, recomputed, tmp_path):
     )
     joined = [a + b for a, b in zip(before["answers"], after["answers"], strict=True)]
     assert joined == recomputed["answers"]
-    assert max(computed(after, QUESTIONS[3:])) <= 1, "queries were not in the files"
+    assert max(computed(after, QUESTIONS[3:])) <= 1, "the files lack queries"
     assert after["counts"]["hits"] == 12
-    assert after["counts"]["failures"] == 0, "found when the directory was read"
+    assert after["counts"]["failures"] == 0, "found at the scan of the directory"
 
 
 def test_edits_aborts_and_branches_of_conversations(tiny_model):
-    found = run_scenario(
+    report = run_scenario(
         "scenarios_sessions:odds", {"model": tiny_model, "policy": FLOW}
     )
     for what in ("continued", "edited", "sibling", "left", "cached"):
-        assert found[what][0] == found[what][1], what
-    assert found["restored"] >= 429
-    assert found["mallory"] == 0, "read somebody else's session"
-    assert 400 <= found["edited_restored"] <= 439
-    assert found["sibling_restored"] > 500
-    # all that was heard, though the session has some tokens more
-    assert found["left_restored"] == 520 + 35
-    # a part of its window had come from the prefix cache, which has no queries
-    assert found["hit_restored"] == 0
-    assert found["cached_restored"] == 219 - 64
-    for theirs, recomputed in found["twins"]:
-        assert theirs == recomputed
-    assert min(found["twins_restored"]) > 500
-    assert found["tracked"] == 0
+        assert report[what][0] == report[what][1], what
+    assert report["restored"] >= 429
+    assert report["mallory"] == 0, "read another owner's session"
+    assert 400 <= report["edited_restored"] <= 439
+    assert report["sibling_restored"] > 500
+    # the whole partial answer, although the session has some more tokens
+    assert report["left_restored"] == 520 + 35
+    # a part of its window came from the prefix cache, which has no queries
+    assert report["hit_restored"] == 0
+    assert report["cached_restored"] == 219 - 64
+    for restored, recomputed in report["twins"]:
+        assert restored == recomputed
+    assert min(report["twins_restored"]) > 500
+    assert report["tracked"] == 0
 
 
 def test_damaged_files_trigger_recomputation_only(tiny_model, tmp_path):
-    found = run_scenario(
+    report = run_scenario(
         "scenarios_sessions:faults",
         {"model": tiny_model, "policy": FLOW, "folder": str(tmp_path)},
     )
-    assert found["files"] == 5, "one was not written: the disk was full"
-    assert all(equal for equal, _ in found["later"])
-    restored = [restored for _, restored in found["later"]]
-    assert restored[:3] == [0, 0, 0], "loaded what was damaged"
+    assert report["files"] == 5, "one was not written: the disk was full"
+    assert all(equal for equal, _ in report["later"])
+    restored = [restored for _, restored in report["later"]]
+    assert restored[:3] == [0, 0, 0], "loaded a damaged file"
     assert min(restored[3:5]) >= 390
-    assert found["counts"]["failures"] == 4  # a write and three reads
-    assert found["tracked"] == 0
+    assert report["counts"]["failures"] == 4  # a write and three reads
+    assert report["tracked"] == 0
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_damaged_files_trigger_recomputation_only(tiny_model, tmp_path):
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
 def test_a_failed_load_triggers_recomputation(tiny_model, policy, after, ahead):
     """The engine keeps running, and other requests are not affected."""
-    found = run_scenario(
+    report = run_scenario(
         "scenarios_sessions:failed_loads",
         {
             "model": tiny_model,
@@ -147,10 +149,10 @@ def test_a_failed_load_triggers_recomputation(tiny_model, policy, after, ahead):
             "after": after,
         },
     )
-    assert found["equal"] == [True, True, True]
-    assert found["preemptions"] >= 1
-    assert found["counts"]["failures"] >= 1
-    assert found["tracked"] == 0
+    assert report["equal"] == [True, True, True]
+    assert report["preemptions"] >= 1
+    assert report["counts"]["failures"] >= 1
+    assert report["tracked"] == 0
 
 
 def test_other_policies_continue_sessions(tiny_model):
@@ -158,7 +160,7 @@ def test_other_policies_continue_sessions(tiny_model):
         {"name": "snapkv", "budget": 100, "window": 16, "sessions": True},
         {"name": "h2o", "budget": 100, "sessions": True},
     ]
-    found = run_scenario(
+    report = run_scenario(
         "scenarios_sessions:resident_or_restored",
         {
             "model": tiny_model,
@@ -168,7 +170,7 @@ def test_other_policies_continue_sessions(tiny_model):
             "more": 15,
         },
     )
-    for each in found:
+    for each in report:
         assert each["parts"] == each["whole"]
         assert each["restored"] >= 330
         assert each["warm"] == each["cold"]
@@ -183,14 +185,14 @@ def test_a_retrievers_tokens_stay_on_the_host(tiny_model):
         "skip_layers": 1,
         "host_memory": "3MiB",
     }
-    found = run_scenario(
+    report = run_scenario(
         "scenarios_sessions:retrieved",
         {"model": tiny_model, "policy": policy | {"sessions": True}},
     )
-    assert all(hit >= 400 for hits in found["restored"][1:] for hit in hits)
-    assert found["counts"]["hits"] == 6
-    assert found["counts"]["failures"] == 0
-    assert found["held"] > 0, "sessions count against host_memory"
-    assert found["counts"]["evictions"] > 0, "sessions did not give way"
-    assert len(found["large"]) == 8
-    assert found["tracked"] == 0
+    assert all(hit >= 400 for hits in report["restored"][1:] for hit in hits)
+    assert report["counts"]["hits"] == 6
+    assert report["counts"]["failures"] == 0
+    assert report["held"] > 0, "sessions count against host_memory"
+    assert report["counts"]["evictions"] > 0, "sessions did not give way"
+    assert len(report["large"]) == 8
+    assert report["tracked"] == 0

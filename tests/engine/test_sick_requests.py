@@ -94,7 +94,7 @@ def test_nan_in_one_request_changes_no_other_request(sick_model, name):
     result = run_pairs(sick_model, tuple(same_process))[name]
     assert "error" not in result, result["error"]
     assert len(result["sick"]) == ANSWER
-    assert any(result["alone"])  # an answer of NaN consists of token 0
+    assert any(result["alone"])  # an answer from NaN logits consists of token 0
     assert result["beside"] == result["alone"]
     assert result["after"] == result["alone"]
     assert result["unscored"] > 0 or name not in SCORING
@@ -109,5 +109,5 @@ def test_healthy_requests_have_no_unscored_compactions(sick_model):
         "history": HISTORY,
         "max_tokens": 1,
     }
-    found = run_scenario("scenarios_sick:beside", arguments)["snapkv"]
-    assert found["unscored"] == 0
+    report = run_scenario("scenarios_sick:beside", arguments)["snapkv"]
+    assert report["unscored"] == 0

@@ -31,14 +31,14 @@ def test_every_figure_of_a_request_is_the_pool_s(tiny_model, policy, config):
     run = run_scenario(
         "scenarios_tiny:observe_reclaim", {"model": tiny_model, "policy": policy}
     )
-    found = computed(
+    report = computed(
         tiny_model, config, prompt_tokens=PROMPT, answer_tokens=ANSWER, requests=1
     )
-    blocks = {k: v["blocks"] for k, v in found["request"].items() if k != "host_bytes"}
-    seen = [step["held"] for step in run["steps"]]
+    blocks = {k: v["blocks"] for k, v in report["request"].items() if k != "host_bytes"}
+    held_blocks = [step["held"] for step in run["steps"]]
     assert blocks["prefill_peak"] == run["free_before"] - run["free_at_prefill_end"]
-    assert blocks["decode_peak"] == max(seen)
-    assert blocks["after_prefill"] == seen[0]
+    assert blocks["decode_peak"] == max(held_blocks)
+    assert blocks["after_prefill"] == held_blocks[0]
 
 
 @pytest.mark.timeout(400)
@@ -46,14 +46,14 @@ def test_as_many_requests_run_at_once_as_it_says(tiny_model):
     """35 conversations in a pool for 35: all decode together, none is preempted."""
     conversations, prompt = 35, 4096
     lengths = {"prompt_tokens": prompt, "answer_tokens": 3 * conversations}
-    found = computed(
+    report = computed(
         tiny_model,
         '{"budget": 256}',
         **lengths,
         requests=conversations,
         pool_bytes=537 * 32 * (2 * 2 * 2 * 32 * 4),
     )
-    assert found["pool"]["requests"] == conversations
+    assert report["pool"]["requests"] == conversations
     run = run_scenario(
         "scenarios_tiny:capacity",
         {
@@ -70,13 +70,13 @@ def test_as_many_requests_run_at_once_as_it_says(tiny_model):
 
 @pytest.mark.parametrize("blocks", [257, 256])
 def test_vllm_starts_in_the_pool_that_it_says(tiny_model, blocks):
-    """make_llm serves 8192 positions: 256 blocks, and the one never handed out."""
+    """make_llm serves 8192 positions: 256 blocks, and the null block."""
     pool_bytes = blocks * 32 * (2 * 2 * 2 * 32 * 4)
     lengths = {"prompt_tokens": 4096, "answer_tokens": 4096}
-    found = computed(
+    report = computed(
         tiny_model, '{"budget": 256}', **lengths, requests=1, pool_bytes=pool_bytes
     )
-    starts = found["pool"]["limit"] != "start-up"
+    starts = report["pool"]["limit"] != "start-up"
     assert starts == (blocks == 257)
     arguments = {
         "model": tiny_model,

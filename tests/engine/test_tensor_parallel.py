@@ -26,32 +26,34 @@ SIZES = {"heads": 12, "kv_heads": 6, "hidden": 192, "inner": 384}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """Ranks -> what happened under each policy, on one rank without any at last."""
+def reports(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[int, list[dict[str, Any]]]:
+    """Ranks -> results per policy; the last one is stock vLLM."""
     print("seed", SEED)
     folder: Path = tmp_path_factory.mktemp("parallel") / "model"
     model = write_tiny_model(folder, SEED, vocabulary=VOCABULARY, **SIZES)
-    found = {}
+    reports = {}
     for ranks in (1, 2, 3):
         policies = [*POLICIES, None] if ranks == 1 else POLICIES
         arguments = {"model": str(model), "policies": policies, "ranks": ranks}
         scenario = "scenarios_parallel:on_ranks"
-        found[ranks] = run_scenario(scenario, arguments, timeout=580)
-    return found
+        reports[ranks] = run_scenario(scenario, arguments, timeout=580)
+    return reports
 
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_tokens_and_blocks_are_those_of_one_rank(found: Any, ranks: int):
-    for here, alone in zip(found[ranks], found[1], strict=False):
-        assert here["tokens"] == alone["tokens"]
-        assert here["left"] == alone["left"] == 0
-        assert here["compactions"] == alone["compactions"]
-        assert here["held"] == [0] * ranks
+def test_tokens_and_blocks_are_those_of_one_rank(reports: Any, ranks: int):
+    for parallel, single in zip(reports[ranks], reports[1], strict=False):
+        assert parallel["tokens"] == single["tokens"]
+        assert parallel["left"] == single["left"] == 0
+        assert parallel["compactions"] == single["compactions"]
+        assert parallel["held"] == [0] * ranks
 
 
-def test_policies_show_in_the_tokens(found: Any):
-    """Else equal tokens would prove little."""
-    *others, stock = found[1]
+def test_policies_show_in_the_tokens(reports: Any):
+    """Policies change tokens; otherwise equal tokens would prove little."""
+    *others, stock = reports[1]
     assert all(other["compactions"] == 2 for other in others)
     assert all(other["tokens"] != stock["tokens"] for other in others)

@@ -17,13 +17,13 @@ pytestmark = pytest.mark.engine
 
 SEED = 5
 _ALL = os.environ.get("KVP_TEST_TIER") == "all"
-# The two longest prompts take most of the time: shorter ones in the default tier.
+# The two longest prompts take most of the time, so the default tier uses shorter ones.
 LENGTHS = (50, 130, 300, 640, 1000, 1300, *((1700, 2900) if _ALL else (90, 210)))
 ALONE = (50, 640, LENGTHS[6])
 ENOUGH = 3000  # a budget above every prompt
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"name": "full"},
-    # Has separate page tables for every layer.
+    # This policy has separate page tables for every layer.
     "snapkv": {"name": "snapkv", "budget": ENOUGH, "allocator": "cross-layer"},
 }
 
@@ -57,7 +57,7 @@ def test_keeping_everything_is_stock(model_path, name):
 
 
 def test_answers_depend_on_the_prompt(model_path):
-    """Otherwise the test above would prove little."""
+    """Otherwise the tests above would prove little."""
     stock = greedy(model_path, "stock", installed=False)
     answers = {tuple(tokens) for tokens in stock["together"].values()}
     assert len(answers) == len(LENGTHS)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def through_flash(case: Case, scopes: int = 1, layer: int = 0) -> torch.Tensor:
-    """Through the layer, as the builder would ask."""
+    """Attention through one layer, as the builder would ask for it."""
     impl, cache = _layer(flash.FlashPolicyImpl, case, layer)
     start, order = flat.flat_queries(case.query_start.cpu(), impl.num_kv_heads)
     device = case.heap.device
@@ -39,7 +39,7 @@ def through_flash(case: Case, scopes: int = 1, layer: int = 0) -> torch.Tensor:
 
 
 def through_flashinfer(case: Case, scopes: int = 1, layer: int = 0) -> torch.Tensor:
-    """Through builder and layer."""
+    """Attention through the metadata builder and one layer."""
     impl, cache = _layer(flashinfer.FlashInferPolicyImpl, case, layer)
     heads, rows, device = impl.num_kv_heads, len(case.asking), case.heap.device
     size = case.layout.block_size
@@ -60,7 +60,7 @@ def through_flashinfer(case: Case, scopes: int = 1, layer: int = 0) -> torch.Ten
         _captured_rows=set(),
         _graph_lists=[],
     )
-    made = FlatTable(
+    table = FlatTable(
         case.page_table.expand(scopes, -1, -1),
         case.lengths.expand(scopes, -1),
         [0] * rows,
@@ -71,7 +71,7 @@ def through_flashinfer(case: Case, scopes: int = 1, layer: int = 0) -> torch.Ten
         num_reqs=rows,
         query_start_loc_cpu=case.query_start.cpu(),
     )
-    metadata = builder.metadata(common, made, one_each=False)
+    metadata = builder.metadata(common, table, one_each=False)
     assert len({id(scope.schedule) for scope in metadata.scopes}) == scopes
     return _attended(flashinfer.FlashInferPolicyImpl, impl, case, cache, metadata)
 
@@ -94,7 +94,7 @@ def _layer(kind: type[Any], case: Case, layer: int) -> tuple[Any, torch.Tensor]:
         runtime=SimpleNamespace(heap=SimpleNamespace(pages=case.heap)),
     )
     impl.scope = functools.partial(kind.scope, impl)
-    # a cache of pages of one KV head, so that ids count pages of the layer
+    # a cache with pages of one KV head, so that ids count pages of the layer
     shape = len(case.heap), 1, case.layout.block_size, 2 * case.layout.head_dim
     return impl, case.heap.view(shape)
 

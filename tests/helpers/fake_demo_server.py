@@ -23,15 +23,15 @@ _ANSWERS = {
 
 
 class State:
-    """What the server has done so far."""
+    """The state that the server reports."""
 
     policy = ""
     held = 0
-    lazy = False  # a policy that does nothing
+    lazy = False  # a policy that has no effect
     counts: dict[str, float] = {}  # noqa: RUF012
     # Set when /metrics showed the held blocks. An answer waits for it, because on a
     # busy machine the demo may not look in the few milliseconds that an answer takes.
-    seen = threading.Event()
+    metrics_read = threading.Event()
 
 
 def count(**amounts: float) -> None:
@@ -54,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
             held = State.held
             self.wfile.write(metrics().encode())
             if held:
-                State.seen.set()
+                State.metrics_read.set()
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -64,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
         prompt_tokens = len(text) // 4
         whole = -(-prompt_tokens // BLOCK)
         acts = State.policy and State.policy != "full" and not State.lazy
-        State.seen.clear()
+        State.metrics_read.clear()
         State.held = 6 if acts else whole
         if acts:
             count(compressions=1, blocks_freed=whole - 6)
@@ -76,7 +76,7 @@ class Handler(BaseHTTPRequestHandler):
             self.event({"choices": [{"delta": {"content": piece}}]})
         for _ in range(6 if body["ignore_eos"] else 0):
             self.event({"choices": [{"delta": {"content": " more"}}]})
-        State.seen.wait(timeout=5)
+        State.metrics_read.wait(timeout=5)
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": 8}
         self.event({"choices": [], "usage": usage})
         self.wfile.write(b"data: [DONE]\n\n")

@@ -20,16 +20,16 @@ TOPICS = {
 
 
 def speak(rng: random.Random, count: int, topic: str | None = None) -> list[Utterance]:
-    """Utterances about a topic, or about any."""
-    said = []
+    """Random utterances about one topic, or about any of them."""
+    texts = []
     for i in range(count):
         words = TOPICS[topic or rng.choice(list(TOPICS))].split()
-        said.append(Utterance("AB"[i % 2], " ".join(rng.choices(words, k=5))))
-    return said
+        texts.append(Utterance("AB"[i % 2], " ".join(rng.choices(words, k=5))))
+    return texts
 
 
 class BagOfWords:
-    """Texts that share words have similar vectors; no two texts have the same.
+    """Texts that share words get similar vectors; different texts get different ones.
 
     Attributes:
         seen: every text that was encoded, in order.
@@ -41,24 +41,26 @@ class BagOfWords:
         self.seen: list[str] = []
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """float32 [n, dim], of length 1; a text's does not depend on the others."""
+        """float32 [n, dim], normalized; independent of the other texts."""
         self.seen += texts
         return np.stack([self.vector(text) for text in texts])
 
     def vector(self, text: str) -> np.ndarray:
         """float32 [dim]."""
         words = re.findall(r"\w+", text.lower())
-        drawn = [np.random.default_rng(crc32(text.encode())).normal(size=self.dim) / 10]
+        vectors = [
+            np.random.default_rng(crc32(text.encode())).normal(size=self.dim) / 10
+        ]
         for word in words:
             rng = np.random.default_rng(crc32(word.encode()))
-            drawn.append(rng.normal(size=self.dim))
-        vector = np.sum(drawn, axis=0)
+            vectors.append(rng.normal(size=self.dim))
+        vector = np.sum(vectors, axis=0)
         unit: np.ndarray = (vector / np.linalg.norm(vector)).astype(np.float32)
         return unit
 
 
 class Constant:
-    """The same vector, whatever the text."""
+    """An encoder that returns the same vector for every text."""
 
     def __init__(self, value: float = 1.0) -> None:
         self.value = value

@@ -35,7 +35,7 @@ Kept = list[list[list[int]]]
 
 @dataclass
 class Request:
-    """One request, its tokens, and what the fake scheduler knows of it.
+    """One request: its tokens, and the scheduler's state of it.
 
     Attributes:
         keys, values: [LAYERS, KV_HEADS, tokens, HEAD_DIM], the dense copy.
@@ -81,7 +81,7 @@ class Request:
 
     @property
     def known(self) -> int:
-        """Tokens that can be computed: the prompt and what was generated."""
+        """Number of tokens that can be computed: the prompt and the generated ones."""
         return self.prompt + self.generated
 
     @property
@@ -94,7 +94,7 @@ class Request:
 
 
 class FakeSurprisal:
-    """What the fake model makes of a step's tokens: a number by token."""
+    """The fake model's hidden states: one number per token."""
 
     def states(self, first: int, count: int) -> torch.Tensor:
         return torch.zeros(count, 1)
@@ -106,7 +106,7 @@ class FakeSurprisal:
 
 
 class FakeEngine:
-    """Runs requests under a policy; every check raises.
+    """Runs requests under a policy, and checks the cache in every step.
 
     Attributes:
         fetches: dropped tokens may come back.
@@ -134,7 +134,7 @@ class FakeEngine:
         self.fetches = self.runtime.policy.retrieval is not None
         self.free = list(range(blocks - 1, 0, -1))
         self.requests: dict[str, Request] = {}
-        # the worker hears of them with the next step
+        # the worker learns of them with the next step
         self.gone: set[str] = set()
         self.preempted: set[str] = set()
         self.steps, self.attend_every = 0, 1
@@ -170,14 +170,14 @@ class FakeEngine:
         return self.runtime.plan(request.prompt, request.turn_ends, request.restored)
 
     def remove(self, name: str) -> Request:
-        """It is finished, or aborted."""
+        """The request finishes or is aborted."""
         request = self.requests.pop(name)
         self._release(request, set(request.held))
         self.gone.add(name)
         return request
 
     def preempt(self, name: str) -> None:
-        """Its blocks are taken away; what it generated so far stays known."""
+        """Preempt the request: it loses its blocks and keeps its generated tokens."""
         request = self.requests[name]
         self._release(request, set(request.held))
         request.start_over()
@@ -197,7 +197,7 @@ class FakeEngine:
     # -- steps ------------------------------------------------------------
 
     def step(self, chunks: dict[str, int]) -> None:
-        """One step of these requests with at most so many tokens each."""
+        """One step of these requests, with at most this many new tokens each."""
         self.steps += 1
         self.runtime.finish(self.gone)
         self.runtime.forget(self.preempted)
@@ -229,13 +229,15 @@ class FakeEngine:
         self._check_state()
 
     def _schedule(self, chunks: dict[str, int]) -> list[Row]:
-        """Clip at compactions, take blocks and write the new tokens' K and V."""
+        """End chunks at compactions, allocate blocks, and write the new keys and
+        values.
+        """
         rows: list[Row] = []
-        for name, most in chunks.items():
+        for name, chunk in chunks.items():
             request = self.requests[name]
             plan = self.plan(name)
-            most = min(most, request.known - request.computed)
-            new = plan.clip_chunk(request.computed, most)
+            chunk = min(chunk, request.known - request.computed)
+            new = plan.clip_chunk(request.computed, chunk)
             assert new > 0, "a step without tokens"
             first = rows[-1].first_query + rows[-1].new_tokens if rows else 0
             rows.append(Row(name, request.prompt, request.computed, new, first))
@@ -275,7 +277,10 @@ class FakeEngine:
         return torch.cat(parts)
 
     def _run_probe(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
-        """The fake model's forward pass: numbers by token, position and layer."""
+        """The fake model's forward pass:
+
+        numbers that depend on token, position and layer.
+        """
         prober = self.runtime.prober
         assert prober is not None
         heads = (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)  # of q, k and v
@@ -289,7 +294,7 @@ class FakeEngine:
             assert output.isfinite().all(), "a probe read memory that no request owns"
 
     def _settle(self, rows: list[Row]) -> None:
-        """Free what the plan no longer holds; sample where all is computed."""
+        """Free what the plan frees; sample for completely computed requests."""
         records, self.runtime.records = self.runtime.records or [], []
         compacted = {record.request_id: record for record in records}
         assert len(compacted) == len(records), "compacted twice in one step"
@@ -312,26 +317,28 @@ class FakeEngine:
     # -- checks -----------------------------------------------------------
 
     def _check_kept(self, request: Request, kept: Kept, retained_blocks: int) -> None:
-        """Exactly M * L * H pages, of tokens that were there, and each once."""
-        now = torch.zeros_like(request.visible)
+        """Exactly M * L * H pages, of tokens that were resident, each once."""
+        evicted_now = torch.zeros_like(request.visible)
         total = 0
         for layer, heads in enumerate(kept):
             for head, positions in enumerate(heads):
                 assert positions == sorted(set(positions)), "a token twice"
-                now[layer, head, positions] = True
+                evicted_now[layer, head, positions] = True
                 total += len(positions)
         tail = request.computed % self.block
         pages = retained_blocks * LAYERS * KV_HEADS
         assert total == pages * self.block + tail * LAYERS * KV_HEADS
-        came_back = (now & ~request.visible).any()
+        came_back = (evicted_now & ~request.visible).any()
         assert self.fetches or not came_back, "a dropped token came back"
-        assert not now[..., request.computed :].any(), "a token of the future"
-        now[..., request.computed :] = True
-        request.visible = now
+        assert not evicted_now[..., request.computed :].any(), "a token of the future"
+        evicted_now[..., request.computed :] = True
+        request.visible = evicted_now
         request.kept.append(kept)
 
     def _check_written(self, rows: list[Row], before: torch.Tensor) -> None:
-        """Compactions write their retained regions and nothing else.
+        """Compactions write only to their retained regions.
+
+        The prefix cache may give the freed blocks to other requests.
 
         The prefix cache may hand what they free to others.
         """
@@ -341,7 +348,7 @@ class FakeEngine:
             if due is not None:
                 table = self.requests[row.request_id].table
                 zones += table[due.retained.start : due.retained.stop]
-        # bit by bit, because NaN is not equal to itself
+        # compare bits, because NaN is not equal to itself
         changed = self.heap.pages.view(torch.int32) != before.view(torch.int32)
         changed = changed.view(LAYERS, self.blocks, -1).any(-1).any(0)
         assert set(changed.nonzero()[:, 0].tolist()) <= set(zones), "wrote elsewhere"
@@ -349,7 +356,7 @@ class FakeEngine:
     def _check_ownership(
         self, request: Request, pages: torch.Tensor, lengths: torch.Tensor
     ) -> None:
-        """Its page tables name every page of its blocks once, and no other."""
+        """The page tables hold exactly the pages of the request's blocks."""
         used = -(-lengths // self.block)
         place = torch.arange(pages.shape[-1])
         named = pages[place < used[..., None]].sort().values
@@ -360,7 +367,9 @@ class FakeEngine:
     def _check_attention(
         self, row: Row, pages: torch.Tensor, lengths: torch.Tensor
     ) -> None:
-        """Over pages as over the dense copy; finite although the rest is NaN."""
+        """Attention over pages equals attention over the dense copy, and is finite
+        although all other memory is NaN.
+        """
         request, after = self.requests[row.request_id], row.after_tokens
         queries = request.queries[:, row.computed_tokens : after]
         flat = pages.reshape(LAYERS * KV_HEADS, -1)
@@ -369,7 +378,7 @@ class FakeEngine:
         if self.fetches:
             self._recognise(request, keys, lengths)
         values = gather_values(heap.kv, flat)
-        # newest tokens last: query j of the step sees all but the ones after it
+        # query j sees all tokens except the newer ones of the same step
         order = torch.arange(keys.shape[2])
         last = lengths[..., None] - row.new_tokens + torch.arange(row.new_tokens)
         paged = attend(
@@ -389,7 +398,7 @@ class FakeEngine:
     def _recognise(
         self, request: Request, keys: torch.Tensor, lengths: torch.Tensor
     ) -> None:
-        """Which tokens are resident now, where that changes with every query."""
+        """The tokens that are resident now, where this changes with every query."""
         used = torch.arange(keys.shape[2]) < lengths[..., None]
         same = (keys.unsqueeze(3) == request.keys.unsqueeze(2)).all(-1)
         same &= used[..., None]
@@ -407,7 +416,7 @@ class FakeEngine:
         assert self.pages[:, self.free].isnan().all(), "a free block was written"
 
     def check_idle(self) -> None:
-        """Everybody left: nothing stays behind."""
+        """After the last request, nothing may be left."""
         self.runtime.finish(self.gone)
         self.runtime.check_integrity()
         assert not self.requests

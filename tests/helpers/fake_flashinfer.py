@@ -72,17 +72,17 @@ class _Wrapper:
         for i, full in enumerate(last.tolist()):
             pages = listed[int(start[i]) : int(start[i + 1])].long()
             length = max(len(pages) - 1, 0) * self.size + full
-            mine = slice(int(asks[i]), int(asks[i + 1]))
-            count = mine.stop - mine.start
+            own_queries = slice(int(asks[i]), int(asks[i + 1]))
+            count = own_queries.stop - own_queries.start
             k, v = (t[pages].flatten(0, 1)[:length, 0].float() for t in cache)
             later = torch.arange(length) > length - count + torch.arange(count)[:, None]
-            scores = q[mine].float().transpose(0, 1) @ k.T * self.scale
+            scores = q[own_queries].float().transpose(0, 1) @ k.T * self.scale
             weights = scores.masked_fill(later, -torch.inf).softmax(-1).nan_to_num(0)
-            out[mine] = (weights @ v).transpose(0, 1).to(out.dtype)
+            out[own_queries] = (weights @ v).transpose(0, 1).to(out.dtype)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
-    """One query per sequence."""
+    """Decode: one query per sequence."""
 
     def __init__(
         self,
@@ -127,14 +127,16 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     def run(
         self, q: torch.Tensor, paged_kv_cache: Any, *, out: torch.Tensor
     ) -> torch.Tensor:
-        held = self.buffers is not None
-        assert held or not capturing(), "what is planned next would lie elsewhere"
+        has_buffers = self.buffers is not None
+        assert has_buffers or not capturing(), (
+            "what is planned next would lie elsewhere"
+        )
         launch(self._run)(q, paged_kv_cache, out, torch.arange(len(q) + 1))
         return out
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    """Any queries per sequence, its newest tokens'."""
+    """Prefill: any number of queries per sequence, at its end."""
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD"
@@ -179,7 +181,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Make ``import flashinfer`` find these."""
+    """Make ``import flashinfer`` import these stand-ins."""
     import sys
     from types import ModuleType
 

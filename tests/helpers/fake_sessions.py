@@ -14,13 +14,13 @@ from vllm_kvplugins.sessions.transfer import Transfer
 
 
 class SessionEngine(FakeEngine):
-    """Saves what requests have, and resumes them."""
+    """Saves the state of requests, and resumes from it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # request -> position from which on the worker has seen its queries
         self.known_from: dict[str, int] = {}
-        # what blocks held when they were given back, by their ids
+        # contents of blocks at their release, by block id
         self.left: dict[int, torch.Tensor] = {}
 
     @property
@@ -34,14 +34,14 @@ class SessionEngine(FakeEngine):
         super()._release(request, indices)
 
     def _parked(self, blocks: tuple[int, ...]) -> list[int]:
-        """Free blocks, unchanged since their release."""
+        """The blocks that are free and unchanged since their release."""
         for block in blocks:
             self.free.remove(block)
             self.pages[:, block] = self.left[block]
         return list(blocks)
 
     def save(self, name: str, cut: int = 0) -> CacheSnapshot:
-        """Copy what a request has, as its end would.
+        """Copy a request's state, as at its end.
 
         Args:
             cut: computed tokens that were in flight when it ended.
@@ -55,10 +55,10 @@ class SessionEngine(FakeEngine):
         first = last.retained.start if last else 0
         tokens = request.computed - cut
         blocks = request.table[first : -(-tokens // self.block)]
-        wanted = self.runtime.policy.queries_needed
+        needed = self.runtime.policy.queries_needed
         at = last.at_tokens if last else 0
         query = first_saved(
-            tokens, request.computed, wanted, self.known_from.get(name, 0), at
+            tokens, request.computed, needed, self.known_from.get(name, 0), at
         )
         return self.transfer.save(name, compaction, tokens, blocks, query)
 
@@ -69,10 +69,10 @@ class SessionEngine(FakeEngine):
         prompt: int,
         answer: int,
         turn_ends: tuple[int, ...] = (),
-        most: int | None = None,
+        max_tokens: int | None = None,
         in_place: bool = False,
     ) -> Request:
-        """A request of the same name that goes on where ``old`` was saved.
+        """A request that continues where ``old`` was saved.
 
         Args:
             most: tokens that it can have in common with ``old``.
@@ -96,13 +96,13 @@ class SessionEngine(FakeEngine):
         self.requests[old.name] = request
         self.runtime.add_request(old.name, range(prompt), turn_ends, old.patched)
         at = saved.compaction.at_tokens if saved.compaction else 0
-        tokens = min(saved.tokens, prompt - 1, most or prompt)
-        wanted = self.runtime.policy.queries_needed
+        tokens = min(saved.tokens, prompt - 1, max_tokens or prompt)
+        needed = self.runtime.policy.queries_needed
         request.computed = tokens = self.plan(old.name).can_start_at(
-            tokens, at, wanted, saved.first_query
+            tokens, at, needed, saved.first_query
         )
         if self.runtime.policy.observation is not None and tokens < saved.tokens:
-            # what was observed of later tokens cannot be taken back
+            # observations of later tokens cannot be removed
             request.restored = None
             request.start_over()
             self.known_from.pop(old.name, None)

@@ -41,7 +41,7 @@ from vllm_kvplugins.vllm_adapter.worker.context import WorkerContext
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    """Kernels that graphs can hold."""
+    """The kernels that CUDA graphs can capture."""
     for name in ("attend", "merge"):
         monkeypatch.setattr(
             paged_attention, name, Launched(getattr(paged_attention, name))
@@ -54,7 +54,7 @@ def kernels(monkeypatch):
     )
     monkeypatch.setattr(flat, "probe_model", lambda *_: None)
     fake_flashinfer.install(monkeypatch)
-    # parts, as a GPU cuts long sequences into
+    # parts, as a GPU splits long sequences
     monkeypatch.setattr(paged_attention, "_splits", lambda *_: 2)
 
 
@@ -75,7 +75,7 @@ LIVES = [
 
 @pytest.mark.parametrize(("kernel", "runner", "name", "more"), LIVES)
 def test_graphs_find_what_is_found_without(monkeypatch, kernel, runner, name, more):
-    """With steps of 1 to 4 requests, which come, are compacted and go."""
+    """Steps of 1 to 4 requests that start, are compacted, and end."""
     print("seed", SEED)
     policy = parse_policy(configure(name, SETTINGS | more))
     plain, graphed = (
@@ -84,52 +84,54 @@ def test_graphs_find_what_is_found_without(monkeypatch, kernel, runner, name, mo
     graphed.capture()
     steps = 0
     while plain.scheduled():
-        found = [engine.step() for engine in (plain, graphed)]
-        assert torch.equal(*found), f"step {steps}"
+        results = [engine.step() for engine in (plain, graphed)]
+        assert torch.equal(*results), f"step {steps}"
         steps += 1
         if steps % 5 == 0:
             graphed.idle()
     assert not graphed.scheduled()
     assert plain.replays == 0
     assert graphed.replays > steps / 3
-    # a prompt's last token alone, queries before compactions of answers
+    # the last token of a prompt alone, queries before compactions during decoding
     wants = policy.queries_needed > 0
     assert (graphed.refusals > 0) == wants
 
 
 def give_context(config: Any, runtime: PolicyRuntime) -> None:
-    """As a worker does when it has loaded a model of one layer."""
+    """Initialize a worker that has loaded a model of one layer."""
     layers = {"0": SimpleNamespace(impl=SimpleNamespace())}
     WorkerContext(runtime).bind_layers(layers.values())
     config.compilation_config.static_forward_context = layers
 
 
 def test_who_may_be_in_graphs():
-    """What policies do between layers, not their names, says who may not."""
-    config, found = vllm_config(MODES[1]), {}
+    """Graphs depend on what policies do between layers, not on their names."""
+    config, results = vllm_config(MODES[1]), {}
     geometry = Geometry(BLOCK, LAYERS, KV_HEADS, 1024)
     for name in available_policies():
         policy = parse_policy(configure(name, SETTINGS))
         for sessions in (False, True):
             runtime = PolicyRuntime(policy, geometry, sessions)
             give_context(config, runtime)
-            said = triton.TritonPolicyBuilder.get_cudagraph_support(config, None)
-            found[name, sessions] = said == (
+            support_level = triton.TritonPolicyBuilder.get_cudagraph_support(
+                config, None
+            )
+            results[name, sessions] = support_level == (
                 AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
             )
         if policy.host_storage is not None or policy.observation is not None:
-            assert not found[name, True]
+            assert not results[name, True]
         if policy.queries_needed:
-            assert not found[name, True], "sessions keep the newest queries"
-    alone = {name for (name, sessions), may in found.items() if may and not sessions}
+            assert not results[name, True], "sessions keep the newest queries"
+    alone = {name for (name, sessions), may in results.items() if may and not sessions}
     assert {"full", "snapkv", "streaming-llm", "kvzip", "flowkv"} <= alone
     assert not {"icecache", "sekv", "quest"} & alone
-    assert found["streaming-llm", True]
+    assert results["streaming-llm", True]
 
 
 @pytest.mark.parametrize("folds", [False, True])
 def test_who_observes_answers_stays_out(folds):
-    """It is what the policy is set to do that counts."""
+    """Graphs depend on the settings of the policy."""
     policy = parse_policy(configure("h2o", SETTINGS | (FOLDING if folds else {})))
     runtime = PolicyRuntime(policy, Geometry(BLOCK, LAYERS, KV_HEADS, 1024))
     assert runtime.observer.decode_needs_only_page_lists != folds
@@ -145,26 +147,26 @@ def test_who_wants_the_queries_of_every_step_stays_out(window, may):
 
 
 def test_flashinfer_does_not_plan_every_layer_for_every_size(monkeypatch):
-    for more, held in (({}, True), (UNEVEN, False)):
+    for more, has_table in (({}, True), (UNEVEN, False)):
         policy = parse_policy(configure("snapkv", SETTINGS | more))
         engine = Engine(monkeypatch, policy, "flashinfer", MODES[1], "V2")
-        assert (engine.builder.table is not None) == held
+        assert (engine.builder.table is not None) == has_table
 
 
 def test_flashinfer_s_graphs_share_their_page_lists(monkeypatch):
-    """Of other numbers of rows, which are never replayed, there are none."""
+    """Only captured sizes have metadata buffers; other sizes are never replayed."""
     policy = parse_policy(configure("snapkv", SETTINGS | FOLDING))
     engine = Engine(monkeypatch, policy, "flashinfer", MODES[1], "V1")
-    seen = set()
+    batch_sizes = set()
     engine.capture()
     while rows := engine.scheduled():
-        seen.add(len(rows))
+        batch_sizes.add(len(rows))
         engine.step()
-    assert seen - set(SIZES)
+    assert batch_sizes - set(SIZES)
     wrappers = engine.builder._wrappers
     assert {rows for kind, rows in wrappers if kind == "captured"} == set(SIZES)
-    held = [wrappers["captured", rows].buffers for rows in SIZES]
-    for parts in zip(*held, strict=True):
+    buffers = [wrappers["captured", rows].buffers for rows in SIZES]
+    for parts in zip(*buffers, strict=True):
         assert len({part.data_ptr() for part in parts}) == 1
 
 
@@ -177,11 +179,11 @@ def test_tables_that_are_too_large_stay_out(monkeypatch, caplog):
     config.model_config.max_model_len = 1 << 24
     (problem,) = graphs.problems(config, runtime)
     assert "32 x 4 requests x 8 KV heads x 1048576 pages" in problem
-    said = triton.TritonPolicyBuilder.get_cudagraph_support(config, None)
-    assert said is AttentionCGSupport.NEVER
+    support_level = triton.TritonPolicyBuilder.get_cudagraph_support(config, None)
+    assert support_level is AttentionCGSupport.NEVER
     with caplog.at_level("INFO", logger="vllm.kv_policy"):
-        here = torch.device("cpu")
-        assert graphs.fixed_table(config, runtime, here, [problem]) is None
+        cpu = torch.device("cpu")
+        assert graphs.fixed_table(config, runtime, cpu, [problem]) is None
     assert "stays outside of CUDA graphs" in caplog.text
 
 
@@ -198,8 +200,8 @@ def test_what_vllm_makes_of_it(support, mode):
         cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
     )
     config.set_splitting_ops_for_v1(all2all_backend="naive", data_parallel_size=1)
-    found = config.resolve_cudagraph_mode_and_sizes(support, "CUSTOM")
-    assert found.name == mode
+    results = config.resolve_cudagraph_mode_and_sizes(support, "CUSTOM")
+    assert results.name == mode
 
 
 def test_a_cache_made_to_measure_graphs_with_is_let_go(monkeypatch):
@@ -215,7 +217,7 @@ def test_a_cache_made_to_measure_graphs_with_is_let_go(monkeypatch):
 
 
 def test_a_step_that_is_wanted_may_not_be_replayed(monkeypatch):
-    """Should vLLM replay it all the same, it is said and not passed over."""
+    """If vLLM replays such a graph nevertheless, an error is raised."""
     policy = parse_policy(configure("snapkv", SETTINGS))
     engine = Engine(monkeypatch, policy, "flash", MODES[1], "V1")
     monkeypatch.setattr(engine.runtime, "requires_layers", lambda rows: False)

@@ -43,17 +43,16 @@ def attends_to_nothing(query: Any, kv_cache: Any, metadata: Any, output: Any) ->
 
 
 def addresses(metadata: Any) -> list[int]:
-    """Where a step's tensors lie, which graphs do not ask again."""
-    held = [*vars(metadata).values()]
-    held += [part for scope in metadata.scopes for part in vars(scope).values()]
-    held += getattr(metadata.scopes[0].schedule, "buffers", None) or []
-    return [part.data_ptr() for part in held if isinstance(part, torch.Tensor)]
+    """Addresses of a step's tensors; a graph assumes that they do not change."""
+    tensors = [*vars(metadata).values()]
+    tensors += [part for scope in metadata.scopes for part in vars(scope).values()]
+    tensors += getattr(metadata.scopes[0].schedule, "buffers", None) or []
+    return [part.data_ptr() for part in tensors if isinstance(part, torch.Tensor)]
 
 
 @dataclass
 class ProbeRequest:
-    """A request, and the step with which it begins. The last chunk of a prompt of one
-    token more than ``chunks`` is a step that looks like decoding."""
+    """A request, and the step in which it starts."""
 
     prompt: int
     chunks: int
@@ -102,7 +101,7 @@ def vllm_config(mode: CUDAGraphMode) -> Any:
 
 
 class Engine:
-    """Steps of a model whose keys, values and queries are made up, on one kernel."""
+    """Steps of a model with synthetic keys, values and queries, on one kernel."""
 
     def __init__(
         self, monkeypatch: Any, policy: Any, kernel: str, mode: Any, runner: str
@@ -182,15 +181,18 @@ class Engine:
         )
 
     def _gather(self, rows: list[tuple[str, int]], dummy_run: bool) -> Any:
-        """As vLLM: one token of a prompt over others counts as decoding."""
-        count, most = len(rows), max(new for _, new in rows)
+        """Like vLLM:
+
+        one token of a prompt, in a batch with others, counts as decoding.
+        """
+        count, longest = len(rows), max(new for _, new in rows)
         eligible = all(
             self.asked[name].computed >= self.asked[name].prompt
             or (new == 1 and self.asked[name].computed > 0)
             for name, new in rows
         )
         total = sum(new for _, new in rows)
-        each = get_uniform_decode_token_count(count, total, most, eligible)
+        each = get_uniform_decode_token_count(count, total, longest, eligible)
         batch = SimpleNamespace(
             req_ids=[name for name, _ in rows], idx_mapping_np=self._indices(rows)
         )
@@ -203,7 +205,7 @@ class Engine:
     # -- one step ------------------------------------------------------------
 
     def scheduled(self) -> list[tuple[str, int]]:
-        """Requests and their new tokens; prompts are read alone."""
+        """Requests and their new tokens; prompts run in steps of their own."""
         live = {
             name: one
             for name, one in self.asked.items()
@@ -213,9 +215,9 @@ class Engine:
         rows = []
         for name in reading or live:
             one = live[name]
-            most = min(one.chunks, one.prompt - one.computed) if reading else 1
+            new_tokens = min(one.chunks, one.prompt - one.computed) if reading else 1
             plan = self.runtime.plan(one.prompt)
-            rows.append((name, plan.clip_chunk(one.computed, most)))
+            rows.append((name, plan.clip_chunk(one.computed, new_tokens)))
         return rows
 
     def replayed_rows(self, rows: list[tuple[str, int]]) -> int:
@@ -227,22 +229,22 @@ class Engine:
             _, each = self.runner.gather_batch_req_state(rows, dummy_run=False)
             full = each == 1 and self.graphs
         else:
-            mode, found = dispatcher.dispatch(
+            mode, descriptor = dispatcher.dispatch(
                 num_tokens=sum(new for _, new in rows), uniform_decode=uniform
             )
             full = mode == CUDAGraphMode.FULL
-            assert not full or found.num_reqs == padded
+            assert not full or descriptor.num_reqs == padded
         self.refusals += bool(uniform and padded and self.graphs and not full)
         return padded if full else 0
 
     def tell(self, rows: list[tuple[str, int]]) -> None:
-        """What a model runner knows before it dispatches."""
-        told = [self.asked[name] for name, _ in rows]
+        """The batch description that a model runner passes to the dispatcher."""
+        requests = [self.asked[name] for name, _ in rows]
         if hasattr(self.runner, "cudagraph_dispatcher"):
             self.runner.input_batch = SimpleNamespace(
                 req_ids=[name for name, _ in rows],
-                num_prompt_tokens=[one.prompt for one in told] + [9],
-                num_computed_tokens_cpu=[one.computed for one in told] + [9],
+                num_prompt_tokens=[one.prompt for one in requests] + [9],
+                num_computed_tokens_cpu=[one.computed for one in requests] + [9],
             )
             return
         states = self.runner.req_states
@@ -254,7 +256,7 @@ class Engine:
         ).numpy()
 
     def common(self, rows: list[tuple[str, int]], padded: int = 0) -> Any:
-        """Metadata as vLLM pads it: rows without tokens, of length 0."""
+        """Metadata padded as vLLM pads it: rows without tokens, of length 0."""
         more = max(padded - len(rows), 0)
         news = [new for _, new in rows] + [0] * more
         lens = [self.asked[name].computed + new for name, new in rows] + [0] * more
@@ -283,10 +285,10 @@ class Engine:
     def capture(self) -> None:
         """Capture graphs as vLLM does at start-up, with dummy rows of one token."""
         for size in SIZES:
-            made = self.dummy(size)
+            inputs = self.dummy(size)
             with SimulatedGraph() as graph:
-                self.forward(made, size)
-            self.graphs[size], self.captured[size] = graph, made
+                self.forward(inputs, size)
+            self.graphs[size], self.captured[size] = graph, inputs
         assert self.runtime.num_requests == 0
 
     def dummy(self, size: int) -> Any:
@@ -299,12 +301,12 @@ class Engine:
         return self.builder.build_for_cudagraph_capture(common)
 
     def idle(self) -> None:
-        """A step that other data-parallel ranks need, not this one."""
+        """A dummy step, as other data-parallel ranks need it."""
         self.dummy(max(SIZES))
         self.graphs[max(SIZES)].replay()
 
     def forward(self, metadata: Any, tokens: int, attends: bool = True) -> None:
-        """All layers; prompts are not attended to, which takes the interpreter long."""
+        """Run all layers; skip prompt attention, slow in the interpreter."""
         for layer, impl in enumerate(self.impls):
             impl.attend = attends_to_nothing
             if attends:
@@ -320,7 +322,7 @@ class Engine:
             )
 
     def write(self, rows: list[tuple[str, int]]) -> None:
-        """The step's queries, keys and values, which depend on positions alone."""
+        """Queries, keys and values of the step; they depend only on positions."""
         at = 0
         for name, new in rows:
             for position in range(
@@ -339,12 +341,12 @@ class Engine:
                 at += 1
 
     def live(self) -> None:
-        """All steps."""
+        """Run all steps."""
         while self.scheduled():
             self.step()
 
     def step(self) -> torch.Tensor:
-        """What all layers find for the step's tokens."""
+        """Attention outputs of all layers for the step's tokens."""
         rows = self.scheduled()
         tokens = sum(new for _, new in rows)
         self.tell(rows)

@@ -27,7 +27,10 @@ FLOATS = [*HALF, torch.float32]
 
 @pytest.fixture(params=["triton"] if INTERPRETED else ["triton", "flash", "flashinfer"])
 def kernel(request):
-    """A function of a case: our kernel, and on a GPU vLLM's for cases that they can."""
+    """A kernel as a function of a case:
+
+    ours, and on a GPU also vLLM's where it supports the case.
+    """
     if request.param == "triton":
         return of_triton
     pytest.importorskip("vllm")
@@ -71,15 +74,15 @@ def of_backend(name, case, *, out=None, splits=None):
     can &= torch.equal(case.layout.k_offsets.cpu(), plain.k_offsets)
     if not can or (name == "flashinfer" and case.layout.head_dim not in (64, 128, 256)):
         pytest.skip("not for this kernel")
-    found = KERNELS[name](case)
+    actual = KERNELS[name](case)
     if out is not None:
-        out.copy_(found)
-    return found, None
+        out.copy_(actual)
+    return actual, None
 
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of a call."""
+    """The arguments of one call."""
 
     queries: torch.Tensor
     query_start: torch.Tensor
@@ -111,20 +114,22 @@ class Case:
             row, head = divmod(i, heads)
             count = starts[row + 1] - starts[row]
             tokens = slice(starts[row], starts[row + 1])
-            wide = slice(head * group, (head + 1) * group)
-            asked = self.queries[tokens, wide].cpu().to(dtype).transpose(0, 1)
+            group_heads = slice(head * group, (head + 1) * group)
+            query_rows = (
+                self.queries[tokens, group_heads].cpu().to(dtype).transpose(0, 1)
+            )
             later = torch.arange(length) > (
                 length - count + torch.arange(count)[:, None]
             )
             own = self._own(i, dtype)
-            scores = asked @ torch.cat([keys[i, :length].to(dtype), own[0]]).T
+            scores = query_rows @ torch.cat([keys[i, :length].to(dtype), own[0]]).T
             added = torch.zeros(count, length).masked_fill(later, -torch.inf)
             added = torch.cat([added, own[2].expand(count, -1)], 1).to(dtype)
             scores = scores * self.scale + added
             weights = scores.softmax(-1).nan_to_num(0)
-            found = weights @ torch.cat([values[i, :length].to(dtype), own[1]])
-            out[tokens, wide] = found.transpose(0, 1)
-            lse[tokens, wide] = scores.logsumexp(-1).T
+            actual = weights @ torch.cat([values[i, :length].to(dtype), own[1]])
+            out[tokens, group_heads] = actual.transpose(0, 1)
+            lse[tokens, group_heads] = scores.logsumexp(-1).T
         return out.double(), lse.double()
 
     @property
@@ -136,7 +141,7 @@ class Case:
         return self.layout.to("cpu")
 
     def _own(self, sequence: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Keys, values and bias of a sequence's entries that are on."""
+        """Keys, values and bias of a sequence's enabled entries."""
         if self.coarse is None:
             none = torch.zeros(0, self.layout.head_dim, dtype=dtype)
             return [none, none, torch.zeros(0)]
@@ -161,19 +166,19 @@ def make_case(
     print("seed", SEED)
     random = torch.Generator().manual_seed(SEED)
     layout = make_layout(kind, block, head_dim, SEED)
-    most = max(-(-length // block) for length in lengths)
+    max_blocks = max(-(-length // block) for length in lengths)
     used = [-(-length // block) for length in lengths]
     pages = torch.randperm(sum(used) + 3, generator=random)
     heap = torch.full((len(pages), layout.page_elems), torch.nan, dtype=dtype)
-    table = torch.full((len(lengths), most), len(pages) - 1, dtype=torch.int32)
-    taken = 0
+    table = torch.full((len(lengths), max_blocks), len(pages) - 1, dtype=torch.int32)
+    used_slots = 0
     for i, length in enumerate(lengths):
-        table[i, : used[i]] = pages[taken : taken + used[i]].int()
+        table[i, : used[i]] = pages[used_slots : used_slots + used[i]].int()
         slot = torch.arange(length)
         draw = torch.randn(2, length, head_dim, generator=random).to(dtype)
         at = table[i, slot // block].long()
         ops.scatter_tokens(PagedKV(heap, layout), at, slot % block, *draw)
-        taken += used[i]
+        used_slots += used[i]
     start = torch.tensor([0, *asking]).cumsum(0).int()
     heads = len(lengths) // len(asking)
     shape = (sum(asking), heads * group, head_dim)
@@ -252,7 +257,7 @@ def test_pages_without_order_are_refused(kernel):
 
 @pytest.mark.parametrize("splits", [1, 2, 5, 16])
 def test_splits(kernel, splits):
-    """Also more parts than there are tiles."""
+    """Also with more splits than tiles."""
     case = make_case(torch.bfloat16, [1, 1], [300, 64, 1, 0], entries=[3, 0, 2, 9])
     assert_right(case, kernel, splits=splits)
 
@@ -273,7 +278,7 @@ def test_many_requests(kernel):
     ("group", "dtype"), [(1, torch.float32), (3, torch.bfloat16)], ids=str
 )
 def test_prefill_is_causal(kernel, group, dtype):
-    """Several blocks of queries per row, rows of all sizes between them."""
+    """Several query blocks per row, and rows of all sizes between them."""
     asking = [150, 1, 64, 2]
     lengths = [150, 400, 7, 300, 64, 65, 2, 90]
     assert_right(make_case(dtype, asking, lengths, group=group), kernel)
@@ -296,7 +301,7 @@ def test_only_entries_and_nothing_at_all(kernel):
 
 
 def test_large_scores(kernel):
-    """One token takes all, nothing overflows."""
+    """One token gets all the attention; nothing overflows."""
     case = make_case(torch.float32, [1, 3], [100, 7, 90, 30], sharpness=3e2)
     assert_right(case, kernel)
 
@@ -309,7 +314,7 @@ def test_queries_of_another_type(kernel):
 
 
 def test_output_goes_where_it_is_wanted(kernel):
-    """Into the first rows of a larger tensor, and nowhere else."""
+    """Writes the first rows of a larger tensor, and nothing else."""
     case = make_case(torch.float32, [1, 1], [40, 50])
     large = torch.full((5, *case.queries.shape[1:]), 7.0, device=DEVICE)
     case.run(kernel, out=large[:2])
@@ -319,16 +324,16 @@ def test_output_goes_where_it_is_wanted(kernel):
 
 
 def test_sums_are_float32_whatever_is_the_default(kernel):
-    """vLLM builds models with another default type than torch's."""
+    """vLLM builds models under a default dtype that differs from torch's."""
     case = make_case(torch.bfloat16, [1, 1], [300, 64, 1, 80])
-    wanted = case.run(kernel, splits=2)
+    expected = case.run(kernel, splits=2)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = case.run(kernel, splits=2)
+        actual = case.run(kernel, splits=2)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert found[1].dtype == torch.float32
-    for got, plain in zip(found, wanted, strict=True):
+    assert actual[1].dtype == torch.float32
+    for got, plain in zip(actual, expected, strict=True):
         assert torch.equal(got, plain)
 
 
@@ -343,5 +348,5 @@ def test_rows_without_tokens(kernel):
         lengths=torch.cat([case.lengths, pad]),
         page_table=torch.cat([case.page_table, case.page_table[:1]]),
     )
-    for got, wanted in zip(padded.run(kernel), case.run(kernel), strict=True):
-        assert got is wanted is None or torch.equal(got, wanted)
+    for got, expected in zip(padded.run(kernel), case.run(kernel), strict=True):
+        assert got is expected is None or torch.equal(got, expected)

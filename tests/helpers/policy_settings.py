@@ -22,7 +22,7 @@ SMALL_BUDGETS = {
 
 
 def drop(policy: KVCachePolicy) -> bool:
-    """Tokens that are not resident are gone."""
+    """Tokens that are not resident are lost."""
     return policy.host_storage is None
 
 
@@ -37,39 +37,39 @@ def keep_spans(policy: KVCachePolicy) -> bool:
 
 
 def policies_that(do: Callable[[KVCachePolicy], bool]) -> tuple[str, ...]:
-    """Names of the policies that do this with tokens that are not resident."""
+    """Names of the policies that treat tokens that are not resident in this way."""
     return tuple(n for n in available_policies() if do(get_policy_class(n)()))
 
 
-def configure(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
-    """A policy with those of the wanted settings that it has."""
+def configure(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The policy's configuration with those of the settings that it supports."""
     fields = get_policy_class(name).model_fields
-    found = {"name": name} | {k: v for k, v in wanted.items() if k in fields}
+    chosen = {"name": name} | {k: v for k, v in settings.items() if k in fields}
     if not folds(name):
-        found.pop("decode_budget", None)
+        chosen.pop("decode_budget", None)
     if wants_history(name):
-        # histories grow, so that a share of them is no budget
+        # histories grow, so that a share of them is not a fixed budget
         base = {"sinks": 2, "recent": 1}
-        found |= {"budget": 8, "prefill_block": 8, "base_config": base}
-        found["longest_patched_prompt"] = 64
-    return found
+        chosen |= {"budget": 8, "prefill_block": 8, "base_config": base}
+        chosen["longest_patched_prompt"] = 64
+    return chosen
 
 
 @functools.cache
 def wants_history(name: str) -> bool:
-    """Whether a policy compresses only what a request calls its history."""
+    """Whether a policy compresses only the history of a conversation."""
     turns = get_policy_class(name)().turns
     return turns is not None and turns.history_only
 
 
 def shares_pages(name: str) -> bool:
-    """Whether a policy has an allocator to choose."""
+    """Whether the policy has a setting ``allocator``."""
     return "allocator" in get_policy_class(name).model_fields
 
 
 @functools.cache
 def folds(name: str) -> bool:
-    """Whether a policy compacts while generating; some refuse ``decode_budget``."""
+    """Whether a policy compacts during decoding; some refuse ``decode_budget``."""
     cls = get_policy_class(name)
     if "decode_budget" not in cls.model_fields:
         return False
@@ -77,7 +77,7 @@ def folds(name: str) -> bool:
 
 
 def write_weights(path: Path, layers: int, kv_heads: int) -> dict[str, str]:
-    """The allocator ``file``; its heads differ by a factor of 10 and more."""
+    """The allocator ``file`` with head budgets that differ tenfold and more."""
     weights = [
         [1.0 + 10 * (head + 1) * (layer % 2) + layer for head in range(kv_heads)]
         for layer in range(layers)

@@ -47,6 +47,6 @@ def make_profile(
 
 
 def write_made(path: Path, *documents: list[float], config: dict | None = None) -> str:
-    """The same in a file; its path."""
+    """The same profile as a file; returns its path."""
     write_profile(make_profile(*documents, config=config), path)
     return str(path)

@@ -11,7 +11,7 @@ import torch
 def capture(
     model_path: str, text: str, num_tokens: int, num_queries: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Run a model over a text once and keep what its attention layers are given.
+    """Run a model over a text and record the inputs of its attention layers.
 
     Returns:
         Per layer the last queries, float32 [kv_heads, group, num_queries,
@@ -23,11 +23,11 @@ def capture(
 
     layers = []
 
-    def attention(module, query, key, value, attention_mask, **rest):
+    def attention(module, query, key, value, attention_mask, **more):
         group = query.shape[1] // key.shape[1]
         last = query[0, :, -num_queries:].unflatten(0, (-1, group))
         layers.append((last.clone(), key[0].clone()))
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
 
     ALL_ATTENTION_FUNCTIONS.register("kvp_capture", attention)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -44,7 +44,7 @@ def capture(
 def mass_covered(
     queries: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
-    """Share of attention that falls on some slots.
+    """Share of the attention that falls on some slots.
 
     Args:
         queries: [heads, n, head_dim]; keys: [heads, slots, head_dim].
@@ -55,5 +55,5 @@ def mass_covered(
     """
     scores = queries @ keys.transpose(1, 2) / keys.shape[-1] ** 0.5
     weights = scores.softmax(-1)
-    taken = weights.gather(-1, slots.clamp(min=0)) * (slots >= 0)
-    return taken.sum(-1)
+    gathered = weights.gather(-1, slots.clamp(min=0)) * (slots >= 0)
+    return gathered.sum(-1)

@@ -56,12 +56,12 @@ class RetrievingEngine(FakeEngine):
         )
         at = torch.arange(after)
         causal = at <= at[row.computed_tokens :, None]
-        seen = self._wanted(request, row)[:, :, None] & causal
+        visible = self._wanted(request, row)[:, :, None] & causal
         dense = attend(
             request.queries[:, span],
             request.keys[:, :, :after],
             request.values[:, :, :after],
-            seen,
+            visible,
         )
         assert paged.isfinite().all(), "attention read memory that no request owns"
         torch.testing.assert_close(paged, dense, atol=1e-5, rtol=1e-4)
@@ -69,11 +69,11 @@ class RetrievingEngine(FakeEngine):
     def _wanted(self, request: Request, row: Row) -> torch.Tensor:
         """bool [LAYERS, KV_HEADS, tokens]: resident for this step's queries."""
         after = row.after_tokens
-        seen = torch.ones(LAYERS, KV_HEADS, after, dtype=torch.bool)
+        visible = torch.ones(LAYERS, KV_HEADS, after, dtype=torch.bool)
         plan = self.plan(row.request_id)
         done = plan.num_done(row.computed_tokens)
         if not done:
-            return seen
+            return visible
         last = plan.compaction(done - 1)
         stop = min(last.at_tokens - WINDOW, last.retained.stop * BLOCK)
         total = len(last.retained) * LAYERS - SKIP * last.retained.stop
@@ -82,22 +82,22 @@ class RetrievingEngine(FakeEngine):
             kept = each + (layer - SKIP < more)
             hot = kept * BLOCK - SINKS - (last.retained.stop * BLOCK - stop)
             queries = self._asking(request, row, layer)
-            seen[layer, :, SINKS:stop] = False
+            visible[layer, :, SINKS:stop] = False
             if self.runtime.policy.name != "exact-topk":
                 token = self.retrieval.hot_tokens(request.name, layer)
                 assert token.shape[1] == hot
                 assert all(len(set(head)) == hot for head in token.tolist())
-                seen[layer].scatter_(1, token + SINKS, True)
+                visible[layer].scatter_(1, token + SINKS, True)
                 continue
             for head in range(KV_HEADS):
                 group = queries[:, head * GROUP : (head + 1) * GROUP].flatten(0, 1)
                 logits = group @ request.keys[layer, head, SINKS:stop].T * SCALE
                 worth = logits.softmax(-1).sum(0)
-                seen[layer, head, worth.topk(hot).indices + SINKS] = True
-        return seen
+                visible[layer, head, worth.topk(hot).indices + SINKS] = True
+        return visible
 
     def _asking(self, request: Request, row: Row, layer: int) -> torch.Tensor:
-        """The queries that chose what is resident now."""
+        """The queries that selected the tokens which are resident now."""
         step = slice(row.computed_tokens, row.after_tokens)
         if self.runtime.policy.prefetch == "layer":
             layer -= 1
@@ -108,7 +108,7 @@ class RetrievingEngine(FakeEngine):
         return request.queries[layer, step.start + asking]
 
     def _check_kept(self, request: Request, kept: Any, retained_blocks: int) -> None:
-        request.visible[:] = True  # nothing is ever dropped
+        request.visible[:] = True  # retrievers never drop tokens
         super()._check_kept(request, kept, retained_blocks)
         request.visible[:] = True
 

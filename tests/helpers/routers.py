@@ -31,7 +31,7 @@ class Shape:
 
 
 def random_router(shape: Shape, random: torch.Generator, tau: float = 0.5) -> Router:
-    """One whose every number matters."""
+    """A router in which every weight matters."""
     size = (shape.layers, shape.heads, shape.routing_dim, shape.head_dim)
     router = Router.new(torch.randn(size, generator=random), tau, shape.max_rank, 0)
     for name, tensor in router.tensors.items():
@@ -43,7 +43,7 @@ def random_router(shape: Shape, random: torch.Generator, tau: float = 0.5) -> Ro
 def random_reading(
     shape: Shape, tokens: int, asking: int, random: torch.Generator
 ) -> Reading:
-    """Attention that has favourites, and a surprise every 29 tokens."""
+    """Attention with some favored tokens, and a surprising token every 29."""
 
     def rows(heads: int, count: int) -> torch.Tensor:
         size = (shape.layers, heads, count, shape.head_dim)
@@ -77,7 +77,7 @@ def random_example(shape: Shape, random: torch.Generator) -> tuple[Reading, Exam
 def write_random_router(
     path: Path, model: ModelFingerprint, random: torch.Generator, **changes: Any
 ) -> Router:
-    """A file that fits a model.
+    """A router file that fits a model.
 
     Args:
         changes: tensors in place of those that were drawn.

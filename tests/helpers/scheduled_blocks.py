@@ -45,7 +45,7 @@ GEOMETRY = Geometry(SIZE, num_layers=4, num_kv_heads=2, kv_bytes_per_token=1024)
 
 
 class Stock:
-    """What our scheduling asks of vLLM's, where nothing is drafted."""
+    """The part of vLLM's scheduler configuration that our manager reads; no drafts."""
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
         self.kv_cache_manager, self.block_size = kv_cache_manager, SIZE
@@ -58,12 +58,12 @@ class Stock:
 
 
 class Scheduling(ResidencyScheduling, Stock):
-    """Ours over it."""
+    """Our block manager over vLLM's."""
 
 
 @dataclass(eq=False)
 class Life:
-    """A request, and what the test knows of it.
+    """A request, and the state that the test tracks for it.
 
     Attributes:
         plan: made by the policy itself.
@@ -88,17 +88,19 @@ class Life:
         self.holes, self.kept = set(), {}
 
     def compactions(self, tokens: int) -> list[Compaction]:
-        """Those that ran by so many tokens."""
-        found: list[Compaction] = []
-        while self.plan.decode_compaction or len(found) < len(self.plan.compactions):
-            compaction = self.plan.compaction(len(found))
+        """Requests that ran past compactions, by how many tokens."""
+        compactions: list[Compaction] = []
+        while self.plan.decode_compaction or len(compactions) < len(
+            self.plan.compactions
+        ):
+            compaction = self.plan.compaction(len(compactions))
             if compaction.at_tokens > tokens:
                 break
-            found.append(compaction)
-        return found
+            compactions.append(compaction)
+        return compactions
 
     def content(self, place: int) -> tuple[Any, ...]:
-        """What the worker must find in a block that is held."""
+        """The contents that the worker must find in a block."""
         if place in self.kept:
             return "kept", self.request.request_id, self.kept[place]
         filled = min(self.request.num_computed_tokens - place * SIZE, SIZE)
@@ -153,7 +155,7 @@ class Schedule:
     # -- what the scheduler does --------------------------------------------------
 
     def add(self, name: str, prompt: list[int], answer: int, ends: list[int]) -> None:
-        """A request comes, unless it is one that the front end refuses."""
+        """Add a request, unless the front end would refuse it."""
         answer = min(answer, MODEL_LENGTH - len(prompt))
         request = Request(
             name,
@@ -174,7 +176,7 @@ class Schedule:
         self.waiting.append(Life(request, plan, [hash(tokens[:at]) for at in every]))
 
     def admit(self, chunk: int) -> None:
-        """The first that waits, if there is room for it."""
+        """Start the first waiting request if there is room for it."""
         life = self.waiting[0]
         request = life.request
         if request.num_stale_output_tokens and not request.drop_stale_output:
@@ -189,7 +191,7 @@ class Schedule:
             assert self.wrote[block.block_id] == ("exact", life.exact[place], SIZE), (
                 f"{request.request_id} takes a block that holds something else"
             )
-        given = self.vllm.allocate_slots(
+        new_blocks = self.vllm.allocate_slots(
             request,
             new,
             num_new_computed_tokens=hit,
@@ -197,7 +199,7 @@ class Schedule:
             full_sequence_must_fit=self.reserve,
             has_scheduled_reqs=bool(self.running),
         )
-        if given is None:
+        if new_blocks is None:
             self.counts["refused"] += 1
             assert self.running, f"{request.request_id} has the pool for itself"
             return
@@ -210,7 +212,7 @@ class Schedule:
         self.compute(life, new)
 
     def go_on(self, life: Life, chunk: int) -> None:
-        """As vLLM schedules a running request."""
+        """Schedule a running request as vLLM does."""
         request = life.request
         if len(life.flying) > int(self.asynchronous):
             return
@@ -234,14 +236,14 @@ class Schedule:
                 return
 
     def free_due(self, life: Life) -> None:
-        """What is freed when slots are asked for, whether there are any or not."""
+        """Blocks that allocation frees, whether it succeeds or not."""
         request = life.request
         processed = request.num_computed_tokens - sum(n for n, _ in life.flying)
         for compaction in life.compactions(processed):
             life.holes.update(range(compaction.freed.start, compaction.freed.stop))
 
     def compute(self, life: Life, new: int) -> None:
-        """A step of the worker: it writes, and compacts where that is due."""
+        """The worker's part of a step: write tokens, and compact where it is due."""
         request = life.request
         name, before = request.request_id, request.num_computed_tokens
         after = before + new
@@ -265,7 +267,7 @@ class Schedule:
             self.process(life)
 
     def compact(self, life: Life, compaction: Compaction, blocks: list[Any]) -> None:
-        """All candidates are read, and those of the zone written."""
+        """A compaction reads all candidate blocks and writes the retained region."""
         name = life.request.request_id
         for place in range(compaction.candidates.start, compaction.candidates.stop):
             assert not blocks[place].is_null, f"{name}: candidate {place} is gone"
@@ -275,7 +277,7 @@ class Schedule:
             self.wrote[blocks[place].block_id] = life.content(place)
 
     def process(self, life: Life) -> None:
-        """The output of a request's oldest step comes in."""
+        """Process the output of a request's oldest step."""
         request = life.request
         tokens, sampled = life.flying.popleft()
         request.num_in_flight_tokens -= tokens
@@ -302,7 +304,7 @@ class Schedule:
             self.end(life, RequestStatus.FINISHED_LENGTH_CAPPED)
 
     def preempt(self, drop: bool = False) -> Life:
-        """The last one gives up its blocks, and waits before all others."""
+        """Preempt the last request: it loses its blocks and waits in front."""
         life = self.running.pop()
         request = life.request
         self.counts["preempted"] += 1
@@ -338,7 +340,7 @@ class Schedule:
     # -- what must be true at any time ------------------------------------------------
 
     def check(self) -> None:
-        """Check that each block is free or held exactly as often as it is listed."""
+        """Check each block: free, or held exactly as often as requests list it."""
         self.manager.check_integrity()
         lists = self.manager.req_to_blocks
         assert set(lists) == {life.request.request_id for life in self.running}
@@ -356,28 +358,31 @@ class Schedule:
             self.check_list(life, lists[life.request.request_id])
 
     def check_list(self, life: Life, blocks: list[Any]) -> None:
-        """The list of one request is what the plan promises."""
+        """The blocks of one request match its plan."""
         request, name = life.request, life.request.request_id
         assert len(blocks) == -(-life.slots // SIZE), name
         holes = {place for place, block in enumerate(blocks) if block.is_null}
         assert holes == life.holes, f"{name}: holes {holes}, not {life.holes}"
         held = len(blocks) - len(holes)
-        most = life.plan.peak_blocks(life.slots)
+        limit = life.plan.peak_blocks(life.slots)
         prompt = request.num_prompt_tokens
         if life.slots <= prompt:
             bound = self.policy.max_prompt_blocks(prompt, GEOMETRY)
-            most = most if bound is None else min(most, bound)
+            limit = limit if bound is None else min(limit, bound)
         elif self.asynchronous:
-            most += 1  # takes its block before what the step in flight frees is back
-        assert held <= most, f"{name}: {held} blocks for {life.slots} tokens"
+            # Gets its block before the blocks that the step in flight frees are back
+            limit += 1
+        assert held <= limit, f"{name}: {held} blocks for {life.slots} tokens"
         first = (
             life.plan.compaction(0).retained.start if not life.plan.is_static else 1000
         )
         for place, block in enumerate(blocks):
             if block.is_null:
                 continue
-            found = self.wrote[block.block_id]
-            assert found == life.content(place), f"{name}: {found} in block {place}"
+            contents = self.wrote[block.block_id]
+            assert contents == life.content(place), (
+                f"{name}: {contents} in block {place}"
+            )
             if block.block_hash is not None:
                 assert place < first, f"{name}: block {place} can be hit"
                 of_tokens = make_block_hash_with_group_id(

@@ -61,15 +61,15 @@ def gpu() -> Iterator[SimulatedGPU]:
 
 
 def lived(life: Life) -> tuple[list[torch.Tensor], Traffic]:
-    """Two requests' tables and what the cache holds in the end; what was fetched."""
+    """Page tables of two requests, final cache contents, and fetched tokens."""
     tables = []
     while life.computed["short"] < PROMPTS["short"] + 3 * ANSWER:
         tables += life.step(life.rows())
     retrieval = life.retrieval
     retrieval._wait_for_pending()
     traffic = retrieval.take_traffic()
-    found = [numbers(t).clone() for t in (*tables, life.heap.pages)]
-    return found, traffic
+    results = [numbers(t).clone() for t in (*tables, life.heap.pages)]
+    return results, traffic
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def lived(life: Life) -> tuple[list[torch.Tensor], Traffic]:
 )
 def test_direct_is_staged(policy: dict[str, Any]):
     """Results are equal bit for bit, and the host does not wait more often."""
-    found, traffic, waits = {}, {}, {}
+    results, traffic, waits = {}, {}, {}
     for how in ("staged", "direct"):
         with on(CUDA) as gpu:
             life = Life(policy | {"host_fetch": how}, CUDA)
-            found[how], traffic[how] = lived(life)
+            results[how], traffic[how] = lived(life)
             waits[how] = len(gpu.waits)
             assert (gpu.host.fetches > 20) == (how == "direct")
             assert bool(gpu.host.pinned) == (how == "direct")
@@ -90,7 +90,7 @@ def test_direct_is_staged(policy: dict[str, Any]):
             gpu.host.finish()
             life.runtime.unbind_heap()
             assert not gpu.host.pinned
-    same(found["staged"], found["direct"])
+    same(results["staged"], results["direct"])
     assert traffic["staged"] == traffic["direct"]
     assert traffic["staged"].fetched > 0
     assert waits["staged"] == waits["direct"]
@@ -98,9 +98,9 @@ def test_direct_is_staged(policy: dict[str, Any]):
 
 @pytest.mark.parametrize("name", ["exact-topk", "icecache"])
 def test_what_is_chosen_for_the_next_step_is_not_this_steps(monkeypatch, name):
-    """However far the thread that fetches ahead is when a layer is filled."""
+    """Results do not depend on the progress of the thread that prefetches."""
     (policy,) = (p for p in POLICIES if (p["name"], p["prefetch"]) == (name, "step"))
-    found, traffic = lived(Life(policy, torch.device("cpu")))
+    results, traffic = lived(Life(policy, torch.device("cpu")))
     fill = RetrievalController._fill_hot_slots
 
     def late(self: RetrievalController, batch: Any, layer: int) -> torch.Tensor:
@@ -111,18 +111,20 @@ def test_what_is_chosen_for_the_next_step_is_not_this_steps(monkeypatch, name):
 
     monkeypatch.setattr(RetrievalController, "_fill_hot_slots", late)
     again, traffic_again = lived(Life(policy, torch.device("cpu")))
-    same(found, again)
+    same(results, again)
     assert traffic == traffic_again
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
-    for here, there in zip(one, other, strict=True):
-        torch.testing.assert_close(here, there, rtol=0, atol=0, equal_nan=True)
+    for left, right in zip(one, other, strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
 
 
 class ByItself(AsyncHostCopy):
-    """Tokens that come to the host by a stream of their own: that they have come says
-    nothing of what the GPU was told to read before."""
+    """Tokens reach the host on their own stream.
+
+    Their arrival says nothing about earlier reads of the GPU.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         with torch.cuda.stream(torch.cuda.Stream(CUDA)):
@@ -133,7 +135,7 @@ class ByItself(AsyncHostCopy):
 def test_nobody_writes_where_the_gpu_still_reads(
     gpu: SimulatedGPU, monkeypatch, prefetch: str
 ):
-    """Requests that go and come again in a tier that holds them once."""
+    """Requests end and new ones start in a tier that holds only one set."""
     monkeypatch.setattr(offload_queue, "AsyncHostCopy", ByItself)
     policy = POLICIES[0] | {"prefetch": prefetch}
     life = Life(policy, CUDA)
@@ -153,7 +155,7 @@ TOKENS, HEADS, DIM = 4, 1, 16  # of a page: 512 bytes
 
 
 class Scene:
-    """A tier of some pages, and a heap on the GPU that has room for one's tokens."""
+    """A tier of a few pages, and a GPU heap with room for the tokens of one."""
 
     def __init__(self, num_pages: int) -> None:
         bytes_each = 2 * TOKENS * DIM * 4
@@ -181,33 +183,35 @@ class Scene:
 
 
 def test_pages_rest_until_they_are_read(gpu: SimulatedGPU):
-    """Other pages are handed out first; without any, the host waits."""
+    """The tier hands out other pages first; if there are none, the host waits."""
     scene = Scene(num_pages=5)
     tier = scene.tier
-    mine = tier.take(2)
-    tier.write(mine[None], 0, torch.ones(1, 8, DIM), -torch.ones(1, 8, DIM))
+    first_slots = tier.take(2)
+    tier.write(first_slots[None], 0, torch.ones(1, 8, DIM), -torch.ones(1, 8, DIM))
     gpu.waits.clear()
-    scene.fetch(mine)
+    scene.fetch(first_slots)
     assert numbers(scene.heap).abs().eq(1).all()
-    tier.release(mine)
+    tier.release(first_slots)
     assert tier.num_free == 5
     tier.check_integrity([])
-    others = tier.take(3)
-    assert not set(others.tolist()) & set(mine.tolist())
-    assert not gpu.waits, "there was enough"
+    other_slots = tier.take(3)
+    assert not set(other_slots.tolist()) & set(first_slots.tolist())
+    assert not gpu.waits, "enough pages were free"
     again = tier.take(1)
-    assert len(gpu.waits) == 1, "there was nothing else"
-    assert int(again) in mine.tolist()
+    assert len(gpu.waits) == 1, "no other page was free"
+    assert int(again) in first_slots.tolist()
     tier.write(again[None], 0, torch.zeros(1, 4, DIM), torch.zeros(1, 4, DIM))
     gpu.host.finish()
 
 
 def test_the_gpu_is_caught_reading_what_was_overwritten(gpu: SimulatedGPU):
     scene = Scene(num_pages=2)
-    mine = scene.tier.take(1)
-    scene.tier.write(mine[None], 0, torch.ones(1, 4, DIM), torch.ones(1, 4, DIM))
-    scene.fetch(mine)
-    scene.tier.write(mine[None], 3, torch.zeros(1, 1, DIM), torch.zeros(1, 1, DIM))
+    first_slots = scene.tier.take(1)
+    scene.tier.write(first_slots[None], 0, torch.ones(1, 4, DIM), torch.ones(1, 4, DIM))
+    scene.fetch(first_slots)
+    scene.tier.write(
+        first_slots[None], 3, torch.zeros(1, 1, DIM), torch.zeros(1, 1, DIM)
+    )
     with pytest.raises(AssertionError, match="still reading"):
         gpu.host.finish()
     plain = torch.zeros(2, DIM)
@@ -216,7 +220,7 @@ def test_the_gpu_is_caught_reading_what_was_overwritten(gpu: SimulatedGPU):
 
 
 def test_memory_is_pinned_as_it_fills_and_once(gpu: SimulatedGPU):
-    """A chunk ahead, on another thread; all is unpinned in the end."""
+    """Pinning runs a chunk ahead on another thread; the end unpins all memory."""
     scene = Scene(num_pages=4 * CHUNK // 512 + 3)
     tier, each = scene.tier, CHUNK // 512
     arena = tier._arena
@@ -232,7 +236,7 @@ def test_memory_is_pinned_as_it_fills_and_once(gpu: SimulatedGPU):
     first = tier.take(each)
     assert chunks() == 2
     gpu.host.quick.clear()
-    tier.take(1)  # of the second; the third is on its way
+    tier.take(1)  # the second region; the third is being pinned
     assert len(gpu.host.pinned) == 2
     assert arena._next is not None
     assert not arena._next.done()
@@ -260,23 +264,23 @@ def test_memory_that_nobody_holds_is_unpinned(gpu: SimulatedGPU):
     del scene
     gc.collect()
     assert not gpu.host.pinned
-    assert gpu.waits, "behind what was read"
+    assert gpu.waits, "behind the read data"
 
 
 def test_what_cannot_be_pinned_is_staged(gpu: SimulatedGPU, caplog):
-    """Said once; answers are the same."""
+    """The warning appears once; results are the same."""
     life = Life(POLICIES[0] | {"host_fetch": "direct"}, CUDA)
     while gpu.host.fetches < 5:
         life.step(life.rows())
     gpu.host.room = 0
-    found, traffic = lived(life)
+    results, traffic = lived(life)
     assert life.retrieval.tier.reads is None
-    (said,) = [r.message for r in caplog.records if "cannot pin" in r.message]
-    assert "cudaErrorMemoryAllocation" in said
+    (warning,) = [r.message for r in caplog.records if "cannot pin" in r.message]
+    assert "cudaErrorMemoryAllocation" in warning
     fetches, pinned_then = gpu.host.fetches, len(gpu.host.pinned)
     assert pinned_then > 2
     plain = lived(Life(POLICIES[0], CUDA))
-    same(found[-1:], plain[0][-1:])
+    same(results[-1:], plain[0][-1:])
     assert traffic == plain[1]
     assert (gpu.host.fetches, len(gpu.host.pinned)) == (fetches, pinned_then)
     gpu.host.finish()

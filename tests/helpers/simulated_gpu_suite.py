@@ -28,24 +28,24 @@ def gpu() -> Iterator[SimulatedGPU]:
 
 
 def test_the_simulated_gpu(gpu: SimulatedGPU):
-    """It refuses and counts what it is there for."""
-    here = torch.arange(5, device=CUDA)
-    assert here.device == CUDA
+    """The simulation refuses and counts what it should."""
+    on_gpu = torch.arange(5, device=CUDA)
+    assert on_gpu.device == CUDA
     assert not gpu.waits
     with pytest.raises(RuntimeError, match="two devices"):
-        here + torch.arange(5)
-    assert (here + 1).numbers.tolist() == [1, 2, 3, 4, 5]
-    view = here.view(5, 1)[2:]
+        on_gpu + torch.arange(5)
+    assert (on_gpu + 1).numbers.tolist() == [1, 2, 3, 4, 5]
+    view = on_gpu.view(5, 1)[2:]
     view += 7
-    assert here.numbers.tolist() == [0, 1, 9, 10, 11]
+    assert on_gpu.numbers.tolist() == [0, 1, 9, 10, 11]
     assert not gpu.waits
     for wait in (
-        lambda: int(here.max()),
-        lambda: here.tolist(),
-        lambda: here[here > 3],
+        lambda: int(on_gpu.max()),
+        lambda: on_gpu.tolist(),
+        lambda: on_gpu[on_gpu > 3],
         lambda: torch.tensor([1, 2], device=CUDA),
-        lambda: here.cpu(),
-        lambda: here.nonzero(),
+        lambda: on_gpu.cpu(),
+        lambda: on_gpu.nonzero(),
     ):
         before = len(gpu.waits)
         wait()
@@ -65,14 +65,16 @@ def test_what_is_on_its_way_to_the_host_is_not_there(gpu: SimulatedGPU):
     assert early.wait().tolist() == [1, 1]
     assert len(gpu.waits) == 2
     with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(lambda: AsyncHostCopy(torch.ones(1, device=CUDA)).wait())
-        assert found.result().tolist() == [1]
+        results = thread.submit(
+            lambda: AsyncHostCopy(torch.ones(1, device=CUDA)).wait()
+        )
+        assert results.result().tolist() == [1]
 
 
 @pytest.mark.parametrize("policy", policies(drop), ids=lambda p: p["name"])
 def test_eviction_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]):
     monkeypatch.setenv("KVP_OPS", "torch")
-    found, waits = {}, []
+    results, waits = {}, []
     for device in (torch.device("cpu"), CUDA):
         tables = []
         with on(device) as gpu:
@@ -83,9 +85,9 @@ def test_eviction_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any])
                 tables += life.step(rows)
                 if gpu and all(row.new_tokens == 1 for row in rows):
                     waits += gpu.waits[before:]
-        found[device.type] = [numbers(t) for t in (*tables, life.heap.pages)]
-    for here, there in zip(found["cpu"], found["cuda"], strict=True):
-        torch.testing.assert_close(here, there, rtol=0, atol=0)
+        results[device.type] = [numbers(t) for t in (*tables, life.heap.pages)]
+    for on_cpu, on_gpu in zip(results["cpu"], results["cuda"], strict=True):
+        torch.testing.assert_close(on_gpu, on_cpu, rtol=0, atol=0)
     if life.runtime.policy.observation is None:
         assert waits == []
 
@@ -95,16 +97,16 @@ ASK_PAGES |= {"infinipot", "epicache"}
 
 
 @pytest.mark.parametrize("policy", policies(drop), ids=lambda p: p["name"])
-def test_pages_are_asked_for_the_same_choice(monkeypatch, policy: dict[str, Any]):
-    """With our kernels on a GPU; here the same ops on a CPU."""
-    asked = []
+def test_votes_from_pages_make_the_same_choice(monkeypatch, policy: dict[str, Any]):
+    """The conditions of a GPU with our kernels, and the same ops on a CPU."""
+    calls = []
 
     def noted(*args: Any) -> torch.Tensor:
-        asked.append(args)
+        calls.append(args)
         return page_votes(*args)
 
     monkeypatch.setattr(compactor, "page_votes", noted)
-    left = []
+    final = []
     for answer in (False, True):
         monkeypatch.setattr(
             compactor, "reads_votes_from_pages", lambda device, a=answer: a
@@ -112,7 +114,7 @@ def test_pages_are_asked_for_the_same_choice(monkeypatch, policy: dict[str, Any]
         life = Life(policy, torch.device("cpu"))
         while life.computed["short"] < PROMPTS["short"] + ANSWER:
             tables = life.step(life.rows())
-        left.append([*tables, life.heap.pages])
-        assert bool(asked) == (answer and policy["name"] in ASK_PAGES)
-    for here, there in zip(*left, strict=True):
-        assert here.equal(there)
+        final.append([*tables, life.heap.pages])
+        assert bool(calls) == (answer and policy["name"] in ASK_PAGES)
+    for from_slots, from_pages in zip(*final, strict=True):
+        assert from_pages.equal(from_slots)

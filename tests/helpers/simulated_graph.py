@@ -48,27 +48,27 @@ class SimulatedGraph(TorchDispatchMode):
         if func in _READ_BY_THE_HOST:
             raise RuntimeError(f"{func} while a graph is captured")
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
+        output = func(*args, **kwargs)
 
         def again() -> None:
             for old, new in zip(
-                tree_leaves(made), tree_leaves(func(*args, **kwargs)), strict=True
+                tree_leaves(output), tree_leaves(func(*args, **kwargs)), strict=True
             ):
-                # a view of what was there, or written in place: it is up to date
+                # a view, or an in-place write: its memory is up to date
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
         self._steps.append(again)
-        return made
+        return output
 
     def replay(self) -> None:
-        """Do it again."""
+        """Repeat the captured operations."""
         assert self._steps, "nothing was captured"
         for step in self._steps:
             step()
 
     def record(self, step: Callable[[], None]) -> None:
-        """One kernel."""
+        """One captured kernel launch."""
         self._steps.append(step)
 
 
@@ -78,8 +78,9 @@ def capturing() -> bool:
 
 
 def launch(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The same kernel; in a capture it is one operation, which writes to tensors that
-    it was given."""
+    """Launch the kernel; in a capture, record it as one operation that writes to given
+    tensors.
+    """
 
     def launched(*args: Any, **kwargs: Any) -> Any:
         if not _capturing:
@@ -97,7 +98,7 @@ def launch(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Launched:
-    """A Triton kernel in whose place it stands."""
+    """A stand-in for a Triton kernel."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel

@@ -57,13 +57,12 @@ RETRIEVERS += [configure("icecache", RETRIEVERS[0] | {"lazy_index": True})]
     "policy", RETRIEVERS, ids=lambda p: "-".join(map(str, p.values()))
 )
 def test_retrieval_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]):
-    """What is fetched, and where it lies; the host waits for queries and nothing
-    else."""
+    """Fetched tokens and their slots; the host waits only for queries."""
     methods = ("_fetch_ahead", "forget", "detach")
     without_inference_mode(
         monkeypatch, *((RetrievalController, name) for name in methods)
     )
-    found, fetched, late = {}, {}, []
+    actual, fetched, late = {}, {}, []
     for device in (torch.device("cpu"), CUDA):
         tables = []
         with on(device) as gpu:
@@ -81,9 +80,9 @@ def test_retrieval_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]
             assert not gpu or not gpu.sent, "the host has not waited for these copies"
             life.runtime.forget(list(PROMPTS))
             assert retrieval.tier.num_free == len(retrieval.tier.pages)
-        found[device.type] = [numbers(t) for t in (*tables, life.heap.pages)]
-    for here, there in zip(found["cpu"], found["cuda"], strict=True):
-        torch.testing.assert_close(here, there, rtol=0, atol=0)
+        actual[device.type] = [numbers(t) for t in (*tables, life.heap.pages)]
+    for on_cpu, on_gpu in zip(actual["cpu"], actual["cuda"], strict=True):
+        torch.testing.assert_close(on_gpu, on_cpu, rtol=0, atol=0)
     assert fetched["cpu"] == fetched["cuda"]
     assert fetched["cpu"].fetched > 0
     layers = len(range(1, LAYERS, policy.get("reuse_every", 1)))
@@ -93,7 +92,7 @@ def test_retrieval_on_a_gpu_is_that_on_a_cpu(monkeypatch, policy: dict[str, Any]
 
 
 def test_keys_that_wait_for_their_index_are_not_pinned(monkeypatch):
-    """However far behind the index is, nothing is held of what came from the GPU."""
+    """However late the index is, no tensor of the GPU is held."""
     without_inference_mode(
         monkeypatch, *((RetrievalController, n) for n in ("forget", "detach"))
     )
@@ -157,26 +156,28 @@ def attended_elsewhere(
     scale: float,
     entries: CoarseEntries,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A kernel that never makes the host wait and needs all inputs on the device."""
+    """A stand-in for a kernel that never makes the host wait and requires all inputs on
+    the device.
+    """
     tensors = [queries, kv.pages, pages, lengths, *entries.tensors]
     assert len({tensor.device for tensor in tensors}) == 1
     queries, heap, pages, lengths, *rest = (numbers(tensor) for tensor in tensors)
     layout = PageLayout.interleaved(kv.layout.block_size, kv.layout.head_dim)
     kv, entries = PagedKV(heap, layout), CoarseEntries(*rest)
-    found = torch_ops.attend_mixed(queries, kv, pages, lengths, scale, entries)
+    actual = torch_ops.attend_mixed(queries, kv, pages, lengths, scale, entries)
     if tensors[0] is queries:
-        return found
-    return GpuTensor.of(found[0]), GpuTensor.of(found[1])
+        return actual
+    return GpuTensor.of(actual[0]), GpuTensor.of(actual[1])
 
 
 @pytest.mark.parametrize("zoom", ["mean-key", "trained", "none"])
 def test_zooming_on_a_gpu_is_that_on_a_cpu(monkeypatch, tmp_path, zoom: str):
-    """The host waits for the gates of a layer, and nothing else."""
+    """The host waits only for the gates of a layer."""
     settings: dict[str, Any] = {"zoom_share": 0.0 if zoom == "none" else 0.4}
     if zoom == "trained":
         path = tmp_path / "router.safetensors"
         random = torch.Generator().manual_seed(SEED)
-        # thresholds low enough for some spans, high enough for not all
+        # thresholds low enough for some spans, too high for others
         tau = torch.full((LAYERS, KV_HEADS * GROUP), -0.5)
         write_random_router(path, MODEL, random, threshold=tau)
         settings["router"] = str(path)
@@ -185,7 +186,7 @@ def test_zooming_on_a_gpu_is_that_on_a_cpu(monkeypatch, tmp_path, zoom: str):
         SpanController, "_decompose", SpanController._decompose.__wrapped__
     )
     monkeypatch.setattr(EntryArena, "_allocate", EntryArena._allocate.__wrapped__)
-    found, traffic, late = {}, {}, []
+    actual, traffic, late = {}, {}, []
     for device in (torch.device("cpu"), CUDA):
         tables = []
         with on(device) as gpu:
@@ -202,10 +203,10 @@ def test_zooming_on_a_gpu_is_that_on_a_cpu(monkeypatch, tmp_path, zoom: str):
                 on_there = numbers(entries.attended_bias)
                 assert on_there.equal(entries.bias), "host and GPU see other spans"
             life.runtime.forget(list(PROMPTS))
-        found[device.type] = [numbers(t) for t in (*tables, life.heap.pages)]
-    assert len(found["cpu"]) > 3 * ANSWER
-    for here, there in zip(found["cpu"], found["cuda"], strict=True):
-        torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
+        actual[device.type] = [numbers(t) for t in (*tables, life.heap.pages)]
+    assert len(actual["cpu"]) > 3 * ANSWER
+    for on_cpu, on_gpu in zip(actual["cpu"], actual["cuda"], strict=True):
+        torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-5, atol=1e-6)
     assert traffic["cpu"] == traffic["cuda"]
     assert (traffic["cpu"].fetched > 20) == (zoom != "none")
     # the first step waits for the factors as well
@@ -214,7 +215,7 @@ def test_zooming_on_a_gpu_is_that_on_a_cpu(monkeypatch, tmp_path, zoom: str):
 
 
 def zone_contents(life: Life, name: str) -> torch.Tensor:
-    """Of a request's retained region, page by page."""
+    """Contents of a request's retained region, page by page."""
     resident = life.runtime.request_state(name).resident
     assert resident is not None
     assert life.runtime.tables is not None
@@ -226,8 +227,9 @@ def zone_contents(life: Life, name: str) -> torch.Tensor:
 
 
 def largest_made_on_gpu(monkeypatch: pytest.MonkeyPatch, pool: GpuTensor) -> list[int]:
-    """Bytes of the largest tensor of keys and values that is there from now on, the
-    pool apart."""
+    """Size in bytes of the largest keys or values tensor that is created from now on,
+    except the pool.
+    """
     largest, wrap = [0], GpuTensor.of
     its_own = pool.numbers.untyped_storage().data_ptr()
 
@@ -269,34 +271,34 @@ def test_sessions_leave_the_gpu_and_come_back(
     )
     first, stop = compaction.retained.start, -(-tokens // BLOCK)
     pages = life.heap.pages
-    made = largest_made_on_gpu(monkeypatch, pages)
+    largest = largest_made_on_gpu(monkeypatch, pages)
     whole = (stop - first) * life.heap.rows * pages[:1].nbytes
     monkeypatch.setattr(saved_caches, "PIECE_BYTES", whole // 4)
-    # without their inference mode, which does not know such tensors
+    # without inference mode, which does not support these tensors
     save, restore = (f.__wrapped__ for f in (Transfer.save, Transfer.restore))
     own = table[first:stop].tolist()
     saved = save(transfer, name, compaction, tokens, own, tokens)
-    assert whole // 8 < made.pop() <= whole // 4, "copied whole, there"
-    kept = zone_contents(life, name).clone()
+    assert whole // 8 < largest.pop() <= whole // 4, "copied whole, there"
+    contents = zone_contents(life, name).clone()
     assert saved.place is not None
-    here = (
+    moved = (
         saved.retained,
         saved.tail,
         saved.counts,
         saved.positions,
         saved.place.retained,
     )
-    for tensor in here:
+    for tensor in moved:
         assert not isinstance(tensor, GpuTensor), "still on the GPU"
     life.runtime.forget([name])
     others = table[stop : 2 * stop - first].tolist()
     life.prompts[name] = tokens + 5
     blocks = own if in_place else others
-    made[:] = [0]
+    largest[:] = [0]
     restore(transfer, name, life.prompts[name], saved, tokens, blocks, in_place)
-    assert made.pop() <= whole // 4, "copied whole, there"
+    assert largest.pop() <= whole // 4, "copied whole, there"
     life.runtime.check_integrity()
-    assert torch.equal(zone_contents(life, name), kept)
+    assert torch.equal(zone_contents(life, name), contents)
     if not in_place:
         parts = [table[:first], table[stop:], table[: stop - first]]
         life.tables[name] = torch.cat(parts)

@@ -32,7 +32,7 @@ ANSWER, CHUNK = 9, 40
 
 
 class Losses:
-    """Some tokens surprise more than others."""
+    """Surprisal with a few peaks."""
 
     def __init__(self, life: Life) -> None:
         self._life = life
@@ -46,7 +46,7 @@ class Losses:
 
 
 class Life:
-    """Two requests under a policy, on a device."""
+    """Two requests under a policy, on one device."""
 
     def __init__(self, policy: dict[str, Any], device: torch.device) -> None:
         print("seed", SEED)
@@ -81,13 +81,13 @@ class Life:
 
     @property
     def retrieval(self) -> Any:
-        """The runtime's only extension, of a retriever."""
+        """The retrieval extension, the only one of the runtime."""
         (extension,) = self.runtime.extensions
         return extension
 
     @property
     def spans(self) -> Any:
-        """The runtime's only extension, of a span policy."""
+        """The span extension, the only one of the runtime."""
         return self.retrieval
 
     def here(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -104,24 +104,27 @@ class Life:
             self.runtime.prober.attend(layer, *parts)
 
     def rows(self) -> list[Row]:
-        """The next step: who is late reads more of its prompt, or all generate."""
+        """New tokens of the next step:
+
+        a prompt chunk for late requests, or one token for all.
+        """
         rows: list[Row] = []
         prompts, done = self.prompts, self.computed
         late = [name for name, prompt in prompts.items() if done[name] < prompt]
         for name in late or prompts:
             plan = self.runtime._plan_of(name, prompts[name])
-            most = min(CHUNK, prompts[name] - done[name]) if late else 1
-            new = plan.clip_chunk(done[name], most)
+            new_tokens = min(CHUNK, prompts[name] - done[name]) if late else 1
+            new = plan.clip_chunk(done[name], new_tokens)
             first = rows[-1].first_query + rows[-1].new_tokens if rows else 0
             rows.append(Row(name, prompts[name], done[name], new, first))
         return rows
 
     def step(self, rows: list[Row]) -> list[torch.Tensor]:
-        """Page tables and lengths of a step, after which all is compacted."""
+        """Page tables and lengths of a step, followed by all due compactions."""
         first = rows[-1].first_query + rows[-1].new_tokens
         table = self.here(torch.stack([self.tables[row.request_id] for row in rows]))
         lens = self.here(torch.tensor([row.after_tokens for row in rows]).int())
-        flat, seen = self.runtime.begin_step(rows, lens, table), []
+        flat, layers = self.runtime.begin_step(rows, lens, table), []
         for layer in range(LAYERS):
             shape = (first, KV_HEADS * GROUP, HEAD_DIM)
             queries = self.here(torch.randn(shape, generator=self.rng))
@@ -131,26 +134,26 @@ class Life:
                 output = torch.zeros_like(queries)
                 scope = flat.pages[0], flat.lengths[0]
                 spans.attend(layer, queries, *scope, output)
-                seen.append(output)
+                layers.append(output)
             self.runtime.after_layer(layer, queries)
         self.compacted = bool(self.runtime._due)
         self.runtime.end_step()
         self.runtime.check_integrity()
         self.computed |= {row.request_id: row.after_tokens for row in rows}
-        return [flat.pages, flat.lengths, *seen]
+        return [flat.pages, flat.lengths, *layers]
 
 
 def policies(do: Callable[[KVCachePolicy], bool]) -> list[dict[str, Any]]:
-    found = []
+    report = []
     for name in policies_that(do):
-        wanted = dict(SETTINGS)
+        settings = dict(SETTINGS)
         if do is drop and not shares_pages(name):
-            wanted.pop("allocator")
+            settings.pop("allocator")
         if do is retrieve:
-            wanted = {"budget": 12, "sinks": 2, "window": 8, "skip_layers": 1}
-            wanted |= {"host_memory": 4 << 20, "bits": 3, "page_tokens": 4}
-        found.append(configure(name, wanted))
-    return found
+            settings = {"budget": 12, "sinks": 2, "window": 8, "skip_layers": 1}
+            settings |= {"host_memory": 4 << 20, "bits": 3, "page_tokens": 4}
+        report.append(configure(name, settings))
+    return report
 
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
@@ -164,6 +167,6 @@ def on(device: torch.device) -> Iterator[SimulatedGPU | None]:
 
 
 def without_inference_mode(monkeypatch, *methods: tuple[type, str]) -> None:
-    """Which does not know such tensors."""
+    """Disables inference mode, which does not support these tensors."""
     for owner, name in methods:
         monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)

@@ -20,7 +20,7 @@ from vllm_kvplugins.engine.page_table import (
 
 SEED = 20261122
 LAYERS, HEADS, BLOCK, BLOCKS, WIDTH = 3, 2, 4, 60, 20
-LENS = (51, 17, 0)  # of a compacted request, of another, of padding
+LENS = (51, 17, 0)  # rows: a compacted request, an ordinary one, padding
 
 
 def here(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -28,7 +28,7 @@ def here(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def step(device: torch.device, uniform: bool, fixed: bool) -> list[torch.Tensor]:
-    """A step's table, and its pages behind each other."""
+    """The page table of a step, and its pages in one list."""
     print("seed", SEED)
     random = torch.Generator().manual_seed(SEED)
     tables = PageTables(LAYERS, HEADS, BLOCKS, BLOCK, uniform, device)
@@ -44,17 +44,17 @@ def step(device: torch.device, uniform: bool, fixed: bool) -> list[torch.Tensor]
     before = len(gpu.waits) if gpu else 0
     flat = tables.build([slot_index, 0, 0], lens, blocks, LENS, into)
     known = tables.lengths_on_host(flat)
-    found = [flat.lengths, known]
+    built = [flat.lengths, known]
     for listed, lengths in zip(flat.pages, known, strict=True):
         start, last = page_runs(lengths, BLOCK)
-        found += [
+        built += [
             start,
             last,
             page_indices(listed, here(start, device), int(start[-1])),
         ]
     assert gpu is None or len(gpu.waits) == before, gpu.waits[before:]
-    plain = [t.numbers if isinstance(t, GpuTensor) else t for t in found]
-    assert torch.equal(*plain[:2]), "the host knows what is there"
+    plain = [t.numbers if isinstance(t, GpuTensor) else t for t in built]
+    assert torch.equal(*plain[:2]), "the host knows the result"
     return plain
 
 
@@ -63,6 +63,6 @@ def step(device: torch.device, uniform: bool, fixed: bool) -> list[torch.Tensor]
 def test_decoding_steps_wait_for_nothing(uniform: bool, fixed: bool):
     expected = step(torch.device("cpu"), uniform, fixed=False)
     with SimulatedGPU():
-        found = step(CUDA, uniform, fixed)
-    for right, other in zip(expected, found, strict=True):
+        built = step(CUDA, uniform, fixed)
+    for right, other in zip(expected, built, strict=True):
         assert torch.equal(right, other)

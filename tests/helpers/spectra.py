@@ -10,14 +10,14 @@ def make_rows(
 ) -> torch.Tensor:
     """float32 [planes, tokens, dim] with a flat, low-rank or decaying spectrum."""
     if kind == "low-rank":
-        left = torch.randn(planes, tokens, 5, generator=random)
-        return left @ torch.randn(planes, 5, dim, generator=random)
+        left_factors = torch.randn(planes, tokens, 5, generator=random)
+        return left_factors @ torch.randn(planes, 5, dim, generator=random)
     rows = torch.randn(planes, tokens, dim, generator=random)
     return rows * 0.85 ** torch.arange(dim) if kind == "decaying" else rows
 
 
 def spans_of(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Spans with two tokens between them that belong to none."""
+    """Spans with two tokens between them that belong to no span."""
     sizes = torch.tensor(lengths)
     return (sizes + 2).cumsum(0) - sizes - 2, sizes
 

@@ -8,13 +8,13 @@ import time
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-STEPS = 200  # of one sequence, as many as hypothesis likes
+STEPS = 200  # of one sequence; hypothesis chooses the length
 _BY_TIER = "100000" if os.environ.get("KVP_TEST_TIER") == "all" else "5000"
 OPERATIONS = int(os.environ.get("KVP_TEST_OPERATIONS", _BY_TIER))
 
 
 def run_machine(machine: type[RuleBasedStateMachine]) -> None:
-    """Run sequences of rules until there were enough.
+    """Run sequences of rules until the requested number of operations is reached.
 
     Args:
         machine: counts its own ``operations`` (a class attribute) in an invariant.
@@ -27,11 +27,11 @@ def run_machine(machine: type[RuleBasedStateMachine]) -> None:
     started, sequences = time.monotonic(), 0
     while machine.operations < OPERATIONS:
         before = machine.operations
-        most = max(1, (OPERATIONS - before) // STEPS)
+        operations = max(1, (OPERATIONS - before) // STEPS)
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=most,
+                max_examples=operations,
                 stateful_step_count=STEPS,
                 deadline=None,
                 database=None,
@@ -39,7 +39,7 @@ def run_machine(machine: type[RuleBasedStateMachine]) -> None:
                 suppress_health_check=list(HealthCheck),
             ),
         )
-        sequences += most
+        sequences += operations
         assert machine.operations > before, "the machine counts no operations"
     took = time.monotonic() - started
     print(f"{machine.operations} operations, {sequences} sequences, {took:.0f} s")

@@ -90,7 +90,7 @@ def write_tiny_model(
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """One token per word, for policies that encode text."""
+    """A tokenizer with one token per word, for policies that encode text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {"<unk>": 0, "Repeat": 5, "Summarize": 6, "the": 7, "context": 8}
@@ -107,7 +107,7 @@ def masked_logits(
     visible: torch.Tensor,
     seen_by_layer: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> torch.Tensor:
-    """Logits of the tiny Llama where every KV head sees what it is told to see.
+    """Logits of the tiny Llama under one attention mask per layer and KV head.
 
     Written out in plain torch, so that it shares no code with vLLM.
 
@@ -149,8 +149,8 @@ def masked_logits(
             seen_by_layer.append((q.transpose(0, 1), k.transpose(0, 1)))
         k = k.repeat_interleave(group, 1)
         logits = torch.einsum("qhd,khd->hqk", q, k) * _HEAD_DIM**-0.5
-        seen = visible[layer].repeat_interleave(group, 0)
-        shares = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        allowed = visible[layer].repeat_interleave(group, 0)
+        shares = logits.masked_fill(~allowed, -torch.inf).softmax(-1)
         mixed = torch.einsum("hqk,khd->qhd", shares, v.repeat_interleave(group, 1))
         x = x + mixed.reshape(count, -1) @ weights[name + "self_attn.o_proj.weight"].T
         h = norm(x, name + "post_attention_layernorm.weight")

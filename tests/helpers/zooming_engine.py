@@ -21,14 +21,19 @@ Promise = Callable[[int, int, torch.Tensor, torch.Tensor, torch.Tensor], torch.T
 
 
 def attention_to_means(
-    layer: int, head: int, asked: torch.Tensor, keys: torch.Tensor, scores: torch.Tensor
+    layer: int,
+    head: int,
+    query_rows: torch.Tensor,
+    keys: torch.Tensor,
+    scores: torch.Tensor,
 ) -> torch.Tensor:
-    """What ``router: mean-key`` ranks by."""
+    """The ranking of ``router: mean-key``."""
     return scores.softmax(1).sum(0)
 
 
 class ZoomingEngine(FakeEngine):
-    """Checks attention over pages, means and zoomed tokens against all tokens.
+    """Checks attention over pages, means and zoomed tokens against attention over all
+    tokens.
 
     Args:
         promise: what spans are ranked by; ``-inf`` = not at all.
@@ -73,7 +78,7 @@ class ZoomingEngine(FakeEngine):
             position = row.computed_tokens + turn
             query = request.queries[layer, position].view(KV_HEADS, GROUP, HEAD_DIM)
             for head in range(KV_HEADS):
-                wanted, zoomed = see(
+                predicted, zoomed = see(
                     request,
                     state.segments,
                     state.room,
@@ -87,8 +92,8 @@ class ZoomingEngine(FakeEngine):
                 shape = (LAYERS, KV_HEADS, state.segments.num_spans)
                 marks = self.seen.setdefault(key, torch.zeros(shape, dtype=torch.bool))
                 marks[layer, head, zoomed] = True
-                got = output[row.first_query + turn].view(KV_HEADS, GROUP, HEAD_DIM)
-                off = float((got[head].double() - wanted).abs().max())
+                actual = output[row.first_query + turn].view(KV_HEADS, GROUP, HEAD_DIM)
+                off = float((actual[head].double() - predicted).abs().max())
                 self.worst = max(self.worst, off)
                 assert off < 1e-4, (row, layer, head, turn, off)
 
@@ -103,25 +108,27 @@ def see(
     query: torch.Tensor,
     promise: Promise,
 ) -> tuple[torch.Tensor, list[int]]:
-    """[GROUP, HEAD_DIM] in float64, and the spans that are seen token by token."""
+    """Expected output [GROUP, HEAD_DIM] in float64, and the spans that are zoomed."""
     keys = request.keys[layer, head, : position + 1].double()
     values = request.values[layer, head, : position + 1].double()
-    asked = query[head].double()
+    query_rows = query[head].double()
     tokens = segments.positions.split(segments.sizes.tolist())
     worth = segments.weights.double().split(segments.sizes.tolist())
     means = [
         ((w[:, None] * keys[t]).sum(0), (w[:, None] * values[t]).sum(0))
         for w, t in zip(worth, tokens, strict=True)
     ]
-    scores = torch.stack([asked @ key * SCALE for key, _ in means], 1)
+    scores = torch.stack([query_rows @ key * SCALE for key, _ in means], 1)
     scores += torch.tensor([math.log(len(t)) for t in tokens])
-    wanted = promise(layer, head, asked, torch.stack([key for key, _ in means]), scores)
-    zoomed, left = [], room
-    for span in wanted.argsort(descending=True).tolist():
-        if len(tokens[span]) > room or wanted[span] == -math.inf:
+    predicted = promise(
+        layer, head, query_rows, torch.stack([key for key, _ in means]), scores
+    )
+    zoomed, remaining = [], room
+    for span in predicted.argsort(descending=True).tolist():
+        if len(tokens[span]) > room or predicted[span] == -math.inf:
             continue
-        left -= len(tokens[span])
-        if left < 0:
+        remaining -= len(tokens[span])
+        if remaining < 0:
             break
         zoomed.append(span)
     stays = torch.ones(position + 1, dtype=torch.bool)
@@ -129,15 +136,15 @@ def see(
     for span in zoomed:
         stays[tokens[span]] = True
     whole = [s for s in range(len(tokens)) if s not in zoomed]
-    logits = torch.cat([asked @ keys[stays].T * SCALE, scores[:, whole]], 1)
-    seen = torch.cat([values[stays], *(means[s][1][None] for s in whole)])
-    return logits.softmax(1) @ seen, zoomed
+    logits = torch.cat([query_rows @ keys[stays].T * SCALE, scores[:, whole]], 1)
+    visible_values = torch.cat([values[stays], *(means[s][1][None] for s in whole)])
+    return logits.softmax(1) @ visible_values, zoomed
 
 
 def run(
     engine: FakeEngine, prompts: dict[str, int], answer: int, chunk: int, seed: int
 ) -> None:
-    """All requests together, in chunks of any size up to ``chunk``."""
+    """Run all requests together, in chunks of at most ``chunk`` tokens."""
     print("seed", seed)
     rng = random.Random(seed)
     for name, prompt in prompts.items():

@@ -325,8 +325,8 @@ def _print_row(
 
 
 def _span(counts: torch.Tensor) -> str:
-    least, most = int(counts.min()), int(counts.max())
-    return str(least) if least == most else f"{least}–{most}"
+    smallest, largest = int(counts.min()), int(counts.max())
+    return str(smallest) if smallest == largest else f"{smallest}–{largest}"
 
 
 def main() -> None:
@@ -338,11 +338,11 @@ def main() -> None:
     first.add_argument("--text", type=Path, help="instead of generated sentences")
     second = steps.add_parser("compare", help="run our policies on the recording")
     second.add_argument("folder", type=Path)
-    asked = parser.parse_args()
-    if asked.step == "record":
-        record(asked.model, asked.folder, asked.text)
+    options = parser.parse_args()
+    if options.step == "record":
+        record(options.model, options.folder, options.text)
     else:
-        compare(asked.folder)
+        compare(options.folder)
 
 
 if __name__ == "__main__":

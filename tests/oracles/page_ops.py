@@ -146,9 +146,11 @@ def page_votes(
                 query = queries.queries[head * group + g, q].double()
                 weights = (keys[seen].double() @ query * scale).softmax(0)
                 slot = there[seen[: len(there)]]
-                mine = weights[: len(slot)]
+                head_weights = weights[: len(slot)]
                 old = votes[head, g, slot]
-                votes[head, g, slot] = old.maximum(mine) if largest else old + mine
+                votes[head, g, slot] = (
+                    old.maximum(head_weights) if largest else old + head_weights
+                )
     return votes
 
 
@@ -182,14 +184,14 @@ def zoom_head(
     for entry in range(spans, spans + room):
         if int(owner[entry]) >= 0 and int(owner[entry]) not in chosen:
             owner[entry], bias[entry] = -1, -torch.inf
-    made: dict[int, tuple[int, int]] = {}
+    zoomed: dict[int, tuple[int, int]] = {}
     for span in sorted(chosen):
         if bias[span] == -torch.inf:
             continue
         for token in range(int(sizes[span])):
             entry = spans + int((owner[spans:] < 0).nonzero()[0])
-            owner[entry], bias[entry], made[entry] = span, 0.0, (span, token)
+            owner[entry], bias[entry], zoomed[entry] = span, 0.0, (span, token)
     for span in range(spans):
         whole = sizes[span].float().log()
         bias[span] = -torch.inf if span in chosen else whole
-    return bias, owner, made
+    return bias, owner, zoomed

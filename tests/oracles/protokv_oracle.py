@@ -63,12 +63,12 @@ def top_p(deltas: list[float], p: int) -> set[int]:
 def chunk_prototypes(keys: list[Vector], k: int, outliers: set[int]) -> list:
     """Line 6, eq. 11."""
     dims, length = len(keys[0]), len(keys) // k
-    found = []
+    centers = []
     for m in range(k):
         slots = range(m * length, (m + 1) * length)
         regular = [keys[t] for t in slots if t not in outliers]
-        found.append(l2_norm(add(regular, dims)))
-    return found
+        centers.append(l2_norm(add(regular, dims)))
+    return centers
 
 
 def draw_projections(r: int, dims: int, seed: int) -> tuple[list[Vector], Vector]:

@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """SIGTERM like Ctrl-C, so that it leaves no server either."""
+    """Handle SIGTERM like Ctrl-C, so that no server is left behind."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -42,7 +42,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """What each server went through; shown whether the tests passed or not."""
+    """A summary of each server's traffic, shown whether the tests pass or fail."""
     lines = config.stash.get(SUMMARY, [])
     if lines:
         terminalreporter.section(pytest_report_header(config))
@@ -52,7 +52,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture(scope="session")
 def soak_summary(pytestconfig: pytest.Config) -> list[str]:
-    """Lines for the end of the run."""
+    """The summaries at the end of the run."""
     return pytestconfig.stash.setdefault(SUMMARY, [])
 
 

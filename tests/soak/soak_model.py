@@ -8,9 +8,9 @@ from pathlib import Path
 from tiny_model import VOCABULARY, write_tiny_model
 
 SEED = 7
-NAME = "soak"  # served as
-FIRST_WORD = 10  # ids below are left to special tokens and the template
-# Roles are words of their own, so that a template cannot fail on a known one.
+NAME = "soak"  # name under which the server serves it
+FIRST_WORD = 10  # lower ids belong to special tokens and the template
+# Roles are words as well, so that the template accepts any role.
 _ROLES = {"system": 3, "user": 4, "assistant": 5, "tool": 6}
 _SPECIAL = {"<unk>": 0, "<s>": 1, "</s>": 2}
 _NAMED = {token: name for name, token in (_SPECIAL | _ROLES).items()}
@@ -26,7 +26,7 @@ def word(token: int) -> str:
 
 
 def text_of(token_ids: list[int]) -> str:
-    """A text of exactly these tokens."""
+    """A text that consists of exactly these tokens."""
     return " ".join(map(word, token_ids))
 
 

@@ -29,7 +29,7 @@ _DEEP: Any = 1
 for _ in range(60):
     _DEEP = [_DEEP]
 
-# Every field gets each of these; most are of the wrong type for most fields.
+# Every field gets each of these values; most have the wrong type for most fields.
 _VALUES: dict[str, Any] = {
     "null": None,
     "true": True,
@@ -46,7 +46,7 @@ _VALUES: dict[str, Any] = {
     "empty object": {},
     "object": {"a": {"b": [-1, 1e300]}},
 }
-# Not `n` or `best_of` with large numbers, which any server takes literally.
+# `n` and `best_of` get no large numbers: every server accepts and executes those.
 _FIELDS = {
     COMPLETIONS: ("prompt", "echo", "suffix", "logprobs", "allowed_token_ids"),
     CHAT: ("messages", "tools", "tool_choice", "chat_template_kwargs", "top_logprobs"),
@@ -75,7 +75,7 @@ _SHARED_FIELDS = (
     "no_such_field",
 )
 
-# Fields whose nonsense vLLM without any policy answers with 500, and why.
+# Fields for which stock vLLM answers invalid values with 500, and why.
 KNOWN_5XX = {
     "top_k: huge": "msgpack cannot send integers of more than 64 bits to the engine",
     "xargs kv_transfer_params text": "taken for the field of that name, unchecked",
@@ -85,7 +85,7 @@ KNOWN_5XX = {
 
 _HUGE_PROMPT = [11] * (MAX_TOKENS + 1)
 _REMOTE = {"do_remote_prefill": True}
-# Bodies that are wrong in a way of their own: field -> name -> value.
+# Bodies with a fault of their own: field -> name -> value.
 _SPECIAL: dict[str, dict[str, dict[str, Any]]] = {
     COMPLETIONS: {
         "prompt too long": {"prompt": _HUGE_PROMPT},
@@ -160,7 +160,7 @@ _SHARED_SPECIAL: dict[str, dict[str, Any]] = {
     "xargs kv_transfer_params number": {"vllm_xargs": {"kv_transfer_params": -7}},
     "xargs kv_transfer_params list": {"vllm_xargs": {"kv_transfer_params": [1]}},
 }
-# What a request says about its conversation, wrong. Stock vLLM reads none of it.
+# Invalid values of the conversation fields. Stock vLLM ignores these fields.
 _BAD_TURNS: dict[str, Any] = {
     "text": "x",
     "a number": 3,
@@ -189,7 +189,7 @@ _SAID: dict[str, dict[str, Any]] = {
     for name, value in (_BAD_PATCHES | {"alone": [11]}).items()
 }
 _SAID["patched_prompt alone"].pop("turn_ends")
-_SHARED_SPECIAL |= {name: {"vllm_xargs": said} for name, said in _SAID.items()}
+_SHARED_SPECIAL |= {name: {"vllm_xargs": value} for name, value in _SAID.items()}
 _RAW: dict[str, bytes] = {
     "no body": b"",
     "not JSON": b"{nonsense",
@@ -206,7 +206,7 @@ _RAW: dict[str, bytes] = {
 
 
 def refused_by_policy(needs_turns: bool) -> set[str]:
-    """Names of cases that stock vLLM takes, and a policy refuses.
+    """Names of the cases that stock vLLM accepts and a policy refuses.
 
     Args:
         needs_turns: whether it reads turn_ends. A patched prompt is refused by all:
@@ -226,8 +226,8 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """Every case, always in the same order."""
-    found = []
+    """All cases, always in the same order."""
+    cases_found = []
     for path, base in _BASE.items():
         bodies: dict[str, dict[str, Any]] = {}
         for field in (*_SHARED_FIELDS, *_FIELDS[path]):
@@ -235,17 +235,17 @@ def all_cases() -> list[Case]:
                 bodies[f"{field}: {name}"] = {field: value}
         bodies |= _SHARED_SPECIAL | _SPECIAL[path]
         for name, changes in bodies.items():
-            found.append(_case(path, name, json.dumps(base | changes).encode()))
+            cases_found.append(_case(path, name, json.dumps(base | changes).encode()))
         for field in base:
             without = {k: v for k, v in base.items() if k != field}
             body = json.dumps(without).encode()
-            found.append(_case(path, f"without {field}", body))
-        found += [_case(path, name, body) for name, body in _RAW.items()]
+            cases_found.append(_case(path, f"without {field}", body))
+        cases_found += [_case(path, name, body) for name, body in _RAW.items()]
         whole = json.dumps(base).encode()
-        found.append(_case(path, "as text", whole, content_type="text/plain"))
+        cases_found.append(_case(path, "as text", whole, content_type="text/plain"))
         for method in ("GET", "PUT", "DELETE"):
-            found.append(_case(path, method, whole, method=method))
-    return found
+            cases_found.append(_case(path, method, whole, method=method))
+    return cases_found
 
 
 def _case(path: str, name: str, body: bytes, **more: str) -> Case:

@@ -24,11 +24,13 @@ _START_S, _STOP_S = 240, 30
 _PR_SET_PDEATHSIG = 1
 
 BLOCK = 32
-BLOCKS = 26  # little more than one request at its longest, so that they preempt
-MAX_TOKENS = 800  # of one request, prompt and answer
+# Little more than the longest request needs, so that requests are preempted
+BLOCKS = 26
+MAX_TOKENS = 800  # of one request: prompt and answer
 _ARGUMENTS = {
     "--host": "127.0.0.1",
-    "--dtype": "float32",  # else a batch's shape decides between close tokens
+    # Otherwise the shape of the batch decides between tokens with close logits
+    "--dtype": "float32",
     "--block-size": BLOCK,
     "--max-model-len": MAX_TOKENS,
     "--max-num-seqs": 8,
@@ -37,7 +39,7 @@ _ARGUMENTS = {
     "--seed": 0,
 }
 
-# What lines of a log say that should not be there.
+# Lines that must not occur in a log.
 _ENGINES = re.compile(r"\((EngineCore|Worker)\w* ")
 _BROKEN = (" ERROR ", " CRITICAL ", "Traceback")
 _LOST = ("never retrieved", "never awaited", "Exception in ", "Exception ignored")
@@ -75,7 +77,7 @@ class Server:
     def __enter__(self) -> Server:
         try:
             self._start()
-        except BaseException:  # Ctrl-C as well
+        except BaseException:  # Ctrl-C ends it as well
             self._stop()
             raise
         return self
@@ -95,7 +97,7 @@ class Server:
             "HF_HUB_OFFLINE": "1",
             # For /reset_prefix_cache, which can preempt, and /collective_rpc.
             "VLLM_SERVER_DEV_MODE": "1",
-            # The first prompt_logprobs would compile something for a minute.
+            # Otherwise the first prompt_logprobs would compile a kernel for a minute.
             "TORCHDYNAMO_DISABLE": "1",
             "TMPDIR": str(self._folder),
             "VLLM_RPC_BASE_PATH": str(self._folder),
@@ -108,7 +110,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C reaches the tests only, which stop the server in order.
+                # Ctrl-C reaches only the tests, which then stop the server cleanly.
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
             )
@@ -126,7 +128,9 @@ class Server:
             return False
 
     def _stop(self) -> None:
-        """The leader first: it ends its engine itself, which a signal to all breaks."""
+        """Signal the leader first, because it ends its engine itself; a signal to the
+        whole group would break this.
+        """
         process, self._process = self._process, None
         if process is None:
             return
@@ -150,44 +154,47 @@ class Server:
         assert code is None, f"the server ended with {code}:\n{self.tail()}"
 
     def check_log(self) -> None:
-        """Refused requests are errors of the front end; nothing else should be any."""
+        """The log must not contain errors, apart from refused requests."""
         lines = self.log.read_text(errors="replace").splitlines()
-        found = [
+        lines_found = [
             line
             for line in lines
-            if any(said in line for said in _LOST)
-            or (_ENGINES.match(line) and any(said in line for said in _BROKEN))
+            if any(phrase in line for phrase in _LOST)
+            or (_ENGINES.match(line) and any(phrase in line for phrase in _BROKEN))
         ]
-        assert not found, f"{len(found)} errors in the log: {found[:5]}"
+        assert not lines_found, (
+            f"{len(lines_found)} errors in the log: {lines_found[:5]}"
+        )
 
-    def tail(self, most: int = 4000) -> str:
-        """The end of the log."""
-        return self.log.read_text(errors="replace")[-most:]
+    def tail(self, max_chars: int = 4000) -> str:
+        """The last characters of the log."""
+        return self.log.read_text(errors="replace")[-max_chars:]
 
     def keep_log(self, name: str) -> Path:
-        """Copy the log to where it outlives the server."""
+        """Copy the log to a folder that outlives the server."""
         kept = _ROOT / "build" / name
         kept.parent.mkdir(exist_ok=True)
         shutil.copy(self.log, kept)
         return kept
 
     def rss_bytes(self) -> int:
-        """Memory of the server and all that it started."""
+        """Resident memory of the server and its child processes."""
         assert self._process is not None
         leader = psutil.Process(self._process.pid)
         total = 0
         for process in [leader, *leader.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):  # a helper that ended
+            # A child process that has ended meanwhile
+            with contextlib.suppress(psutil.NoSuchProcess):
                 total += process.memory_info().rss
         return total
 
 
 def parse_metrics(text: str) -> dict[str, float]:
     """Samples of /metrics by name, summed over their labels."""
-    found: dict[str, float] = {}
+    lines_found: dict[str, float] = {}
     for name, value in re.findall(r"^(\w[\w:]*)(?:\{.*\})? (\S+)$", text, re.M):
-        found[name] = found.get(name, 0.0) + float(value)
-    return found
+        lines_found[name] = lines_found.get(name, 0.0) + float(value)
+    return lines_found
 
 
 def _vllm() -> str:
@@ -204,7 +211,7 @@ def _free_port() -> int:
 
 
 def _end_with_parent() -> None:
-    """SIGTERM for the server when the tests are killed with no chance to stop it.
+    """Send SIGTERM to the server when the test process is killed and cannot stop it.
 
     vLLM may miss it while it starts.
     """

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from soak_client import Client, Wanted, random_words
+from soak_client import Client, SoakRequest, random_words
 from soak_model import NAME
 from soak_nonsense import COMPLETIONS
 from soak_server import parse_metrics
@@ -17,12 +17,12 @@ from vllm_kvplugins.budgets import parse_bytes
 
 _SETTLED_S = 30
 _COUNTERS = ("hits", "misses", "evictions", "refused")
-# From here on what is sent must not lie in any prefix cache.
+# Prompts from this length on must not be in any prefix cache.
 _PROMPT, _ANSWER, _MORE, _IDLE_S = 200, 8, 20, 1
 
 
 class Store:
-    """The session store of one server, as the metrics and its worker tell of it.
+    """The session store of one server, according to its metrics and its worker.
 
     Args:
         policy: its settings, with limits.
@@ -37,11 +37,12 @@ class Store:
         assert memory, "a soak of sessions needs a session_memory that is too small"
         self._memory_bytes = int(parse_bytes(memory))
         self._disk_bytes = int(parse_bytes(disk)) if disk else None
-        # what a retriever has on the host is counted as what it may come to be
+        # host memory of a retriever is counted at its maximum
         self._offloads = "host_memory" in policy
 
     def check(self, metrics: dict[str, float]) -> dict[str, int]:
-        """At any time: within its limits, and nothing was lost to an error.
+        """Check that the store is within its limits and that no session was lost to an
+        error.
 
         Returns:
             What has happened so far.
@@ -51,9 +52,9 @@ class Store:
             f"sessions hold {held:.0f} bytes, session_memory is {self._memory_bytes}"
         )
         written = metrics["vllm:kv_policy_session_disk_bytes"]
-        most = self._disk_bytes or 0
-        assert 0 <= written <= most, (
-            f"session files have {written:.0f} bytes, session_disk is {most}"
+        disk_limit = self._disk_bytes or 0
+        assert 0 <= written <= disk_limit, (
+            f"session files have {written:.0f} bytes, session_disk is {disk_limit}"
         )
         failures = metrics["vllm:kv_policy_session_failures_total"]
         assert not failures, f"{failures:.0f} sessions lost to errors, see the log"
@@ -63,7 +64,7 @@ class Store:
         }
 
     async def check_kept(self, client: Client) -> None:
-        """At rest: the worker has what the scheduler counts.
+        """Check on an idle server that worker and scheduler agree about the sessions.
 
         Orders and reports travel with steps, and a server at rest makes none, so one
         that is behind gets a request too short to leave a session.
@@ -75,42 +76,45 @@ class Store:
             await asyncio.sleep(0.2)
 
     async def _difference(self, client: Client) -> str | None:
-        """Between what is counted and what the worker has."""
+        """The difference between the metrics and the worker's state; None if they
+        agree.
+        """
         metrics = await _metrics(client)
         self.check(metrics)
         body = {"method": "kv_policy_held_sessions"}
         (has,) = (await client.control("/collective_rpc", body))["results"]
         sessions = int(metrics["vllm:kv_policy_sessions"])
         held = int(metrics["vllm:kv_policy_session_bytes"])
-        # of those in files the metrics do not say which are in memory, too
+        # the metrics do not say which sessions with files are also in memory
         same = has[0] <= sessions if self._disk_bytes else has[0] == sessions
         same &= has[1] <= held if self._offloads else has[1] == held
-        told = f"{sessions} sessions in all, {held} bytes in memory"
-        return None if same else f"counted {told}, but the worker has {has}"
+        summary = f"{sessions} sessions in all, {held} bytes in memory"
+        return None if same else f"counted {summary}, but the worker has {has}"
 
     async def check_continued(self, client: Client, rng: random.Random) -> None:
-        """What nobody asks for for a while is there when its owner does, and when
-        nobody else does. Call at rest."""
+        """Check that only the owner finds a session that was unused for a while."""
         prompt, owner = random_words(rng, _PROMPT), f"idle {rng.random()}"
         first = _completion(prompt, _ANSWER, owner)
         await client.ask(first)
         await asyncio.sleep(_IDLE_S)
         prompt = prompt + first.tokens[0] + random_words(rng, _MORE)
-        theirs = await self._restored(client, _completion(prompt, 1, "mallory"))
-        assert not theirs, f"{theirs} tokens of somebody else's session were restored"
+        restored = await self._restored(client, _completion(prompt, 1, "mallory"))
+        assert not restored, (
+            f"{restored} tokens of somebody else's session were restored"
+        )
         again = await self._restored(client, _completion(prompt, 1, owner))
         assert again >= _PROMPT, f"{again} tokens restored of {_PROMPT} that were there"
 
-    async def _restored(self, client: Client, wanted: Wanted) -> int:
-        """Tokens that sessions saved while a request was answered."""
+    async def _restored(self, client: Client, request: SoakRequest) -> int:
+        """Tokens restored from sessions for one request."""
         key = "vllm:kv_policy_session_restored_tokens_total"
         before = (await _metrics(client))[key]
-        await client.ask(wanted)
+        await client.ask(request)
         await self.check_kept(client)
         return int((await _metrics(client))[key] - before)
 
     async def check_cleared(self, client: Client) -> None:
-        """When all are dropped, nothing of them is left anywhere."""
+        """Check that nothing is left after all sessions were dropped."""
         # a server that builds episodes may hold blocks for a moment
         deadline_s = time.monotonic() + _SETTLED_S
         path = "/reset_prefix_cache?reset_external=true"
@@ -121,9 +125,11 @@ class Store:
         await client.ask(_completion([11], 1, "nobody"))
         await self.check_kept(client)
         metrics = await _metrics(client)
-        found = {name: metrics[f"vllm:kv_policy_{name}"] for name in names}
-        found["reserved"] = metrics["vllm:kv_policy_host_reserved_bytes"]
-        assert not any(found.values()), f"left when all sessions were dropped: {found}"
+        values = {name: metrics[f"vllm:kv_policy_{name}"] for name in names}
+        values["reserved"] = metrics["vllm:kv_policy_host_reserved_bytes"]
+        assert not any(values.values()), (
+            f"left when all sessions were dropped: {values}"
+        )
         while files := self._files():
             assert time.monotonic() < deadline_s, f"files of no session: {files[:5]}"
             await asyncio.sleep(0.2)
@@ -138,15 +144,15 @@ async def _metrics(client: Client) -> dict[str, float]:
     return parse_metrics(await client.text("/metrics"))
 
 
-def _completion(prompt: list[int], most: int, owner: str) -> Wanted:
+def _completion(prompt: list[int], disk_limit: int, owner: str) -> SoakRequest:
     body = {
         "model": NAME,
         "prompt": prompt,
-        "max_tokens": most,
+        "max_tokens": disk_limit,
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
         "stream": False,
         "cache_salt": owner,
     }
-    return Wanted(COMPLETIONS, body)
+    return SoakRequest(COMPLETIONS, body)

@@ -7,15 +7,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from soak_client import Client, Wanted, random_words
+from soak_client import Client, SoakRequest, random_words
 from soak_model import NAME, text_of
 from soak_nonsense import CHAT
 from soak_server import MAX_TOKENS
 
-# The speaker. No speaker continues the conversation of another one.
+# The owner's cache salt. No owner continues the conversation of another one.
 _OWNERS = (None, "ada", "bob")
 _MOST_ANSWER = 40
-_MOST_OPEN = 40  # more than any session_memory here holds
+_MOST_OPEN = 40  # more than any session_memory of these servers holds
 
 
 @dataclass
@@ -30,22 +30,22 @@ class Talk:
     owner: str | None
     messages: list[dict[str, str]] = field(default_factory=list)
     tokens: int = 0
-    asked: list[Wanted] = field(default_factory=list)
+    requests: list[SoakRequest] = field(default_factory=list)
 
     def say(self, role: str, token_ids: list[int]) -> None:
         self.messages.append({"role": role, "content": text_of(token_ids)})
-        self.tokens += 1 + len(token_ids)  # a role is a word
+        self.tokens += 1 + len(token_ids)  # a role is one word
 
     def before(self, count: int) -> Talk:
-        """The same conversation when it had so many messages."""
+        """The same conversation, cut after `count` messages."""
         messages = self.messages[:count]
         words = sum(1 + len(message["content"].split()) for message in messages)
-        asked = [w for w in self.asked if len(w.body["messages"]) <= count]
-        return Talk(self.owner, messages, words, asked)
+        requests = [w for w in self.requests if len(w.body["messages"]) <= count]
+        return Talk(self.owner, messages, words, requests)
 
     @property
     def full(self) -> bool:
-        """Whether another question might not fit."""
+        """Whether another question might exceed the context."""
         return self.tokens > MAX_TOKENS - 2 * _MOST_ANSWER - _LONGEST_QUESTION
 
 
@@ -54,7 +54,7 @@ _LONGEST_QUESTION = max(_QUESTIONS)
 
 
 class Talks:
-    """Conversations with one server; a client who wants to talk takes up any.
+    """Conversations with one server. Any client may continue any of them.
 
     Args:
         counts: gets what happened.
@@ -70,35 +70,38 @@ class Talks:
         self.over: list[Talk] = []
 
     async def turn(self, client: Client, rng: random.Random) -> None:
-        """Go on with a conversation, or begin one."""
+        """Continue a conversation, or start one."""
         talk = self._next(rng)
         if not talk.messages or talk.messages[-1]["role"] != "user":
             talk.say("user", random_words(rng, rng.randint(4, rng.choice(_QUESTIONS))))
-        wanted = _request(talk, rng)
+        request = _request(talk, rng)
         if rng.random() < 0.15:
-            await self._leave(client, rng, talk, wanted)
+            await self._leave(client, rng, talk, request)
         else:
-            await client.ask(wanted)
-            talk.asked.append(wanted)
-            talk.say("assistant", wanted.tokens[0])
+            await client.ask(request)
+            talk.requests.append(request)
+            talk.say("assistant", request.tokens[0])
             self._counts["turns"] += 1
-        # some forget about it, or there is no room for more
+        # some clients stop here, or there is no room for more conversations
         ends = talk.full or rng.random() < 0.1 or len(self._open) >= _MOST_OPEN
         (self.over if ends else self._open).append(talk)
 
     async def _leave(
-        self, client: Client, rng: random.Random, talk: Talk, wanted: Wanted
+        self, client: Client, rng: random.Random, talk: Talk, request: SoakRequest
     ) -> None:
-        """Hear a part of the answer, which stays or is asked for again."""
-        wanted.body |= {"stream": True, "stream_options": {"include_usage": True}}
-        heard = await client.hang_up(wanted, 60, rng.randint(1, 12))
-        talk.asked.append(wanted)
-        if heard and rng.random() < 0.5:
-            talk.say("assistant", heard)
+        """Disconnect during the answer.
+
+        The client keeps the partial answer, or repeats the request.
+        """
+        request.body |= {"stream": True, "stream_options": {"include_usage": True}}
+        received = await client.hang_up(request, 60, rng.randint(1, 12))
+        talk.requests.append(request)
+        if received and rng.random() < 0.5:
+            talk.say("assistant", received)
         self._counts["left in a turn"] += 1
 
     def _next(self, rng: random.Random) -> Talk:
-        """A conversation without a running request."""
+        """A conversation that has no running request."""
         if not self._open or rng.random() < 0.2:
             talk = Talk(rng.choice(_OWNERS))
             if rng.random() < 0.5:
@@ -109,7 +112,7 @@ class Talks:
         users = [n for n, m in enumerate(talk.messages) if m["role"] == "user"]
         if len(users) < 2 or rng.random() > 0.3:
             return talk
-        # a message is edited: what led there is shared, and the other branch stays
+        # edit a message: both branches share what precedes it
         self._open.append(talk)
         self._counts["branches"] += 1
         at = rng.choice(users[1:])
@@ -121,14 +124,16 @@ class Talks:
         return branch
 
     def sample(self, rng: random.Random, count: int) -> list[Talk]:
-        """Long ones first, as they have seen most."""
-        found = self.over + self._open
-        rng.shuffle(found)
-        return sorted(found, key=lambda talk: -len(talk.asked))[:count]
+        """Random conversations, longest first, because those cover most."""
+        all_talks = self.over + self._open
+        rng.shuffle(all_talks)
+        return sorted(all_talks, key=lambda talk: -len(talk.requests))[:count]
 
 
-async def replay(client: Client, talk: Talk, owner: str) -> list[tuple[Wanted, Wanted]]:
-    """Send the whole conversation again, from a client that shares nothing.
+async def replay(
+    client: Client, talk: Talk, owner: str
+) -> list[tuple[SoakRequest, SoakRequest]]:
+    """Send the whole conversation again under a salt that shares nothing.
 
     All of it and not its last request only: which episode a question goes to depends
     on the histories that were asked about before (docs/episodes.md). What was left is
@@ -138,18 +143,18 @@ async def replay(client: Client, talk: Talk, owner: str) -> list[tuple[Wanted, W
         Greedy requests as they were and as they are alone.
     """
     pairs = []
-    for wanted in talk.asked:
-        body = wanted.body | {"cache_salt": owner}
-        if not wanted.tokens:
+    for request in talk.requests:
+        body = request.body | {"cache_salt": owner}
+        if not request.tokens:
             body |= {"max_tokens": 1}
-        alone = Wanted(CHAT, body)
+        alone = SoakRequest(CHAT, body)
         await client.ask(alone)
-        if wanted.tokens and wanted.greedy:
-            pairs.append((wanted, alone))
+        if request.tokens and request.greedy:
+            pairs.append((request, alone))
     return pairs
 
 
-def _request(talk: Talk, rng: random.Random) -> Wanted:
+def _request(talk: Talk, rng: random.Random) -> SoakRequest:
     body: dict[str, Any] = {
         "model": NAME,
         "messages": list(talk.messages),
@@ -164,4 +169,4 @@ def _request(talk: Talk, rng: random.Random) -> Wanted:
         del body["stream_options"]
     if talk.owner is not None:
         body["cache_salt"] = talk.owner
-    return Wanted(CHAT, body)
+    return SoakRequest(CHAT, body)

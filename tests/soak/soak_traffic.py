@@ -11,29 +11,31 @@ from collections.abc import Coroutine
 from typing import Any
 
 import aiohttp
-from soak_client import HANG_S, Client, Requests, Wanted, lead
+from soak_client import HANG_S, Client, Requests, SoakRequest, lead
 from soak_nonsense import KNOWN_5XX, Case
 from soak_server import Server, parse_metrics
 from soak_sessions import Store
 from soak_talks import Talks, replay
 
 _ROUND_S = 8
-_CALM_S = 60  # Time after which a server without requests must be idle.
-_WARM_UP = 0.4  # of the time; memory may grow until then
+_CALM_S = 60  # An idle server must be idle after this time.
+_WARM_UP = 0.4  # share of the time; memory may grow until then
 _MOST_GROWTH = 0.05
-_CLOSE = 1e-3  # where two tokens are this close, a batch's shape may decide
+# Where two log-probabilities are this close, the shape of the batch may decide
+_CLOSE = 1e-3
 _AT_REST = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
-    "vllm:kv_cache_usage_perc",  # blocks that requests hold; cached ones are free
+    # Blocks that requests hold; cached blocks count as free
+    "vllm:kv_cache_usage_perc",
 )
 _POLICY_AT_REST = (
     "vllm:kv_policy_resident_tokens",
     "vllm:kv_policy_host_reserved_bytes",
     "vllm:kv_policy_held_requests",
 )
-_OWN = "own "  # begins the salt of a request that shares nothing
-_TALKS = 6  # conversations that are compared, each of several requests
+_OWN = "own "  # prefix of the salts of requests that share nothing
+_TALKS = 6  # number of conversations to compare, each of several requests
 
 
 class Traffic:
@@ -78,14 +80,16 @@ class Traffic:
         self._store = store
         self._restored_differ = restored_differ
         self._talks = Talks(self.rng, self.counts)
-        self._owners = 0  # salts that were given to requests of their own
-        self._answered: list[Wanted] = []
-        # (when, how many so far), to tell who cannot have been preempted
+        self._owners = 0  # salts of requests that share nothing
+        self._answered: list[SoakRequest] = []
+        # (time, number of preemptions so far)
         self._preemptions: list[tuple[float, float]] = []
         self._client: Client
 
     async def run(self, traffic_s: float) -> None:
-        """All nonsense once, traffic for so long, then what must be left."""
+        """Send all malformed requests, then traffic for a while, then check the idle
+        server.
+        """
         timeout = aiohttp.ClientTimeout(total=HANG_S)
         connector = aiohttp.TCPConnector(limit=0)
         session = aiohttp.ClientSession(connector=connector, timeout=timeout)
@@ -112,7 +116,7 @@ class Traffic:
                 await self._rest()
 
     def check_memory(self) -> None:
-        """It may grow while the server warms up, and hardly any more after that."""
+        """Memory may grow during warm-up, and hardly afterwards."""
         warm_bytes, last_bytes = self.rss_bytes[0], self.rss_bytes[-1]
         assert last_bytes <= warm_bytes * (1 + _MOST_GROWTH), (
             f"memory grew from {warm_bytes} to {last_bytes} bytes: {self.rss_bytes}"
@@ -126,9 +130,9 @@ class Traffic:
     # -- parts of a round --------------------------------------------------------
 
     async def _round(self, spent_s: float) -> None:
-        """Clients come and go for some seconds; then all may finish."""
+        """Random clients for some seconds; then all requests may finish."""
         rng = self.rng
-        # Alone, a few, or more than are served at once.
+        # One client, a few clients, or more than the server runs at once.
         clients = rng.choice((1, 3, 8, 16, 30))
         ends_s = time.monotonic() + _ROUND_S
         watch = asyncio.create_task(self._watch())
@@ -143,7 +147,7 @@ class Traffic:
         finally:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await watch  # raises what it found
+                await watch  # raises the error of the task
         await self._note_preemptions()
         self.counts["rounds"] += 1
 
@@ -154,35 +158,35 @@ class Traffic:
             if rng.random() < self._talkative:
                 await self._talks.turn(client, rng)
                 continue
-            wanted = self._requests.one(rng, short=rng.random() < 0.5)
+            request = self._requests.one(rng, short=rng.random() < 0.5)
             if self._restored_differ and rng.random() < 0.8:
-                wanted.body["cache_salt"] = self._new_owner()
+                request.body["cache_salt"] = self._new_owner()
             dice = rng.random()
             if dice < 0.5:
-                await client.ask(wanted)
+                await client.ask(request)
                 self.counts["answered"] += 1
-                self._answered.append(wanted)
+                self._answered.append(request)
             elif dice < 0.65:  # mostly before the first token
-                await client.hang_up(wanted, rng.uniform(0, 0.3), 10**6)
+                await client.hang_up(request, rng.uniform(0, 0.3), 10**6)
                 self.counts["hung up early"] += 1
             elif dice < 0.8:
-                wanted.body["stream"] = True
-                wanted.body.pop("prompt_logprobs", None)
-                await client.hang_up(wanted, HANG_S, rng.randint(1, 60))
+                request.body["stream"] = True
+                request.body.pop("prompt_logprobs", None)
+                await client.hang_up(request, HANG_S, rng.randint(1, 60))
                 self.counts["hung up in a stream"] += 1
             elif dice < 0.95:
                 await self._nonsense(rng.choice(self._cases))
             elif dice < 0.98:
                 await client.half_a_request()
                 self.counts["half requests"] += 1
-            else:  # vLLM's own way to preempt everybody
+            else:  # resetting the cache preempts all running requests
                 await client.control("/reset_prefix_cache?reset_running_requests=true")
                 self.counts["resets"] += 1
             await asyncio.sleep(rng.expovariate(10))
 
     @property
     def _talkative(self) -> float:
-        """Share of what clients do that is a turn of a conversation."""
+        """Probability that a client continues a conversation."""
         return 0.3 if self._store is None else 0.6
 
     def _new_owner(self) -> str:
@@ -191,14 +195,17 @@ class Traffic:
         return f"{_OWN}{self._owners}"
 
     def _burst(self) -> list[Coroutine[Any, Any, None]]:
-        """Many at once: nonsense, and clients who go at once."""
+        """Many requests at once:
+
+        malformed ones, and clients that disconnect at once.
+        """
         rng = self.rng
-        found = [self._nonsense(case) for case in rng.sample(self._cases, 30)]
+        jobs = [self._nonsense(case) for case in rng.sample(self._cases, 30)]
         for _ in range(20):
-            wanted = self._requests.one(rng)
-            found.append(self._client.hang_up(wanted, rng.uniform(0, 1), 10**6))
+            request = self._requests.one(rng)
+            jobs.append(self._client.hang_up(request, rng.uniform(0, 1), 10**6))
         self.counts["bursts"] += 1
-        return found
+        return jobs
 
     async def _watch(self) -> None:
         while True:
@@ -215,11 +222,11 @@ class Traffic:
     # -- nonsense ----------------------------------------------------------------
 
     async def _all_nonsense(self) -> None:
-        """A few at a time, as some generate as long as the context allows."""
-        left = iter(self._cases)
+        """A few requests at a time, because some generate up to the context's limit."""
+        remaining_cases = iter(self._cases)
 
         async def ask_on() -> None:
-            for case in left:
+            for case in remaining_cases:
                 await self._nonsense(case)
 
         await _together([ask_on() for _ in range(6)])
@@ -243,7 +250,7 @@ class Traffic:
         return parse_metrics(await self._client.text("/metrics"))
 
     async def _rest(self) -> None:
-        """Nobody asks anything: nothing may be held, and the server answers.
+        """Without requests, the server must hold nothing and still answer.
 
         A request whose client has gone may arrive at the engine after that, so
         what is held now and then is waited for.
@@ -261,7 +268,7 @@ class Traffic:
             await self._store.check_kept(self._client)
 
     async def _held(self) -> dict[str, float]:
-        """What the server says that it holds."""
+        """What the server's metrics say that requests hold."""
         metrics = await self._metrics()
         names = _AT_REST if self.server.policy is None else _AT_REST + _POLICY_AT_REST
         held = {name: metrics[name] for name in names if metrics[name]}
@@ -275,10 +282,10 @@ class Traffic:
         assert not failed, f"{failed:.0f} indices or factors failed, see the log"
         if self._store is not None:
             self.counts |= self._store.check(metrics)
-            # what sessions have on the host is theirs until they go
+            # host memory of sessions stays reserved until they are dropped
             if metrics["vllm:kv_policy_sessions"]:
                 held.pop("vllm:kv_policy_host_reserved_bytes", None)
-        # Raises in the server when seats or host pages are lost.
+        # Raises in the server if request indices or host pages leaked.
         body = {"method": "kv_policy_check_integrity"}
         (known,) = (await self._client.control("/collective_rpc", body))["results"]
         if known != "0":
@@ -287,37 +294,39 @@ class Traffic:
 
     # -- tokens ------------------------------------------------------------------------
 
-    def _undisturbed(self, wanted: Wanted) -> bool:
+    def _undisturbed(self, request: SoakRequest) -> bool:
         """Whether no request was preempted while this one ran."""
-        before = [n for at_s, n in self._preemptions if at_s <= wanted.began_s]
-        after = [n for at_s, n in self._preemptions if at_s >= wanted.ended_s]
+        before = [n for at_s, n in self._preemptions if at_s <= request.began_s]
+        after = [n for at_s, n in self._preemptions if at_s >= request.ended_s]
         return bool(before and after) and before[-1] == after[0]
 
     async def _compare(self) -> None:
-        """Greedy answers from the traffic against the same requests alone."""
-        greedy = [wanted for wanted in self._answered if wanted.greedy]
+        """Compare greedy answers from the traffic with those of the same requests
+        alone.
+        """
+        greedy = [request for request in self._answered if request.greedy]
         if self._preempted_differ:
-            greedy = [wanted for wanted in greedy if self._undisturbed(wanted)]
+            greedy = [request for request in greedy if self._undisturbed(request)]
         if self._restored_differ:
             greedy = [
-                wanted
-                for wanted in greedy
-                if wanted.body.get("cache_salt", "").startswith(_OWN)
+                request
+                for request in greedy
+                if request.body.get("cache_salt", "").startswith(_OWN)
             ]
-        for wanted in self.rng.sample(greedy, min(self._samples, len(greedy))):
+        for request in self.rng.sample(greedy, min(self._samples, len(greedy))):
             if self._store is None:
                 reset = await self._client.control("/reset_prefix_cache")
                 assert reset["success"], "the prefix cache cannot be emptied"
-                alone = Wanted(wanted.path, wanted.body, wanted.choices)
-            else:  # sessions are found under any prefix cache
-                body = wanted.body | {"cache_salt": self._new_owner()}
-                alone = Wanted(wanted.path, body, wanted.choices)
+                alone = SoakRequest(request.path, request.body, request.choices)
+            else:  # sessions are found independently of the prefix cache
+                body = request.body | {"cache_salt": self._new_owner()}
+                alone = SoakRequest(request.path, body, request.choices)
             await self._client.ask(alone)
-            await self._same(wanted, alone)
+            await self._same(request, alone)
             self.counts["compared"] += 1
 
     async def _compare_talks(self) -> None:
-        """Conversations against the same ones alone, from their first request on.
+        """Compare whole conversations with the same conversations alone.
 
         Whatever was evicted, restored, read from a file or recomputed in between:
         under policies that work turn by turn a history is cut at the same places each
@@ -329,29 +338,29 @@ class Traffic:
         if self._restored_differ:
             return
         for talk in self._talks.sample(self.rng, _TALKS):
-            for wanted, alone in await replay(self._client, talk, self._new_owner()):
-                if not self._preempted_differ or self._undisturbed(wanted):
-                    await self._same(wanted, alone)
+            for request, alone in await replay(self._client, talk, self._new_owner()):
+                if not self._preempted_differ or self._undisturbed(request):
+                    await self._same(request, alone)
                     self.counts["turns compared"] += 1
 
-    async def _same(self, wanted: Wanted, alone: Wanted) -> None:
-        """Equal tokens, but where the two best ones are as good as equal."""
-        for choice, (got, want) in enumerate(
-            zip(wanted.tokens, alone.tokens, strict=True)
+    async def _same(self, request: SoakRequest, alone: SoakRequest) -> None:
+        """Tokens must be equal, except where two tokens are nearly tied."""
+        for choice, (tokens, alone_tokens) in enumerate(
+            zip(request.tokens, alone.tokens, strict=True)
         ):
-            if got == want:
+            if tokens == alone_tokens:
                 continue
-            at = next(i for i in range(len(got)) if got[i] != want[i])
+            at = next(i for i in range(len(tokens)) if tokens[i] != alone_tokens[i])
             led = await lead(self._client, alone, choice, at)
             assert led < _CLOSE, (
-                f"token {at} is {got[at]}, alone {want[at]} with a lead of "
-                f"{led:.4f}: {wanted.body}"
+                f"token {at} is {tokens[at]}, alone {alone_tokens[at]} with a lead of "
+                f"{led:.4f}: {request.body}"
             )
             self.counts["near ties"] += 1
 
 
 async def _together(jobs: list[Coroutine[Any, Any, None]]) -> None:
-    """All at once; the first failure ends the others and is raised."""
+    """Run all at once; the first failure cancels the others and is raised."""
     tasks = [asyncio.create_task(job) for job in jobs]
     try:
         await asyncio.gather(*tasks)

@@ -33,7 +33,7 @@ POLICIES: dict[str, dict[str, Any] | None] = {
         "fold_blocks": 1,
     },
     "kvzip": {"name": "kvzip", "budget": 96},
-    # Host memory for a few requests only, so that others are held.
+    # Host memory for a few requests only, so that others have to wait.
     "icecache": {"name": "icecache", **_RETRIEVAL, "host_memory": "1MiB"},
     "quest": {"name": "quest", **_RETRIEVAL},
     "protokv": {
@@ -43,7 +43,7 @@ POLICIES: dict[str, dict[str, Any] | None] = {
         "chunk_size": 8,
         "hash_bits": 2,
     },
-    # A zoom into some spans of a prompt, and host memory for a few requests.
+    # Zoom into some spans of a prompt; host memory for a few requests.
     "sekv": {
         "name": "sekv",
         "budget": 96,
@@ -52,7 +52,7 @@ POLICIES: dict[str, dict[str, Any] | None] = {
         "rank": 8,
         "host_memory": "8MiB",
     },
-    # Sessions: memory for a few conversations, none for the longest request.
+    # Sessions: memory for a few conversations, too little for the longest request.
     "flowkv": {
         "name": "flowkv",
         "ratio": 0.3,
@@ -83,7 +83,7 @@ POLICIES: dict[str, dict[str, Any] | None] = {
 # those that retrieve the pages say so; sekv's page promises nothing.
 _FETCHING = ("icecache", "quest", "icecache-sessions", "sekv")
 _TURN_BY_TURN = ("flowkv", "epicache")
-# Without these a run has not tested what it is there for.
+# Events without which a run has not tested what it is meant to test.
 EVENTS = (
     "answered",
     "hung up early",
@@ -105,14 +105,14 @@ SESSION_EVENTS = (
 
 @pytest.fixture(scope="session")
 def short_folder() -> Iterator[Path]:
-    """For logs and sockets, whose paths must not be long."""
+    """A short path, because sockets have length limits."""
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         yield Path(folder)
 
 
 @pytest.fixture(scope="session")
 def stock_answers() -> dict[str, int]:
-    """What stock vLLM answered to nonsense, once it was asked."""
+    """Stock vLLM's answers to malformed requests, requested once."""
     return {}
 
 
@@ -151,7 +151,7 @@ def test_server_survives(
             traffic.check_memory()
             server.check_log()
         except BaseException:
-            time.sleep(1)  # an engine that dies has more to say
+            time.sleep(1)  # the log of a dead engine tells more
             raise
         finally:
             print("log:", server.keep_log(f"soak-{name}.log"))
@@ -163,7 +163,7 @@ def test_server_survives(
 
 
 def _events(name: str) -> list[str]:
-    """What a server's share of the run must have had."""
+    """Events that the run of one server must have had."""
     policy, events = POLICIES[name], [*EVENTS]
     if policy is None:
         return [*events, "turns compared"]

@@ -108,7 +108,7 @@ def bench() -> None:
     result |= {"total_input_tokens": 30, "total_output_tokens": 12}
     result |= {"request_throughput": 15.0, "output_throughput": 60.0}
     result |= {"request_goodput": 10.0, "errors": ["", "", "", "refused"]}
-    # So long that a busy machine takes a sample of it, too.
+    # Long enough that even a busy machine takes a sample of it.
     result["start_times"] = [time.perf_counter() - 500, time.perf_counter()]
     path = Path(option("--result-dir")) / option("--result-filename")
     path.write_text(json.dumps(result))

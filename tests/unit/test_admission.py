@@ -38,7 +38,7 @@ QUEST = {
 
 
 class Sessions:
-    """One session, or none; and idle ones that can be dropped."""
+    """At most one session, and a number of idle sessions that can be dropped."""
 
     def __init__(self, match: Match | None = None, idle: int = 0) -> None:
         self.found, self.idle = match, idle
@@ -46,8 +46,8 @@ class Sessions:
         self.fetched: list[str] = []
 
     def match(self, request: Any, more_than: int) -> Match | None:
-        found = self.found
-        return found if found is not None and found.tokens > more_than else None
+        match = self.found
+        return match if match is not None and match.tokens > more_than else None
 
     def fetch(self, match: Match, request_id: str) -> None:
         self.fetched.append(request_id)
@@ -70,7 +70,7 @@ def match_of(tokens: int, ready: bool = True, first_query: int = 33) -> Match:
 
 
 def controller(settings: dict[str, Any], sessions: Any = None) -> Any:
-    """A controller and its block manager and host memory."""
+    """A controller with its block manager and host memory."""
     policy = parse_policy(settings)
     manager = Schedule(policy, False, True, {}).manager
     host = HostReservations(policy, GEOMETRY)
@@ -82,65 +82,65 @@ def controller(settings: dict[str, Any], sessions: Any = None) -> Any:
 
 
 def test_a_hit_is_used_up_to_the_first_block_that_is_rewritten():
-    made, waiting = controller(SNAPKV), request()
-    admission = made.admission.admit(waiting, 36)
-    exact = made.manager.plans.of(waiting).exact_prefix_blocks * SIZE
+    built, waiting = controller(SNAPKV), request()
+    admission = built.admission.admit(waiting, 36)
+    exact = built.manager.plans.of(waiting).exact_prefix_blocks * SIZE
     assert 0 < exact < 36
     assert (admission.cached_tokens, admission.external_tokens) == (exact, 0)
     assert admission.first_query == exact, "cached tokens have no queries"
-    assert made.admission.admit(waiting, 4).cached_tokens == 4
+    assert built.admission.admit(waiting, 4).cached_tokens == 4
 
 
 def test_a_policy_that_observes_the_prompt_uses_no_hit():
-    made = controller({"name": "h2o", "budget": 12, "prefill_block": 16})
-    assert made.admission.admit(request(), 36).cached_tokens == 0
+    built = controller({"name": "h2o", "budget": 12, "prefill_block": 16})
+    assert built.admission.admit(request(), 36).cached_tokens == 0
 
 
 @pytest.mark.parametrize(("tokens", "continues"), [(35, True), (28, False)])
 def test_a_session_replaces_a_hit_that_saves_less(tokens, continues):
-    made = controller(SNAPKV, Sessions(match_of(tokens)))
+    built = controller(SNAPKV, Sessions(match_of(tokens)))
     waiting = request()
-    hit = made.admission.usable_hit(waiting, 40)
+    hit = built.admission.usable_hit(waiting, 40)
     assert hit == 28
-    admission = made.admission.admit(waiting, 40)
-    assert made.manager.starts.of(waiting) is admission
+    admission = built.admission.admit(waiting, 40)
+    assert built.manager.starts.of(waiting) is admission
     if continues:
         assert (admission.cached_tokens, admission.external_tokens) == (0, tokens)
         assert (admission.first_block, admission.first_query) == (5, 33)
     else:
         assert (admission.cached_tokens, admission.external_tokens) == (hit, 0)
         assert admission.session is None
-    restored = made.manager.plans.of(waiting).compactions[0].at_tokens == 32
+    restored = built.manager.plans.of(waiting).compactions[0].at_tokens == 32
     assert restored == continues, "the plan begins with the session's compaction"
 
 
 def test_a_request_waits_while_its_session_is_read():
     sessions = Sessions(match_of(35, ready=False))
-    made = controller(SNAPKV, sessions)
-    admission = made.admission.admit(request(), 0)
+    built = controller(SNAPKV, sessions)
+    admission = built.admission.admit(request(), 0)
     assert (admission.waits_for, admission.external_tokens) == ("session", None)
     assert sessions.fetched == ["r"]
-    sessions.found = None  # its file is damaged, say
-    assert made.admission.admit(request(), 0).external_tokens == 0
+    sessions.found = None  # for example, because its file is damaged
+    assert built.admission.admit(request(), 0).external_tokens == 0
 
 
 @pytest.mark.parametrize(("idle", "waits"), [(0, True), (1, True), (2, False)])
 def test_idle_sessions_make_room_in_host_memory(idle, waits):
     sessions = Sessions(idle=idle)
-    made = controller(QUEST, sessions)
+    built = controller(QUEST, sessions)
     for name in ("one", "two"):
-        made.host.hold_session(name, 1 << 20)
+        built.host.hold_session(name, 1 << 20)
     names = ["one", "two"]
 
     def drop_oldest() -> bool:
         dropped = Sessions.drop_oldest(sessions)
         if dropped:
-            made.host.release_session(names.pop())
+            built.host.release_session(names.pop())
         return dropped
 
     sessions.drop_oldest = drop_oldest  # type: ignore[method-assign]
     waiting = request()
-    admission = made.admission.admit(waiting, 0)
+    admission = built.admission.admit(waiting, 0)
     assert (admission.waits_for == "host memory") == waits
     assert (admission.external_tokens is None) == waits
-    assert len(made.host.waiting) == waits
+    assert len(built.host.waiting) == waits

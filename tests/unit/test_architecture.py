@@ -30,7 +30,7 @@ def part_of(path: Path) -> str:
 
 
 def imported(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
-    """Every module that a file imports, anywhere in it, with the line.
+    """Every module that a file imports, at any level, with its line.
 
     ``from a import b`` gives both a and a.b, as b may be a module; names given
     to ``import_module`` as a literal count, names looked up by ``find_spec`` not.
@@ -61,7 +61,7 @@ class _WithoutTypes(ast.NodeTransformer):
 
 
 def without_types(path: Path) -> ast.Module:
-    """A file's tree without ``if TYPE_CHECKING:``."""
+    """A file's syntax tree without ``if TYPE_CHECKING:``."""
     tree: ast.Module = _WithoutTypes().visit(parsed(path))
     return tree
 
@@ -71,7 +71,7 @@ def within(module: str, package: str) -> bool:
 
 
 def offences(path: Path, *forbidden: str) -> list[str]:
-    """Imports of forbidden modules, each with its place."""
+    """Imports of forbidden modules, with their places."""
     return sorted(
         f"{at(path, line)}: {module}"
         for line, module in imported(parsed(path), path)
@@ -84,9 +84,9 @@ def at(path: Path, line: int) -> str:
 
 
 def files_of(*parts: str) -> list[Path]:
-    found = [path for path in FILES if part_of(path) in parts]
-    assert found, f"no part is called {parts}"
-    return found
+    matches = [path for path in FILES if part_of(path) in parts]
+    assert matches, f"no part is called {parts}"
+    return matches
 
 
 def files_outside(*parts: str) -> list[Path]:
@@ -98,18 +98,18 @@ def files_outside(*parts: str) -> list[Path]:
 
 def test_only_the_adapter_imports_vllm():
     files = files_outside("vllm_adapter")
-    assert [found for path in files for found in offences(path, "vllm")] == []
+    assert [matches for path in files for matches in offences(path, "vllm")] == []
 
 
 def test_only_entry_points_import_the_adapter():
     files = files_outside("vllm_adapter", "plugin", "cli", "episodic")
-    assert [found for path in files for found in offences(path, ADAPTER)] == []
+    assert [matches for path in files for matches in offences(path, ADAPTER)] == []
 
 
 def test_policies_and_episodes_know_neither_engine_nor_device():
     forbidden = ("vllm", "triton", "cuda", "cupy", "torch.cuda", ADAPTER)
     files = files_of("policies", "episodes")
-    assert [found for path in files for found in offences(path, *forbidden)] == []
+    assert [matches for path in files for matches in offences(path, *forbidden)] == []
     uses = [
         at(path, node.lineno)
         for path in files
@@ -123,7 +123,7 @@ def test_policies_and_episodes_know_neither_engine_nor_device():
 
 
 def test_no_files_import_each_other():
-    """Not even inside functions; packages' faces are left out.
+    """The package has no import cycles, not even inside functions.
 
     Imports for types alone do not count: the policy contract (``policies.base``) names
     the classes of optional capabilities, which are written in terms of the contract.
@@ -161,7 +161,7 @@ def import_with_blocked(blocked: tuple[str, ...], modules: list[str]) -> None:
 
 
 def test_everything_outside_the_adapter_loads_without_vllm():
-    """The rule above, at run time: also what is imported indirectly."""
+    """The rule above at run time, including indirect imports."""
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path in FILES
@@ -171,7 +171,7 @@ def test_everything_outside_the_adapter_loads_without_vllm():
 
 
 def test_the_command_line_loads_without_torch_and_vllm():
-    """``kvplugins doctor`` must be able to say that they are missing."""
+    """``kvplugins doctor`` must be able to report them as missing."""
     import_with_blocked(("vllm", "torch"), ["vllm_kvplugins.cli"])
 
 
@@ -188,36 +188,36 @@ if True:
 import vllm_kvplugins, vllm_other
 """
     path = PACKAGE / "policies" / "sample.py"
-    seen = {module for _, module in imported(ast.parse(source), path)}
-    assert {m for m in seen if within(m, "vllm")} == {
+    imports = {module for _, module in imported(ast.parse(source), path)}
+    assert {m for m in imports if within(m, "vllm")} == {
         "vllm.envs",
         "vllm",
         "vllm.LLM",
         "vllm.config",
     }
-    assert f"{ADAPTER}.compat" in seen
-    assert "vllm_kvplugins.policies.base" in seen
+    assert f"{ADAPTER}.compat" in imports
+    assert "vllm_kvplugins.policies.base" in imports
 
 
 # -- the engine does not know which policy runs -------------------------------
 
 
 def policy_classes() -> set[str]:
-    """Names of the contract's classes and of everything derived from them."""
+    """Names of the contract's classes and of all classes derived from them."""
     classes = [
         node
         for path in (PACKAGE / "policies").rglob("*.py")
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.ClassDef)
     ]
-    found, before = {"KVCachePolicy"}, 0
-    while len(found) > before:
-        before = len(found)
+    matches, before = {"KVCachePolicy"}, 0
+    while len(matches) > before:
+        before = len(matches)
         for node in classes:
             bases = {getattr(b, "id", getattr(b, "attr", "")) for b in node.bases}
-            if bases & found:
-                found.add(node.name)
-    return found
+            if bases & matches:
+                matches.add(node.name)
+    return matches
 
 
 def policy_names() -> set[str]:
@@ -231,7 +231,9 @@ def test_the_scans_find_the_policies():
 
 
 def class_tests(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Names that ``isinstance``, ``match`` or a comparison tests for, with lines."""
+    """Names that ``isinstance``, ``match`` or a comparison tests for, with their
+    lines.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and len(node.args) > 1:
             called = getattr(node.func, "id", "")
@@ -248,13 +250,13 @@ def class_tests(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def test_nothing_tests_for_the_class_of_a_policy():
     classes = policy_classes()
-    found = [
+    matches = [
         f"{at(path, line)}: {name}"
         for path in FILES
         for line, name in class_tests(parsed(path))
         if name in classes
     ]
-    assert found == []
+    assert matches == []
 
 
 def test_the_scan_sees_every_test_for_a_class():
@@ -265,8 +267,8 @@ type(p) is Quest
 match p:
     case IceCache(): pass
 """
-    seen = {name for _, name in class_tests(ast.parse(source))}
-    assert {"SnapKV", "H2O", "Quest", "IceCache"} <= seen
+    imports = {name for _, name in class_tests(ast.parse(source))}
+    assert {"SnapKV", "H2O", "Quest", "IceCache"} <= imports
 
 
 def test_the_engine_never_names_a_policy():
@@ -284,7 +286,7 @@ def test_the_engine_never_names_a_policy():
 
 
 def test_public_functions_and_classes_are_explained():
-    """Module level; methods are left to the reader of their class."""
+    """Module-level names only; the reader of a class knows its methods."""
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     missing = []
     for path in FILES:

@@ -38,12 +38,14 @@ def make(kind: str) -> OrderedPages:
 
 
 def pages_of(keys: torch.Tensor) -> list[torch.Tensor]:
-    """Of one head: [tokens, dim] in runs of PAGE, the last in part."""
+    """Keys of one head [tokens, dim] in runs of PAGE tokens; the last run is
+    partial.
+    """
     return [keys[start : start + PAGE] for start in range(0, len(keys), PAGE)]
 
 
 def estimate(bound: str, query: torch.Tensor, page: torch.Tensor) -> float:
-    """Section 5.2 of the paper, for one query and one page."""
+    """Section 5.2 of the paper for one query and one page."""
     volume, kind = bound.split("-")
     corners = torch.stack([page.min(0).values, page.max(0).values])
     centre = corners.mean(0)
@@ -57,11 +59,11 @@ def estimate(bound: str, query: torch.Tensor, page: torch.Tensor) -> float:
         return float(query @ centre + radius * query.norm())
     total = 0.0
     for channel in range(DIM):
-        apart = [abs(float(centre[channel] - key[channel])) for key in page]
+        distances = [abs(float(centre[channel] - key[channel])) for key in page]
         radius = {
-            "max": max(apart),
-            "center": (min(apart) + max(apart)) / 2,
-            "mean": sum(apart) / len(apart),
+            "max": max(distances),
+            "center": (min(distances) + max(distances)) / 2,
+            "mean": sum(distances) / len(distances),
         }[kind]
         ends = (float(centre[channel]) + radius, float(centre[channel]) - radius)
         total += max(float(query[channel]) * end for end in ends)
@@ -73,14 +75,14 @@ def test_estimates_are_those_of_the_paper(bound):
     keys, queries = random_keys(), random_queries()
     index = make(bound)
     index.append(keys, 0)
-    found = index.upper_bounds(queries)
-    assert found.shape == (HEADS, GROUP, 9)
+    bounds = index.upper_bounds(queries)
+    assert bounds.shape == (HEADS, GROUP, 9)
     for head in range(HEADS):
         for number, page in enumerate(pages_of(keys[head])):
             for member in range(GROUP):
-                wanted = estimate(bound, queries[head, member], page)
-                assert float(found[head, member, number]) == pytest.approx(
-                    wanted, rel=1e-4, abs=1e-4
+                expected = estimate(bound, queries[head, member], page)
+                assert float(bounds[head, member, number]) == pytest.approx(
+                    expected, rel=1e-4, abs=1e-4
                 )
 
 
@@ -89,11 +91,11 @@ def test_what_encloses_all_keys_bounds_them(kind):
     keys, queries = random_keys(), random_queries()
     index = make(kind)
     index.append(keys, 0)
-    found = index.upper_bounds(queries)
+    bounds = index.upper_bounds(queries)
     products = queries @ keys.transpose(1, 2)
     for number in range(9):
         inside = products[..., number * PAGE : (number + 1) * PAGE]
-        assert (found[..., number] >= inside.amax(-1) - 1e-4).all()
+        assert (bounds[..., number] >= inside.amax(-1) - 1e-4).all()
 
 
 def test_the_largest_cuboid_is_quest_s_bound():
@@ -124,8 +126,8 @@ def test_portions_do_not_matter(kind):
         parts.append(keys[:, first:stop], first)
     for one, other in zip(whole._digests, parts._digests, strict=True):
         assert torch.equal(one, other)
-    found = [i.select(queries, Keys.dense(keys), 0.3, 17) for i in (whole, parts)]
-    assert torch.equal(*found)
+    selected = [i.select(queries, Keys.dense(keys), 0.3, 17) for i in (whole, parts)]
+    assert torch.equal(*selected)
 
 
 @pytest.mark.parametrize("kind", ["quest", *BOUNDS])
@@ -133,8 +135,8 @@ def test_a_page_of_one_key_promises_its_product(kind):
     keys, queries = random_keys()[:, :1], random_queries()
     index = make(kind)
     index.append(keys, 0)
-    bounds = index.upper_bounds(queries)
-    torch.testing.assert_close(bounds, queries @ keys.transpose(1, 2))
+    selected = index.upper_bounds(queries)
+    torch.testing.assert_close(selected, queries @ keys.transpose(1, 2))
 
 
 @pytest.mark.parametrize("bound", ["cuboid-mean", "sphere-center"])
@@ -143,7 +145,7 @@ def test_the_best_pages_come_first(bound):
     index = make(bound)
     index.append(keys.bfloat16(), 0)
     keys = keys.bfloat16().float()
-    found = index.select(queries, Keys.dense(keys), 0.3, 2 * PAGE + 2)
+    selected = index.select(queries, Keys.dense(keys), 0.3, 2 * PAGE + 2)
     for head in range(HEADS):
         worth = torch.zeros(9)
         for member in range(GROUP):
@@ -154,17 +156,17 @@ def test_the_best_pages_come_first(bound):
             worth += (0.3 * torch.tensor(promised)).softmax(0)
         order = worth.argsort(descending=True).tolist()
         tokens = [page * PAGE + slot for page in order for slot in range(PAGE)]
-        wanted = [token for token in tokens if token < TOKENS][: 2 * PAGE + 2]
-        assert found[head].tolist() == wanted
+        expected = [token for token in tokens if token < TOKENS][: 2 * PAGE + 2]
+        assert selected[head].tolist() == expected
 
 
 def test_more_than_there_is():
     keys = random_keys()
     index = make("cuboid-mean")
     index.append(keys, 0)
-    found = index.select(random_queries(), Keys.dense(keys), 0.3, TOKENS + 2)
-    assert found[:, TOKENS:].eq(-1).all()
-    ordered = found[:, :TOKENS].sort().values
+    selected = index.select(random_queries(), Keys.dense(keys), 0.3, TOKENS + 2)
+    assert selected[:, TOKENS:].eq(-1).all()
+    ordered = selected[:, :TOKENS].sort().values
     assert ordered.equal(torch.arange(TOKENS).expand(HEADS, -1))
 
 
@@ -181,12 +183,12 @@ def test_host_memory_counts_the_digests(request_, page_tokens):
     tokens = offloaded + policy.sinks + policy.window
     index = policy.new_index(HEADS, DIM)
     index.append(torch.zeros(HEADS, offloaded, DIM), 0)
-    held = sum(part.nbytes for part in index._digests)
+    stored_bytes = sum(part.nbytes for part in index._digests)
     more = policy.host_bytes(tokens, shape) - exact.host_bytes(tokens, shape)
-    assert held <= more + 8 * HEADS * DIM
-    assert more <= 1.1 * held
+    assert stored_bytes <= more + 8 * HEADS * DIM
+    assert more <= 1.1 * stored_bytes
 
 
-def test_unknown_bounds_are_refused():
+def test_unknown_selected_are_refused():
     with pytest.raises(KVPolicyError, match="bound"):
         parse_policy({"name": "arkvale", "bound": "cuboid-median"})

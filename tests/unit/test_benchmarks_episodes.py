@@ -31,8 +31,12 @@ def test_the_shuffled_share_is_the_mean_over_all_orders():
 
 def test_a_dialogue_s_second_half_is_routed_with_all_before_it():
     rng = random.Random(0)
-    first = [said for topic in ("sea", "tea") for said in speak(rng, 8, topic)]
-    later = [said for topic in ("tea", "sea") for said in speak(rng, 8, topic)]
+    first = [
+        utterance for topic in ("sea", "tea") for utterance in speak(rng, 8, topic)
+    ]
+    later = [
+        utterance for topic in ("tea", "sea") for utterance in speak(rng, 8, topic)
+    ]
     encoder = BagOfWords()
     settings = EpisodeSettings(episodes=2, recluster_growth=benchmark.NEVER)
     run = benchmark.run_dialogue(3, first + later, settings, encoder, 4)
@@ -41,7 +45,7 @@ def test_a_dialogue_s_second_half_is_routed_with_all_before_it():
     assert run.switches == [0, 0, 1, 1]
     assert len(run.encode_ms) == len(run.match_ms) == len(run.cpu_ms) == 3
     assert len(run.learn_ms) == 3
-    # four segments and a query, then what was the query as a segment, and the next
+    # four segments and a query; then that query as a segment, and the next query
     assert len(encoder.seen) == 5 + 3 * 2
 
 

@@ -20,9 +20,9 @@ ROW = dict.fromkeys(fidelity_report.FIGURES, 0.25) | {"commit": "c", "command": 
 
 def test_kl_is_that_of_the_formula():
     p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
-    wanted = 0.5 * math.log(2) - 0.25 * math.log(2)
-    got = fidelity.kl_divergence(p.log() + 3, q.log() - 1)  # logits have no origin
-    assert float(got) == pytest.approx(wanted)
+    expected = 0.5 * math.log(2) - 0.25 * math.log(2)
+    actual = fidelity.kl_divergence(p.log() + 3, q.log() - 1)  # logits have no origin
+    assert float(actual) == pytest.approx(expected)
     assert float(fidelity.kl_divergence(p, p)) == 0.0
 
 

@@ -8,7 +8,7 @@ from first_token import turns_of
 
 
 def dialogue(*sessions: tuple[int, list[str]]) -> dict:
-    """LoCoMo's format: sessions by number, with other entries beside them."""
+    """LoCoMo's format: numbered sessions next to other entries."""
     spoken: dict = {"speaker_a": "Ann", "session_2_date_time": "8 May"}
     for number, texts in sessions:
         spoken[f"session_{number}"] = [

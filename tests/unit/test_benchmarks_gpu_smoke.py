@@ -51,9 +51,9 @@ def test_a_stage_that_fails_does_not_cost_the_others(monkeypatch, tmp_path, mode
 
     monkeypatch.setattr(gpu_smoke, "kernels", breaks)
     monkeypatch.setattr(gpu_smoke, "gather", lambda device: iter([{"copy": "x"}]))
-    found = run(tmp_path, model, "kernels,gather")
-    assert found["kernels"]["rows"][1:] == [{"problem": "RuntimeError: a|b\nc"}]
-    assert found["gather"]["rows"] == [{"copy": "x"}]
+    result = run(tmp_path, model, "kernels,gather")
+    assert result["kernels"]["rows"][1:] == [{"problem": "RuntimeError: a|b\nc"}]
+    assert result["gather"]["rows"] == [{"copy": "x"}]
     table = (tmp_path / "gpu_smoke.md").read_text()
     assert "| RuntimeError: a\\|b c |" in table
     assert "[1, 2]" not in table
@@ -85,14 +85,14 @@ def test_an_engine_that_does_not_start_is_one_row(monkeypatch, tmp_path, model):
 
 def test_nothing_is_started_without_time(tmp_path, model):
     began = time.monotonic()
-    found = run(tmp_path, model, "policies,kernels", minutes=0.0)
+    result = run(tmp_path, model, "policies,kernels", minutes=0.0)
     assert time.monotonic() - began < 20
-    assert all("no time left" in row["problem"] for row in found["policies"]["rows"])
-    assert [row["status"] for row in found["kernels"]["rows"]] == [124, 124]
+    assert all("no time left" in row["problem"] for row in result["policies"]["rows"])
+    assert [row["status"] for row in result["kernels"]["rows"]] == [124, 124]
 
 
 class Answering:
-    """An engine that answers with numbers of its policy."""
+    """An engine that returns numbers that depend on its policy."""
 
     def __init__(self, policy, deadline, **engine) -> None:
         self.name = policy["name"] if policy else "stock"
@@ -112,11 +112,11 @@ class Answering:
 def test_answers_are_compared(monkeypatch, tmp_path, machine):
     monkeypatch.setattr(_gpu_engines, "EngineProcess", Answering)
     rows = list(_gpu_engines.policies(machine))
-    found = {row["policy"]: row for row in rows}
-    assert found["full"]["as_stock"] == "all"
-    assert found["snapkv"]["as_stock"] == "first 1"
-    assert "it died" in found["knorm"]["problem"]
-    assert "as_stock" not in found["stock"]
+    result = {row["policy"]: row for row in rows}
+    assert result["full"]["as_stock"] == "all"
+    assert result["snapkv"]["as_stock"] == "first 1"
+    assert "it died" in result["knorm"]["problem"]
+    assert "as_stock" not in result["stock"]
     report = tmp_path / "other.json"
     rows[0]["answer"] = [1, 2, 4]
     report.write_text(json.dumps({"stages": {"policies": {"rows": rows}}}))
@@ -134,12 +134,12 @@ def test_every_policy_can_be_configured():
 
 def test_time_boxes():
     sleeps = "import time; print('began', flush=True); time.sleep(60)"
-    status, said = gpu_smoke.run_boxed([sys.executable, "-c", sleeps], 2)
-    assert (status, said) == (124, "began\n")
+    status, output = gpu_smoke.run_boxed([sys.executable, "-c", sleeps], 2)
+    assert (status, output) == (124, "began\n")
     child = "import os; os.spawnlp(os.P_WAIT, 'sleep', 'sleep', '60')"
     began = time.monotonic()
     assert gpu_smoke.run_boxed([sys.executable, "-c", child], 2)[0] == 124
-    assert time.monotonic() - began < 30  # the grandchild held the pipe
+    assert time.monotonic() - began < 30  # the grandchild still holds the pipe
     assert gpu_smoke.run_boxed([sys.executable, "-c", "exit(3)"], 60)[0] == 3
     assert gpu_smoke.run_boxed(["no-such-command"], 60)[0] == 127
 
@@ -163,9 +163,9 @@ def test_failures_of_suites_are_named(tmp_path):
     results = tmp_path / "it.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     gpu_smoke.run_boxed([*command, f"--junitxml={results}", str(suite)], 60)
-    found = gpu_smoke.tested(results)
-    assert (found["tests"], found["failed"], found["skipped"]) == (2, 1, 0)
-    assert found["which"] == ["test_b: assert 1 == 2"]
+    result = gpu_smoke.tested(results)
+    assert (result["tests"], result["failed"], result["skipped"]) == (2, 1, 0)
+    assert result["which"] == ["test_b: assert 1 == 2"]
 
 
 def test_copies_are_measured():
@@ -175,7 +175,9 @@ def test_copies_are_measured():
 
 
 def test_fetches_are_measured():
-    """A CPU has one way; a simulated GPU has both (simulated_direct_suite.py)."""
+    """A CPU has one way to fetch; a simulated GPU has both
+    (simulated_direct_suite.py).
+    """
     direct, staged = _gpu_copies.fetch(CPU, sizes=[16])
     assert staged["tokens_per_head"] == 16
     assert staged["kib"] == 64
@@ -187,7 +189,7 @@ def test_fetches_are_measured():
 
 
 def attend(queries, keys, values, scale):
-    """[query heads, dim] over [tokens, KV heads, dim]."""
+    """Attention of [query heads, dim] to [tokens, KV heads, dim]."""
     group = len(queries) // keys.shape[1]
     keys, values = (t.float().repeat_interleave(group, 1) for t in (keys, values))
     scores = torch.einsum("hd,thd->ht", queries.float(), keys) * scale
@@ -210,16 +212,16 @@ def flash(monkeypatch):
 def test_attention_is_measured(flash):
     rows = {row["kernel"]: row for row in _gpu_copies.attention(CPU, 1, 32, 2)}
     assert rows["plain copy"]["of_the_copy"] == 1
-    assert "problem" in rows["triton"]  # not on a CPU
+    assert "problem" in rows["triton"]  # not available on a CPU
     for kernel in ("flash", "flash, as vLLM calls it"):
         assert rows[kernel]["us"] > 0
 
 
 @pytest.mark.parametrize("kernel", ["flash", "stock"])
 def test_what_is_measured_is_decode_attention(flash, kernel):
-    """All pages of a part, each once, and as many bytes as are said to be read."""
+    """All pages of a part, each once, and as many bytes as reported."""
     case = _gpu_copies.DecodeCase(CPU, rows=2, tokens=64, parts=3)
-    seen = []
+    slots = []
     for part in range(3):
         getattr(case, kernel)(part)
         table = case.tables[part].long()
@@ -232,9 +234,9 @@ def test_what_is_measured_is_decode_attention(flash, kernel):
             for of in (ops.gather_keys, ops.gather_values)
         )
         for row in range(2):
-            asked = (t[row].transpose(0, 1) for t in (keys, values))
-            right = attend(case.queries[row], *asked, case.scale)
+            rows_read = (t[row].transpose(0, 1) for t in (keys, values))
+            right = attend(case.queries[row], *rows_read, case.scale)
             torch.testing.assert_close(case.out[row].float(), right, atol=1e-2, rtol=0)
         assert 2 * keys.nbytes == case.read_bytes
-        seen += table.flatten().tolist()
-    assert sorted(seen) == list(range(len(case.heap)))
+        slots += table.flatten().tolist()
+    assert sorted(slots) == list(range(len(case.heap)))

@@ -27,12 +27,12 @@ def made(count: int = 700) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_coverage_is_the_ratio_of_masses():
     keys, queries, exact = made()
-    found = exact.roll(1, 0)  # those of the other head
-    found[:, :, 50:] = -1
-    found[:, :, :9] = exact[:, :, :9]
-    masses = [mass_covered(queries, keys, slots) for slots in (found, exact)]
+    result = exact.roll(1, 0)  # slots of the other head
+    result[:, :, 50:] = -1
+    result[:, :, :9] = exact[:, :, :9]
+    masses = [mass_covered(queries, keys, slots) for slots in (result, exact)]
     expected = (masses[0] / masses[1]).mean().item()
-    assert coverage(queries, keys, found, exact) == pytest.approx(expected, rel=1e-5)
+    assert coverage(queries, keys, result, exact) == pytest.approx(expected, rel=1e-5)
     assert coverage(queries, keys, exact, exact) == pytest.approx(1.0)
 
 
@@ -44,10 +44,10 @@ def test_the_smallest_setting_that_reaches_a_target_is_taken():
 
 
 def test_steps_grow_by_a_fourth_of_an_octave():
-    found = steps(64, 1000)
-    assert found[0] == 64
-    assert found[-1] == 1000
-    assert all(b / a < 1.2 for a, b in itertools.pairwise(found))
+    result = steps(64, 1000)
+    assert result[0] == 64
+    assert result[-1] == 1000
+    assert all(b / a < 1.2 for a, b in itertools.pairwise(result))
     assert steps(1, 5) == [1, 2, 3, 4, 5]
 
 
@@ -67,8 +67,8 @@ def test_crossovers_are_interpolated():
             ("hnswlib", 0.98, 4096, 9.0),
         ]
     ]
-    found = [(line["other"], line["ratios"][4096]) for line in crossovers(rows)]
-    assert found == [("scan float32", 1.5), ("hnswlib", 0.5)]
+    result = [(line["other"], line["ratios"][4096]) for line in crossovers(rows)]
+    assert result == [("scan float32", 1.5), ("hnswlib", 0.5)]
 
 
 @pytest.mark.parametrize("kind", ["tree", "scan", "hnswlib", "faiss"])
@@ -84,10 +84,10 @@ def test_every_method_finds_all_when_it_looks_at_all(kind, threads):
         method = {"hnswlib": Hnsw, "faiss": IvfFlat}[kind](keys, module, threads)
     method.build()
     method.ready()
-    found = method.ask(method.prepared(queries), method.knobs[-1])
-    assert found.dtype == torch.int64
-    assert found.shape == exact.shape
-    assert coverage(queries, keys, found, exact) > 0.9999
+    result = method.ask(method.prepared(queries), method.knobs[-1])
+    assert result.dtype == torch.int64
+    assert result.shape == exact.shape
+    assert coverage(queries, keys, result, exact) > 0.9999
 
 
 def test_missing_libraries_are_named(monkeypatch, capsys):

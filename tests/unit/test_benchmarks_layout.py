@@ -50,7 +50,7 @@ def test_the_readme_lists_every_script():
     assert sorted(name for name in scripts if name not in text) == []
 
 
-# Runs every script with --help in one process, so libraries are imported once.
+# Runs every script with --help in one process, so that libraries are imported once.
 ALL_HELPS = """
 import contextlib, io, json, runpy, sys
 from pathlib import Path
@@ -96,4 +96,6 @@ def test_every_script_shows_its_help():
     assert done.returncode == 0, done.stderr
     (line,) = (x for x in done.stdout.splitlines() if x.startswith("RESULT "))
     results = json.loads(line.removeprefix("RESULT "))
-    assert {path: found for path, found in results.items() if found != [0, True]} == {}
+    assert {
+        path: result for path, result in results.items() if result != [0, True]
+    } == {}

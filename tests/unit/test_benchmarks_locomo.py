@@ -16,18 +16,18 @@ app.command()(benchmark.main)
 
 @pytest.fixture
 def dialogues(tmp_path):
-    """A file of two."""
+    """A file with two dialogues."""
     path = tmp_path / "locomo.json"
     path.write_text(json.dumps([{}, {}]))
     return path
 
 
 def refusal(dialogues: Path, *options: str) -> str:
-    found = CliRunner().invoke(
+    outcome = CliRunner().invoke(
         app, ["model", str(dialogues), *options], env={"COLUMNS": "500"}
     )
-    assert found.exit_code == 2
-    return found.output
+    assert outcome.exit_code == 2
+    return outcome.output
 
 
 def test_controls_are_stock():
@@ -53,20 +53,20 @@ def test_the_history_is_a_turn_that_was_answered():
 
 
 def test_an_unknown_method_is_refused(dialogues):
-    said = refusal(dialogues, "--method", "epicash", "--method", "stock")
-    assert "epicash" in said
-    assert "keydiff, streaming-llm, nothing, another, evidence" in said
+    message = refusal(dialogues, "--method", "epicash", "--method", "stock")
+    assert "epicash" in message
+    assert "keydiff, streaming-llm, nothing, another, evidence" in message
 
 
 @pytest.mark.parametrize("dialogue", ["2", "-1"])
 def test_a_dialogue_that_is_not_there_is_refused(dialogues, dialogue):
-    said = refusal(dialogues, "--dialogue", dialogue)
-    assert f"--dialogue {dialogue}: the file has 0 to 1" in said
+    message = refusal(dialogues, "--dialogue", dialogue)
+    assert f"--dialogue {dialogue}: the file has 0 to 1" in message
 
 
 def test_nothing_comes_after_the_last(dialogues):
     options = ["--method", "another", "--dialogue", "1"]
     assert "no dialogue comes after 1" in refusal(dialogues, *options)
-    # the one before has another
+    # the previous line has a different count
     setting = benchmark.Setting("model", str(dialogues), 0, 10, 1, "float32")
     benchmark.check(setting, ["another"])

@@ -42,9 +42,11 @@ def test_documents_come_from_rows_and_files(tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     (tmp_path / "plain.txt").write_text("third")
     (tmp_path / "other.py").write_text("code")
-    found = [(document.name, document.text) for document in read_documents(tmp_path)]
+    documents = [
+        (document.name, document.text) for document in read_documents(tmp_path)
+    ]
     texts = [("plain.txt", "third"), ("rows.jsonl:0", "first")]
-    assert found == [*texts, ("rows.jsonl:2", "second")]
+    assert documents == [*texts, ("rows.jsonl:2", "second")]
     (empty := tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="with text under"):
         read_documents(empty)
@@ -63,14 +65,14 @@ def test_jobs_are_one_engine_per_policy_and_budget():
 
 
 def test_only_missing_answers_are_asked_for(tmp_path, monkeypatch):
-    asked: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
     fail_at = [3]
 
     def fake(setting, job, todo):
         for depth in todo:
-            if len(asked) == fail_at[0]:
+            if len(calls) == fail_at[0]:
                 raise RuntimeError("interrupted")
-            asked.append((job.label, depth))
+            calls.append((job.label, depth))
             yield {"depth": depth, "key": "1", "answer": "1", "prompt_tokens": 5}
 
     monkeypatch.setattr(needle, "ask_engine", fake)
@@ -85,9 +87,9 @@ def test_only_missing_answers_are_asked_for(tmp_path, monkeypatch):
     depths = needle.order(4)
     assert sorted(depths) == [0, 1, 2, 3]
     every = [(label, depth) for label in ("stock", "random") for depth in depths]
-    assert asked == every
+    assert calls == every
     needle.measure(SETTING, jobs, "engine", out)
-    assert asked == every
+    assert calls == every
 
 
 def test_a_longer_number_is_no_answer():

@@ -16,8 +16,8 @@ def test_tenths_are_taken_by_similarity_and_keep_the_dialogue_s_order():
     ranks = [19, 0, 18, 1, 17, 2, 16, 3, 15, 4, 14, 5, 13, 6, 12, 7, 11, 8, 10, 9]
     similarity = np.empty(20, np.float32)
     similarity[ranks] = np.linspace(1, 0, 20)
-    found = {k: benchmark.tenth(similarity, at) for k, at in benchmark.BANDS.items()}
-    assert found == {
+    shares = {k: benchmark.tenth(similarity, at) for k, at in benchmark.BANDS.items()}
+    assert shares == {
         benchmark.CLOSEST: [0, 19],
         benchmark.MIDDLE: [4, 14],
         benchmark.LEAST: [9, 10],
@@ -32,35 +32,35 @@ def test_patched_prompts_are_lines_and_the_random_ones_come_from_a_seed():
     assert texts[benchmark.EXACT] == "Which one?"
     assert texts[benchmark.CLOSEST] == "Ann: 27\nAnn: 28\nAnn: 29"
     assert texts[benchmark.INSTRUCTION] == ""
-    drawn = texts[benchmark.RANDOM]
-    assert len(drawn.split("\n")) == 3
+    random_text = texts[benchmark.RANDOM]
+    assert len(random_text.split("\n")) == 3
     again = benchmark.patched_texts(lines, "Which one?", similarity, 3)
-    assert again[benchmark.RANDOM] == drawn
+    assert again[benchmark.RANDOM] == random_text
     other = benchmark.patched_texts(lines, "Which one?", similarity, 4)
-    assert other[benchmark.RANDOM] != drawn
+    assert other[benchmark.RANDOM] != random_text
 
 
 def test_of_the_evidence_counts_what_is_kept_and_what_was_never_compressed():
     text = "aa bb cc dd ee ff"
     offsets = [(3 * n, 3 * n + 2) for n in range(6)]
-    asked = locomo.Question("?", "!", 1, ("bb cc", "ee ff"))
+    question = locomo.Question("?", "!", 1, ("bb cc", "ee ff"))
     # tokens 1, 2, 4 and 5 are evidence; compacted at 4
     kept = [[[0, 1, 3], [0, 3]], [[1, 2, 3], [2, 3]]]
-    wanted = benchmark.evidence_at(offsets, text, asked)
-    assert wanted == [1, 2, 4, 5]
-    share = benchmark.evidence_kept(kept, wanted)
+    evidence = benchmark.evidence_at(offsets, text, question)
+    assert evidence == [1, 2, 4, 5]
+    share = benchmark.evidence_kept(kept, evidence)
     assert share == pytest.approx((3 + 2 + 4 + 3) / 4 / 4)
 
 
 def test_lines_of_the_evidence_may_stand_in_the_patched_prompt():
-    asked = locomo.Question("?", "!", 1, ("Ann: Hi.", "Bob: 7"))
-    assert benchmark.evidence_in("Bob: 7\nAnn: Hi.", asked) == 1
-    assert benchmark.evidence_in("Ann: Hi.\nBob: 8", asked) == 0.5
-    assert benchmark.evidence_in("", asked) == 0
+    question = locomo.Question("?", "!", 1, ("Ann: Hi.", "Bob: 7"))
+    assert benchmark.evidence_in("Bob: 7\nAnn: Hi.", question) == 1
+    assert benchmark.evidence_in("Ann: Hi.\nBob: 8", question) == 0.5
+    assert benchmark.evidence_in("", question) == 0
 
 
 def test_chance_keeps_less_of_what_was_compressed_more_often():
-    # 8 tokens read, then 4 more; two heads that keep 4 and 2, later 6 and 1
+    # 8 tokens, then 4 more; two heads that keep 4 and 2 tokens, later 6 and 1
     first = [[[0, 1, 2, 7], [6, 7]]]
     second = [[[0, 1, 8, 9, 10, 11], [11]]]
     once = [4 / 8, 2 / 8]
@@ -78,38 +78,42 @@ def test_chance_keeps_less_of_what_was_compressed_more_often():
 def test_chance_is_what_random_compactions_keep_on_average():
     seed = 3
     random, trials, kept_shares = np.random.default_rng(seed), 400, []
-    wanted, sizes = [5, 40, 70], [(50, 20), (60, 25), (55, 30)]
+    evidence, sizes = [5, 40, 70], [(50, 20), (60, 25), (55, 30)]
     for _ in range(trials):
-        held, compactions = [[], []], []
+        positions, compactions = [[], []], []
         for number, stay in enumerate(sizes):
             start, cut = (0, 64) if not number else (32 + 32 * number, 64 + 32 * number)
-            held = [[*head, *range(start, cut)] for head in held]
-            held = [
+            positions = [[*head, *range(start, cut)] for head in positions]
+            positions = [
                 sorted(random.permutation(head[:-1])[: n - 1].tolist()) + head[-1:]
-                for head, n in zip(held, stay, strict=True)
+                for head, n in zip(positions, stay, strict=True)
             ]
-            compactions.append([held])
-        kept_shares.append(benchmark.evidence_kept(compactions[-1], wanted))
-    expected = benchmark.kept_by_chance(compactions, wanted)
+            compactions.append([positions])
+        kept_shares.append(benchmark.evidence_kept(compactions[-1], evidence))
+    expected = benchmark.kept_by_chance(compactions, evidence)
     assert np.mean(kept_shares) == pytest.approx(expected, abs=0.04), f"seed {seed}"
 
 
 def test_a_dialogue_that_is_too_short_is_followed_by_the_next(tmp_path):
     def dialogue(name, *texts):
-        said = [
+        turns = [
             {"speaker": name, "dia_id": f"D1:{n}", "text": text}
             for n, text in enumerate(texts)
         ]
-        asked = {"question": "?", "answer": 7, "category": 1, "evidence": ["D1:0"]}
+        question = {"question": "?", "answer": 7, "category": 1, "evidence": ["D1:0"]}
         return {
-            "conversation": {"session_1": said, "session_1_date_time": "May"},
-            "qa": [asked, asked | {"category": 5}, asked | {"evidence": ["D9:1"]}],
+            "conversation": {"session_1": turns, "session_1_date_time": "May"},
+            "qa": [
+                question,
+                question | {"category": 5},
+                question | {"evidence": ["D9:1"]},
+            ],
         }
 
     path = tmp_path / "l.json"
     path.write_text(json.dumps([dialogue("Z", "0"), dialogue("A", "1", "2")] * 2))
     setting = locomo.Setting("m", str(path), 1, 12, 9, "float32")
-    # a line counts its words and one; "A: 1 (May)" is 3 words
+    # a line counts its words plus one; "A: 1 (May)" has 3 words
     history, questions = locomo.excerpt(setting, lambda text: len(text.split()))
     assert history[0]["content"] == "A: 1 (May)\nA: 2\nZ: 0 (May)"
     assert questions == [locomo.Question("?", "7", 1, ("A: 1 (May)",))]
@@ -177,7 +181,7 @@ def test_one_configuration_is_compared_with_the_exact_question_alone():
     assert episode["exact"] == "0.750 (0.750..0.750)"
     assert exact["exact"] == ""
     assert "nats_first" not in episode
-    # another configuration's exact question is none of this one
+    # the exact answer of another configuration does not count
     rows.append(row_of("E8", 0, 1.5, 0.5))
     *_, other = cells_of(benchmark.table_of(rows, {0: 1.0}))
     assert (other["kind"], other["exact"]) == ("episode E8", "")

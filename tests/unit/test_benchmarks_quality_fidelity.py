@@ -39,14 +39,14 @@ def test_coverage_is_the_attention_that_falls_on_what_is_kept(model):
     parts[0][..., 50:], parts[1][..., :50] = False, False
     shares = [fidelity_module.coverage(reference.full, part) for part in parts]
     assert sum(shares) == pytest.approx(1.0)
-    # one KV head of one layer, written out: four tokens that two query heads ask for
+    # one KV head of one layer, written out: two query heads over four tokens
     kept[1, 1, :50] = False
-    found = 0.0
+    mass = 0.0
     for head in (2, 3):
         query = reference.full.queries[1][0, head]
         logits = query @ reference.prompt.keys[1][1].T * reference.prompt.scales[1]
-        found += float(logits.softmax(-1)[:, :50].sum(-1).mean())
-    lost = found / 2 / (LAYERS * KV_HEADS)
+        mass += float(logits.softmax(-1)[:, :50].sum(-1).mean())
+    lost = mass / 2 / (LAYERS * KV_HEADS)
     assert fidelity_module.coverage(reference.full, kept) == pytest.approx(1 - lost)
 
 
@@ -82,7 +82,8 @@ def test_rows_of_every_figure_are_written_once(model, tmp_path, monkeypatch):
     assert {row["task"] for row in rows} == {f"fidelity:{task}" for task in tasks}
     assert len({row["sample"] for row in rows}) == 2
     assert len(rows) == 8
-    monkeypatch.setattr(fidelity_module, "MaskedModel", None)  # nothing is read again
+    # A second run computes nothing
+    monkeypatch.setattr(fidelity_module, "MaskedModel", None)
     go()
     assert len(read(out)[1]) == 8
     records = {record["task"]: record for record in summarise(rows)}

@@ -31,7 +31,7 @@ def test_a_pass_key_is_a_whole_number():
 
 def test_f1_of_words():
     assert scored("word_f1", "The cat, sat!", "a cat sat down") == pytest.approx(0.8)
-    # best of several truths; repeated words count as often as they stand in both
+    # best of several truths; repeated words count as often as both contain them
     assert scored("word_f1", "b b b", "x", "b b") == pytest.approx(0.8)
     assert scored("word_f1", "", "x") == 0
     # LoCoMo drops "and" as well
@@ -39,7 +39,7 @@ def test_f1_of_words():
     assert scored("word_f1", "tea and milk", "tea milk") == pytest.approx(0.8)
 
 
-# What the package rouge 1.0.1 gives (its 1e-8 in the denominator aside).
+# Values of the package rouge 1.0.1, apart from its 1e-8 in the denominator.
 @pytest.mark.parametrize(
     ("answer", "truth", "known"),
     [
@@ -72,16 +72,16 @@ def test_classes_are_shared_out():
     assert scored("classes", "Type: Date", "Date", classes=classes) == 1
     assert scored("classes", "Date or Number", "Date", classes=classes) == 0.5
     assert scored("classes", "Number", "Date", classes=classes) == 0
-    # part of the right one's name
+    # a substring of the right answer
     names = ("Number", "Other Number")
     assert scored("classes", "Other Number", "Other Number", classes=names) == 1
 
 
 def test_only_the_first_line_counts_where_longbench_says_so():
     classes = ("Date", "Place")
-    said = "\nDate\nPlace"
-    assert scored("classes", said, "Date", classes=classes) == 0.5
-    assert scored("classes", said, "Date", classes=classes, first_line=True) == 1
+    two_lines = "\nDate\nPlace"
+    assert scored("classes", two_lines, "Date", classes=classes) == 0.5
+    assert scored("classes", two_lines, "Date", classes=classes, first_line=True) == 1
 
 
 def test_numbers_of_paragraphs_and_counts():
@@ -112,12 +112,12 @@ def test_the_final_number_of_gsm8k():
 def test_answers_of_several_questions_are_told_by_their_names():
     answer = "Answer_3:\n1+1. The answer is 2.\n\nAnswer_4:\nThe answer is 1,000."
     place = {"first": 3}
-    asked = ("numbers_in_order", answer)
-    assert scored(*asked, "#### 2", "#### 1000", place=place) == 1
-    assert scored(*asked, "#### 1000", "#### 2", place=place) == 0
-    assert scored(
-        *asked, "#### 2", "#### 1000", "#### 5", place=place
-    ) == pytest.approx(2 / 3)
+    case = ("numbers_in_order", answer)
+    assert scored(*case, "#### 2", "#### 1000", place=place) == 1
+    assert scored(*case, "#### 1000", "#### 2", place=place) == 0
+    assert scored(*case, "#### 2", "#### 1000", "#### 5", place=place) == pytest.approx(
+        2 / 3
+    )
 
 
 def test_parts_that_are_there():

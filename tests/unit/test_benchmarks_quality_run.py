@@ -45,7 +45,7 @@ def test_a_fitted_policy_holds_no_more_than_its_share(name, share):
         fitted = fit_module.fit(policy, share, tokens, GEOMETRY)
         held = parse_policy(dict(fitted)).plan(Lengths(tokens), GEOMETRY)
         held_tokens = 32 * held.resident_blocks(tokens)
-        # whole pages behind what was asked for, and the newest block
+        # whole pages beyond the requested budget, and the newest block
         assert share * tokens - 32 < held_tokens < share * tokens + 64, tokens
         assert fitted["budget"] <= share
 
@@ -53,11 +53,11 @@ def test_a_fitted_policy_holds_no_more_than_its_share(name, share):
 def test_a_budget_is_the_largest_that_fits():
     policy = {"name": "quest"}
     fitted = fit_module.fit(policy, 0.2, 2000, GEOMETRY)
-    most = fit_module.most_held(0.2, 2000, GEOMETRY)
-    assert fit_module.held_tokens(fitted, 2000, GEOMETRY) <= most
+    limit = fit_module.most_held(0.2, 2000, GEOMETRY)
+    assert fit_module.held_tokens(fitted, 2000, GEOMETRY) <= limit
     one_more = policy | {"budget": fitted["budget"] + 1.5 / 2000}
-    assert fit_module.held_tokens(one_more, 2000, GEOMETRY) > most
-    # its first layers alone hold more
+    assert fit_module.held_tokens(one_more, 2000, GEOMETRY) > limit
+    # its first layers alone exceed the budget
     with pytest.raises(KVPolicyError, match="of 2000 tokens however small"):
         fit_module.fit(policy, 0.05, 2000, GEOMETRY)
 
@@ -93,9 +93,9 @@ def test_a_run_that_goes_on_keeps_its_budgets():
 
 
 def row(label: str, share: float | None, sample: str, score: float, **more) -> dict:
-    made = {"policy": {}, "share": share, "label": label, "task": "t", "sample": sample}
-    made |= {"group": sample, "score": score, "prompt_tokens": 100, "commit": "c1"}
-    return made | {"resident_bytes": 32000 if label == "stock" else 3200} | more
+    row = {"policy": {}, "share": share, "label": label, "task": "t", "sample": sample}
+    row |= {"group": sample, "score": score, "prompt_tokens": 100, "commit": "c1"}
+    return row | {"resident_bytes": 32000 if label == "stock" else 3200} | more
 
 
 def test_a_file_goes_on_and_refuses_other_settings(tmp_path):
@@ -105,9 +105,9 @@ def test_a_file_goes_on_and_refuses_other_settings(tmp_path):
     with out.open("a") as file:
         file.write('{"label": "cut off')
     rows_module.append(out, row("snapkv", 0.1, "b", 1.0))
-    rows_module.append(out, row("snapkv", 0.1, "a", 1.0))  # again
-    found = rows_module.open_rows(out, HEADER)
-    assert [(r["sample"], r["score"]) for r in found] == [("a", 1.0), ("b", 1.0)]
+    rows_module.append(out, row("snapkv", 0.1, "a", 1.0))  # a second time
+    rows_read = rows_module.open_rows(out, HEADER)
+    assert [(r["sample"], r["score"]) for r in rows_read] == [("a", 1.0), ("b", 1.0)]
     other = HEADER | {"settings": HEADER["settings"] | {"seed": 1}}
     with pytest.raises(TaskError, match="seed 0 there, 1 now"):
         rows_module.open_rows(out, other)
@@ -135,13 +135,13 @@ def test_only_missing_answers_are_asked_for(tmp_path, monkeypatch):
     samples = [Sample("t", name, "letter", ("A",)) for name in "abc"]
     jobs = [Job({}, None, "stock"), Job({"name": "x"}, 0.1, "x")]
     jobs.append(Job({"name": "y"}, 0.1, "y", "too large"))
-    asked: list[tuple[str, list[str]]] = []
+    calls: list[tuple[str, list[str]]] = []
     fail_after = [4]
 
     def fake(script, request, label):
-        told = json.loads(request)
-        names = [name for _, name in told["todo"]]
-        asked.append((label, names))
+        call = json.loads(request)
+        names = [name for _, name in call["todo"]]
+        calls.append((label, names))
         for name in names:
             if not fail_after[0]:
                 raise RuntimeError("interrupted")
@@ -150,12 +150,12 @@ def test_only_missing_answers_are_asked_for(tmp_path, monkeypatch):
 
     monkeypatch.setattr(quality, "child_rows", fake)
     monkeypatch.setattr(quality, "provenance", lambda: {"commit": "c1"})
-    out, said = tmp_path / "q.jsonl", []
+    out, messages = tmp_path / "q.jsonl", []
 
     def go() -> list[str]:
         rows = rows_module.open_rows(out, HEADER)
         return quality.run_all(
-            SETTING, ["t"], jobs, samples, 64, 4, out, rows, said.append
+            SETTING, ["t"], jobs, samples, 64, 4, out, rows, messages.append
         )
 
     failed = go()
@@ -163,12 +163,12 @@ def test_only_missing_answers_are_asked_for(tmp_path, monkeypatch):
     fail_after[0] = -1
     assert go() == ["y at 0.1: too large"]
     every = [("stock", ["a", "b", "c"]), ("x at 0.1", ["a", "b", "c"])]
-    assert asked == [*every, ("x at 0.1", ["b", "c"])]
+    assert calls == [*every, ("x at 0.1", ["b", "c"])]
     go()
-    assert len(asked) == 3
+    assert len(calls) == 3
     _, rows = rows_module.read(out)
     assert report_module.refusals(rows) == ["y at 0.1: too large"]
-    # nothing is worth having without stock
+    # without stock's rows, no other policy runs
     out.unlink()
     fail_after[0] = 1
     with pytest.raises(TaskError, match="stock vLLM failed: interrupted"):
@@ -182,8 +182,8 @@ def test_the_context_holds_the_longest_chat_and_its_answer():
 
         def apply_chat_template(self, talk, **how):
             assert how["continue_final_message"] is not how["add_generation_prompt"]
-            said = [word for turn in talk for word in turn["content"].split()]
-            return said + ["<turn>"] * (len(talk) + how["add_generation_prompt"])
+            messages = [word for turn in talk for word in turn["content"].split()]
+            return messages + ["<turn>"] * (len(talk) + how["add_generation_prompt"])
 
     user = {"role": "user", "content": "w " * 100}
     samples = [
@@ -212,7 +212,7 @@ def test_intervals_are_seeded_and_draw_groups_together():
     assert interval(uneven, alone, "a") == interval(uneven, alone, "a")
     assert interval(uneven, alone, "a", seed=1) != interval(uneven, alone, "a")
     assert interval(uneven, alone, "b") != interval(uneven, alone, "a")
-    # ten groups of equal samples say as little as ten samples
+    # ten groups of equal samples tell as much as ten samples
     grouped = [float(i % 2) for i in range(10) for _ in range(10)]
     wide = interval(grouped, [str(i) for i in range(10) for _ in range(10)], "a")
     narrow = interval(grouped, alone, "a")
@@ -223,7 +223,7 @@ def test_all_right_is_no_certainty():
     low, high = interval([1.0] * 10, list("abcdefghij"), "a")
     assert (low, high) == (pytest.approx(0.722, abs=1e-3), pytest.approx(1.0))  # Wilson
     assert interval([0.0] * 4, list("aabb"), "a")[1] == pytest.approx(0.658, abs=1e-3)
-    # nor are groups that are alike: half right of two groups, as one of two samples
+    # the same for two groups, one right and one wrong: as for two samples
     half = interval([0.0, 1.0, 1.0, 0.0], list("aabb"), "a")
     assert half == (pytest.approx(0.095, abs=1e-3), pytest.approx(0.905, abs=1e-3))
     assert interval([0.3, 0.3], list("ab"), "a") is None
@@ -239,7 +239,7 @@ def rows_of_a_run() -> list[dict]:
     ]
     twice = {"resident_bytes": 6400}
     rows += [row("snapkv", 0.2, name, 1.0, **twice) for name in "abcd"]
-    # asked for a tenth, holds a quarter
+    # requested a tenth, holds a quarter
     rows += [row("greedy", 0.1, name, 1.0, resident_bytes=8000) for name in "abcd"]
     rows.append(
         {"label": "quest", "share": 0.1, "task": "", "sample": "", "refused": "no"}
@@ -270,17 +270,17 @@ def test_methods_stand_side_by_side_at_equal_bytes():
     assert snapkv[2].startswith("1.000")
     # a quarter is neither a tenth nor a fifth
     assert greedy[1:3] == ["–", "–"]
-    # what was asked for more is not taken for less, however little it holds
+    # a row with a larger requested budget never counts as a smaller one
     modest = [r | {"share": 0.2} for r in records if r["share"] == 0.1]
     assert report_module.side_by_side(modest, HEADER)[0][1] == "20%"
     both = report_module.side_by_side([*modest, *records], HEADER)
     assert both[1][1].startswith("0.500")
     other = [r | {"method": "modest"} for r in modest]
     assert report_module.side_by_side([*other, *records], HEADER)[1][1] == "–"
-    # two blocks of 2500 bytes are rounding
+    # two blocks of 2500 bytes are within rounding
     coarse = HEADER | {"block_bytes": 2500}
     assert report_module.side_by_side(records, coarse)[3][1].endswith("@ 25.0%")
-    # as is half of what is generated: 1000 tokens of 10 bytes
+    # and so is half of the generated tokens: 1000 tokens of 10 bytes
     wordy = [record | {"answer_tokens": 1000.0} for record in records]
     assert report_module.side_by_side(wordy, HEADER)[3][1].endswith("@ 25.0%")
     wordy = [record | {"answer_tokens": 400.0} for record in records]
@@ -295,9 +295,9 @@ def test_tables_and_files_of_a_run(tmp_path):
     console = Console(width=200, file=io.StringIO())
     files = tmp_path / "deep" / "r.csv", tmp_path / "r.md"
     report_module.report(*rows_module.read(out), console, *files)
-    shown = console.file.getvalue()
-    assert "quest at 0.1: no" in shown
-    assert "commit c1: python q" in shown
+    printed = console.file.getvalue()
+    assert "quest at 0.1: no" in printed
+    assert "commit c1: python q" in printed
     with files[0].open() as file:
         lines = list(csv.DictReader(file))
     assert [line["method"] for line in lines] == ["stock", "snapkv", "snapkv", "greedy"]
@@ -330,7 +330,7 @@ def test_pictures_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--tasks", "passkey,nothing"], "nothing"),
         (["--budgets", "0.1,2"], "--budgets are shares"),
@@ -340,7 +340,7 @@ def test_pictures_of_a_run(tmp_path):
         (["--tasks", "ruler"], "give --ruler"),
     ],
 )
-def test_wrong_options_are_told_first(options, told, tmp_path, monkeypatch):
+def test_wrong_options_are_refused_first(options, message, tmp_path, monkeypatch):
     monkeypatch.setattr(quality.Tokens, "of", classmethod(lambda cls, model: None))
     monkeypatch.setattr("_quality_samples.Tokens.of", classmethod(lambda c, m: None))
     config = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
@@ -349,5 +349,5 @@ def test_wrong_options_are_told_first(options, told, tmp_path, monkeypatch):
     arguments = ["run", str(tmp_path), "--out", str(out), *options]
     result = CliRunner().invoke(quality.app, arguments, env={"COLUMNS": "300"})
     assert result.exit_code == 2
-    assert told in result.output
+    assert message in result.output
     assert not out.exists()

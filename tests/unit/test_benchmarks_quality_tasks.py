@@ -47,7 +47,7 @@ def made(task: str, **changes: object) -> list[Sample]:
 
 
 def write(path: Path, rows: object) -> str:
-    """JSON, or JSONL by the file's name."""
+    """Write rows as JSON, or as JSONL, according to the file's name."""
     if path.suffix == ".jsonl":
         path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     else:
@@ -138,7 +138,7 @@ def test_ruler_rows_are_prompts_to_go_on_with(tmp_path):
 
 
 def longbench(tmp_path: Path, name: str, **fields: object) -> Sample:
-    """The sample of one made-up row."""
+    """The sample that one synthetic row gives."""
     (config := tmp_path / "config").mkdir(exist_ok=True)
     prompt = "Read.\n{context}\nNow: {input}\nAnswer:"
     write(config / "dataset2prompt.json", {name: prompt})
@@ -151,14 +151,14 @@ def longbench(tmp_path: Path, name: str, **fields: object) -> Sample:
 
 
 def test_longbench_rows_take_their_published_prompt(tmp_path):
-    asked = longbench(tmp_path, "hotpotqa")
-    assert asked.messages[0]["content"] == "Read.\nbecause\nNow: why {x}?\nAnswer:"
-    assert (asked.metric, asked.max_tokens, asked.truths) == (
+    question = longbench(tmp_path, "hotpotqa")
+    assert question.messages[0]["content"] == "Read.\nbecause\nNow: why {x}?\nAnswer:"
+    assert (question.metric, question.max_tokens, question.truths) == (
         *("word_f1", 64),
         ("a", "b"),
     )
-    assert (asked.task, asked.name) == ("longbench:hotpotqa", "e4")
-    # few-shot tasks are texts to go on with
+    assert (question.task, question.name) == ("longbench:hotpotqa", "e4")
+    # few-shot tasks are texts to continue
     classes = ["City", "Food"]
     shots = longbench(tmp_path, "trec", all_classes=classes)
     assert (shots.messages, shots.classes) == ((), ("City", "Food"))
@@ -173,7 +173,7 @@ def test_longbench_rows_take_their_published_prompt(tmp_path):
 def test_what_is_too_long_loses_its_middle(tmp_path):
     context = " ".join(f"w{i}" for i in range(1000))
     text = longbench(tmp_path, "qmsum", context=context).messages[0]["content"]
-    assert TOKENS.count(text) == 299  # the halves meet in a word
+    assert TOKENS.count(text) == 299  # the halves meet inside a word
     assert text.startswith("Read. w0 w1 ")
     assert text.endswith("Now: why {x}? Answer:")
     assert "w148" in text
@@ -184,16 +184,16 @@ def test_gsm8k_questions_follow_the_same_worked_examples(tmp_path):
     rows = [{"question": f"q{i}?", "answer": f"because\n#### {i}"} for i in range(5)]
     file = write(tmp_path / "test.jsonl", rows)
     samples = made("gsm8k", gsm8k=file)
-    assert len(samples) == 3  # five less two shots
-    shown = {s.prompt.rpartition("Question: ")[0] for s in samples}
-    assert len(shown) == 1
-    (examples,) = shown
+    assert len(samples) == 3  # five minus two shots
+    prefixes = {s.prompt.rpartition("Question: ")[0] for s in samples}
+    assert len(prefixes) == 1
+    (examples,) = prefixes
     assert examples.count("Question: ") == examples.count("\nAnswer: because") == 2
     for sample in samples:
-        asked = sample.prompt.rpartition("Question: ")[2]
-        assert asked.endswith("?\nAnswer:")
-        assert asked[1] == sample.truths[0][-1]
-        assert f"{asked[:2]}?" not in examples
+        question = sample.prompt.rpartition("Question: ")[2]
+        assert question.endswith("?\nAnswer:")
+        assert question[1] == sample.truths[0][-1]
+        assert f"{question[:2]}?" not in examples
     with pytest.raises(TaskError, match="too few for --shots 9"):
         made("gsm8k", gsm8k=file, shots=9)
 
@@ -202,7 +202,7 @@ def test_longgenbench_asks_several_questions_at_once(tmp_path):
     rows = [{"question": f"q{i}?", "answer": f"so\n#### {i}"} for i in range(7)]
     file = write(tmp_path / "test.jsonl", rows)
     samples = made("longgen_gsm8k", gsm8k=file)
-    assert [len(s.truths) for s in samples] == [2, 2]  # a fifth question is left over
+    assert [len(s.truths) for s in samples] == [2, 2]  # a fifth question remains
     system, user = samples[0].messages
     assert system["role"] == "system"
     assert user["content"].count("The answer is") == 2
@@ -234,9 +234,9 @@ def test_a_preference_is_told_first_and_needed_last(tmp_path):
     for sample in samples:
         assert sample.messages[0] == {"role": "user", "content": "I eat no meat."}
         assert len(sample.messages) == 2 * (1 + 3) + 1
-        asked = sample.messages[-1]["content"]
-        assert asked.startswith("What is for lunch?\nA. ")
-        assert f"{sample.truths[0]}. Salad." in asked
+        question = sample.messages[-1]["content"]
+        assert question.startswith("What is for lunch?\nA. ")
+        assert f"{sample.truths[0]}. Salad." in question
         assert sample.task == "prefeval:choice"
     assert made("prefeval", prefeval=str(folder), limit=1) == samples[:1]
     plain = {name: row[name] for name in ("preference", "question")}
@@ -263,10 +263,10 @@ def test_locomo_asks_what_the_excerpt_answers(tmp_path):
     samples = made("locomo", locomo=file)
     assert [s.truths for s in samples] == [("Ann",), ("Bob",)]
     assert [s.group for s in samples] == ["dialogue 0", "dialogue 1"]
-    user, assistant, asked = samples[0].messages
+    user, assistant, question = samples[0].messages
     assert user["content"].startswith("Ann: I went to Rome.")
-    assert (assistant["role"], asked["role"]) == ("assistant", "user")
-    assert asked["content"].startswith("Who?")
+    assert (assistant["role"], question["role"]) == ("assistant", "user")
+    assert question["content"].startswith("Who?")
     assert TOKENS.count(user["content"]) <= 300 - 128
 
 
@@ -275,8 +275,8 @@ def test_locomo_asks_what_the_excerpt_answers(tmp_path):
 
 def test_samples_of_all_tasks_come_in_order(monkeypatch):
     monkeypatch.setattr(Tokens, "of", classmethod(lambda cls, model: TOKENS))
-    found = samples_of(SETTING, ["multikey", "passkey"])
-    assert [s.task for s in found] == ["multikey"] * 4 + ["passkey"] * 4
+    samples = samples_of(SETTING, ["multikey", "passkey"])
+    assert [s.task for s in samples] == ["multikey"] * 4 + ["passkey"] * 4
     assert samples_of(SETTING, []) == []
     same = Sample("t", "one", "letter", ("A",))
     monkeypatch.setitem(tasks_module.TASKS, "twice", lambda *_: [same, same])

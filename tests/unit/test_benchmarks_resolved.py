@@ -29,7 +29,7 @@ POLICY = {"name": "sekv", "budget": 120, "least_span": 3, "span_tokens": 10}
 
 
 def made_up() -> tuple[Prompt, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A prompt, its surprisal, and a new token's query, and key and value."""
+    """A prompt with its surprisal, and a new token's query, key and value."""
     print("seed", SEED)
     rng = torch.Generator().manual_seed(SEED)
     keys, values = torch.randn(2, HEADS, TOKENS, DIM, generator=rng).bfloat16().float()
@@ -44,7 +44,7 @@ def test_with_room_for_all_spans_all_tokens_are_seen():
     policy = parse_policy(POLICY | {"rank": DIM})
     resolved = Resolved.of(policy, prompt, surprisal, GEOMETRY)
     shape = (1, HEADS, TOKENS)
-    wanted = attend(
+    expected = attend(
         query[None, :, None],
         prompt.keys[0],
         prompt.values[0],
@@ -54,18 +54,20 @@ def test_with_room_for_all_spans_all_tokens_are_seen():
         SCALE,
     )[0, :, 0]
     some = resolved.attend(0, query, new_key, new_value, SCALE)
-    assert float((some - wanted).abs().max()) > 0.05
+    assert float((some - expected).abs().max()) > 0.05
     resolved.room = TOKENS
     everything = resolved.attend(0, query, new_key, new_value, SCALE)
     # factors are rounded to bfloat16
-    torch.testing.assert_close(everything, wanted, rtol=0, atol=0.02)
+    torch.testing.assert_close(everything, expected, rtol=0, atol=0.02)
 
 
 def test_without_a_zoom_a_span_is_its_mean_and_its_size():
     prompt, surprisal, query, (new_key, new_value) = made_up()
     policy = parse_policy(POLICY | {"zoom_share": 0})
     resolved = Resolved.of(policy, prompt, surprisal, GEOMETRY)
-    found = resolved.attend(0, query, new_key, new_value, SCALE).view(HEADS, GROUP, DIM)
+    actual = resolved.attend(0, query, new_key, new_value, SCALE).view(
+        HEADS, GROUP, DIM
+    )
     segments = resolved.segments
     assert segments.num_spans > 5
     parts = list(
@@ -82,14 +84,16 @@ def test_without_a_zoom_a_span_is_its_mean_and_its_size():
             torch.stack([(w[:, None] * rows[at]).sum(0) for at, w in parts])
             for rows in (keys, values)
         )
-        seen = torch.cat([keys[stay], key_means, new_key[head]])
-        told = torch.cat([values[stay], value_means, new_value[head]])
+        keys_seen = torch.cat([keys[stay], key_means, new_key[head]])
+        values_seen = torch.cat([values[stay], value_means, new_value[head]])
         bias = [math.log(len(at)) for at, _ in parts]
         extra = torch.tensor([0.0] * int(stay.sum()) + bias + [0.0])
         for number in range(GROUP):
-            asked = query[head * GROUP + number]
-            wanted = (seen @ asked * SCALE + extra).softmax(0) @ told
-            torch.testing.assert_close(found[head, number], wanted, rtol=0, atol=1e-5)
+            one_query = query[head * GROUP + number]
+            expected = (keys_seen @ one_query * SCALE + extra).softmax(0) @ values_seen
+            torch.testing.assert_close(
+                actual[head, number], expected, rtol=0, atol=1e-5
+            )
 
 
 def test_prompts_within_the_budget_need_no_spans():
@@ -100,8 +104,8 @@ def test_prompts_within_the_budget_need_no_spans():
 
 def test_surprisal_is_of_the_token_that_came():
     logits = torch.tensor([[0.0, math.log(3)], [math.log(7), 0.0], [5.0, 5.0]])
-    found = surprisals(logits, [0, 1, 0])
-    assert found.tolist() == pytest.approx([0, math.log(4 / 3), math.log(8 / 7)])
+    actual = surprisals(logits, [0, 1, 0])
+    assert actual.tolist() == pytest.approx([0, math.log(4 / 3), math.log(8 / 7)])
 
 
 # -- ablations ---------------------------------------------------------------------
@@ -113,13 +117,13 @@ def segments_of(name: str) -> tuple[SeKV, Segments]:
     assert isinstance(policy, SeKV)
     (compaction,) = policy.plan(Lengths(TOKENS), GEOMETRY).compactions
     stays = len(compaction.retained) * SIZE + TOKENS % SIZE
-    found = policy.segment(made_up()[1], stays, GEOMETRY)
-    # whatever is left out, the budget is the same
-    assert int(found.resident.sum()) == stays
-    assert int(found.sizes.sum()) == TOKENS - stays
-    sums = torch.zeros(found.num_spans).index_add_(0, found.span, found.weights)
-    torch.testing.assert_close(sums, torch.ones(found.num_spans))
-    return policy, found
+    actual = policy.segment(made_up()[1], stays, GEOMETRY)
+    # without either component, the budget is the same
+    assert int(actual.resident.sum()) == stays
+    assert int(actual.sizes.sum()) == TOKENS - stays
+    sums = torch.zeros(actual.num_spans).index_add_(0, actual.span, actual.weights)
+    torch.testing.assert_close(sums, torch.ones(actual.num_spans))
+    return policy, actual
 
 
 def test_fixed_chunks_have_one_length_and_the_same_surprising_tokens():
@@ -139,7 +143,7 @@ def test_without_anchors_the_newest_stay():
     newest = int(plain.resident.sum()) - policy.sinks
     assert bool(plain.resident[-newest:].all())
     assert bool(plain.resident[: policy.sinks].all())
-    # a surprising token still begins a span
+    # a surprising token still starts a span
     starts = plain.positions[plain.sizes.cumsum(0) - plain.sizes].tolist()
     inside = [p for p in whole.anchors.tolist() if p < TOKENS - newest]
     assert len(inside) > 2
@@ -174,27 +178,27 @@ def test_one_threshold_is_the_mean_of_all(tmp_path):
     path = tmp_path / "router.safetensors"
     high = torch.tensor([[-1e4, 1e4], [6.0, -2.0]])
     write_random_router(path, model, random, threshold=high)
-    asked = POLICY | {"router": str(path)}
+    settings = POLICY | {"router": str(path)}
     keys = torch.randn(2, 9, 8, generator=random)
     queries = 3 * torch.randn(2, 1, 8, generator=random)
-    found = {}
+    actual = {}
     for name in ("sekv", "sekv-one-threshold"):
-        policy = parse_policy(asked | {"name": name})
+        policy = parse_policy(settings | {"name": name})
         assert isinstance(policy, SeKV)
         sizes = torch.full((9,), 4)
         spans = CoarseSpans(
             keys, keys, sizes.float().log(), sizes, policy.summarize(0, keys)
         )
-        found[name] = policy.gates(0, queries, spans, 1.0)
-    everything, nothing = (found["sekv"] > -math.inf).all(1).tolist()
+        actual[name] = policy.gates(0, queries, spans, 1.0)
+    everything, nothing = (actual["sekv"] > -math.inf).all(1).tolist()
     assert everything
     assert not nothing
-    one = found["sekv-one-threshold"]
+    one = actual["sekv-one-threshold"]
     router = read_router(path)[0]
     summary = router.summarize(keys, 0)
     logits = router.logits(queries, summary, sizes.float().log(), 0)[0, 0]
     assert 0 < int((logits > 1.0).sum()) < 9
-    assert one[0].tolist() == found["sekv"][0].where(logits > 1.0, -math.inf).tolist()
+    assert one[0].tolist() == actual["sekv"][0].where(logits > 1.0, -math.inf).tolist()
     assert bool((one > -math.inf).any(1).all())
     with pytest.raises(ValueError, match="needs a router"):
         parse_policy(POLICY | {"name": name}).gates(0, queries, spans, 1.0)

@@ -31,22 +31,31 @@ def test_each_folder_gives_as_many_long_texts(tmp_path):
     app = typer.Typer()
     app.command()(script.main)
     folders = [str(tmp_path / name) for name in "abc"]
-    asked = [*folders, "--out", str(tmp_path / "out"), "--least", "60", "--most", "3"]
-    done = CliRunner().invoke(app, asked)
+    arguments = [
+        *folders,
+        "--out",
+        str(tmp_path / "out"),
+        "--least",
+        "60",
+        "--most",
+        "3",
+    ]
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     names = sorted(path.name[:5] for path in (tmp_path / "out").iterdir())
     assert names == ["0-000", "0-001", "0-002", "1-000", "1-001", "1-002"]
 
 
 def test_questions_behind_a_text_have_their_answers_in_it():
-    """Every value that is asked for stands in the text, near its end, and the wording
-    is not that of the pass-key prompts."""
+    """Every requested value is in the text, near its end, and the wording differs
+    from that of the pass-key prompts.
+    """
     for seed in range(20):
         draw = random.Random(seed)
         body = "".join(f"Sentence {chr(97 + i % 26)} says little. " for i in range(600))
-        made = script.examined(body, draw, 4000, 6, "<{question}|{answer}>\n")
-        text, asked = made.split("\n\n")
-        turns = [turn[1:-1].split("|") for turn in asked.splitlines()]
+        sample = script.examined(body, draw, 4000, 6, "<{question}|{answer}>\n")
+        text, arguments = sample.split("\n\n")
+        turns = [turn[1:-1].split("|") for turn in arguments.splitlines()]
         assert len(turns) == 6
         assert len({question for question, _ in turns}) == 6
         for _, answer in turns:
@@ -57,7 +66,7 @@ def test_questions_behind_a_text_have_their_answers_in_it():
             assert word in text
         for phrase in ("pass key", "Remember", "memorize", "quiz"):
             assert phrase in _pass_key.TASK + _pass_key.NEEDLE + _pass_key.QUESTION
-            assert phrase not in made
+            assert phrase not in sample
 
 
 def test_a_share_of_the_texts_asks(tmp_path):
@@ -67,12 +76,12 @@ def test_a_share_of_the_texts_asks(tmp_path):
         (tmp_path / "in" / f"{number}.txt").write_text(words)
     app = typer.Typer()
     app.command()(script.main)
-    asked = [str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--asked", "0.5"]
-    done = CliRunner().invoke(app, asked)
+    arguments = [str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--asked", "0.5"]
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     texts = [path.read_text() for path in (tmp_path / "out").iterdir()]
     asking = [text for text in texts if "Question: " in text[-300:]]
     assert 8 < len(asking) < 22 < len(texts) == 30
     assert all(len(text) == 12000 for text in texts if text not in asking)
-    # stretches begin in other places
+    # other seeds start elsewhere
     assert len({text[:20] for text in texts}) > 25

@@ -34,7 +34,7 @@ def made_up_prompt() -> Prompt:
         return [torch.randn(heads, TOKENS, DIM, generator=rng) for _ in range(LAYERS)]
 
     queries, keys, values = layers(KV_HEADS * GROUP), layers(KV_HEADS), layers(KV_HEADS)
-    for layer in keys:  # one head flat, one peaked
+    for layer in keys:  # one flat head, one peaked head
         layer *= torch.tensor([0.3, 4.0]).view(2, 1, 1)
     return Prompt(queries, keys, values, [SCALE] * LAYERS)
 
@@ -45,7 +45,7 @@ def made_up_rotary() -> Rotary:
 
 
 class LookUpModel:
-    """Queries, keys and values are rows of random tables; nothing else matters."""
+    """Queries, keys and values are rows of random tables."""
 
     max_positions = POSITIONS
 
@@ -55,7 +55,7 @@ class LookUpModel:
         self.tables = [torch.randn(97, LAYERS, n, DIM, generator=rng) for n in heads]
 
     def rows(self, token_ids: torch.Tensor, layer: int) -> list[torch.Tensor]:
-        """Each [tokens, heads, DIM]."""
+        """Queries, keys and values, each [tokens, heads, DIM]."""
         return [table[token_ids, layer] for table in self.tables]
 
     def extend(self, branches: Branches, tokens: torch.Tensor, logits: int = 0) -> None:
@@ -70,7 +70,7 @@ def encode(text: str) -> list[int]:
 
 
 def attach(runtime: PolicyRuntime, heap: Heap, rotary: Rotary) -> None:
-    """With a model that shows its layers to the runtime's prober."""
+    """A runtime whose prober sees the layers of a model."""
     tables = LookUpModel()
 
     def forward(token_ids: torch.Tensor, positions: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ def attach(runtime: PolicyRuntime, heap: Heap, rotary: Rotary) -> None:
 
 
 def runtime_keeps(policy: Any, prompt: Prompt, selector: Selector) -> torch.Tensor:
-    """What the worker's runtime keeps when the prompt comes in two steps."""
+    """The tokens that the worker's runtime keeps after a prompt in two steps."""
     blocks = -(-TOKENS // SIZE)
 
     def paged(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -129,7 +129,7 @@ def test_the_selector_keeps_what_the_runtime_keeps(name, allocator):
     kept = selector.kept(policy)
     assert torch.equal(kept, runtime_keeps(policy, prompt, selector))
     assert name == "full" or kept.double().mean() < 0.4
-    # observations are shared between budgets; a second question hears the same
+    # budgets share observations; a second question observes the same
     assert torch.equal(selector.kept(policy), kept)
 
 
@@ -139,15 +139,15 @@ def test_attention_over_a_mask_is_attention_without_the_hidden_tokens():
     new, branches = 5, 3
     q = torch.randn(branches, KV_HEADS * GROUP, 2, DIM, generator=rng)
     k, v = torch.randn(2, branches, KV_HEADS, new, DIM, generator=rng)
-    seen = torch.rand(branches, KV_HEADS, TOKENS, generator=rng) < 0.2
-    got = attend(q, prompt.keys[0], prompt.values[0], k, v, seen, SCALE)
+    visible = torch.rand(branches, KV_HEADS, TOKENS, generator=rng) < 0.2
+    actual = attend(q, prompt.keys[0], prompt.values[0], k, v, visible, SCALE)
     for branch in range(branches):
         for head in range(KV_HEADS * GROUP):
             kv = head // GROUP
-            at = seen[branch, kv]
+            at = visible[branch, kv]
             for i in range(2):
-                own = slice(0, new - 1 + i)  # the newest two tokens ask
+                own = slice(0, new - 1 + i)  # the newest two tokens are the queries
                 keys = torch.cat([prompt.keys[0][kv, at], k[branch, kv, own]])
                 values = torch.cat([prompt.values[0][kv, at], v[branch, kv, own]])
                 shares = (keys @ q[branch, head, i] * SCALE).softmax(0)
-                torch.testing.assert_close(got[branch, head, i], shares @ values)
+                torch.testing.assert_close(actual[branch, head, i], shares @ values)

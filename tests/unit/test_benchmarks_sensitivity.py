@@ -18,7 +18,7 @@ SETTING = bench.Setting("models/m", "rows.jsonl", True, 40, 3, 2, 0, "float32", 
 
 
 class Letters:
-    """A token per letter."""
+    """One token per letter."""
 
     def encode(self, text, add_special_tokens=True):
         return [ord(letter) for letter in text]
@@ -37,9 +37,9 @@ def test_answers_follow_a_context_cut_to_length_and_the_question(tmp_path):
         {"context": "hgfedcba", "answers": ["p"]},
         {"context": "ABCDEFGH", "answers": ["rs tu"]},
     ]
-    made = bench.make_samples(written(tmp_path, rows), Letters())
-    assert {sample.name for sample in made} == {"rows.jsonl:0", "rows.jsonl:3"}
-    (first,) = (sample for sample in made if sample.name.endswith(":0"))
+    samples = bench.make_samples(written(tmp_path, rows), Letters())
+    assert {sample.name for sample in samples} == {"rows.jsonl:0", "rows.jsonl:3"}
+    (first,) = (sample for sample in samples if sample.name.endswith(":0"))
     assert "".join(map(chr, first.prompt)) == "abcde" + bench.QUESTION
     assert "".join(map(chr, first.next)) == " xy"
 
@@ -83,12 +83,12 @@ def test_the_summary_shows_changes_of_the_same_samples():
         bench.config_of('{"name": "snapkv", "window": 9}', name, 256, 64)
         for name in ("head-adaptive", "sensitivity")
     ]
-    found = {
+    report = {
         configs[0]: {"a": 1.0, "b": 2.0, "c": 5.0},
         configs[1]: {"a": 0.5, "b": 2.25},
     }
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(bench.summary(found))
+    console.print(bench.summary(report))
     text = console.export_text()
     for part in ("1 of 2", "-0.500 +0.250", "-0.1250", "1.3750", "2.6667"):
         assert part in text, text
@@ -97,7 +97,7 @@ def test_the_summary_shows_changes_of_the_same_samples():
 def test_rows_that_were_cut_off_are_measured_again(tmp_path):
     out = tmp_path / "out.jsonl"
     row = SETTING.shared() | {"config": "{}", "sample": "a", "kl": 1.0}
-    assert "models" not in json.dumps(row), "no folders of the machine"
+    assert "models" not in json.dumps(row), "a path of this machine was recorded"
     out.write_text(json.dumps(row) + "\n" + json.dumps(row)[:30])
     assert bench.read_rows(out) == [row]
     other = SETTING.shared() | {"config": "{}", "seed": 1}
@@ -105,7 +105,7 @@ def test_rows_that_were_cut_off_are_measured_again(tmp_path):
 
 
 def test_logits_are_those_in_front_of_each_prescribed_token():
-    """A prompt in chunks has logits too often."""
+    """Chunks of a prompt must not add logits."""
     vllm = pytest.importorskip("vllm")
     from _talk import Recorded
 
@@ -114,17 +114,19 @@ def test_logits_are_those_in_front_of_each_prescribed_token():
     say = recorded.new_req_logits_processor(params)
     Recorded.seen.clear()
     logits = [torch.tensor([float(i), 0.0, 1.0]) for i in range(4)]
-    told: list[int] = []
+    progress: list[int] = []
     for chunk in logits[:3]:
-        assert say(told, chunk).argmax() == 2
-    told.append(2)
-    assert say(told, logits[3]).argmax() == 0
+        assert say(progress, chunk).argmax() == 2
+    progress.append(2)
+    assert say(progress, logits[3]).argmax() == 0
     assert [seen[0].item() for seen in Recorded.seen] == [2.0, 3.0]
     assert recorded.new_req_logits_processor(vllm.SamplingParams()) is None
 
 
 def test_who_reads_what_an_engine_saw_runs_it_in_its_own_process():
-    """Records and logits are in the engine's process; by default that is another."""
+    """Records and logits exist only in the engine's process, which is another one by
+    default.
+    """
     readers = []
     for script in sorted(Path(bench.__file__).parent.glob("[!_]*.py")):
         text = script.read_text(encoding="utf-8")

@@ -32,7 +32,7 @@ def test_arrivals_are_a_poisson_process_of_the_rate():
     arrivals = np.array([user.arrival_s for user in users_of(LOAD, 4.0, 1)])
     gaps = np.diff(arrivals, prepend=0.0)
     assert gaps.mean() == pytest.approx(1 / 4.0, rel=0.05)
-    # exponential: the deviation is the mean, and 1 - 1/e of the gaps are below it
+    # exponential gaps: their deviation equals their mean, and 1 - 1/e are below it
     assert gaps.std() == pytest.approx(1 / 4.0, rel=0.1)
     assert (gaps < 1 / 4.0).mean() == pytest.approx(1 - np.exp(-1), abs=0.03)
 
@@ -60,8 +60,8 @@ def test_texts_come_from_a_file(tmp_path):
     (file := tmp_path / "texts").write_text("One\nline.\n\n\n Two. \n")
     assert chat_module.paragraphs(file) == ["One\nline.", "Two."]
     load = ChatLoad(20, 2, 1.0, 5, 3, 8, str(file))
-    said = {text for user in users_of(load, 1.0, 0) for text in user.messages}
-    assert said == {"One\nline.", "Two."}
+    arguments = {text for user in users_of(load, 1.0, 0) for text in user.messages}
+    assert arguments == {"One\nline.", "Two."}
     file.write_text("\n\n")
     with pytest.raises(ValueError, match="no text"):
         chat_module.paragraphs(file)
@@ -76,14 +76,14 @@ def test_every_cell_has_its_own_seed_and_policies_share_it():
     others = [cell(workload="random"), cell(rate=1.5), cell(repetition=1)]
     seeds = {other.seed(0) for other in others} | {cell().seed(0), cell().seed(1)}
     assert len(seeds) == 5
-    assert all(0 <= seed < 2**32 for seed in seeds)  # numpy.random.seed takes these
+    assert all(0 <= seed < 2**32 for seed in seeds)  # the range of numpy.random.seed
 
 
 # -- figures --------------------------------------------------------------------
 
 
 def answer(*token_s: float, tokens: int | None = None, error: str = "") -> Answer:
-    """An answer to a request at second 10."""
+    """An answer to a request sent at second 10."""
     count = len(token_s) if tokens is None else tokens
     return Answer(10.0, list(token_s), count, 7, "", error)
 
@@ -105,14 +105,14 @@ def test_chunks_without_a_token_have_no_time():
         usage = {"completion_tokens": count, "prompt_tokens": 9}
         return {"choices": choices, "usage": usage}
 
-    found = Answer(0.0)
-    # role, a token, half a character, two tokens at once, the totals
+    result = Answer(0.0)
+    # role, one token, half a character, two tokens at once, the totals
     chunks = [chunk("", 0), chunk("a", 1), chunk("", 2), chunk("bc", 4)]
     for second, each in enumerate([*chunks, chunk(None, 4)]):
-        chat_module.take(found, each, float(second))
-    assert found.token_s == [1.0, 2.0, 3.0]
-    assert (found.tokens, found.text, found.prompt_tokens) == (4, "abc", 9)
-    plain = Answer(0.0)  # a server that does not count along
+        chat_module.take(result, each, float(second))
+    assert result.token_s == [1.0, 2.0, 3.0]
+    assert (result.tokens, result.text, result.prompt_tokens) == (4, "abc", 9)
+    plain = Answer(0.0)  # a server that does not report running totals
     for second, text in enumerate(["", "a", "b"]):
         chat_module.take(plain, {"choices": [{"delta": {"content": text}}]}, second)
     assert (plain.tokens, plain.token_s) == (2, [1, 2])
@@ -125,7 +125,7 @@ def test_goodput_counts_requests_that_meet_both_objectives():
         answer(10.5, 10.55),  # both exactly at the limit
         answer(10.501, 10.51),  # first token late
         answer(10.1, 10.2),  # tokens slow
-        answer(10.1),  # a single token has no TPOT to miss
+        answer(10.1),  # a single token has no TPOT to violate
         answer(error="refused"),
     ]
     slo = Slo(500.0 + 1e-6, 50.0 + 1e-6)
@@ -163,9 +163,9 @@ vllm:time_to_first_token_seconds_bucket{le="0.1"} 4.0
 
 
 def test_metrics_are_read_from_prometheus_text():
-    found = metrics.parse_metrics(TEXT)
+    result = metrics.parse_metrics(TEXT)
     expected = {"blocks": 100.0, "usage": 0.25, "preemptions": 5.0}
-    assert found == expected | {"host_bytes": 1048576.0}
+    assert result == expected | {"host_bytes": 1048576.0}
     assert metrics.parse_metrics("nothing") == {}
 
 
@@ -177,26 +177,26 @@ def test_memory_counts_between_the_first_request_and_the_last_answer():
 
     samples = [sample(0.0, 0.9, 2.0), sample(1.0, 0.9, 2.0), sample(2.0, 0.2, 2.0)]
     samples += [sample(3.0, 0.6, 4.0), sample(9.0, 0.9, 5.0)]
-    found = metrics.server_figures(samples, 1.5, 4.0)
-    assert found["mean_held_blocks"] == pytest.approx(40)
-    assert found["peak_held_blocks"] == 60
-    assert found["peak_host_bytes"] == 600
-    assert found["preemptions"] == 3
-    assert found["prefix_hit_share"] == pytest.approx(0.1)
-    assert found["pool_blocks"] == 100
-    assert found["samples"]["at_s"] == [0.5, 1.5]
-    assert found["samples"]["held_blocks"] == [20, 60]
+    result = metrics.server_figures(samples, 1.5, 4.0)
+    assert result["mean_held_blocks"] == pytest.approx(40)
+    assert result["peak_held_blocks"] == 60
+    assert result["peak_host_bytes"] == 600
+    assert result["preemptions"] == 3
+    assert result["prefix_hit_share"] == pytest.approx(0.1)
+    assert result["pool_blocks"] == 100
+    assert result["samples"]["at_s"] == [0.5, 1.5]
+    assert result["samples"]["held_blocks"] == [20, 60]
     assert metrics.server_figures([], 0.0, 1.0) == {}
 
 
 def test_the_client_of_vllm_is_asked_for_what_is_reported():
     load = random_module.RandomLoad(5, 100, 20)
-    said = random_module.bench_arguments("http://x", "m", load, 0.5, 3, SLO)
-    pairs = dict(pairwise(said))
+    arguments = random_module.bench_arguments("http://x", "m", load, 0.5, 3, SLO)
+    pairs = dict(pairwise(arguments))
     assert pairs["--request-rate"] == "0.5"
     assert pairs["--metric-percentiles"] == "50,99"
     assert (pairs["--num-prompts"], pairs["--random-input-len"]) == ("5", "100")
-    assert said[said.index("--goodput") + 1 :] == ["ttft:500.0", "tpot:50.0"]
+    assert arguments[arguments.index("--goodput") + 1 :] == ["ttft:500.0", "tpot:50.0"]
     # either would put the first prompt into the prefix cache
     assert (pairs["--num-warmups"], pairs["--ready-check-timeout-sec"]) == ("0", "0")
 
@@ -231,12 +231,12 @@ def test_policies_take_turns():
 
 
 def test_every_server_has_the_same_pool():
-    said = POOL.arguments(5)
-    pairs = dict(pairwise(said))
+    arguments = POOL.arguments(5)
+    pairs = dict(pairwise(arguments))
     assert POOL.blocks == 32  # 1000 tokens need 31.25
     assert pairs["--num-gpu-blocks-override"] == "33"
     assert pairs["--seed"] == "5"
-    assert "--enable-prefix-caching" in said
+    assert "--enable-prefix-caching" in arguments
     without = rows_module.Pool("m", 1000, 32, 2048, "auto", False, False, ("--x",))
     assert "--no-enable-prefix-caching" in without.arguments(5)
     assert "--enforce-eager" not in without.arguments(5)
@@ -284,7 +284,7 @@ def test_other_settings_are_other_measurements():
         row["settings"][name] = value
         keys.add(rows_module.key_of(row))
     assert len(keys) == 8
-    assert made_row()["settings"]["model"] == "m"  # wherever it lies
+    assert made_row()["settings"]["model"] == "m"  # wherever the model's folder is
 
 
 # -- report ---------------------------------------------------------------------
@@ -309,8 +309,8 @@ def test_summary_has_medians_spreads_and_ratios_of_turns():
     assert snap["p50_ttft_ms_max"] == 400
     assert snap["p50_ttft_ms_vs_stock"] == pytest.approx(0.5)  # of 0.5, 0.4, 1
     assert stock["p50_ttft_ms_vs_stock"] is None
-    assert alone["p50_ttft_ms_vs_stock"] is None  # stock was not measured there
-    assert snap["peak_host_bytes_vs_stock"] is None  # nothing to divide by
+    assert alone["p50_ttft_ms_vs_stock"] is None  # stock has no row there
+    assert snap["peak_host_bytes_vs_stock"] is None  # the divisor is missing
     assert snap["p99_itl_ms"] is None
     assert report_module.show(snap, "p50_ttft_ms", 1.0, 0) == "80\n50..400\n×0.50"
     assert report_module.show(alone, "p50_ttft_ms", 1.0, 1) == "10.0"

@@ -44,7 +44,7 @@ def fake_command(*arguments: str) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where the stand-in writes what it was asked for."""
+    """Arguments that the stand-in received."""
     monkeypatch.setenv("FAKE_VLLM", str(tmp_path))
     monkeypatch.setattr(server_module, "vllm_command", fake_command)
     monkeypatch.setattr(random_module, "vllm_command", fake_command)
@@ -57,7 +57,7 @@ def noted(folder: Path, file: str) -> list[str]:
 
 
 def pids(folder: Path) -> list[int]:
-    """Of every server and of what it started."""
+    """Process ids of every server and of its children."""
     return [int(pid) for line in noted(folder, "pids") for pid in line.split()]
 
 
@@ -66,7 +66,7 @@ def runs(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
-    return state != "Z"  # an orphan that nobody has waited for has ended, too
+    return state != "Z"  # an orphan that nobody has waited for has ended as well
 
 
 def assert_all_gone(folder: Path, servers: int) -> None:
@@ -93,7 +93,7 @@ def test_conversations_grow_by_the_true_answers(folder):
         assert [m["role"] for m in messages] == ["user", "assistant", "user"]
         assert messages[1]["content"] == "1.0 1.1 1.2 1.3 1.4 1.5 "
     firsts = {body["messages"][0]["content"] for body in bodies}
-    assert len(firsts) == 3  # users say different things
+    assert len(firsts) == 3  # users send different messages
     assert {(b["max_tokens"], b["ignore_eos"]) for b in bodies} == {(6, True)}
 
 
@@ -117,55 +117,56 @@ def test_a_pool_of_another_size_is_refused(folder):
 def test_all_is_measured_once(folder, monkeypatch):
     monkeypatch.setattr(benchmark_serving, "Sampler", partial(Sampler, every_s=0.02))
     out = folder / "rows.jsonl"
-    said: list[str] = []
+    messages: list[str] = []
     cells = cells_of([{}, SNAPKV], ["chat", "random"], [50.0], 2)
-    assert benchmark_serving.run_all(COMPARISON, cells, out, said.append) == []
+    assert benchmark_serving.run_all(COMPARISON, cells, out, messages.append) == []
     assert_all_gone(folder, servers=4)
-    asked = ["--kv-policy" in json.loads(line) for line in noted(folder, "serve")]
-    assert asked == [False, True, False, True]
+    with_policy = ["--kv-policy" in json.loads(line) for line in noted(folder, "serve")]
+    assert with_policy == [False, True, False, True]
     rows = list(read_rows(out).values())
     done = [Cell(*(r[n] for n in Cell.__dataclass_fields__)) for r in rows]
     assert done == cells
     talk, single = rows[2]["figures"], rows[3]["figures"]
     assert (talk["completed"], talk["failed"], talk["preemptions"]) == (6, 0, 6)
     assert (talk["pool_blocks"], single["pool_blocks"]) == (10, 10)
-    # the stand-in says that half the pool is held, and that policies take 2 MiB
+    # the stand-in reports half of the pool as used, and 2 MiB for policies
     assert (single["mean_held_blocks"], single["peak_held_blocks"]) == (5, 5)
     assert single["peak_host_bytes"] == 2 << 20
     assert rows[1]["figures"]["peak_host_bytes"] == 0
-    for row in rows[::2]:  # on a busy machine there may be no sample of so short a talk
+    # On a busy machine there may be no sample of such a short conversation
+    for row in rows[::2]:
         times = [0.0, *row["samples"]["at_s"], row["figures"]["duration_s"]]
         assert times == sorted(times)
     assert single["goodput_per_min"] == 600
     assert rows[3]["first_error"] == "refused"
     assert "first_error" not in rows[2]
     seeds = [json.loads(line) for line in noted(folder, "bench")]
-    seeds = [said[said.index("--seed") + 1] for said in seeds]
+    seeds = [messages[messages.index("--seed") + 1] for messages in seeds]
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
 
     lines = out.read_text().splitlines(keepends=True)
-    out.write_text("".join(lines[:7]) + lines[7][:40])  # the last was cut off
-    benchmark_serving.run_all(COMPARISON, cells, out, said.append)
+    out.write_text("".join(lines[:7]) + lines[7][:40])  # the last line is cut off
+    benchmark_serving.run_all(COMPARISON, cells, out, messages.append)
     assert len(noted(folder, "serve")) == 5
     assert len(noted(folder, "bench")) == 5
     again = list(read_rows(out).values())
     assert again[:7] == rows[:7]
     assert len(again) == 8
-    benchmark_serving.run_all(COMPARISON, cells, out, said.append)
+    benchmark_serving.run_all(COMPARISON, cells, out, messages.append)
     assert len(noted(folder, "serve")) == 5
-    assert said[-1].startswith("0 of 8 measurements to come")
+    assert messages[-1].startswith("0 of 8 measurements to come")
 
 
 def test_a_policy_that_fails_does_not_stop_the_others(folder, monkeypatch):
     monkeypatch.setenv("FAKE_FAILS", "snapkv")
-    out, said = folder / "rows.jsonl", []
+    out, messages = folder / "rows.jsonl", []
     cells = cells_of([SNAPKV, {}], ["chat"], [50.0], 2)
-    failed = benchmark_serving.run_all(COMPARISON, cells, out, said.append)
+    failed = benchmark_serving.run_all(COMPARISON, cells, out, messages.append)
     assert failed == ["snapkv"]
     assert [row["policy"] for row in read_rows(out).values()] == [{}, {}]
-    told = [line for line in said if "does not fit this model" in line]
-    assert len(told) == 1  # with the end of the log, and not tried twice
-    assert "ended with code 1 before it was ready" in told[0]
+    refusals = [line for line in messages if "does not fit this model" in line]
+    assert len(refusals) == 1  # with the end of the log, and without a second attempt
+    assert "ended with code 1 before it was ready" in refusals[0]
 
 
 def test_memory_is_sampled_while_the_load_runs(folder):
@@ -205,9 +206,11 @@ def test_nothing_is_left_after_an_exception(folder):
 
 @pytest.mark.parametrize("what", ["server", "client"])
 def test_a_signal_during_the_start_leaves_nothing(folder, monkeypatch, what):
-    """It arrives before the process is known, and is delivered once it is."""
+    """The signal arrives before the process is known, and is delivered as soon as it
+    is.
+    """
     real, started = subprocess.Popen, []
-    # who runs the tests in the background leaves SIGINT ignored
+    # a test run in the background ignores SIGINT
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def popen(*arguments, **options):
@@ -232,7 +235,7 @@ def test_a_signal_during_the_start_leaves_nothing(folder, monkeypatch, what):
 def test_signals_that_end_a_run():
     before = {number: signal.getsignal(number) for number in server_module.SIGNALS}
     try:
-        # as a shell starts a command in the background, and nohup any command
+        # the state in which a shell starts background commands, and nohup any command
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         server_module.exit_on_signals()
@@ -277,17 +280,17 @@ def test_signals_leave_no_server_and_a_rerun_goes_on(folder, number, code):
         text=True,
     )
     deadline = time.monotonic() + 60
-    # two requests are for the warm-up: the third is the load
+    # two requests are the warm-up; the third one is the load
     while len(noted(folder, "requests")) < 3 and time.monotonic() < deadline:
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.05)
     process.send_signal(number)
-    said, _ = process.communicate(timeout=30)
-    assert process.returncode == code, said
+    messages, _ = process.communicate(timeout=30)
+    assert process.returncode == code, messages
     assert_all_gone(folder, servers=1)
     assert not out.exists()
     if number == signal.SIGINT:
-        assert "run the same command again" in said
+        assert "run the same command again" in messages
         done = subprocess.run(
             [*command, "--answer-tokens", "5"], capture_output=True, text=True
         )

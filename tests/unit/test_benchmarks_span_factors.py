@@ -19,16 +19,16 @@ TOKENS = 320
 def surprisal() -> torch.Tensor:
     rng = torch.Generator().manual_seed(SEED)
     print("seed", SEED)
-    found = torch.rand(TOKENS, generator=rng)
-    found[[60, 70, 140, 260]] = 9.0  # 61..69 is shorter than L_min
-    return found
+    values = torch.rand(TOKENS, generator=rng)
+    values[[60, 70, 140, 260]] = 9.0  # 61..69 is shorter than L_min
+    return values
 
 
 def test_the_plain_rule_leaves_out_anchors_sinks_and_short_spans():
     cut = span_factors.plain_rule(surprisal())
     assert cut.sizes.tolist() == [56, 69, 119, 59]
-    wanted = [*range(4, 60), *range(71, 140), *range(141, 260), *range(261, 320)]
-    assert cut.positions.tolist() == wanted
+    expected = [*range(4, 60), *range(71, 140), *range(141, 260), *range(261, 320)]
+    assert cut.positions.tolist() == expected
 
 
 def test_a_policys_cut_is_what_does_not_stay():
@@ -63,7 +63,7 @@ def test_energy_and_error_are_of_all_tokens_together():
     rows = torch.randn(2, 60, 64, generator=rng).bfloat16()
     rows[1] *= 3
     cut = span_factors.Cut("any", torch.arange(10, 50), torch.tensor([30, 10]))
-    found = {int(row["rank"]): row for row in span_factors.kept([rows], cut)}
+    values = {int(row["rank"]): row for row in span_factors.kept([rows], cut)}
     for plane, half in enumerate(("key", "value")):
         parts = rows[plane, 10:40].float(), rows[plane, 40:50].float()
         kept = sum(
@@ -71,11 +71,11 @@ def test_energy_and_error_are_of_all_tokens_together():
             for part in parts
         )
         energy = kept / float(rows[plane, 10:50].double().square().sum())
-        assert found[8][f"{half}_energy"] == pytest.approx(energy, abs=1e-4)
+        assert values[8][f"{half}_energy"] == pytest.approx(energy, abs=1e-4)
         error = (1 - energy) ** 0.5
-        assert found[8][f"{half}_error"] == pytest.approx(error, abs=0.01)
-        assert found[32][f"{half}_error"] < 0.01
-    assert found[8]["size"] == pytest.approx((8 * 95 + 8 * 75) / (40 * 64), rel=0.02)
+        assert values[8][f"{half}_error"] == pytest.approx(error, abs=0.01)
+        assert values[32][f"{half}_error"] < 0.01
+    assert values[8]["size"] == pytest.approx((8 * 95 + 8 * 75) / (40 * 64), rel=0.02)
 
 
 def test_a_table_says_on_how_many_documents_others_are_better():

@@ -20,14 +20,14 @@ def rows() -> torch.Tensor:
 
 def test_both_times_are_of_one_rank(rows: torch.Tensor):
     for rank in (1, 16, 30):
-        made = subspace.decompose(rows, 64, subspace.energy_of(rows, rank))
-        assert made.ranks.tolist() == [rank]
+        factors = subspace.decompose(rows, 64, subspace.energy_of(rows, rank))
+        assert factors.ranks.tolist() == [rank]
 
 
 @pytest.mark.usefixtures("compiled")
 def test_losses_are_those_of_the_subspace(rows: torch.Tensor):
     assert 0.1 < subspace.loss_percent(rows, 16) < 4
-    # 40 + 10 dimensions are more than half of 64: there is no subspace
+    # 40 + 10 dimensions are more than half of 64, so there is no subspace
     assert abs(subspace.loss_percent(rows, 40)) < 1e-3
 
 

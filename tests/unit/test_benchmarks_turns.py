@@ -40,7 +40,7 @@ def test_every_fact_is_told_once_early_and_asked_for_once_late(seed):
         assert roles == ["system", *answered, "user"]
         texts = [message["content"] for message in sample.messages]
         holding = [i for i, text in enumerate(texts) if sample.fact.value in text]
-        assert holding == [2 * sample.told_in - 1], "told in one message only"
+        assert holding == [2 * sample.told_in - 1], "stated in one message only"
         assert sample.fact.told in texts[holding[0]]
         assert sample.fact.question in texts[-1]
 
@@ -70,7 +70,7 @@ def test_an_answer_is_right_if_it_has_the_word_and_no_other(answer, right):
 
 
 def test_intervals_of_counts():
-    """Against published values of Wilson's interval, and its ends."""
+    """Against published values of Wilson's interval, and its limits."""
     assert wilson(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
     assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
     assert wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
@@ -97,15 +97,15 @@ def test_preferences_are_told_first_and_repeated_last(tmp_path):
     rows = [{"preference": f"I like {n}.", "question": "?"} for n in range(4)]
     (tmp_path / "a.json").write_text(json.dumps(rows[:1]))
     (tmp_path / "deep" / "b.json").write_text(json.dumps(rows[1:]))
-    made = preferences(tmp_path, 4, 6, FILLERS)
-    assert sorted(sample.forced for sample in made) == [
+    samples = preferences(tmp_path, 4, 6, FILLERS)
+    assert sorted(sample.forced for sample in samples) == [
         f"I like {n}." for n in range(4)
     ]
-    for sample in made:
+    for sample in samples:
         assert sample.messages[1]["content"] == sample.forced
         assert len(sample.messages) == 2 * (1 + FILLERS + FACTS) + 2
         assert sum(sample.forced in m["content"] for m in sample.messages) == 1
-    assert made == preferences(tmp_path, 4, 6, FILLERS)
+    assert samples == preferences(tmp_path, 4, 6, FILLERS)
     with pytest.raises(ValueError, match="only 4 preferences"):
         preferences(tmp_path, 5, 6, FILLERS)
 
@@ -138,15 +138,15 @@ def test_jobs_are_stock_and_pairs():
 
 
 def test_only_missing_answers_are_asked_for(tmp_path, monkeypatch):
-    asked: list[tuple[str, str]] = []
+    calls: list[tuple[str, str]] = []
     fail_at = [3]
     facts = {name: sample.fact for name, sample in SETTING.samples(2)}
 
     def fake(setting, job, todo, seeds):
         for name in todo:
-            if len(asked) == fail_at[0]:
+            if len(calls) == fail_at[0]:
                 raise RuntimeError("interrupted")
-            asked.append((job.label, name))
+            calls.append((job.label, name))
             value = facts[name].value if job.label != "nested knorm 0.5" else "no"
             yield {
                 "sample": name,
@@ -165,13 +165,15 @@ def test_only_missing_answers_are_asked_for(tmp_path, monkeypatch):
     fail_at[0] = -1
     turns.measure(SETTING, jobs, 2, 4, out)
     names = [f"0.{number}" for number in range(FACTS)] + ["1.0"]
-    assert asked == [(job.label, name) for job in jobs for name in names]
+    assert calls == [(job.label, name) for job in jobs for name in names]
     turns.measure(SETTING, jobs, 2, 4, out)
-    assert len(asked) == 12
+    assert len(calls) == 12
     rows = list(turns.read_rows(out).values())
     assert len(rows) == 12
     assert [row["right"] for row in rows] == [True] * 8 + [False] * 4
-    assert {row["model"] for row in rows} == {"m"}, "a folder tells of the machine"
+    assert {row["model"] for row in rows} == {"m"}, (
+        "a path of this machine was recorded"
+    )
     assert turns.rate(rows) == "8/12 (39%..86%)"
     assert turns.disagreement(rows[4:8], rows[8:]) == (4, 0)
     assert turns.disagreement(rows[8:], rows[4:8]) == (0, 4)
@@ -188,11 +190,11 @@ def test_attention_mass_is_what_plain_attention_gives():
     expected = torch.zeros(heads, tokens)
     for head in range(heads * group):
         for number in range(count):
-            seen = tokens - count + number + 1
-            logits = keys[head // group, :seen] @ queries[head, number] * 0.3
-            expected[head // group, :seen] += logits.softmax(0)
-    found = retention.attention_mass(queries, keys, 0.3)
-    torch.testing.assert_close(found, expected)
+            visible = tokens - count + number + 1
+            logits = keys[head // group, :visible] @ queries[head, number] * 0.3
+            expected[head // group, :visible] += logits.softmax(0)
+    result = retention.attention_mass(queries, keys, 0.3)
+    torch.testing.assert_close(result, expected)
 
 
 def test_the_last_question_of_a_prompt_is_what_asks():
@@ -214,7 +216,7 @@ def test_the_last_question_of_a_prompt_is_what_asks():
 
 
 def test_retention_counts_what_is_kept_of_turn_1():
-    """Turn 1 is tokens 2 to 5; sums by hand, one position at a time."""
+    """Turn 1 is tokens 2 to 5; sums are computed by hand, one position at a time."""
     layers, heads, tokens = 2, 2, 14
     mass = torch.rand(layers, heads, tokens, generator=torch.Generator().manual_seed(2))
     everything = [[[2, 3, 4, 5]] * heads] * layers
@@ -258,11 +260,11 @@ def test_what_is_written_can_be_read(tmp_path):
     )
 
     runs = [Run("flowkv", 0, [0.5, 0.5]), Run("nested", 0, [0.5, 0.25])]
-    found = Retention("m", {"base": "knorm"}, 16, runs, {"commit": "c"})
-    write_retention(found, tmp_path / "r.json")
-    assert read_retention(tmp_path / "r.json") == found
+    result = Retention("m", {"base": "knorm"}, 16, runs, {"commit": "c"})
+    write_retention(result, tmp_path / "r.json")
+    assert read_retention(tmp_path / "r.json") == result
     assert json.loads((tmp_path / "r.json").read_text())["version"] == 1
-    table = retention.summary(found)
+    table = retention.summary(result)
     assert [list(column.cells) for column in table.columns][3:] == [
         ["0.500", "0.500"],
         ["0.500", "0.250"],

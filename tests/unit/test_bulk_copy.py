@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm_kvplugins import ops
 from vllm_kvplugins.ops import dispatch
 
-# 1, 2, 4 and 8 bytes; a float of one byte has next to no operations in torch.
+# 1, 2, 4 and 8 bytes; torch has hardly any operations for floats of one byte.
 DTYPES = [
     torch.uint8,
     torch.float8_e4m3fn,
@@ -20,7 +20,7 @@ DTYPES = [
     torch.float32,
     torch.int64,
 ]
-# Below, at and above a block, a cache line, 4 KiB; odd ones; a page of one element.
+# Below, at and above a block, a cache line and 4 KiB; odd sizes; one element.
 SIZES = [1, 3, 63, 64, 257, 1000, 2048, 4096, 4099, 8192, 13001]
 
 
@@ -39,7 +39,7 @@ def make_pages(num_pages, page_elems, dtype, generator, gap=0, offset=0):
 
 
 def bits(pages: torch.Tensor) -> torch.Tensor:
-    """The bytes of the whole allocation: gaps, and what lies before and behind."""
+    """The bytes of the whole allocation, with gaps and both margins."""
     return torch.empty(0, dtype=torch.uint8).set_(pages.untyped_storage()).clone()
 
 
@@ -51,7 +51,7 @@ def copy_one_by_one(target, target_ids, source, source_ids, n) -> None:
 
 
 def check_copy(dtype, page_elems, n, seed, orders, gap=0, offset=0):
-    """One copy against single copies, on the same random arguments."""
+    """One bulk copy against single copies, on the same random arguments."""
     print(f"seed {seed}")
     generator = torch.Generator().manual_seed(seed)
     num_target, num_source = n + 5, n + 3
@@ -112,7 +112,7 @@ def test_fuzz(page_elems, n, dtype, orders, gap, offset, seed):
 
 
 def test_threads_do_not_change_the_result(backend):
-    """Large enough for the parallel, streaming loop; repeated to show races."""
+    """Large enough for the parallel, streaming loop; repeated to expose races."""
     threads = torch.get_num_threads()
     try:
         for count in (1, 2, 3, 4, 4):
@@ -158,7 +158,7 @@ def ids(*numbers: int) -> torch.Tensor:
 
 PAGES = torch.arange(24.0).view(6, 4)
 COMPLEX = torch.zeros(2, 4, dtype=torch.complex128)
-# name -> (target, target_ids, source, source_ids), what the error says
+# name -> (target, target_ids, source, source_ids), part of the error message
 FAULTS = {
     "target page too large": (
         (torch.zeros(3, 4), ids(0, 3), PAGES, None),

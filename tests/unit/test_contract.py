@@ -41,7 +41,7 @@ from vllm_kvplugins.policies.registry import get_policy_class
 
 SEED = 20261121
 BLOCK, BLOCKS = 4, 60
-# Small enough for a budget of one page; whoever has such a setting gets it.
+# Small enough for a budget of one page.
 SMALL = {
     "window": 3,
     "sinks": 2,
@@ -67,7 +67,7 @@ ONE_CHUNK = 1 << 20
 
 
 def pairs() -> list[tuple[str, str]]:
-    """(policy, allocator); a policy that shares out nothing comes once."""
+    """(policy, allocator); policies that do not use an allocator appear once."""
     return [
         (name, allocator)
         for name in policies_that(drop) + policies_that(keep_spans)
@@ -99,15 +99,15 @@ def one_page(name: str) -> int:
 
 
 def settings(name: str, allocator: str, budget: str) -> dict[str, Any]:
-    wanted: dict[str, Any] = {**SMALL, **BUDGETS[budget], "allocator": allocator}
+    options: dict[str, Any] = {**SMALL, **BUDGETS[budget], "allocator": allocator}
     if budget == "one-page":
         page = one_page(name)
-        wanted |= {"budget": page, "decode_budget": page}
+        options |= {"budget": page, "decode_budget": page}
     if allocator == "file":
-        wanted["allocator"] = weights_file()
+        options["allocator"] = weights_file()
     if allocator == "sensitivity":
-        wanted["allocator"] = {"name": allocator, "profile": profile_file()}
-    return configure(name, wanted)
+        options["allocator"] = {"name": allocator, "profile": profile_file()}
+    return configure(name, options)
 
 
 def engine_for(case: tuple[str, str, str]) -> FakeEngine:
@@ -115,7 +115,9 @@ def engine_for(case: tuple[str, str, str]) -> FakeEngine:
 
 
 def add(engine: FakeEngine, name: str) -> Request:
-    """All but three tokens of a prompt are history, for those who want to know."""
+    """For policies that need a history, all but three tokens of the prompt are
+    history.
+    """
     prompt, answer = REQUESTS[name]
     history = prompt - 3 if wants_history(engine.runtime.policy.name) else 0
     return engine.add(name, prompt, answer, (history,) if history > 0 else ())
@@ -123,7 +125,9 @@ def add(engine: FakeEngine, name: str) -> Request:
 
 @functools.cache
 def alone(case: tuple[str, str, str], name: str) -> list[Kept]:
-    """What a request keeps on its own, with its prompt in as few chunks as can be."""
+    """The tokens that a request keeps when it runs alone, in as few chunks as
+    possible.
+    """
     engine = engine_for(case)
     request = add(engine, name)
     while not request.done:
@@ -134,7 +138,7 @@ def alone(case: tuple[str, str, str], name: str) -> list[Kept]:
 
 
 def everybody(engine: FakeEngine, rng: random.Random) -> dict[str, int]:
-    """A step's chunks: everybody alive, in random order, up to 11 tokens each."""
+    """Chunks of a step: all live requests, in random order, up to 11 tokens each."""
     names = list(engine.requests)
     rng.shuffle(names)
     return {name: rng.randint(1, 11) for name in names}
@@ -144,7 +148,8 @@ def run_all(
     case: tuple[str, str, str],
     disturb: Callable[[FakeEngine, random.Random], None] = lambda *_: None,
 ) -> dict[str, list[Kept]]:
-    """All requests, one more with each step, to the end, disturbed before each.
+    """Run all requests to their end, one more with each step; call ``disturb``
+    before each.
 
     Returns:
         What each request kept that was not removed by ``disturb``.
@@ -162,7 +167,7 @@ def run_all(
             engine.step(everybody(engine, rng))
         for name in [n for n, r in engine.requests.items() if r.done]:
             kept[name] = engine.remove(name).kept
-        assert engine.steps < 500, "never ends"
+        assert engine.steps < 500, "the run does not end"
     engine.check_idle()
     return kept
 
@@ -171,9 +176,9 @@ def case_id(value: Any) -> str:
     return "-".join(value) if isinstance(value, tuple) else str(value)
 
 
-# Nobody asks the allocator for the whole prompt, and of one page each all say the
-# same (see test_budgets_mean_what_they_say): two are enough, one that has the
-# runtime build a page table per layer.
+# For a whole prompt the allocator is not used, and with one page all allocators agree
+# (see test_budgets_mean_what_they_say). Two allocators are enough, one of which makes
+# the runtime build a page table per layer.
 CASES = [
     (*pair, budget)
     for pair in pairs()
@@ -202,14 +207,14 @@ def test_concurrent_requests_keep_what_they_keep_alone(case):
 
 
 def abort(engine: FakeEngine, rng: random.Random) -> None:
-    """One in the middle of its prompt, one when it has been compacted."""
+    """One in the middle of its prompt, and one after its compaction."""
     for name, at in (("tail", 5), ("exact", 24)):
         if name in engine.requests and engine.requests[name].computed >= at:
             engine.remove(name)
 
 
 class Preempt:
-    """Some while they are prefilled, some while they generate; one twice."""
+    """Some during prefill, some during decoding; one of them twice."""
 
     def __init__(self) -> None:
         self.left = {"tail": [9, 44], "exact": [27], "page": [10], "short": [3]}
@@ -232,14 +237,16 @@ def test_aborted_requests_leave_the_others_alone(case):
 def test_preempted_requests_keep_the_same_again(case):
     preempt = Preempt()
     kept = run_all(case, preempt)
-    assert not any(preempt.left.values()), "somebody was not preempted"
+    assert not any(preempt.left.values()), "a request was never preempted"
     assert kept == {name: alone(case, name) for name in REQUESTS}
 
 
 @pytest.mark.parametrize("budget", ["one-page", "half"])
 @pytest.mark.parametrize("name", policies_that(retrieve))
 def test_policies_that_fetch_own_what_they_read(name, budget):
-    """What is resident changes with every query, so only the engine's checks."""
+    """The resident tokens change with every query, so that only the engine's checks
+    apply.
+    """
     case = (name, "none", budget)
     for request in REQUESTS:
         kept = alone(case, request)
@@ -247,12 +254,12 @@ def test_policies_that_fetch_own_what_they_read(name, budget):
     preempt = Preempt()
     for disturb in (lambda *_: None, abort, preempt):
         run_all(case, disturb)
-    assert not any(preempt.left.values()), "somebody was not preempted"
+    assert not any(preempt.left.values()), "a request was never preempted"
 
 
 @pytest.mark.parametrize("pair", pairs(), ids=case_id)
 def test_budgets_mean_what_they_say(pair):
-    """Otherwise the tests above would compare nothing with nothing."""
+    """Otherwise the tests above would compare nothing."""
     name, allocator = pair
     if wants_history(name):
         assert len(alone((*pair, "half"), "tail")) > 2

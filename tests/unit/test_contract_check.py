@@ -45,7 +45,7 @@ class Unsteady(Toy):
 
 
 class Neighbours(Toy):
-    """Its mean over all slots includes those without a token."""
+    """The mean over all slots includes slots without a token."""
 
     def score(self, view):
         norms = view.keys.float().norm(dim=-1)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(command: list[str], **environment: str) -> str:
-    """Output of a command; fails the test with it if the command fails."""
+    """Output of a command; fails the test with this output if the command fails."""
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -57,12 +57,14 @@ def test_core_matches_its_definition(tmp_path, name):
     "name", ["emulation", "page_copy", "bulk_copy", "page_votes", "low_rank", "assign"]
 )
 def test_cuda_kernels_match_the_core(tmp_path, name):
-    """Compiled for the host, where an emulator runs their threads in any order."""
+    """Kernels compiled for the host, where an emulator runs their threads in any
+    order.
+    """
     build_and_run(tmp_path, f"cuda_{name}", "-Itests/csrc/cuda_emulation")
 
 
 def build_and_run(tmp_path: Path, name: str, *more: str) -> None:
-    """With OpenMP and optimised, as it ships; warnings are errors."""
+    """With OpenMP and optimizations, as shipped; warnings are errors."""
     binary = tmp_path / f"test_{name}"
     warn = ["-Wall", "-Wextra", "-Werror"]
     flags = ["-std=c++17", "-O3", "-fopenmp", *warn, "-Icsrc/include", *more]
@@ -95,7 +97,7 @@ def test_cuda_sources_compile():
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 def test_the_build_has_cuda_where_torch_has(tmp_path):
-    """Whether CMake gets along with nvcc; a torch is made up, as this one has none."""
+    """Whether CMake finds nvcc; a fake torch stands in for one with CUDA."""
     made_up, real = tmp_path / "torch", Path(torch.__file__).parent
     made_up.mkdir()
     facts = '__version__ = "2.13.0+cu130"\nclass version:\n    cuda = "13.0"\n'
@@ -105,8 +107,8 @@ def test_the_build_has_cuda_where_torch_has(tmp_path):
     build = str(tmp_path / "build")
     options = [f"-DPython_EXECUTABLE={sys.executable}", f"-DKVP_OUTPUT_DIR={tmp_path}"]
     configure = ["cmake", "-S", ".", "-B", build, "-G", "Unix Makefiles", *options]
-    said = run(configure, PYTHONPATH=str(tmp_path))
-    assert "CUDA kernels ON" in said  # found by itself
+    output = run(configure, PYTHONPATH=str(tmp_path))
+    assert "CUDA kernels ON" in output  # found without a hint
     run(["cmake", "--build", build, "--target", "csrc/bulk_copy.cu.o"])
     (flags,) = Path(build, "CMakeFiles", "kvp_C.dir").glob("flags.make")
     assert "-std=c++20" in flags.read_text()
@@ -114,7 +116,7 @@ def test_the_build_has_cuda_where_torch_has(tmp_path):
 
 
 def test_compute_sanitizer_says_what_it_lacks():
-    """Or what it found; on a machine with a GPU that takes minutes."""
+    """Compiles for a real GPU if there is one, which takes minutes."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: run scripts/check_compute_sanitizer.sh itself")
     output = run(["scripts/check_compute_sanitizer.sh"], PYTHON=sys.executable)

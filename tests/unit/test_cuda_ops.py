@@ -31,7 +31,7 @@ NUM_PAGES = 9
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch) -> torch.device:
-    """The GPU; skips where there is none, or no ops for it."""
+    """The GPU; skips the test without a GPU or without ops for it."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     if not load_extension().has_cuda:
@@ -41,7 +41,7 @@ def device(monkeypatch) -> torch.device:
 
 
 def moved(arguments: Any, device: torch.device) -> Any:
-    """Tensors, and what has them, on a device."""
+    """Move tensors, and objects that contain them, to a device."""
     if isinstance(arguments, torch.Tensor | ops.PageLayout):
         return arguments.to(device)
     if isinstance(arguments, tuple):
@@ -56,16 +56,16 @@ def moved(arguments: Any, device: torch.device) -> Any:
 
 
 def check_same_bits(op: Callable[..., Any], arguments: tuple[Any, ...], device) -> None:
-    """What an op returns, and what it writes to its first argument."""
+    """The result of an op, and its first argument, which it may modify."""
     here, there = moved(arguments, torch.device("cpu")), moved(arguments, device)
-    if device.type == "cpu":  # for tests of this test
+    if device.type == "cpu":  # to test this test
         there = copy.deepcopy(there)
-    expected, made = op(*here), moved(op(*there), torch.device("cpu"))
+    expected, on_gpu = op(*here), moved(op(*there), torch.device("cpu"))
     written, right = memory_of(there[0]).cpu(), memory_of(here[0])
-    for result, wanted in ((written, right), (made, expected)):
-        if not isinstance(wanted, tuple):
-            result, wanted = (result,), (wanted,)
-        for one, other in zip(result, wanted, strict=True):
+    for result, right_result in ((written, right), (on_gpu, expected)):
+        if not isinstance(right_result, tuple):
+            result, right_result = (result,), (right_result,)
+        for one, other in zip(result, right_result, strict=True):
             if other is not None:
                 assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
@@ -77,8 +77,8 @@ def memory_of(argument: torch.Tensor | ops.PagedKV) -> torch.Tensor:
 def random_bits(generator: torch.Generator, *shape: int, dtype: torch.dtype):
     bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     low, high = torch.iinfo(bits).min, torch.iinfo(bits).max
-    made = torch.randint(low, high, shape, generator=generator)
-    return made.to(bits).view(dtype)
+    factors = torch.randint(low, high, shape, generator=generator)
+    return factors.to(bits).view(dtype)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -112,7 +112,7 @@ def test_page_copies(device, dtype, block_size, head_dim, kind):
 @pytest.mark.parametrize(("block_size", "head_dim"), [(16, 128), (5, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fetching_out_of_pinned_memory(device, dtype, block_size, head_dim, kind):
-    """The kernel reads it at the host's addresses."""
+    """The kernel reads host memory at the host's addresses."""
     print("seed 9")
     generator = torch.Generator().manual_seed(9)
     layout = make_layout(kind, block_size, head_dim, 9)
@@ -120,34 +120,34 @@ def test_fetching_out_of_pinned_memory(device, dtype, block_size, head_dim, kind
     heap = random_bits(generator, NUM_PAGES, layout.page_elems, dtype=dtype)
     places = torch.randperm(NUM_PAGES * block_size, generator=generator)[:n]
     places = places // block_size, places % block_size
-    wanted = torch.randint(num_rows, (2, n), generator=generator)
+    right_result = torch.randint(num_rows, (2, n), generator=generator)
     arena = pinned.PinnedArena(num_rows * head_dim * dtype.itemsize, device)
     arena.cover(len(arena.memory))
     rows = arena.memory.view(dtype).view(num_rows, head_dim)
     rows.copy_(random_bits(generator, num_rows, head_dim, dtype=dtype))
-    expected, found = heap.clone(), heap.to(device)
-    ops.fetch_tokens(ops.PagedKV(expected, layout), *places, rows, *wanted)
-    ids = moved((*places, *wanted), device)
-    kv = ops.PagedKV(found, layout.to(device))
+    expected, actual = heap.clone(), heap.to(device)
+    ops.fetch_tokens(ops.PagedKV(expected, layout), *places, rows, *right_result)
+    ids = moved((*places, *right_result), device)
+    kv = ops.PagedKV(actual, layout.to(device))
     ops.fetch_tokens(kv, *ids[:2], rows, *ids[2:])
     arena.reads.note()
     arena.close()
-    assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(actual.cpu().view(torch.uint8), expected.view(torch.uint8))
     with pytest.raises(ValueError, match="unpin_host"):
         host_fetch.unpin(arena.memory)
 
 
 def test_pages_are_given_again_when_they_are_read(device):
-    """A request after another in a tier that holds one, many times."""
+    """One request after another in a tier that holds only one."""
     tier = HostTier(2 * 16 * 128 * 2 * 8, 16, 128, torch.bfloat16, device)
     layout = ops.PageLayout.interleaved(16, 128).to(device)
     heap = torch.zeros(8, layout.page_elems, dtype=torch.bfloat16, device=device)
     spots = torch.arange(128).view(1, 1, 128)
     for turn in range(200):
         pages = tier.take(8)
-        told = torch.full((1, 128, 128), float(turn), dtype=torch.bfloat16)
-        tier.write(pages[None], 0, told, -told)
-        table = pages.flip(0).repeat(2).view(1, 1, 16)  # tokens 128 on are these again
+        rows_ = torch.full((1, 128, 128), float(turn), dtype=torch.bfloat16)
+        tier.write(pages[None], 0, rows_, -rows_)
+        table = pages.flip(0).repeat(2).view(1, 1, 16)  # the tokens from 128 on again
         hot = ops.HotSet(spots + 128, spots // 16, spots % 16, torch.tensor([128]))
         kv = ops.PagedKV(heap, layout)
         slot_index = torch.tensor([0])
@@ -181,7 +181,7 @@ def test_bulk_copies(device, page_elems):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("largest", [False, True])
 def test_page_votes(device, dtype, kind, largest):
-    """Their exponentials differ from the CPU's in the last bits."""
+    """Its exponentials differ from the CPU's in the last bits."""
     print("seed 6")
     generator = torch.Generator().manual_seed(6)
     layout = make_layout(kind, 16, 128, seed=6)
@@ -212,19 +212,19 @@ def test_reconstruction(device, dtype):
     generator = torch.Generator().manual_seed(7)
     rows = torch.randn(2, 130, 80, generator=generator).to(dtype)
     starts, lengths = torch.tensor([0, 33, 97]), torch.tensor([33, 64, 16])
-    made = ops.truncated_svd(rows, starts, lengths, 32)
-    there = dataclasses.replace(made, factors=made.factors.to(device))
+    factors = ops.truncated_svd(rows, starts, lengths, 32)
+    there = dataclasses.replace(factors, factors=factors.factors.to(device))
     which = torch.tensor([5, 0, 4])
-    expected = ops.reconstruct(made, which)
-    found = ops.reconstruct(there, which)
+    expected = ops.reconstruct(factors, which)
+    actual = ops.reconstruct(there, which)
     near = {"rtol": 1e-2, "atol": 1e-5} if dtype == torch.bfloat16 else {}
-    torch.testing.assert_close(found.cpu(), expected, **near)
+    torch.testing.assert_close(actual.cpu(), expected, **near)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("holes", [False, True])
 def test_assignment(device, dtype, holes):
-    """Clusters as near as the CPU's; means of them bit for bit."""
+    """Clusters are as close as the CPU's; their means are equal bit for bit."""
     print("seed 8")
     generator = torch.Generator().manual_seed(8)
     keys = torch.randn(3, 700, 128, generator=generator).to(dtype)
@@ -236,19 +236,21 @@ def test_assignment(device, dtype, holes):
     arguments = moved((keys, rows, values, token if holes else None), device)
     assert clusters.backend_for(device, dtype, 128) == "compiled"
     result = clusters.assign_and_average(*arguments)
-    means, found = moved(result, torch.device("cpu"))
+    means, actual = moved(result, torch.device("cpu"))
     cosine = keys.float() @ rows.transpose(1, 2)
     cosine = cosine.masked_fill((rows == 0).all(2)[:, None], -torch.inf)
-    reached = cosine.gather(2, found.clamp(max=89)[..., None])[..., 0]
+    reached = cosine.gather(2, actual.clamp(max=89)[..., None])[..., 0]
     assert bool((cosine.amax(2) - reached)[token].max() < 1e-4)
-    assert bool((found[~token] == 90).all())
-    wanted = attention_votes.cluster_mean(values.masked_fill(~token, 0), found, 91)
-    assert torch.equal(means[token], wanted[token])
+    assert bool((actual[~token] == 90).all())
+    right_result = attention_votes.cluster_mean(
+        values.masked_fill(~token, 0), actual, 91
+    )
+    assert torch.equal(means[token], right_result[token])
     assert bool((means[~token] == 0).all())
 
 
 def test_an_index_out_of_range_traps(device):
-    """In a process of its own: what traps takes its CUDA context with it."""
+    """In its own process, because a trap destroys the CUDA context."""
     code = (
         "import torch; from vllm_kvplugins import ops\n"
         "layout = ops.PageLayout.interleaved(4, 8).to('cuda')\n"

@@ -15,9 +15,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "docs" / "grafana-dashboard.json"
 METRICS = ROOT / "vllm_kvplugins" / "vllm_adapter" / "scheduler" / "metrics.py"
-LABELS = {"model_name", "engine", "instance", "le"}  # instance is Prometheus's own
+# Prometheus itself adds the label instance
+LABELS = {"model_name", "engine", "instance", "le"}
 
-# What the dashboard uses of vLLM's own metrics, without the suffix of counters.
+# vLLM's own metrics that the dashboard uses, without the suffix of counters.
 VLLM_METRICS = {
     "vllm:kv_cache_usage_perc": "gauge",
     "vllm:num_preemptions": "counter",
@@ -29,14 +30,14 @@ SUFFIXES["histogram"] = ("_bucket", "_sum", "_count")
 
 
 def our_metrics() -> dict[str, str]:
-    """Name -> kind, read from the source: importing it would need vLLM."""
+    """Name -> kind, read from the source, because importing it would require vLLM."""
     tree = ast.parse(METRICS.read_text(encoding="utf-8"))
     constants = {
         node.targets[0].id: node.value.value
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
     }
-    found = {}
+    panels_by_title = {}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -44,25 +45,25 @@ def our_metrics() -> dict[str, str]:
         if kind in SUFFIXES and node.args:
             name = node.args[0]
             text = constants[name.id] if isinstance(name, ast.Name) else name.value
-            found[f"vllm:kv_policy_{text}"] = kind
-    return found
+            panels_by_title[f"vllm:kv_policy_{text}"] = kind
+    return panels_by_title
 
 
 def vllm_metrics() -> dict[str, str]:
-    """Name -> kind of what the installed vLLM declares, read from its source."""
+    """Name -> kind of the installed vLLM's metrics, read from its source."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("install a vLLM (see scripts/)")
     source = Path(spec.submodule_search_locations[0], "v1/metrics/loggers.py")
-    found = {}
+    panels_by_title = {}
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         kind = re.fullmatch(r"_(\w+)_cls", node.func.attr)
         named = [k.value for k in node.keywords if k.arg == "name"]
         if kind and named and isinstance(named[0], ast.Constant):
-            found[named[0].value] = kind[1]
-    return found
+            panels_by_title[named[0].value] = kind[1]
+    return panels_by_title
 
 
 def dashboard() -> dict[str, Any]:
@@ -71,8 +72,8 @@ def dashboard() -> dict[str, Any]:
 
 
 def panels() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = dashboard()["panels"]
-    return found
+    panels_by_title: list[dict[str, Any]] = dashboard()["panels"]
+    return panels_by_title
 
 
 def expressions() -> list[str]:
@@ -92,11 +93,13 @@ def series_of(metrics: dict[str, str]) -> set[str]:
 
 
 def test_the_source_was_understood():
-    ours = our_metrics()
-    assert set(ours.values()) == {"gauge", "counter", "histogram"}
+    exported = our_metrics()
+    assert set(exported.values()) == {"gauge", "counter", "histogram"}
     table = METRICS.read_text(encoding="utf-8").partition('"""\n\nfrom')[0]
     listed = dict(re.findall(r"^\| ``(vllm:\w+)`` \| (\w+) \|", table, re.MULTILINE))
-    assert {name.removesuffix("_total"): kind for name, kind in listed.items()} == ours
+    assert {
+        name.removesuffix("_total"): kind for name, kind in listed.items()
+    } == exported
 
 
 def test_every_metric_in_the_dashboard_exists():
@@ -106,15 +109,15 @@ def test_every_metric_in_the_dashboard_exists():
 
 
 def test_vllm_has_the_metrics_that_are_its_own():
-    theirs = vllm_metrics()
-    assert len(theirs) > 20
-    assert {name: theirs.get(name) for name in VLLM_METRICS} == VLLM_METRICS
+    vllm_names = vllm_metrics()
+    assert len(vllm_names) > 20
+    assert {name: vllm_names.get(name) for name in VLLM_METRICS} == VLLM_METRICS
 
 
 def test_every_metric_of_ours_is_shown():
-    shown = {name for e in expressions() for name in names(e)}
+    plotted = {name for e in expressions() for name in names(e)}
     for name, kind in our_metrics().items():
-        assert any(name + s in shown for s in SUFFIXES[kind]), name
+        assert any(name + s in plotted for s in SUFFIXES[kind]), name
 
 
 def test_every_metric_of_ours_is_explained():
@@ -136,7 +139,7 @@ def test_queries_are_well_formed(expression):
     grouped = re.findall(r"by \(([^)]*)\)", expression)
     labels |= {label.strip() for group in grouped for label in group.split(",")}
     assert labels <= LABELS
-    # counters and buckets only ever grow: shown as such they say nothing
+    # counters and buckets only grow: shown raw, they say nothing
     for name in names(expression):
         if name.endswith(("_total", "_bucket", "_sum", "_count")):
             assert re.search(rf"(rate|increase)\({name}\{{", expression), expression
@@ -149,17 +152,17 @@ def test_queries_follow_the_choices_above_the_panels():
         for target in panel.get("targets", ()):
             assert target["datasource"]["uid"] == "${datasource}"
             for name in ("model_name", "instance", "engine"):
-                asked = target["expr"].count(f'{name}=~"${name}"')
-                assert asked == len(re.findall(r"vllm:\w+", target["expr"]))
+                uses = target["expr"].count(f'{name}=~"${name}"')
+                assert uses == len(re.findall(r"vllm:\w+", target["expr"]))
 
 
 def test_panels_are_told_apart_explained_and_do_not_overlap():
-    found = panels()
-    assert len({p["id"] for p in found}) == len(found)
-    assert all(p["description"] for p in found if p["type"] != "row")
+    panels_by_title = panels()
+    assert len({p["id"] for p in panels_by_title}) == len(panels_by_title)
+    assert all(p["description"] for p in panels_by_title if p["type"] != "row")
     cells = [
         (p["gridPos"]["x"] + dx, p["gridPos"]["y"] + dy)
-        for p in found
+        for p in panels_by_title
         for dx, dy in itertools.product(
             range(p["gridPos"]["w"]), range(p["gridPos"]["h"])
         )

@@ -18,7 +18,7 @@ from vllm_kvplugins.errors import codes_in
 
 
 class Maker:
-    """Stands in for pip and for the conversion; counts what it is asked for."""
+    """Stands in for pip and the conversion, and counts calls."""
 
     def __init__(self, wheel: Path) -> None:
         self.wheel = wheel

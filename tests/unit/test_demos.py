@@ -50,10 +50,10 @@ def test_only_the_first_turn_holds_the_key():
 
 
 def test_topics_are_answered_in_what_was_said_before():
-    said = ""
+    texts = ""
     for step in topics():
-        said += " ".join(message["content"] for message in step.before).lower()
-        assert str(step.expected) in said
+        texts += " ".join(message["content"] for message in step.before).lower()
+        assert str(step.expected) in texts
 
 
 @pytest.mark.parametrize("policy", available_policies())
@@ -104,7 +104,7 @@ def result(kind: str, *answers: Answer, encoder: bool = False) -> Result:
 
 
 def grown(**changes: float) -> list[Answer]:
-    """Answers to four questions, of a conversation that grows."""
+    """Answers to four questions of a growing conversation."""
     return [answer(whole=whole, **(ACTED | changes)) for whole in (12, 17, 23, 29)]
 
 
@@ -208,7 +208,8 @@ def test_an_answer_ends_where_the_model_closed_it():
 
 def test_a_server_that_is_not_there_is_not_ready():
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))  # bound, not listening: no other program gets it
+        # Bound but not listening, so that no other program gets the port
+        free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         assert demo.is_ready(f"http://127.0.0.1:{port}") is False
 
@@ -222,12 +223,12 @@ def test_a_demo_of_each_kind(policy, capsys, monkeypatch, tmp_path):
         arguments += ["--out", str(out), "--log", str(log)]
         monkeypatch.setattr(sys, "argv", ["demo.py", *arguments])
         assert demo.main() == 0, capsys.readouterr().err
-    shown = capsys.readouterr().out
-    assert ": right" in shown
-    assert "wrong" not in shown
-    assert ("2 of 4 (cosine 0.52)" in shown) == (policy == "epicache")
-    (found,) = demo.read_results([str(out)])
-    assert problems(found, known_model=True) == []
+    printed = capsys.readouterr().out
+    assert ": right" in printed
+    assert "wrong" not in printed
+    assert ("2 of 4 (cosine 0.52)" in printed) == (policy == "epicache")
+    (row,) = demo.read_results([str(out)])
+    assert problems(row, known_model=True) == []
 
 
 def test_a_policy_that_does_nothing_fails_its_demo(capsys, monkeypatch):
@@ -243,7 +244,7 @@ def test_a_policy_that_does_nothing_fails_its_demo(capsys, monkeypatch):
 
 @pytest.fixture
 def serve_sh(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """serve.sh in an environment that is set up already, with a fake ``vllm``."""
+    """serve.sh in an environment that is already set up, with a fake ``vllm``."""
     venv, model = tmp_path / "venv", tmp_path / "model"
     state = venv / ".kvp-setup"
     state.mkdir(parents=True)
@@ -316,7 +317,7 @@ def test_serve_sh_refuses_a_wrong_setting_before_it_starts_anything(serve_sh, tm
     assert not (tmp_path / "notes").exists()
 
 
-HEAD = ["policy", "kind"]  # of the table's first line
+HEAD = ["policy", "kind"]  # in the first line of the table
 
 
 @pytest.mark.slow
@@ -340,7 +341,7 @@ def test_serve_sh_runs_all_demos_and_prints_one_table(serve_sh):
         ("fpu avx512_bf16 avx2", True),
         ("fpu amx_bf16", True),
         ("fpu avx512_bf16x", False),
-        ("", True),  # no x86: vLLM decides
+        ("", True),  # not x86: vLLM decides
     ],
 )
 def test_bf16_instructions_are_read_from_the_cpu(flags, has, tmp_path):

@@ -33,7 +33,7 @@ def test_page_lists_and_positions_count(allocator, scopes):
     pages_per_head = positions.shape[1] // BLOCK
     page_lists = scopes * KV_HEADS * (4 * pages_per_head + 8) + 8  # counts and tail
     expected = positions.numel() * 4 + page_lists
-    # The lists have some room for the next request.
+    # The lists have spare room for the next request.
     assert expected <= engine.runtime.device_bytes("r") <= 1.1 * expected
     engine.runtime.finish(["r"])
     assert engine.runtime.device_bytes("r") == 0
@@ -44,7 +44,7 @@ def test_means_of_spans_count_in_both_precisions():
     state = engine.spans._requests["r"]
     row_bytes = LAYERS * KV_HEADS * 2 * HEAD_DIM * 4  # a float32 key and value per head
     entries = state.segments.num_spans + state.room
-    # Attention reads the means as entries; the policy keeps them in float32 too.
+    # Attention reads the means as entries; the policy also keeps them in float32.
     expected = (entries + state.segments.num_spans) * row_bytes
     assert engine.spans.device_bytes("r") >= expected
     engine.runtime.finish(["r"])

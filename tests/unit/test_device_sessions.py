@@ -46,8 +46,8 @@ def test_a_continued_session_gets_its_blocks_back(pool):
     assert ids(taken) == ids(blocks)
     assert [block.ref_cnt for block in taken] == [1] * 4
     assert pool.get_num_free_blocks() == BLOCKS - 4
-    assert sessions.take("s", 4) == [], "taken twice"
-    # whoever has them can lose them like any others
+    assert sessions.take("s", 4) == [], "assigned twice"
+    # their new owner can lose them like any other blocks
     pool.free_blocks(taken)
     assert pool.get_num_free_blocks() == BLOCKS
     assert len(pool.get_new_blocks(BLOCKS)) == BLOCKS
@@ -55,7 +55,7 @@ def test_a_continued_session_gets_its_blocks_back(pool):
 
 
 def test_blocks_of_the_oldest_session_are_reused_first(pool):
-    """And only after all other free blocks."""
+    """The pool takes them after all other free blocks."""
     sessions = DeviceSessions(pool)
     several = {name: pool.get_new_blocks(3) for name in ("old", "new")}
     others = pool.get_new_blocks(6)
@@ -80,20 +80,20 @@ def test_taking_the_first_blocks_frees_the_others(pool):
     assert ids(sessions.take("s", 3)) == ids(blocks[:3])
     assert pool.get_num_free_blocks() == BLOCKS - 3
     assert sessions.num_blocks == 2
-    # they hold nothing any more, and go before what does
+    # empty blocks are taken before blocks that hold sessions
     assert set(ids(pool.get_new_blocks(2))) == set(ids(blocks[3:]))
 
 
 def test_blocks_of_a_dropped_session_are_reused_first(pool):
     sessions = DeviceSessions(pool)
-    gone, stays = pool.get_new_blocks(3), pool.get_new_blocks(3)
+    freed, stays = pool.get_new_blocks(3), pool.get_new_blocks(3)
     ends(pool, sessions, "stays", stays)
-    ends(pool, sessions, "gone", gone)
+    ends(pool, sessions, "gone", freed)
     sessions.drop("gone")
     sessions.drop("never there")
     assert sessions.take("gone", 3) == []
     assert pool.get_num_free_blocks() == BLOCKS
-    assert set(ids(pool.get_new_blocks(3))) == set(ids(gone))
+    assert set(ids(pool.get_new_blocks(3))) == set(ids(freed))
     assert ids(sessions.take("stays", 3)) == ids(stays)
 
 
@@ -138,8 +138,8 @@ def test_no_order_of_operations_returns_an_overwritten_block(pool, seed):
     print("seed", seed)
     rng, sessions = random.Random(seed), DeviceSessions(pool)
     running: dict[str, list[Any]] = {}
-    held: dict[str, list[int]] = {}  # what each session was saved from
-    wrote: dict[int, str] = {}  # who wrote to a block last
+    held: dict[str, list[int]] = {}  # the blocks from which each session was saved
+    wrote: dict[int, str] = {}  # the last writer of each block
     for number in range(300):
         name = f"s{number}"
         do = rng.choice(["start", "end", "end", "take", "drop", "late", "reset"])

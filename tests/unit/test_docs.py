@@ -24,16 +24,16 @@ def code_blocks(path: Path) -> list[str]:
 
 
 def test_snapkv_in_the_guide_is_snapkv_in_the_code():
-    shown = code_blocks(DOCS / "adding-a-policy.md")[0]
+    code = code_blocks(DOCS / "adding-a-policy.md")[0]
     source = Path(inspect.getfile(SnapKV)).read_text()
-    body = [line for line in shown.splitlines() if line.strip()]
+    body = [line for line in code.splitlines() if line.strip()]
     real = [line for line in source.splitlines() if line.strip()]
     assert set(body) <= set(real), "the guide shows lines that the code lacks"
     assert len(real) <= 60, "SnapKV must fit 60 lines"
 
 
 def test_the_guide_s_own_policy_chooses_what_it_says():
-    """That it is found, once installed, is tested in test_outside_policies."""
+    """test_outside_policies tests that an installed policy is found."""
     module: dict[str, Any] = {"__name__": "my_policy"}
     exec(code_blocks(DOCS / "adding-a-policy.md")[1], module)
     policy = module["LoudValues"](recent=3, budget=8)
@@ -75,7 +75,7 @@ def test_every_policy_has_a_page_that_says_what_a_reader_needs(name):
 
 
 def test_generated_parts_are_what_code_and_tests_give_now():
-    """``python scripts/generate_docs.py`` writes them."""
+    """``python scripts/generate_docs.py`` writes these tables."""
     command = [sys.executable, str(DOCS.parent / "scripts" / "generate_docs.py")]
     done = subprocess.run([*command, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -35,7 +35,7 @@ SUBCOMMANDS = set(getattr(get_command(app), "commands", {}))
 
 
 class Section(NamedTuple):
-    """A heading's own text, and what stands above it."""
+    """A heading's own text and the text of the sections around it."""
 
     title: str
     level: int
@@ -44,13 +44,13 @@ class Section(NamedTuple):
 
 
 def sections(page: str) -> Iterator[Section]:
-    """Sections of a page; a line that begins with # inside of a fence is none."""
+    """Sections of a page; a line that begins with # inside a fence is no heading."""
     parts: list[tuple[str, int, list[str]]] = [("", 0, [])]
     fence = ""
     for line in page.splitlines():
-        found = re.match(r"\s*(```+|~~~+)", line)
-        if found and (not fence or found[1].startswith(fence)):
-            fence = "" if fence else found[1]
+        match = re.match(r"\s*(```+|~~~+)", line)
+        if match and (not fence or match[1].startswith(fence)):
+            fence = "" if fence else match[1]
         heading = None if fence else re.match(r"(#+) (.*)", line)
         if heading:
             parts.append((heading[2], len(heading[1]), []))
@@ -60,14 +60,14 @@ def sections(page: str) -> Iterator[Section]:
         open_ones = [one for one in open_ones if one[0] < level]
         text = "\n".join(lines)
         yield Section(title, level, text, tuple(one for _, one in open_ones))
-        if level > 1:  # what stands below a page's headline measures nothing
+        if level > 1:  # text below a page's title describes no measurement
             open_ones.append((level, text))
 
 
 def tables(text: str) -> Iterator[tuple[str, str]]:
-    """Tables, and what stands in front of each."""
-    for found in re.finditer(r"(?:^\|.*\n?)+", text, re.MULTILINE):
-        yield found[0], text[: found.start()]
+    """Tables, and the text before each of them."""
+    for match in re.finditer(r"(?:^\|.*\n?)+", text, re.MULTILINE):
+        yield match[0], text[: match.start()]
 
 
 def has_figures(table: str) -> bool:
@@ -80,13 +80,13 @@ def has_figures(table: str) -> bool:
 
 
 def commands(text: str) -> list[str]:
-    """What a text tells the reader to run."""
+    """The commands that a text shows."""
     joined = text.replace("\\\n", " ")
-    return [next(filter(None, found)) for found in COMMAND.findall(joined)]
+    return [next(filter(None, match)) for match in COMMAND.findall(joined)]
 
 
 def measures(text: str) -> bool:
-    """Whether a text shows a command; ``kvplugins x`` in a sentence is only named."""
+    """Whether a text shows a command; ``kvplugins x`` in a sentence does not count."""
     return bool(commands(re.sub(r"`kvplugins [^`\n]*`", "", text)))
 
 
@@ -113,7 +113,7 @@ def test_what_the_reader_is_told_to_run_is_there(path: Path):
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_options_of_benchmarks_are_known_to_them(path: Path):
-    """By name, in the script or in what the scripts share."""
+    """Whether the script, or a module that it imports, defines the option."""
     shared = "".join(p.read_text() for p in sorted(ROOT.glob("benchmarks/*/_*.py")))
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
     for script, rest in re.findall(r"python (benchmarks/\w+/\w+\.py)([^\n`]*)", text):
@@ -126,7 +126,9 @@ def test_options_of_benchmarks_are_known_to_them(path: Path):
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_tables_are_whole(path: Path):
-    """A head, a line, and rows that are as wide: else it is shown as text."""
+    """A table needs a header, a separator, and rows of equal width; otherwise it is
+    shown as text.
+    """
     for table, _ in tables(path.read_text(encoding="utf-8")):
         head, line, *rows = (row.replace("\\|", "") for row in table.splitlines())
         assert re.fullmatch(r"[|: -]+", line), f"no line under the head: {head}"

@@ -37,12 +37,12 @@ def test_runs_keep_what_they_hold_while_others_come_and_go():
     print("seed", SEED)
     rng = random.Random(SEED)
     arena = EntryArena(LAYERS, DIM, torch.bfloat16)
-    taken: dict[int, tuple[int, int]] = {}
-    most = largest = 0
+    allocated: dict[int, tuple[int, int]] = {}
+    peak = largest = 0
     for number in range(1, 200):
-        if taken and rng.random() < 0.48:
-            gone = rng.choice(sorted(taken))
-            arena.release(*taken.pop(gone))
+        if allocated and rng.random() < 0.48:
+            released = rng.choice(sorted(allocated))
+            arena.release(*allocated.pop(released))
         else:
             count = rng.choice([1, 7, 30, 200])
             start = arena.take(count)
@@ -50,16 +50,16 @@ def test_runs_keep_what_they_hold_while_others_come_and_go():
                 run = slice(start, start + count)
                 assert bool((entries.bias[run] == -torch.inf).all())
                 assert bool((entries.owner[run] == -1).all())
-            taken[number] = start, count
+            allocated[number] = start, count
             fill(arena, start, count, number)
-        arena.check_integrity(list(taken.values()))
-        assert all(holds(arena, *run, number) for number, run in taken.items())
-        used = sum(count for _, count in taken.values())
+        arena.check_integrity(list(allocated.values()))
+        assert all(holds(arena, *run, number) for number, run in allocated.items())
+        used = sum(count for _, count in allocated.values())
         assert arena.capacity - arena.free == used
-        most, largest = max(most, used), max(largest, arena.capacity)
-    assert most > 800
-    assert largest < 4 * most, "gaps are not used again"
-    for run in taken.values():
+        peak, largest = max(peak, used), max(largest, arena.capacity)
+    assert peak > 800
+    assert largest < 4 * peak, "gaps are not reused"
+    for run in allocated.values():
         arena.release(*run)
     assert arena.capacity == 0
 

@@ -20,7 +20,7 @@ from vllm_kvplugins.policies import get_policy_class
 
 BLOCK = 4
 BUDGET, PREFILL_BLOCK = 40, 64
-# where histories end, and where the prompts of the requests do
+# lengths of histories, and of the prompts of the requests
 HISTORIES = (0, 190, 300)
 PROMPTS = (170, 210, 330)
 LONGEST = 370
@@ -59,7 +59,9 @@ def share(request: Request, source: Request) -> None:
 
 
 def talk(engine: SessionEngine, chunk: int, patched: tuple[int, ...]) -> Request:
-    """Three requests, each with the history of those before; the first has none."""
+    """Three requests, each with the previous ones as history; the first one has
+    none.
+    """
     request = engine.add("r", PROMPTS[0], 9, ends(0), patched)
     share(request, Request.make("r", LONGEST, 0))
     run(engine, request, chunk)
@@ -160,14 +162,14 @@ def plan(prompt: int, history: int = 0, **more: Any) -> ResidencyPlan:
 )
 def test_cuts_do_not_move_when_a_history_grows(history, more, budget, block):
     sizes = {"budget": budget, "prefill_block": block}
-    now = plan(history + 50, history, **sizes)
+    next_plan = plan(history + 50, history, **sizes)
     later = plan(history + more + 50, history + more, **sizes)
-    assert later.compactions[: len(now.compactions)] == now.compactions
-    most = -(-budget // 32) + max(block // 32, 1) + 1
+    assert later.compactions[: len(next_plan.compactions)] == next_plan.compactions
+    limit = -(-budget // 32) + max(block // 32, 1) + 1
     counts = range(0, history, 61)
-    assert max(map(now.resident_blocks, counts)) <= most
-    assert now.peak_blocks(history) <= most
-    for cut in now.compactions:
+    assert max(map(next_plan.resident_blocks, counts)) <= limit
+    assert next_plan.peak_blocks(history) <= limit
+    for cut in next_plan.compactions:
         assert cut.at_tokens <= history
         assert len(cut.retained) == -(-budget // 32)
 
@@ -195,7 +197,7 @@ def test_a_prompt_without_a_history_stays_whole():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"budget": 0.5}, "histories grow"),
         ({"episodes": 0}, "episodes"),
@@ -205,8 +207,8 @@ def test_a_prompt_without_a_history_stays_whole():
         ({"base_config": {"sinks": -1}}, "KVP113"),
     ],
 )
-def test_settings_that_do_not_work_are_refused(wrong, said):
-    with pytest.raises(KVPolicyError, match=said):
+def test_settings_that_do_not_work_are_refused(wrong, message):
+    with pytest.raises(KVPolicyError, match=message):
         parse_policy({"name": "epicache"} | wrong)
 
 

@@ -29,8 +29,8 @@ def blobs(counts, spread=0.02, seed=0, dim=16):
     corners = np.eye(dim)[: len(counts)]
     truth = np.repeat(np.arange(len(counts)), counts)
     rng.shuffle(truth)
-    drawn = corners[truth] + rng.normal(size=(len(truth), dim)) * spread
-    units = drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
+    points = corners[truth] + rng.normal(size=(len(truth), dim)) * spread
+    units = points / np.linalg.norm(points, axis=1, keepdims=True)
     return units.astype(np.float32), truth
 
 
@@ -42,7 +42,7 @@ def settings(episodes=4, **more):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({"episodes": 0}, "episodes is 0"),
         ({"episodes": True}, "episodes is True"),
@@ -62,9 +62,9 @@ def settings(episodes=4, **more):
         ({"seed": 0.5}, "seed is 0.5"),
     ],
 )
-def test_rejects_invalid_settings(given, words):
+def test_rejects_invalid_settings(options, words):
     with pytest.raises(KVPolicyError, match="cannot be used") as error:
-        EpisodeSettings(**given)
+        EpisodeSettings(**options)
     assert words in str(error.value)
 
 
@@ -82,9 +82,9 @@ def test_lists_all_reasons():
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 8, 41])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_segments_are_those_of_equation_4(count, size):
-    found = segments(told(count), size)
-    assert len(found) == -(-count // size)
-    for k, span in enumerate(found, 1):
+    clustering = segments(told(count), size)
+    assert len(clustering) == -(-count // size)
+    for k, span in enumerate(clustering, 1):
         assert list(span) == list(range((k - 1) * size, min(k * size, count)))
 
 
@@ -94,31 +94,31 @@ def test_segments_are_those_of_equation_4(count, size):
 @pytest.mark.parametrize("seed", range(5))
 def test_clear_topics_are_found_and_numbered_in_their_order(seed):
     embeddings, truth = blobs((7, 9, 11, 5), seed=seed)
-    found = cluster(embeddings, settings())
+    clustering = cluster(embeddings, settings())
     _, first = np.unique(truth, return_index=True)
     order = {topic: place for place, topic in enumerate(np.argsort(first))}
-    assert found.labels.tolist() == [order[topic] for topic in truth]
+    assert clustering.labels.tolist() == [order[topic] for topic in truth]
 
 
 def test_centroids_are_means_and_medoids_the_closest_members():
     embeddings, _ = blobs((6, 6, 6), spread=0.5, seed=3)
-    found = cluster(embeddings, settings(3))
-    assert found.centroids.dtype == np.float32
-    assert found.labels.dtype == np.int64
-    for episode, medoid in enumerate(found.medoids):
-        members = np.flatnonzero(found.labels == episode)
+    clustering = cluster(embeddings, settings(3))
+    assert clustering.centroids.dtype == np.float32
+    assert clustering.labels.dtype == np.int64
+    for episode, medoid in enumerate(clustering.medoids):
+        members = np.flatnonzero(clustering.labels == episode)
         mean = embeddings[members].astype(np.float64).mean(0)
-        assert found.centroids[episode] == pytest.approx(mean, abs=1e-6)
+        assert clustering.centroids[episode] == pytest.approx(mean, abs=1e-6)
         cosines = embeddings[members] @ mean / np.linalg.norm(mean)
         assert medoid == members[cosines.argmax()]
 
 
 def test_a_medoid_belongs_to_its_episode():
-    """Closest by cosine among the members, though another's member may be closer."""
+    """The closest member by cosine, even if a segment of another episode is closer."""
     far = np.array([[1, 0.0], [0.1, 0.0], [0.6, 0.8], [-1, 0.1]], np.float32)
     for seed in range(20):
-        found = cluster(far, settings(3, seed=seed))
-        assert found.labels[found.medoids].tolist() == [0, 1, 2]
+        clustering = cluster(far, settings(3, seed=seed))
+        assert clustering.labels[clustering.medoids].tolist() == [0, 1, 2]
 
 
 def test_the_same_seed_gives_the_same_clustering():
@@ -131,26 +131,26 @@ def test_the_same_seed_gives_the_same_clustering():
 
 
 def test_arrays_are_read_only_as_threads_share_them():
-    found = cluster(blobs((3, 3))[0], settings(2))
+    clustering = cluster(blobs((3, 3))[0], settings(2))
     for name in ("labels", "centroids", "medoids"):
-        assert not getattr(found, name).flags.writeable
+        assert not getattr(clustering, name).flags.writeable
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_fewer_segments_than_episodes_give_as_many_episodes(count):
     embeddings = np.eye(5, dtype=np.float32)[:count]
-    found = cluster(embeddings, settings(4))
-    assert found.labels.tolist() == list(range(count))
-    assert found.medoids.tolist() == list(range(count))
-    assert np.array_equal(found.centroids, embeddings)
+    clustering = cluster(embeddings, settings(4))
+    assert clustering.labels.tolist() == list(range(count))
+    assert clustering.medoids.tolist() == list(range(count))
+    assert np.array_equal(clustering.centroids, embeddings)
 
 
 @pytest.mark.parametrize("episodes", [4, "auto"])
 def test_equal_segments_are_one_episode(episodes):
     embeddings = np.full((9, 4), 0.5, np.float32)
-    found = cluster(embeddings, settings(episodes))
-    assert found.labels.tolist() == [0] * 9
-    assert found.medoids.tolist() == [0]
+    clustering = cluster(embeddings, settings(episodes))
+    assert clustering.labels.tolist() == [0] * 9
+    assert clustering.medoids.tolist() == [0]
 
 
 @pytest.mark.filterwarnings("error")
@@ -162,9 +162,9 @@ def test_two_kinds_of_segments_are_two_episodes_without_a_warning():
 @pytest.mark.parametrize("topics", [2, 3, 5, 8])
 def test_auto_finds_how_many_topics_there_are(topics):
     embeddings, _ = blobs((6,) * topics, seed=topics)
-    found = cluster(embeddings, settings("auto"))
-    assert len(found.centroids) == topics
-    assert found.reason.startswith("auto: silhouette 0.9")
+    clustering = cluster(embeddings, settings("auto"))
+    assert len(clustering.centroids) == topics
+    assert clustering.reason.startswith("auto: silhouette 0.9")
 
 
 def test_auto_goes_to_eight_and_not_further():
@@ -174,15 +174,15 @@ def test_auto_goes_to_eight_and_not_further():
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_auto_gives_one_episode_for_few_segments(count):
-    found = cluster(np.eye(4, dtype=np.float32)[:count], settings("auto"))
-    assert found.labels.tolist() == [0] * count
-    assert found.reason.startswith("auto")
+    clustering = cluster(np.eye(4, dtype=np.float32)[:count], settings("auto"))
+    assert clustering.labels.tolist() == [0] * count
+    assert clustering.reason.startswith("auto")
 
 
 def test_auto_with_three_segments_compares_two_episodes():
     embeddings = np.array([[1, 0], [0.99, 0.14], [0, 1]], np.float32)
-    found = cluster(embeddings, settings("auto"))
-    assert found.labels.tolist() == [0, 0, 1]
+    clustering = cluster(embeddings, settings("auto"))
+    assert clustering.labels.tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4,)])
@@ -217,8 +217,8 @@ def test_similarities_are_cosines_also_of_vectors_that_are_not_unit():
 
 
 def test_nothing_is_like_a_centroid_of_length_zero():
-    found = similarities(np.eye(2), np.array([[0.0, 0.0], [1.0, 0.0]]))
-    assert found.tolist() == [[0.0, 1.0], [0.0, 0.0]]
+    clustering = similarities(np.eye(2), np.array([[0.0, 0.0], [1.0, 0.0]]))
+    assert clustering.tolist() == [[0.0, 1.0], [0.0, 0.0]]
 
 
 # -- guides --------------------------------------------------------------------------
@@ -229,12 +229,12 @@ def test_nothing_is_like_a_centroid_of_length_zero():
     [
         (40, 5, 8, 18, 25),  # two on both sides
         (40, 5, 4, 20, 23),
-        (40, 5, 9, 18, 26),  # the odd one behind
-        (40, 0, 8, 0, 7),  # the history's beginning
-        (40, 9, 8, 32, 39),  # its end
-        (40, 5, 2, 21, 22),  # less than a segment: its middle
-        (6, 0, 8, 0, 5),  # a short history is all there is
-        (6, 1, 4, 2, 5),  # a last segment that is not full
+        (40, 5, 9, 18, 26),  # the odd one after the center
+        (40, 0, 8, 0, 7),  # the start of the history
+        (40, 9, 8, 32, 39),  # the end of the history
+        (40, 5, 2, 21, 22),  # less than one segment: its middle
+        (6, 0, 8, 0, 5),  # a short history, used whole
+        (6, 1, 4, 2, 5),  # a partial last segment
         (1, 0, 8, 0, 0),
     ],
 )

@@ -72,8 +72,8 @@ def test_a_text_s_vector_does_not_depend_on_the_others(minilm):
 @pytest.mark.parametrize("episodes", [3, "auto"])
 def test_three_obvious_topics_are_three_episodes(minilm, episodes):
     texts = [text for row in zip(*TEXTS.values(), strict=True) for text in row]
-    found = cluster(embed(minilm, texts), EpisodeSettings(episodes=episodes))
-    assert found.labels.tolist() == [0, 1, 2] * 4
+    clustering = cluster(embed(minilm, texts), EpisodeSettings(episodes=episodes))
+    assert clustering.labels.tolist() == [0, 1, 2] * 4
 
 
 def test_it_loads_and_encodes_without_a_network_and_without_a_bar():

@@ -19,14 +19,16 @@ from vllm_kvplugins.errors import KVPolicyError
 
 
 def dialogue(*topics, seed=0):
-    """Eight utterances, two segments, about each topic."""
+    """Eight utterances, in two segments, about each topic."""
     rng = random.Random(seed)
-    return [said for topic in topics for said in speak(rng, 8, topic)]
+    return [utterance for topic in topics for utterance in speak(rng, 8, topic)]
 
 
-def router_of(encoder=None, max_conversations=1024, **given):
+def router_of(encoder=None, max_conversations=1024, **options):
     encoder = encoder or BagOfWords()
-    return EpisodeRouter(EpisodeSettings(**given), lambda _: encoder, max_conversations)
+    return EpisodeRouter(
+        EpisodeSettings(**options), lambda _: encoder, max_conversations
+    )
 
 
 def untimed(route: Route | None) -> Route | None:
@@ -71,7 +73,7 @@ def test_a_history_shorter_than_a_segment_is_one_segment(count):
 
 
 def test_a_short_history_that_grows_is_clustered_again():
-    """Its one segment was not the first segment of what it grew to."""
+    """Its only segment was not the first segment of the longer history."""
     router = router_of()
     for count in range(1, 6):
         route = router.route("me", HISTORY[:count], "sea")
@@ -81,12 +83,12 @@ def test_a_short_history_that_grows_is_clustered_again():
 
 def test_switched_compares_with_the_last_route_of_the_conversation():
     router = router_of()
-    told = []
+    utterances = []
     history = list(HISTORY)
     for topic in ("sea", "sea", "tea", "tea", "sea"):
-        told.append(router.route("me", history, TOPICS[topic]).switched)
+        utterances.append(router.route("me", history, TOPICS[topic]).switched)
         history += [Utterance("A", f"{topic}?"), Utterance("B", "so.")]
-    assert told == [None, False, True, False, True]
+    assert utterances == [None, False, True, False, True]
     other = dialogue("tea", "sea", seed=9)
     assert router.route("me", other, TOPICS["tea"]).switched is None
 
@@ -100,18 +102,18 @@ def test_guides_come_with_the_most_populous_episode_first():
         for guide in route.guides
     ]
     assert topics == ["tea", "art", "sea"]
-    grown = history + dialogue("art", "art", seed=5)  # 12 + 4 segments
-    later = router.route("me", grown, TOPICS["sea"])
+    longer_history = history + dialogue("art", "art", seed=5)  # 12 + 4 segments
+    later = router.route("me", longer_history, TOPICS["sea"])
     assert later.guides == route.guides, "new segments count once they have a vector"
-    router.embed_new_segments("me", grown)
+    router.embed_new_segments("me", longer_history)
     assert [route.guides[i] for i in (1, 0, 2)] == list(
-        router.route("me", grown, TOPICS["sea"]).guides
+        router.route("me", longer_history, TOPICS["sea"]).guides
     ), "new segments count, where they were assigned"
 
 
 def test_a_clustered_segment_counts_where_k_means_put_it():
     class Line(Constant):
-        """All in one direction, for the cosine the same, but not for K-Means."""
+        """All vectors have one direction: equal for the cosine, but not for K-Means."""
 
         def encode(self, texts):
             return np.array([[float(t.split()[-1]), 0] for t in texts], np.float32)
@@ -156,14 +158,16 @@ def test_guides_change_only_when_the_history_is_clustered_again():
 def test_other_conversations_do_not_change_a_route():
     router = router_of()
     rng = random.Random(3)
-    asked = [(HISTORY + speak(rng, n), rng.choice(list(TOPICS))) for n in (0, 5, 9, 15)]
+    questions = [
+        (HISTORY + speak(rng, n), rng.choice(list(TOPICS))) for n in (0, 5, 9, 15)
+    ]
     router.route("me", HISTORY, "first")
-    first = [router.route("me", *each) for each in asked]
+    first = [router.route("me", *each) for each in questions]
     for _ in range(60):
         history = HISTORY[: rng.choice([20, 32])] + speak(rng, rng.randrange(30))
         router.route(rng.choice("xy"), history, rng.choice(list(TOPICS)))
-        i = rng.randrange(len(asked))
-        again = router.route("me", *asked[i])
+        i = rng.randrange(len(questions))
+        again = router.route("me", *questions[i])
         assert not again.clustered
         assert (again.episode, again.similarity, again.guides) == (
             first[i].episode,
@@ -233,8 +237,10 @@ def test_evicts_the_least_recently_used_conversation():
 def test_evicts_vectors_and_routes():
     encoder = BagOfWords()
     router = router_of(encoder, max_conversations=1)
-    long = [said for seed in range(9) for said in dialogue(*TOPICS, seed=seed)]
-    first = router.route("me", long, "q")  # 72 segments, 64 are remembered
+    long = [
+        utterance for seed in range(9) for utterance in dialogue(*TOPICS, seed=seed)
+    ]
+    first = router.route("me", long, "q")  # 72 segments, 64 of which are remembered
     router.route("me", HISTORY, "q")
     encoder.seen.clear()
     second = router.route("me", long, "q")
@@ -302,8 +308,8 @@ def test_the_encoder_is_loaded_once_and_a_failure_is_retried():
 
 
 def test_lone_surrogates_have_digests():
-    told = [Utterance("A", "\ud800"), Utterance("A", "\udfff")]
-    assert router_of(Constant()).route("me", told, "q") is not None
+    utterances = [Utterance("A", "\ud800"), Utterance("A", "\udfff")]
+    assert router_of(Constant()).route("me", utterances, "q") is not None
 
 
 # -- threads -------------------------------------------------------------------------
@@ -321,17 +327,17 @@ def test_threads_get_the_same_routes_as_one_thread():
                 self.busy.release()
 
     rng = random.Random(1)
-    asked = [
+    questions = [
         (f"user {user}", HISTORY[: 4 * rng.randrange(3, 9)] + speak(rng, 4), topic)
         for user in range(6)
         for topic in TOPICS.values()
     ]
-    alone = [router_of().route(*each) for each in asked]
+    alone = [router_of().route(*each) for each in questions]
     shared = router_of(Alone())
     with ThreadPoolExecutor(12) as pool:
-        routes = list(pool.map(lambda each: shared.route(*each), asked * 4))
+        routes = list(pool.map(lambda each: shared.route(*each), questions * 4))
     for i, route in enumerate(routes):
-        expected = alone[i % len(asked)]
+        expected = alone[i % len(questions)]
         assert (route.episode, route.guides, route.similarity) == (
             expected.episode,
             expected.guides,
@@ -350,7 +356,9 @@ def test_a_long_history_does_not_delay_a_short_one():
             assert release.wait(20)
             return super().encode(texts)
 
-    long = [said for seed in range(9) for said in dialogue(*TOPICS, seed=seed)]
+    long = [
+        utterance for seed in range(9) for utterance in dialogue(*TOPICS, seed=seed)
+    ]
     router = router_of(Slow())
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(router.route, "me", long, "q")

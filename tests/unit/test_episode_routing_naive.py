@@ -23,11 +23,12 @@ from vllm_kvplugins.episodes.utterances import dialogue_text
 
 
 class NaiveRouter:
-    """The same rules over plain lists; computes everything again each time."""
+    """The same rules on plain lists; recomputes everything each time."""
 
-    def __init__(self, settings, most):
-        self.settings, self.most = settings, most
-        self.known = []  # owner, utterances, clustering, guides; last used last
+    def __init__(self, settings, max_conversations):
+        self.settings, self.most = settings, max_conversations
+        # Owner, utterances, clustering, guides; most recently used last
+        self.known = []
         self.routed = []  # owner, history, guide
         self.encoder = BagOfWords()
 
@@ -41,23 +42,26 @@ class NaiveRouter:
         entry = self.clustering_for(owner, parts)
         clustered = entry is None
         if clustered:
-            said = [u for part in parts for u in part]
-            found = cluster(vectors, self.settings)
+            utterances = [u for part in parts for u in part]
+            routed = cluster(vectors, self.settings)
             guides = [
                 guide_text(
-                    said, segments(said, size), m, self.settings.guide_utterances
+                    utterances,
+                    segments(utterances, size),
+                    m,
+                    self.settings.guide_utterances,
                 )
-                for m in found.medoids
+                for m in routed.medoids
             ]
-            entry = (owner, parts, found, guides)
+            entry = (owner, parts, routed, guides)
             self.known = [*self.known, entry][-self.most :]
-        _, _, found, guides = entry
-        labels = list(found.labels)
+        _, _, routed, guides = entry
+        labels = list(routed.labels)
         labels += [
-            similarities(vector[None], found.centroids)[0].argmax()
+            similarities(vector[None], routed.centroids)[0].argmax()
             for vector in vectors[len(labels) :]
         ]
-        cosines = similarities(self.encoder.vector(query)[None], found.centroids)[0]
+        cosines = similarities(self.encoder.vector(query)[None], routed.centroids)[0]
         guide = guides[cosines.argmax()]
         last = self.last(owner, history)
         self.routed.append((owner, history, guide))
@@ -85,30 +89,30 @@ class NaiveRouter:
         best = max(fitting, key=lambda entry: len(entry[1]))
         self.known = [e for e in self.known if e is not best] + [best]
         new = len(parts) - len(best[1])
-        grown = new and new / len(best[1]) >= self.settings.recluster_growth
-        return None if grown else best
+        recluster = new and new / len(best[1]) >= self.settings.recluster_growth
+        return None if recluster else best
 
     def last(self, owner, history):
         fitting = [
-            (len(told), at)
-            for at, (who, told, _) in enumerate(self.routed)
-            if who == owner and told == history[: len(told)]
+            (len(text), at)
+            for at, (who, text, _) in enumerate(self.routed)
+            if who == owner and text == history[: len(text)]
         ]
         return self.routed[max(fitting)[1]][2] if fitting else None
 
 
 @settings(max_examples=25, deadline=None, print_blob=True)
-@given(seed=st.integers(0, 10**6), most=st.sampled_from([2, 3, 50]))
-def test_the_router_routes_as_a_naive_one_does(seed, most):
+@given(seed=st.integers(0, 10**6), max_conversations=st.sampled_from([2, 3, 50]))
+def test_the_router_routes_as_a_naive_one_does(seed, max_conversations):
     rng = random.Random(seed)
-    given = EpisodeSettings(
+    clustering = EpisodeSettings(
         episodes=rng.choice([1, 2, 3, "auto"]),
         segment_utterances=rng.choice([1, 2, 3]),
         guide_utterances=rng.choice([1, 4, 7]),
         recluster_growth=rng.choice([0.25, 0.5, 1.0]),
     )
-    router = EpisodeRouter(given, lambda _: BagOfWords(), most)
-    naive = NaiveRouter(given, most)
+    router = EpisodeRouter(clustering, lambda _: BagOfWords(), max_conversations)
+    naive = NaiveRouter(clustering, max_conversations)
     histories = [[]]
     for _ in range(30):
         history = list(rng.choice(histories[-6:]))
@@ -118,17 +122,17 @@ def test_the_router_routes_as_a_naive_one_does(seed, most):
         elif action < 0.75 and history:
             history = history[: rng.randrange(len(history))] + speak(rng, 1)
         owner, query = rng.choice("aab"), TOPICS[rng.choice(list(TOPICS))]
-        # so few routes that none is forgotten, which the naive one never does
-        if len(naive.routed) < 8 * most:
+        # so few routes that none is evicted; the naive version never evicts
+        if len(naive.routed) < 8 * max_conversations:
             expected = naive.route(owner, history, query)
             if embedded := rng.random() < 0.5:
                 router.embed_new_segments(owner, history)
-            found = router.route(owner, history, query)
-            if found is not None:
-                assert not found.unknown_segments or not embedded
-                found = replace(found, encode_ms=0, match_ms=0, unknown_segments=0)
-            if found is not None and not embedded:  # some may have no vector to count
-                assert sorted(found.guides) == sorted(expected.guides)
-                found = replace(found, guides=expected.guides)
-            assert found == expected
+            routed = router.route(owner, history, query)
+            if routed is not None:
+                assert not routed.unknown_segments or not embedded
+                routed = replace(routed, encode_ms=0, match_ms=0, unknown_segments=0)
+            if routed is not None and not embedded:  # some may have no vector yet
+                assert sorted(routed.guides) == sorted(expected.guides)
+                routed = replace(routed, guides=expected.guides)
+            assert routed == expected
         histories.append(history)

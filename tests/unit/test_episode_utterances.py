@@ -1,4 +1,7 @@
-"""Utterances of chat messages: which lines are speech, and which are not text."""
+"""Utterances of chat messages:
+
+which lines are speech, and which content is not text.
+"""
 
 from __future__ import annotations
 
@@ -154,8 +157,12 @@ def test_what_only_looks_like_a_dialogue_stays_whole(case):
 
 
 def test_a_dialogue_s_text_is_read_back():
-    told = [Utterance("Ann", "hi"), Utterance("Bob", "a\nb"), Utterance("Ann", "ok")]
-    assert utterances_of([user(dialogue_text(told))]) == told
+    utterances = [
+        Utterance("Ann", "hi"),
+        Utterance("Bob", "a\nb"),
+        Utterance("Ann", "ok"),
+    ]
+    assert utterances_of([user(dialogue_text(utterances))]) == utterances
 
 
 @pytest.mark.parametrize("seed", range(5))

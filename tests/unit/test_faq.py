@@ -14,7 +14,7 @@ ROWS = re.compile(r"^\| (KVP\d{3}) \| (.+?) \|", re.MULTILINE)
 
 
 def used_codes() -> set[str]:
-    """Codes that the package's source passes to ``coded`` or writes itself."""
+    """Codes that the package's source passes to ``coded`` or writes directly."""
     sources = (ROOT / "vllm_kvplugins").rglob("*.py")
     text = "".join(
         path.read_text(encoding="utf-8") for path in sources if path.name != "errors.py"

@@ -36,33 +36,35 @@ def on_cpu(monkeypatch):
 @pytest.mark.parametrize("scopes", [1, 2])
 @pytest.mark.parametrize("asking", [[1, 1], [1, 40], [7, 1]])
 def test_rows_of_all_kinds(asking, scopes):
-    """Decoding rows lie in the order of sequences; others are put into it and back."""
+    """Decode rows are in the order of sequences; other rows are reordered and
+    restored.
+    """
     case = make_case(torch.bfloat16, asking, [100, 45, 41, 50])
     exact, _ = case.right(torch.float64)
     plain, _ = case.right(torch.bfloat16)
-    found = through_flash(case, scopes, layer=scopes - 1).double()
+    actual = through_flash(case, scopes, layer=scopes - 1).double()
     allowed = 2 * (plain - exact).abs().max()
-    assert (found - exact).abs().max() <= allowed
+    assert (actual - exact).abs().max() <= allowed
 
 
 def test_what_is_multiplied_by_nothing_is_finite():
-    """FlashAttention may do that; one slot too many shows all the same."""
+    """FlashAttention multiplies unused slots by 0; one slot too many still shows."""
     of_flash = partial(kernel_suite.of_backend, "flash")
     case = make_case(torch.bfloat16, [1, 9], [100, 45, 41, 50], block=128)
     assert case.heap.isnan().any()
-    asked = []
+    calls = []
 
-    def listening(k, v, **given):
-        asked.extend((k, v))
-        return flash_attn_varlen_func(k=k, v=v, **given)
+    def listening(k, v, **arguments):
+        calls.extend((k, v))
+        return flash_attn_varlen_func(k=k, v=v, **arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flash.fa_utils, "flash_attn_varlen_func", listening)
         kernel_suite.assert_right(case, of_flash)
-    assert all(pages.isfinite().all() for pages in asked)
-    found, _ = replace(case, lengths=case.lengths + 1).run(of_flash)
-    wanted, _ = case.run(of_flash)
-    assert (found - wanted).abs().max() > 100
+    assert all(pages.isfinite().all() for pages in calls)
+    actual, _ = replace(case, lengths=case.lengths + 1).run(of_flash)
+    expected, _ = case.run(of_flash)
+    assert (actual - expected).abs().max() > 100
 
 
 @pytest.mark.parametrize(
@@ -73,13 +75,13 @@ def test_what_is_multiplied_by_nothing_is_finite():
         (1024, 1, 16),
         (9000, 1, 1),
         (700, 40, 23),
-        # of vLLM's call, 8 KV heads with 14 tiles of 128 queries keep a GPU busy
+        # of vLLM's call, 8 KV heads with 14 tiles of 128 queries occupy a GPU
         (448, 448, 1),
         (416, 416, 32),
     ],
 )
 def test_parts_are_bounded(tokens, most_queries, splits):
-    """By 32, by their memory, and by what vLLM's own call is cut into."""
+    """Limits: 32 splits, their memory, and the splits of vLLM's own call."""
     layer = SimpleNamespace(
         num_heads=32, num_kv_heads=8, num_queries_per_kv=4, head_size=128
     )

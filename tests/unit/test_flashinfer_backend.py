@@ -36,9 +36,9 @@ def test_rows_of_all_kinds(asking, scopes):
     case = make_case(torch.bfloat16, asking, [100, 45, 41, 64])
     exact, _ = case.right(torch.float64)
     plain, _ = case.right(torch.bfloat16)
-    found = through_flashinfer(case, scopes, layer=scopes - 1).double()
+    actual = through_flashinfer(case, scopes, layer=scopes - 1).double()
     allowed = 2 * (plain - exact).abs().max()
-    assert (found - exact).abs().max() <= allowed
+    assert (actual - exact).abs().max() <= allowed
 
 
 def test_decoding_steps_have_a_wrapper_of_their_own(monkeypatch):
@@ -62,15 +62,15 @@ def test_pages_of_all_sequences_behind_each_other():
         pages = torch.randint(0, 999, (9, 6), generator=random).int()
         start, last = page_runs(lengths, 16)
         listed = page_indices(pages, start, int(start[-1]))
-        wanted = [row[: -(-n // 16)] for row, n in zip(pages, lengths, strict=True)]
+        expected = [row[: -(-n // 16)] for row, n in zip(pages, lengths, strict=True)]
         assert listed.dtype == start.dtype == last.dtype == torch.int32
-        assert torch.equal(listed, torch.cat(wanted))
+        assert torch.equal(listed, torch.cat(expected))
         sizes = start.diff()
         assert torch.equal((sizes - 1).clamp(min=0) * 16 + last, lengths)
 
 
 def test_lengths_are_known_on_the_host():
-    """From what a compaction told, without asking the device."""
+    """Plans use the page counts of the compaction, without reading from the device."""
     tables = PageTables(2, 3, 50, 16, False, CPU)
     counts = torch.tensor([2, 0, 5, 1, 1, 4])
     pages = torch.arange(6 * 5).view(6, 5)
@@ -84,7 +84,7 @@ def test_lengths_are_known_on_the_host():
 
 
 def test_layers_that_scale_differently_are_refused(monkeypatch):
-    """One plan serves them all."""
+    """One plan serves all layers with equal tables."""
     from vllm_kvplugins.errors import KVPolicyError
     from vllm_kvplugins.vllm_adapter.attention.gpu import GPUPolicyBuilder
 

@@ -36,7 +36,7 @@ def contents(engine: FakeEngine, request: Request) -> dict[tuple[int, ...], byte
     resident = runtime._requests[name].resident
     assert resident is not None
     pages, counts = runtime.tables.retained(resident.slot_index)
-    found = {}
+    results = {}
     for row in range(LAYERS * KV_HEADS):
         used = int(counts[row]) * BLOCK
         slots = torch.arange(used)
@@ -48,12 +48,12 @@ def contents(engine: FakeEngine, request: Request) -> dict[tuple[int, ...], byte
         assert keys.shape == (used, HEAD_DIM)
         for slot, position in enumerate(resident.positions[row, :used].tolist()):
             both = torch.cat([keys[slot], values[slot]])
-            found[(*divmod(row, KV_HEADS), position)] = both.numpy().tobytes()
-    return found
+            results[(*divmod(row, KV_HEADS), position)] = both.numpy().tobytes()
+    return results
 
 
 def run(policy: dict[str, object], chunk: int) -> tuple[list[dict], Request]:
-    """What the retained region holds after each compaction."""
+    """Contents of the retained region after each compaction."""
     engine = FakeEngine(policy, BLOCK, 60)
     request = engine.add("r", 110, 12, TURNS)
     company = engine.add("other", 50, 30, (20, 45))
@@ -103,7 +103,10 @@ def test_the_current_query_and_its_answer_stay_whole():
     block=st.sampled_from([16, 32]),
 )
 def test_the_ratio_holds_at_each_turn(ends, ratio, floor, block):
-    """Appendix D: a share ``ratio`` of all tokens, to a block, or the floors."""
+    """Appendix D:
+
+    a share ``ratio`` of all tokens, rounded to a block, or the minimum.
+    """
     policy = parse_policy(
         {
             "name": "flowkv",
@@ -113,13 +116,13 @@ def test_the_ratio_holds_at_each_turn(ends, ratio, floor, block):
         }
     )
     plan = policy.plan(Lengths(6100, tuple(ends)), Geometry(block, 4, 2, 1024))
-    least = -(-max(floor, 9) // block)
+    minimum = -(-max(floor, 9) // block)
     kept = 0
     for compaction in plan.compactions:
         at = compaction.at_tokens
         assert compaction.fixed_blocks == kept
         resident = len(compaction.retained) * block + at % block
-        floored = len(compaction.retained) == kept + least
+        floored = len(compaction.retained) == kept + minimum
         assert resident >= min(int(ratio * at), at)
         assert floored or resident < ratio * at + block
         assert plan.resident_blocks(at) == -(-resident // block)
@@ -137,7 +140,7 @@ def test_a_floor_is_said():
 
 
 def test_it_can_be_hashed():
-    """vLLM needs that of everything in a cache's description."""
+    """vLLM requires cache descriptions to be hashable."""
     one, same = (parse_policy(flow("snapkv", ratio=0.3)) for _ in range(2))
     assert hash(one) == hash(same)
     assert one == same
@@ -169,7 +172,7 @@ def test_turns_end_after_the_system_prompt_and_after_answers(messages, ends):
             expected.append(len(prompt))
     prompt += [1, 2]  # the opening words of the answer
     assert policy.turns.turn_ends(prompt, None) == tuple(expected)
-    assert policy.turns.turn_ends(prompt, [2, 4]) == (2, 4), "what is asked counts"
+    assert policy.turns.turn_ends(prompt, [2, 4]) == (2, 4), "the question counts"
     assert parse_policy("flowkv").turns.turn_ends(prompt, None) == ()
 
 

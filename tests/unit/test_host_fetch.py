@@ -29,15 +29,15 @@ BLOCK, DIM, ROWS, N = 16, 24, 40, 30
 
 
 def arguments(kind: str, dtype: torch.dtype) -> list[Any]:
-    """Of a call; rows may be wanted twice."""
+    """Arguments of a call; rows may repeat."""
     print("seed 11")
     random = torch.Generator().manual_seed(11)
     layout = make_layout(kind, BLOCK, DIM, 11)
     rows = make_heap(make_layout("natural", 1, DIM, 11), dtype, seed=12)
     rows = rows.reshape(-1, DIM).repeat(3, 1)[:ROWS].contiguous()
-    wanted = torch.randint(ROWS, (2, N), generator=random)
+    host_rows = torch.randint(ROWS, (2, N), generator=random)
     heap = make_heap(layout, dtype, seed=13, gap=5)
-    return [ops.PagedKV(heap, layout), *make_places(layout, N, 14), rows, *wanted]
+    return [ops.PagedKV(heap, layout), *make_places(layout, N, 14), rows, *host_rows]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -58,7 +58,7 @@ def test_rows_come_to_their_slots(monkeypatch, backend, kind, dtype):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("which", "value", "said"),
+    ("which", "value", "message"),
     [
         (1, NUM_PAGES, r"pages\[3\] is page 9, but the heap has pages 0 to 8"),
         (2, -1, r"slots\[3\] is slot -1, but pages have slots 0 to 15"),
@@ -66,28 +66,28 @@ def test_rows_come_to_their_slots(monkeypatch, backend, kind, dtype):
         (5, -2, r"value_rows\[3\] is row -2, but there are rows 0 to 39"),
     ],
 )
-def test_what_does_not_exist_is_refused(monkeypatch, backend, which, value, said):
+def test_what_does_not_exist_is_refused(monkeypatch, backend, which, value, message):
     monkeypatch.setenv("KVP_OPS", backend)
-    given = arguments("natural", torch.float32)
-    before = given[0].pages.clone()
-    given[which][3] = value
-    with pytest.raises(ValueError, match=said):
-        ops.fetch_tokens(*given)
-    assert_same_bits(given[0].pages, before)
+    case = arguments("natural", torch.float32)
+    before = case[0].pages.clone()
+    case[which][3] = value
+    with pytest.raises(ValueError, match=message):
+        ops.fetch_tokens(*case)
+    assert_same_bits(case[0].pages, before)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_does_not_fit_is_refused(monkeypatch, backend):
     monkeypatch.setenv("KVP_OPS", backend)
-    given = arguments("natural", torch.float32)
+    case = arguments("natural", torch.float32)
     for which, wrong in (
-        (3, given[3].bfloat16()),
-        (3, given[3][:, 1:].contiguous()),
-        (4, given[4][1:]),
-        (5, given[5].int()),
-        (1, torch.zeros_like(given[1])),  # then pairs repeat
+        (3, case[3].bfloat16()),
+        (3, case[3][:, 1:].contiguous()),
+        (4, case[4][1:]),
+        (5, case[5].int()),
+        (1, torch.zeros_like(case[1])),  # then pairs repeat
     ):
-        changed = list(given)
+        changed = list(case)
         changed[which] = wrong
         with pytest.raises(ValueError, match=r"kvp\.fetch_tokens"):
             ops.fetch_tokens(*changed)
@@ -105,10 +105,10 @@ def test_a_cpu_reads_nothing_directly():
 
 def test_a_gpu_needs_our_kernels(monkeypatch):
     monkeypatch.setenv("KVP_OPS", "torch")
-    there = torch.device("cuda", 0)
-    assert host_fetch.direct_problem(there) == "KVP_OPS=torch"
+    cuda = torch.device("cuda", 0)
+    assert host_fetch.direct_problem(cuda) == "KVP_OPS=torch"
     with pytest.raises(RuntimeError, match="cannot be read directly: KVP_OPS=torch"):
-        pinned.PinnedArena(1 << 20, there)
+        pinned.PinnedArena(1 << 20, cuda)
 
 
 DIRECT = {"name": "exact-topk", "host_fetch": "direct"}
@@ -126,16 +126,16 @@ def test_refusals_at_start_up(monkeypatch):
     from vllm_kvplugins.vllm_adapter.config import host_memory
 
     direct = parse_policy(DIRECT)
-    others = [parse_policy(name) for name in ("exact-topk", "snapkv", "sekv")]
+    policies = [parse_policy(name) for name in ("exact-topk", "snapkv", "sekv")]
     for kind in ("cpu", "cuda"):
         platform = SimpleNamespace(is_cpu=lambda kind=kind: kind == "cpu")
         monkeypatch.setattr("vllm.platforms.current_platform", platform)
-        for policy in others:
+        for policy in policies:
             assert host_memory.fetch_problems(policy) == []
-        (said,) = host_memory.fetch_problems(direct)
-        assert codes_in(said) == ("KVP033",)
-        assert ("on a CPU" in said) == (kind == "cpu")
-        assert ("CUDA kernels (" in said) == (kind == "cuda")
+        (message,) = host_memory.fetch_problems(direct)
+        assert codes_in(message) == ("KVP033",)
+        assert ("on a CPU" in message) == (kind == "cpu")
+        assert ("CUDA kernels (" in message) == (kind == "cuda")
     monkeypatch.setattr(host_memory, "direct_problem", lambda device: None)
     assert host_memory.fetch_problems(direct) == []
 
@@ -154,11 +154,11 @@ def test_a_process_that_may_not_pin_is_refused(monkeypatch):
     monkeypatch.setattr(host_fetch, "direct_problem", lambda device: None)
     monkeypatch.setattr(host_fetch, "pin", pin)
     monkeypatch.setattr(host_fetch, "unpin", lambda memory: held.pop(memory.data_ptr()))
-    there, allowed = torch.device("cuda", 0), False
-    (said,) = host_memory.pinning_problems(parse_policy(DIRECT), there)
-    assert "out of memory" in said
-    assert "ulimit -l" in said
-    assert host_memory.pinning_problems(parse_policy("exact-topk"), there) == []
+    cuda, allowed = torch.device("cuda", 0), False
+    (message,) = host_memory.pinning_problems(parse_policy(DIRECT), cuda)
+    assert "out of memory" in message
+    assert "ulimit -l" in message
+    assert host_memory.pinning_problems(parse_policy("exact-topk"), cuda) == []
     allowed = True
-    assert host_memory.pinning_problems(parse_policy(DIRECT), there) == []
+    assert host_memory.pinning_problems(parse_policy(DIRECT), cuda) == []
     assert not held, "it was a try"

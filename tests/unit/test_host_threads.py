@@ -40,7 +40,7 @@ def _threads():
             {"OMP_NUM_THREADS": "6", "VLLM_OMP_NUM_THREADS_SET_BY_VLLM": "1"},
             BEFORE,
         ),
-        # as a user does, for as many ranks as there are
+        # as a user configures it, for the number of ranks
         ("exact-topk", 4, {"OMP_NUM_THREADS": "6"}, BEFORE),
         ("snapkv", 4, {"OMP_NUM_THREADS": "6"}, BEFORE),
     ],
@@ -57,7 +57,7 @@ def test_threads_of_a_gpu_s_worker(monkeypatch, policy, ranks, exported, threads
     loaded: list[Any] = []
 
     def load_model(self: Any, **options: Any) -> None:
-        """Loads nothing, and ends as vLLM's does."""
+        """A worker that loads nothing and shuts down as vLLM's does."""
         loaded.append(options)
         torch_utils.set_torch_threads_for_runtime()
 
@@ -76,22 +76,22 @@ def test_threads_of_a_gpu_s_worker(monkeypatch, policy, ranks, exported, threads
 
 
 def test_helper_threads_use_as_many_cores_as_torch():
-    """What OpenMP would start in a new thread is not what was set in another."""
+    """OpenMP settings of one thread do not apply to a new thread."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     libraries = {line.split()[-1] for line in lines if "omp" in line.split("/")[-1]}
-    asked = [
+    settings = [
         library.omp_get_max_threads
         for library in map(ctypes.CDLL, sorted(libraries))
         if hasattr(library, "omp_get_max_threads")
     ]
-    if not asked:
+    if not settings:
         pytest.skip("no OpenMP is loaded")
-    # torch's, which is that of the compiled ops; other packages bring their own
-    asked = [ask for ask in asked if ask() == BEFORE]
-    assert asked, "torch has no OpenMP that was found"
+    # torch's library, which the compiled ops use; other packages bring their own
+    settings = [ask for ask in settings if ask() == BEFORE]
+    assert settings, "torch has no OpenMP that was found"
     for threads in (5, 3):
         torch.set_num_threads(threads)
         with helper("kvp-test") as thread:
-            found = [thread.submit(ask).result() for ask in asked]
-        assert found == [threads] * len(asked)
+            counts = [thread.submit(ask).result() for ask in settings]
+        assert counts == [threads] * len(settings)

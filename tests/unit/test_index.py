@@ -38,8 +38,8 @@ def clustered(random, n, heads=HEADS, dim=DIM, clusters=40):
     return centres.gather(1, which.expand(-1, -1, dim)) + 0.4 * noise
 
 
-def recall(found, exact):
-    hits = found.slots.unsqueeze(-1) == exact.slots.unsqueeze(-2)
+def recall(result, exact):
+    hits = result.slots.unsqueeze(-1) == exact.slots.unsqueeze(-2)
     return hits.any(-1).float().mean().item()
 
 
@@ -59,14 +59,14 @@ def test_the_scan_equals_torch(random, n, dtype):
     queries = torch.randn(HEADS, 3, DIM, generator=random).to(dtype)
     index = BruteForceIndex(HEADS, DIM)
     index.build(Keys.dense(keys))
-    found = index.query_topk(queries, Keys.dense(keys), 20)
+    result = index.query_topk(queries, Keys.dense(keys), 20)
     exact = scan.topk(queries[None], keys[None], 20)
-    torch.testing.assert_close(found.scores, exact.scores[0], rtol=0, atol=1e-4)
-    valid = found.slots >= 0
+    torch.testing.assert_close(result.scores, exact.scores[0], rtol=0, atol=1e-4)
+    valid = result.slots >= 0
     assert valid.sum() == HEADS * 3 * min(n, 20)
-    # Neighbours in rank may change places by rounding, nothing else may.
+    # Rounding may swap neighbors in rank, and nothing else.
     scores = queries.float() @ keys.float().transpose(1, 2)
-    at = scores.gather(2, found.slots.clamp(min=0)) if n else found.scores
+    at = scores.gather(2, result.slots.clamp(min=0)) if n else result.scores
     torch.testing.assert_close(at[valid], exact.scores[0][valid], rtol=0, atol=1e-4)
 
 
@@ -83,18 +83,18 @@ def test_without_a_limit_the_tree_equals_the_scan(random, n):
     for settings in ({}, {"visit_ratio": 0.5}, {"route": "parent"}):
         tree = tree_over(keys, **settings)
         tree.check_integrity(view)
-        found = tree.query_topk(queries, view, 50, max_visits=0)
+        result = tree.query_topk(queries, view, 50, max_visits=0)
         exact = scan.query_topk(queries, view, 50)
-        assert torch.equal(found.slots, exact.slots)
-        assert torch.equal(found.scores, exact.scores)
+        assert torch.equal(result.slots, exact.slots)
+        assert torch.equal(result.scores, exact.scores)
         expected = list(range(min(n, 50)))
-        assert found.slots[0, 0].tolist()[: len(expected)] == expected
+        assert result.slots[0, 0].tolist()[: len(expected)] == expected
 
 
 def test_few_visits_find_a_key_among_equal_ones(random):
-    """Equal keys hang below one promoted point; the others have none to offer."""
-    for trial in range(40):
-        tree = DCIIndex(HEADS, 8, 4, promotion=0.25, seed=trial)
+    """Equal keys are below one promoted point; the other points have no keys."""
+    for seed in range(40):
+        tree = DCIIndex(HEADS, 8, 4, promotion=0.25, seed=seed)
         keys = torch.zeros(HEADS, 0, 8)
         for scale in (0, 1, 0, 1e-6, 1e6, 0, 1e-6):
             new = scale * torch.randint(-2, 3, (HEADS, 9, 8), generator=random).float()
@@ -102,12 +102,12 @@ def test_few_visits_find_a_key_among_equal_ones(random):
             keys = torch.cat([keys, new], 1)
         queries = torch.randint(-2, 3, (HEADS, 1, 8), generator=random).float()
         for visits in range(1, 5):
-            found = tree.query_topk(queries, Keys.dense(keys), 1, max_visits=visits)
-            assert (found.slots >= 0).all(), (trial, visits)
+            result = tree.query_topk(queries, Keys.dense(keys), 1, max_visits=visits)
+            assert (result.slots >= 0).all(), (seed, visits)
 
 
 def test_keys_are_read_where_they_lie(random):
-    """Transposed pages of several requests in one pool, by a table."""
+    """Transposed pages of several requests in one pool, addressed by a table."""
     block, n = 16, 100
     pages = -(-n // block)
     wide = [clustered(random, n).to(torch.bfloat16) for _ in range(2)]
@@ -127,12 +127,12 @@ def test_keys_are_read_where_they_lie(random):
         index.check_integrity(Keys.paged(view, table[r]))
         indexes.append(index)
     queries = torch.randn(2, HEADS, 3, DIM, generator=random)
-    found = query_topk(indexes, queries, Keys.paged(view, table), 10, 0)
+    result = query_topk(indexes, queries, Keys.paged(view, table), 10, 0)
     exact = scan.topk(queries, torch.stack(wide), 10)
-    assert torch.equal(found.slots, exact.slots)
-    # And each request alone gives the same.
+    assert torch.equal(result.slots, exact.slots)
+    # And each request alone gives the same result.
     alone = indexes[1].query_topk(queries[1], Keys.paged(view, table[1]), 10, 0)
-    assert torch.equal(alone.slots, found.slots[1])
+    assert torch.equal(alone.slots, result.slots[1])
 
 
 def test_keys_stored_where_the_tree_wants_them(random):
@@ -161,10 +161,10 @@ def test_recall_on_clusters(random):
     exact = tree.query_topk(queries, view, 32, 0)
     before = 0.0
     for visits in (300, 1000, 3000):
-        found = tree.query_topk(queries, view, 32, visits)
-        assert (found.visits < visits + 400).all()
-        assert recall(found, exact) >= before
-        before = recall(found, exact)
+        result = tree.query_topk(queries, view, 32, visits)
+        assert (result.visits < visits + 400).all()
+        assert recall(result, exact) >= before
+        before = recall(result, exact)
     assert before > 0.98
     assert recall(tree.query_topk(queries, view, 32, 1000), exact) > 0.9
 
@@ -173,17 +173,17 @@ def test_inserting_is_as_good_as_building(random):
     keys = clustered(random, 6000, clusters=150)
     view = Keys.dense(keys)
     built = tree_over(keys)
-    # To twice the size. Keys that came early keep parents that are no longer the
-    # nearest: a few percent. Much more growth wants a new index.
-    grown = DCIIndex(HEADS, DIM, 16)
-    grown.build(Keys.dense(keys[:, :3000]))
+    # Growth to twice the size. Early keys keep parents that are no longer the nearest:
+    # a loss of a few percent. Much more growth needs a new index.
+    growing = DCIIndex(HEADS, DIM, 16)
+    growing.build(Keys.dense(keys[:, :3000]))
     for first in range(3000, 6000, 16):
-        grown.insert(Keys.dense(keys[:, first : first + 16]))
-    assert grown.num_keys == 6000
+        growing.insert(Keys.dense(keys[:, first : first + 16]))
+    assert growing.num_keys == 6000
     queries = keys[:, ::300] + 0.2 * torch.randn(HEADS, 20, DIM, generator=random)
     exact = built.query_topk(queries, view, 32, 0)
     one = recall(built.query_topk(queries, view, 32, 1000), exact)
-    two = recall(grown.query_topk(queries, view, 32, 1000), exact)
+    two = recall(growing.query_topk(queries, view, 32, 1000), exact)
     assert one > 0.9
     assert abs(one - two) < 0.08
 
@@ -200,10 +200,10 @@ def test_mass_covered_on_real_keys(model_path):
         flat = queries.flatten(1, 2)
         tree = DCIIndex(len(keys), keys.shape[2], 32)
         tree.build(Keys.dense(keys))
-        found = tree.query_topk(flat, Keys.dense(keys), 64, 600)
+        result = tree.query_topk(flat, Keys.dense(keys), 64, 600)
         exact = tree.query_topk(flat, Keys.dense(keys), 64, 0)
-        found_share.append(recall(found, exact))
-        mass = mass_covered(flat, keys, found.slots)
+        found_share.append(recall(result, exact))
+        mass = mass_covered(flat, keys, result.slots)
         shares.append((mass / mass_covered(flat, keys, exact.slots)).mean().item())
     print("mass of exact top-64 covered:", shares, "recall:", found_share)
     assert min(shares) > 0.9
@@ -214,9 +214,9 @@ def test_mass_covered_on_real_keys(model_path):
 
 
 def test_thousands_of_random_inserts(random):
-    """Pages never overflow, keys never move, the tree stays what it promises."""
+    """Pages never overflow, keys never move, and the tree keeps its invariants."""
     keys = clustered(random, 3000)
-    # Norms keep growing: every few inserts set a new record.
+    # Norms keep growing: every few inserts set a new maximum.
     keys = keys * torch.linspace(0.5, 2, 3000)[:, None]
     index = DCIIndex(HEADS, DIM, 8, promotion=0.1)
     places = index.places()
@@ -236,9 +236,9 @@ def test_thousands_of_random_inserts(random):
     assert inserts > 1000
     assert torch.equal(index.places(2990), places[:, 2990:])
     queries = torch.randn(HEADS, 2, DIM, generator=random)
-    found = index.query_topk(queries, Keys.dense(keys), 10, 0)
+    result = index.query_topk(queries, Keys.dense(keys), 10, 0)
     exact = scan.topk(queries[None], keys[None], 10)
-    assert torch.equal(found.slots, exact.slots[0])
+    assert torch.equal(result.slots, exact.slots[0])
 
 
 def test_the_seed_decides(random):
@@ -252,16 +252,16 @@ def test_results_do_not_depend_on_threads(random):
     keys = clustered(random, 2000)
     queries = torch.randn(HEADS, 4, DIM, generator=random)
     threads = torch.get_num_threads()
-    found = []
+    result = []
     try:
         for count in (1, 2):
-            torch.set_num_threads(count)  # OpenMP's as well
+            torch.set_num_threads(count)  # OpenMP's threads as well
             tree = tree_over(keys)
-            found.append(tree.query_topk(queries, Keys.dense(keys), 20, 300))
+            result.append(tree.query_topk(queries, Keys.dense(keys), 20, 300))
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(found[0].slots, found[1].slots)
-    assert torch.equal(found[0].scores, found[1].scores)
+    assert torch.equal(result[0].slots, result[1].slots)
+    assert torch.equal(result[0].scores, result[1].scores)
 
 
 # -- pages --------------------------------------------------------------------
@@ -277,9 +277,9 @@ def test_pages_are_those_of_the_best_keys(random, kind):
     slots = index.query_topk(queries, view, 12).slots
     for limit in (1, 5, 100):
         expected = scan.pages(slots, index.places(), 8, limit)
-        found = index.query_pages(queries, view, 12, limit)
-        assert torch.equal(found.counts, expected.counts)
-        assert torch.equal(found.pages, expected.pages)
+        result = index.query_pages(queries, view, 12, limit)
+        assert torch.equal(result.counts, expected.counts)
+        assert torch.equal(result.pages, expected.pages)
     both = query_pages(
         [index, index],
         torch.stack([queries] * 2),
@@ -287,7 +287,7 @@ def test_pages_are_those_of_the_best_keys(random, kind):
         12,
         100,
     )
-    assert torch.equal(both.pages[1], found.pages)
+    assert torch.equal(both.pages[1], result.pages)
 
 
 # -- what is refused ----------------------------------------------------------
@@ -348,11 +348,11 @@ def test_errors_say_what_is_wrong(random):
 def test_memory_is_counted_and_freed(random):
     index = DCIIndex(HEADS, DIM)
     empty = index.memory_bytes
-    # Long enough that the slabs which one more thread leaves half used do not count.
+    # Long enough that partly used slabs of one more thread do not matter.
     index.build(Keys.dense(clustered(random, 16000)))
-    grown = index.memory_bytes
+    growing = index.memory_bytes
     keys_bytes = HEADS * 16000 * DIM * 4
-    assert empty < grown < keys_bytes
+    assert empty < growing < keys_bytes
     handle = index.handle
     del index
     with pytest.raises(RuntimeError, match="there is no index"):

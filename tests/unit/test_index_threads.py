@@ -46,7 +46,7 @@ def longest_silence(work) -> tuple[float, float]:
 
 
 def hold_the_lock():
-    sum(range(1 << 24))  # one call into C that never lets go
+    sum(range(1 << 24))  # one call into C that holds the GIL
 
 
 def slow_calls() -> dict:
@@ -71,7 +71,7 @@ def slow_calls() -> dict:
 
 def test_other_python_threads_run_while_the_index_works():
     for name, work in slow_calls().items():
-        # A machine that is busy can silence any thread: the best of a few counts.
+        # A busy machine can delay any thread: use the best of a few counts.
         shares = []
         for _ in range(5):
             took, silence = longest_silence(work)
@@ -108,9 +108,9 @@ def test_queries_beside_inserts():
 
     def ask():
         while not done.is_set():
-            found = index.query_topk(queries, view, 10, 300)
-            scores = (queries @ keys.transpose(1, 2)).gather(2, found.slots)
-            if not torch.allclose(scores, found.scores, atol=1e-4):
+            result = index.query_topk(queries, view, 10, 300)
+            scores = (queries @ keys.transpose(1, 2)).gather(2, result.slots)
+            if not torch.allclose(scores, result.scores, atol=1e-4):
                 problems.append("scores of other keys")
 
     threads = [threading.Thread(target=ask) for _ in range(2)]

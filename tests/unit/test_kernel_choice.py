@@ -92,7 +92,7 @@ def test_a_cpu_has_its_own(monkeypatch):
 
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
-    ("wanted", "dtype", "head_size", "kernel"),
+    ("kernel_name", "dtype", "head_size", "kernel"),
     [
         ("auto", torch.bfloat16, 64, "flash"),
         ("auto", torch.float32, 64, "triton"),
@@ -102,10 +102,10 @@ def test_a_cpu_has_its_own(monkeypatch):
         ("flashinfer", torch.float16, 128, "flashinfer"),
     ],
 )
-def test_a_gpu_gets_flash_attention_if_it_can(wanted, dtype, head_size, kernel):
+def test_a_gpu_gets_flash_attention_if_it_can(kernel_name, dtype, head_size, kernel):
     asking = config(dtype, head_size)
-    assert kernel_choice.problems(asking, asked(wanted)) == []
-    settled = kernel_choice.resolve_kernel(asked(wanted), asking)
+    assert kernel_choice.problems(asking, asked(kernel_name)) == []
+    settled = kernel_choice.resolve_kernel(asked(kernel_name), asking)
     assert settled == asked(kernel)
     assert asking.attention_config.backend is AttentionBackendEnum.CUSTOM
     assert kernel_choice.problems(asking, settled) == []
@@ -114,12 +114,12 @@ def test_a_gpu_gets_flash_attention_if_it_can(wanted, dtype, head_size, kernel):
 
 @pytest.mark.usefixtures("cuda")
 def test_what_cannot_be_had_on_a_gpu_is_said():
-    found = kernel_choice.problems(config(torch.float32, 512), asked("flash"))
-    assert len(found) == 2
-    assert all("kernel 'flash'" in problem for problem in found)
-    found = kernel_choice.problems(config(torch.float32, 512), asked("flashinfer"))
-    assert len(found) == 2
-    assert all("kernel 'flashinfer'" in problem for problem in found)
+    refusals = kernel_choice.problems(config(torch.float32, 512), asked("flash"))
+    assert len(refusals) == 2
+    assert all("kernel 'flash'" in problem for problem in refusals)
+    refusals = kernel_choice.problems(config(torch.float32, 512), asked("flashinfer"))
+    assert len(refusals) == 2
+    assert all("kernel 'flashinfer'" in problem for problem in refusals)
     asking = config()
     asking.attention_config.backend = AttentionBackendEnum.FLASH_ATTN
     (problem,) = kernel_choice.problems(asking, asked())
@@ -128,7 +128,9 @@ def test_what_cannot_be_had_on_a_gpu_is_said():
 
 @pytest.mark.usefixtures("cuda")
 def test_flash_attention_must_have_a_version_for_the_gpu(monkeypatch):
-    """vLLM may come without its libraries, or for other GPUs, and says so late."""
+    """vLLM may lack FlashAttention's libraries, or those for this GPU, and reports
+    it late.
+    """
     monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: None)
     (problem,) = kernel_choice.problems(config(), asked("flash"))
     assert codes_in(problem) == ("KVP025",)
@@ -156,11 +158,11 @@ def test_flashinfer_must_be_installed_by_those_who_want_it(monkeypatch):
     ],
 )
 def test_flashinfer_must_have_attention_kernels(monkeypatch, tools, packages, can):
-    """vLLM is content with flashinfer-cubin, which holds others."""
+    """vLLM also accepts flashinfer-cubin, which contains other kernels."""
     with_tools(monkeypatch, *tools, packages=packages)
-    found = kernel_choice.problems(config(), asked("flashinfer"))
-    assert len(found) == (not can)
-    assert all("flashinfer-jit-cache" in problem for problem in found)
+    refusals = kernel_choice.problems(config(), asked("flashinfer"))
+    assert len(refusals) == (not can)
+    assert all("flashinfer-jit-cache" in problem for problem in refusals)
     assert kernel_choice.resolve_kernel(asked(), config()) == asked("flash")
 
 
@@ -179,14 +181,14 @@ def test_where_nvcc_is_found(monkeypatch):
 def test_the_backend_takes_the_place_for_custom_ones():
     kernel_choice.register(asked("triton"))
     try:
-        found = AttentionBackendEnum.CUSTOM.get_class()
-        assert found is triton.TritonPolicyBackend
+        refusals = AttentionBackendEnum.CUSTOM.get_class()
+        assert refusals is triton.TritonPolicyBackend
         kernel_choice.register(asked("flash"))
-        found = AttentionBackendEnum.CUSTOM.get_class()
-        assert found is flash.FlashPolicyBackend
+        refusals = AttentionBackendEnum.CUSTOM.get_class()
+        assert refusals is flash.FlashPolicyBackend
         kernel_choice.register(asked("flashinfer"))
-        found = AttentionBackendEnum.CUSTOM.get_class()
-        assert found is flashinfer.FlashInferPolicyBackend
+        refusals = AttentionBackendEnum.CUSTOM.get_class()
+        assert refusals is flashinfer.FlashInferPolicyBackend
     finally:
         kernel_choice.unregister()
     with pytest.raises(ValueError, match="must be registered"):
@@ -195,7 +197,7 @@ def test_the_backend_takes_the_place_for_custom_ones():
 
 @pytest.mark.parametrize("module", [cpu, flash, flashinfer, triton])
 def test_no_layer_quantizes_what_it_writes(module):
-    """vLLM would leave it to a layer that says it does."""
+    """vLLM leaves the answer to the layer."""
     impls = [kind for kind in vars(module).values() if is_layer(kind)]
     (kind,) = impls
     impl = object.__new__(kind)
@@ -219,12 +221,12 @@ def test_other_platforms_are_refused(monkeypatch):
 
 
 def test_steps_in_parts_are_refused():
-    """What a step's rows are is read from the whole batch."""
+    """The adapter reads the kinds of rows from the whole batch."""
     for config, refused in (
         (ParallelConfig(), False),
         (ParallelConfig(enable_dbo=True), True),
         (ParallelConfig(ubatch_size=2), True),
     ):
-        found = validation._parallel_problems(config)
-        assert bool(found) == refused
-        assert all("--enable-dbo" in problem for problem in found)
+        refusals = validation._parallel_problems(config)
+        assert bool(refusals) == refused
+        assert all("--enable-dbo" in problem for problem in refusals)

@@ -35,14 +35,16 @@ WAIVED: dict[tuple[str, str], str] = {}
 
 
 def part_of(module: str) -> str:
-    """``vllm_kvplugins.engine.heap`` -> ``engine``; the adapter's parts separately."""
+    """``vllm_kvplugins.engine.heap`` -> ``engine``; the adapter's parts count
+    separately.
+    """
     parts = module.split(".")[1:]
     depth = 2 if parts[0] in SUBDIVIDED and len(parts) > 1 else 1
     return ".".join(parts[:depth])
 
 
 def edges(source: str, module: str) -> Iterator[tuple[str, str]]:
-    """Every import of a file, also inside functions and for types: part, module."""
+    """Every import of a file, including imports inside functions and for types."""
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -74,12 +76,12 @@ def test_every_part_has_a_layer():
 
 
 def test_no_import_points_up():
-    found = [
+    layers_found = [
         problem
         for name, path in files()
         for problem in upward(path.read_text(encoding="utf-8"), name)
     ]
-    assert found == []
+    assert layers_found == []
 
 
 def test_waived_edges_still_exist():

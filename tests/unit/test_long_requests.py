@@ -21,7 +21,7 @@ def test_held_blocks_stay_flat(name):
         "fold_blocks": FOLD,
         "allocator": "cross-layer",
     }
-    # what it ever needs, and the null block
+    # its maximum, and the null block
     engine = FakeEngine(policy, BLOCK, KEEP + FOLD + 1)
     engine.attend_every = 29
     request = engine.add("long", PROMPT, ANSWER)
@@ -40,7 +40,7 @@ def test_held_blocks_stay_flat(name):
 
 @pytest.mark.parametrize("name", ["icecache", "quest"])
 def test_retrieval_holds_sinks_budget_and_window(name):
-    """Through 4000 generated tokens, in a pool with no block to spare."""
+    """4000 generated tokens, in a pool without a spare block."""
     sinks, budget, window = 8, 40, 16
     policy = {
         "name": name,
@@ -50,17 +50,17 @@ def test_retrieval_holds_sinks_budget_and_window(name):
         "skip_layers": 0,
     }
     keep = (sinks + budget + window) // BLOCK
-    # what is kept, a tail of up to two blocks, and the null block
+    # the kept tokens, a tail of up to two blocks, and the null block
     engine = FakeEngine(policy, BLOCK, keep + 2 + 1)
     engine.attend_every = 10_000
     request = engine.add("long", 50, 4000)
-    most = 0
+    peak = 0
     while not request.done:
         engine.step({"long": 50})
         if request.computed > (keep + 2) * BLOCK:
-            most = max(most, len(request.held))
-    assert most == keep + 1, "one page per head beyond sinks, budget and window"
-    # the host has the rest, in every layer and head
+            peak = max(peak, len(request.held))
+    assert peak == keep + 1, "one page per head beyond sinks, budget and window"
+    # the host holds the rest, for every layer and head
     tokens = request.computed - sinks - window
     tier = engine.retrieval.tier
     held_pages = (len(tier.pages) - tier.num_free) // (LAYERS * KV_HEADS)

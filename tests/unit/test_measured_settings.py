@@ -21,13 +21,13 @@ MIB = 1 << 20
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Starts, as far as the configuration, on a machine with so much free memory."""
+    """Configure an engine on a machine with this much free memory."""
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_kvplugins.plugin import register
 
     register()
-    # vLLM would configure loggers of this process as whoever ran before asked for
+    # vLLM would reconfigure this process's loggers
     monkeypatch.setenv("VLLM_CONFIGURE_LOGGING", "0")
     folder = str(write_config(tmp_path / "model"))
     environment = dict(os.environ)
@@ -35,12 +35,12 @@ def start(tmp_path, monkeypatch):
     def started(limit: int, **settings: Any) -> Any:
         for module in (host_memory, session_config):
             monkeypatch.setattr(module, "default_limit_bytes", lambda: limit)
-        asked = {"name": "quest", "skip_layers": 0, "sessions": True, **settings}
+        config = {"name": "quest", "skip_layers": 0, "sessions": True, **settings}
         return EngineArgs(
             model=folder,
             dtype="bfloat16",
             max_model_len=512,
-            additional_config={"mine": 1, "kv_policy": asked},
+            additional_config={"mine": 1, "kv_policy": config},
         ).create_engine_config()
 
     yield started
@@ -54,7 +54,7 @@ def test_free_memory_changes_no_hash_of_compiled_graphs(start):
     assert first.compute_hash() == second.compute_hash()
     assert first.additional_config == second.additional_config
     assert first.additional_config["mine"] == 1
-    # what is settled for all starts alike is hashed, as vLLM hashes what users say
+    # settings that are equal for all starts are part of the hash, like the user's
     assert start(10 * MIB, budget=64).compute_hash() != first.compute_hash()
 
 

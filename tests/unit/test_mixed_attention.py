@@ -36,7 +36,7 @@ class Case:
         return self.attend(ops.attend_mixed)
 
     def right(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """The oracle's, computed in ``dtype``, as float64."""
+        """The oracle's result, computed in ``dtype``, as float64."""
         out, lse = self.attend(partial(page_ops.attend_mixed, dtype=dtype))
         return out.double(), lse.double()
 
@@ -61,17 +61,18 @@ def make_case(
     sharpness: float = 1.0,
     seed: int = SEED,
 ) -> Case:
-    """Lengths and numbers of entries per sequence; every seventh entry is off, and NaN.
+    """A case with these lengths and numbers of entries per sequence; every seventh
+    entry is disabled and NaN.
 
     Slots that no sequence attends to are NaN.
     """
     print("seed", seed)
     rng = torch.Generator().manual_seed(seed)
     block, dims = layout.block_size, layout.head_dim
-    most = -(-max(lengths) // block)
+    max_blocks = -(-max(lengths) // block)
     heap = torch.full((NUM_PAGES, layout.page_elems), torch.nan, dtype=dtype)
-    # Beyond a sequence's last page ids mean nothing.
-    table = torch.full((len(lengths), most), -5, dtype=torch.int32)
+    # Ids after a sequence's last page are arbitrary.
+    table = torch.full((len(lengths), max_blocks), -5, dtype=torch.int32)
     for sequence, length in enumerate(lengths):
         used = -(-length // block)
         pages = torch.randperm(NUM_PAGES, generator=rng)[:used]
@@ -80,7 +81,7 @@ def make_case(
         draw = [torch.randn(length, dims, generator=rng).to(dtype) for _ in range(2)]
         kv = ops.PagedKV(heap, layout)
         ops.scatter_tokens(kv, pages[slot // block], slot % block, *draw)
-    # back to front, with entries between them that are nobody's
+    # in reverse order, with unowned entries between them
     counts = torch.tensor(entries)
     starts = (counts + 2).flip(0).cumsum(0).flip(0) - counts
     total = int(counts.sum()) + 2 * len(entries) + 1
@@ -106,7 +107,7 @@ def make_case(
 
 
 def assert_right(case: Case) -> None:
-    """Errors are at most twice those of a softmax in the type of the call."""
+    """Errors are at most twice those of a softmax in the dtype of the call."""
     out, lse = case.run()
     exact, exact_lse = case.right(torch.float64)
     plain, _ = case.right(case.heap.dtype)
@@ -142,8 +143,8 @@ def test_uniform_lengths_without_entries(backend, dtype):
     case = make_case(layout, dtype, 3, [250] * 6, [0] * 6)
     assert_right(case)
     plain = replace(case, coarse=None)
-    for got, same in zip(plain.run(), case.run(), strict=True):
-        assert torch.equal(got, same)
+    for result, same in zip(plain.run(), case.run(), strict=True):
+        assert torch.equal(result, same)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -157,7 +158,7 @@ def test_only_coarse_entries(backend, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_scores(backend, dtype):
-    """Some reach 10,000 either way: one token takes all, nothing overflows."""
+    """Logits up to ±10,000: one token gets all the attention, and nothing overflows."""
     layout = PageLayout.transposed_keys(32, 64)
     case = make_case(
         layout, dtype, 3, [600, 31, 90, 1], [600, 3, 0, 9], sharpness=3000.0
@@ -172,7 +173,7 @@ def test_large_scores(backend, dtype):
 
 
 def test_nothing_to_attend_to(backend):
-    """No token, and no entry or only such as are off."""
+    """No token, and no entry or only disabled ones."""
     case = make_case(PageLayout.natural(16, 64), torch.float32, 2, [0] * 4, [0] * 4)
     for count in (0, 5):
         rows = torch.full((4 * count, 64), torch.nan)
@@ -201,7 +202,7 @@ def test_no_rows(backend):
 
 
 def test_types_may_differ(backend):
-    """Queries, pages and entries each have their own."""
+    """Queries, pages and entries each have their own dtype."""
     case = make_case(
         PageLayout.transposed_keys(32, 64), torch.bfloat16, 3, [99, 700], [5, 40], 1
     )
@@ -218,7 +219,7 @@ def test_types_may_differ(backend):
 
 
 def test_what_is_attended_to_is_read(backend):
-    """NaN in a key or value that counts reaches the output."""
+    """NaN in a visible key or value reaches the output."""
     case = make_case(
         PageLayout.transposed_keys(32, 64), torch.float32, 2, [70, 70], [0, 0], 1
     )
@@ -232,7 +233,9 @@ def test_what_is_attended_to_is_read(backend):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_threads_do_not_change_the_result(compiled, dtype):
-    """Long enough for several parts and the parallel loops; repeated to show races."""
+    """Long enough for several splits and the parallel loops; repeated to expose
+    races.
+    """
     layout = PageLayout.transposed_keys(64, 128)
     case = make_case(layout, dtype, 3, [1900, 1100, 3, 640], [700, 0, 1300, 2])
     threads, results = torch.get_num_threads(), []
@@ -329,7 +332,7 @@ def test_bad_entries(backend, name):
 @pytest.mark.parametrize(("block", "dims"), [(32, 64), (16, 80), (32, 128)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_equals_the_stock_kernel_on_a_heap(compiled, dtype, block, dims, group):
-    """Pages that the stock op wrote, read by both, without entries."""
+    """Both kernels read pages that the stock op wrote, without entries."""
     pytest.importorskip("vllm", reason="needs vLLM's CPU kernels")
     custom_ops = pytest.importorskip("vllm._custom_ops")
     backend = pytest.importorskip("vllm_kvplugins.vllm_adapter.attention.cpu")
@@ -338,7 +341,7 @@ def test_equals_the_stock_kernel_on_a_heap(compiled, dtype, block, dims, group):
     isa = _get_attn_isa(dtype, block, dims)
     layout = backend.detect_layout(block, dims, dtype, isa)
     case = make_case(layout, dtype, group, [70, 1, 300, 33], [0] * 4)
-    # The stock kernel multiplies what lies behind the last token by 0.
+    # The stock kernel multiplies slots after the last token by 0.
     case = replace(case, heap=case.heap.nan_to_num(), page_table=case.page_table.abs())
     start = torch.arange(5, dtype=torch.int32)
     metadata = custom_ops.cpu_attn_get_scheduler_metadata(
@@ -373,6 +376,6 @@ def test_equals_the_stock_kernel_on_a_heap(compiled, dtype, block, dims, group):
         scheduler_metadata=metadata,
         s_aux=None,
     )
-    ours = case.run()[0].view(stock.shape)
+    actual = case.run()[0].view(stock.shape)
     rounding = 2**-7 if dtype == torch.bfloat16 else 2e-6
-    torch.testing.assert_close(ours, stock, rtol=rounding, atol=rounding)
+    torch.testing.assert_close(actual, stock, rtol=rounding, atol=rounding)

@@ -26,8 +26,8 @@ def test_a_trained_router_is_refused_with_tensor_parallelism():
         (2, parse_policy("snapkv"), False),
     ):
         parallel = SimpleNamespace(tensor_parallel_size=ranks)
-        found = problems(SimpleNamespace(parallel_config=parallel), policy)
-        assert [codes_in(problem) for problem in found] == [("KVP041",)] * refused
+        refusals = problems(SimpleNamespace(parallel_config=parallel), policy)
+        assert [codes_in(problem) for problem in refusals] == [("KVP041",)] * refused
 
 
 @pytest.mark.parametrize(
@@ -47,24 +47,24 @@ def test_graphs_that_replay_the_whole_model_are_refused(
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode]),
     )
-    found = problems(config, parse_policy(policy))
-    assert [codes_in(problem) for problem in found] == [("KVP041",)] * refused
+    refusals = problems(config, parse_policy(policy))
+    assert [codes_in(problem) for problem in refusals] == [("KVP041",)] * refused
 
 
 def test_the_hook_of_a_cache_that_is_gone_is_gone():
-    """vLLM makes one to measure graphs with."""
+    """vLLM creates one of them to measure graphs."""
     context = WorkerContext(SimpleNamespace(heap=None, unbind_heap=lambda: None))
     model = torch.nn.Identity()
-    seen: list[LogitsSurprisal] = []
+    instances: list[LogitsSurprisal] = []
     for _ in range(2):
         context.register_heap_binding(
-            lambda: seen.append(context.new_surprisal_model(model))
+            lambda: instances.append(context.new_surprisal_model(model))
         )
         context.ensure_heap()
         model(torch.arange(3.0))
     assert len(model._forward_hooks) == 1
     with pytest.raises(AssertionError, match="no step has run"):
-        seen[0].states(0, 1)
-    assert seen[1].states(1, 2).tolist() == [1, 2]
+        instances[0].states(0, 1)
+    assert instances[1].states(1, 2).tolist() == [1, 2]
     context.register_heap_binding(lambda: None)
     assert not model._forward_hooks

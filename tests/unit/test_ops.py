@@ -95,7 +95,7 @@ def test_pages_with_gaps_between_them(backend, kind):
 
 @pytest.mark.parametrize("sizes", [(1, 2), (4, 3)])
 def test_a_plane_that_goes_backwards(backend, sizes):
-    """It is even, but torch has no view of it."""
+    """The strides are regular, but torch has no view for them."""
     block_size, head_dim = sizes
     elements = torch.arange(2 * block_size * head_dim, dtype=torch.int32)
     keys, values = elements.chunk(2)
@@ -128,7 +128,7 @@ def available_backends() -> list[str]:
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_threads_do_not_change_the_result(backend, kind):
-    """Large enough for the parallel loops; repeated to show races."""
+    """Large enough for the parallel loops; repeated to expose races."""
     layout = make_layout(kind, 128, 128, seed=7)
     pages, slots = make_places(layout, NUM_PAGES * 128, seed=7)
     n = len(pages) // 2
@@ -273,11 +273,11 @@ def test_bad_arguments_are_refused(backend, case):
     kv = a_kv()
     with pytest.raises(ValueError, match=message):
         call(kv)
-    assert_same_bits(kv.pages, a_heap())  # a refused call leaves the heap alone
+    assert_same_bits(kv.pages, a_heap())  # a refused call does not change the heap
 
 
 def test_offsets_outside_the_page_are_refused():
-    """The op itself, which does not see a PageLayout, must stay in the page."""
+    """The op itself, which does not get a PageLayout, must stay inside the page."""
     if reason := dispatch.load_extension().reason:
         pytest.skip(f"no compiled ops: {reason}")
     table = LAYOUT.k_offsets.clone()
@@ -308,7 +308,7 @@ class TestPageLayout:
         assert make_layout("permuted", 16, 64, seed=0).keys.strides is None
 
     def test_rows_are_named_to_kernels(self):
-        """They cannot look into tables on a device, see csrc/page_copy.cu."""
+        """Ops cannot check tables on a device; see csrc/page_copy.cu."""
 
         def named(layout: PageLayout) -> tuple[int, ...]:
             return dispatch.layout_args(ops.PagedKV(a_heap(), layout))[3:]

@@ -70,8 +70,8 @@ class TestLoading:
             pytest.skip("the extension has not been built")
         built_for = extension.OPS_VERSION
         monkeypatch.setattr(extension, "OPS_VERSION", "0")
-        said = f"ops version {built_for}, this package needs 0"
-        with pytest.warns(RuntimeWarning, match=said):
+        message = f"ops version {built_for}, this package needs 0"
+        with pytest.warns(RuntimeWarning, match=message):
             assert extension.load_extension().reason
 
     def test_no_kernels_for_other_devices(self, monkeypatch):
@@ -106,7 +106,7 @@ class TestLoading:
 
 @pytest.mark.parametrize("limit", extension.SIMD_LEVELS)
 def test_an_environment_variable_limits_vector_instructions(limit):
-    """In a process of its own, as the choice is made once."""
+    """In its own process, because the choice is made once."""
     if reason := extension.load_extension().reason:
         pytest.skip(f"no compiled ops: {reason}")
     supported = extension.load_extension().facts["simd"]

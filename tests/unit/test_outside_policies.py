@@ -19,15 +19,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "adding-a-policy.md"
 
 
 def block(language: str, named: str) -> str:
-    """The page's listing that begins with the name of a file."""
-    for found in re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.S):
-        if found.startswith(f"# my_policy/{named}"):
-            return str(found)
+    """The listing of the page that starts with the name of a file."""
+    for document in re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.S):
+        if document.startswith(f"# my_policy/{named}"):
+            return str(document)
     raise AssertionError(f"{PAGE} has no listing of {named}")
 
 
 def install(folder: Path, module: str, entries: dict[str, str]) -> None:
-    """What pip would leave of a package: its module, and its metadata."""
+    """The files of an installed package: its module and its metadata."""
     (folder / "my_policy.py").write_text(module)
     about = folder / "my_policy-0.1.dist-info"
     about.mkdir()
@@ -71,11 +71,11 @@ def test_the_documented_package_is_listed_with_its_settings(documented):
     folder, entries = documented
     done = run(folder, "-m", "vllm_kvplugins.cli", "list", "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    listed = {entry["name"]: entry for entry in found["policies"]}
+    document = json.loads(done.stdout)
+    listed = {entry["name"]: entry for entry in document["policies"]}
     (name,) = entries
     assert "recent" in {setting["name"] for setting in listed[name]["settings"]}
-    assert found["broken"] == []
+    assert document["broken"] == []
 
 
 def test_vllm_takes_its_name_and_settings(documented):

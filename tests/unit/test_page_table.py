@@ -19,13 +19,15 @@ from vllm_kvplugins.engine.page_table import (
 SEED = 20261203
 CPU = torch.device("cpu")
 LAYERS, HEADS, BLOCK, BLOCKS = 6, 3, 4, 90
-ZONES = (5, 0, 9, 0, 2)  # pages of the longest of each row; 0 = not compacted
+ZONES = (5, 0, 9, 0, 2)  # pages of the longest list of each row; 0 = not compacted
 TAIL_BLOCK = 11
 LENS = (61, 44, 50, 0, 47)
 
 
 class Live(TorchDispatchMode):
-    """Bytes of tensors that operations have made and somebody has, at most.
+    """Maximum of the bytes of live tensors that operations have created.
+
+    Views do not count.
 
     Views and what was there before count nothing.
     """
@@ -42,8 +44,8 @@ class Live(TorchDispatchMode):
                 cdata = StorageWeakRef(tensor.untyped_storage()).cdata
                 if cdata not in self._made:
                     self._known.add(cdata)
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 ref = StorageWeakRef(storage)
@@ -51,19 +53,21 @@ class Live(TorchDispatchMode):
                     self._made[ref.cdata] = ref, storage.nbytes()
         self._made = {k: v for k, v in self._made.items() if not v[0].expired()}
         self.most = max(self.most, sum(size for _, size in self._made.values()))
-        return found
+        return result
 
 
 def build(uniform: bool, into: FixedTable | None = None) -> FlatTable:
-    """A step of compacted requests, of others, and of padding."""
+    """A step of compacted requests, ordinary requests, and padding."""
     random = torch.Generator().manual_seed(SEED)
     tables = PageTables(LAYERS, HEADS, BLOCKS, BLOCK, uniform, CPU)
     slot_indices = []
-    for most in ZONES:
-        counts = torch.randint(0, most + 1, (LAYERS * HEADS,), generator=random)
-        counts[:] = most if uniform else counts
-        pages = torch.randint(0, 999, (LAYERS * HEADS, most), generator=random)
-        slot_indices.append(tables.assign(pages, counts, TAIL_BLOCK) if most else 0)
+    for max_blocks in ZONES:
+        counts = torch.randint(0, max_blocks + 1, (LAYERS * HEADS,), generator=random)
+        counts[:] = max_blocks if uniform else counts
+        pages = torch.randint(0, 999, (LAYERS * HEADS, max_blocks), generator=random)
+        slot_indices.append(
+            tables.assign(pages, counts, TAIL_BLOCK) if max_blocks else 0
+        )
     blocks = torch.randint(0, BLOCKS, (len(LENS), 18), generator=random).int()
     return tables.build(slot_indices, torch.tensor(LENS), blocks, LENS, into)
 
@@ -73,22 +77,24 @@ def build(uniform: bool, into: FixedTable | None = None) -> FlatTable:
 def test_slices_make_the_same_table(monkeypatch, uniform: bool, fixed: bool):
     print("seed", SEED)
     whole = build(uniform)
-    most = whole.pages.shape[-1]
-    a_row = page_table._BYTES_PER_PAGE * HEADS * most
-    # a row of a scope at a time, two rows of it, all rows of a scope, of two scopes
+    max_blocks = whole.pages.shape[-1]
+    a_row = page_table._BYTES_PER_PAGE * HEADS * max_blocks
+    # one row of a scope at a time, two rows, all rows of a scope, two scopes
     for limit in (1, 2 * a_row, len(LENS) * a_row, 2 * len(LENS) * a_row):
         monkeypatch.setattr(page_table, "SLICE_BYTES", limit)
-        shape = TableShape(1 if uniform else LAYERS, 8, HEADS, most + 3)
+        shape = TableShape(1 if uniform else LAYERS, 8, HEADS, max_blocks + 3)
         into = FixedTable(shape, CPU) if fixed else None
         sliced = build(uniform, into)
-        assert sliced.pages[..., :most].equal(whole.pages)
+        assert sliced.pages[..., :max_blocks].equal(whole.pages)
         assert sliced.lengths.equal(whole.lengths)
-        assert not sliced.pages[..., most:].any(), "written behind the longest row"
+        assert not sliced.pages[..., max_blocks:].any(), (
+            "written behind the longest row"
+        )
 
 
 @pytest.mark.parametrize("scopes", [1, 32])
 def test_building_takes_little_memory_besides_the_table(monkeypatch, scopes: int):
-    """However many rows there are, one of which is long."""
+    """One long row does not make the memory grow with the number of rows."""
     limit = 1 << 20
     monkeypatch.setattr(page_table, "SLICE_BYTES", limit)
     heads, rows, long = 4, 40, 600
@@ -113,18 +119,18 @@ def test_building_takes_little_memory_besides_the_table(monkeypatch, scopes: int
 
 @pytest.mark.parametrize("uniform", [False, True])
 def test_room_for_zones_is_that_of_those_who_are_there(uniform: bool):
-    """A long one takes room while it is there; nobody loses a page for that."""
+    """A long request takes room while it runs; no other request loses a page."""
     random = torch.Generator().manual_seed(SEED)
     tables = PageTables(LAYERS, HEADS, BLOCKS, BLOCK, uniform, CPU)
     zones: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def sit(most: int) -> int:
+    def sit(max_blocks: int) -> int:
         heap = LAYERS * BLOCKS * HEADS
-        pages = torch.randint(0, heap, (LAYERS * HEADS, most), generator=random)
-        if uniform:  # as the same blocks are, in every layer
+        pages = torch.randint(0, heap, (LAYERS * HEADS, max_blocks), generator=random)
+        if uniform:  # equal to the blocks, in every layer
             layer = torch.arange(LAYERS).repeat_interleave(HEADS)[:, None]
             pages = pages[:HEADS].repeat(LAYERS, 1) % 50 + layer * BLOCKS * HEADS
-        counts = torch.full((LAYERS * HEADS,), most)
+        counts = torch.full((LAYERS * HEADS,), max_blocks)
         slot_index = tables.assign(pages, counts, TAIL_BLOCK)
         zones[slot_index] = pages, counts
         return slot_index
@@ -135,12 +141,12 @@ def test_room_for_zones_is_that_of_those_who_are_there(uniform: bool):
 
     def room() -> int:
         for slot_index, (pages, counts) in zones.items():
-            found = tables.retained(slot_index)
-            assert found[0].equal(pages)
-            assert found[1].equal(counts)
+            result = tables.retained(slot_index)
+            assert result[0].equal(pages)
+            assert result[1].equal(counts)
         return int(tables._retained_pages.shape[-1])
 
-    some = [sit(most) for most in (3, 8, 5)]
+    some = [sit(max_blocks) for max_blocks in (3, 8, 5)]
     assert room() == 9
     long = sit(800)
     assert room() == 900
@@ -148,7 +154,7 @@ def test_room_for_zones_is_that_of_those_who_are_there(uniform: bool):
     some.append(sit(9))
     assert room() == 900, "the long one is there"
     leave(long)
-    some += [sit(20) for _ in range(9)]  # more seats than there were
+    some += [sit(20) for _ in range(9)]  # more requests than there were
     assert room() == 22
     for slot_index in some:
         leave(slot_index)
@@ -158,7 +164,7 @@ def test_room_for_zones_is_that_of_those_who_are_there(uniform: bool):
 
 
 def test_who_finds_no_room_takes_no_seat(monkeypatch):
-    """Without memory for it; the next one sits where it would have."""
+    """An allocation fails; the next request gets the same index."""
     tables = PageTables(LAYERS, HEADS, BLOCKS, BLOCK, False, CPU)
     counts = torch.full((LAYERS * HEADS,), 2)
     pages = torch.zeros(LAYERS * HEADS, 2, dtype=torch.int64)
@@ -174,7 +180,7 @@ def test_who_finds_no_room_takes_no_seat(monkeypatch):
     with pytest.raises(RuntimeError):
         tables.assign(pages, counts, TAIL_BLOCK)
     assert tables.num_slot_indices == 0
-    short = pages[:5]  # fails when the seat is written
+    short = pages[:5]  # the write of the row fails
     with pytest.raises(RuntimeError):
         tables.assign(short, counts, TAIL_BLOCK)
     assert tables.num_slot_indices == 0

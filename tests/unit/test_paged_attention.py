@@ -34,8 +34,8 @@ LAYERS, KV_HEADS, GROUP, HEAD_DIM = 3, 2, 3, 64
 BLOCKS, BLOCK = 40, 32
 PAGES = LAYERS * BLOCKS * KV_HEADS
 SCALE = HEAD_DIM**-0.5
-# Requests of a step: (zone pages on average, tail tokens, query tokens); 0 zone
-# pages = never compacted, None tail = the zone ends in a full page.
+# Requests of a step: (mean zone pages, tail tokens, query tokens). 0 zone pages =
+# never compacted; tail None = the zone ends in a full page.
 ROWS = ((3, 17, 1), (0, 70, 40), (2, 5, 5), (1, 33, 1), (0, 1, 1), (4, 64, 7))
 DECODE_ONLY = ((3, 17, 1), (0, 70, 1), (1, 32, 1))
 
@@ -97,8 +97,8 @@ def make_case(seed: int, dtype: torch.dtype, rows: Any, uniform: bool) -> Case:
             pages, counts = deal(pages.reshape(-1), LAYERS * KV_HEADS, rng)
         slot_indices.append(tables.assign(pages, counts, tail_block) if retained else 0)
         tail_pages = page_ids(torch.tensor(tail_ids))
-        for index, (mine, count) in enumerate(zip(pages, counts, strict=True)):
-            ids = torch.cat([mine[:count], tail_pages[index]])
+        for index, (own_pages, count) in enumerate(zip(pages, counts, strict=True)):
+            ids = torch.cat([own_pages[:count], tail_pages[index]])
             all_slots = ids[:, None] * BLOCK + torch.arange(BLOCK)
             length = int(count) * BLOCK + tail
             slots[index // KV_HEADS].append(all_slots.view(-1)[:length])
@@ -121,14 +121,14 @@ def page_ids(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def poison_the_rest(case: Case, isa: str) -> None:
-    """Fill what no sequence attends to, see above."""
+    """Fill all slots that no sequence attends to; see above."""
     attended = torch.zeros(PAGES, BLOCK, dtype=torch.bool)
     for layer in range(LAYERS):
         for slots in case.slots[layer]:
             attended.view(-1)[slots] = True
-    rest = ~attended
-    in_a_used_page = (rest & attended.any(1, keepdim=True))[rest]
-    bad_slots = rest.view(-1).nonzero()[:, 0]
+    unread = ~attended
+    in_a_used_page = (unread & attended.any(1, keepdim=True))[unread]
+    bad_slots = unread.view(-1).nonzero()[:, 0]
     assert in_a_used_page.any()
     assert not in_a_used_page.all()
     shape = (len(bad_slots), HEAD_DIM)
@@ -140,7 +140,7 @@ def poison_the_rest(case: Case, isa: str) -> None:
 def deal(
     pool: torch.Tensor, rows: int, rng: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All pages of ``pool`` dealt out at random, one at least to each row."""
+    """Distribute all pages of ``pool`` at random, at least one for each row."""
     shuffled = pool[torch.randperm(len(pool), generator=rng)]
     extra = torch.randint(rows, (len(pool) - rows,), generator=rng)
     counts = 1 + torch.bincount(extra, minlength=rows)
@@ -151,7 +151,7 @@ def deal(
 
 
 def attend(case: Case, layer: int, query: torch.Tensor) -> torch.Tensor:
-    """The plugin's own call of the kernel, on a layer of the case."""
+    """The plugin's own call of the kernel, for one layer of the case."""
     dtype = case.heap.dtype
     lens = torch.tensor(case.query_lens)
     start = torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)])
@@ -209,8 +209,8 @@ def expected(
             heads = slice(head * GROUP, (head + 1) * GROUP)
             q = query[first : first + count, heads].to(dtype)
             logits = torch.einsum("tgd,sd->gts", q, flat_keys[slots]) * SCALE
-            seen = len(slots) - count + torch.arange(count)[:, None]
-            logits.masked_fill_(torch.arange(len(slots)) > seen, -torch.inf)
+            visible = len(slots) - count + torch.arange(count)[:, None]
+            logits.masked_fill_(torch.arange(len(slots)) > visible, -torch.inf)
             weights = logits.softmax(-1)
             part = torch.einsum("gts,sd->tgd", weights, flat_values[slots])
             out[first : first + count, heads] = part
@@ -230,12 +230,12 @@ def test_pages_are_attended_as_written_and_nothing_else(dtype, rows, uniform):
         shape = (tokens, KV_HEADS * GROUP, HEAD_DIM)
         query = torch.randn(shape, generator=rng).to(dtype)
         for layer in range(LAYERS):
-            got = attend(case, layer, query).double()
+            actual = attend(case, layer, query).double()
             exact = expected(case, layer, query, torch.float64)
             plain = expected(case, layer, query, dtype).double()
-            assert got.isfinite().all(), "a slot that is not resident was read"
+            assert actual.isfinite().all(), "a slot that is not resident was read"
             allowed = 2 * (plain - exact).abs().max() + 1e-6
-            assert (got - exact).abs().max() <= allowed
+            assert (actual - exact).abs().max() <= allowed
 
 
 def test_page_counts_differ_between_heads_in_that_test():
@@ -248,13 +248,13 @@ def test_page_counts_differ_between_heads_in_that_test():
 @settings(deadline=None)
 def test_flat_order_lists_row_head_token(lens, heads):
     start = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()])
-    wanted = [
+    reference = [
         (int(start[row]) + token) * heads + head
         for row, count in enumerate(lens)
         for head in range(heads)
         for token in range(count)
     ]
-    assert flat.flat_order(start, heads).tolist() == wanted
+    assert flat.flat_order(start, heads).tolist() == reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

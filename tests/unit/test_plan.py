@@ -24,7 +24,7 @@ def geometry(block_size: int) -> Geometry:
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[int, int, ResidencyPlan]:
-    """A prompt's length, the budget, SnapKV's plan; its window is half the budget."""
+    """A prompt's length, a budget, and SnapKV's plan; its window is half the budget."""
     block_size = draw(BLOCK_SIZES)
     prompt = draw(st.integers(1, 4000))
     budget = draw(st.integers(2, 2000))
@@ -62,7 +62,7 @@ def test_blocks_balance_and_never_exceed_the_peak(case, extra):
     prompt, _, plan = case
     total = prompt + extra
     assert 0 < plan.resident_blocks(total) <= plan.peak_blocks(total)
-    # decoding grows by exactly the blocks of its own tokens
+    # decoding adds exactly the blocks of the request's own tokens
     blocks_of = -(-total // plan.block_size) - -(-prompt // plan.block_size)
     assert plan.resident_blocks(total) - plan.resident_blocks(prompt) == blocks_of
 
@@ -74,8 +74,8 @@ def test_hits_leave_the_window_to_compute(case):
     if exact is None:
         assert not plan.compactions
         return
-    left = prompt - exact * plan.block_size
-    assert left >= budget // 2, "the window's queries would not be computed"
+    remaining = prompt - exact * plan.block_size
+    assert remaining >= budget // 2, "the window's queries would not be computed"
     assert exact == plan.compactions[0].retained.start
 
 
@@ -115,7 +115,9 @@ def decoding_plans(draw: st.DrawFn) -> ResidencyPlan:
 
 @given(decoding_plans())
 def test_decode_compactions_bound_memory(plan):
-    """After the first one, the number of held blocks is bounded for any answer."""
+    """After the first compaction, the number of held blocks is bounded for any
+    answer.
+    """
     decoding = plan.decode_compaction
     start = decoding.first_at_block * 32
     bound = decoding.keep_blocks + decoding.interval_blocks
@@ -140,16 +142,16 @@ def test_decode_compactions_free_every_block_once(plan):
 
 @given(decoding_plans(), st.integers(1, 300))
 def test_decode_compactions_cut_any_chunking(plan, chunk):
-    """A resumed request, which prefills its own output, stops at each of them too."""
-    computed, seen = 0, 0
+    """A resumed request, which prefills its own output, also stops at each of them."""
+    computed, count = 0, 0
     horizon = plan.decode_compaction.first_at_block * 32 + 500
     while computed < horizon:
         step = plan.clip_chunk(computed, chunk)
         assert step > 0
         if plan.due(computed, computed + step) is not None:
-            seen += 1
+            count += 1
         computed += step
-    assert seen == plan.num_done(computed)
+    assert count == plan.num_done(computed)
 
 
 @pytest.mark.parametrize(

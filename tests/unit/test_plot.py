@@ -119,7 +119,7 @@ def test_an_svg_names_both_panels_and_what_ran(tmp_path, requests, steps):
     assert ("mean of 3 requests" in texts) == (requests == 3)
     images = [e for e in root.iter() if e.tag.endswith("}image")]
     assert len(images) >= 2, "heat maps are pictures inside the SVG"
-    assert "models/" not in texts, "a folder tells of the machine"
+    assert "models/" not in texts, "a path of this machine was recorded"
 
 
 def test_the_same_run_gives_the_same_svg(tmp_path):
@@ -132,7 +132,7 @@ def test_the_same_run_gives_the_same_svg(tmp_path):
 
 
 def test_drawing_needs_neither_torch_nor_a_display(tmp_path, monkeypatch):
-    """Runs are looked at where no engine is installed."""
+    """Plots work where no engine is installed."""
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("MPLBACKEND", "TkAgg")
     monkeypatch.delenv("DISPLAY", raising=False)
@@ -231,7 +231,7 @@ def test_mistakes_give_one_message(tmp_path, monkeypatch, change, words):
     done = runner.invoke(app, ["research", "record", "model", *flags])
     assert done.exit_code == 1
     assert done.stderr.startswith("error: ")
-    assert isinstance(done.exception, SystemExit), "nothing else escapes"
+    assert isinstance(done.exception, SystemExit), "another exception escaped"
     for word in words:
         assert word in done.stderr
     assert not Path("o.jsonl").exists()

@@ -36,7 +36,7 @@ def no_model(monkeypatch):
 
 
 def locomo(*dialogues):
-    """A file's contents: dialogues of sessions of texts."""
+    """Contents of a file: dialogues of sessions of texts."""
     return [
         {
             "qa": [],
@@ -75,9 +75,9 @@ def test_a_list_of_messages_is_a_history(tmp_path):
 def test_sessions_come_in_the_order_of_their_numbers(tmp_path):
     contents = locomo({10: ["c"], 2: ["a", " ", "b"]}, {1: ["other"]})
     file = write(tmp_path / "l.json", contents)
-    told = [Utterance("A", "a"), Utterance("A", "b"), Utterance("A", "c")]
-    assert locomo_dialogues(file) == [told, [Utterance("A", "other")]]
-    assert read_history(file, 0) == told
+    utterances = [Utterance("A", "a"), Utterance("A", "b"), Utterance("A", "c")]
+    assert locomo_dialogues(file) == [utterances, [Utterance("A", "other")]]
+    assert read_history(file, 0) == utterances
     assert read_history(file, 1) == [Utterance("A", "other")]
 
 
@@ -170,19 +170,19 @@ def test_a_dialogue_of_a_locomo_file_is_drawn(tmp_path):
 
 def test_a_map_shows_what_was_clustered():
     history = [Utterance("user", message["content"]) for message in MESSAGES]
-    found = episode_map(history, EpisodeSettings(), BagOfWords())
-    assert found.points.shape == (12, 2)
-    assert np.isfinite(found.points).all()
-    assert found.labels.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
-    assert found.texts[0].splitlines()[0].startswith("user: ")
-    assert 0 < found.silhouette < 1
+    drawn = episode_map(history, EpisodeSettings(), BagOfWords())
+    assert drawn.points.shape == (12, 2)
+    assert np.isfinite(drawn.points).all()
+    assert drawn.labels.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert drawn.texts[0].splitlines()[0].startswith("user: ")
+    assert 0 < drawn.silhouette < 1
 
 
 def test_equal_vectors_are_drawn_without_a_silhouette():
     history = [Utterance("user", message["content"]) for message in MESSAGES]
-    found = episode_map(history, EpisodeSettings(), Constant())
-    assert np.isnan(found.silhouette)
-    assert np.isfinite(found.points).all()
+    drawn = episode_map(history, EpisodeSettings(), Constant())
+    assert np.isnan(drawn.silhouette)
+    assert np.isfinite(drawn.points).all()
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,9 @@ def plot(file: Path, out: Path):
 
 def test_means_are_over_dialogues():
     runs = [Run("nested", 0, [0.2, 0.1, 0.0]), Run("nested", 1, [0.4, 0.3])]
-    found = Retention("m", POLICY, 16, runs, {})
-    assert found.turns == 2
-    assert found.mean("nested") == pytest.approx([0.3, 0.2])
+    result = Retention("m", POLICY, 16, runs, {})
+    assert result.turns == 2
+    assert result.mean("nested") == pytest.approx([0.3, 0.2])
 
 
 def test_an_svg_says_what_it_shows(tmp_path):
@@ -117,8 +117,8 @@ def test_a_missing_matplotlib_is_said(monkeypatch, tmp_path):
 def test_foreign_files_give_one_line(tmp_path, change, code):
     file, out = tmp_path / "r.json", tmp_path / "plot.svg"
     if isinstance(change, dict):
-        found = json.loads(write(file).read_text()) | change
-        change = json.dumps(found)
+        result = json.loads(write(file).read_text()) | change
+        change = json.dumps(result)
     if change is not None:
         file.write_text(change)
     assert codes_in(refused(plot(file, out))) == (code,)

@@ -28,7 +28,7 @@ SEED = 20261123
 HEAD_DIM = 8
 SCALE = 0.4
 BASELINES = ["random", "knorm", "keydiff", "tova", "chunkkv", "pyramidkv"]
-# Small windows, so that short prompts have something to choose.
+# Small windows, so that short prompts have a choice.
 SMALL = {"chunkkv": {"window": 6, "chunk_length": 7}, "pyramidkv": {"window": 6}}
 WINDOWS = {"random": 0, "knorm": 0, "keydiff": 0, "tova": 1, "chunkkv": 6}
 WINDOWS["pyramidkv"] = 6
@@ -121,7 +121,7 @@ def test_any_shape_gives_numbers_and_keeps_the_window(name, data):
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     keys = make_keys(kind, 3, slots, seed=slots).to(dtype)
     if dtype == torch.float16:
-        keys = keys.clamp(-1000, 1000)  # beyond that q @ k overflows float16
+        keys = keys.clamp(-1000, 1000)  # beyond that, q @ k overflows float16
     view = make_view(policy, keys, group=data.draw(st.sampled_from([1, 3, 4])))
     scores = policy.score(view)
     assert scores.shape == (3, slots)
@@ -133,31 +133,30 @@ def test_any_shape_gives_numbers_and_keeps_the_window(name, data):
     assert torch.equal(scores, policy.score(view))
 
 
-def padded(view: LayerView, most: int) -> LayerView:
-    """Head h gets ``most * h`` tokens more, and in front of them slots without
-    one, which hold NaN, up to the length of the last head."""
+def padded(view: LayerView, max_slots: int) -> LayerView:
+    """Head h gets ``max_slots * h`` more slots without a token in front."""
     heads, slots, head_dim = view.keys.shape
-    total = slots + most * (heads - 1)
+    total = slots + max_slots * (heads - 1)
     keys = torch.full((heads, total, head_dim), float("nan"), dtype=view.keys.dtype)
     positions = torch.full((heads, total), -1)
     for head in range(heads):
-        mine = slots + most * head
-        more = view.keys[head, : most * head] * 0.9
-        keys[head, total - mine :] = torch.cat([more, view.keys[head]])
+        own_slots = slots + max_slots * head
+        more = view.keys[head, : max_slots * head] * 0.9
+        keys[head, total - own_slots :] = torch.cat([more, view.keys[head]])
         # Every second token of a head has a position that no other head has.
         own = 3 * torch.arange(total) + head * (torch.arange(total) % 2)
-        positions[head, total - mine :] = own[total - mine :]
+        positions[head, total - own_slots :] = own[total - own_slots :]
     return replace(view, keys=keys, positions=positions, valid=positions >= 0)
 
 
 def alone(view: LayerView, head: int) -> LayerView:
-    """One head's tokens, nothing else."""
+    """The tokens of one head."""
     group = view.queries.shape[0] // view.keys.shape[0]
-    mine = view.valid[head]
+    own_slots = view.valid[head]
     return replace(
         view,
-        keys=view.keys[head : head + 1, mine],
-        positions=view.positions[head : head + 1, mine],
+        keys=view.keys[head : head + 1, own_slots],
+        positions=view.positions[head : head + 1, own_slots],
         valid=None,
         queries=view.queries[head * group : (head + 1) * group],
     )
@@ -166,7 +165,7 @@ def alone(view: LayerView, head: int) -> LayerView:
 @pytest.mark.parametrize("name", ["knorm", "keydiff", "pyramidkv"])
 def test_heads_of_different_lengths_score_as_if_alone(name):
     policy = make_policy(name)
-    view = padded(make_view(policy, make_keys("random", 3, 40), group=2), most=5)
+    view = padded(make_view(policy, make_keys("random", 3, 40), group=2), max_slots=5)
     scores = policy.score(view)
     for head in range(3):
         valid = view.valid[head]
@@ -178,7 +177,7 @@ def test_heads_of_different_lengths_score_as_if_alone(name):
 @pytest.mark.parametrize("name", BASELINES)
 def test_slots_without_a_token_go_first_and_their_content_is_not_read(name):
     policy = make_policy(name)
-    view = padded(make_view(policy, make_keys("random", 3, 40), group=2), most=5)
+    view = padded(make_view(policy, make_keys("random", 3, 40), group=2), max_slots=5)
     scores = policy.score(view)
     assert not scores[view.valid].isnan().any()
     if name != "pyramidkv":  # SnapKV leaves these to the engine
@@ -192,9 +191,12 @@ def test_slots_without_a_token_go_first_and_their_content_is_not_read(name):
 
 @pytest.mark.parametrize("name", ["tova", "chunkkv"])
 def test_shared_scores_are_matched_by_position(name):
-    """Heads that hold different tokens: the mean goes over who has the place."""
+    """Heads hold different tokens:
+
+    the mean is over the heads that hold the position.
+    """
     policy = make_policy(name)
-    view = padded(make_view(policy, make_keys("random", 3, 40), group=2), most=5)
+    view = padded(make_view(policy, make_keys("random", 3, 40), group=2), max_slots=5)
     base = make_policy("pyramidkv", window=6, kernel_size=5)
     if name == "tova":
         base = make_policy("pyramidkv", window=1, kernel_size=1)
@@ -203,9 +205,9 @@ def test_shared_scores_are_matched_by_position(name):
     best = max(row[~row.isinf()].max() for row in own) + 1
     members: dict[int, list[float]] = {}
     for head in range(3):
-        mine = own[head].masked_fill(own[head].isinf(), best).tolist()
+        own_slots = own[head].masked_fill(own[head].isinf(), best).tolist()
         where = places[head, view.valid[head]].tolist()
-        for place, score in zip(where, mine, strict=True):
+        for place, score in zip(where, own_slots, strict=True):
             members.setdefault(place, []).append(score)
     scores = policy.score(view)
     for head, slot in view.valid.nonzero().tolist():
@@ -246,7 +248,7 @@ def test_random_depends_on_seed_layer_head_and_position_only():
 
 @pytest.mark.parametrize("slots", [1, 5, 15, 16, 17, 49])
 def test_random_score_of_a_token_never_changes(slots):
-    """So that folding again and again keeps a uniform sample of all tokens."""
+    """Repeated folding must keep a uniform sample of all tokens."""
     policy = make_policy("random")
     longest = policy.score(make_view(policy, make_keys("random", 3, 50)))
     scores = policy.score(make_view(policy, make_keys("random", 3, slots)))
@@ -325,7 +327,7 @@ def test_tova_follows_the_last_query_with_all_heads_together():
     policy = make_policy("tova")
     keys = make_keys("random", 2, 60)
     view = make_view(policy, keys, group=2)
-    # One head of four looks hard at slot 17; all KV heads must keep it.
+    # One head of four attends strongly to slot 17; all KV heads must keep it.
     view.queries[3, -1] = keys[1, 17] * 20
     scores = policy.score(view)
     assert torch.equal(scores[0], scores[1])

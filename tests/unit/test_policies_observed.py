@@ -53,7 +53,7 @@ def test_h2o_accumulates_the_whole_causal_attention(group):
     observed = None
     shuffled = torch.randperm(tokens, generator=generator)
     for first, stop in [(0, 40), (40, 77), (77, 90)]:
-        order = shuffled[shuffled < stop]  # slots in no order
+        order = shuffled[shuffled < stop]  # slots in random order
         view = view_of(keys, queries[:, first:stop], first, observed, order)
         observed = policy.observation.observe(view)
     torch.testing.assert_close(observed[:, :tokens], expected, atol=1e-5, rtol=1e-5)
@@ -99,7 +99,7 @@ def test_rotary_is_undone_and_averaged(is_neox):
 
 @pytest.mark.parametrize("group", [1, 3])
 def test_expected_attention_against_its_formula(group):
-    """exp(mu k / sqrt d + k Sigma k / 2d), normalised, times the value's length."""
+    """exp(mu k / sqrt d + k Sigma k / 2d), normalized, times the value's norm."""
     print("seed", SEED)
     generator = torch.Generator().manual_seed(SEED)
     heads, tokens, dim, sinks = 2, 70, 8, 4
@@ -113,7 +113,7 @@ def test_expected_attention_against_its_formula(group):
     policy = parse_policy({"name": "expected-attention", "future": 100})
 
     observed = None
-    for first, stop in [(0, 3), (3, 30), (30, 70)]:  # a chunk of sinks only, too
+    for first, stop in [(0, 3), (3, 30), (30, 70)]:  # a chunk of sinks only as well
         view = view_of(
             keys[:, :stop], queries[:, first:stop], first, observed, rotary=rotary
         )
@@ -143,7 +143,7 @@ def test_expected_attention_against_its_formula(group):
 
 
 def test_expected_attention_lets_go_of_the_largest_tensor_before_it_reads_values():
-    heads, group, tokens, dim = 2, 3, 71, 8  # no other tensor has so many elements
+    heads, group, tokens, dim = 2, 3, 71, 8  # no other tensor has as many elements
     rotary = rotary_table(dim, 700, True)
     keys = torch.randn(heads, tokens, dim)
     queries = torch.randn(heads * group, 30, dim)
@@ -155,7 +155,7 @@ def test_expected_attention_lets_go_of_the_largest_tensor_before_it_reads_values
 
     def values() -> torch.Tensor:
         size = heads * group * tokens * dim
-        tensors = [found for found in gc.get_objects() if type(found) is torch.Tensor]
+        tensors = [item for item in gc.get_objects() if type(item) is torch.Tensor]
         alive.append(sum(tensor.shape.numel() == size for tensor in tensors))
         return keys
 

@@ -46,7 +46,7 @@ def make_keys(kind: str, heads: int, slots: int, seed: int) -> torch.Tensor:
         return torch.zeros(heads, slots, HEAD_DIM, dtype=torch.float64)
     if kind == "random":
         return normal(heads, slots, HEAD_DIM)
-    # Passages of ten slots that point the same way, as real keys do.
+    # Passages of ten slots with one direction, as real keys have.
     topics = normal(heads, slots // 10 + 1, HEAD_DIM) * 4
     keys = topics.repeat_interleave(10, dim=1)[:, :slots].clone()
     keys += normal(heads, slots, HEAD_DIM) * 0.3
@@ -123,13 +123,13 @@ def test_narrow_keys_are_computed_in_float32(dtype, monkeypatch):
     policy, view = ProtoKV(**SMALL), make_view(keys, group=3)
     scores, expected = policy.score(view), by_the_paper(policy, view)
     assert scores.dtype == torch.float32
-    # Only window_votes multiplies in the cache's type.
+    # Only window_votes multiplies in the dtype of the cache.
     tolerance = 0.05 if dtype == torch.bfloat16 else 1e-4
     torch.testing.assert_close(scores.double(), expected, rtol=tolerance, atol=1e-4)
 
 
 def test_compiled_bfloat16_keeps_the_slots_of_float32(monkeypatch):
-    """Where the CPU multiplies bfloat16, a key may join another, as near cluster."""
+    """Where the CPU multiplies bfloat16, a key may join an equally near cluster."""
     keys = make_keys("passages", 2, 1030, seed=1).to(torch.bfloat16)
     policy, view = ProtoKV(**SMALL), make_view(keys, group=3)
     kept = [policy.score(view).topk(200).indices]
@@ -180,7 +180,9 @@ def test_slots_of_a_cluster_share_one_score():
 
 
 def planted(slots: int, every: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Passages with one foreign direction recurring far apart, and where."""
+    """Passages that contain one direction again and again, far apart, and their
+    places.
+    """
     keys = make_keys("passages", 1, slots, seed=3)
     keys[..., -1] = 0
     spots = torch.arange(4, slots, every)
@@ -195,12 +197,12 @@ def planted(slots: int, every: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_tokens_that_break_locality_are_found():
     keys, spots = planted(120, every=30)
     delta = proto.irregularity(keys, 12)
-    found = proto.find_irregular(delta, len(spots)).nonzero()[:, 1]
-    assert found.tolist() == spots.tolist()
+    irregular = proto.find_irregular(delta, len(spots)).nonzero()[:, 1]
+    assert irregular.tolist() == spots.tolist()
 
 
 def test_distant_tokens_of_one_meaning_share_votes():
-    """The claim of section 3.4: position cannot group these, hashing does."""
+    """The claim of section 3.4: hashing groups these, position cannot."""
     keys, spots = planted(120, every=30)
     clusters = {}
     for ablation in ("none", "chunk-only"):
@@ -212,7 +214,7 @@ def test_distant_tokens_of_one_meaning_share_votes():
     assert assigned[spots].unique().numel() == 1
     home = int(assigned[spots[0]])
     assert home >= 120 // 6, "not a hashed prototype"
-    assert (assigned == home).sum() == len(spots), "others joined the strangers"
+    assert (assigned == home).sum() == len(spots), "other tokens joined the group"
     fits = {name: pair[1] @ keys[0, spots[0]] for name, pair in clusters.items()}
     assert fits["none"].max() > 1.5 * fits["chunk-only"].max()
 
@@ -248,7 +250,7 @@ def test_irregularity_is_equation_10(kind):
 
 
 def test_slots_without_a_token_change_nothing():
-    """Whole chunks of them in front add empty chunks, and nothing else."""
+    """Whole chunks of such slots in front only add empty chunks."""
     policy = ProtoKV(**SMALL)
     keys = make_keys("passages", 2, 72 + WINDOW, seed=10)
     view = make_view(keys, group=2)
@@ -331,9 +333,11 @@ def test_cluster_mean_is_exact_in_any_order(peak):
         for cluster in range(40):
             members = clusters[head] == cluster
             expected = values[head, members].double().mean()
-            got = means[head, members].unique()
-            assert got.numel() == 1
-            torch.testing.assert_close(got[0].double(), expected, rtol=1e-6, atol=1e-44)
+            labels = means[head, members].unique()
+            assert labels.numel() == 1
+            torch.testing.assert_close(
+                labels[0].double(), expected, rtol=1e-6, atol=1e-44
+            )
     order = torch.randperm(1000, generator=generator)
     shuffled = cluster_mean(values[:, order], clusters[:, order], 41)
     assert torch.equal(shuffled, means[:, order])
@@ -346,7 +350,7 @@ def test_cluster_mean_of_the_largest_sum_does_not_overflow():
 
 
 def test_nearly_parallel_keys_keep_their_order():
-    """1 - cos in float32 would be 0 for all of these."""
+    """In float32, 1 - cos would be 0 for all of these."""
     key = torch.zeros(1, 8, HEAD_DIM)
     key[..., 0] = 1.0
     key[0, :, 1] = torch.tensor([0, 1e-4, 0, 2e-4, 0, 3e-4, 0, 0])

@@ -82,7 +82,7 @@ def unusual(monkeypatch):
     monkeypatch.setitem(registry._POLICIES, "unusual", f"{__name__}:Unusual")
 
 
-# Hooks that a wrapper decides itself, or whose answer it changes: tested below.
+# Hooks that a wrapper decides itself, or whose answer it changes; tested below.
 OWN = {
     "plan",
     "max_prompt_blocks",
@@ -167,8 +167,8 @@ def test_settings_must_not_be_named_like_those_of_the_engine(name):
 
 
 def test_reserved_settings_are_those_that_the_engine_takes():
-    taken = {"name", *KernelSettings.model_fields, *SESSION_SETTINGS}
-    assert {*taken, *DEPRECATED_SETTINGS} == RESERVED_SETTINGS
+    reserved = {"name", *KernelSettings.model_fields, *SESSION_SETTINGS}
+    assert {*reserved, *DEPRECATED_SETTINGS} == RESERVED_SETTINGS
 
 
 def test_removed_names_are_not_names_of_the_contract():

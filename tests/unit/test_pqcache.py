@@ -29,7 +29,7 @@ def make(dim: int, subspaces: int = 2, bits: int = 4, **more: int) -> QuantizedK
 
 
 def stand_in(index: QuantizedKeys, head: int, token: int, dim: int) -> torch.Tensor:
-    """[dim]: what a key is taken to be."""
+    """[dim]: the reconstruction of a key."""
     parts = [
         index._centroids[head, part, int(index._codes[head, part, token])]
         for part in range(index._centroids.shape[1])
@@ -45,15 +45,15 @@ def test_scores_are_products_with_what_keys_are_taken_to_be(dim, subspaces):
     index = make(dim, subspaces)
     index.append(keys[:, :70], 0)
     index.append(keys[:, 70:], 70)
-    found = index.scores(queries)
-    assert found.shape == (HEADS, GROUP, 90)
+    actual = index.scores(queries)
+    assert actual.shape == (HEADS, GROUP, 90)
     for head in range(HEADS):
         for token in range(90):
             key = stand_in(index, head, token, dim)
             for member in range(GROUP):
-                wanted = float(queries[head, member] @ key)
-                assert float(found[head, member, token]) == pytest.approx(
-                    wanted, rel=1e-4, abs=1e-5
+                expected = float(queries[head, member] @ key)
+                assert float(actual[head, member, token]) == pytest.approx(
+                    expected, rel=1e-4, abs=1e-5
                 )
 
 
@@ -68,9 +68,9 @@ def test_every_key_has_its_nearest_centroids(dim, subspaces):
         for part in range(subspaces):
             own = keys[head, :, part * width : (part + 1) * width]
             centroids = index._centroids[head, part][:, : own.shape[1]]
-            apart = torch.cdist(own, centroids)
+            distances = torch.cdist(own, centroids)
             taken = index._codes[head, part].long()[:, None]
-            assert (apart.gather(1, taken)[:, 0] <= apart.amin(1) + 1e-5).all()
+            assert (distances.gather(1, taken)[:, 0] <= distances.amin(1) + 1e-5).all()
 
 
 def test_tokens_are_ranked_by_their_softmax_over_the_group():
@@ -126,30 +126,30 @@ def test_portions_do_not_matter_once_or_until_there_are_centroids():
 def test_centroids_are_those_of_scikit_learn():
     cluster = pytest.importorskip("sklearn.cluster")
     points = normal(3, 300, 5)
-    found = k_means(points, 7, 300, seed=4)
+    actual = k_means(points, 7, 300, seed=4)
     order = torch.randperm(300, generator=torch.Generator().manual_seed(4))
     for group in range(3):
         start = points[group, order[:7]].numpy()
         peer = cluster.KMeans(7, init=start, n_init=1, tol=0, max_iter=300)
         centres = torch.from_numpy(peer.fit(points[group].numpy()).cluster_centers_)
-        torch.testing.assert_close(found[group], centres, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(actual[group], centres, atol=1e-4, rtol=1e-4)
 
 
 def test_iterations_bring_centroids_nearer():
     points = normal(3, 400, 5)
-    apart = []
+    distances = []
     for iterations in (1, 3, 30):
         centroids = k_means(points, 16, iterations, seed=0)
-        apart.append(float(torch.cdist(points, centroids).amin(-1).square().mean()))
-    assert apart[0] > apart[1] > apart[2]
+        distances.append(float(torch.cdist(points, centroids).amin(-1).square().mean()))
+    assert distances[0] > distances[1] > distances[2]
 
 
 def test_tiles_do_not_matter():
     points, centroids = normal(64, 5000, 4), normal(64, 200, 4, seed=1)
     for start in (0, 2500, 4999):
         part = points[:, start : start + 1]
-        wanted = torch.cdist(part, centroids).argmin(-1)
-        assert torch.equal(nearest(points, centroids)[:, start : start + 1], wanted)
+        expected = torch.cdist(part, centroids).argmin(-1)
+        assert torch.equal(nearest(points, centroids)[:, start : start + 1], expected)
 
 
 def test_empty_clusters_stay_where_they_are():
@@ -208,7 +208,7 @@ def test_the_engine_scans_where_keys_are_refused(monkeypatch):
         fake.step({"r": 40})
     assert fake.retrieval.traffic.failed == LAYERS - 1
     state = fake.retrieval._requests["r"]
-    assert all(isinstance(here.index, ExactScan) for here in state.layers.values())
+    assert all(isinstance(layer.index, ExactScan) for layer in state.layers.values())
     fake.remove("r")
     fake.check_idle()
 
@@ -224,9 +224,9 @@ def test_host_memory_counts_codes_and_centroids(subspaces, bits, offloaded):
     tokens = offloaded + policy.sinks + policy.window
     index = policy.new_index(HEADS, 64)
     index.append(normal(HEADS, offloaded, 64), 0)
-    held = index._centroids.nbytes + index._codes.nbytes
+    stored_bytes = index._centroids.nbytes + index._codes.nbytes
     more = policy.host_bytes(tokens, shape) - exact.host_bytes(tokens, shape)
-    assert held <= more
+    assert stored_bytes <= more
 
 
 @pytest.mark.parametrize("bad", [{"subspaces": 0}, {"bits": 9}, {"iterations": 0}])

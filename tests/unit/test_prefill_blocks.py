@@ -64,7 +64,7 @@ def blockwise(draw: st.DrawFn) -> tuple[Lengths, Compressor, Geometry]:
 
 
 def bound_tokens(policy: Compressor, prompt: int) -> int:
-    """Budget and block, in tokens; a block of the cache at least."""
+    """Budget and block in tokens; a block is at least one block of the cache."""
     budget = policy.budget.resolve(prompt, 1024)
     return max(budget, policy.minimum_budget_tokens) + policy.prefill_block
 
@@ -75,19 +75,19 @@ def test_no_count_of_the_prompt_holds_more_than_budget_and_block(case):
     lengths, policy, shape = case
     plan, size = policy.plan(lengths, shape), shape.block_size
     prompt = lengths.prompt_tokens
-    most = (bound_tokens(policy, prompt) + size - 1) // size + 1  # the partial one
+    limit = (bound_tokens(policy, prompt) + size - 1) // size + 1  # the partial one
     if policy.prefill_block < size:
-        most += 1  # a block of the cache is the least that can come between
+        limit += 1  # cuts are at least one block of the cache apart
     start, own = 0, plan.compactions
     if lengths.restored:
         start, own = lengths.restored.at_tokens, plan.compactions[1:]
-        # what was restored, and the queries that score it
-        most = max(most, plan.resident_blocks(start) + -(-policy.window // size) + 1)
+        # the restored tokens, and the queries that score them
+        limit = max(limit, plan.resident_blocks(start) + -(-policy.window // size) + 1)
     held = max(map(plan.resident_blocks, (*range(start, prompt, 97), prompt)))
-    for cut in own:  # what it competes for is still there, and a partial block
+    for cut in own:  # all candidates are still resident, and a partial block
         before = -(-cut.at_tokens // size) - cut.candidates.start
         held = max(held, before, plan.resident_blocks(cut.at_tokens))
-    assert held <= most, (held, most)
+    assert held <= limit, (held, limit)
     if lengths.restored is None:
         assert plan.peak_blocks(prompt) <= policy.max_prompt_blocks(prompt, shape)
         assert held == plan.peak_blocks(prompt)
@@ -111,10 +111,10 @@ def test_each_cut_is_scored_by_a_window_and_leaves_the_budget(case):
             kept = len(compaction.retained) * size
             budget = bound_tokens(policy, prompt) - policy.prefill_block
             assert budget <= kept < budget + size
-        # the last cut before the end may come early, for the sake of the end's
+        # the last cut before the end may be early, so that enough queries follow
         if not before_end or index < len(own) - 2:
-            least = min(policy.window, max(policy.prefill_block // size, 1) * size)
-            enough = compaction.at_tokens - at >= least
+            minimum = min(policy.window, max(policy.prefill_block // size, 1) * size)
+            enough = compaction.at_tokens - at >= minimum
             assert enough or at == begin, "a short prompt is all there is"
         at = compaction.at_tokens
 
@@ -127,8 +127,8 @@ def test_chunks_of_any_size_meet_every_cut(case, chunk):
     computed = lengths.restored.at_tokens if lengths.restored else 0
     met = [lengths.restored] if lengths.restored else []
     while computed < lengths.prompt_tokens:
-        wanted = min(chunk, lengths.prompt_tokens - computed)
-        step = plan.clip_chunk(computed, wanted)
+        new_tokens = min(chunk, lengths.prompt_tokens - computed)
+        step = plan.clip_chunk(computed, new_tokens)
         assert step > 0
         due = plan.due(computed, computed + step)
         met += [due] if due else []
@@ -158,7 +158,7 @@ def test_the_bound_does_not_grow_with_the_prompt():
 
 
 def test_plans_that_skip_what_is_held_are_refused():
-    """Each compaction takes all that is held; sizes are counted from the last."""
+    """Each compaction includes all resident tokens; sizes count from the last one."""
     first = Compaction(96, BlockSpan(0, 3), BlockSpan(2, 3))
     with pytest.raises(ValueError, match="first block that is still held"):
         ResidencyPlan(32, (first, Compaction(192, BlockSpan(3, 6), BlockSpan(5, 6))))
@@ -171,11 +171,13 @@ def test_plans_that_skip_what_is_held_are_refused():
 def test_every_compressor_has_it_and_refuses_less_than_it_scores_by(name):
     policy = parse_policy({"name": name, "prefill_block": 2048})
     assert len(policy.plan(Lengths(9000), geometry(32)).compactions) > 3
-    least = policy.min_new_tokens
-    parse_policy({"name": name, "prefill_block": least})
-    if least > 1:
-        with pytest.raises(KVPolicyError, match=f"prefill_block {least - 1} is below"):
-            parse_policy({"name": name, "prefill_block": least - 1})
+    minimum = policy.min_new_tokens
+    parse_policy({"name": name, "prefill_block": minimum})
+    if minimum > 1:
+        with pytest.raises(
+            KVPolicyError, match=f"prefill_block {minimum - 1} is below"
+        ):
+            parse_policy({"name": name, "prefill_block": minimum - 1})
 
 
 # -- the runtime, against a dense copy of each request ---------------------------------
@@ -192,22 +194,22 @@ POLICIES = [
 
 def engine_for(name: str, allocator: str | None) -> FakeEngine:
     block = 64 if name == "kvzip" else 24
-    wanted = {**SMALL, "budget": 16, "prefill_block": block, "future": 16}
+    settings = {**SMALL, "budget": 16, "prefill_block": block, "future": 16}
     if allocator:
-        wanted["allocator"] = allocator
-    return FakeEngine(configure(name, wanted), BLOCK, BLOCKS)
+        settings["allocator"] = allocator
+    return FakeEngine(configure(name, settings), BLOCK, BLOCKS)
 
 
 def alone(name: str, allocator: str | None, request: str) -> list[Kept]:
-    """What a request keeps in the longest chunks that there can be."""
+    """Tokens that a request keeps with the largest possible chunks."""
     engine = engine_for(name, allocator)
-    made = engine.add(request, *REQUESTS[request])
-    while not made.done:
+    added = engine.add(request, *REQUESTS[request])
+    while not added.done:
         engine.step({request: 1 << 20})
-        held, block = len(made.held), engine.runtime.policy.prefill_block
-        if made.computed < made.prompt:
+        held, block = len(added.held), engine.runtime.policy.prefill_block
+        if added.computed < added.prompt:
             assert held <= (16 + block) // BLOCK + 1
-    return made.kept
+    return added.kept
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
@@ -267,7 +269,7 @@ def too_large(answer: int, pool: int, runs_ahead: bool = False, **changes):
 
 
 def test_a_request_that_outgrows_the_pool_is_told_what_to_do():
-    # 32 blocks while the prompt is read; 16 and the answer's afterwards
+    # 32 blocks during prefill; afterwards 16 and the answer's
     assert too_large(513, 32) is None
     assert too_large(513, 32, runs_ahead=True)
     reason = too_large(514, 32)

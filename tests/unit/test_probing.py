@@ -25,22 +25,25 @@ def occasion(tokens: int, room: int) -> ProbeOccasion:
     return ProbeOccasion(range(tokens), 0, tokens, room, encode)
 
 
-def probe_view(cached: int, own: int, gone: bool) -> LayerView:
-    """A probe of ``own`` tokens behind ``cached`` ones; ``gone``: some hold nothing."""
+def probe_view(cached: int, own: int, evicted: bool) -> LayerView:
+    """A probe of ``own`` tokens after ``cached`` ones; ``evicted``:
+
+    some slots are empty.
+    """
     rng = torch.Generator().manual_seed(SEED)
     keys = torch.randn(HEADS, cached + own, DIM, generator=rng)
     values = torch.randn(HEADS, cached + own, DIM, generator=rng)
     order = torch.stack([torch.randperm(cached, generator=rng) for _ in range(HEADS)])
     new = torch.arange(cached, cached + own).expand(HEADS, -1)
     positions = torch.cat([order, new], 1)
-    if gone:
+    if evicted:
         positions[0, 5:9] = -1
         keys[0, 5:9] = values[0, 5:9] = torch.nan
     return LayerView(
         layer=0,
         keys=keys,
         positions=positions,
-        valid=positions >= 0 if gone else None,
+        valid=positions >= 0 if evicted else None,
         queries=torch.randn(HEADS * GROUP, own, DIM, generator=rng),
         query_positions=torch.arange(cached, cached + own),
         scale=DIM**-0.5,
@@ -52,21 +55,23 @@ def probe_view(cached: int, own: int, gone: bool) -> LayerView:
     )
 
 
-def weights_of(view: LayerView, asked: torch.Tensor) -> torch.Tensor:
-    """[heads, group, queries, slots], a softmax over the slots asked about."""
+def weights_of(view: LayerView, queried: torch.Tensor) -> torch.Tensor:
+    """[heads, group, queries, slots], a softmax over the selected slots."""
     queries = view.queries.view(HEADS, GROUP, -1, DIM)
     keys = view.keys.nan_to_num()
     logits = torch.einsum("hgqd,hkd->hgqk", queries, keys) * view.scale
-    seen = asked[:, None] & (view.positions[:, None] <= view.query_positions[:, None])
-    return logits.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+    visible = queried[:, None] & (
+        view.positions[:, None] <= view.query_positions[:, None]
+    )
+    return logits.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
 
 
-@pytest.mark.parametrize("gone", [False, True])
-@pytest.mark.parametrize("most", [1 << 26, 400])
-def test_dense_attention(gone, most, monkeypatch):
+@pytest.mark.parametrize("evicted", [False, True])
+@pytest.mark.parametrize("chunk", [1 << 26, 400])
+def test_dense_attention(evicted, chunk, monkeypatch):
     print("seed", SEED)
-    monkeypatch.setattr(probing, "_MAX_MASK", most)
-    view = probe_view(40, 7, gone)
+    monkeypatch.setattr(probing, "_MAX_MASK", chunk)
+    view = probe_view(40, 7, evicted)
     weights = weights_of(view, view.positions >= 0)
     expected = torch.einsum("hgqk,hkd->hgqd", weights, view.values.nan_to_num())
     torch.testing.assert_close(
@@ -94,17 +99,19 @@ def test_kvzip_repeats_the_whole_prompt_once():
     )
 
 
-@pytest.mark.parametrize("gone", [False, True])
-def test_kvzip_scores_by_the_most_attention(gone):
+@pytest.mark.parametrize("evicted", [False, True])
+def test_kvzip_scores_by_the_most_attention(evicted):
     policy = parse_policy({"name": "kvzip", "sinks": 2, "recent": 3, "budget": 9})
-    view = probe_view(40, 7, gone)
+    view = probe_view(40, 7, evicted)
     expected = torch.zeros(HEADS, 40)
     observed = None
     for about in (range(25), range(25, 40)):
         probe = Probe([0] * 7, about)
-        asked = (view.positions >= about.start) & (view.positions < about.stop)
-        asked |= (view.positions >= 40) | ((view.positions >= 0) & (view.positions < 2))
-        peak = weights_of(view, asked).amax((1, 2))
+        queried = (view.positions >= about.start) & (view.positions < about.stop)
+        queried |= (view.positions >= 40) | (
+            (view.positions >= 0) & (view.positions < 2)
+        )
+        peak = weights_of(view, queried).amax((1, 2))
         for head in range(HEADS):
             for slot, position in enumerate(view.positions[head].tolist()):
                 if 0 <= position < 40:
@@ -128,7 +135,7 @@ def test_infinipot_scores_by_the_instructions_attention(aggregate):
     policy = parse_policy({"name": "infinipot", "aggregate": aggregate})
     (probe,) = policy.probing.probes(occasion(40, 4000))
     assert list(probe.token_ids) == encode(policy.instruction)
-    view = probe_view(40, 7, gone=False)
+    view = probe_view(40, 7, evicted=False)
     weights = weights_of(view, view.positions >= 0)
     paid = weights.amax((1, 2)) if aggregate == "max" else weights.sum(2).mean(1)
     expected = torch.zeros(HEADS, 40).scatter(1, view.positions[:, :40], paid[:, :40])

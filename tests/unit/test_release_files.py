@@ -55,22 +55,22 @@ def test_there_are_commands_to_look_for():
 
 
 def test_the_citation_is_of_this_version_and_license():
-    found = citation()
+    fields = citation()
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert found["cff-version"] == "1.2.0"
-    assert found["type"] == "software"
-    assert found["message"]
-    assert found["title"]
-    assert found["version"] == __version__
-    assert f'license = "{found["license"]}"' in project
+    assert fields["cff-version"] == "1.2.0"
+    assert fields["type"] == "software"
+    assert fields["message"]
+    assert fields["title"]
+    assert fields["version"] == __version__
+    assert f'license = "{fields["license"]}"' in project
 
 
 def test_the_five_papers_are_cited_with_what_the_format_requires():
-    found = citation()
-    references = found["references"]
+    fields = citation()
+    references = fields["references"]
     titles = [reference["title"].partition(":")[0] for reference in references]
     assert titles == ["EpiCache", "FlowKV", "IceCache", "ProtoKV", "SeKV"]
-    for reference in [found, *references]:
+    for reference in [fields, *references]:
         assert reference["type"] in (
             "software",
             "article",

@@ -17,23 +17,25 @@ def processor(config):
     from vllm_kvplugins.vllm_adapter.frontend import request_validation
 
     request_validation.install()
-    bare = InputProcessor.__new__(InputProcessor)
-    bare.vllm_config = SimpleNamespace(
+    input_processor = InputProcessor.__new__(InputProcessor)
+    input_processor.vllm_config = SimpleNamespace(
         additional_config=config, kv_transfer_config=None
     )
-    return bare
+    return input_processor
 
 
-def process(bare, **options):
-    return bare.process_inputs("id", {"prompt_token_ids": [1]}, None, (), **options)
+def process(input_processor, **options):
+    return input_processor.process_inputs(
+        "id", {"prompt_token_ids": [1]}, None, (), **options
+    )
 
 
 def test_rejects_streaming_input():
     from vllm.exceptions import VLLMValidationError
 
-    bare = processor({"kv_policy": {"name": "snapkv"}})
+    input_processor = processor({"kv_policy": {"name": "snapkv"}})
     with pytest.raises(VLLMValidationError) as caught:
-        process(bare, resumable=True)
+        process(input_processor, resumable=True)
     assert codes_in(str(caught.value)) == ("KVP500",)
     assert "snapkv" in str(caught.value)
 
@@ -42,14 +44,14 @@ def test_rejects_streaming_input():
     ("config", "resumable"), [({}, True), ({"kv_policy": {"name": "snapkv"}}, False)]
 )
 def test_passes_other_requests_to_vllm(config, resumable, monkeypatch):
-    """They reach vLLM's own validation, which then fails."""
-    bare = processor(config)
+    """Other errors reach vLLM's own validation."""
+    input_processor = processor(config)
     reached = []
     monkeypatch.setattr(
-        type(bare), "_validate_params", lambda *a: reached.append(a) or 1 / 0
+        type(input_processor), "_validate_params", lambda *a: reached.append(a) or 1 / 0
     )
     with pytest.raises(ZeroDivisionError):
-        process(bare, resumable=resumable)
+        process(input_processor, resumable=resumable)
     assert reached
 
 
@@ -57,7 +59,7 @@ def test_requests_do_not_parse_the_policy_again(monkeypatch):
     """SeKV reads its router when it is parsed, which took 77 ms per request."""
     from vllm_kvplugins.vllm_adapter.config import engine_config
 
-    bare = processor({"kv_policy": {"name": "sekv", "budget": 0.11}})
+    input_processor = processor({"kv_policy": {"name": "sekv", "budget": 0.11}})
     parsed = []
 
     def counting(request):
@@ -66,10 +68,10 @@ def test_requests_do_not_parse_the_policy_again(monkeypatch):
 
     parse_policy = engine_config.parse_policy
     monkeypatch.setattr(engine_config, "parse_policy", counting)
-    monkeypatch.setattr(type(bare), "_validate_params", lambda *a: 1 / 0)
+    monkeypatch.setattr(type(input_processor), "_validate_params", lambda *a: 1 / 0)
     for _ in range(20):
         with pytest.raises(ZeroDivisionError):
-            process(bare)
+            process(input_processor)
     assert len(parsed) == 1
-    bare.vllm_config.additional_config = {"kv_policy": {"name": "snapkv"}}
-    assert engine_config.policy_of(bare.vllm_config).name == "snapkv"
+    input_processor.vllm_config.additional_config = {"kv_policy": {"name": "snapkv"}}
+    assert engine_config.policy_of(input_processor.vllm_config).name == "snapkv"

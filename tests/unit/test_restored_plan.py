@@ -15,7 +15,7 @@ GEOMETRY = Geometry(SIZE, num_layers=4, num_kv_heads=2, kv_bytes_per_token=1024)
 
 @st.composite
 def continued(draw: st.DrawFn) -> tuple[int, Compaction, ResidencyPlan]:
-    """A prompt, what its restored start looks like, the plan."""
+    """A prompt, its restored start, and the plan."""
     stop = draw(st.integers(2, 60))
     at = stop * SIZE + draw(st.integers(0, 200))
     retained = BlockSpan(draw(st.integers(0, stop - 1)), stop)
@@ -60,7 +60,7 @@ def test_restored_session_keeps_its_budget_at_the_end_of_the_prompt(case):
         assert held == -(-prompt // SIZE) - restored.retained.start
     else:
         assert last.at_tokens == prompt
-    # never more than what a session from the beginning holds
+    # never more than a session from the beginning holds
     policy = parse_policy({"name": "snapkv", "budget": 100})
     short = policy.plan(Lengths(prompt, (), restored), GEOMETRY)
     assert short.resident_blocks(prompt) <= policy.plan(
@@ -70,20 +70,22 @@ def test_restored_session_keeps_its_budget_at_the_end_of_the_prompt(case):
 
 @settings(deadline=None)
 @given(continued(), st.integers(-90, 500), st.integers(0, 150), st.integers(0, 600))
-def test_a_request_starts_as_late_as_its_queries_allow(case, more, wanted, known):
-    """Against trying every start: all queries of the next compaction must be
-    restored or computed."""
+def test_a_request_starts_as_late_as_its_queries_allow(case, more, window, known):
+    """Against all possible starts:
+
+    the queries of the next compaction must be restored or computed.
+    """
     prompt, restored, plan = case
     tokens, at = min(restored.at_tokens + more, prompt - 1), restored.at_tokens
     first_query = max(tokens - known, 0)
     starts = range(at, tokens + 1)
     cut = plan.next_cut(at)
     if cut is not None:
-        needed = max(cut - wanted, at)
+        needed = max(cut - window, at)
         starts = [
             start
             for start in starts
             if start <= cut and (start <= needed or first_query <= needed)
         ]
-    found = plan.can_start_at(tokens, at, wanted, first_query)
-    assert found == max(starts, default=0)
+    earliest = plan.can_start_at(tokens, at, window, first_query)
+    assert earliest == max(starts, default=0)

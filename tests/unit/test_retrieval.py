@@ -26,10 +26,10 @@ from vllm_kvplugins.vllm_adapter.config.host_memory import (
 )
 
 SEED = 5
-# least share of the attention that the exact choice covers
+# minimum share of the attention that the exact choice covers
 FOUND = {"exact-topk": 0.9999, "icecache": 0.95, "quest": 0.2}
 FOUND |= {"arkvale": 0.2, "pqcache": 0.85}
-# in keys without an order, pages of 32 are all alike
+# in keys without structure, pages of 32 tokens are all alike
 ASKED = {"arkvale": {"page_tokens": 16}}
 
 
@@ -52,7 +52,9 @@ def test_attention_is_over_what_was_asked_for(name, prompt, age_blocks):
 @pytest.mark.parametrize("name", ["exact-topk", "icecache"])
 @pytest.mark.parametrize("prefetch", ["step", "layer"])
 def test_fetching_ahead_asks_with_earlier_queries(name, prefetch):
-    """Of the layer or step before; the oracle checks which (see ``_asking``)."""
+    """The queries of the previous layer or step; the oracle checks which (see
+    ``_asking``).
+    """
     fake = engine(name, prefetch=prefetch)
     for prompt in (33, 47):
         fake.add(str(prompt), prompt, 40)
@@ -70,7 +72,7 @@ def test_fetching_ahead_asks_with_earlier_queries(name, prefetch):
 
 
 def test_layers_between_anchors_reuse_their_choice():
-    """Layer 0 keeps all, layer 1 selects, and layer 2 takes its choice."""
+    """Layer 0 keeps all tokens, layer 1 selects, and layer 2 uses its selection."""
     fake = engine("exact-topk", reuse_every=2)
     fake.attend_every = 10_000
     request = fake.add("r", 43, 20)
@@ -84,8 +86,8 @@ def test_layers_between_anchors_reuse_their_choice():
             hot = retrieval.hot_tokens("r", layer)
             if not fake.runtime.records and request.computed % BLOCK > 1:
                 for head in range(KV_HEADS):
-                    wanted = chosen[head, : hot.shape[1]].tolist()
-                    assert set(wanted) <= set(hot[head].tolist())
+                    expected = chosen[head, : hot.shape[1]].tolist()
+                    assert set(expected) <= set(hot[head].tolist())
     fake.remove("r")
     fake.check_idle()
 
@@ -140,7 +142,7 @@ def test_bad_settings():
 
 
 def clustered(seed: int, tokens: int, heads: int = 2, dim: int = 16) -> torch.Tensor:
-    """Keys [heads, tokens, dim] around a few centres."""
+    """Keys [heads, tokens, dim] around a few centers."""
     rng = torch.Generator().manual_seed(seed)
     centres = 3 * torch.randn(heads, 12, dim, generator=rng)
     which = torch.randint(12, (heads, tokens), generator=rng)
@@ -162,11 +164,11 @@ def test_an_index_finds_most_of_the_attention(name):
     assert all(len(set(head)) == 150 for head in chosen.tolist())
     weights = (queries @ keys.transpose(1, 2) * 0.25).softmax(-1)
     worth = weights.sum(1)
-    found = worth.gather(1, chosen).sum() / worth.topk(150).values.sum()
+    share = worth.gather(1, chosen).sum() / worth.topk(150).values.sum()
     anything = worth[:, :150].sum() / worth.topk(150).values.sum()
-    assert found > 1.5 * anything
-    print(name, "share of what the exact choice covers:", float(found))
-    assert found > FOUND[name]
+    assert share > 1.5 * anything
+    print(name, "share of what the exact choice covers:", float(share))
+    assert share > FOUND[name]
 
 
 def test_quest_s_bounds_are_those_of_the_pages():
@@ -207,7 +209,9 @@ def test_requests_wait_for_host_memory():
     late = request_of("late", 50, 51)
     assert not host.fits(late)
     assert host.waiting == {"late"}
-    assert host.fits(request_of("0", 50, 51)), "who runs, or ran, is not held"
+    assert host.fits(request_of("0", 50, 51)), (
+        "running and finished requests are not delayed"
+    )
     host.release(request_of("0", 50, 51))
     assert host.fits(late)
     assert not host.waiting
@@ -221,25 +225,25 @@ def test_requests_wait_for_host_memory():
 
 @pytest.mark.parametrize("name", RETRIEVERS)
 def test_no_request_needs_more_than_it_reserves(name):
-    """So the tier never overflows: what was admitted finds room."""
+    """The tier never overflows: admitted requests always find room."""
     fake = engine(name, host_memory="64KiB")
     policy, shape = fake.runtime.policy, fake.runtime.geometry
     for prompt, answer in ((6, 30), (21, 60), (43, 1), (50, 70)):
         request = fake.add("r", prompt, answer)
-        most = 0
+        peak = 0
         while not request.done:
             fake.step({"r": 50})
             tier = fake.retrieval.tier
             used = (len(tier.pages) - tier.num_free) * tier.page_bytes
-            most = max(most, used)
-        assert most <= policy.host_bytes(prompt + answer, shape) < 64 * 1024
+            peak = max(peak, used)
+        assert peak <= policy.host_bytes(prompt + answer, shape) < 64 * 1024
         fake.remove("r")
         fake.check_idle()
 
 
 def test_the_limit_is_measured_where_it_is_open():
-    found = measured(parse_policy("quest"))
-    settled = parse_policy({"name": "quest"} | found)
-    assert settled.host_memory_bytes == found["host_memory"] > 1 << 20
+    share = measured(parse_policy("quest"))
+    settled = parse_policy({"name": "quest"} | share)
+    assert settled.host_memory_bytes == share["host_memory"] > 1 << 20
     assert measured(parse_policy({"name": "quest", "host_memory": "2GiB"})) == {}
     assert measured(parse_policy("snapkv")) == {}

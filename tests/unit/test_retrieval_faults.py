@@ -17,7 +17,7 @@ from vllm_kvplugins.policies.quest import PageBounds, Quest
 
 
 class Failing(KeyIndex):
-    """Raises when asked the n-th time; until then finds the newest tokens."""
+    """Raises at the n-th query; before that returns the newest tokens."""
 
     def __init__(self, appends: int, selects: int) -> None:
         self.left = {"append": appends, "select": selects}
@@ -51,19 +51,22 @@ def test_a_failing_index_is_replaced_by_a_scan(monkeypatch, appends, selects):
         fake.step({"r": 40})
     assert fake.retrieval.traffic.failed == LAYERS - SKIP
     state = fake.retrieval._requests["r"]
-    assert all(isinstance(here.index, ExactScan) for here in state.layers.values())
+    assert all(
+        isinstance(layer_state.index, ExactScan)
+        for layer_state in state.layers.values()
+    )
     fake.remove("r")
     fake.check_idle()
 
 
 def test_a_failing_index_leaves_the_others_alone(monkeypatch):
     fake = engine("quest")
-    made: list[KeyIndex] = []
+    indexes: list[KeyIndex] = []
 
     def new_index(self: Quest, heads: int, dim: int) -> KeyIndex:
-        fails = len(made) >= LAYERS - SKIP
-        made.append(Failing(99, 3) if fails else PageBounds(heads, dim, 3))
-        return made[-1]
+        fails = len(indexes) >= LAYERS - SKIP
+        indexes.append(Failing(99, 3) if fails else PageBounds(heads, dim, 3))
+        return indexes[-1]
 
     monkeypatch.setattr(Quest, "new_index", new_index)
     fake.add("sound", 40, 30)
@@ -75,16 +78,16 @@ def test_a_failing_index_leaves_the_others_alone(monkeypatch):
     assert retrieval.traffic.failed == LAYERS - SKIP
     for name, kind in (("sound", PageBounds), ("failing", ExactScan)):
         layers = retrieval._requests[name].layers.values()
-        assert all(isinstance(here.index, kind) for here in layers), name
+        assert all(isinstance(layer_state.index, kind) for layer_state in layers), name
         fake.remove(name)
     fake.check_idle()
 
 
 class Slow(ExactScan):
-    """Is built only when it may be, and counts how often it is asked."""
+    """Builds only when allowed, and counts queries."""
 
     may_build = threading.Event()
-    asked = 0
+    calls = 0
 
     def append(self, keys: torch.Tensor, first: int) -> None:
         assert self.may_build.wait(60)
@@ -93,35 +96,35 @@ class Slow(ExactScan):
     def select(
         self, queries: torch.Tensor, keys: Keys, scale: float, count: int
     ) -> torch.Tensor:
-        Slow.asked += 1
+        Slow.calls += 1
         return super().select(queries, keys, scale, count)
 
 
 def test_a_lazy_index_is_not_waited_for(monkeypatch):
-    """Until it is built all keys are scanned; whoever leaves before takes it along."""
+    """Until it is built, all keys are scanned; an early end discards it."""
     monkeypatch.setattr(ExactTopK, "new_index", lambda *_: Slow())
     monkeypatch.setattr(ExactTopK, "builds_lazily", True)
     Slow.may_build.clear()
-    Slow.asked = 0
+    Slow.calls = 0
     fake = engine("exact-topk")
     for name in ("stays", "goes"):
         fake.add(name, 43, 60)
     for _ in range(20):
         fake.step({"stays": 43, "goes": 43})
-    assert Slow.asked == 0
+    assert Slow.calls == 0
     fake.remove("goes")
     fake.step({"stays": 1})
     Slow.may_build.set()
     while not fake.requests["stays"].done:
         fake.step({"stays": 1})
-    assert Slow.asked > 0
+    assert Slow.calls > 0
     fake.remove("stays")
     fake.check_idle()
 
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_keys_that_no_index_takes_are_scanned(lazy):
-    """A model that computes NaN for one request must not end the others'."""
+    """NaN in one request must not end other requests."""
     fake = engine("icecache", lazy_index=lazy)
     fake.attend_every = 10_000
     broken = fake.add("broken", 43, 20)
@@ -130,10 +133,10 @@ def test_keys_that_no_index_takes_are_scanned(lazy):
     while not sound.done:
         fake.step({"broken": 43, "sound": 43})
     retrieval = fake.retrieval
-    for here in retrieval._requests["broken"].layers.values():
-        assert isinstance(here.index, ExactScan)
-    for here in retrieval._requests["sound"].layers.values():
-        assert not isinstance(here.index, ExactScan)
+    for layer_state in retrieval._requests["broken"].layers.values():
+        assert isinstance(layer_state.index, ExactScan)
+    for layer_state in retrieval._requests["sound"].layers.values():
+        assert not isinstance(layer_state.index, ExactScan)
     assert retrieval.traffic.failed == LAYERS - SKIP
     for name in ("broken", "sound"):
         fake.remove(name)
@@ -141,7 +144,7 @@ def test_keys_that_no_index_takes_are_scanned(lazy):
 
 
 def test_what_is_being_fetched_is_not_freed(monkeypatch):
-    """A request that goes while its tokens are on their way: they arrive first."""
+    """A request ends while its tokens are being copied; the copies finish first."""
     fake = engine("exact-topk", prefetch="step")
     arrived: list[int] = []
     fill = retrieval_module.fill_hot
@@ -157,7 +160,7 @@ def test_what_is_being_fetched_is_not_freed(monkeypatch):
         fake.add(name, 43, 30)
     for _ in range(8):
         fake.step({"a": 43, "b": 43})
-    fake.retrieval._wait_for_pending()  # what the step before still fetches
+    fake.retrieval._wait_for_pending()  # tokens that the previous step still fetches
     monkeypatch.setattr(retrieval_module, "fill_hot", slow_fill)
     fake.step({"a": 1, "b": 1})
     assert not arrived

@@ -41,7 +41,7 @@ def engine(name: str, **settings: Any) -> FakeEngine:
     return FakeEngine({"name": name, **base, **settings}, BLOCK, BLOCKS)
 
 
-def attended(fake: FakeEngine, name: str, layer: int, now: list[int]) -> float:
+def attended(fake: FakeEngine, name: str, layer: int, positions: list[int]) -> float:
     """The mass that hot tokens cover, from the dense copy, in a loop and float64.
 
     Args:
@@ -53,7 +53,7 @@ def attended(fake: FakeEngine, name: str, layer: int, now: list[int]) -> float:
     shares = []
     for head in range(KV_HEADS):
         keys = request.keys[layer, head, SINKS:stop].double()
-        for position in now:
+        for position in positions:
             for member in range(GROUP):
                 query = request.queries[layer, position, head * GROUP + member]
                 weight = (keys @ query.double() * SCALE).exp()
@@ -64,7 +64,7 @@ def attended(fake: FakeEngine, name: str, layer: int, now: list[int]) -> float:
 def step_and_check(
     fake: FakeEngine, log: RetrievalLog, chunks: dict[str, int]
 ) -> list[Fetch]:
-    """One step; every fetch that it logs is checked. Returns them."""
+    """Run one step and check every fetch that it logs; returns the fetches."""
     retrieval = fake.retrieval
     expected: dict[tuple[str, int], tuple[float, int]] = {}
     fetch_layer = retrieval.before_layer
@@ -75,21 +75,21 @@ def step_and_check(
             name, start = row.request_id, row.computed_tokens
             state = retrieval._requests.get(name)
             if state is not None and state.hot.get(layer):
-                now = list(range(start, start + row.new_tokens))
-                mass = attended(fake, name, layer, now)
+                positions = list(range(start, start + row.new_tokens))
+                mass = attended(fake, name, layer, positions)
                 expected[name, layer] = mass, row.new_tokens
 
     rows: list[Any] = []
     begin = retrieval.begin_step
-    retrieval.begin_step = lambda given: (rows.extend(given.rows), begin(given))
+    retrieval.begin_step = lambda step: (rows.extend(step.rows), begin(step))
     retrieval.before_layer = watch
     counts = retrieval.traffic.selected, retrieval.traffic.fetched
     fake.step(chunks)
     del retrieval.begin_step, retrieval.before_layer
-    found = log.take()
-    assert {(f.request, f.layer) for f in found} == set(expected)
-    assert len(found) == len(expected)
-    for fetch in found:
+    fetches = log.take()
+    assert {(f.request, f.layer) for f in fetches} == set(expected)
+    assert len(fetches) == len(expected)
+    for fetch in fetches:
         mass, new = expected[fetch.request, fetch.layer]
         assert fetch.mass_covered_share == pytest.approx(mass, abs=1e-5)
         assert fetch.new_tokens == new
@@ -97,9 +97,9 @@ def step_and_check(
         assert 0 <= fetch.fetched_tokens <= fetch.hot_tokens
         assert fetch.hot_tokens < fetch.offloaded_tokens
     traffic = retrieval.traffic
-    assert sum(f.hot_tokens for f in found) == traffic.selected - counts[0]
-    assert sum(f.fetched_tokens for f in found) == traffic.fetched - counts[1]
-    return found
+    assert sum(f.hot_tokens for f in fetches) == traffic.selected - counts[0]
+    assert sum(f.fetched_tokens for f in fetches) == traffic.fetched - counts[1]
+    return fetches
 
 
 @pytest.mark.parametrize("name", RETRIEVERS)
@@ -107,29 +107,29 @@ def test_the_log_agrees_with_torch_and_with_the_counters(name):
     fake = engine(name)
     log = fake.retrieval.log = RetrievalLog()
     request = fake.add("r", 43, 20)
-    found = 0
+    fetches = 0
     while not request.done:
-        found += len(step_and_check(fake, log, {"r": 11}))
-    assert found == (LAYERS - SKIP) * 19, "every step but those of the prompt"
+        fetches += len(step_and_check(fake, log, {"r": 11}))
+    assert fetches == (LAYERS - SKIP) * 19, "every step but those of the prompt"
     assert fake.retrieval.traffic.fetched > 0
 
 
 @pytest.mark.parametrize("prefetch", ["step", "layer"])
 def test_what_was_fetched_ahead_counts_for_the_step_it_is_for(prefetch):
-    """The mass is that of the queries that attend, not of those that asked."""
+    """The mass belongs to the queries that attend, not to those that selected."""
     fake = engine("exact-topk", prefetch=prefetch)
     log = fake.retrieval.log = RetrievalLog()
     for name, prompt in (("a", 40), ("b", 33)):
         fake.add(name, prompt, 30)
-    found: list[Fetch] = []
+    fetches: list[Fetch] = []
     for step in range(45):
         alive = [n for n, r in fake.requests.items() if not r.done]
         if alive:
-            found += step_and_check(fake, log, dict.fromkeys(alive, 9))
+            fetches += step_and_check(fake, log, dict.fromkeys(alive, 9))
         if step == 16:
             fake.preempt("b")
     assert fake.requests["b"].done
-    assert sum(f.fetched_tokens > 0 for f in found) > 50
+    assert sum(f.fetched_tokens > 0 for f in fetches) > 50
 
 
 def test_requests_are_kept_apart_and_recomputed_tokens_ask_together():
@@ -137,19 +137,19 @@ def test_requests_are_kept_apart_and_recomputed_tokens_ask_together():
     log = fake.retrieval.log = RetrievalLog()
     for name, prompt in (("a", 40), ("b", 33), ("c", 50)):
         fake.add(name, prompt, 25)
-    found: list[Fetch] = []
+    fetches: list[Fetch] = []
     for step in range(45):
         alive = [n for n, r in fake.requests.items() if not r.done]
         if alive:
-            found += step_and_check(fake, log, dict.fromkeys(alive, 9))
+            fetches += step_and_check(fake, log, dict.fromkeys(alive, 9))
         if step == 12:
             fake.remove("b")
         if step == 16:
             fake.preempt("c")
     assert fake.requests["c"].done
-    assert {f.request for f in found if f.new_tokens > 1} == {"c"}
-    by_step = {(f.request, f.layer, f.step) for f in found}
-    assert len(by_step) == len(found)
+    assert {f.request for f in fetches if f.new_tokens > 1} == {"c"}
+    by_step = {(f.request, f.layer, f.step) for f in fetches}
+    assert len(by_step) == len(fetches)
 
 
 def test_steps_count_per_request():
@@ -157,10 +157,10 @@ def test_steps_count_per_request():
     hot = torch.tensor([[1, 2], [3, 4]])
     for name, layer in (("a", 3), ("b", 3), ("a", 4), ("a", 3), ("b", 3), ("a", 3)):
         log.add(name, layer, torch.zeros(2, 6, 4), 3, keys, hot, 1.0, 1)
-    found = log.take()
-    assert [f.step for f in found] == [0, 0, 0, 1, 1, 2]
-    assert {f.new_tokens for f in found} == {2}
-    assert [f.mass_covered_share for f in found] == [pytest.approx(0.2)] * 6
+    fetches = log.take()
+    assert [f.step for f in fetches] == [0, 0, 0, 1, 1, 2]
+    assert {f.new_tokens for f in fetches} == {2}
+    assert [f.mass_covered_share for f in fetches] == [pytest.approx(0.2)] * 6
     assert log.take() == []
 
 

@@ -31,7 +31,7 @@ def random(request):
 
 
 def paged(random, keys: list[torch.Tensor], page_tokens: int) -> tuple[HostTier, Keys]:
-    """Requests' keys [heads, n, dim] in a host tier, pages in random order."""
+    """Keys [heads, n, dim] of requests in a host tier, pages in random order."""
     heads, _, dim = keys[0].shape
     longest = max(-(-part.shape[1] // page_tokens) for part in keys)
     total = len(keys) * heads * longest
@@ -50,7 +50,7 @@ def paged(random, keys: list[torch.Tensor], page_tokens: int) -> tuple[HostTier,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 40, 300])
 def test_the_scan_s_votes_equal_torch(random, dtype, count):
-    """Requests of different lengths in one call; also one that is too short."""
+    """Requests of different lengths in one call; one is too short."""
     lengths, heads, group, dim = [1, 37, 900], 2, 3, 24
     keys = [torch.randn(heads, n, dim, generator=random).to(dtype) for n in lengths]
     queries = 3 * torch.randn(3, heads, group, dim, generator=random).to(dtype)
@@ -59,16 +59,16 @@ def test_the_scan_s_votes_equal_torch(random, dtype, count):
     for part in keys:
         indexes.append(BruteForceIndex(heads, dim))
         indexes[-1].insert(Keys.dense(part))
-    found = select_compiled(indexes, queries, view, 0.3, count)
+    actual = select_compiled(indexes, queries, view, 0.3, count)
     right = scan_in_torch(lengths, queries, view, 0.3, count)
-    assert found.shape == (3, heads, count)
-    assert found.lt(0).equal(right.lt(0)), "as many as there are"
+    assert actual.shape == (3, heads, count)
+    assert actual.lt(0).equal(right.lt(0)), "as many as there are"
     for request, part in enumerate(keys):
         logits = queries[request].float() @ part.float().transpose(1, 2) * 0.3
         worth = logits.softmax(-1).sum(1)
         have = min(count, part.shape[1])
         for head in range(heads):
-            ours, torch_s = found[request, head, :have], right[request, head, :have]
+            ours, torch_s = actual[request, head, :have], right[request, head, :have]
             assert len(set(ours.tolist())) == have
             torch.testing.assert_close(worth[head][ours], worth[head][torch_s])
 
@@ -78,13 +78,15 @@ def test_ties_go_to_the_lower_slot(random):
     keys = torch.ones(1, 50, 4)
     index = BruteForceIndex(1, 4)
     index.insert(Keys.dense(keys))
-    found = select_compiled([index], torch.ones(1, 1, 2, 4), Keys.dense(keys), 1.0, 7)
-    assert found.flatten().tolist() == list(range(7))
+    actual = select_compiled([index], torch.ones(1, 1, 2, 4), Keys.dense(keys), 1.0, 7)
+    assert actual.flatten().tolist() == list(range(7))
 
 
 @needs_extension
 def test_a_tree_votes_on_what_it_looks_at(random):
-    """Without a limit as the scan; with one, keys for one query get no vote of it."""
+    """Without a limit the result equals the scan's; with a limit of one key, a query
+    adds no vote.
+    """
     keys = torch.randn(2, 3000, 16, generator=random)
     queries = torch.randn(1, 2, 2, 16, generator=random)
     tree = DCIIndex(2, 16, 16, max_visits=0)
@@ -133,7 +135,7 @@ HEADS, DIM, BLOCK, WIDTH, TOKENS = 2, 8, 4, 12, 90
 
 
 class Scene:
-    """Three seats with hot slots all over a heap, and their tokens on the host."""
+    """Three requests with hot slots all over a heap, and their tokens on the host."""
 
     def __init__(self, random, dtype: torch.dtype) -> None:
         self.layout = PageLayout.transposed_keys(BLOCK, DIM)
@@ -153,7 +155,7 @@ class Scene:
         self.write()
 
     def write(self) -> None:
-        """Let the hot slots hold what ``token`` says."""
+        """Make the hot slots hold the tokens that ``token`` names."""
         for slot_index in range(3):
             for head in range(HEADS):
                 token = self.token[slot_index, head]
@@ -161,11 +163,11 @@ class Scene:
                 spot = self.page[slot_index, head], self.slot[slot_index, head]
                 ops.scatter_tokens(self.kv, *spot, keys, -keys)
 
-    def fill(self, wanted: torch.Tensor, slot_indices: list[int]) -> torch.Tensor:
+    def fill(self, expected: torch.Tensor, slot_indices: list[int]) -> torch.Tensor:
         return hot_set.fill_hot(
             self.kv,
             ops.HostPages(self.tier.pages, self.view.table[slot_indices]),
-            wanted,
+            expected,
             torch.tensor(slot_indices),
             self.hot,
         )
@@ -200,12 +202,12 @@ def test_hot_slots_hold_what_is_wanted(random, monkeypatch, dtype, backend):
         pytest.skip("the extension is not built")
     scene = Scene(random, dtype)
     slot_indices = [2, 0, 1]
-    for asked in (WIDTH, 5, 3, 30):
+    for limit in (WIDTH, 5, 3, 30):
         before = scene.token.clone()
         order = torch.rand(3, HEADS, TOKENS, generator=random).argsort(-1)
-        wanted = order[..., :asked].contiguous()
-        wanted[torch.rand(wanted.shape, generator=random) < 0.1] = -1
-        copied = scene.fill(wanted, slot_indices)
+        expected = order[..., :limit].contiguous()
+        expected[torch.rand(expected.shape, generator=random) < 0.1] = -1
+        copied = scene.fill(expected, slot_indices)
         scene.check_contents()
         for row, slot_index in enumerate(slot_indices):
             count, fetched = int(scene.counts[slot_index]), 0
@@ -215,11 +217,11 @@ def test_hot_slots_hold_what_is_wanted(random, monkeypatch, dtype, backend):
             for head in range(HEADS):
                 hot = scene.token[slot_index, head, :count].tolist()
                 old = before[slot_index, head, :count].tolist()
-                want = [t for t in wanted[row, head, :count].tolist() if t >= 0]
+                want = [t for t in expected[row, head, :count].tolist() if t >= 0]
                 assert len(set(hot)) == count
                 assert set(want) <= set(hot), "what is wanted is there"
                 fetched += len(set(want) - set(old))
-                # nothing moves, and what stays was not needed elsewhere
+                # nothing moves, and no kept slot was needed elsewhere
                 moved = [a for a, b in zip(old, hot, strict=True) if a != b]
                 assert not set(moved) & set(want)
             assert int(copied[row]) == fetched
@@ -240,24 +242,24 @@ def test_torch_fills_the_same_slots(random, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["compiled", "torch"])
 def test_swaps_are_what_a_fill_copies(random, monkeypatch, backend):
-    """For heaps that the host cannot write: rows to copy, and where they go."""
+    """For heaps that the host cannot write: rows to copy, and their targets."""
     if backend == "torch":
         monkeypatch.setenv("KVP_OPS", "torch")
     elif compiled.extension_problem():
         pytest.skip("the extension is not built")
     order = torch.rand(3, HEADS, TOKENS, generator=random).argsort(-1)
-    slot_indices, wanted = [2, 0, 1], order[..., :9].contiguous()
+    slot_indices, expected = [2, 0, 1], order[..., :9].contiguous()
     filled, scene = (
         Scene(torch.Generator().manual_seed(1), torch.float32) for _ in "ab"
     )
-    copied = filled.fill(wanted, slot_indices)
-    moves, found = hot_set.swap_hot(
+    copied = filled.fill(expected, slot_indices)
+    moves, actual = hot_set.swap_hot(
         ops.HostPages(scene.tier.pages, scene.view.table[slot_indices]),
-        wanted,
+        expected,
         torch.tensor(slot_indices),
         scene.hot,
     )
-    assert found.equal(copied)
+    assert actual.equal(copied)
     assert moves.shape == (4, int(copied.sum()))
     assert scene.token.equal(filled.token)
     rows = scene.tier.pages.view(-1, DIM)
@@ -269,22 +271,22 @@ def test_swaps_are_what_a_fill_copies(random, monkeypatch, backend):
 @needs_extension
 def test_bad_fills_are_refused(random):
     scene = Scene(random, torch.float32)
-    wanted = torch.zeros(1, HEADS, 1, dtype=torch.int64)
+    expected = torch.zeros(1, HEADS, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="beyond the 96 tokens"):
-        scene.fill(wanted + 96, [0])
+        scene.fill(expected + 96, [0])
     with pytest.raises(ValueError, match="table must have shape"):
-        scene.fill(wanted[:, :1], [0])
+        scene.fill(expected[:, :1], [0])
     scene.counts[0] = WIDTH + 1
     with pytest.raises(ValueError, match="slot index 0"):
-        scene.fill(wanted, [0])
+        scene.fill(expected, [0])
     scene.counts[0] = WIDTH
     scene.page[0, 0, 2] = len(scene.heap)
     with pytest.raises(ValueError, match="hot slot 2"):
-        scene.fill(wanted, [0])
+        scene.fill(expected, [0])
     scene.page[0, 0, 2] = 0
     scene.token[0, 1, 3] = -7
     with pytest.raises(ValueError, match="head 1: entry 4"):
-        scene.fill(wanted, [0])
+        scene.fill(expected, [0])
 
 
 # -- host pages -----------------------------------------------------------------------

@@ -53,22 +53,26 @@ def test_logits_are_those_of_the_equations(random):
     queries = torch.randn(SHAPE.heads, 3, SHAPE.head_dim, generator=random)
     sizes = torch.tensor([1, 2, 30, 4, 9])
     summary = router.summarize(keys, 1)
-    found = router.logits(queries, summary, sizes.log(), 1)
+    actual = router.logits(queries, summary, sizes.log(), 1)
     for head, ask, span in itertools.product(range(SHAPE.heads), range(3), range(5)):
         weight = router.projection[1, head].double()
         projected = weight @ keys[head // SHAPE.group, span].double()
-        asked = weight @ queries[head, ask].double()
-        wanted = asked @ projected / projected.norm() / SHAPE.routing_dim**0.5
-        wanted += math.log(sizes[span])
-        assert float(found[head, ask, span]) == pytest.approx(float(wanted), abs=1e-4)
+        projected_query = weight @ queries[head, ask].double()
+        expected = (
+            projected_query @ projected / projected.norm() / SHAPE.routing_dim**0.5
+        )
+        expected += math.log(sizes[span])
+        assert float(actual[head, ask, span]) == pytest.approx(
+            float(expected), abs=1e-4
+        )
     every = router.summarize(keys.expand(SHAPE.layers, *keys.shape), slice(None))
     assert torch.allclose(every[1], summary)
-    # and the same of mean keys, as it is served
+    # and the same for mean keys, as served
     lengths = router.per_length(keys, 1)
     for ask in range(3):
         grouped = queries[:, ask].unflatten(0, (SHAPE.kv_heads, -1))
         served = router.logits_of_means(grouped, keys, lengths, sizes.log(), 1)
-        assert torch.allclose(served.flatten(0, 1), found[:, ask], atol=1e-4)
+        assert torch.allclose(served.flatten(0, 1), actual[:, ask], atol=1e-4)
 
 
 def test_a_span_whose_keys_cancel_out_is_no_nan(random):
@@ -95,12 +99,12 @@ def test_rank_gates_are_laid_out_like_the_factors(random):
         spectrum = torch.zeros(SHAPE.max_rank)
         spectrum[: part.numel()] = factors.singular_values(matrix)
         group = slice(head * SHAPE.group, (head + 1) * SHAPE.group)
-        asked = router.rank_logits(
+        logits = router.rank_logits(
             spectrum,
             summary[group, span].mean(0),
             torch.tensor([float(plane >= SHAPE.kv_heads)]),
         )
-        assert torch.allclose(part, asked.sigmoid()[: part.numel()], atol=1e-6)
+        assert torch.allclose(part, logits.sigmoid()[: part.numel()], atol=1e-6)
     assert parts[4].numel() == 0
 
 
@@ -119,11 +123,11 @@ def test_spectra_of_packed_factors(random, dtype):
     rows[0, :3] = 0.0
     starts, sizes = torch.tensor([0, 3, 4]), torch.tensor([3, 1, 26])
     factors = truncated_svd(rows, starts, sizes, 7, dtype=dtype)
-    found = spectra(factors, 9)
+    actual = spectra(factors, 9)
     for matrix in range(len(factors)):
         values = factors.singular_values(matrix)
-        assert found[matrix, : len(values)].equal(values)
-        assert not found[matrix, len(values) :].any()
+        assert actual[matrix, : len(values)].equal(values)
+        assert not actual[matrix, len(values) :].any()
 
 
 # -- files and the policy ------------------------------------------------------------
@@ -131,12 +135,12 @@ def test_spectra_of_packed_factors(random, dtype):
 
 def test_a_router_comes_back_from_its_file(random, tmp_path):
     path = tmp_path / "router.safetensors"
-    made = write_random_router(path, MODEL, random)
-    found, facts = read_router(path)
+    written = write_random_router(path, MODEL, random)
+    actual, facts = read_router(path)
     assert facts.fingerprint == MODEL
-    for name, tensor in made.tensors.items():
+    for name, tensor in written.tensors.items():
         near = 0.01 if name == "projection" else 0.0
-        assert torch.allclose(found.tensors[name], tensor, rtol=near, atol=near)
+        assert torch.allclose(actual.tensors[name], tensor, rtol=near, atol=near)
 
 
 def damage(path, how):
@@ -147,7 +151,7 @@ def damage(path, how):
     if how == "bytes":
         path.write_bytes(b"no router at all")
         return
-    told = {"facts": json.dumps({"format": "other"})}
+    metadata = {"facts": json.dumps({"format": "other"})}
     if how == "shape":
         tensors["threshold"] = torch.zeros(3, 3)
     if how == "nan":
@@ -158,8 +162,8 @@ def damage(path, how):
         from safetensors import safe_open
 
         with safe_open(path, "pt") as file:
-            told = file.metadata()
-    save_file(tensors, path, told)
+            metadata = file.metadata()
+    save_file(tensors, path, metadata)
 
 
 @pytest.mark.parametrize(
@@ -225,22 +229,22 @@ def test_the_policy_zooms_where_any_head_of_a_group_wants_to(random, tmp_path):
     gates = policy.gates(1, queries, spans, 1.0)
     summary = router.summarize(keys, 1)
     alone = router.logits(queries.flatten(0, 1)[:, None], summary, spans.log_sizes, 1)
-    seen = 0
+    counted = 0
     for head, span in itertools.product(range(SHAPE.kv_heads), range(7)):
         group = range(head * SHAPE.group, (head + 1) * SHAPE.group)
         above = any(torch.sigmoid(alone[h, 0, span]) > router.tau[1, h] for h in group)
-        seen += above
+        counted += above
         shares = sum(float(alone[h, 0].softmax(0)[span]) for h in group)
         # and the attention that means get
-        asked = queries[head].double() @ keys[head].double().T + sizes.log()
-        shares += float(asked.softmax(-1)[:, span].sum())
-        wanted = shares if above else -math.inf
-        assert float(gates[head, span]) == pytest.approx(wanted, abs=1e-5)
-    assert 0 < seen < 14, "both outcomes must occur"
+        scores = queries[head].double() @ keys[head].double().T + sizes.log()
+        shares += float(scores.softmax(-1)[:, span].sum())
+        expected = shares if above else -math.inf
+        assert float(gates[head, span]) == pytest.approx(expected, abs=1e-5)
+    assert 0 < counted < 14, "both outcomes must occur"
 
 
 def test_the_engine_zooms_as_the_router_says(random, tmp_path):
-    """By each request's own spans."""
+    """By the spans of each request."""
     path = tmp_path / "router.safetensors"
     model = MODEL.model_copy(
         update={
@@ -261,19 +265,19 @@ def test_the_engine_zooms_as_the_router_says(random, tmp_path):
     )
     router = read_router(path)[0]
 
-    def promise(layer, head, asked, keys, scores):
-        found = torch.zeros(len(keys), dtype=torch.float64)
+    def predicted_mass(layer, head, query, keys, scores):
+        actual = torch.zeros(len(keys), dtype=torch.float64)
         above = torch.zeros(len(keys), dtype=torch.bool)
-        log_sizes = scores[0] - asked[0] @ keys.T * fake_engine.SCALE
+        log_sizes = scores[0] - query[0] @ keys.T * fake_engine.SCALE
         for member in range(fake_engine.GROUP):
             weight = router.projection[layer, head * fake_engine.GROUP + member]
             summary = torch.nn.functional.normalize(keys @ weight.double().T, dim=1)
-            logits = summary @ (weight.double() @ asked[member])
+            logits = summary @ (weight.double() @ query[member])
             logits = logits / weight.shape[0] ** 0.5 + log_sizes
             tau = router.threshold[layer, head * fake_engine.GROUP + member]
-            found += logits.softmax(0) + scores[member].softmax(0)
+            actual += logits.softmax(0) + scores[member].softmax(0)
             above |= logits > tau
-        return found.where(above, -math.inf)
+        return actual.where(above, -math.inf)
 
     policy = {
         "name": "sekv",
@@ -285,11 +289,11 @@ def test_the_engine_zooms_as_the_router_says(random, tmp_path):
         "sensitivity": 0.5,
         "router": str(path),
     }
-    engine = ZoomingEngine(policy, promise)
+    engine = ZoomingEngine(policy, predicted_mass)
     run(engine, {"a": 150, "b": 97, "short": 30}, 12, 9, SEED)
     assert len(engine.seen) == 22
-    shown = torch.cat([marks.flatten() for marks in engine.seen.values()]).float()
-    assert 0.02 < shown.mean() < 0.8
+    zoomed = torch.cat([marks.flatten() for marks in engine.seen.values()]).float()
+    assert 0.02 < zoomed.mean() < 0.8
 
 
 def test_what_a_router_keeps_of_spans_takes_its_place_in_the_budget(random, tmp_path):
@@ -301,7 +305,7 @@ def test_what_a_router_keeps_of_spans_takes_its_place_in_the_budget(random, tmp_
     plain = parse_policy({"name": "sekv", "budget": 200})
     routed = parse_policy({"name": "sekv", "budget": 200, "router": str(path)})
     surprisal = torch.rand(3000, generator=random)
-    found = {}
+    actual = {}
     for name, policy in {"plain": plain, "routed": routed}.items():
         plan = policy.plan(Lengths(3000), geometry)
         resident = len(plan.compactions[0].retained) * 4
@@ -309,5 +313,5 @@ def test_what_a_router_keeps_of_spans_takes_its_place_in_the_budget(random, tmp_
         zoom = policy.zoom_tokens(3000, geometry)
         each = 1.5 if name == "routed" else 1
         assert 198 <= resident + zoom + spans * each <= 200
-        found[name] = spans
-    assert found["plain"] - 20 <= found["routed"] <= 40 < found["plain"] <= 60
+        actual[name] = spans
+    assert actual["plain"] - 20 <= actual["routed"] <= 40 < actual["plain"] <= 60

@@ -59,14 +59,14 @@ def test_examples_hold_what_full_attention_looked_at(random):
     assert example.queries.equal(reading.queries[:, :, mined])
     worth = segments.weights.double().split(segments.sizes.tolist())
     for which, rows in enumerate((reading.keys, reading.values)):
-        wanted = torch.stack(
+        expected = torch.stack(
             [
                 (rows[:, :, s].double() * w[:, None]).sum(2)
                 for s, w in zip(spans, worth, strict=True)
             ],
             2,
         )
-        assert torch.allclose(example.means[which].double(), wanted, atol=1e-5)
+        assert torch.allclose(example.means[which].double(), expected, atol=1e-5)
     passage = example.passage
     runs = [float(far[i : i + 6].mean()) for i in range(35)]
     first = prefix + runs.index(max(runs))
@@ -83,8 +83,8 @@ def test_examples_hold_what_full_attention_looked_at(random):
 
 def test_targets_are_the_smallest_sets_that_cover(random):
     mass = torch.rand(40, 6, generator=random) ** 3
-    found = examples.covering(mass, 0.9)
-    for row, chosen in zip(mass.double(), found, strict=True):
+    actual = examples.covering(mass, 0.9)
+    for row, chosen in zip(mass.double(), actual, strict=True):
         fewest = min(
             len(pick)
             for count in range(7)
@@ -97,8 +97,8 @@ def test_targets_are_the_smallest_sets_that_cover(random):
 
 def test_ties_go_to_the_first_and_nothing_is_wanted_of_nothing():
     even = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.0, 0.0, 0.0, 0.0]])
-    found = examples.covering(even, 0.5).tolist()
-    assert found == [[True, True, False, False], [False] * 4]
+    actual = examples.covering(even, 0.5).tolist()
+    assert actual == [[True, True, False, False], [False] * 4]
 
 
 # -- the student ---------------------------------------------------------------------
@@ -119,22 +119,26 @@ def test_attention_at_two_resolutions_is_one_softmax(random, kind):
     spans = len(memory.log_sizes)
     zoom = torch.rand(SHAPE.heads, 6, spans, generator=random) < 0.5
     zoom = {"none": zoom & False, "all": zoom | True, "some": zoom}[kind]
-    made = mixed_attention(query, key, value, memory, zoom.float(), 0.3)
+    result = mixed_attention(query, key, value, memory, zoom.float(), 0.3)
     for head, ask in itertools.product(range(SHAPE.heads), range(6)):
         kv = head // SHAPE.group
-        seen = memory.span < 0
-        seen |= zoom[head, ask][memory.span.clamp(min=0)]
+        visible = memory.span < 0
+        visible |= zoom[head, ask][memory.span.clamp(min=0)]
         whole = ~zoom[head, ask]
-        keys = [memory.keys[kv, seen], key[kv, : ask + 1], memory.mean_keys[kv, whole]]
+        keys = [
+            memory.keys[kv, visible],
+            key[kv, : ask + 1],
+            memory.mean_keys[kv, whole],
+        ]
         rows = [
-            memory.values[kv, seen],
+            memory.values[kv, visible],
             value[kv, : ask + 1],
             memory.mean_values[kv, whole],
         ]
         scores = torch.cat(keys).double() @ query[head, ask].double() * 0.3
         scores[len(scores) - int(whole.sum()) :] += memory.log_sizes[whole]
-        wanted = scores.softmax(0) @ torch.cat(rows).double()
-        assert torch.allclose(made[head, ask].double(), wanted, atol=1e-5)
+        expected = scores.softmax(0) @ torch.cat(rows).double()
+        assert torch.allclose(result[head, ask].double(), expected, atol=1e-5)
 
 
 def test_gradients_say_what_the_other_choice_changes(random):
@@ -161,9 +165,9 @@ def test_lost_energy_is_what_a_gated_reconstruction_lacks(random):
     gates = torch.rand(1, 6, generator=random)
     left, right = factors.left(0), factors.right(0)
     again = (left * factors.singular_values(0) * gates) @ right.T
-    wanted = (rows[0] - again).square().sum() / rows.square().sum()
-    found = losses.lost_energy(gates, spectra(factors, 6))
-    assert float(found) == pytest.approx(float(wanted), rel=1e-4)
+    expected = (rows[0] - again).square().sum() / rows.square().sum()
+    actual = losses.lost_energy(gates, spectra(factors, 6))
+    assert float(actual) == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_the_report_counts_decisions(random):
@@ -182,7 +186,7 @@ def test_the_report_counts_decisions(random):
 
 
 def test_the_report_ranks_as_the_policy_does(random, tmp_path):
-    """Both ways of routing, for each of the queries that were mined."""
+    """Both ways of routing, for each of the mined queries."""
     _, example = random_example(SHAPE, random)
     path = tmp_path / "router.safetensors"
     high = 4 + 2 * torch.randn(SHAPE.layers, SHAPE.heads, generator=random)
@@ -202,17 +206,17 @@ def test_the_report_ranks_as_the_policy_does(random, tmp_path):
                 queries = example.queries[layer, :, ask]
                 queries = queries.unflatten(0, (SHAPE.kv_heads, -1))
                 gates = policy.gates(layer, queries, spans, example.scale)
-                found = ranking[layer, :, ask]
-                assert gates.isinf().equal(found.isinf())
-                assert torch.allclose(gates, found, atol=1e-5)
+                actual = ranking[layer, :, ask]
+                assert gates.isinf().equal(actual.isinf())
+                assert torch.allclose(gates, actual, atol=1e-5)
 
 
 def test_decisions_are_hard_and_gradients_go_through():
     logits = torch.tensor([-2.0, 0.3, 0.5], requires_grad=True)
     threshold = torch.tensor(0.4, requires_grad=True)
-    made = straight_through(logits, threshold)
-    assert made.tolist() == pytest.approx([0.0, 0.0, 1.0])
-    made.sum().backward()
+    result = straight_through(logits, threshold)
+    assert result.tolist() == pytest.approx([0.0, 0.0, 1.0])
+    result.sum().backward()
     assert logits.grad is not None
     assert threshold.grad is not None
     slope = torch.sigmoid(logits) * (1 - torch.sigmoid(logits))
@@ -225,19 +229,19 @@ def test_decisions_are_hard_and_gradients_go_through():
 
 def test_the_ranking_term_is_a_distance_between_shares(random):
     mass = torch.rand(2, 3, 4, 5, generator=random) ** 4
-    mass[0, 0, 0] = 0.0  # a query that looks at no span counts for nothing
+    mass[0, 0, 0] = 0.0  # a query without spans does not count
     logits = 2 * torch.randn(2, 3, 4, 5, generator=random)
-    wanted = total = 0.0
-    for given, said in zip(mass.view(-1, 5), logits.view(-1, 5), strict=True):
-        weight = float(given.sum())
+    expected = total = 0.0
+    for mass_row, logit_row in zip(mass.view(-1, 5), logits.view(-1, 5), strict=True):
+        weight = float(mass_row.sum())
         if weight:
-            share = given.double() / weight
-            wanted += weight * float(
-                (share * (share.log() - said.double().log_softmax(0))).sum()
+            share = mass_row.double() / weight
+            expected += weight * float(
+                (share * (share.log() - logit_row.double().log_softmax(0))).sum()
             )
         total += weight
-    found = float(losses.ranking_loss(logits, mass))
-    assert found == pytest.approx(wanted / total, rel=1e-4)
+    actual = float(losses.ranking_loss(logits, mass))
+    assert actual == pytest.approx(expected / total, rel=1e-4)
     # nothing is lost where shares agree, whatever the level of a query's logits
     level = torch.randn(2, 3, 4, 1, generator=random)
     exact = (mass + 1e-9).log() + level
@@ -247,27 +251,27 @@ def test_the_ranking_term_is_a_distance_between_shares(random):
 def test_a_threshold_is_the_best_there_is(random):
     _, example = random_example(SHAPE, random)
     gates = torch.randn(example.targets.shape, generator=random) + example.targets
-    found = thresholds.best_thresholds(lambda _: gates, [example, example])
+    actual = thresholds.best_thresholds(lambda _: gates, [example, example])
     for layer, head in itertools.product(range(SHAPE.layers), range(SHAPE.heads)):
         values = gates[layer, head].flatten()
-        wanted = example.targets[layer, head].flatten()
+        expected = example.targets[layer, head].flatten()
 
-        def f1(threshold, values=values, wanted=wanted):
+        def f1(threshold, values=values, expected=expected):
             above = values > threshold
-            return 2 * int((above & wanted).sum()) / int(above.sum() + wanted.sum())
+            return 2 * int((above & expected).sum()) / int(above.sum() + expected.sum())
 
         candidates = [float(value) for value in values]
         best = max(map(f1, [*candidates, min(candidates) - 1]))
-        assert f1(float(found[layer, head])) == pytest.approx(best)
-        assert found[layer, head] not in values
+        assert f1(float(actual[layer, head])) == pytest.approx(best)
+        assert actual[layer, head] not in values
 
 
 def test_where_all_spans_are_wanted_the_threshold_is_below_all(random):
     _, example = random_example(SHAPE, random)
     example = replace(example, targets=torch.ones_like(example.targets))
     gates = torch.randn(example.targets.shape, generator=random)
-    found = thresholds.best_thresholds(lambda _: gates, [example])
-    assert (gates > found[..., None, None]).all()
+    actual = thresholds.best_thresholds(lambda _: gates, [example])
+    assert (gates > actual[..., None, None]).all()
 
 
 def test_calibrated_thresholds_decide_better_than_any_one(random):
@@ -297,7 +301,7 @@ def test_training_starts_from_the_coordinates_that_tell_spans_apart(random):
     for weight in router.projection.flatten(0, 1):
         assert (weight != 0).sum(-1).eq(1).all()
         assert weight.abs().sum(0).nonzero().squeeze(1).tolist() == [0, 2, 5, 7]
-    # logits are about as far apart as attention's scores of means
+    # logits differ about as much as attention scores of means
     logits = thresholds.router_logits(router, example) - example.log_sizes
     keys = means[0].repeat_interleave(SHAPE.group, 1)
     scores = example.queries.float() @ keys.mT * example.scale

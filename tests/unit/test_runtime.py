@@ -46,7 +46,7 @@ policies = pytest.mark.parametrize(
 
 
 class Bench:
-    """A runtime on a heap of random tokens, and the requests on it.
+    """A runtime on a heap of random tokens, and its requests.
 
     Attributes:
         keys, values: [LAYERS, BLOCKS, KV_HEADS, BLOCK, HEAD_DIM], as written.
@@ -78,24 +78,24 @@ class Bench:
 
     def step(self, *rows: tuple[str, int, int, int]) -> FlatTable:
         """One step of (request, prompt tokens, computed tokens, new tokens)."""
-        made, first = [], 0
+        tables, first = [], 0
         for name, prompt, computed, new in rows:
-            mine = self.blocks.setdefault(name, [])
-            while len(mine) * BLOCK < computed + new:
-                mine.append(self.free.pop())
-            made.append(Row(name, prompt, computed, new, first))
+            own_blocks = self.blocks.setdefault(name, [])
+            while len(own_blocks) * BLOCK < computed + new:
+                own_blocks.append(self.free.pop())
+            tables.append(Row(name, prompt, computed, new, first))
             first += new
-        width = max(len(self.blocks[row.request_id]) for row in made)
-        table = torch.zeros(len(made), width, dtype=torch.int32)
-        for index, row in enumerate(made):
-            mine = self.blocks[row.request_id]
-            table[index, : len(mine)] = torch.tensor(mine)
-        lens = torch.tensor([row.computed_tokens + row.new_tokens for row in made])
-        flat = self.runtime.begin_step(made, lens, table)
+        width = max(len(self.blocks[row.request_id]) for row in tables)
+        table = torch.zeros(len(tables), width, dtype=torch.int32)
+        for index, row in enumerate(tables):
+            own_blocks = self.blocks[row.request_id]
+            table[index, : len(own_blocks)] = torch.tensor(own_blocks)
+        lens = torch.tensor([row.computed_tokens + row.new_tokens for row in tables])
+        flat = self.runtime.begin_step(tables, lens, table)
         for layer in range(LAYERS):
             shape = (first, KV_HEADS * GROUP, HEAD_DIM)
             queries = torch.randn(shape, generator=self.rng)
-            for row in made:
+            for row in tables:
                 stop = row.first_query + row.new_tokens
                 part = queries[row.first_query : stop].transpose(0, 1)
                 key = f"{row.request_id}/{layer}"
@@ -109,7 +109,7 @@ class Bench:
 
     @property
     def slot_indices(self) -> int:
-        """Compacted requests."""
+        """Ids of compacted requests."""
         assert self.runtime.tables is not None
         return self.runtime.tables.num_slot_indices
 
@@ -118,7 +118,7 @@ class Bench:
         return plane[layer, self.blocks[name]].transpose(0, 1).flatten(1, 2)
 
     def attended(self, flat: FlatTable, index: int, layer: int, head: int):
-        """Keys and values that a row's page table leads to, in its order."""
+        """Keys and values behind a row's page table, in its order."""
         scope = layer if len(flat.pages) > 1 else 0
         base = 0 if len(flat.pages) > 1 else layer * BLOCKS * KV_HEADS
         sequence = index * KV_HEADS + head
@@ -155,8 +155,8 @@ class Bench:
             ]
         )
         retained = -(-(BUDGET - prompt % BLOCK) // BLOCK)
-        most = torch.full((LAYERS, KV_HEADS), full // BLOCK)
-        counts = policy.page_allocator().allocate(scores, retained, BLOCK, most)
+        page_counts = torch.full((LAYERS, KV_HEADS), full // BLOCK)
+        counts = policy.page_allocator().allocate(scores, retained, BLOCK, page_counts)
         keep = keep_top(scores, counts * BLOCK)
         tail = list(range(full, prompt))
         return [
@@ -174,14 +174,14 @@ def test_the_kept_tokens_are_attended_to_and_no_others(policy):
     prompt = 6 * BLOCK + 5
     bench.step(("a", prompt, 0, 64))
     assert bench.slot_indices == 0
-    # "a" ends its prompt beside a decoding request, so its queries come second
+    # "a" ends its prompt next to a decoding request, so its queries come second
     bench.step(("short", 30, 0, 30))
     bench.step(("short", 30, 30, 1), ("a", prompt, 64, prompt - 64))
     assert bench.slot_indices == 1
-    wanted = bench.wanted_positions("a", prompt)
+    expected = bench.wanted_positions("a", prompt)
     (record,) = bench.runtime.records
-    assert record.kept_positions == wanted
-    counts = {len(head) for layer in wanted for head in layer}
+    assert record.kept_positions == expected
+    counts = {len(head) for layer in expected for head in layer}
     assert (len(counts) > 1) == (policy.get("allocator", "uniform") != "uniform")
 
     generated = 20
@@ -189,7 +189,7 @@ def test_the_kept_tokens_are_attended_to_and_no_others(policy):
         flat = bench.step(("a", prompt, prompt + token, 1))
     for layer in range(LAYERS):
         for head in range(KV_HEADS):
-            positions = [*wanted[layer][head], *range(prompt, prompt + generated)]
+            positions = [*expected[layer][head], *range(prompt, prompt + generated)]
             keys, values = bench.attended(flat, 0, layer, head)
             original = bench.original(bench.keys, "a", layer)[head][positions]
             assert sort_rows(keys) == sort_rows(original)
@@ -209,7 +209,7 @@ def test_streaming_llm_keeps_sinks_and_the_newest():
 
 @policies
 def test_freed_blocks_are_not_written(policy):
-    """The prefix cache may hand them to others."""
+    """The prefix cache may give these blocks to other requests."""
     bench = Bench(policy)
     prompt = 9 * BLOCK + 1
     before = bench.heap.pages.clone()
@@ -225,12 +225,12 @@ def test_two_requests_compact_in_one_step_without_mixing():
     bench = Bench(SNAPKV | {"allocator": "cross-layer"})
     prompts = {"a": 6 * BLOCK, "b": 8 * BLOCK + 3}
     flat = bench.step(*((name, size, 0, size) for name, size in prompts.items()))
-    wanted = {name: bench.wanted_positions(name, n) for name, n in prompts.items()}
+    expected = {name: bench.wanted_positions(name, n) for name, n in prompts.items()}
     flat = bench.step(*((name, size, size, 1) for name, size in prompts.items()))
     for index, (name, size) in enumerate(prompts.items()):
         for layer in range(LAYERS):
             for head in range(KV_HEADS):
-                positions = [*wanted[name][layer][head], size]
+                positions = [*expected[name][layer][head], size]
                 keys, _ = bench.attended(flat, index, layer, head)
                 original = bench.original(bench.keys, name, layer)[head][positions]
                 assert sort_rows(keys) == sort_rows(original), (name, layer, head)
@@ -247,7 +247,9 @@ def test_short_prompts_are_left_alone():
 
 
 def test_a_request_that_starts_over_loses_its_seat():
-    """Preempted after its compaction: computed anew, compacted anew."""
+    """A request that is preempted after its compaction is recomputed and compacted
+    again.
+    """
     bench = Bench(SNAPKV)
     prompt = 6 * BLOCK
     bench.step(("a", prompt, 0, prompt))
@@ -259,7 +261,7 @@ def test_a_request_that_starts_over_loses_its_seat():
     assert (flat.lengths == 64).all(), "everything is attended to again"
     bench.step(("a", prompt, 64, prompt - 64))
     assert bench.slot_indices == 1
-    # the answer's tokens that it had already are one more chunk
+    # the answer's earlier tokens are one more chunk
     flat = bench.step(("a", prompt, prompt, 7))
     assert (flat.lengths < prompt).all()
 
@@ -302,7 +304,7 @@ def test_a_window_may_be_spread_over_chunks():
         bench = Bench(SNAPKV)
         computed = 0
         for chunk in chunks:
-            # beside a request that decodes, so that queries do not start at 0
+            # next to a decoding request, so that queries do not start at 0
             bench.step(("other", 1, computed, 1), ("a", prompt, computed, chunk))
             computed += chunk
         (record,) = bench.runtime.records
@@ -338,7 +340,7 @@ def test_missing_queries_are_our_bug_and_show():
     ids=("too few", "one head", "no heads", "turned", "whole numbers"),
 )
 def test_scores_that_are_not_one_per_slot_are_refused(monkeypatch, scores):
-    """Broadcast or cut they would fit, on other tokens."""
+    """Broadcast or truncated scores would fit, but belong to other tokens."""
     bench = Bench(STREAMING)
     monkeypatch.setattr(StreamingLLM, "score", lambda policy, view: scores(view))
     with pytest.raises(KVPolicyError, match=r"streaming-llm.score returned .* layer 0"):
@@ -376,7 +378,7 @@ def test_folds_while_generating_keep_what_the_record_says(policy, prompt):
             else:
                 kept[row].add(computed)
             assert int(flat.lengths[scope, head]) == len(kept[row])
-            compacted = plan.num_done(computed + 1) > done  # after attending
+            compacted = plan.num_done(computed + 1) > done  # after attention
             if computed % 7 == 0 and not compacted:  # reading back is slow
                 keys, _ = bench.attended(flat, 0, layer, head)
                 original = bench.original(bench.keys, "a", layer)[head]

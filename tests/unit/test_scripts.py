@@ -23,7 +23,7 @@ def bash(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
         capture_output=True,
         text=True,
         timeout=60,
-        cwd="/",  # they must not depend on the current directory
+        cwd="/",  # scripts must not depend on the current directory
         env=os.environ | {"KVP_PYTHON": sys.executable} | environment,
         check=False,
     )
@@ -44,7 +44,7 @@ def load(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -157,7 +157,7 @@ def test_a_failed_step_shows_its_output_and_code(tmp_path: Path) -> None:
 
 
 def test_stopping_ends_the_leader_first_and_then_its_children(tmp_path: Path) -> None:
-    # The leader takes its time over SIGTERM; its child ignores the signal.
+    # The leader handles SIGTERM slowly; its child ignores the signal.
     leader = tmp_path / "leader.sh"
     leader.write_text(
         "trap 'echo leader was told; exit 0' TERM\n"

@@ -15,7 +15,7 @@ SEED = 20261122
 
 
 def flat(tokens: int, **peaks: float) -> torch.Tensor:
-    """Surprisal 1 everywhere but at some positions, ``p7=5.0``."""
+    """Surprisal 1 everywhere except at some positions, ``p7=5.0``."""
     surprisal = torch.ones(tokens)
     for name, value in peaks.items():
         surprisal[int(name[1:])] = value
@@ -34,11 +34,11 @@ def runs(segments: Segments) -> list[list[int]]:
 
 def test_surprising_tokens_cut_spans_and_stay():
     surprisal = flat(20, p6=9.0, p13=8.0)
-    found = segment(surprisal, nobody(20), 2, 1.0, 3, 9)
-    assert found.anchors.tolist() == [6, 13]
-    assert found.resident.nonzero().squeeze(1).tolist() == [6, 13]
-    assert runs(found) == [[*range(6)], [*range(7, 13)], [*range(14, 20)]]
-    assert found.span.tolist() == [0] * 6 + [1] * 6 + [2] * 6
+    result = segment(surprisal, nobody(20), 2, 1.0, 3, 9)
+    assert result.anchors.tolist() == [6, 13]
+    assert result.resident.nonzero().squeeze(1).tolist() == [6, 13]
+    assert runs(result) == [[*range(6)], [*range(7, 13)], [*range(14, 20)]]
+    assert result.span.tolist() == [0] * 6 + [1] * 6 + [2] * 6
 
 
 def test_a_limit_is_deviations_above_the_mean_of_all_but_the_first_token():
@@ -57,48 +57,48 @@ def test_a_limit_is_deviations_above_the_mean_of_all_but_the_first_token():
 
 def test_spans_that_are_too_short_stay_whole():
     surprisal = flat(20, p6=9.0, p9=8.0)
-    found = segment(surprisal, nobody(20), 4, 1.0, 3, 9)
-    assert found.anchors.tolist() == [6, 9]
-    assert found.resident.nonzero().squeeze(1).tolist() == [6, 7, 8, 9]
-    # a room of three has no place for the second anchor with its short span: the
-    # room goes to the most surprising, which cut nothing
-    found = segment(surprisal, nobody(20), 3, 1.0, 3, 9)
-    assert found.anchors.tolist() == [6]
-    assert found.resident.nonzero().squeeze(1).tolist() == [0, 6, 9]
-    assert runs(found)[1] == [7, 8, *range(10, 20)]
+    result = segment(surprisal, nobody(20), 4, 1.0, 3, 9)
+    assert result.anchors.tolist() == [6, 9]
+    assert result.resident.nonzero().squeeze(1).tolist() == [6, 7, 8, 9]
+    # room for three spans does not fit the second anchor with its short span: the room
+    # goes to the most surprising anchor, which cuts nothing
+    result = segment(surprisal, nobody(20), 3, 1.0, 3, 9)
+    assert result.anchors.tolist() == [6]
+    assert result.resident.nonzero().squeeze(1).tolist() == [0, 6, 9]
+    assert runs(result)[1] == [7, 8, *range(10, 20)]
 
 
 def test_no_more_spans_than_there_may_be():
     surprisal = flat(40, p10=9.0, p20=8.0, p30=7.0)
-    for most, anchors in ((4, [10, 20, 30]), (3, [10, 20]), (2, [10]), (1, [])):
-        found = segment(surprisal, nobody(40), 3, 1.0, 3, most)
-        assert found.anchors.tolist() == anchors
-        assert found.num_spans == most
-        assert int(found.resident.sum()) == 3
+    for max_span, anchors in ((4, [10, 20, 30]), (3, [10, 20]), (2, [10]), (1, [])):
+        result = segment(surprisal, nobody(40), 3, 1.0, 3, max_span)
+        assert result.anchors.tolist() == anchors
+        assert result.num_spans == max_span
+        assert int(result.resident.sum()) == 3
 
 
 def test_sinks_and_window_stay_and_cut_nothing():
     surprisal = flat(20, p0=50.0, p10=9.0, p19=50.0)
     fixed = nobody(20)
     fixed[:2] = fixed[16:] = True
-    found = segment(surprisal, fixed, 1, 0.1, 2, 9)
-    assert found.anchors.tolist() == [10]
-    assert runs(found) == [[*range(2, 10)], [*range(11, 16)]]
+    result = segment(surprisal, fixed, 1, 0.1, 2, 9)
+    assert result.anchors.tolist() == [10]
+    assert runs(result) == [[*range(2, 10)], [*range(11, 16)]]
 
 
 def test_weights_are_shares_of_a_spans_surprisal():
     surprisal = torch.tensor([2.0, 6.0, 9.0, 0.0, 0.0])
-    found = segment(surprisal, nobody(5), 1, 0.5, 1, 9)
-    assert runs(found) == [[0, 1], [3, 4]]
-    # equation 2; a span without any surprise counts its tokens alike
-    assert found.weights.tolist() == [0.25, 0.75, 0.5, 0.5]
+    result = segment(surprisal, nobody(5), 1, 0.5, 1, 9)
+    assert runs(result) == [[0, 1], [3, 4]]
+    # equation 2; a span without any surprise weighs its tokens equally
+    assert result.weights.tolist() == [0.25, 0.75, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 17, 300])
 def test_text_without_surprise_is_one_span(tokens):
-    found = segment(flat(tokens), nobody(tokens), 0, 1.0, 16, 9)
-    assert found.anchors.numel() == 0
-    assert runs(found) == [[*range(tokens)]]
+    result = segment(flat(tokens), nobody(tokens), 0, 1.0, 16, 9)
+    assert result.anchors.numel() == 0
+    assert runs(result) == [[*range(tokens)]]
     everything = segment(flat(tokens), nobody(tokens), tokens + 5, 1.0, 16, 9)
     assert everything.num_spans == 0
     assert bool(everything.resident.all())
@@ -110,17 +110,17 @@ def test_numbers_that_are_none_are_an_error():
 
 
 def fits(
-    surprisal: torch.Tensor, fixed: torch.Tensor, anchors: list[int], least: int
+    surprisal: torch.Tensor, fixed: torch.Tensor, anchors: list[int], min_span: int
 ) -> tuple[int, int]:
-    """Places that anchors and short spans take, and how many spans are left."""
+    """Positions of anchors and short spans, and the number of spans left."""
     used, spans, length = len(anchors), 0, 0
     for position in range(len(surprisal) + 1):
         wall = position == len(surprisal) or bool(fixed[position])
         if not wall and position not in anchors:
             length += 1
             continue
-        used += length if length < least else 0
-        spans += length >= least
+        used += length if length < min_span else 0
+        spans += length >= min_span
         length = 0
     return used, spans
 
@@ -136,28 +136,28 @@ def test_as_many_anchors_as_fit():
         fixed = nobody(tokens)
         fixed[: rng.randint(0, 2)] = True
         fixed[tokens - rng.randint(0, 3) :] = True
-        room, least = rng.randint(0, tokens), rng.randint(1, 6)
-        most = rng.randint(1, 5)
-        found = segment(surprisal, fixed, room, 0.5, least, most)
+        room, min_span = rng.randint(0, tokens), rng.randint(1, 6)
+        max_span = rng.randint(1, 5)
+        result = segment(surprisal, fixed, room, 0.5, min_span, max_span)
         free = int((~fixed).sum())
-        assert int((found.resident & ~fixed).sum()) == min(room, free)
-        assert found.num_spans <= most
-        assert bool(found.resident[fixed].all())
+        assert int((result.resident & ~fixed).sum()) == min(room, free)
+        assert result.num_spans <= max_span
+        assert bool(result.resident[fixed].all())
         known = surprisal[1:]
         limit = known.mean() + 0.5 * known.std(correction=0)
-        wanted = [p for p in range(tokens) if surprisal[p] > limit and not fixed[p]]
-        wanted.sort(key=lambda p: (-float(surprisal[p]), p))
+        expected = [p for p in range(tokens) if surprisal[p] > limit and not fixed[p]]
+        expected.sort(key=lambda p: (-float(surprisal[p]), p))
         best = 0
-        for count in range(1, len(wanted) + 1):
-            used, spans = fits(surprisal, fixed, wanted[:count], least)
-            if used <= min(room, free) and spans <= most:
+        for count in range(1, len(expected) + 1):
+            used, spans = fits(surprisal, fixed, expected[:count], min_span)
+            if used <= min(room, free) and spans <= max_span:
                 best = count
-        assert found.anchors.tolist() == sorted(wanted[:best])
+        assert result.anchors.tolist() == sorted(expected[:best])
         cuts += best
-        sums = torch.zeros(found.num_spans).index_add_(0, found.span, found.weights)
-        torch.testing.assert_close(sums, torch.ones(found.num_spans))
-        for name, run in enumerate(runs(found)):
-            between = [a for a in found.anchors.tolist() if run[0] < a < run[-1]]
+        sums = torch.zeros(result.num_spans).index_add_(0, result.span, result.weights)
+        torch.testing.assert_close(sums, torch.ones(result.num_spans))
+        for name, run in enumerate(runs(result)):
+            between = [a for a in result.anchors.tolist() if run[0] < a < run[-1]]
             assert not between, f"span {name} has an anchor inside"
     assert cuts > 300, "hardly anything was cut"
 
@@ -167,9 +167,9 @@ def test_thousands_of_spans():
     rng = torch.Generator().manual_seed(SEED)
     surprisal = torch.rand(30_000, generator=rng)
     surprisal[::10] += 5
-    found = segment(surprisal, nobody(30_000), 3000, 1.0, 4, 5000)
-    assert found.num_spans == 3000
-    assert found.anchors.tolist() == [*range(0, 30_000, 10)]
+    result = segment(surprisal, nobody(30_000), 3000, 1.0, 4, 5000)
+    assert result.num_spans == 3000
+    assert result.anchors.tolist() == [*range(0, 30_000, 10)]
 
 
 # -- long spans -------------------------------------------------------------------
@@ -179,29 +179,31 @@ def test_long_spans_are_cut_into_equal_parts():
     surprisal = flat(60, p10=9.0, p20=9.0)
     whole = segment(surprisal, nobody(60), 2, 1.0, 3, 9)
     assert whole.sizes.tolist() == [10, 9, 39]
-    for most, sizes in (
+    for max_span, sizes in (
         (3, [10, 9, 39]),
         (4, [10, 9, 19, 20]),
         (6, [10, 9, 9, 10, 10, 10]),
-        # no more fit than so, though seven may be there
+        # no more spans fit, although seven are allowed
         (7, [10, 9, 9, 10, 10, 10]),
         (9, [5, 5, 4, 5, 7, 8, 8, 8, 8]),
     ):
-        found = cut_evenly(whole, 3, most)
-        assert found.sizes.tolist() == sizes
-        assert found.span.bincount().tolist() == sizes
-        assert torch.equal(found.positions, whole.positions)
-        assert torch.equal(found.resident, whole.resident)
-        sums = torch.zeros(len(sizes)).index_add_(0, found.span, found.weights)
+        result = cut_evenly(whole, 3, max_span)
+        assert result.sizes.tolist() == sizes
+        assert result.span.bincount().tolist() == sizes
+        assert torch.equal(result.positions, whole.positions)
+        assert torch.equal(result.resident, whole.resident)
+        sums = torch.zeros(len(sizes)).index_add_(0, result.span, result.weights)
         torch.testing.assert_close(sums, torch.ones(len(sizes)))
 
 
 def test_parts_keep_their_surprise_and_a_least_size():
     surprisal = torch.tensor([0.0, 0, 0, 1, 3, 4, 0, 9])
     whole = segment(surprisal, nobody(8), 1, 1.0, 2, 9)
-    found = cut_evenly(whole, 3, 9)
-    assert found.sizes.tolist() == [3, 4]
-    assert found.weights.tolist() == pytest.approx([1 / 3] * 3 + [0.125, 0.375, 0.5, 0])
+    result = cut_evenly(whole, 3, 9)
+    assert result.sizes.tolist() == [3, 4]
+    assert result.weights.tolist() == pytest.approx(
+        [1 / 3] * 3 + [0.125, 0.375, 0.5, 0]
+    )
     assert cut_evenly(whole, 4, 9).sizes.tolist() == [7]
     nothing = segment(surprisal, nobody(8), 8, 1.0, 2, 9)
     assert cut_evenly(nothing, 4, 9).num_spans == 0
@@ -212,7 +214,7 @@ def test_the_longest_part_is_as_short_as_can_be():
     rng = random.Random(SEED)
     for _ in range(200):
         sizes = [rng.randint(1, 60) for _ in range(rng.randint(1, 5))]
-        least, most = rng.randint(1, 8), rng.randint(1, 40)
+        min_span, max_span = rng.randint(1, 8), rng.randint(1, 40)
         tokens = sum(sizes) + len(sizes) - 1
         surprisal = torch.ones(tokens)
         place = 0
@@ -226,16 +228,16 @@ def test_the_longest_part_is_as_short_as_can_be():
         whole = Segments(
             surprisal > 1, positions, number, torch.tensor(sizes), weights, anchors
         )
-        found = cut_evenly(whole, least, most).sizes.tolist()
-        assert sum(found) == sum(sizes)
-        assert len(found) <= max(most, len(sizes))
-        assert min(found) >= min(least, *sizes)
+        result = cut_evenly(whole, min_span, max_span).sizes.tolist()
+        assert sum(result) == sum(sizes)
+        assert len(result) <= max(max_span, len(sizes))
+        assert min(result) >= min(min_span, *sizes)
 
-        def count(limit: int, sizes=sizes, least=least) -> int:
-            return sum(min(-(-s // limit), max(s // least, 1)) for s in sizes)
+        def count(limit: int, sizes=sizes, min_span=min_span) -> int:
+            return sum(min(-(-s // limit), max(s // min_span, 1)) for s in sizes)
 
-        limits = [n for n in range(1, max(sizes) + 1) if count(n) <= most]
-        assert len(found) == count(limits[0] if limits else max(sizes))
+        limits = [n for n in range(1, max(sizes) + 1) if count(n) <= max_span]
+        assert len(result) == count(limits[0] if limits else max(sizes))
 
 
 # -- spans as a whole ------------------------------------------------------------
@@ -253,8 +255,8 @@ def test_means_are_weighted():
         at = [segments.positions.tolist().index(p) for p in run]
         worth = surprisal[run] / surprisal[run].sum()
         for rows, means in ((keys, spans.keys), (values, spans.values)):
-            wanted = (rows[:, at].double() * worth[:, None].double()).sum(1)
+            expected = (rows[:, at].double() * worth[:, None].double()).sum(1)
             torch.testing.assert_close(
-                means[:, number].double(), wanted, rtol=0, atol=1e-5
+                means[:, number].double(), expected, rtol=0, atol=1e-5
             )
         assert spans.log_sizes[number] == pytest.approx(math.log(len(run)))

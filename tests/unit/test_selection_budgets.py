@@ -17,7 +17,7 @@ SEED = 20261121
 
 
 def full(scores: torch.Tensor) -> torch.Tensor:
-    """Every row has all its pages to choose from."""
+    """Every row can choose all its pages."""
     return torch.full(scores.shape[:2], scores.shape[2] // 32)
 
 
@@ -53,17 +53,17 @@ def test_keep_top_refuses_nan_and_impossible_counts():
     st.integers(1, 60),
     st.randoms(use_true_random=False),
 )
-def test_rounding_is_exact_and_bounded(wanted, most, random):
-    total = random.randint(len(wanted), len(wanted) * most)
-    limit = torch.full((len(wanted),), most)
-    least = torch.ones_like(limit)
-    pages = round_to_pages(torch.tensor(wanted), total, limit, least)
+def test_rounding_is_exact_and_bounded(shares, maximum, random):
+    total = random.randint(len(shares), len(shares) * maximum)
+    limit = torch.full((len(shares),), maximum)
+    minimum = torch.ones_like(limit)
+    pages = round_to_pages(torch.tensor(shares), total, limit, minimum)
     assert int(pages.sum()) == total
     assert int(pages.min()) >= 1
-    assert int(pages.max()) <= most
+    assert int(pages.max()) <= maximum
 
 
-# `file` needs one; it is tested on its own
+# `file` needs a file; it has its own test
 NAMES = sorted(set(ALLOCATORS) - {"file"})
 
 
@@ -107,7 +107,7 @@ def test_what_must_stay_always_fits(name):
 
 def test_adaptive_allocators_follow_the_scores():
     scores = torch.zeros(2, 2, 8 * 32)
-    scores[0, 1, : 6 * 32] = 1.0  # this head has all the mass
+    scores[0, 1, : 6 * 32] = 1.0  # this head gets all the mass
     within = parse_allocator("head-adaptive").allocate(scores, 3, 32, full(scores))
     assert within[0, 1] > within[0, 0]
     assert within.sum(1).tolist() == [6, 6], "a layer keeps its own share"

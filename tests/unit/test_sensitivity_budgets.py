@@ -70,8 +70,8 @@ def test_sums_bounds_and_order(tmp_path, number):
     def draw(low, high):
         return int(torch.randint(low, high + 1, (1,), generator=generator))
 
-    layers, heads, most = draw(1, 9), draw(1, 4), draw(2, 24)
-    pages, alpha = draw(1, most), draw(0, 30) / 10
+    layers, heads, maximum = draw(1, 9), draw(1, 4), draw(2, 24)
+    pages, alpha = draw(1, maximum), draw(0, 30) / 10
     sensitivity = torch.rand(layers, generator=generator).square()
     sensitivity[draw(0, layers - 1)] = 0.0
     allocator = make(
@@ -81,16 +81,16 @@ def test_sums_bounds_and_order(tmp_path, number):
         floor=draw(0, 10) / 10,
         heads=("uniform", "head-adaptive")[number % 2],
     )
-    scores = random_scores(generator, layers, heads, most)
-    found = pages_of(allocator, scores, pages)
-    assert int(found.sum()) == pages * layers * heads
-    assert int(found.min()) >= 1
-    assert int(found.max()) <= most
-    per_layer = found.sum(1).tolist()
+    scores = random_scores(generator, layers, heads, maximum)
+    granted = pages_of(allocator, scores, pages)
+    assert int(granted.sum()) == pages * layers * heads
+    assert int(granted.min()) >= 1
+    assert int(granted.max()) <= maximum
+    per_layer = granted.sum(1).tolist()
     order = sensitivity.argsort().tolist()
     for less, more in itertools.pairwise(order):
         if sensitivity[less] < sensitivity[more]:
-            # equal wishes may round differently, by a page
+            # equal shares may round differently, by one page
             wishes_differ = per_layer[less] <= per_layer[more]
             assert wishes_differ or per_layer[less] - per_layer[more] == 1
 
@@ -100,16 +100,16 @@ def test_rows_with_few_pages_and_much_to_keep(tmp_path, heads):
     print("seed", SEED)
     generator = torch.Generator().manual_seed(SEED)
     scores = torch.rand(4, 3, 16 * BLOCK, generator=generator)
-    scores[0, :, : 5 * BLOCK] = torch.inf  # the layer that eq. 10 gives nothing
+    scores[0, :, : 5 * BLOCK] = torch.inf  # the layer that gets nothing by equation 10
     available = torch.randint(6, 17, (4, 3), generator=generator)
     place = torch.arange(16 * BLOCK)
     scores[place >= available[..., None] * BLOCK] = -torch.inf
     allocator = make(tmp_path, [0.0, 0.1, 0.2, 3.0 / 2], heads=heads)
-    found = pages_of(allocator, scores, 6, available)
-    assert int(found.sum()) == 6 * 12
-    assert bool((found <= available).all())
-    assert found[0].tolist() == [5, 5, 5]
-    assert found[3].tolist() == available[3].tolist(), "all that it has"
+    granted = pages_of(allocator, scores, 6, available)
+    assert int(granted.sum()) == 6 * 12
+    assert bool((granted <= available).all())
+    assert granted[0].tolist() == [5, 5, 5]
+    assert granted[3].tolist() == available[3].tolist(), "all that it has"
 
 
 def test_what_one_layer_cannot_take_goes_to_the_others_in_proportion(tmp_path):
@@ -127,14 +127,16 @@ def test_alpha_0_gives_equal_layers(tmp_path):
 @pytest.mark.parametrize("sensitivity", [[0.0, 0.0, 0.0], [0.3, 0.3, 0.3]])
 def test_layers_alike_get_alike(tmp_path, sensitivity):
     scores = torch.zeros(3, 2, 64 * BLOCK)
-    found = pages_of(make(tmp_path, sensitivity, heads="uniform"), scores, 10)
-    assert found.tolist() == [[10, 10]] * 3
+    granted = pages_of(make(tmp_path, sensitivity, heads="uniform"), scores, 10)
+    assert granted.tolist() == [[10, 10]] * 3
 
 
 def test_one_layer_gets_everything(tmp_path):
     for sensitivity in ([0.0], [0.4]):
-        found = pages_of(make(tmp_path, sensitivity), torch.zeros(1, 2, 64 * BLOCK), 10)
-        assert int(found.sum()) == 20
+        granted = pages_of(
+            make(tmp_path, sensitivity), torch.zeros(1, 2, 64 * BLOCK), 10
+        )
+        assert int(granted.sum()) == 20
 
 
 def test_tiny_sensitivities_do_not_vanish(tmp_path):
@@ -151,8 +153,8 @@ def test_heads_share_as_head_adaptive_does(tmp_path):
     expected = pages_of(parse_allocator("head-adaptive"), scores, 8)
     assert torch.equal(pages_of(same, scores, 8), expected)
     assert len(set(expected[0].tolist())) > 1
-    apart = make(tmp_path, [0.2, 0.2, 0.2], heads="uniform")
-    assert pages_of(apart, scores, 8).tolist() == [[8] * 4] * 3
+    uniform = make(tmp_path, [0.2, 0.2, 0.2], heads="uniform")
+    assert pages_of(uniform, scores, 8).tolist() == [[8] * 4] * 3
 
 
 def test_without_a_profile_layers_are_equal():
@@ -164,11 +166,11 @@ def test_without_a_profile_layers_are_equal():
 
 def test_in_proportion_keeps_bounds():
     weights = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)
-    least, most = torch.tensor([2, 1, 1]), torch.tensor([9, 9, 9])
-    found = in_proportion(weights, 10, most, least)
-    assert found.tolist() == pytest.approx([2, 2, 6])
-    assert in_proportion(weights, 25, most, least).tolist() == [2, 9, 9]
-    assert in_proportion(0 * weights, 25, most, least).tolist() == [2, 1, 1]
+    minimum, maximum = torch.tensor([2, 1, 1]), torch.tensor([9, 9, 9])
+    granted = in_proportion(weights, 10, maximum, minimum)
+    assert granted.tolist() == pytest.approx([2, 2, 6])
+    assert in_proportion(weights, 25, maximum, minimum).tolist() == [2, 9, 9]
+    assert in_proportion(0 * weights, 25, maximum, minimum).tolist() == [2, 1, 1]
 
 
 # -- settings ------------------------------------------------------------------
@@ -227,16 +229,16 @@ def settle(request, **changes):
 
 
 def shipped_config():
-    found = read_profile(shipped_profiles()[0]).fingerprint
+    granted = read_profile(shipped_profiles()[0]).fingerprint
     return {
-        "architectures": [found.architecture],
-        "num_hidden_layers": found.num_layers,
-        "num_attention_heads": found.num_heads,
-        "num_key_value_heads": found.num_kv_heads,
-        "head_dim": found.head_dim,
-        "hidden_size": found.hidden_size,
-        "vocab_size": found.vocab_size,
-        "rope_theta": found.rope["rope_theta"],
+        "architectures": [granted.architecture],
+        "num_hidden_layers": granted.num_layers,
+        "num_attention_heads": granted.num_heads,
+        "num_key_value_heads": granted.num_kv_heads,
+        "head_dim": granted.head_dim,
+        "hidden_size": granted.hidden_size,
+        "vocab_size": granted.vocab_size,
+        "rope_theta": granted.rope["rope_theta"],
     }
 
 
@@ -246,14 +248,14 @@ def test_the_shipped_profile_is_settled_for_its_model(name, caplog):
     inner = {"base": "snapkv", "base_config": {"allocator": allocator, "window": 9}}
     request = {"name": name} | (inner if name == "flowkv" else {"allocator": allocator})
     with caplog.at_level(logging.INFO, "vllm.kv_policy"):
-        found = settle(request, **shipped_config())
-    policy = parse_policy(found)
+        granted = settle(request, **shipped_config())
+    policy = parse_policy(granted)
     settled = policy.page_allocator()
     assert settled.profile == shipped_profiles()[0]
     assert (settled.alpha, settled.heads) == (2.0, "uniform")
     assert parse_policy(request).page_allocator().profile is None, "it was not changed"
     if name == "flowkv":
-        assert found["base_config"]["window"] == 9
+        assert granted["base_config"]["window"] == 9
     (record,) = caplog.records
     assert "SmolLM2-135M-Instruct" in record.message
     assert str(shipped_profiles()[0]) in record.message

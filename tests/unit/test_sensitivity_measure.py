@@ -79,26 +79,26 @@ def test_sensitivity_is_that_of_a_plain_model(
     folder, model, tokens, budget, sinks, at_a_time, monkeypatch
 ):
     monkeypatch.setattr(sensitivity, "_QUERIES_AT_A_TIME", at_a_time)
-    found = sensitivity.layer_sensitivity(model, tokens, settings(budget, sinks))
+    result = sensitivity.layer_sensitivity(model, tokens, settings(budget, sinks))
     expected = plain_sensitivity(folder, tokens, budget, sinks)
-    assert found == pytest.approx(expected, abs=1e-5)
-    assert found[0] == pytest.approx(0, abs=1e-6), "its keys see no attention"
-    assert found[1] > 1e-3
+    assert result == pytest.approx(expected, abs=1e-5)
+    assert result[0] == pytest.approx(0, abs=1e-6), "its keys see no attention"
+    assert result[1] > 1e-3
 
 
 def test_the_cosine_is_the_same_before_rope(model, tokens):
-    """What the paper compares, W_K of the layer's input, is not rotated."""
+    """W_K of the layer's input, which the paper compares, is not rotated."""
     projected = []
     layer = model.model.layers[1].self_attn.k_proj
     hook = layer.register_forward_hook(lambda m, i, out: projected.append(out))
     try:
-        found = sensitivity.layer_sensitivity(model, tokens, settings())
+        result = sensitivity.layer_sensitivity(model, tokens, settings())
     finally:
         hook.remove()
     (keys,) = projected  # [2, tokens, heads * head_dim]
     before = keys.unflatten(2, (KV_HEADS, -1)).transpose(1, 2)
     expected = 1 - sensitivity.mean_cosine(before[0], before[1])
-    assert found[1] == pytest.approx(expected, abs=1e-6)
+    assert result[1] == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_mask_is_the_one_in_the_picture():
@@ -173,21 +173,21 @@ def test_the_command_writes_a_profile_of_all_documents(folder, model, tmp_path):
     options = ("--document", texts[0], "--document", texts[1])
     done = calibrate(folder, out, *options, "--budget", 32, "--max-tokens", 120)
     assert done.exit_code == 0, done.output
-    found = read_profile(out)
-    assert found.model == folder.name
-    assert found.settings == MeasureSettings(budget=32, sinks=4, dtype="float32")
-    assert found.fingerprint.vocab_size == VOCABULARY
-    assert found.fingerprint.rope["rope_theta"] == LLAMA["rope_theta"]
+    result = read_profile(out)
+    assert result.model == folder.name
+    assert result.settings == MeasureSettings(budget=32, sinks=4, dtype="float32")
+    assert result.fingerprint.vocab_size == VOCABULARY
+    assert result.fingerprint.rope["rope_theta"] == LLAMA["rope_theta"]
     ids = {word: LLAMA_IDS.get(word, 0) for word in WORDS}
-    for text, document in zip(texts, found.documents, strict=True):
+    for text, document in zip(texts, result.documents, strict=True):
         assert (document.name, document.tokens) == (text.name, 120)
         assert document.sha256 == hashlib.sha256(text.read_bytes()).hexdigest()
         tokens = [ids[word] for word in text.read_text().split()][:120]
-        expected = sensitivity.layer_sensitivity(model, tokens, found.settings)
+        expected = sensitivity.layer_sensitivity(model, tokens, result.settings)
         assert document.sensitivity == pytest.approx(expected, abs=1e-6)
-    both = [document.sensitivity[1] for document in found.documents]
+    both = [document.sensitivity[1] for document in result.documents]
     assert both[0] != both[1]
-    assert found.sensitivity[1] == pytest.approx(sum(both) / 2)
+    assert result.sensitivity[1] == pytest.approx(sum(both) / 2)
     assert "most sensitive: layer 1" in done.stdout
     assert "read 120 tokens of 0.txt" in done.stdout
 
@@ -243,8 +243,8 @@ def test_mistakes_give_one_message(folder, tmp_path, arguments, code):
 
 
 def test_no_model_is_one_line(tmp_path):
-    said = refused(calibrate(tmp_path / "none", tmp_path / "p.json"))
-    assert codes_in(said) == ("KVP628",)
+    message = refused(calibrate(tmp_path / "none", tmp_path / "p.json"))
+    assert codes_in(message) == ("KVP628",)
 
 
 def test_a_folder_without_weights_is_said(folder, tmp_path):

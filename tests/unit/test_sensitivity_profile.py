@@ -28,10 +28,10 @@ def fingerprint(**changes):
 
 
 def test_a_file_says_what_was_written(tmp_path):
-    made = make_profile([0.1, 0.2], [0.3, 0.6])
-    assert made.sensitivity == pytest.approx((0.2, 0.4))
-    profiles.write_profile(made, tmp_path / "p.json")
-    assert profiles.read_profile(tmp_path / "p.json") == made
+    profile = make_profile([0.1, 0.2], [0.3, 0.6])
+    assert profile.sensitivity == pytest.approx((0.2, 0.4))
+    profiles.write_profile(profile, tmp_path / "p.json")
+    assert profiles.read_profile(tmp_path / "p.json") == profile
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_other_files_are_refused_with_a_way_out(tmp_path, change, words):
     ],
 )
 def test_one_difference_is_named(changes, named):
-    (said,) = fingerprint().differences(fingerprint(**changes))
-    assert said.startswith(named + " ")
+    (difference,) = fingerprint().differences(fingerprint(**changes))
+    assert difference.startswith(named + " ")
 
 
 def test_both_forms_of_rope_are_one():
@@ -96,19 +96,19 @@ def test_both_forms_of_rope_are_one():
 
 def test_what_a_config_does_not_say_does_not_count():
     bare = {key: BASE[key] for key in BASE if key not in ("vocab_size", "rope_theta")}
-    found = ConfigOnlyModel("m", "", bare).fingerprint()
-    assert (found.vocab_size, found.rope) == (None, None)
-    assert found.differences(fingerprint()) == []
+    result = ConfigOnlyModel("m", "", bare).fingerprint()
+    assert (result.vocab_size, result.rope) == (None, None)
+    assert result.differences(fingerprint()) == []
 
 
 def test_shipped_profiles_are_sound_and_of_different_models():
     paths = profiles.shipped_profiles()
     assert "smollm2-135m-instruct.json" in [path.name for path in paths]
     for path in paths:
-        found = profiles.read_profile(path)
-        assert found.sensitivity[0] == pytest.approx(0, abs=1e-6), "keys of embeddings"
-        assert max(found.sensitivity) > 1e-4
-        assert profiles.shipped_profile(found.fingerprint) == path
+        result = profiles.read_profile(path)
+        assert result.sensitivity[0] == pytest.approx(0, abs=1e-6), "keys of embeddings"
+        assert max(result.sensitivity) > 1e-4
+        assert profiles.shipped_profile(result.fingerprint) == path
     assert profiles.shipped_profile(fingerprint()) is None
 
 

@@ -43,11 +43,11 @@ def cache(n: int = 9) -> CacheSnapshot:
 
 
 def folder(tmp_path: Path, **facts: object) -> SessionFolder:
-    found = SessionFolder(
+    listing = SessionFolder(
         tmp_path, Identity.of(**({"model": "m", "policy": "p"} | facts))
     )
-    found.prepare()
-    return found
+    listing.prepare()
+    return listing
 
 
 def write(files: SessionFolder, name: str = "s", n: int = 9) -> Path:
@@ -89,10 +89,10 @@ def test_a_scan_finds_whole_sessions_oldest_first(tmp_path):
     for age, name in enumerate("cab"):
         os.utime(write(files, name, 9 + age), (1000 - age, 1000 - age))
     (files.folder / "torn.r0of1.safetensors").write_bytes(b"{}")
-    found = [item for item in files.scan() if not isinstance(item, SessionFileError)]
-    assert [s.session_id for s, _ in found] == ["b", "a", "c"]
-    assert [used for _, used in found] == [998, 999, 1000]
-    assert found[0][0].tokens.tolist() == list(range(11))
+    listing = [item for item in files.scan() if not isinstance(item, SessionFileError)]
+    assert [s.session_id for s, _ in listing] == ["b", "a", "c"]
+    assert [used for _, used in listing] == [998, 999, 1000]
+    assert listing[0][0].tokens.tolist() == list(range(11))
 
 
 def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
@@ -120,7 +120,7 @@ def test_every_failed_write_raises_oserror(tmp_path, monkeypatch):
 
 
 def test_a_file_is_private_synced_and_written_without_a_copy(tmp_path, monkeypatch):
-    """Syncs the final file: save_file may have replaced the temporary one."""
+    """Syncs the final file, because save_file may have replaced the temporary one."""
     files, large = folder(tmp_path), cache()
     large.tail = torch.zeros(6000, 1000)
     synced = []
@@ -169,7 +169,7 @@ class Caches:
         return None
 
     def discard(self, saved):
-        """Nothing to free."""
+        """A session without memory to free."""
 
 
 def test_a_save_without_memory_is_reported_and_not_raised():
@@ -248,7 +248,7 @@ def test_sessions_are_on_for_policies_that_work_by_turns():
     assert parse_sessions({"session_memory": "1GiB"}).on_for(works_by_turns=False)
     assert not parse_sessions({"sessions": False}).on_for(works_by_turns=True)
     assert parse_sessions({"sessions": True}).on_for(works_by_turns=False)
-    # said, but nothing is set by it, or nothing that asks for them
+    # settings that have no effect, or that nothing else requires
     unset = {
         "session_memory": None,
         "session_max_age_s": None,

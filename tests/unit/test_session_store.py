@@ -38,8 +38,7 @@ def session(name: str, ids: np.ndarray, at: int = 0, owner: str = "o", size: int
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_the_index_finds_what_a_full_comparison_finds(collide, data):
-    """Against comparing the prompt with every session, token by token; also where
-    all digests are the same."""
+    """The reference compares all tokens; in one case all digests collide."""
     with pytest.MonkeyPatch.context() as patch:
         if collide:
             patch.setattr(session_index, "_chain", lambda o, t, lengths: lengths)
@@ -62,8 +61,8 @@ def look_at_all_tokens(data: st.DataObject) -> None:
         everything.append(each)
     for name in data.draw(st.sets(st.sampled_from(range(12)))):
         if str(name) in index:
-            gone = index.remove(str(name))
-            everything.remove(gone)
+            removed = index.remove(str(name))
+            everything.remove(removed)
     owner = data.draw(st.sampled_from("ab"))
     prompt = tokens(*data.draw(st.lists(alphabet, max_size=16)))
     expected = {}
@@ -73,9 +72,9 @@ def look_at_all_tokens(data: st.DataObject) -> None:
         shared = [*same, False].index(False)
         if each.owner == owner and shared >= max(each.compacted_at, BLOCK):
             expected[each.session_id] = shared
-    found = index.find(owner, prompt)
-    assert {s.session_id: shared for shared, s in found} == expected
-    assert [shared for shared, _ in found] == sorted(expected.values(), reverse=True)
+    match = index.find(owner, prompt)
+    assert {s.session_id: shared for shared, s in match} == expected
+    assert [shared for shared, _ in match] == sorted(expected.values(), reverse=True)
 
 
 # -- the directory, with a worker that executes its commands -------------------------
@@ -121,20 +120,20 @@ class FakeWorker:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_directory_knows_where_its_sessions_are(seed):
-    """Random conversations; every request starts in the end."""
+    """Random conversations; every request starts eventually."""
     print("seed", seed)
     rng = random.Random(seed)
-    now = [0.0]
+    clock = [0.0]
     directory = SessionDirectory(
         memory_bytes=10,
         writes=True,
         disk_bytes=rng.choice([None, 25]),
         max_age_s=rng.choice([None, 200]),
-        clock=lambda: now[0],
+        clock=lambda: clock[0],
     )
     worker, histories, waiting = FakeWorker(rng), [tokens(1, 2, 3, 4)], {}
     for number in range(300):
-        now[0] += rng.random() * 3
+        clock[0] += rng.random() * 3
         if rng.random() < 0.6 and len(waiting) < 5:
             new = [rng.randrange(5) for _ in range(4)]
             waiting[f"r{number}"] = np.append(rng.choice(histories), new).astype(
@@ -169,7 +168,7 @@ def test_the_directory_knows_where_its_sessions_are(seed):
             else:
                 directory.fetch(match, name)
         worker.step(directory)
-    assert not waiting, "a request waits for ever"
+    assert not waiting, "a request waits forever"
     directory.check_integrity()
     assert directory.in_memory == worker.memory
     assert directory.on_disk == worker.disk
@@ -178,13 +177,13 @@ def test_the_directory_knows_where_its_sessions_are(seed):
 
 
 def test_unused_sessions_expire():
-    now = [0.0]
-    directory = SessionDirectory(10, max_age_s=5, clock=lambda: now[0])
+    clock = [0.0]
+    directory = SessionDirectory(10, max_age_s=5, clock=lambda: clock[0])
     directory.save(session("s", tokens(1, 2, 3)), "r", ())
     directory.take_commands()
     directory.process([SessionAck("saved", "s")])
     assert next(directory.find("o", tokens(1, 2, 3, 4)), None) is not None
-    now[0] = 6.0
+    clock[0] = 6.0
     assert next(directory.find("o", tokens(1, 2, 3, 4)), None) is None
     directory.expire()
     assert directory.num_sessions == 0
@@ -216,7 +215,7 @@ def test_clear_removes_sessions_from_memory_and_disk():
 
 
 def two_on_disk(memory_bytes: int = 2) -> SessionDirectory:
-    """A directory with the sessions s and t of 2 bytes in their files."""
+    """A directory with the sessions s and t of 2 bytes, in files."""
     directory = SessionDirectory(memory_bytes, writes=True)
     for name, ids in (("s", tokens(1, 2, 3)), ("t", tokens(4, 5, 6))):
         directory.add_file(session(name, ids, size=2), 0.0)
@@ -235,10 +234,12 @@ def test_an_awaited_session_stays_until_its_request_starts():
     assert directory.take_commands().stage == ["s"]
     directory.process([SessionAck("staged", "s")])
     new = session("u", tokens(7, 8, 9), size=2)
-    assert not directory.save(new, "q", ()), "drove out what is waited for"
-    assert not directory.drop_oldest(), "dropped what is waited for"
+    assert not directory.save(new, "q", ()), (
+        "evicted a session that a request waits for"
+    )
+    assert not directory.drop_oldest(), "dropped a session that a request waits for"
     directory.load(fetch_s(directory), "r", 4, ())
-    assert directory.save(new, "q", ()), "nobody waits any longer"
+    assert directory.save(new, "q", ()), "no request waits any more"
     assert directory.take_commands().drop == ["s"]
     directory.check_integrity()
 
@@ -249,7 +250,7 @@ def test_a_request_that_stops_waiting_frees_its_session():
         fetch_s(directory, request)
     directory.process([SessionAck("staged", "s")])
     directory.stop_waiting("r")
-    assert not directory.drop_oldest(), "somebody else waits"
+    assert not directory.drop_oldest(), "another request waits"
     directory.stop_waiting("q")
     assert directory.drop_oldest()
 
@@ -269,22 +270,22 @@ def test_a_session_with_the_same_tokens_is_replaced():
     assert directory.take_commands().drop == ["s"]
     assert directory.num_sessions == 2
     directory.save(session("v", tokens(1, 2, 3, 4)), "v", ())
-    assert directory.num_sessions == 3, "its beginning may still be branched off from"
+    assert directory.num_sessions == 3, "another request may still branch off"
     directory.check_integrity()
 
 
 def test_on_memory_freed_is_called_when_a_session_leaves_memory():
-    """Also if its file stays."""
-    left: list[str] = []
-    directory = SessionDirectory(3, writes=True, on_memory_freed=left.append)
+    """Also if its file cannot be deleted."""
+    closed: list[str] = []
+    directory = SessionDirectory(3, writes=True, on_memory_freed=closed.append)
     for name, first in (("s", 1), ("t", 2)):
         directory.save(session(name, tokens(first, 2, 3), size=2), name, ())
         reports = [SessionAck("saved", name), SessionAck("written", name)]
         directory.process(reports)
-        assert left == ([] if name == "s" else ["s"])
+        assert closed == ([] if name == "s" else ["s"])
     assert directory.num_sessions == 2, "one is in its file"
     directory.clear()
-    assert set(left) == {"s", "t"}
+    assert set(closed) == {"s", "t"}
 
 
 def test_loads_in_place_are_counted():
@@ -300,12 +301,12 @@ def test_loads_in_place_are_counted():
 
 
 def test_a_session_too_large_for_memory_is_refused_and_evicts_none(caplog, monkeypatch):
-    # vLLM, where it has been imported, keeps its loggers to itself
+    # once imported, vLLM does not propagate its loggers' messages
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     memory = 10 << 10
     directory = SessionDirectory(memory)
     assert directory.save(session("s", tokens(1, 2, 3), size=memory), "r", ())
-    # one that is under way cannot leave; that passes, and nobody has to be told
+    # a session that is being copied cannot leave; this passes without a message
     assert not directory.save(session("u", tokens(7, 8, 9), size=3), "p", ())
     assert not caplog.records
     directory.take_commands()
@@ -315,9 +316,9 @@ def test_a_session_too_large_for_memory_is_refused_and_evicts_none(caplog, monke
         assert not directory.save(large, "q", ())
     assert directory.num_sessions == 1
     assert (directory.counts.refused, directory.counts.evictions) == (3, 0)
-    (said,) = caplog.records
-    # both sides tell which is larger, however small the memory is
+    (record,) = caplog.records
+    # the message names both sizes, however small the memory is
     assert (
         "a session of 3 tokens takes 11 KiB, more than all of session_memory (10 "
-        in (said.getMessage())
+        in (record.getMessage())
     )

@@ -32,15 +32,15 @@ PROMPTS = (40, 75, 120)
 
 
 class Engine(SessionEngine, RetrievingEngine):
-    """Checks attention over what is fetched, also in continued requests."""
+    """Checks attention over fetched tokens, also in continued requests."""
 
 
 def engine(name: str, **more: Any) -> Engine:
-    asked = {"name": name, "budget": 9, "sinks": SINKS, "window": WINDOW}
-    asked |= {"skip_layers": SKIP, **more}
+    config = {"name": name, "budget": 9, "sinks": SINKS, "window": WINDOW}
+    config |= {"skip_layers": SKIP, **more}
     if "page_tokens" in get_policy_class(name).model_fields:
-        asked["page_tokens"] = 3
-    return Engine(asked, BLOCK, BLOCKS, sessions=True)
+        config["page_tokens"] = 3
+    return Engine(config, BLOCK, BLOCKS, sessions=True)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def _as_in_an_engine():
 @pytest.mark.parametrize("name", RETRIEVERS)
 @pytest.mark.parametrize("more", [{}, {"prefetch": "step"}, {"budget": 0.2}])
 def test_a_conversation_keeps_its_index(name, more, in_place):
-    """The fake engine compares every step with what the oracle would attend to."""
+    """The fake engine compares every step with the oracle's attention."""
     fake = engine(name, **more)
     source, saved, tables = Request.make("r", 140, 0), None, []
     for turn, prompt in enumerate(PROMPTS):
@@ -89,7 +89,7 @@ def test_a_conversation_keeps_its_index(name, more, in_place):
     ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_a_load_that_fails_leaves_nothing_on_the_host(monkeypatch, owner, what):
-    """Whether it fails before or after the tokens have moved."""
+    """A failure before or after the tokens have moved."""
     fake, source = engine("icecache"), Request.make("r", 140, 0)
     request = fake.add("r", 40, 15)
     request.keys, request.values = source.keys, source.values
@@ -120,7 +120,7 @@ def test_a_load_that_fails_leaves_nothing_on_the_host(monkeypatch, owner, what):
 
 
 def test_a_save_waits_for_fetches_pending(monkeypatch):
-    """Otherwise positions and pages would be of different fetches."""
+    """Otherwise positions and pages would belong to different fetches."""
     fake, gate = engine("exact-topk", prefetch="step"), Event()
     request, source = fake.add("r", PROMPTS[0], 15), Request.make("r", 140, 0)
     request.keys, request.values = source.keys, source.values
@@ -150,19 +150,19 @@ def test_a_save_waits_for_fetches_pending(monkeypatch):
     fake.remove("r")
     request = fake.resume(request, saved, PROMPTS[1], 15)
     while not request.done:
-        fake.step({"r": 10})  # compares what is hot with what attention reads
+        fake.step({"r": 10})  # compares hot tokens with the tokens that attention reads
     fake.remove("r")
     fake.check_idle()
 
 
 def test_a_long_question_is_searched_with_some_of_its_queries():
-    """The oracle takes 32 queries, first and last and evenly in between."""
+    """The oracle takes 32 queries: first, last, and evenly between them."""
     fake = engine("exact-topk")
-    asked = []
+    queries_seen = []
     choose = fake.retrieval._select
 
     def noted(batch, layer, queries):
-        asked.append(queries.shape[2] // GROUP)
+        queries_seen.append(queries.shape[2] // GROUP)
         return choose(batch, layer, queries)
 
     request = fake.add("r", 40, 15)
@@ -176,18 +176,18 @@ def test_a_long_question_is_searched_with_some_of_its_queries():
     request = fake.resume(request, saved, 190, 2)
     fake.retrieval._select = noted
     before, steps = request.computed, []
-    for most in (32, 33, 60):
-        fake.step({"r": most})
+    for new_tokens in (32, 33, 60):
+        fake.step({"r": new_tokens})
         steps.append(request.computed - before)
         before = request.computed
     assert steps == [32, 33, 60]
-    assert asked == [32] * 3 * (LAYERS - SKIP), "so many searches cost too much"
+    assert queries_seen == [32] * 3 * (LAYERS - SKIP), "so many searches cost too much"
     fake.remove("r")
     fake.check_idle()
 
 
 def test_requests_reuse_slot_indices_of_ended_ones():
-    """Continued sessions get new ones."""
+    """Continued sessions get new log entries."""
     fake = engine("exact-topk")
     sources, saved = {}, {}
     for number in range(3):

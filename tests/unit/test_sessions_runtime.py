@@ -20,8 +20,8 @@ from vllm_kvplugins.sessions.snapshot import CacheSnapshot, mismatch
 
 BLOCK = 4
 DROPPING = [name for name in policies_that(drop) if name != "flowkv"]
-# where turns end, and where the prompts of the requests do; the first request has no
-# turn that is over
+# ends of turns, and of the prompts of the requests; the first request has no finished
+# turn
 ENDS = (52, 71)
 PROMPTS = (40, 60, 100)
 LONGEST = 130
@@ -29,7 +29,9 @@ LONGEST = 130
 
 @pytest.fixture(autouse=True)
 def _as_in_an_engine():
-    """vLLM runs steps in inference mode, and tensors made there stay there."""
+    """vLLM runs steps in inference mode, and tensors created there stay inference
+    tensors.
+    """
     with torch.inference_mode():
         yield
 
@@ -42,8 +44,7 @@ def small(name: str) -> dict[str, object]:
 
 
 def says(request: Request) -> Request:
-    """The request with the tokens of the whole conversation, whoever computes
-    them."""
+    """The request with the tokens of the whole conversation, for a comparison."""
     source = Request.make("r", LONGEST, 0)
     request.keys, request.values = source.keys, source.values
     request.queries, request.visible = source.queries, source.visible
@@ -58,7 +59,7 @@ def run(engine: SessionEngine, request: Request, chunk: int) -> None:
 def talk(
     engine: SessionEngine, chunk: int, by_turns: bool, in_place: bool = False
 ) -> Request:
-    """Three requests, each with the history of those before."""
+    """Three requests, each with the previous ones as history."""
     saved, request = None, None
     for turn, prompt in enumerate(PROMPTS):
         answer = 12 if turn < 2 else 20
@@ -70,7 +71,7 @@ def talk(
             request = engine.resume(
                 request, saved, prompt, answer, ends, in_place=in_place
             )
-            assert request.computed == saved.tokens, "computed something again"
+            assert request.computed == saved.tokens, "tokens were recomputed"
         run(engine, request, chunk)
         saved = engine.save("r")
         if turn < 2:
@@ -80,7 +81,7 @@ def talk(
 
 
 def alone(policy: dict[str, object], chunk: int) -> tuple[SessionEngine, Request]:
-    """One request with all the turns."""
+    """One request with all turns."""
     engine = SessionEngine(policy, BLOCK, 80, sessions=True)
     request = says(engine.add("r", PROMPTS[-1], 20, ENDS))
     run(engine, request, chunk)
@@ -103,7 +104,7 @@ def test_several_requests_keep_the_same_tokens_as_one(base, chunk):
 
 
 def copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail on any copy from the host to the pool from now on."""
+    """From now on, fail on any copy from the host to the pool."""
 
     def refused(*arguments: object) -> None:
         raise AssertionError("pages that are there are copied")
@@ -136,7 +137,9 @@ def test_a_branch_continues_in_the_first_of_the_blocks(monkeypatch):
         run(engine, request, 9)
         saved = engine.save("r")
         engine.remove("r")
-        request = engine.resume(request, saved, 70, 10, most=49, in_place=in_place)
+        request = engine.resume(
+            request, saved, 70, 10, max_tokens=49, in_place=in_place
+        )
         assert request.computed == 49
         run(engine, request, 9)
         runs.append((request.kept, contents(engine, request)))
@@ -158,9 +161,9 @@ def test_other_blocks_cannot_be_reused_in_place():
 
 @pytest.mark.parametrize("seed", range(30))
 def test_needed_queries_survive_aborts_preemptions_and_branches(seed):
-    """Cut short with steps in flight, preempted, branched off, in chunks of any
-    size: the same queries choose what stays, and who goes on where a session ended
-    computes nothing again."""
+    """Requests are aborted in flight, preempted, branched and chunked in any way;
+    kept tokens do not change.
+    """
     print("seed", seed)
     rng = random.Random(seed)
     policy = flow(rng.choice(["snapkv", "protokv", "tova"]), ratio=0.4)
@@ -175,11 +178,13 @@ def test_needed_queries_survive_aborts_preemptions_and_branches(seed):
         else:
             at = saved.compaction.at_tokens if saved.compaction else 0
             branch = max(prompt - rng.randrange(1, 30), at + 1)
-            most = branch if rng.random() < 0.3 else prompt - 1
-            request = engine.resume(ended, saved, prompt, 12, ends, most)
+            limit = branch if rng.random() < 0.3 else prompt - 1
+            request = engine.resume(ended, saved, prompt, 12, ends, limit)
             cut = engine.plan("r").next_cut(at) or prompt
-            if saved.first_query <= saved.tokens - 6 and saved.tokens <= min(most, cut):
-                assert request.computed == saved.tokens, "computed something again"
+            if saved.first_query <= saved.tokens - 6 and saved.tokens <= min(
+                limit, cut
+            ):
+                assert request.computed == saved.tokens, "tokens were recomputed"
         stop = rng.randrange(prompt // 2, prompt + 12)
         while not request.done and request.computed < stop:
             engine.step({"r": rng.choice([1, 2, 3, 7, 30])})
@@ -217,7 +222,7 @@ def test_every_policy_continues_from_its_snapshot(name, in_place):
 
 @pytest.mark.parametrize("name", ["full", "snapkv", "pyramidkv"])
 def test_two_requests_continue_one_session(name):
-    """A fork disturbs neither its sibling nor what was saved."""
+    """A branch changes neither its sibling nor the saved session."""
     engine = SessionEngine(small(name), BLOCK, 120, sessions=True)
     first = says(engine.add("r", 40, 12))
     run(engine, first, 9)
@@ -225,16 +230,16 @@ def test_two_requests_continue_one_session(name):
     before = [saved.retained.clone(), saved.tail.clone()]
     engine.remove("r")
     twins = []
-    for twin, most in (("r", None), ("s", 44)):
+    for twin, limit in (("r", None), ("s", 44)):
         other = Request(
             twin,
             *(40, 12, first.keys.clone(), first.values.clone()),
             *(first.queries, first.visible.clone()),
             kept=list(first.kept),
         )
-        if most:  # the sibling says something else from there on
-            other.keys[:, :, most:] += 1.0
-        twins.append(engine.resume(other, saved, 70, 10, most=most))
+        if limit:  # from there on, the sibling's tokens differ
+            other.keys[:, :, limit:] += 1.0
+        twins.append(engine.resume(other, saved, 70, 10, max_tokens=limit))
     assert twins[1].computed <= 44
     while not all(t.done for t in twins):
         engine.step({t.name: 5 for t in twins if not t.done})
@@ -275,9 +280,9 @@ def test_a_snapshot_survives_its_file(tmp_path, name):
         assert torch.equal(read.queries, expected)
         pages = (saved.retained.numel() + saved.tail.numel()) * 4
         assert read.num_bytes == pages + expected.numel() * 4
-    (found,) = files.scan()
-    assert found[0].first_query == saved.first_query
-    # others' leftovers in its partial page are not written down
+    (file,) = files.scan()
+    assert file[0].first_query == saved.first_query
+    # other requests' tokens in its partial page are not saved
     assert saved.tail.isfinite().all()
     for layer, packed in saved.observed.items():
         assert torch.equal(read.observed[layer]["observed"], packed["observed"])

@@ -34,25 +34,25 @@ def test_it_is_one_of_smollm2_and_small():
 
 
 def test_it_decides_better_than_mean_key_on_texts_it_has_not_seen():
-    found = read_router(shipped_router())[1].report
-    assert found.zoom_f1["router"] > found.zoom_f1["mean_key"]
-    assert found.zoom_f1_in_room["router"] > found.zoom_f1_in_room["mean_key"]
-    assert found.covered_in_room["router"] > found.covered_in_room["mean_key"]
+    report = read_router(shipped_router())[1].report
+    assert report.zoom_f1["router"] > report.zoom_f1["mean_key"]
+    assert report.zoom_f1_in_room["router"] > report.zoom_f1_in_room["mean_key"]
+    assert report.covered_in_room["router"] > report.covered_in_room["mean_key"]
 
 
 def test_what_it_was_made_of_stands_beside_it():
     path = shipped_router()
-    told = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    facts = RouterFacts.model_validate(told["facts"])
+    metadata = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    facts = RouterFacts.model_validate(metadata["facts"])
     assert facts == read_router(path)[1]
     for option, value in (
         ("--examples", facts.settings["examples"]),
         ("--steps", facts.settings["steps"]),
         ("--lengths", ",".join(map(str, facts.settings["lengths"]))),
     ):
-        assert f"{option} {value}" in told["commands"][-1]
-    assert {"name", "from", "licence"} == set().union(*told["texts"])
-    assert told["pass_keys"].keys() == {"shipped", "mean-key", "command"}
+        assert f"{option} {value}" in metadata["commands"][-1]
+    assert {"name", "from", "licence"} == set().union(*metadata["texts"])
+    assert metadata["pass_keys"].keys() == {"shipped", "mean-key", "command"}
 
 
 def test_the_policy_takes_it_and_refuses_other_models():

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs", reason="the extra dev has mkdocs-material")
     folder = tmp_path_factory.mktemp("site")
-    # not --quiet: --strict counts what is logged
+    # not --quiet: --strict counts logged warnings
     command = ["mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(
         [sys.executable, "-m", *command],

@@ -26,7 +26,7 @@ from vllm_kvplugins.policies import available_policies
 runner = CliRunner()
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
-# Llama 3.1 8B, the fields that count: 32 * 8 * 128 * 2 * 2 = 131072 bytes per token.
+# Fields of Llama 3.1 8B that matter: 32 * 8 * 128 * 2 * 2 = 131072 bytes per token.
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -63,11 +63,14 @@ def figures(*arguments: str, **options):
 # -- figures computed by hand --------------------------------------------------------
 
 
-def test_figures_of_snapkv_on_an_8b_model(folder):
-    found = figures(folder, "--answer", "1000", "--concurrency", "10")
-    assert found["kv_bytes_per_token"] == 131072
-    assert found["block_bytes"] == 32 * 131072 == 4 << 20
-    blocks = {key: held["blocks"] for key, held in found["stock_request"].items()}
+def test_request_figuresof_snapkv_on_an_8b_model(folder):
+    result = figures(folder, "--answer", "1000", "--concurrency", "10")
+    assert result["kv_bytes_per_token"] == 131072
+    assert result["block_bytes"] == 32 * 131072 == 4 << 20
+    blocks = {
+        key: request_figures["blocks"]
+        for key, request_figures in result["stock_request"].items()
+    }
     # 32000 = 1000 blocks; the answer's last token is never computed
     assert blocks == {
         "full": 1032,
@@ -76,21 +79,21 @@ def test_figures_of_snapkv_on_an_8b_model(folder):
         "decode_peak": 1032,
         "end": 1032,
     }
-    held = found["request"]
-    assert held.pop("host_bytes") == 0
-    blocks = {key: amounts["blocks"] for key, amounts in held.items()}
+    request_figures = result["request"]
+    assert request_figures.pop("host_bytes") == 0
+    blocks = {key: amounts["blocks"] for key, amounts in request_figures.items()}
     assert blocks == {
         "full": 1032,
-        "prefill_peak": 1000,  # the whole prompt, whatever the budget
+        "prefill_peak": 1000,  # the whole prompt, with any budget
         "after_prefill": 16,
         "decode_peak": 48,
         "end": 48,
     }
-    assert all(a["bytes"] == a["blocks"] * (4 << 20) for a in held.values())
-    # nine decode while the tenth's prompt comes in; one block is never handed out
-    assert found["wanted"]["pool_bytes"] == (9 * 48 + 1000 + 1) * (4 << 20)
-    assert found["wanted"]["stock_pool_bytes"] == (10 * 1032 + 1) * (4 << 20)
-    assert found["pool"] is None
+    assert all(a["bytes"] == a["blocks"] * (4 << 20) for a in request_figures.values())
+    # nine decode while the tenth prefills; the null block is never allocated
+    assert result["wanted"]["pool_bytes"] == (9 * 48 + 1000 + 1) * (4 << 20)
+    assert result["wanted"]["stock_pool_bytes"] == (10 * 1032 + 1) * (4 << 20)
+    assert result["pool"] is None
 
 
 def test_a_pool_holds_requests_until_the_next_prefill_does_not_fit(folder):
@@ -110,20 +113,24 @@ def test_a_pool_holds_requests_until_the_next_prefill_does_not_fit(folder):
 
 def test_decode_budgets_count_their_longest_moment(folder):
     settings = '{"budget": 512, "decode_budget": 512, "fold_blocks": 4}'
-    held = figures(folder, "--answer", "2000", "--policy-config", settings)["request"]
-    assert held["after_prefill"]["blocks"] == 16
-    assert held["decode_peak"]["blocks"] == 20, "four blocks fill before they fold"
-    assert held["end"]["blocks"] <= 20
+    request_figures = figures(folder, "--answer", "2000", "--policy-config", settings)[
+        "request"
+    ]
+    assert request_figures["after_prefill"]["blocks"] == 16
+    assert request_figures["decode_peak"]["blocks"] == 20, (
+        "four blocks fill before they fold"
+    )
+    assert request_figures["end"]["blocks"] <= 20
 
 
 def test_retrieval_says_what_lies_on_the_host(folder):
     config = '{"host_memory": "6GiB"}'
     options = ("--policy-config", config, "--pool-gib", "40")
-    found = figures(folder, *options, policy="exact-topk")
+    result = figures(folder, *options, policy="exact-topk")
     tokens = 32000 + 512 - 16 - 64
-    assert found["request"]["host_bytes"] == tokens * 131072 * 30 // 32
-    assert found["pool"]["limit"] == "host-memory"
-    assert found["pool"]["requests"] == 1
+    assert result["request"]["host_bytes"] == tokens * 131072 * 30 // 32
+    assert result["pool"]["limit"] == "host-memory"
+    assert result["pool"]["requests"] == 1
     done = run(folder, *options, "--concurrency", "2", policy="exact-topk")
     assert done.exit_code == 1
     assert "raise host_memory" in done.stdout
@@ -142,7 +149,7 @@ def test_a_prompt_larger_than_the_pool_never_runs(folder):
 
 
 def test_vllm_wants_room_for_one_whole_request(folder):
-    """It checks that at start-up, and knows nothing of what a policy frees."""
+    """vLLM checks this at start-up, without regard to blocks that a policy frees."""
     options = ("--answer", "32000", "--pool-gib", "6")
     pool = figures(folder, *options)["pool"]
     assert pool["limit"] == "start-up"
@@ -151,34 +158,34 @@ def test_vllm_wants_room_for_one_whole_request(folder):
 
 
 def test_a_prompt_read_in_blocks_fits_a_pool_smaller_than_itself(folder):
-    """32,000 tokens are 3.9 GiB; 2048 and 2048 of them half a GiB."""
+    """32,000 tokens are 3.9 GiB; 2048 and 2048 of them are half a GiB."""
     settings = {"budget": 2048, "decode_budget": 2048}
     whole = figures(folder, "--pool-gib", "1", "--policy-config", json.dumps(settings))
     assert whole["pool"]["requests"] == 0
     assert whole["pool"]["limit"] == "prefill-never-fits"
     settings["prefill_block"] = 2048
-    found = figures(folder, "--pool-gib", "1", "--policy-config", json.dumps(settings))
-    assert found["request"]["prefill_peak"]["blocks"] == 4096 // 32
-    assert found["pool"]["requests"] == 2
-    assert found["pool"]["limit"] == "prefill"
-    # vLLM starts with the block that is partly full, and the one it never hands out
-    smallest = found["wanted"]["pool_bytes"] // found["block_bytes"]
+    result = figures(folder, "--pool-gib", "1", "--policy-config", json.dumps(settings))
+    assert result["request"]["prefill_peak"]["blocks"] == 4096 // 32
+    assert result["pool"]["requests"] == 2
+    assert result["pool"]["limit"] == "prefill"
+    # vLLM starts with a partly full block and the null block
+    smallest = result["wanted"]["pool_bytes"] // result["block_bytes"]
     assert smallest == 4096 // 32 + 1 + 1
 
 
 def test_a_history_holds_budget_and_block(folder):
-    held = figures(folder, "--answer", "2", policy="epicache")["request"]
-    assert held["prefill_peak"]["blocks"] == (1024 + 512) // 32
-    assert held["after_prefill"]["blocks"] < 48
+    request_figures = figures(folder, "--answer", "2", policy="epicache")["request"]
+    assert request_figures["prefill_peak"]["blocks"] == (1024 + 512) // 32
+    assert request_figures["after_prefill"]["blocks"] < 48
     assert "all history" in run(folder, policy="epicache").output
 
 
 @pytest.mark.parametrize("name", available_policies())
 def test_every_policy_has_figures(folder, name):
-    held = figures(folder, context=2000, policy=name)["request"]
-    most = 48 if wants_history(name) else 63
-    assert held["prefill_peak"]["blocks"] == most
-    assert held["decode_peak"]["blocks"] <= held["full"]["blocks"]
+    request_figures = figures(folder, context=2000, policy=name)["request"]
+    peak = 48 if wants_history(name) else 63
+    assert request_figures["prefill_peak"]["blocks"] == peak
+    assert request_figures["decode_peak"]["blocks"] <= request_figures["full"]["blocks"]
     assert run(folder, context=2000, policy=name).exit_code == 0
 
 
@@ -255,8 +262,8 @@ def test_the_smallest_pool_for_some_requests_is_the_smallest(
     ],
 )
 def test_shapes_under_the_names_that_families_use(config, shape):
-    found = ConfigOnlyModel("m", "torch.bfloat16", config).cache_shape()
-    assert (found.num_layers, found.num_kv_heads, found.head_dim) == shape
+    result = ConfigOnlyModel("m", "torch.bfloat16", config).cache_shape()
+    assert (result.num_layers, result.num_kv_heads, result.head_dim) == shape
 
 
 def test_a_file_without_a_shape_is_refused():
@@ -329,7 +336,7 @@ def test_mistakes_give_one_message(folder, arguments, code, value):
     )
     assert done.exit_code == 1
     assert done.stderr.startswith("error: ")
-    assert isinstance(done.exception, SystemExit), "nothing else escapes"
+    assert isinstance(done.exception, SystemExit), "another exception escaped"
     if code:
         assert code in codes_in(done.stderr)
     assert value in done.stderr

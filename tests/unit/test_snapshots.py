@@ -22,7 +22,9 @@ from vllm_kvplugins.sessions.snapshot import CacheSnapshot
 
 @pytest.fixture(autouse=True)
 def _as_in_an_engine() -> Iterator[None]:
-    """vLLM runs steps in inference mode, and tensors made there stay there."""
+    """vLLM runs steps in inference mode, and tensors created there stay inference
+    tensors.
+    """
     with torch.inference_mode():
         yield
 
@@ -41,36 +43,38 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def go_on(name: str, most: int | None) -> tuple[CacheSnapshot, list[object]]:
-    """Save a request and continue it; returns what the second one holds at its end."""
+def go_on(name: str, max_tokens: int | None) -> tuple[CacheSnapshot, list[object]]:
+    """Save a request and continue it; returns the second one's final state."""
     engine = SessionEngine(small(name), BLOCK, 80, sessions=True)
     request = says(engine.add("r", 40, 20))
     run(engine, request, 9)
     saved = engine.save("r")
     engine.remove("r")
-    request = engine.resume(request, saved, 70, 10, most=most)
+    request = engine.resume(request, saved, 70, 10, max_tokens=max_tokens)
     run(engine, request, 9)
-    found: list[object] = [request.kept]
-    if get_policy_class(name).compresses:  # else every step has been compared
-        found.append(contents(engine, request))
+    saved_objects: list[object] = [request.kept]
+    if get_policy_class(name).compresses:  # without this, every step has been compared
+        saved_objects.append(contents(engine, request))
     engine.remove("r")
     engine.check_idle()
-    return saved, found
+    return saved, saved_objects
 
 
 @pytest.mark.parametrize("pages", [1, 3, 7])
-@pytest.mark.parametrize("most", [None, 49])
+@pytest.mark.parametrize("max_tokens", [None, 49])
 @pytest.mark.parametrize("name", ["full", "snapkv", "pyramidkv"])
-def test_pieces_are_the_whole(monkeypatch, name: str, most: int | None, pages: int):
-    """Bit for bit, also of a session that is cut off."""
-    whole, expected = go_on(name, most)
+def test_pieces_are_the_whole(
+    monkeypatch, name: str, max_tokens: int | None, pages: int
+):
+    """Bit for bit, also for a session that is cut off."""
+    whole, expected = go_on(name, max_tokens)
     page = whole.tail[:1].nbytes
     monkeypatch.setattr(saved_caches, "PIECE_BYTES", pages * page + page // 2)
     sizes = copied(monkeypatch)
-    saved, found = go_on(name, most)
+    saved, saved_objects = go_on(name, max_tokens)
     for part in ("retained", "tail", "counts", "positions"):
         assert getattr(saved, part).equal(getattr(whole, part)), part
-    assert found == expected
+    assert saved_objects == expected
     assert max(sizes) == pages * page
     both_ways = whole.tail.nbytes + whole.retained.nbytes
     assert both_ways < sum(sizes) <= 2 * both_ways
@@ -90,7 +94,7 @@ def test_a_page_larger_than_a_piece_is_one(monkeypatch):
 def fails(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str, after: int
 ) -> None:
-    """Let all calls but the first ``after`` ones fail."""
+    """Let all calls but the first ``after`` fail."""
     whole, left = getattr(owner, name), [after]
 
     def no_room(*args, **kwargs):
@@ -103,7 +107,7 @@ def fails(
 
 
 def lost(engine: SessionEngine, request: Request) -> None:
-    """It holds no state, no layer observes it, and it cannot be saved."""
+    """The failed request has no state, no layer observes it, and it cannot be saved."""
     runtime, tokens = engine.runtime, request.computed
     assert runtime.request_state("r").lost
     assert runtime.tables is not None
@@ -125,7 +129,7 @@ def lost(engine: SessionEngine, request: Request) -> None:
         (saved_caches, "copy_pages", 0),
         (saved_caches, "copy_pages", 1),
         (PageTables, "assign", 0),
-        (PageTables, "assign", 1),  # of the compaction that is due
+        (PageTables, "assign", 1),  # queries of the compaction that is due
         (compactor, "compact", 0),
         (Window, "restored", 0),
     ],
@@ -134,7 +138,7 @@ def lost(engine: SessionEngine, request: Request) -> None:
 def test_a_request_whose_session_fails_to_load_is_recomputed(
     monkeypatch, owner: object, name: str, after: int, in_place: bool
 ):
-    """Whichever copy fails, and however much was written before."""
+    """Any copy may fail, after any number of written pages."""
     engine = SessionEngine(flow("snapkv", ratio=0.4), BLOCK, 80, sessions=True)
     request = says(engine.add("r", 60, 25, (30,)))
     run(engine, request, 9)

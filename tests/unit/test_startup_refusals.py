@@ -18,7 +18,7 @@ REASON = coded("KVP016", "layer 0 uses ALiBi; serve this model without a policy"
 
 @pytest.fixture
 def report(tmp_path, monkeypatch):
-    """The report file of an engine that starts."""
+    """The report file of a starting engine."""
     path = tmp_path / "refused"
     path.touch()
     monkeypatch.setenv(refusals.REPORT, str(path))
@@ -26,7 +26,7 @@ def report(tmp_path, monkeypatch):
 
 
 def logged(name: str, error: Exception) -> bool:
-    """Log an error as vLLM does; whether the record gets through."""
+    """Log an error as vLLM does; returns whether the record passes the filter."""
     record = logging.LogRecord(
         name, logging.ERROR, "", 0, "failed", None, (type(error), error, None)
     )
@@ -67,10 +67,10 @@ def test_an_engine_that_has_started_logs_tracebacks_again(report):
 
 
 @pytest.mark.parametrize(
-    ("raised", "shown"),
+    ("raised", "printed"),
     [("KVPolicyError('no')", "error: no\n"), ("ValueError('no')", "Traceback")],
 )
-def test_a_command_prints_a_refusal_without_a_traceback(raised, shown):
+def test_a_command_prints_a_refusal_without_a_traceback(raised, printed):
     code = (
         "from vllm_kvplugins.errors import KVPolicyError\n"
         "from vllm_kvplugins.vllm_adapter.startup.refusals import *\n"
@@ -81,5 +81,5 @@ def test_a_command_prints_a_refusal_without_a_traceback(raised, shown):
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert done.stderr.startswith(shown)
-    assert ("Traceback" in done.stderr) == (shown == "Traceback")
+    assert done.stderr.startswith(printed)
+    assert ("Traceback" in done.stderr) == (printed == "Traceback")

@@ -23,7 +23,7 @@ counts = st.integers(1, 9)
 
 
 class Tree(RuleBasedStateMachine):
-    """A tree and a scan of the same keys; both end and begin anew when full."""
+    """A tree and a scan of the same keys; both restart when full."""
 
     operations = 0
 
@@ -47,7 +47,7 @@ class Tree(RuleBasedStateMachine):
     @precondition(lambda self: self.count < MOST_KEYS)
     @rule(seed=seeds, count=counts, scale=st.sampled_from((0.0, 1e-6, 1.0, 1e6)))
     def insert(self, seed: int, count: int, scale: float) -> None:
-        """Keys of any norm, also all the same; whole norms make ties."""
+        """Keys of any norm, also all equal; integer norms cause ties."""
         random = torch.Generator().manual_seed(seed)
         count = min(count, MOST_KEYS - self.count)
         new = scale * torch.randint(-2, 3, (HEADS, count, DIM), generator=random)
@@ -62,7 +62,7 @@ class Tree(RuleBasedStateMachine):
         bad=st.sampled_from((float("nan"), float("inf"), 1e19)),
     )
     def insert_nonsense(self, seed: int, head: int, bad: float) -> None:
-        """Is refused, and changes nothing."""
+        """Is refused and changes nothing."""
         new = torch.ones(HEADS, 3, DIM)
         new[head, seed % 3, seed % DIM] = bad
         with pytest.raises(ValueError, match=r"not finite|exceeds"):
@@ -71,46 +71,46 @@ class Tree(RuleBasedStateMachine):
     @precondition(lambda self: self.count > 0)
     @rule(seed=seeds, k=counts, group=st.integers(1, 3))
     def query(self, seed: int, k: int, group: int) -> None:
-        """Without a limit both find the same, in the same order."""
+        """Without a limit, both return the same slots in the same order."""
         queries = self.queries(seed, group)
-        found = self.tree.query_topk(queries, self.view, k, max_visits=0)
+        result = self.tree.query_topk(queries, self.view, k, max_visits=0)
         exact = self.scan.query_topk(queries, self.view, k)
-        assert torch.equal(found.slots, exact.slots)
-        assert torch.equal(found.scores, exact.scores)
+        assert torch.equal(result.slots, exact.slots)
+        assert torch.equal(result.scores, exact.scores)
 
     @precondition(lambda self: self.count > 0)
     @rule(seed=seeds, k=counts, visits=st.integers(1, 64))
     def query_some(self, seed: int, k: int, visits: int) -> None:
-        """With a limit each key found is one, once, and has its own score."""
+        """With a limit, each returned slot occurs once and has its own score."""
         queries = self.queries(seed, 1)
-        found = self.tree.query_topk(queries, self.view, k, max_visits=visits)
+        result = self.tree.query_topk(queries, self.view, k, max_visits=visits)
         exact = queries @ self.keys[:, : self.count].transpose(1, 2)
         for head in range(HEADS):
-            slots = found.slots[head, 0]
+            slots = result.slots[head, 0]
             slots = slots[slots >= 0]
             assert 0 < len(slots) <= min(k, self.count)
             assert slots.max() < self.count
             assert slots.unique().numel() == slots.numel()
             scores = exact[head, 0, slots]
-            torch.testing.assert_close(found.scores[head, 0, : len(slots)], scores)
+            torch.testing.assert_close(result.scores[head, 0, : len(slots)], scores)
 
     @precondition(lambda self: self.count > 0)
-    @rule(seed=seeds, k=counts, most=counts)
-    def query_pages(self, seed: int, k: int, most: int) -> None:
+    @rule(seed=seeds, k=counts, max_pages=counts)
+    def query_pages(self, seed: int, k: int, max_pages: int) -> None:
         """The pages of the best keys, in their order."""
         queries = self.queries(seed, 1)
         best = self.tree.query_topk(queries, self.view, k, max_visits=0).slots[:, 0]
-        found = self.tree.query_pages(queries, self.view, k, most, max_visits=0)
+        result = self.tree.query_pages(queries, self.view, k, max_pages, max_visits=0)
         pages = self.tree.places() // PAGE
         for head in range(HEADS):
             of_best = pages[head, best[head][best[head] >= 0]].tolist()
-            wanted = list(dict.fromkeys(of_best))[:most]
-            assert found.pages[head, : len(wanted)].tolist() == wanted
-            assert found.counts[head] == len(wanted)
+            expected = list(dict.fromkeys(of_best))[:max_pages]
+            assert result.pages[head, : len(expected)].tolist() == expected
+            assert result.counts[head] == len(expected)
 
     @rule()
     def check(self) -> None:
-        """Whole, and every key in a place of its own that it keeps."""
+        """The tree is consistent, and every key keeps its place."""
         self.tree.check_integrity(self.view)
 
     @precondition(lambda self: self.count > MOST_KEYS // 2)
@@ -130,8 +130,8 @@ class Tree(RuleBasedStateMachine):
 
     def queries(self, seed: int, group: int) -> torch.Tensor:
         random = torch.Generator().manual_seed(seed)
-        drawn = torch.randint(-2, 3, (HEADS, group, DIM), generator=random)
-        return drawn.float()
+        noise = torch.randint(-2, 3, (HEADS, group, DIM), generator=random)
+        return noise.float()
 
 
 def test_any_operations_leave_the_tree_as_the_scan():

@@ -28,7 +28,7 @@ anyone = st.integers(0, 9)
 
 
 class Worker:
-    """What one rank has in memory and in files."""
+    """Sessions of one rank in memory and in files."""
 
     def __init__(self, moves: bool, writes: bool) -> None:
         self.moves, self.writes = moves, writes
@@ -37,7 +37,7 @@ class Worker:
         self.under_way: list[SessionAck] = []
 
     def carry_out(self, commands: SessionCommands, fails: random.Random) -> None:
-        """In the order of the fields of ``SessionCommands``."""
+        """Executes commands in the order of the fields of ``SessionCommands``."""
 
         def problem(why: str) -> str | None:
             return why if fails.random() < 0.1 else None
@@ -85,7 +85,7 @@ class Worker:
 
 
 class Store(RuleBasedStateMachine):
-    """Conversations of two owners that continue and branch."""
+    """Conversations of two owners, which continue and branch."""
 
     operations = 0
 
@@ -103,7 +103,8 @@ class Store(RuleBasedStateMachine):
             on_memory_freed=lambda name: self.parked.discard(name),
             clock=lambda: self.now,
         )
-        # sessions that are on the device, too, for the one who comes first
+        # sessions that are also on the device, for the first request that continues
+        # them
         self.parked: set[str] = set()
         self.histories = [np.array([1, 2, 3, 4], np.int32)]
         self.waiting: dict[str, tuple[str, np.ndarray]] = {}
@@ -111,7 +112,7 @@ class Store(RuleBasedStateMachine):
     @precondition(lambda self: len(self.waiting) < 5)
     @rule(which=anyone, seed=seeds, owner=st.sampled_from("ab"), back=st.integers(0, 3))
     def arrive(self, which: int, seed: int, owner: str, back: int) -> None:
-        """A prompt continues an earlier one, from its end or a little before."""
+        """A prompt that continues an earlier one, from its end or a little before."""
         known = self.histories[which % len(self.histories)]
         new = np.random.default_rng(seed).integers(0, 5, 4, np.int32)
         prompt = np.concatenate([known[: max(1, len(known) - back)], new])
@@ -121,7 +122,7 @@ class Store(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(which=anyone, size=st.integers(1, MEMORY_BYTES + 1))
     def serve(self, which: int, size: int) -> None:
-        """A request starts, if its session is there, and ends at once."""
+        """A request starts if its session is available, and ends at once."""
         name = list(self.waiting)[which % len(self.waiting)]
         if not self.starts(name):
             return
@@ -179,7 +180,9 @@ class Store(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9))
     def forget_all(self, which: int) -> None:
-        """As when weights change; seldom, because it empties the directory."""
+        """A reset, as after a change of weights; rare, because it empties the
+        directory.
+        """
         if which == 0:
             self.directory.clear()
 
@@ -193,7 +196,7 @@ class Store(RuleBasedStateMachine):
             assert not nowhere, f"parked, and not in memory: {nowhere}"
 
     def teardown(self) -> None:
-        """All requests start in the end, and directory and workers agree."""
+        """All requests start eventually, and directory and workers agree."""
         if not hasattr(self, "directory"):
             return
         for seed in range(60):
@@ -201,7 +204,7 @@ class Store(RuleBasedStateMachine):
                 if self.starts(name):
                     del self.waiting[name]
             self.step(seed)
-        assert not self.waiting, "a request waits for ever"
+        assert not self.waiting, "a request waits forever"
         assert not any(worker.under_way for worker in self.workers)
         for worker in self.workers:
             assert self.directory.in_memory == worker.memory
@@ -209,5 +212,5 @@ class Store(RuleBasedStateMachine):
 
 
 def test_any_operations_leave_the_directory_consistent(caplog):
-    caplog.set_level(logging.ERROR, "vllm.kv_policy")  # of sessions that are too large
+    caplog.set_level(logging.ERROR, "vllm.kv_policy")  # sessions that are too large
     run_machine(Store)

@@ -17,7 +17,9 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 
 
 def run_suite(name: str, **environment: str) -> int:
-    """Tests that passed; all others are failures of this one."""
+    """Run the suite and return the number of passed tests; any failure fails this
+    test.
+    """
     command = ["pytest", "-q", "-p", "no:cacheprovider", str(HELPERS / name)]
     done = subprocess.run(
         [sys.executable, "-m", *command],
@@ -34,14 +36,17 @@ def run_suite(name: str, **environment: str) -> int:
 
 
 def test_kernels():
-    """Of attention: on a GPU where there is one, else in Triton's interpreter."""
+    """Attention kernels:
+
+    on a GPU if there is one, otherwise in Triton's interpreter.
+    """
     pytest.importorskip("triton")
-    here = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    assert run_suite("kernel_suite.py", **here) >= 48
+    environment = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    assert run_suite("kernel_suite.py", **environment) >= 48
 
 
 def test_kernels_on_torch():
-    """Their source, by what also runs whole engines on them."""
+    """The kernels' source on torch, which also runs whole engines."""
     pytest.importorskip("triton")
     paths = [str(HELPERS / "cpu_v2"), os.environ.get("PYTHONPATH", "")]
     passed = run_suite(

@@ -9,7 +9,7 @@ from vllm_kvplugins.engine.spans.surprisal import SurprisalTracker
 
 
 class Losses:
-    """A step's hidden states are its tokens' numbers; keeps what it is asked."""
+    """Hidden states are the tokens' numbers; the model records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], list[int]]] = []
@@ -34,7 +34,7 @@ def test_surprisal_is_put_together_from_chunks():
     known.add(Row("a", 5, 5, 1, 0), PROMPT)  # an answer's token
     assert losses.asked == [], "asked before the first token has left"
     torch.testing.assert_close(known.take("a"), SURPRISAL)
-    # the last token of a chunk says how surprising the next chunk's first one is
+    # the last token of a chunk gives the surprisal of the next chunk's first token
     assert losses.asked == [([3, 4], [11, 13]), ([0, 1], [17, 19])]
     assert len(known) == known.waiting_bytes == 0
 
@@ -61,7 +61,7 @@ def test_requests_that_go_leave_no_states():
     known.add(Row("b", 5, 0, 4, 0), PROMPT)
     known.forget(["a", "c"])
     assert known.waiting_bytes == 16
-    # computed anew
+    # recomputed
     known.forget(["b"])
     known.add(Row("b", 5, 0, 5, 0), PROMPT)
     torch.testing.assert_close(known.take("b"), SURPRISAL)

@@ -22,12 +22,12 @@ def random():
 
 
 def best_error(rows: torch.Tensor, rank: int) -> float:
-    """Of any matrix of that rank (Eckart and Young)."""
+    """The error bound for any matrix of that rank (Eckart and Young)."""
     return float(torch.linalg.svdvals(rows.double())[rank:].norm())
 
 
 def error(rows: torch.Tensor, low_rank: svd.LowRank, matrix: int = 0) -> float:
-    """Of the factors, multiplied in float64."""
+    """The product of the factors in float64."""
     scaled = low_rank.left(matrix).double() * low_rank.singular_values(matrix)
     return float((rows.double() - scaled @ low_rank.right(matrix).double().t()).norm())
 
@@ -41,16 +41,18 @@ def test_error_is_the_best_that_a_rank_allows(backend, random, kind, shape):
     rows = make_rows(kind, 1, *shape, random)
     norm, size = float(rows.norm()), min(shape)
     for rank in (1, 8, 32):
-        made = svd.truncated_svd(rows, *whole(shape[0]), rank)
+        decomposed = svd.truncated_svd(rows, *whole(shape[0]), rank)
         best = best_error(rows[0], rank)
-        assert error(rows[0], made) <= 1.05 * best + 2e-6 * norm
+        assert error(rows[0], decomposed) <= 1.05 * best + 2e-6 * norm
         if kind != "low-rank":
-            assert made.ranks.tolist() == [min(rank, size)]
+            assert decomposed.ranks.tolist() == [min(rank, size)]
         else:
-            assert made.ranks.tolist() == [min(rank, size, 5)]
-        narrow = svd.truncated_svd(rows, *whole(shape[0]), rank, dtype=torch.bfloat16)
-        assert narrow.ranks.equal(made.ranks)
-        assert error(rows[0], narrow) <= 1.05 * best + 0.006 * norm
+            assert decomposed.ranks.tolist() == [min(rank, size, 5)]
+        bf16_factors = svd.truncated_svd(
+            rows, *whole(shape[0]), rank, dtype=torch.bfloat16
+        )
+        assert bf16_factors.ranks.equal(decomposed.ranks)
+        assert error(rows[0], bf16_factors) <= 1.05 * best + 0.006 * norm
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -59,10 +61,10 @@ def test_every_span_of_every_plane(backend, random, dtype):
     tokens = int(starts[-1] + lengths[-1])
     wide = make_rows("decaying", 3, tokens, DIM + 8, random).to(dtype)
     rows = wide[..., 3 : 3 + DIM]  # rows with gaps between them
-    made = svd.truncated_svd(rows, starts, lengths, 12)
-    assert made.factors.dtype == dtype
-    assert len(made) == 3 * 7
-    assert made.tokens.tolist() == 3 * lengths.tolist()
+    decomposed = svd.truncated_svd(rows, starts, lengths, 12)
+    assert decomposed.factors.dtype == dtype
+    assert len(decomposed) == 3 * 7
+    assert decomposed.tokens.tolist() == 3 * lengths.tolist()
     for plane in range(3):
         for span, (start, length) in enumerate(
             zip(starts.tolist(), lengths.tolist(), strict=True)
@@ -70,12 +72,12 @@ def test_every_span_of_every_plane(backend, random, dtype):
             matrix = plane * 7 + span
             part = rows[plane, start : start + length].double()
             rank = min(length, 12)
-            assert made.ranks[matrix] == rank
+            assert decomposed.ranks[matrix] == rank
             right = torch.linalg.svdvals(part)[:rank]
-            sigma = made.singular_values(matrix).double()
+            sigma = decomposed.singular_values(matrix).double()
             torch.testing.assert_close(sigma, right, rtol=2e-3, atol=1e-5)
             loose = 1e-4 if dtype == torch.float32 else 0.03
-            for factor in (made.left(matrix), made.right(matrix)):
+            for factor in (decomposed.left(matrix), decomposed.right(matrix)):
                 gram = factor.double().t() @ factor.double()
                 assert (gram - torch.eye(rank)).abs().max() < loose if rank else True
 
@@ -84,16 +86,18 @@ def test_size_is_that_of_equation_18(backend, random):
     """``r (|S| + d + 1) b`` for each of keys and values, heads and layers."""
     starts, lengths = spans_of(16, 40, 7)
     rows = make_rows("flat", 4, 80, DIM, random)
-    made = svd.truncated_svd(rows, starts, lengths, 8)
-    shapes = list(zip(made.ranks.tolist(), made.tokens.tolist(), strict=True))
+    decomposed = svd.truncated_svd(rows, starts, lengths, 8)
+    shapes = list(
+        zip(decomposed.ranks.tolist(), decomposed.tokens.tolist(), strict=True)
+    )
     values = sum(rank * (tokens + DIM + 1) for rank, tokens in shapes)
-    assert made.nbytes == values * 4
-    assert made.offsets[-1] == made.factors.numel() == values
-    narrow = svd.truncated_svd(rows, starts, lengths, 8, dtype=torch.bfloat16)
+    assert decomposed.nbytes == values * 4
+    assert decomposed.offsets[-1] == decomposed.factors.numel() == values
+    bf16_factors = svd.truncated_svd(rows, starts, lengths, 8, dtype=torch.bfloat16)
     # float32 singular values take two elements each; records have even sizes
     pairs = [-(-rank * (tokens + DIM + 2) // 2) for rank, tokens in shapes]
-    assert narrow.nbytes == 4 * sum(pairs)
-    assert narrow.offsets.diff().tolist() == [2 * pair for pair in pairs]
+    assert bf16_factors.nbytes == 4 * sum(pairs)
+    assert bf16_factors.offsets.diff().tolist() == [2 * pair for pair in pairs]
     assert 7 * (7 + DIM + 2) % 2 == 1, "a span whose record is filled up"
 
 
@@ -101,16 +105,16 @@ def test_size_is_that_of_equation_18(backend, random):
 def test_energy_sets_the_smallest_rank_that_keeps_it(backend, random, energy):
     starts, lengths = spans_of(16, 40, 64)
     rows = make_rows("decaying", 2, 130, DIM, random)
-    made = svd.truncated_svd(rows, starts, lengths, 64, energy)
+    decomposed = svd.truncated_svd(rows, starts, lengths, 64, energy)
     for matrix in range(6):
         start, length = int(starts[matrix % 3]), int(lengths[matrix % 3])
         part = rows[matrix // 3, start : start + length].double()
         squares = torch.linalg.svdvals(part).square()
-        rank = int(made.ranks[matrix])
+        rank = int(decomposed.ranks[matrix])
         assert squares[:rank].sum() >= energy * squares.sum()
         assert squares[: rank - 1].sum() < energy * squares.sum()
     capped = svd.truncated_svd(rows, starts, lengths, 2, energy)
-    assert capped.ranks.equal(made.ranks.clamp(max=2))
+    assert capped.ranks.equal(decomposed.ranks.clamp(max=2))
 
 
 def test_what_has_no_full_rank(backend, random):
@@ -119,20 +123,20 @@ def test_what_has_no_full_rank(backend, random):
     rows[2, ::2] = torch.randn(10, DIM, generator=random)
     rows[2, 1::2] = rows[2, ::2]  # each twice
     rows[3, 7, 5] = -3.0
-    made = svd.truncated_svd(rows, *whole(20))
-    assert made.ranks.tolist() == [0, 1, 10, 1]
+    decomposed = svd.truncated_svd(rows, *whole(20))
+    assert decomposed.ranks.tolist() == [0, 1, 10, 1]
     for plane in range(4):
-        assert error(rows[plane], made, plane) <= 1e-5 * float(rows[plane].norm())
-    assert made.factors.isfinite().all()
-    assert svd.reconstruct(made, torch.tensor([0])).equal(torch.zeros(20, DIM))
+        assert error(rows[plane], decomposed, plane) <= 1e-5 * float(rows[plane].norm())
+    assert decomposed.factors.isfinite().all()
+    assert svd.reconstruct(decomposed, torch.tensor([0])).equal(torch.zeros(20, DIM))
 
 
 def test_a_singular_value_that_float32_cannot_hold_is_none(backend):
-    """Those of this matrix are 6.5 and 0.46 times the smallest float."""
+    """The singular values of this matrix are 6.5 and 0.46 times the smallest float."""
     rows = torch.tensor([[[3, 3], [3, 4]]], dtype=torch.int32).view(torch.float32)
-    made = svd.truncated_svd(rows, *whole(2))
-    assert made.ranks.tolist() == [1]
-    assert made.singular_values(0).view(torch.int32).tolist() in ([6], [7])
+    decomposed = svd.truncated_svd(rows, *whole(2))
+    assert decomposed.ranks.tolist() == [1]
+    assert decomposed.singular_values(0).view(torch.int32).tolist() in ([6], [7])
 
 
 def test_numbers_without_a_decomposition_are_refused(backend, random):
@@ -159,24 +163,28 @@ def test_numbers_without_a_decomposition_are_refused(backend, random):
     seed=st.integers(0, 2**31),
 )
 def test_compiled_and_torch_agree(tokens, dim, rank, kind, dtype, seed):
-    """Same ranks, sizes and products; vectors may differ in sign."""
+    """Equal ranks, sizes and products; vectors may differ in sign."""
     if reason := dispatch.load_extension().reason:
         pytest.skip(f"no compiled ops: {reason}")
     random = torch.Generator().manual_seed(seed)
     rows = make_rows(kind, 2, tokens, dim, random)
-    made = {}
+    decomposed = {}
     for name in ("compiled", "torch"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("KVP_OPS", name)
-            made[name] = svd.truncated_svd(rows, *whole(tokens), rank, dtype=dtype)
-    ours, theirs = made["compiled"], made["torch"]
-    assert ours.ranks.equal(theirs.ranks)
-    assert ours.offsets.equal(theirs.offsets)
+            decomposed[name] = svd.truncated_svd(
+                rows, *whole(tokens), rank, dtype=dtype
+            )
+    compiled, reference = decomposed["compiled"], decomposed["torch"]
+    assert compiled.ranks.equal(reference.ranks)
+    assert compiled.offsets.equal(reference.offsets)
     for matrix in range(2):
         norm = float(rows[matrix].norm())
         loose = 0.006 if dtype == torch.bfloat16 else 2e-6
-        theirs_error = error(rows[matrix], theirs, matrix)
-        assert error(rows[matrix], ours, matrix) <= 1.05 * theirs_error + loose * norm
+        theirs_error = error(rows[matrix], reference, matrix)
+        assert (
+            error(rows[matrix], compiled, matrix) <= 1.05 * theirs_error + loose * norm
+        )
 
 
 def test_threads_do_not_change_the_result(random):
@@ -190,8 +198,10 @@ def test_threads_do_not_change_the_result(random):
     try:
         for count in (1, 2, 3, 3):
             torch.set_num_threads(count)
-            made = svd.truncated_svd(rows, starts, lengths, 24)
-            results.append((made.factors, svd.reconstruct(made, torch.arange(48))))
+            decomposed = svd.truncated_svd(rows, starts, lengths, 24)
+            results.append(
+                (decomposed.factors, svd.reconstruct(decomposed, torch.arange(48)))
+            )
     finally:
         torch.set_num_threads(threads)
     for factors, rebuilt in results[1:]:

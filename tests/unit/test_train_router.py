@@ -43,24 +43,24 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def texts(tmp_path):
     print("seed", SEED)
-    found = tmp_path / "texts"
-    found.mkdir()
+    corpus = tmp_path / "texts"
+    corpus.mkdir()
     for number in range(5):
         generator = torch.Generator().manual_seed(SEED + number)
         picks = torch.randint(len(WORDS), (700,), generator=generator).tolist()
-        (found / f"{number}.txt").write_text(" ".join(WORDS[i] for i in picks))
-    (found / "short.txt").write_text("Repeat the context")
-    (found / "other.json").write_text("{}")
-    return found
+        (corpus / f"{number}.txt").write_text(" ".join(WORDS[i] for i in picks))
+    (corpus / "short.txt").write_text("Repeat the context")
+    (corpus / "other.json").write_text("{}")
+    return corpus
 
 
 def run(folder, texts, out, *options, **settings):
-    asked = ["research", "train-router", str(folder)]
-    asked += ["--data", str(texts), "--out", str(out)]
-    asked += ["--steps", "8", "--lengths", "500,600", "--examples", "3"]
-    asked += ["--dtype", "float32", "--save-every", "3", *options]
+    arguments = ["research", "train-router", str(folder)]
+    arguments += ["--data", str(texts), "--out", str(out)]
+    arguments += ["--steps", "8", "--lengths", "500,600", "--examples", "3"]
+    arguments += ["--dtype", "float32", "--save-every", "3", *options]
     return CliRunner().invoke(
-        app, [*asked, "--settings", json.dumps(SETTINGS | settings)]
+        app, [*arguments, "--settings", json.dumps(SETTINGS | settings)]
     )
 
 
@@ -75,7 +75,7 @@ def test_the_command_writes_a_router_that_serves_its_model(folder, texts, tmp_pa
     assert json.loads((out / "report.json").read_text()) == facts.model_dump(
         mode="json"
     )
-    found = facts.report
+    corpus = facts.report
     for name in (
         "zoom_f1",
         "zoom_f1_in_room",
@@ -83,30 +83,32 @@ def test_the_command_writes_a_router_that_serves_its_model(folder, texts, tmp_pa
         "covered_in_room",
         "divergence",
     ):
-        row = getattr(found, name)
+        row = getattr(corpus, name)
         assert {"router", "mean_key"} <= row.keys()
         assert all(-1e-6 < value < math.inf for value in row.values()), row
-    assert len(found.zoom_rate) == 2
-    assert found.divergence["none"] > found.divergence["all"]
-    assert found.zoom_f1["router"] == pytest.approx(found.zoom_f1["router_tuned"], 0.01)
+    assert len(corpus.zoom_rate) == 2
+    assert corpus.divergence["none"] > corpus.divergence["all"]
+    assert corpus.zoom_f1["router"] == pytest.approx(
+        corpus.zoom_f1["router_tuned"], 0.01
+    )
     assert "held-out" in done.stdout
     options = {"name": "sekv", "router": str(out / "router.safetensors")}
     assert parse_policy(options).trained is not None
-    check_plot(out / "router.safetensors", found, tmp_path / "zoom.svg")
+    check_plot(out / "router.safetensors", corpus, tmp_path / "zoom.svg")
 
 
-def check_plot(router, found, picture):
+def check_plot(router, corpus, picture):
     pytest.importorskip("matplotlib")
-    asked = ["research", "plot", "zoom", str(router), "-o", str(picture)]
-    done = CliRunner().invoke(app, asked)
+    arguments = ["research", "plot", "zoom", str(router), "-o", str(picture)]
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     root = ET.parse(picture).getroot()
     texts = " | ".join("".join(e.itertext()) for e in root.iter() if "text" in e.tag)
-    for words in ("query head", "layer", f"{found.zoomed['router']:.0%} of all spans"):
+    for words in ("query head", "layer", f"{corpus.zoomed['router']:.0%} of all spans"):
         assert words in texts
     assert any("image" in e.tag for e in root.iter())
-    asked[3] = str(picture)
-    assert codes_in(refused(CliRunner().invoke(app, asked))) == ("KVP646",)
+    arguments[3] = str(picture)
+    assert codes_in(refused(CliRunner().invoke(app, arguments))) == ("KVP646",)
 
 
 def test_thresholds_may_stay_as_they_were_learned(folder, texts, tmp_path):
@@ -116,7 +118,7 @@ def test_thresholds_may_stay_as_they_were_learned(folder, texts, tmp_path):
         read_router(tmp_path / name / "router.safetensors") for name in "ab"
     )
     assert tuned.projection.equal(learned.projection)
-    # eight steps have hardly moved them
+    # eight steps hardly change them
     assert (learned.tau - 0.4).abs().max() < 0.1 < (tuned.tau - 0.4).abs().max()
     scores, learnt = facts.report.zoom_f1, others.report.zoom_f1
     assert learnt["router_tuned"] == pytest.approx(scores["router"], abs=0.01)
@@ -150,9 +152,9 @@ def test_going_on_after_an_interruption_changes_nothing(
 def test_a_checkpoint_of_other_settings_is_refused(folder, texts, tmp_path):
     out = tmp_path / "out"
     assert run(folder, texts, out).exit_code == 0
-    said = refused(run(folder, texts, out, rank_weight=0.5))
-    assert codes_in(said) == ("KVP644",)
-    assert "rank_weight 0.02, now 0.5" in said
+    message = refused(run(folder, texts, out, rank_weight=0.5))
+    assert codes_in(message) == ("KVP644",)
+    assert "rank_weight 0.02, now 0.5" in message
     (out / "checkpoint.safetensors").write_bytes(b"nothing")
     assert codes_in(refused(run(folder, texts, out))) == ("KVP644",)
 
@@ -163,8 +165,8 @@ def test_a_checkpoint_of_other_texts_or_another_model_is_refused(
     out = tmp_path / "out"
     assert run(folder, texts, out).exit_code == 0
     (texts / "0.txt").write_text((texts / "0.txt").read_text() + " the")
-    said = refused(run(folder, texts, out))
-    assert codes_in(said) == ("KVP644",)
+    message = refused(run(folder, texts, out))
+    assert codes_in(message) == ("KVP644",)
 
 
 def test_what_the_machine_cannot_do_is_said(folder, texts, tmp_path, monkeypatch):
@@ -172,9 +174,9 @@ def test_what_the_machine_cannot_do_is_said(folder, texts, tmp_path, monkeypatch
     assert codes_in(done.stderr) == ("KVP643",)
     assert "8192 tokens" in done.stderr
     done = run(folder, texts, tmp_path / "b", "--device", "cuda:7")
-    said = refused(done)
-    assert codes_in(said) == ("KVP603",)
-    assert "cuda:7" in said
+    message = refused(done)
+    assert codes_in(message) == ("KVP603",)
+    assert "cuda:7" in message
 
     def full(*args):
         raise OSError("no space left")
@@ -187,12 +189,12 @@ def test_what_the_machine_cannot_do_is_said(folder, texts, tmp_path, monkeypatch
 
 
 def test_every_part_learns(folder, texts, tmp_path):
-    seen = []
+    steps = []
 
     def listening(self, *args):
         before = {name: t.detach().clone() for name, t in self.router.tensors.items()}
         terms = advance(self, *args)
-        seen.append((terms, before))
+        steps.append((terms, before))
         return terms
 
     advance = loop.Training.advance
@@ -207,7 +209,7 @@ def test_every_part_learns(folder, texts, tmp_path):
             rank_weight=0.1,
         )
     assert done.exit_code == 0, done.output
-    (first, start), (last, end) = seen[0], seen[-1]
+    (first, start), (last, end) = steps[0], steps[-1]
     assert float(last.zoom) < 0.9 * float(first.zoom)
     assert float(last.rank) < float(first.rank)
     for name, tensor in start.items():
@@ -236,8 +238,8 @@ def test_mistakes_give_one_message(folder, texts, tmp_path, change, code, value)
 
 
 def test_a_missing_folder_of_texts_is_said(folder, tmp_path):
-    said = refused(run(folder, tmp_path / "none", tmp_path / "out"))
-    assert codes_in(said) == ("KVP601",)
+    message = refused(run(folder, tmp_path / "none", tmp_path / "out"))
+    assert codes_in(message) == ("KVP601",)
 
 
 def test_every_setting_is_in_the_docs():

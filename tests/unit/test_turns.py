@@ -145,8 +145,11 @@ def test_keeps_settings_of_other_policies_and_of_the_user():
     assert (
         turn_ends.resolve_turn_end_token(snapkv, parse_policy("snapkv"), load) == snapkv
     )
-    given = {"name": "flowkv", "turn_end_token": 7}
-    assert turn_ends.resolve_turn_end_token(given, parse_policy(given), load) == given
+    settings = {"name": "flowkv", "turn_end_token": 7}
+    assert (
+        turn_ends.resolve_turn_end_token(settings, parse_policy(settings), load)
+        == settings
+    )
 
 
 # -- renderings ----------------------------------------------------------------
@@ -196,7 +199,7 @@ def test_a_rendering_may_differ_from_the_prompt_in_its_last_two_tokens(beginning
 
 
 def renderer(write: Any, policy: Any, **settings: Any) -> Any:
-    """A renderer of vLLM whose template and tokenizer are ours."""
+    """A renderer of vLLM with our own template and tokenizer."""
     from vllm.renderers.base import BaseRenderer
 
     chat_turns.install()
@@ -238,14 +241,14 @@ def renderer(write: Any, policy: Any, **settings: Any) -> Any:
     return Renderer()
 
 
-def rendered(made: Any, messages: Any, asynchronous: bool) -> Any:
+def rendered(wrapped: Any, messages: Any, asynchronous: bool) -> Any:
     from vllm.renderers import ChatParams
 
     params = ChatParams(chat_template_kwargs={"add_generation_prompt": True})
     if asynchronous:
-        _, prompts = asyncio.run(made.render_chat_async([messages], params))
+        _, prompts = asyncio.run(wrapped.render_chat_async([messages], params))
     else:
-        _, prompts = made.render_chat([messages], params)
+        _, prompts = wrapped.render_chat([messages], params)
     return prompts[0]
 
 
@@ -267,32 +270,32 @@ def test_a_template_that_rewrites_history_gives_no_turn_end(asynchronous):
         # With five messages, the template leaves out the second one.
         return plain(message) if message.get("kept", True) else ""
 
-    made = renderer(changing, "flowkv")
+    wrapped = renderer(changing, "flowkv")
     messages = conversation("uauau")
-    whole = made.render_messages
+    whole = wrapped.render_messages
 
     def render(messages: Any, params: Any) -> Any:
         if len(messages) == 5:
             messages = [m | {"kept": i != 1} for i, m in enumerate(messages)]
         return whole(messages, params)
 
-    made.render_messages = render
-    parameters = rendered(made, messages, asynchronous)["kv_policy_parameters"]
+    wrapped.render_messages = render
+    parameters = rendered(wrapped, messages, asynchronous)["kv_policy_parameters"]
     assert parameters == {"turn_ends": []}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_beginning_that_cannot_be_rendered_does_not_fail_the_request(asynchronous):
-    made = renderer(plain, "flowkv")
-    whole = made.render_messages
+    wrapped = renderer(plain, "flowkv")
+    whole = wrapped.render_messages
 
     def render(messages: Any, params: Any) -> Any:
         if len(messages) == 2:
             raise ValueError("the last role must be a user's")
         return whole(messages, params)
 
-    made.render_messages = render
-    prompt = rendered(made, conversation("uauau"), asynchronous)
+    wrapped.render_messages = render
+    prompt = rendered(wrapped, conversation("uauau"), asynchronous)
     assert len(prompt["kv_policy_parameters"]["turn_ends"]) == 1
 
 
@@ -305,11 +308,11 @@ def test_a_beginning_that_cannot_be_rendered_does_not_fail_the_request(asynchron
     ],
 )
 def test_messages_are_rendered_once_if_turns_are_known(write, policy, settings):
-    made = renderer(write, policy, **settings)
+    wrapped = renderer(write, policy, **settings)
     calls = []
-    whole = made.render_messages
-    made.render_messages = lambda *a: calls.append(a) or whole(*a)
-    assert "kv_policy_parameters" not in rendered(made, conversation("uau"), False)
+    whole = wrapped.render_messages
+    wrapped.render_messages = lambda *a: calls.append(a) or whole(*a)
+    assert "kv_policy_parameters" not in rendered(wrapped, conversation("uau"), False)
     assert len(calls) == 1
 
 
@@ -328,8 +331,12 @@ def test_adds_turn_ends_to_requests_that_have_none():
     own = SamplingParams(extra_args={"turn_ends": [2]})
     chat_turns.add_parameters(flow, prompt, own)
     assert own.extra_args == {"turn_ends": [2]}
-    for policy, given in ((flow, {}), (flow, "text"), (parse_policy("knorm"), prompt)):
+    for policy, settings in (
+        (flow, {}),
+        (flow, "text"),
+        (parse_policy("knorm"), prompt),
+    ):
         bare = SamplingParams()
-        chat_turns.add_parameters(policy, given, bare)
+        chat_turns.add_parameters(policy, settings, bare)
         assert bare.extra_args is None
     chat_turns.add_parameters(flow, prompt, None)

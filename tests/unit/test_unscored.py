@@ -26,11 +26,11 @@ def test_what_has_no_score_is_worth_the_least(caplog):
     scores = torch.arange(24.0).view(LAYERS, KV_HEADS, 4)
     scores[1, 0, 2] = scores[2, 1] = torch.nan
     expected = scores.nan_to_num(-torch.inf)
-    found = settle(unscored, scores, "snapkv", "chat-3")
-    assert found.equal(expected)
-    (said,) = caplog.messages
-    assert "request chat-3: snapkv" in said
-    assert "in 2 layers, first in layer 1" in said
+    settled = settle(unscored, scores, "snapkv", "chat-3")
+    assert settled.equal(expected)
+    (message,) = caplog.messages
+    assert "request chat-3: snapkv" in message
+    assert "in 2 layers, first in layer 1" in message
     assert unscored.compactions == 1
 
 
@@ -38,10 +38,10 @@ def test_not_everything_can_demand_to_stay():
     unscored = InvalidScores()
     scores = torch.zeros(1, 3, 8)
     scores[0, 0, :5] = scores[0, 1, :4] = torch.inf
-    before, most = scores.clone(), torch.finfo(torch.float32).max
-    found = settle(unscored, scores)
-    assert found[0, 0].tolist() == [most] * 5 + [0.0] * 3
-    assert found[0, 1:].equal(before[0, 1:])
+    before, maximum = scores.clone(), torch.finfo(torch.float32).max
+    settled = settle(unscored, scores)
+    assert settled[0, 0].tolist() == [maximum] * 5 + [0.0] * 3
+    assert settled[0, 1:].equal(before[0, 1:])
     assert unscored.compactions == 1
 
 
@@ -55,9 +55,9 @@ def test_every_allocator_takes_what_comes_of_it(tmp_path, name, score):
     )
     for broken in (scores.clone(), torch.full_like(scores, score)):
         broken[1, 0] = score
-        found = settle(InvalidScores(), broken, room=3 * BLOCK)
+        settled = settle(InvalidScores(), broken, room=3 * BLOCK)
         available = torch.full((LAYERS, KV_HEADS), 7)
-        pages = allocator.allocate(found, 3, BLOCK, available)
+        pages = allocator.allocate(settled, 3, BLOCK, available)
         assert int(pages.sum()) == 3 * LAYERS * KV_HEADS
         assert bool((pages <= available).all())
 

@@ -28,10 +28,10 @@ def queries_of(name: int, start: int, stop: int, layer: int) -> torch.Tensor:
 @settings(deadline=None)
 @given(
     steps=st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1),
-    wanted=st.integers(1, 7),
+    window=st.integers(1, 7),
     behind=st.integers(0, 12),
 )
-def test_what_the_scheduler_counts_on_is_there(steps, wanted, behind):
+def test_windows_hold_the_queries_that_the_scheduler_expects(steps, window, behind):
     """Three requests that join and leave steps with chunks of any size."""
     tracked, computed = [RequestState() for _ in range(3)], [0] * 3
     for chunks in steps:
@@ -42,7 +42,7 @@ def test_what_the_scheduler_counts_on_is_there(steps, wanted, behind):
                 rows.append(Row(str(name), 99, computed[name], new, first))
                 computed[name] += new
                 tracked[name].keep_queries(
-                    rows[-1], first_kept(computed[name], wanted), step
+                    rows[-1], first_kept(computed[name], window), step
                 )
         for layer in range(LAYERS if rows else 0):
             parts = [
@@ -51,18 +51,20 @@ def test_what_the_scheduler_counts_on_is_there(steps, wanted, behind):
             ]
             buffer = torch.cat(parts)
             step.put(layer, buffer)
-            buffer.fill_(torch.nan)  # whoever computed them goes on using the memory
+            buffer.fill_(torch.nan)  # the model reuses the memory
     for name, at in enumerate(computed):
         tokens = max(at - behind, 0)
-        first = first_saved(tokens, at, wanted, 0, 0)
-        # as many as are wanted, unless more was in flight than any engine has
-        assert first == max(min(at - wanted - SPARE_TOKENS, tokens), 0)
+        first = first_saved(tokens, at, window, 0, 0)
+        # the whole window, unless more tokens were in flight than in any engine
+        assert first == max(min(at - window - SPARE_TOKENS, tokens), 0)
         if first < tokens:
-            found = tracked[name].window.take(first, tokens)
+            queries = tracked[name].window.take(first, tokens)
             for layer in range(LAYERS):
-                assert torch.equal(found[layer], queries_of(name, first, tokens, layer))
+                assert torch.equal(
+                    queries[layer], queries_of(name, first, tokens, layer)
+                )
             kept = sum(count for _, _, count in tracked[name].window.parts)
-            assert kept < wanted + SPARE_TOKENS + 9, "old steps are held"
+            assert kept < window + SPARE_TOKENS + 9, "old steps are held"
 
 
 def test_nobody_counts_on_queries_that_were_never_computed():
@@ -87,7 +89,7 @@ def test_a_restored_window_ends_where_the_request_goes_on():
 
 
 def test_a_gap_starts_a_new_window():
-    """A request that is computed anew is not continued where it had been."""
+    """A recomputed request does not continue its old window."""
     tracked = RequestState()
     for start, stop in ((0, 9), (4, 6)):
         step = StepQueries(LAYERS)

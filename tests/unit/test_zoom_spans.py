@@ -23,7 +23,8 @@ def vars_of(entries: ops.ZoomEntries) -> tuple[torch.Tensor, ...]:
 
 
 class Requests:
-    """Requests whose entries lie back to front, with others' between them.
+    """Requests with entries in reverse order and other requests' entries between
+    them.
 
     Attributes:
         factors: of tokens that all differ.
@@ -40,8 +41,8 @@ class Requests:
         print("seed", SEED)
         self.rng = torch.Generator().manual_seed(SEED)
         self.spans, self.rooms = spans, rooms
-        drawn = (shortest, longest + 1)
-        self.sizes = [torch.randint(*drawn, (n,), generator=self.rng) for n in spans]
+        lengths = (shortest, longest + 1)
+        self.sizes = [torch.randint(*lengths, (n,), generator=self.rng) for n in spans]
         table, end = [], 3
         for n, room in zip(reversed(spans), reversed(rooms), strict=True):
             table.insert(0, [end, n, room])
@@ -55,7 +56,7 @@ class Requests:
         )
         self.factors = [self._factors(sizes, dtype) for sizes in self.sizes]
         self._rows: dict[tuple[int, int], torch.Tensor] = {}
-        # what is nobody's is not touched
+        # unowned entries do not change
         self.entries = ops.ZoomEntries(
             torch.full((end, DIM), torch.nan, dtype=dtype),
             torch.full((end, DIM), torch.nan, dtype=dtype),
@@ -81,7 +82,7 @@ class Requests:
         return [p[run].view(HEADS, count + room, *p.shape[1:]) for p in parts]
 
     def draw(self) -> torch.Tensor:
-        """Gates; some equal, some not at all."""
+        """Random gates, with ties and zeros."""
         total = HEADS * sum(self.spans)
         gates = torch.randint(0, 40, (total,), generator=self.rng) / 8.0
         return gates.masked_fill(gates < 0.5, -torch.inf)
@@ -90,29 +91,31 @@ class Requests:
         return ops.zoom_spans(self.entries, self.regions, gates, self.factors)
 
     def step(self, gates: torch.Tensor) -> int:
-        """Zoom, and compare with the oracle; how many tokens were made."""
-        wanted = [[v.clone() for v in self.views(i)] for i in range(len(self.spans))]
-        own, total, shown = gates.split([HEADS * n for n in self.spans]), 0, 0
-        for i, (bias, owner, keys, values) in enumerate(wanted):
+        """Zoom, and compare with the oracle; returns the number of reconstructed
+        tokens.
+        """
+        expected = [[v.clone() for v in self.views(i)] for i in range(len(self.spans))]
+        own, total, zoomed = gates.split([HEADS * n for n in self.spans]), 0, 0
+        for i, (bias, owner, keys, values) in enumerate(expected):
             for head in range(HEADS):
-                bias[head], owner[head], made = page_ops.zoom_head(
+                bias[head], owner[head], steps = page_ops.zoom_head(
                     bias[head],
                     owner[head],
                     own[i].view(HEADS, -1)[head],
                     self.sizes[i],
                     self.rooms[i],
                 )
-                total += len(made)
-                shown += int((owner[head] >= 0).sum())
-                for entry, (span, token) in made.items():
+                total += len(steps)
+                zoomed += int((owner[head] >= 0).sum())
+                for entry, (span, token) in steps.items():
                     at = head * self.spans[i] + span
                     for rows, matrix in ((keys, at), (values, at + len(own[i]))):
                         rows[head, entry] = self._token(i, matrix, token)
         nobodys = self._nobodys()
-        assert self.zoom(gates) == (total, shown)
-        for i, parts in enumerate(wanted):
-            for found, right in zip(self.views(i), parts, strict=True):
-                assert found.equal(right)
+        assert self.zoom(gates) == (total, zoomed)
+        for i, parts in enumerate(expected):
+            for fetched, right in zip(self.views(i), parts, strict=True):
+                assert fetched.equal(right)
         assert self._nobodys().equal(nobodys)
         return total
 
@@ -123,7 +126,7 @@ class Requests:
         return self._rows[i, matrix][token]
 
     def _nobodys(self) -> torch.Tensor:
-        """What lies between the regions, as bytes."""
+        """The bytes between the regions."""
         free = torch.ones(len(self.entries.bias), dtype=torch.bool)
         for first, count, room in self.regions.table.tolist():
             free[first : first + HEADS * (count + room)] = False
@@ -134,8 +137,8 @@ class Requests:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_step_is_what_the_oracle_says(backend, dtype):
     requests = Requests([7, 30, 0, 1, 12], [20, 55, 4, 9, 0], dtype)
-    made = [requests.step(requests.draw()) for _ in range(12)]
-    assert min(made) > 20, "hardly anything changes"
+    steps = [requests.step(requests.draw()) for _ in range(12)]
+    assert min(steps) > 20, "hardly anything changes"
     assert requests.step(torch.full((HEADS * 50,), -torch.inf)) == 0
     for i in range(5):
         bias, owner, *_ = requests.views(i)
@@ -144,7 +147,7 @@ def test_every_step_is_what_the_oracle_says(backend, dtype):
 
 
 class Elsewhere(Requests):
-    """Keys and values are where another bias is needed, and factors go there."""
+    """Attention reads a second copy of the bias, and the factors lie elsewhere."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -153,18 +156,18 @@ class Elsewhere(Requests):
 
     def zoom(self, gates: torch.Tensor) -> tuple[int, int]:
         places = self.regions.places
-        found = fetch_spans(
+        fetched = fetch_spans(
             self.entries, self.regions, places, places, gates, self.factors
         )
         assert self.entries.attended_bias.equal(self.entries.bias)
-        return found
+        return fetched
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_spans_made_elsewhere_are_those_made_here(backend, dtype):
     requests = Elsewhere([7, 30, 0, 1, 12], [20, 55, 4, 9, 0], dtype)
-    made = [requests.step(requests.draw()) for _ in range(12)]
-    assert min(made) > 20, "hardly anything changes"
+    steps = [requests.step(requests.draw()) for _ in range(12)]
+    assert min(steps) > 20, "hardly anything changes"
     assert requests.step(torch.full((HEADS * 50,), -torch.inf)) == 0
 
 
@@ -177,7 +180,7 @@ def test_a_request_without_factors_is_no_matter_to_others(backend):
     own, requests.factors[0] = requests.factors[0], nothing
     assert requests.zoom(gates)[0] > 0
     requests.factors[0] = own
-    assert requests.step(gates) == 0, "made again"
+    assert requests.step(gates) == 0, "reconstructed again"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -215,7 +218,7 @@ def test_many_spans_of_which_some_change(backend, spans):
     again = requests.step(gates)
     assert spans < first
     assert 0 < again < first
-    assert requests.step(gates) == 0, "made again"
+    assert requests.step(gates) == 0, "reconstructed again"
 
 
 def test_ties_go_to_the_lower_number_and_room_is_used(backend):
@@ -262,21 +265,21 @@ def test_no_factors_are_needed_where_nothing_is_new(backend):
 
 
 def test_threads_do_not_change_the_result(compiled):
-    before, made = torch.get_num_threads(), []
+    before, steps = torch.get_num_threads(), []
     try:
         for count in (1, 2, 4):
             torch.set_num_threads(count)
             requests = Requests([4000] * 3, [9000] * 3)
-            shown = [requests.zoom(requests.draw()) for _ in range(3)]
+            zoomed = [requests.zoom(requests.draw()) for _ in range(3)]
             parts = [p.flatten().view(torch.uint8) for p in vars_of(requests.entries)]
-            made.append(
-                (shown, torch.cat([p.flatten().view(torch.uint8) for p in parts]))
+            steps.append(
+                (zoomed, torch.cat([p.flatten().view(torch.uint8) for p in parts]))
             )
     finally:
         torch.set_num_threads(before)
-    for shown, entries in made[1:]:
-        assert shown == made[0][0]
-        assert entries.equal(made[0][1])
+    for zoomed, entries in steps[1:]:
+        assert zoomed == steps[0][0]
+        assert entries.equal(steps[0][1])
 
 
 def bad_calls() -> dict[str, tuple[dict[str, torch.Tensor], str]]:
@@ -341,7 +344,7 @@ def test_unsound_factors_change_nothing(backend):
         broken = dataclasses.replace(good, factors=good.factors[:-1])
         wrong.append(([requests.factors[0], broken], "matrix 17 is not a record"))
     gates = torch.full((21,), -torch.inf)
-    # other spans of both, so that all are new
+    # other spans of both requests, so that all tokens are new
     means = [requests.views(i)[0][:, :n].flatten() for i, n in ((0, 4), (1, 3))]
     bias = torch.cat(means)
     gates[bias > -torch.inf] = 1.0
@@ -350,12 +353,15 @@ def test_unsound_factors_change_nothing(backend):
     for factors, message in wrong:
         with pytest.raises(ValueError, match=message):
             ops.zoom_spans(requests.entries, requests.regions, gates, factors)
-        for now, then in zip(vars_of(requests.entries), before, strict=True):
-            assert now.view(torch.uint8).equal(then.view(torch.uint8))
+        for current, then in zip(vars_of(requests.entries), before, strict=True):
+            assert current.view(torch.uint8).equal(then.view(torch.uint8))
 
 
 def test_entries_that_contradict_themselves_are_refused(backend):
-    """A span that owns tokens though its mean is on: there is no room for more."""
+    """A span that owns tokens although its mean is enabled:
+
+    there is no room for more.
+    """
     requests = Requests([2], [9], longest=5)
     bias, owner, *_ = requests.views(0)
     owner[1, 2:] = 0
@@ -371,11 +377,12 @@ def test_the_best_spans_that_fit_together():
     sizes = torch.tensor([2, 3, 4, 1])
 
     def chosen(room: int) -> list[list[int]]:
-        found = ops.within_room(gates, sizes, room)
-        return [row.nonzero().squeeze(1).tolist() for row in found]
+        fetched = ops.within_room(gates, sizes, room)
+        return [row.nonzero().squeeze(1).tolist() for row in fetched]
 
-    # none behind the first that does not fit beside the others, and of equals the
-    # lower number; what would not fit alone is passed over
+    # a span that does not fit next to the others ends the list; of equal gates, the
+    # lower
+    # number wins; spans that would never fit are skipped
     assert chosen(0) == [[], []]
     assert chosen(2) == [[3], [0]]
     assert chosen(3) == [[1], [0]]

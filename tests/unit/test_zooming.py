@@ -20,7 +20,7 @@ from vllm_kvplugins.policies.sekv import SeKV
 from vllm_kvplugins.spans.coarse import CoarseSpans
 
 SEED = 20261122
-# factors of full rank, so that zoomed tokens are what they were
+# full-rank factors, so that zoomed tokens are exact
 POLICY: dict[str, Any] = {
     "name": "sekv",
     "budget": 80,
@@ -36,8 +36,8 @@ def test_queries_see_means_and_zoomed_tokens_in_one_softmax():
     engine = ZoomingEngine(POLICY)
     run(engine, {"a": 150, "b": 97, "short": 30}, 12, 9, SEED)
     assert len(engine.seen) == 22, "the first tokens come from the prefill"
-    shown = torch.cat([marks.flatten() for marks in engine.seen.values()])
-    assert 0.1 < shown.float().mean() < 0.9
+    zoomed = torch.cat([marks.flatten() for marks in engine.seen.values()])
+    assert 0.1 < zoomed.float().mean() < 0.9
     changes = [
         int((engine.seen["a", p] != engine.seen["a", p - 1]).sum())
         for p in range(151, 161)
@@ -53,7 +53,7 @@ def test_without_a_zoom_all_spans_are_means():
 
 
 class SeesEverything(SeKV):
-    """Has room for all that is not resident."""
+    """Room for all tokens that are not resident."""
 
     def zoom_tokens(self, prompt_tokens: int, geometry: Geometry) -> int:
         return prompt_tokens
@@ -68,7 +68,7 @@ def test_a_zoom_on_everything_is_full_attention(monkeypatch):
 
 
 def test_preempted_requests_zoom_as_before():
-    """What it had generated comes back in one chunk, each token with its own zoom."""
+    """Earlier output returns in one chunk, and each token has its own zoom."""
 
     def zoomed(preempt: bool) -> dict[tuple[str, int], torch.Tensor]:
         engine = ZoomingEngine(POLICY)
@@ -111,7 +111,7 @@ def test_entries_move_and_are_given_back_while_requests_come_and_go():
 
 
 def test_a_request_that_starts_over_unannounced_is_forgotten_in_time():
-    """Its row of the step has no spans any more."""
+    """The request's row of the step has no spans any more."""
     engine = ZoomingEngine(POLICY)
     engine.add("a", 150, 12)
     engine.add("b", 97, 12)
@@ -146,7 +146,7 @@ def test_requests_that_go_while_their_prompt_is_read_leave_nothing():
 
 
 def test_who_goes_before_a_step_is_settled_is_not_divided(monkeypatch):
-    """Compactions may wait for the next step; by then a request may have gone."""
+    """Compactions may wait for the next step; the request may have ended by then."""
     engine = ZoomingEngine(POLICY)
     runtime = engine.runtime
     assert runtime.policy.spans is not None
@@ -181,29 +181,29 @@ def test_lower_ranks_see_less():
 
 
 def test_components_that_count_little_are_dropped(monkeypatch):
-    """Gates that are 1 up to some rank, and little behind it, are that rank."""
-    asked: list[tuple[int, tuple[int, ...]]] = []
+    """Gates that are 1 up to some rank and small beyond it select that rank."""
+    calls: list[tuple[int, tuple[int, ...]]] = []
 
     def gates(self: SeKV, layer: int, factors: LowRank, spans: CoarseSpans) -> Any:
-        asked.append((layer, tuple(spans.keys.shape)))
+        calls.append((layer, tuple(spans.keys.shape)))
         own = [(torch.arange(r) < 4) * 0.99 + 0.01 for r in factors.ranks.tolist()]
         return torch.cat(own)
 
     def first_answer(**policy: Any) -> list[torch.Tensor]:
-        """What one query sees in each layer."""
-        seen: list[torch.Tensor] = []
+        """The tokens that one query sees in each layer."""
+        marks: list[torch.Tensor] = []
         engine = ZoomingEngine(POLICY | policy)
         monkeypatch.setattr(
-            ZoomingEngine, "_check_row", lambda self, row, layer, out: seen.append(out)
+            ZoomingEngine, "_check_row", lambda self, row, layer, out: marks.append(out)
         )
         run(engine, {"a": 150}, 2, 150, SEED)
-        return seen
+        return marks
 
     lower, full = first_answer(rank=4), first_answer()
     monkeypatch.setattr(SeKV, "component_gates", gates)
     gated = first_answer()
-    assert [layer for layer, _ in asked] == list(range(LAYERS))
-    assert {shape[0::2] for _, shape in asked} == {(KV_HEADS, HEAD_DIM)}
+    assert [layer for layer, _ in calls] == list(range(LAYERS))
+    assert {shape[0::2] for _, shape in calls} == {(KV_HEADS, HEAD_DIM)}
     for a, b, c in zip(gated, lower, full, strict=True):
         torch.testing.assert_close(a, b)
         assert (a - c).abs().max() > 1e-3
@@ -225,12 +225,12 @@ def test_all_on_the_device_is_within_the_budget(share):
         assert resident + zoom + spans == budget, "room is wasted"
         assert int(0.4 * budget) <= zoom < int(0.4 * budget) + size
         surprisal = torch.rand(prompt, generator=torch.Generator().manual_seed(SEED))
-        found = policy.segment(surprisal, resident, geometry)
-        assert int(found.resident.sum()) == resident
-        assert 0.9 * spans < found.num_spans <= spans
-        assert int(found.sizes.max()) <= zoom, "a span is never zoomed"
-        assert bool(found.resident[: policy.sinks].all())
-        assert bool(found.resident[-min(512, int(0.1 * budget)) :].all())
+        segmented = policy.segment(surprisal, resident, geometry)
+        assert int(segmented.resident.sum()) == resident
+        assert 0.9 * spans < segmented.num_spans <= spans
+        assert int(segmented.sizes.max()) <= zoom, "a span is never zoomed"
+        assert bool(segmented.resident[: policy.sinks].all())
+        assert bool(segmented.resident[-min(512, int(0.1 * budget)) :].all())
 
 
 def resident_tokens(policy: SeKV, prompt: int, geometry: Geometry) -> int:
@@ -265,7 +265,7 @@ def test_tiny_budgets_work(budget):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"zoom_share": 0.7, "window_share": 0.3}, "leave nothing of the budget"),
         ({"sessions": True}, "KVP034"),
@@ -273,8 +273,8 @@ def test_tiny_budgets_work(budget):
         ({"rank": 0}, "rank"),
     ],
 )
-def test_what_cannot_be_is_refused(wrong, said):
-    with pytest.raises(KVPolicyError, match=said):
+def test_what_cannot_be_is_refused(wrong, message):
+    with pytest.raises(KVPolicyError, match=message):
         parse_policy({"name": "sekv"} | wrong)
 
 
@@ -284,7 +284,8 @@ def test_spans_that_cannot_be_decomposed_are_not_zoomed(monkeypatch, caplog):
 
     def failing(*args: Any) -> Any:
         calls.append(args)
-        if len(calls) == LAYERS:  # the last layer of the first one whose prompt is in
+        # The last layer of the first request whose prompt is complete
+        if len(calls) == LAYERS:
             raise RuntimeError("no factors")
         return decompose(*args)
 
@@ -304,8 +305,8 @@ def test_spans_that_cannot_be_decomposed_are_not_zoomed(monkeypatch, caplog):
 
     monkeypatch.setattr(ZoomingEngine, "_check_row", all_but_that)
     run(engine, {"a": 150, "b": 97}, 4, 30, SEED)
-    taken = engine.spans.take_traffic()
-    assert taken.failed == 1
-    assert taken.selected > taken.fetched > 0
+    traffic = engine.spans.take_traffic()
+    assert traffic.failed == 1
+    assert traffic.selected > traffic.fetched > 0
     assert "could not be decomposed" in caplog.text
     assert engine.spans.take_traffic().selected == 0

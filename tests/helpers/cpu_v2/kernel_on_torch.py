@@ -18,7 +18,7 @@ import torch
 
 
 def replace_kernels(paged_attention: Any) -> None:
-    """Let a module launch its kernels here."""
+    """Make a module launch its kernels on torch."""
     for name in ("attend", "merge"):
         kernel = getattr(paged_attention, name)
         setattr(paged_attention, name, Launcher(on_torch(kernel.fn)))
@@ -26,7 +26,7 @@ def replace_kernels(paged_attention: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """Elements from a tensor's first one on, as far as its memory goes."""
+    """A pointer: elements from a tensor's first one to the end of its storage."""
 
     memory: torch.Tensor
     offset: Any = 0
@@ -54,9 +54,9 @@ class Launcher:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *given: Any, **named: Any) -> None:
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
         named.pop("num_warps", None)
-        positional = [_argument(value) for value in given]
+        positional = [_argument(value) for value in arguments]
         constants = {name: _argument(value) for name, value in named.items()}
         for place in itertools.product(*map(range, grid)):
             Language.place = tuple(torch.tensor(index) for index in place)
@@ -66,7 +66,7 @@ class Launcher:
 def _argument(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return Pointer.to(value)
-    name = getattr(value, "name", None)  # of a type of Triton's
+    name = getattr(value, "name", None)  # one of Triton's own types
     return _TYPES.get(name, value)
 
 
@@ -75,15 +75,15 @@ _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @functools.cache
 def on_torch(function: FunctionType) -> FunctionType:
-    """The function with ``Language`` for ``tl``, and so what it calls."""
+    """A copy of the function, and of its callees, that uses ``Language`` as ``tl``."""
     names = dict(function.__globals__)
     names |= {"tl": Language, "_INTERPRETED": True}
-    made = FunctionType(function.__code__, names, function.__name__)
+    rebound = FunctionType(function.__code__, names, function.__name__)
     for name in function.__code__.co_names:
         called = getattr(names.get(name), "fn", None)
         if isinstance(called, FunctionType):
             names[name] = on_torch(called)
-    return made
+    return rebound
 
 
 def _tensors(*values: Any) -> list[torch.Tensor]:
@@ -91,7 +91,7 @@ def _tensors(*values: Any) -> list[torch.Tensor]:
 
 
 class Language:
-    """What ``triton.language`` is to the kernels."""
+    """The operations of ``triton.language`` that the kernels use."""
 
     place: tuple[torch.Tensor, ...] = ()
 
@@ -108,8 +108,8 @@ class Language:
         at = torch.as_tensor(pointer.offset)
         if mask is None:
             return pointer.memory.take(_checked(pointer, at))
-        found = pointer.memory.take(_checked(pointer, at.where(mask, 0)))
-        return found.where(mask, torch.tensor(other, dtype=found.dtype))
+        loaded = pointer.memory.take(_checked(pointer, at.where(mask, 0)))
+        return loaded.where(mask, torch.tensor(other, dtype=loaded.dtype))
 
     @staticmethod
     def store(pointer: Pointer, value: torch.Tensor, mask: Any = None) -> None:
@@ -154,6 +154,6 @@ class Language:
 
 
 def _checked(pointer: Pointer, at: torch.Tensor) -> torch.Tensor:
-    """Torch refuses what lies behind the memory, and takes from its end for less."""
+    """Check the index: torch accepts negative indices."""
     assert not at.numel() or int(at.min()) >= 0, "an element before the tensor"
     return at.long()

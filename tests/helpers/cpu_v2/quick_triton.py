@@ -14,7 +14,7 @@ LARGE = 1024  # rows and slots of a tile
 
 
 def look_up_once(interpreter: Any) -> None:
-    """What does not change is looked up once, and replaced once per launch.
+    """Look up builtins once, and replace them once per launch.
 
     Each call of a device function goes through all members of ``triton.language`` to
     replace its builtins, and each operation makes a dictionary of all types.
@@ -30,8 +30,8 @@ def _builtins_by_name(interpreter: Any) -> Any:
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         is_builtin = interpreter.tl.core.is_builtin
         if package not in names:  # none of its builtins is replaced yet
-            found = inspect.getmembers(package, is_builtin)
-            names[package] = [name for name, _ in found]
+            builtins_ = inspect.getmembers(package, is_builtin)
+            names[package] = [name for name, _ in builtins_]
         for name in names[package]:
             if is_builtin(member := getattr(package, name)):
                 interpreter._patch_attr(package, name, member, builder, scope)
@@ -80,7 +80,7 @@ def _numpy_types(interpreter: Any) -> Any:
 
 
 def use_large_tiles(paged_attention: Any) -> None:
-    """Attention in few large tiles instead of those that a GPU can hold."""
+    """Compute attention in a few large tiles instead of GPU-sized ones."""
     rows = paged_attention._tile_rows
 
     def tile_rows(group: int, max_per_row: int) -> int:

@@ -8,12 +8,12 @@ from typing import Any
 
 from harness import engine_environment, run_scenario
 
-# Of tests that do not choose a runner themselves.
+# For tests that do not choose a runner themselves.
 CHOSEN = os.environ.get("KVP_TEST_RUNNER", "V1")
 FULL = {"name": "full"}
 SNAPKV = {"name": "snapkv", "budget": 128, "window": 16}
 KVZIP = {"name": "kvzip", "budget": 128, "chunk": 200}
-# The last one runs tokens of its own through the model.
+# The last policy runs its own tokens through the model.
 POLICIES = [None, FULL, SNAPKV, KVZIP]
 NAMES = [policy["name"] for policy in POLICIES if policy is not None]
 
@@ -33,7 +33,7 @@ def environment(
     interpreted = runner == "V2"
     return {
         "PYTHONPATH": path,
-        # nothing else runs our Triton kernel
+        # nothing else runs our Triton kernel on a CPU
         "KVP_TEST_KERNEL": os.environ.get("KVP_TEST_KERNEL") if interpreted else None,
         # unset, vLLM chooses runner V1 on a CPU
         "VLLM_USE_V2_MODEL_RUNNER": "1" if interpreted else None,
@@ -49,7 +49,7 @@ def run(
     more: tuple[str, ...] = (),
     vllm_folder: Path | None = None,
 ) -> dict[str, Any]:
-    """``generate`` under each of ``POLICIES``, and more."""
+    """Results of ``generate`` under each of ``POLICIES``, and of more scenarios."""
     return run_scenario(
         "scenarios_runners:several",
         {"model": model, "policies": POLICIES, "more": list(more)},
@@ -57,17 +57,19 @@ def run(
     )
 
 
-def check_generated(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Tokens as on another runner; full as stock; blocks freed as planned."""
-    stock, full, snapkv, kvzip = found["generate"]
+def check_generated(results: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Check tokens against another runner, full against stock, and freed blocks against
+    the plan.
+    """
+    stock, full, snapkv, kvzip = results["generate"]
     reference = expected["generate"]
     assert stock["tokens"] == reference[0]["tokens"]
     assert full["tokens"] == stock["tokens"]
     assert snapkv["tokens"] == reference[2]["tokens"]
     assert kvzip["tokens"] == reference[3]["tokens"]
     assert full["freed"] == full["compactions"] == 0
-    # 128 tokens of 32 stay. long: 10 blocks, zone 4, frees 6. odd: 14 full
-    # blocks and 3 tokens, so 4 more blocks stay, frees 10. short: nothing.
+    # 128 tokens of 32 stay. long: 10 blocks, zone 4, frees 6. odd: 14 full blocks and
+    # 3 tokens, so 4 more blocks stay, frees 10. short: frees nothing.
     assert snapkv["freed"] == kvzip["freed"] == 6 + 10
     assert snapkv["compactions"] == kvzip["compactions"] == 2
     assert full["left"] == snapkv["left"] == kvzip["left"] == 0

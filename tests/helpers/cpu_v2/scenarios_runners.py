@@ -43,7 +43,9 @@ def _facts(driver: Driver) -> dict[str, Any]:
 
 
 def _settle(driver: Driver) -> int:
-    """Let the worker hear that the last requests are gone; blocks still held."""
+    """Run a step so that the worker learns of the ended requests; returns the blocks
+    still held.
+    """
     for _ in range(4):
         driver.step()
     assert driver.check_policy_state() == 0, "state of finished requests"
@@ -52,7 +54,7 @@ def _settle(driver: Driver) -> int:
 
 
 def generate(model: str, policies: list[dict[str, Any] | None]) -> list[Any]:
-    """All prompts at once under each policy, in engines one after the other."""
+    """All prompts at once under each policy, one engine after the other."""
     results = []
     for policy in policies:
         driver = _driver(model, policy)
@@ -67,14 +69,14 @@ def generate(model: str, policies: list[dict[str, Any] | None]) -> list[Any]:
 
 
 def _watch_frees(driver: Driver) -> list[int]:
-    """Collects, at each freeing, how many prompt tokens were still in flight."""
+    """Records, whenever blocks are freed, the prompt tokens still in flight."""
     early: list[int] = []
     manager, requests = driver.manager, driver.scheduler.requests
     remove = manager._remove_blocks_in_range
 
     def watched(request_id: str, *args: Any, **kwargs: Any) -> Any:
         request = requests[request_id]
-        # Tokens of steps that have come back; placeholders are still in flight.
+        # Tokens of finished steps; placeholders are still in flight.
         back = request.num_computed_tokens - request.num_output_placeholders
         early.append(max(request.num_prompt_tokens - back, 0))
         return remove(request_id, *args, **kwargs)
@@ -84,9 +86,10 @@ def _watch_frees(driver: Driver) -> list[int]:
 
 
 def dummy_batches(model: str) -> dict[str, Any]:
-    """Dummy batches between the steps of compacted requests, and without."""
-    # V2 gives out request indices from the top; 0, which a dummy batch uses, is
-    # taken only when all seats are.
+    """Tokens with and without dummy batches between the steps of compacted requests."""
+    # V2 assigns request indices from the top; it uses index 0, like a dummy batch, only
+    # when
+    # all others are taken.
     driver = _driver(model, BUDGET, max_num_seqs=len(LENGTHS))
     plain = driver.generate(prompts(), MAX_TOKENS)
     for name, prompt in prompts().items():
@@ -107,7 +110,7 @@ def crowd(model: str) -> dict[str, Any]:
     """Four requests alone, then together in a pool too small for them, with an
     abort on the way."""
     names = [f"r{i}" for i in range(CROWD)]
-    asked = {
+    arguments = {
         name: random_tokens(100 + i, CROWD_PROMPT, VOCABULARY)
         for i, name in enumerate(names)
     }
@@ -117,13 +120,13 @@ def crowd(model: str) -> dict[str, Any]:
     early = _watch_frees(driver)
     alone: dict[str, list[int]] = {}
     for name in names:
-        alone |= driver.generate({name: asked[name]}, CROWD_TOKENS)
+        alone |= driver.generate({name: arguments[name]}, CROWD_TOKENS)
     facts = _facts(driver)
     assert driver.preemptions == 0, "one request fits"
 
     victim = names[1]
     for name in names:
-        driver.add(name, asked[name], CROWD_TOKENS)
+        driver.add(name, arguments[name], CROWD_TOKENS)
     driver.step_until(lambda: len(driver.tokens[victim]) >= 5)
     driver.abort([victim])
     driver.run()
@@ -140,14 +143,14 @@ def crowd(model: str) -> dict[str, Any]:
 
 def several(model: str, policies: list[Any], more: list[str]) -> dict[str, Any]:
     """``generate`` and other scenarios, one engine after the other."""
-    found: dict[str, Any] = {"generate": generate(model, policies)}
+    report: dict[str, Any] = {"generate": generate(model, policies)}
     for name in more:
-        found[name] = globals()[name](model)
-    return found
+        report[name] = globals()[name](model)
+    return report
 
 
 def seams() -> dict[str, Any]:
-    """What the plugin finds wrong with the vLLM that this process imports."""
+    """Problems that the plugin reports with the vLLM that this process imports."""
     import vllm
 
     from vllm_kvplugins.vllm_adapter.config import compat

@@ -27,7 +27,7 @@ from quick_triton import look_up_once, use_large_tiles
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function on a module once, right after its import."""
+    """Calls a function on a module right after its first import."""
 
     def __init__(self, name, then):
         self._name = name
@@ -67,7 +67,7 @@ def _allow_async_scheduling(platform):
 
 
 def _write_caches_in_torch(op):
-    """vLLM's Triton kernel that writes the cache asks which GPU it runs on."""
+    """vLLM's Triton kernel that writes the cache asks for the type of the GPU."""
 
     def write(key, value, key_cache, value_cache, slot_mapping, *scales):
         slots = slot_mapping[slot_mapping >= 0]
