@@ -113,13 +113,13 @@ class Sample:
 
 def facts(rng: random.Random) -> list[Fact]:
     """One fact of each kind, in random order."""
-    made = []
+    drawn = []
     for statement, question, about, values in rng.sample(_KINDS, len(_KINDS)):
         thing, value = rng.choice(about), rng.choice(values)
         others = tuple(other for other in values if other != value)
         statement = statement.format(about=thing, value=value)
-        made.append(Fact(statement, question.format(about=thing), value, others))
-    return made
+        drawn.append(Fact(statement, question.format(about=thing), value, others))
+    return drawn
 
 
 def filler(rng: random.Random, sentences: int) -> tuple[str, str]:
@@ -145,7 +145,7 @@ def dialogue(seed: int, sentences: int = 12, fillers: int = FILLERS) -> list[Sam
         noted = f"{rng.choice(_NOTED)} {more}"
         turns.append((f"{fact.told} {rng.choice(_ALSO)}", noted))
     turns += [filler(rng, sentences) for _ in range(fillers)]
-    made = []
+    samples = []
     for number in rng.sample(range(FACTS), FACTS):
         fact = told_facts[number]
         question = f"{fact.question} Answer with one word."
@@ -153,9 +153,9 @@ def dialogue(seed: int, sentences: int = 12, fillers: int = FILLERS) -> list[Sam
         for user, assistant in turns:
             history += [_message("user", user), _message("assistant", assistant)]
         messages = [*history, _message("user", question)]
-        made.append(Sample(messages, fact, number + 1, len(turns) + 1))
+        samples.append(Sample(messages, fact, number + 1, len(turns) + 1))
         turns.append((question, f"{fact.value}."))
-    return made
+    return samples
 
 
 def preferences(path: Path, seeds: int, sentences: int, fillers: int) -> list[Sample]:
@@ -178,7 +178,7 @@ def preferences(path: Path, seeds: int, sentences: int, fillers: int) -> list[Sa
     ]
     if len(items) < seeds:
         raise ValueError(f"{path} has only {len(items)} preferences")
-    made = []
+    samples = []
     for seed, preference in enumerate(
         random.Random("preferences").sample(items, seeds)
     ):
@@ -191,10 +191,10 @@ def preferences(path: Path, seeds: int, sentences: int, fillers: int) -> list[Sa
             history += [_message("user", user), _message("assistant", assistant)]
         request = _message("user", _REPEAT)
         fact = Fact(preference, _REPEAT, preference, ())
-        made.append(
+        samples.append(
             Sample([*history, request], fact, 1, len(turns) + 1, forced=preference)
         )
-    return made
+    return samples
 
 
 def _message(role: str, content: str) -> dict[str, str]:

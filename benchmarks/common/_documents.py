@@ -40,10 +40,10 @@ def _read(file: Path) -> list[Document]:
     text = file.read_text(encoding="utf-8", errors="replace")
     if file.suffix != ".jsonl":
         return [Document(file.name, text)] if text.strip() else []
-    made = []
+    documents = []
     for number, line in enumerate(text.split("\n")):
         row = json.loads(line) if line.strip() else {}
         body = next((row[field] for field in FIELDS if row.get(field)), "")
         if body:
-            made.append(Document(f"{file.name}:{number}", body))
-    return made
+            documents.append(Document(f"{file.name}:{number}", body))
+    return documents

@@ -142,10 +142,10 @@ class _Child:
         """Milliseconds per step by part, over ``count`` steps under the profiler."""
         from torch.profiler import ProfilerActivity, profile
 
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
             wall = sum(self._step()[0] for _ in range(count)) / count
         parts: dict[str, float] = {}
-        for event in seen.key_averages():
+        for event in profiler.key_averages():
             for part, names in PARTS.items():
                 if event.key.startswith(names):
                     spent = event.self_cpu_time_total / 1e3 / count
@@ -170,15 +170,15 @@ class _Child:
 
         def timed(*arguments: Any) -> Any:
             began = time.thread_time()
-            made = decompose(*arguments)
+            factors = decompose(*arguments)
             self.decomposed.append(time.thread_time() - began)
-            return made
+            return factors
 
         SpanController._decompose = timed
 
     def _take_decomposed(self) -> float:
-        taken, self.decomposed = self.decomposed, []
-        return sum(taken)
+        recorded, self.decomposed = self.decomposed, []
+        return sum(recorded)
 
     def _time_compactions(self) -> None:
         """Record CPU seconds of compactions; the plugin's metric has wall time only."""
@@ -204,10 +204,10 @@ class _Child:
     def _pool(self) -> dict[str, int]:
         pool = self.core.scheduler.kv_cache_manager.block_pool
         free = pool.get_num_free_blocks()
-        found = {"free_blocks": free, "held_blocks": pool.num_gpu_blocks - 1 - free}
+        state = {"free_blocks": free, "held_blocks": pool.num_gpu_blocks - 1 - free}
         if torch.cuda.is_available():
-            found["gpu_mib"] = torch.cuda.max_memory_reserved() >> 20
-        return found
+            state["gpu_mib"] = torch.cuda.max_memory_reserved() >> 20
+        return state
 
 
 def main() -> None:

@@ -222,8 +222,8 @@ class MaskedModel:
             v = torch.cat([b.values[layer], v], 2)
         b.keys[layer], b.values[layer], b.queries[layer] = k, v, q
         old_k, old_v = b.prompt.keys[layer], b.prompt.values[layer]
-        seen = b.visible[:, layer]
-        b.outputs[layer] = attend(q, old_k, old_v, k, v, seen, scale)
+        visible = b.visible[:, layer]
+        b.outputs[layer] = attend(q, old_k, old_v, k, v, visible, scale)
         return b.outputs[layer]
 
 

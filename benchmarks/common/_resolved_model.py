@@ -58,10 +58,10 @@ class Resolved:
         (compaction,) = plan.compactions
         stays = len(compaction.retained) * size + tokens % size
         segments = policy.segment(surprisal, stays, geometry)
-        made = cls(policy, segments, policy.zoom_tokens(tokens, geometry))
+        model = cls(policy, segments, policy.zoom_tokens(tokens, geometry))
         for layer, pair in enumerate(zip(prompt.keys, prompt.values, strict=True)):
-            made._add_layer(layer, *(rows.float() for rows in pair))
-        return made
+            model._add_layer(layer, *(rows.float() for rows in pair))
+        return model
 
     def _add_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         found, heads = self.segments, len(keys)

@@ -102,8 +102,10 @@ class Selector:
         observed = self._observations(policy)
         scores = torch.stack(
             [
-                policy.score(self._view(layer, policy.queries_needed, seen, budget))
-                for layer, seen in enumerate(observed)
+                policy.score(
+                    self._view(layer, policy.queries_needed, attention, budget)
+                )
+                for layer, attention in enumerate(observed)
             ]
         )[..., :slots]
         pages = torch.full(shape, slots // size)

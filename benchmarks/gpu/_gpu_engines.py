@@ -109,15 +109,15 @@ class Machine:
 
     def small(self, **more: Any) -> dict[str, Any]:
         """Settings of an engine that leaves memory for other engines."""
-        found: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "model": self.model,
             "max_model_len": 2048,
             "kv_cache_memory_bytes": 512 * MIB,
             "enable_prefix_caching": False,
         }
         if self.device == "cuda":
-            found["gpu_memory_utilization"] = 0.9 / AT_ONCE
-        return found | more
+            arguments["gpu_memory_utilization"] = 0.9 / AT_ONCE
+        return arguments | more
 
 
 def policies(machine: Machine, expected: Path | None = None) -> Iterator[Row]:
@@ -148,15 +148,15 @@ def policies(machine: Machine, expected: Path | None = None) -> Iterator[Row]:
 
 def _settings(name: str, model: str) -> Row:
     cls = get_policy_class(name)
-    found: Row = {"name": name}
+    settings: Row = {"name": name}
     if "budget" in cls.model_fields:
-        found["budget"] = 256
+        settings["budget"] = 256
     if "encoder" in cls.model_fields:
         # this stage has no routing, and the default encoder is a download
-        found["encoder"] = model
+        settings["encoder"] = model
     if "host_memory" in cls.model_fields:
-        found["host_memory"] = 1 << 30
-    return found
+        settings["host_memory"] = 1 << 30
+    return settings
 
 
 def _about(policy: Row | None) -> Row:

@@ -126,18 +126,18 @@ def kept_going(stage: Callable[[], Iterator[Row]]) -> Iterator[Row]:
 
 def facts(device: str) -> dict[str, str]:
     """Machine, software and commit of a run."""
-    found = provenance()
+    results = provenance()
     installed = packages_distributions()
     for package in ("vllm", "triton", "flashinfer"):
         names = installed.get(package, [])
-        found[package] = ", ".join(f"{n} {version(n)}" for n in names) or "none"
+        results[package] = ", ".join(f"{n} {version(n)}" for n in names) or "none"
     if device == "cuda":
         gpu = torch.cuda.get_device_properties(0)
         memory = gpu.total_memory // MIB
-        found["gpu"] = f"{gpu.name}, {memory} MiB, compute {gpu.major}.{gpu.minor}"
+        results["gpu"] = f"{gpu.name}, {memory} MiB, compute {gpu.major}.{gpu.minor}"
         ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found["driver"] = run_boxed(ask, 20)[1].strip()
-    return found
+        results["driver"] = run_boxed(ask, 20)[1].strip()
+    return results
 
 
 def run_boxed(command: list[str], seconds: float, **env: str) -> tuple[int, str]:

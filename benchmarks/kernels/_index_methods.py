@@ -107,8 +107,8 @@ class Library(ABC):
 
     def ask(self, queries: list[Any], knob: int) -> torch.Tensor:
         query_head = partial(self.ask_head, knob=knob)
-        found = list(self.map(query_head, self.heads, queries))
-        return torch.stack([torch.from_numpy(slots) for slots in found])
+        results = list(self.map(query_head, self.heads, queries))
+        return torch.stack([torch.from_numpy(slots) for slots in results])
 
     @abstractmethod
     def build_head(self, rows: Any) -> Any:
@@ -175,14 +175,14 @@ def steps(low: int, high: int) -> list[int]:
 
 def libraries() -> dict[str, Any]:
     """The installed libraries; prints how to install the missing ones."""
-    found = {}
+    results = {}
     for module, package in PACKAGES.items():
         if importlib.util.find_spec(module) is not None:
-            found[module] = importlib.import_module(module)
+            results[module] = importlib.import_module(module)
             continue
         print(
             f"warning: measuring without {module}, which is not installed "
             f"(pip install {package})",
             file=sys.stderr,
         )
-    return found
+    return results

@@ -166,12 +166,12 @@ def record(
 ) -> dict[str, Any]:
     """Medians and spreads; ratios are taken within a repetition."""
     row: dict[str, Any] = {}
-    for name, taken in seconds.items():
-        pairs = list(zip(seconds[against]["wall"], taken["wall"], strict=True))
+    for name, samples in seconds.items():
+        pairs = list(zip(seconds[against]["wall"], samples["wall"], strict=True))
         row[name] = {
-            "wall_ms": spread([1e3 * t for t in taken["wall"]]),
-            "cpu_ms": spread([1e3 * t for t in taken["cpu"]]),
-            "rate": spread([case.read_bytes / t / 1e9 for t in taken["wall"]]),
+            "wall_ms": spread([1e3 * t for t in samples["wall"]]),
+            "cpu_ms": spread([1e3 * t for t in samples["cpu"]]),
+            "rate": spread([case.read_bytes / t / 1e9 for t in samples["wall"]]),
             f"{against} / this": spread([a / b for a, b in pairs]),
         }
     return row

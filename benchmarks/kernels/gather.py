@@ -189,16 +189,16 @@ def main(
             table = Table("", "GB/s", "share of memcpy", "of its CPU time", "CPU ms")
             table.title = f"{count} thread(s), {work.count} pages of {size} KiB"
             bar = seconds["memcpy"]
-            for name, taken in seconds.items():
+            for name, samples in seconds.items():
                 row = {
                     "threads": count,
                     "page_kib": size,
                     "name": name,
-                    "rate": spread([copied / t / 1e9 for t in taken["wall"]]),
-                    "cpu_ms": spread([1e3 * t for t in taken["cpu"]]),
+                    "rate": spread([copied / t / 1e9 for t in samples["wall"]]),
+                    "cpu_ms": spread([1e3 * t for t in samples["cpu"]]),
                 }
                 for clock in ("wall", "cpu"):
-                    pairs = zip(bar[clock], taken[clock], strict=True)
+                    pairs = zip(bar[clock], samples[clock], strict=True)
                     row[f"share_{clock}"] = spread([a / b for a, b in pairs])
                 rows.append(row)
                 cells = [row[key] for key in ("rate", "share_wall", "share_cpu")]

@@ -131,14 +131,14 @@ def placed(tree: DCIIndex, keys: torch.Tensor) -> Keys:
 
 
 def quality(
-    queries: torch.Tensor, keys: torch.Tensor, found: torch.Tensor, exact: torch.Tensor
+    queries: torch.Tensor, keys: torch.Tensor, result: torch.Tensor, exact: torch.Tensor
 ) -> tuple[float, float]:
     """Recall and mass of slots found [heads, n, k] against the exact ones."""
     from real_keys import mass_covered
 
-    hits = (found.unsqueeze(-1) == exact.unsqueeze(-2)).any(-1).float().mean().item()
+    hits = (result.unsqueeze(-1) == exact.unsqueeze(-2)).any(-1).float().mean().item()
     wide = keys.float()
-    mass = mass_covered(queries, wide, found) / mass_covered(queries, wide, exact)
+    mass = mass_covered(queries, wide, result) / mass_covered(queries, wide, exact)
     return hits, mass.mean().item()
 
 
@@ -188,8 +188,8 @@ def measure(
             timer.run(name, partial(calls[name], batch))
     sample = queries[:, :32].contiguous()
     exact = scan.query_topk(sample, view, options.k).slots
-    found = tree.query_topk(sample, by_page, options.k, visits).slots
-    hits, mass = quality(sample, keys, found, exact)
+    result = tree.query_topk(sample, by_page, options.k, visits).slots
+    hits, mass = quality(sample, keys, result, exact)
     new = Keys.dense(keys[:, :WINDOW])
     for _ in range(options.builds * 4):
         timer.run("insert", lambda: tree.insert(new))
@@ -263,7 +263,7 @@ def main() -> None:
             for count in options.sizes:
                 sizes = options.heads, options.group
                 if options.model:
-                    made = real_keys(
+                    data = real_keys(
                         options.model,
                         options.texts,
                         *sizes,
@@ -272,8 +272,8 @@ def main() -> None:
                         options.seed,
                     )
                 else:
-                    made = random_keys(*sizes, dim, count, rounds, options.seed)
-                row = measure(options, made[0].to(DTYPES[name]), made[1])
+                    data = random_keys(*sizes, dim, count, rounds, options.seed)
+                row = measure(options, data[0].to(DTYPES[name]), data[1])
                 if not header:
                     print("| " + " | ".join(row) + " |")
                     print("|---" * len(row) + "|")

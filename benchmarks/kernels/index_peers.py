@@ -54,7 +54,7 @@ QUERIES = 192  # per head: the last 64 tokens of three query heads
 
 
 def coverage(
-    queries: torch.Tensor, keys: torch.Tensor, found: torch.Tensor, exact: torch.Tensor
+    queries: torch.Tensor, keys: torch.Tensor, result: torch.Tensor, exact: torch.Tensor
 ) -> float:
     """Attention to the slots found, divided by attention to the exact ones.
 
@@ -66,7 +66,7 @@ def coverage(
         Mean over heads and queries.
     """
     shares = []
-    for query, rows, some, best in zip(queries, keys, found, exact, strict=True):
+    for query, rows, some, best in zip(queries, keys, result, exact, strict=True):
         scale = rows.shape[1] ** -0.5
         scores, top = (
             torch.einsum("nd,nkd->nk", query, rows[slots.clamp(min=0)]) * scale
@@ -119,7 +119,7 @@ def number(x: float) -> str:
 
 
 def measure(
-    options: argparse.Namespace, found: dict[str, Any], count: int, heads: int
+    options: argparse.Namespace, result: dict[str, Any], count: int, heads: int
 ) -> list[dict[str, Any]]:
     """The rows for one number of keys."""
 
@@ -140,8 +140,8 @@ def measure(
     kinds = [(dtype, tree) for dtype in options.dtypes for tree in (None, settings)]
     methods: list[Any] = [Ours(keys, getattr(torch, d), tree) for d, tree in kinds]
     for module, kind in {"hnswlib": Hnsw, "faiss": IvfFlat}.items():
-        if module in found:
-            methods.append(kind(keys, found[module], options.threads))
+        if module in result:
+            methods.append(kind(keys, result[module], options.threads))
     timer, order = Timer(), random.Random(options.seed)
     for repeat in range(options.builds):
         for method in order.sample(methods, len(methods)):
@@ -206,13 +206,13 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     table.add_column("query µs", no_wrap=True)
     table.add_column("build ms per head", no_wrap=True)
     for row in rows:
-        found, setting = row["coverage"], f"{row['knob']} {row['value']}"
+        result, setting = row["coverage"], f"{row['knob']} {row['value']}"
         table.add_row(
             f"{row['keys'] // 1024}K",
             row["method"],
             f"{row['target']}" if row["knob"] else "exact",
-            setting if row["knob"] and found is not None else "–",
-            f"{found:.3f}" if found is not None else f"at most {row['tuned']:.3f}",
+            setting if row["knob"] and result is not None else "–",
+            f"{result:.3f}" if result is not None else f"at most {row['tuned']:.3f}",
             cell(row, "query_us"),
             cell(row, "build_ms"),
         )
@@ -321,7 +321,7 @@ def main() -> None:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
         os.execv(sys.executable, [sys.executable, *sys.argv])
     torch.manual_seed(options.seed)
-    found = libraries()
+    result = libraries()
     DCIIndex(1, 8)  # loads the library
     facts = provenance() | {
         "threads": str(torch.get_num_threads()),
@@ -329,11 +329,11 @@ def main() -> None:
         "load before": f"{os.getloadavg()[0]:.1f}",
     }
     for module, package in PACKAGES.items():
-        if module in found:
+        if module in result:
             facts[module] = importlib.metadata.version(package)
     rows: list[dict[str, Any]] = []
     for count, heads in zip(options.sizes, options.heads, strict=True):
-        rows += measure(options, found, count, heads)
+        rows += measure(options, result, count, heads)
     facts["load after"] = f"{os.getloadavg()[0]:.1f}"
     lines = crossovers(rows)
     console = Console(width=160)

@@ -83,10 +83,10 @@ def main() -> None:
                 call()
                 if repetition:  # the first warms up
                     times[name].append(1e3 * (time.perf_counter() - start))
-        for name, taken in times.items():
-            deciles = statistics.quantiles(taken, n=10)
+        for name, samples in times.items():
+            deciles = statistics.quantiles(samples, n=10)
             print(
-                f"{slots:7} slots  {name:13} {statistics.median(taken):8.2f} ms "
+                f"{slots:7} slots  {name:13} {statistics.median(samples):8.2f} ms "
                 f"({deciles[0]:.2f} to {deciles[-1]:.2f})"
             )
 

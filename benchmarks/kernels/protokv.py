@@ -106,10 +106,10 @@ def time_engines(
     try:
         for turn in track(range(rounds + 1), "prefills in turns", console=console):
             for engine in engines:
-                found = time_prefill(
+                timing = time_prefill(
                     engine, synthetic_prompt(40000, prompt_tokens, turn)
                 )
-                for kind, ms in zip(kinds, found, strict=True):
+                for kind, ms in zip(kinds, timing, strict=True):
                     if turn:  # the first one warms up
                         times[f"{engine.name} {kind}"].append(ms)
     finally:

@@ -65,7 +65,7 @@ def main(
             chosen, requests, tokens, layers, heads, dim
         )
     clocks = {"select": Clock(), "fill": Clock()}
-    found: dict[str, list[float]] = {"all": [], "select": [], "fill": [], "rest": []}
+    times: dict[str, list[float]] = {"all": [], "select": [], "fill": [], "rest": []}
     retrieving = layers - runtime.policy.skip_layers  # type: ignore[attr-defined]
     select = clocks["select"].around(selection.select_compiled)
     fill = clocks["fill"].around(hot_set.call_compiled)
@@ -87,9 +87,9 @@ def main(
             spent |= {name: clock.spent for name, clock in clocks.items()}
             spent["rest"] = spent["all"] - spent["select"] - spent["fill"]
             for name, value in spent.items():
-                found[name].append(value / retrieving)
+                times[name].append(value / retrieving)
     table_out = Table("per layer", "median ms", "10th..90th percentile")
-    for name, values in found.items():
+    for name, values in times.items():
         tenths = statistics.quantiles(values, n=10)
         table_out.add_row(
             name,
@@ -100,7 +100,7 @@ def main(
     console.print_json(data=provenance())
     if json_out is not None:
         json_out.write_text(
-            json.dumps({"ms_per_layer": found, **provenance()}, indent=1)
+            json.dumps({"ms_per_layer": times, **provenance()}, indent=1)
         )
 
 

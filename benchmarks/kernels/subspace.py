@@ -57,10 +57,10 @@ def energy_of(rows: torch.Tensor, rank: int) -> float:
 
 def loss_percent(rows: torch.Tensor, rank: int) -> float:
     """Error above the optimum for the rank, in percent."""
-    made = decompose(rows, rank)
-    assert int(made.ranks[0]) == rank
-    sigma = made.singular_values(0).double()
-    again = made.left(0).double() * sigma @ made.right(0).double().t()
+    factors = decompose(rows, rank)
+    assert int(factors.ranks[0]) == rank
+    sigma = factors.singular_values(0).double()
+    again = factors.left(0).double() * sigma @ factors.right(0).double().t()
     best = torch.linalg.svdvals(rows[0].double())[rank:].square().sum().sqrt()
     return 100 * float((rows[0].double() - again).norm() / best - 1)
 
@@ -75,7 +75,7 @@ def microseconds(calls: dict[str, Callable[[], object]], rounds: int) -> list[fl
                 call()
             if repetition:
                 times[name].append((time.process_time_ns() - start) / 10_000)
-    return [statistics.median(taken) for taken in times.values()]
+    return [statistics.median(samples) for samples in times.values()]
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ def kept(layers: list[torch.Tensor], spans: Spans) -> list[dict[str, Any]]:
                 layer, spans.starts, spans.lengths, rank, dtype=torch.float32
             )
             stored = ops.truncated_svd(layer, spans.starts, spans.lengths, rank)
-            made = ops.reconstruct(stored, which, torch.float32)
+            restored = ops.reconstruct(stored, which, torch.float32)
             size += stored.nbytes
             ranks += stored.ranks.tolist()
             first = 0
@@ -77,7 +77,7 @@ def kept(layers: list[torch.Tensor], spans: Spans) -> list[dict[str, Any]]:
                 norm = float(part.norm())
                 energy.append(float(exact.singular_values(matrix).norm() / norm) ** 2)
                 half = "keys" if 2 * plane < len(layer) else "values"
-                difference = made[first : first + length] - part
+                difference = restored[first : first + length] - part
                 errors[half].append(float(difference.norm()) / norm)
                 first += length
         plain = len(layers) * len(layers[0]) * spans.tokens * layers[0].shape[2] * 2
@@ -222,7 +222,9 @@ def main(
         raise typer.BadParameter(f"nothing to measure: {reason}")
     tokenizer = AutoTokenizer.from_pretrained(model)
     read = (tokenizer.encode(doc.text)[:tokens] for doc in read_documents(documents))
-    ids = next((found for found in read if len(found) == tokens), None)
+    ids = next(
+        (tokens_read for tokens_read in read if len(tokens_read) == tokens), None
+    )
     if ids is None:
         raise typer.BadParameter(f"{documents} has no document of {tokens} tokens")
     prompt = MaskedModel(model).read(ids)
@@ -235,9 +237,9 @@ def main(
         given = {str(n): list(range(0, tokens + 1, n)) for n in chunk or [16, 32, 64]}
     cuts = [Spans.between(name, bounds, tokens) for name, bounds in given.items()]
     # commit and machine of the loaded code, before the measurement
-    found: dict[str, Any] = dict(provenance())
-    found["kept"] = [row for cut in cuts for row in kept(layers, cut)]
-    show(console, "kept", found["kept"])
+    report: dict[str, Any] = dict(provenance())
+    report["kept"] = [row for cut in cuts for row in kept(layers, cut)]
+    show(console, "kept", report["kept"])
     stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
 
     @torch.no_grad()
@@ -254,13 +256,13 @@ def main(
             "prefill": times.median("prefill", tokens / 1e3),
             "limits": limits,
         }
-        found[f"threads {count}"] = timed
+        report[f"threads {count}"] = timed
         show(console, f"encode, {count} thread(s), per 1000 tokens", timed["encode"])
         show(console, f"reconstruct, {count} thread(s)", timed["reconstruct"])
         console.print({name: timed[name] for name in ("prefill", "limits")})
-    console.print_json(data={k: v for k, v in found.items() if isinstance(v, str)})
+    console.print_json(data={k: v for k, v in report.items() if isinstance(v, str)})
     if json_out is not None:
-        json_out.write_text(json.dumps(found, indent=1))
+        json_out.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def main(
         runtime, rows, lengths, table = prepare(chosen, *shape, Losses())
     (spans_controller,) = runtime.extensions
     assert isinstance(spans_controller, controller.SpanController)
-    clocks, found = Clocks(), defaultdict(list)
+    clocks, measured = Clocks(), defaultdict(list)
     gates = clocks.around("route", spans_controller.policy.gates)
     fetch = clocks.around("fetch", spans_controller._factors)
     attend = clocks.around("attend", controller.attend_mixed)
@@ -144,33 +144,33 @@ def main(
             parts = ("route", "fetch", "reconstruct", "attend")
             spent["rest"] = spent["all"] - sum(spent[part] for part in parts)
             for name, value in spent.items():
-                found[name].append(value / layers)
+                measured[name].append(value / layers)
             runtime.end_step()
     spans_controller.check_integrity()
-    report(console, found)
+    report(console, measured)
     console.print_json(data=provenance())
     if json_out is not None:
-        record = {"per_layer": found, **provenance()}
+        record = {"per_layer": measured, **provenance()}
         json_out.write_text(json.dumps(record, indent=1))
 
 
-def report(console: Console, found: dict[str, list[float]]) -> None:
+def report(console: Console, measured: dict[str, list[float]]) -> None:
     """Print medians and spread; the first step, which zooms most spans, separately."""
     table = Table(
         "per layer", "first step", "median of others", "10th..90th percentile"
     )
     for name in ("all", "route", "fetch", "reconstruct", "attend", "rest"):
-        values = found[name][1:]
+        values = measured[name][1:]
         tenths = statistics.quantiles(values, n=10)
         table.add_row(
             f"{name}, ms",
-            f"{found[name][0]:.3f}",
+            f"{measured[name][0]:.3f}",
             f"{statistics.median(values):.3f}",
             f"{tenths[0]:.3f}..{tenths[-1]:.3f}",
         )
-    made = found["tokens made"]
-    median = statistics.median(made[1:])
-    table.add_row("tokens made", f"{made[0]:.0f}", f"{median:.1f}", "")
+    tokens_made = measured["tokens made"]
+    median = statistics.median(tokens_made[1:])
+    table.add_row("tokens made", f"{tokens_made[0]:.0f}", f"{median:.1f}", "")
     console.print(table)
 
 

@@ -36,7 +36,10 @@ def cells_of(file: Path) -> Model:
         "machine": source["machine"],
         "torch": source["torch"],
         "commands": header["commands"],
-        "cells": [_cell(label, share, mine) for (label, share), mine in groups.items()],
+        "cells": [
+            _cell(label, share, cell_rows)
+            for (label, share), cell_rows in groups.items()
+        ],
     }
 
 
@@ -52,9 +55,9 @@ def _cell(label: str, share: float | None, rows: Sequence[Row]) -> Cell:
     if refused and not measured:
         return cell | {"refused": refused[-1]}
     for task in TITLES:
-        mine = sorted((r for r in measured if r["task"] == task), key=_by_sample)
-        if mine:
-            cell[task] = _score(task, label, share, mine)
+        cell_rows = sorted((r for r in measured if r["task"] == task), key=_by_sample)
+        if cell_rows:
+            cell[task] = _score(task, label, share, cell_rows)
     held = [row for row in measured if row.get("resident_bytes")]
     if held:
         cell["device_bytes"] = round(

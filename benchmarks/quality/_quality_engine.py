@@ -131,7 +131,7 @@ def ask(llm: Any, samples: Sequence[Sample]) -> list[Any]:
     """vLLM's outputs, in the order of the samples."""
     from vllm import SamplingParams
 
-    found: dict[int, Any] = {}
+    outputs_by_index: dict[int, Any] = {}
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for index, sample in enumerate(samples):
         kinds.setdefault((bool(sample.messages), bool(sample.opening)), []).append(
@@ -163,8 +163,8 @@ def ask(llm: Any, samples: Sequence[Sample]) -> list[Any]:
         else:
             prompts = [sample.prompt for sample in chosen]
             outputs = llm.generate(prompts, sampling, use_tqdm=False)
-        found |= dict(zip(indices, outputs, strict=True))
-    return [found[index] for index in range(len(samples))]
+        outputs_by_index |= dict(zip(indices, outputs, strict=True))
+    return [outputs_by_index[index] for index in range(len(samples))]
 
 
 def _said(opening: str) -> dict[str, str]:

@@ -36,14 +36,14 @@ def coverage(full: Branches, kept: torch.Tensor) -> float:
         full: a continuation that saw the whole prompt.
         kept: bool [layers, kv_heads, prompt tokens].
     """
-    prompt, found = full.prompt, []
+    prompt, covered = full.prompt, []
     for layer, queries in full.queries.items():
         keys = prompt.keys[layer]
         grouped = queries[0].unflatten(0, (len(keys), -1))  # by KV head
         logits = grouped.flatten(1, 2) @ keys.mT * prompt.scales[layer]
         shares = logits.softmax(-1)
-        found.append(float((shares * kept[layer][:, None]).sum(-1).mean()))
-    return sum(found) / len(found)
+        covered.append(float((shares * kept[layer][:, None]).sum(-1).mean()))
+    return sum(covered) / len(covered)
 
 
 def measure_fidelity(
@@ -136,11 +136,13 @@ def of_document(
     reference = Reference(model, ids, setting.tokens)
     probing = Probing(model, ids[: setting.tokens], encode)
     selector = Selector(reference.prompt, model.rotary(), setting.block_size, probing)
-    found = []
+    scored = []
     for job in jobs:
         kept = selector.kept(parse_policy(dict(job.policy)))
         (row,) = reference.compare(kept[None])
-        figures = {ours: row[theirs] for theirs, ours in FIGURES.items()}
+        figures = {
+            own_name: row[their_name] for their_name, own_name in FIGURES.items()
+        }
         figures |= {COVERAGE: coverage(reference.full, kept)}
-        found.append((job, figures | {"kept_tokens": row["kept_tokens"]}))
-    return found
+        scored.append((job, figures | {"kept_tokens": row["kept_tokens"]}))
+    return scored

@@ -21,8 +21,8 @@ _NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 def contains(answer: str, sample: Sample) -> float:
     """RULER's ``string_match_all``: share of truths that the answer contains."""
     lowered = answer.lower()
-    found = [truth.lower() in lowered for truth in sample.truths]
-    return sum(found) / len(found)
+    matches = [truth.lower() in lowered for truth in sample.truths]
+    return sum(matches) / len(matches)
 
 
 def contains_any(answer: str, sample: Sample) -> float:
@@ -74,16 +74,16 @@ def common_words(first: Sequence[str], second: Sequence[str]) -> list[str]:
         for j, other in enumerate(second, 1):
             longer = max(table[i - 1][j], table[i][j - 1])
             table[i][j] = table[i - 1][j - 1] + 1 if one == other else longer
-    found, i, j = [], rows, columns
+    matches, i, j = [], rows, columns
     while i and j:
         if first[i - 1] == second[j - 1]:
-            found.append(first[i - 1])
+            matches.append(first[i - 1])
             i, j = i - 1, j - 1
         elif table[i - 1][j] > table[i][j - 1]:
             i -= 1
         else:
             j -= 1
-    return found[::-1]
+    return matches[::-1]
 
 
 def rouge_l(answer: str, truth: str) -> float:
@@ -158,10 +158,10 @@ def similar_line(answer: str, truth: str) -> float:
 def final_number(text: str) -> str:
     """The number after "####", or else the last number; without commas. "" = none."""
     marked = re.search(rf"####\s*\$?({_NUMBER})", text)
-    found = [marked[1]] if marked else re.findall(_NUMBER, text)
-    if not found:
+    matches = [marked[1]] if marked else re.findall(_NUMBER, text)
+    if not matches:
         return ""
-    plain = found[-1].replace(",", "")
+    plain = matches[-1].replace(",", "")
     return plain.rstrip("0").rstrip(".") if "." in plain else plain
 
 
@@ -191,14 +191,14 @@ def parts(answer: str, sample: Sample) -> float:
     """
     (count,) = map(int, sample.truths)
     pattern = rf"#\*#\s*{re.escape(sample.place['type'])}\s+(\d+)"
-    found = {1, *map(int, re.findall(pattern, answer))}
-    return len(found & set(range(1, count + 1))) / count
+    matches = {1, *map(int, re.findall(pattern, answer))}
+    return len(matches & set(range(1, count + 1))) / count
 
 
 def letter(answer: str, sample: Sample) -> float:
     """Whether the first stand-alone letter is the right one."""
-    found = re.search(r"\b([A-Z])\b", answer)
-    return float(found is not None and found[1] in sample.truths)
+    matches = re.search(r"\b([A-Z])\b", answer)
+    return float(matches is not None and matches[1] in sample.truths)
 
 
 METRICS: dict[str, Metric] = {

@@ -117,12 +117,12 @@ def multikey(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
             f"{setting.keys} keys do not fit {setting.tokens} tokens; raise --tokens"
         )
     lines = haystack(setting, tokens, room)
-    made = 0
-    while made < setting.limit:
-        group = f"context {made // setting.questions}"
+    count = 0
+    while count < setting.limit:
+        group = f"context {count // setting.questions}"
         text, found = _strewn(lines, setting.keys, rng)
         for key, value, share in rng.sample(found, setting.questions):
-            if made == setting.limit:
+            if count == setting.limit:
                 return
             question = MULTIKEY_QUESTION.format(key=key)
             yield Sample(
@@ -138,7 +138,7 @@ def multikey(setting: Setting, tokens: Tokens) -> Iterator[Sample]:
                 group=group,
                 place={"depth": share, "tokens": setting.tokens, "keys": setting.keys},
             )
-            made += 1
+            count += 1
 
 
 def _strewn(

@@ -35,10 +35,10 @@ def draw(
     prepare()
     figures = {}
     for task in dict.fromkeys(record["task"] for record in records):
-        mine = [record for record in records if record["task"] == task]
-        if any(record["resident_bytes"] for record in mine):
+        task_records = [record for record in records if record["task"] == task]
+        if any(record["resident_bytes"] for record in task_records):
             name = task.replace(":", "-").replace("/", "-")
-            figures[f"{name}-bytes"] = over_bytes(task, mine)
+            figures[f"{name}-bytes"] = over_bytes(task, task_records)
     needles = [row for row in answered(rows) if row["task"] == NEEDLE]
     if needles:
         figures["needle-map"] = needle_map(needles)

@@ -43,7 +43,7 @@ def at_equal_bytes(
     Returns:
         Records by method, without methods that hold more at every setting.
     """
-    found: dict[str, Record] = {}
+    closest: dict[str, Record] = {}
     token_bytes = header["block_bytes"] / header["settings"]["block_size"]
     for record in records:
         held, share = record["resident_bytes"], record["resident_share"]
@@ -53,10 +53,10 @@ def at_equal_bytes(
         more += (record["answer_tokens"] or 0.0) / 2 * token_bytes
         if held > level * held / share + more:
             continue
-        best = found.get(record["method"])
+        best = closest.get(record["method"])
         if best is None or held > best["resident_bytes"]:
-            found[record["method"]] = record
-    return found
+            closest[record["method"]] = record
+    return closest
 
 
 def side_by_side(records: Sequence[Record], header: Row) -> list[list[str]]:
@@ -71,12 +71,12 @@ def side_by_side(records: Sequence[Record], header: Row) -> list[list[str]]:
     methods = list(dict.fromkeys(record["method"] for record in records))
     table = [["method", *(f"{level:.0%}" for level in levels), "more", "samples"]]
     for method in methods:
-        mine = [record for record in records if record["method"] == method]
+        own_records = [record for record in records if record["method"] == method]
         shown = [_cell(cell.get(method)) for cell in cells]
         chosen = [cell.get(method) for cell in cells]
-        rest = [r for r in mine if r["share"] is None and r not in chosen]
+        rest = [r for r in own_records if r["share"] is None and r not in chosen]
         more = ", ".join(_cell(record) for record in rest)
-        samples = sorted({record["samples"] for record in mine})
+        samples = sorted({record["samples"] for record in own_records})
         table.append([method, *shown, more, "/".join(map(str, samples))])
     return table
 
@@ -91,10 +91,10 @@ def _cell(record: Record | None) -> str:
 
 def by_task(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Records of each task, in order of appearance."""
-    found: dict[str, list[Record]] = {}
+    by_name: dict[str, list[Record]] = {}
     for record in records:
-        found.setdefault(record["task"], []).append(record)
-    return found
+        by_name.setdefault(record["task"], []).append(record)
+    return by_name
 
 
 def refusals(rows: Sequence[Row]) -> list[str]:
@@ -131,8 +131,8 @@ def caption(header: Row, rows: Sequence[Row]) -> list[str]:
 def markdown(header: Row, rows: Sequence[Row], records: Sequence[Record]) -> str:
     """All tables, followed by refusals and settings."""
     parts = []
-    for task, mine in by_task(records).items():
-        head, *body = side_by_side(mine, header)
+    for task, own_records in by_task(records).items():
+        head, *body = side_by_side(own_records, header)
         lines = [f"### {title_of(task)}", ""]
         lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
         lines += ["| " + " | ".join(cells) + " |" for cells in body]
@@ -161,8 +161,8 @@ def report(
         plots: folder for plots.
     """
     records = summarise(rows, header["settings"]["seed"])
-    for task, mine in by_task(records).items():
-        head, *body = side_by_side(mine, header)
+    for task, own_records in by_task(records).items():
+        head, *body = side_by_side(own_records, header)
         table = Table(title=title_of(task))
         for name in head:
             table.add_column(name, overflow="fold")

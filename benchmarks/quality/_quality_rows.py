@@ -95,11 +95,11 @@ def open_rows(path: Path, header: Row, mix_commits: bool = False) -> list[Row]:
         path.write_text(json.dumps({"header": header}) + "\n")
         return []
     before, rows = read(path)
-    mine, theirs = header["settings"], before["settings"]
+    own_settings, file_settings = header["settings"], before["settings"]
     differing = [
-        f"{name} {theirs.get(name)!r} there, {mine.get(name)!r} now"
-        for name in sorted({*mine, *theirs})
-        if mine.get(name) != theirs.get(name)
+        f"{name} {file_settings.get(name)!r} there, {own_settings.get(name)!r} now"
+        for name in sorted({*own_settings, *file_settings})
+        if own_settings.get(name) != file_settings.get(name)
     ]
     if differing:
         raise TaskError(

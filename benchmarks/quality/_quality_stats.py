@@ -57,15 +57,15 @@ def answered(rows: Sequence[Row]) -> list[Row]:
 
 def by_method(rows: Sequence[Row]) -> dict[tuple[str, str, float | None], list[Row]]:
     """Rows of each task, label and share; tasks and labels in order of appearance."""
-    found: dict[tuple[str, str, float | None], list[Row]] = {}
+    grouped: dict[tuple[str, str, float | None], list[Row]] = {}
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     labels = list(dict.fromkeys(row["label"] for row in rows))
     for row in answered(rows):
-        found.setdefault((row["task"], row["label"], row["share"]), []).append(row)
+        grouped.setdefault((row["task"], row["label"], row["share"]), []).append(row)
     order = sorted(
-        found, key=lambda k: (tasks.index(k[0]), labels.index(k[1]), k[2] or 0.0)
+        grouped, key=lambda k: (tasks.index(k[0]), labels.index(k[1]), k[2] or 0.0)
     )
-    return {key: found[key] for key in order}
+    return {key: grouped[key] for key in order}
 
 
 def summarise(rows: Sequence[Row], seed: int = 0) -> list[dict[str, Any]]:
@@ -79,27 +79,27 @@ def summarise(rows: Sequence[Row], seed: int = 0) -> list[dict[str, Any]]:
     """
     methods = by_method(rows)
     records = []
-    for (task, label, share), mine in methods.items():
+    for (task, label, share), own_rows in methods.items():
         stock = {row["sample"]: row for row in methods.get((task, STOCK, None), [])}
-        groups = [row["group"] for row in mine]
-        scores = [row["score"] for row in mine]
+        groups = [row["group"] for row in own_rows]
+        scores = [row["score"] for row in own_rows]
         name = f"{task} {label} {share}"
         low, high = interval(scores, groups, name, seed) or (None, None)
         record: dict[str, Any] = {"task": task, "method": label, "share": share}
-        record |= {"samples": len(mine), "groups": len(set(groups))}
+        record |= {"samples": len(own_rows), "groups": len(set(groups))}
         record |= {"score": statistics.mean(scores)}
         record |= {"score_low": low, "score_high": high}
-        record |= _against(mine, stock if label != STOCK else {}, name, seed)
-        record |= _sizes(mine, stock)
+        record |= _against(own_rows, stock if label != STOCK else {}, name, seed)
+        record |= _sizes(own_rows, stock)
         records.append(record)
     return records
 
 
 def _against(
-    mine: Sequence[Row], stock: dict[str, Row], name: str, seed: int
+    own_rows: Sequence[Row], stock: dict[str, Row], name: str, seed: int
 ) -> dict[str, float | None]:
     """Mean difference to stock on the same samples."""
-    both = [row for row in mine if row["sample"] in stock]
+    both = [row for row in own_rows if row["sample"] in stock]
     if not both:
         return dict.fromkeys(("vs_stock", "vs_stock_low", "vs_stock_high"))
     gaps = [row["score"] - stock[row["sample"]]["score"] for row in both]
@@ -111,16 +111,16 @@ def _against(
     return {"vs_stock": mean, "vs_stock_low": low, "vs_stock_high": high}
 
 
-def _sizes(mine: Sequence[Row], stock: dict[str, Row]) -> dict[str, float | None]:
+def _sizes(own_rows: Sequence[Row], stock: dict[str, Row]) -> dict[str, float | None]:
     """Means of resident bytes, prompt lengths and answer lengths."""
-    measured = [row for row in mine if row.get("resident_bytes")]
+    measured = [row for row in own_rows if row.get("resident_bytes")]
     pairs = [
         (row["resident_bytes"], stock[row["sample"]]["resident_bytes"])
         for row in measured
         if stock.get(row["sample"], {}).get("resident_bytes")
     ]
     ratio = sum(a for a, _ in pairs) / sum(b for _, b in pairs) if pairs else None
-    shares = [row["resident_share"] for row in mine if "resident_share" in row]
+    shares = [row["resident_share"] for row in own_rows if "resident_share" in row]
     if shares:  # if stock has no rows, use the policy's own count
         ratio = statistics.mean(shares)
     return {
@@ -128,6 +128,8 @@ def _sizes(mine: Sequence[Row], stock: dict[str, Row]) -> dict[str, float | None
         if measured
         else None,
         "resident_share": ratio,
-        "prompt_tokens": statistics.mean(row["prompt_tokens"] for row in mine),
-        "answer_tokens": statistics.mean(row.get("answer_tokens", 0) for row in mine),
+        "prompt_tokens": statistics.mean(row["prompt_tokens"] for row in own_rows),
+        "answer_tokens": statistics.mean(
+            row.get("answer_tokens", 0) for row in own_rows
+        ),
     }

@@ -39,12 +39,14 @@ def samples_of(setting: Setting, tasks: Sequence[str]) -> list[Sample]:
     if not tasks:
         return []
     tokens = Tokens.of(setting.model)
-    made = []
+    samples = []
     for task in tasks:
-        found = list(TASKS[task](setting, tokens))
-        if not found:
+        task_samples = list(TASKS[task](setting, tokens))
+        if not task_samples:
             raise TaskError(f"{task} has no samples")
-        if len({(sample.task, sample.name) for sample in found}) < len(found):
+        if len({(sample.task, sample.name) for sample in task_samples}) < len(
+            task_samples
+        ):
             raise TaskError(f"{task} has two samples of one name")
-        made += found
-    return made
+        samples += task_samples
+    return samples

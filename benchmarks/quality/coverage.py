@@ -42,10 +42,10 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 def retrievers() -> list[dict[str, Any]]:
     """All installed retrievers, some of them also with other than default settings."""
     names = available_policies()
-    found = [
+    result = [
         {"name": name} for name in names if parse_policy(name).retrieval is not None
     ]
-    return [*found, *VARIANTS]
+    return [*result, *VARIANTS]
 
 
 def coverage(
@@ -64,8 +64,8 @@ def coverage(
             grouped = queries.reshape(heads, -1, head_dim)
             worth = (grouped @ keys.transpose(1, 2) * scale).softmax(-1).sum(1)
             for budget in BUDGETS:
-                found = index.select(grouped, Keys.dense(keys), scale, budget)
-                held = worth.gather(1, found.clamp(min=0)).masked_fill(found < 0, 0)
+                result = index.select(grouped, Keys.dense(keys), scale, budget)
+                held = worth.gather(1, result.clamp(min=0)).masked_fill(result < 0, 0)
                 best = worth.topk(budget).values.sum(1)
                 shares[budget] += (held.sum(1) / best).tolist()
     return shares
@@ -118,10 +118,10 @@ def main(
         table.add_row(json.dumps(request), *cells)
     console.print("mean share of what the exact choice covers (lowest tenth below)")
     console.print(table)
-    found = {"rows": rows, "documents": used, **provenance()}
-    console.print_json(data={k: v for k, v in found.items() if k != "rows"})
+    result = {"rows": rows, "documents": used, **provenance()}
+    console.print_json(data={k: v for k, v in result.items() if k != "rows"})
     if json_out is not None:
-        json_out.write_text(json.dumps(found, indent=1))
+        json_out.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

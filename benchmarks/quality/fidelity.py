@@ -182,9 +182,13 @@ def summary(rows: list[dict[str, Any]], shares: list[float]) -> Table:
         for row in rows:
             if row["budget"] == share:
                 groups.setdefault(row["policy"], []).append(row)
-        for label, mine in sorted(groups.items(), key=lambda item: _mean_kl(item[1])):
-            kept = statistics.mean(row["kept_tokens"] for row in mine)
-            figures = [spread([row[figure] for row in mine]) for figure in FIGURES]
+        for label, policy_rows in sorted(
+            groups.items(), key=lambda item: _mean_kl(item[1])
+        ):
+            kept = statistics.mean(row["kept_tokens"] for row in policy_rows)
+            figures = [
+                spread([row[figure] for row in policy_rows]) for figure in FIGURES
+            ]
             table.add_row(f"{share:.0%}", label, f"{kept:.0f}", *figures)
         table.add_section()
     return table
@@ -246,11 +250,12 @@ def main(
             progress.advance(task)
             for label, config in chosen_rows.items():
                 progress.update(task, description=f"{name} {label}")
-                found = measure(reference, selector, config, shares)
+                metrics = measure(reference, selector, config, shares)
                 rows += [
-                    {"policy": label, "document": name} | row | source for row in found
+                    {"policy": label, "document": name} | row | source
+                    for row in metrics
                 ]
-                kls = " ".join(f"{row['kl']:8.4f}" for row in found)
+                kls = " ".join(f"{row['kl']:8.4f}" for row in metrics)
                 seconds = time.monotonic() - began
                 progress.console.print(f"{seconds:6.0f} s  {label:32} KL {kls}")
                 progress.advance(task)

@@ -28,11 +28,11 @@ def read(files: list[Path]) -> Rows:
     """All rows; a later row for the same policy, budget and document replaces an
     earlier.
     """
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    means: dict[tuple[Any, ...], dict[str, Any]] = {}
     for file in files:
         for row in json.loads(file.read_text())["rows"]:
-            found[row["policy"], row["budget"], row["document"]] = row
-    return list(found.values())
+            means[row["policy"], row["budget"], row["document"]] = row
+    return list(means.values())
 
 
 def mean(rows: Rows, figure: str) -> float:
@@ -52,11 +52,11 @@ def markdown(rows: Rows, budget: float) -> str:
     """One table: means and standard deviations over documents."""
     lines = ["| policy | " + " | ".join(FIGURES.values()) + " |"]
     lines.append("|---|" + "---|" * len(FIGURES))
-    for policy, mine in by_policy(rows, budget).items():
+    for policy, policy_rows in by_policy(rows, budget).items():
         cells = []
         for figure in FIGURES:
-            deviation = statistics.stdev(row[figure] for row in mine)
-            cells.append(f"{mean(mine, figure):.3f} ± {deviation:.3f}")
+            deviation = statistics.stdev(row[figure] for row in policy_rows)
+            cells.append(f"{mean(policy_rows, figure):.3f} ± {deviation:.3f}")
         lines.append(f"| {policy} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -289,10 +289,12 @@ def prescribed(truth: list[int], extra: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def nats(said: Any) -> float:
+def nats(completion: Any) -> float:
     """Surprisal of each prescribed token in nats; lower is better."""
-    steps = zip(said.token_ids, said.logprobs, strict=True)
-    return -sum(found[t].logprob for t, found in steps) / len(said.token_ids)
+    steps = zip(completion.token_ids, completion.logprobs, strict=True)
+    return -sum(logprobs[t].logprob for t, logprobs in steps) / len(
+        completion.token_ids
+    )
 
 
 def rendered(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
@@ -325,15 +327,17 @@ def table_of(rows: dict[str, list[dict[str, Any]]]) -> Table:
     """Means over questions, and differences to stock question by question."""
     table = Table("method", "questions", "F1", "nats", "nats above stock")
     full = {row["question"]: row["nats"] for row in rows.get("stock", [])}
-    for label, found in rows.items():
+    for label, method_rows in rows.items():
         above = [
-            r["nats"] - full[r["question"]] for r in found if r["question"] in full
+            r["nats"] - full[r["question"]]
+            for r in method_rows
+            if r["question"] in full
         ]
         table.add_row(
             label,
-            str(len(found)),
-            spread([row["f1"] for row in found]),
-            spread([row["nats"] for row in found]),
+            str(len(method_rows)),
+            spread([row["f1"] for row in method_rows]),
+            spread([row["nats"] for row in method_rows]),
             spread(above) if above and label != "stock" else "",
         )
     return table

@@ -178,9 +178,9 @@ def run_engine(setting: Setting, job: Job, todo: list[int]) -> None:
             answer = tokenizer.decode(
                 output.outputs[0].token_ids[skip:], skip_special_tokens=True
             )
-            found = {"depth": depth, "key": made[depth][1], "answer": answer}
-            found["prompt_tokens"] = len(output.prompt_token_ids)
-            print("RESULT " + json.dumps(found), flush=True)
+            outcome = {"depth": depth, "key": made[depth][1], "answer": answer}
+            outcome["prompt_tokens"] = len(output.prompt_token_ids)
+            print("RESULT " + json.dumps(outcome), flush=True)
 
 
 def ask_masks(
@@ -197,8 +197,8 @@ def ask_masks(
         if due:
             texts, length = answers.ask(prompt, [job.options for job in due])
             for job, answer in zip(due, texts, strict=True):
-                found = {"depth": depth, "key": key, "answer": answer}
-                yield job, found | {"prompt_tokens": length}
+                outcome = {"depth": depth, "key": key, "answer": answer}
+                yield job, outcome | {"prompt_tokens": length}
 
 
 # -- rows -----------------------------------------------------------------------
@@ -242,10 +242,10 @@ def summary(jobs: list[Job], rows: dict[Job, list[dict[str, Any]]]) -> Table:
     budgets = list(dict.fromkeys(job.budget for job in jobs if job.budget))
     table = Table("policy", *(f"budget {budget}" for budget in budgets))
     for label in dict.fromkeys(job.label for job in jobs):
-        found = {job.budget: rows[job] for job in jobs if job.label == label}
-        if None in found:
-            found = dict.fromkeys(budgets or [0], found[None])
-        signs = [marks(found.get(budget, [])) for budget in budgets]
+        outcome = {job.budget: rows[job] for job in jobs if job.label == label}
+        if None in outcome:
+            outcome = dict.fromkeys(budgets or [0], outcome[None])
+        signs = [marks(outcome.get(budget, [])) for budget in budgets]
         table.add_row(label, *(f"{s.count('+')}/{len(s)} {s}" for s in signs))
     return table
 
@@ -276,22 +276,22 @@ def measure(setting: Setting, jobs: list[Job], backend: str, out: Path) -> None:
     else:
         open_jobs = [job for job in jobs if todo[job]]
         answers = (
-            (job, found)
+            (job, outcome)
             for job in open_jobs
-            for found in ask_engine(setting, job, todo[job])
+            for outcome in ask_engine(setting, job, todo[job])
         )
     source = provenance()
-    for job, found in answers:
-        right = says(found["answer"], found["key"])
-        row = shared | {"config": job.config} | found | {"right": right} | source
+    for job, outcome in answers:
+        right = says(outcome["answer"], outcome["key"])
+        row = shared | {"config": job.config} | outcome | {"right": right} | source
         rows[job].append(row)
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        answer = repr(found["answer"])[:30]
+        answer = repr(outcome["answer"])[:30]
         sign = "+" if right else "."
         budget = job.budget or "all"
         console.print(
-            f"{sign} depth {found['depth']}  {job.label:24} {budget:>5}  {answer}",
+            f"{sign} depth {outcome['depth']}  {job.label:24} {budget:>5}  {answer}",
             markup=False,
             highlight=False,
         )

@@ -125,8 +125,8 @@ def run_all(
                 raise TaskError(f"stock vLLM failed: {error}") from error
             failed.append(str(error))
             say(f"{job.shown} failed")
-        for task, found in scores.items():
-            say(f"  {task}: {sum(found) / len(found):.3f} of {len(found)}")
+        for task, values in scores.items():
+            say(f"  {task}: {sum(values) / len(values):.3f} of {len(values)}")
     return failed
 
 
@@ -160,12 +160,12 @@ def length_for(samples: Sequence[Sample], tokens: Tokens) -> tuple[list[int], in
 def read_numbers(text: str, option: str, kind: Callable[[str], Any]) -> list[Any]:
     """Parse comma-separated numbers."""
     try:
-        found = [kind(part) for part in text.split(",") if part.strip()]
+        values = [kind(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise typer.BadParameter(f"{option} must be numbers, got {text!r}") from error
-    if not found or min(found) <= 0:
+    if not values or min(values) <= 0:
         raise typer.BadParameter(f"{option} must be positive numbers, got {text!r}")
-    return found
+    return values
 
 
 def read_tasks(text: str) -> list[str]:

@@ -128,7 +128,7 @@ def retention(row: dict[str, Any], mass: torch.Tensor) -> list[float]:
     """
     start, stop = row["ends"][0], row["ends"][1]
     whole = mass[..., start:stop]
-    found = []
+    measured = []
     for end in row["ends"][1:]:
         kept = torch.ones(whole.shape, dtype=torch.bool)
         done = [c for c in row["compactions"] if c["at"] <= end]
@@ -138,8 +138,8 @@ def retention(row: dict[str, Any], mass: torch.Tensor) -> list[float]:
             for layer, heads in enumerate(done[-1]["kept"]):
                 for head, positions in enumerate(heads):
                     kept[layer, head, [p - start for p in positions]] = True
-        found.append(float(whole[kept].sum() / whole.sum()))
-    return found
+        measured.append(float(whole[kept].sum() / whole.sum()))
+    return measured
 
 
 def masses(model: Any, row: dict[str, Any]) -> torch.Tensor:
@@ -164,20 +164,20 @@ def runs_of(
     }
     masked = MaskedModel(model)
     for seed in range(seeds):
-        mine = {strategy: found[seed] for strategy, found in rows.items()}
-        mass = masses(masked, mine["flowkv"])
-        for strategy, row in mine.items():
+        own_runs = {strategy: measured[seed] for strategy, measured in rows.items()}
+        mass = masses(masked, own_runs["flowkv"])
+        for strategy, row in own_runs.items():
             yield Run(strategy, seed, retention(row, mass))
 
 
-def summary(found: Retention) -> Table:
+def summary(measured: Retention) -> Table:
     """Mean, minimum and maximum per turn, and the two models of appendix C."""
     table = Table("turn", *STRATEGIES, "model r", "model r^t")
-    models = [found.modelled(strategy) for strategy in STRATEGIES]
-    for turn in range(found.turns):
+    models = [measured.modelled(strategy) for strategy in STRATEGIES]
+    for turn in range(measured.turns):
         cells = []
         for strategy in STRATEGIES:
-            values = [shares[turn] for shares in found.shares(strategy)]
+            values = [shares[turn] for shares in measured.shares(strategy)]
             mean = statistics.mean(values)
             cells.append(f"{mean:.3f} ({min(values):.3f}..{max(values):.3f})")
         table.add_row(
@@ -218,10 +218,10 @@ def main(
     engine = {"block_size": block_size, "dtype": dtype}
     runs = list(runs_of(model, engine, policy, seeds))
     source = provenance()
-    found = Retention(Path(model).name, policy, block_size, runs, source)
-    write_retention(found, json_out)
+    measured = Retention(Path(model).name, policy, block_size, runs, source)
+    write_retention(measured, json_out)
     console = Console()
-    console.print(summary(found))
+    console.print(summary(measured))
     console.print_json(data=source)
 
 

@@ -54,8 +54,10 @@ class Setting:
     def samples(self, seeds: int) -> list[tuple[str, Sample]]:
         """All questions by name, dialogue after dialogue."""
         if self.prefeval:
-            made = preferences(Path(self.prefeval), seeds, self.sentences, self.fillers)
-            return [(f"{number}.0", sample) for number, sample in enumerate(made)]
+            samples = preferences(
+                Path(self.prefeval), seeds, self.sentences, self.fillers
+            )
+            return [(f"{number}.0", sample) for number, sample in enumerate(samples)]
         return [
             (f"{seed}.{number}", sample)
             for seed in range(seeds)
@@ -131,19 +133,19 @@ def run_engine(setting: Setting, job: Job, todo: list[str], seeds: int) -> None:
         logits_processors=[Prescribed],
         **extra,
     )
-    made = dict(setting.samples(seeds))
+    samples = dict(setting.samples(seeds))
     resident = _resident_tokens(llm, job) if job.options else len
     for first in range(0, len(todo), AT_A_TIME):
         names = todo[first : first + AT_A_TIME]
-        chats = [made[name].messages for name in names]
-        sampling = [_sampling(llm, made[name].forced) for name in names]
+        chats = [samples[name].messages for name in names]
+        sampling = [_sampling(llm, samples[name].forced) for name in names]
         outputs = llm.chat(chats, sampling, use_tqdm=False)
         for name, output in zip(names, outputs, strict=True):
             row = {
                 "sample": name,
                 "prompt_tokens": len(output.prompt_token_ids),
                 "resident_tokens": resident(output.prompt_token_ids),
-            } | _said(output.outputs[0], made[name].forced)
+            } | _said(output.outputs[0], samples[name].forced)
             print("RESULT " + json.dumps(row), flush=True)
 
 
@@ -168,7 +170,7 @@ def _said(answer: Any, forced: str) -> dict[str, Any]:
     if not forced:
         return {"answer": answer.text}
     steps = zip(answer.token_ids, answer.logprobs, strict=True)
-    nats = [-found[token].logprob for token, found in steps]
+    nats = [-logprobs[token].logprob for token, logprobs in steps]
     return {"nats": sum(nats) / len(nats), "answer_tokens": len(nats)}
 
 
@@ -279,11 +281,11 @@ def measure(setting: Setting, jobs: list[Job], seeds: int, limit: int, out: Path
     rows: dict[Job, list[dict[str, Any]]] = {job: [] for job in jobs}
     for job in jobs:
         shared = setting.shared() | {"config": job.config}
-        found = {
+        figures = {
             name: earlier.get(key_of(shared | {"sample": name})) for name, _ in samples
         }
-        rows[job] += [row for row in found.values() if row]
-        todo = [name for name, row in found.items() if row is None]
+        rows[job] += [row for row in figures.values() if row]
+        todo = [name for name, row in figures.items() if row is None]
         facts = {name: sample.fact for name, sample in samples}
         for answer in ask_engine(setting, job, todo, seeds) if todo else ():
             row = shared | answer | source

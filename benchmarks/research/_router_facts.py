@@ -155,13 +155,13 @@ def _pieces(text: str, least: int) -> list[str]:
     """Split ``text`` after sentences and lines into pieces of at least ``least``
     characters.
     """
-    found, begun = list[str](), ""
+    pieces, begun = list[str](), ""
     for part in re.split(r"(?<=[.!?\n])(?=\s)", text):
         begun += part
         if len(begun) >= least:
-            found.append(begun)
+            pieces.append(begun)
             begun = ""
-    return [*found, begun]
+    return [*pieces, begun]
 
 
 def _value(draw: random.Random) -> str:

@@ -187,20 +187,20 @@ def table_of(rows: dict[str, list[dict[str, Any]]]) -> Table:
     table = Table("method", "questions", "of the history kept", "of the attention kept")
     table.add_column("less than epicache")
     table.add_column("of the evidence kept")
-    ours = {r["question"]: r["attention_kept"] for r in rows.get("epicache", [])}
-    for label, found in rows.items():
+    own = {r["question"]: r["attention_kept"] for r in rows.get("epicache", [])}
+    for label, method_rows in rows.items():
         less = [
-            ours[r["question"]] - r["attention_kept"]
-            for r in found
-            if r["question"] in ours
+            own[r["question"]] - r["attention_kept"]
+            for r in method_rows
+            if r["question"] in own
         ]
         table.add_row(
             label,
-            str(len(found)),
-            f"{sum(r['kept'] for r in found) / len(found):.3f}",
-            spread([r["attention_kept"] for r in found]),
+            str(len(method_rows)),
+            f"{sum(r['kept'] for r in method_rows) / len(method_rows):.3f}",
+            spread([r["attention_kept"] for r in method_rows]),
             spread(less) if less and label != "epicache" else "",
-            spread([r["evidence_kept"] for r in found]),
+            spread([r["evidence_kept"] for r in method_rows]),
         )
     return table
 
@@ -208,9 +208,9 @@ def table_of(rows: dict[str, list[dict[str, Any]]]) -> Table:
 def parts_table(rows: dict[str, list[dict[str, Any]]]) -> Table:
     """Kept share of each part of the history, means over questions."""
     table = Table("method", *(f"part {i + 1}" for i in range(PARTS)))
-    for label, found in rows.items():
-        columns = zip(*(r["kept_by_part"] for r in found), strict=True)
-        table.add_row(label, *(f"{sum(c) / len(found):.3f}" for c in columns))
+    for label, method_rows in rows.items():
+        columns = zip(*(r["kept_by_part"] for r in method_rows), strict=True)
+        table.add_row(label, *(f"{sum(c) / len(method_rows):.3f}" for c in columns))
     return table
 
 

@@ -80,11 +80,11 @@ def main(
                         kept = shares.setdefault(name, {}).setdefault(budget, [])
                         kept += share.tolist()
     table = Table("asked with the query of the", *(f"{b} tokens" for b in BUDGETS))
-    for name, found in shares.items():
+    for name, values in shares.items():
         cells = []
         for budget in BUDGETS:
-            tenth = statistics.quantiles(found[budget], n=10)[0]
-            cells.append(f"{statistics.mean(found[budget]):.3f} ({tenth:.3f})")
+            tenth = statistics.quantiles(values[budget], n=10)[0]
+            cells.append(f"{statistics.mean(values[budget]):.3f} ({tenth:.3f})")
         table.add_row(name, *cells)
     console.print(table)
     console.print_json(data=provenance())

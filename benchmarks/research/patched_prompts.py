@@ -80,8 +80,8 @@ def patched_texts(
     places = {kind: tenth(similarity, above) for kind, above in BANDS.items()}
     count = len(places[CLOSEST])
     places[RANDOM] = sorted(random.Random(seed).sample(range(len(lines)), count))
-    found = {kind: "\n".join(lines[i] for i in at) for kind, at in places.items()}
-    return {EXACT: question} | found | {INSTRUCTION: ""}
+    values = {kind: "\n".join(lines[i] for i in at) for kind, at in places.items()}
+    return {EXACT: question} | values | {INSTRUCTION: ""}
 
 
 Kept = list[list[list[int]]]  # positions, [layers][kv_heads][kept]
@@ -218,35 +218,37 @@ def table_of(rows: list[dict[str, Any]], full: dict[int, float]) -> Table:
     if several:
         table.add_column("nats above the first")
         table.add_column("evidence more than the first")
-    for (config, kind), found in groups.items():
+    for (config, kind), values in groups.items():
         exact, same = groups.get((config, EXACT), []), groups.get((first, kind), [])
         cells = [
             f"{kind} {config}" if several else kind,
-            str(len(found)),
-            str(round(sum(row["patched_tokens"] for row in found) / len(found))),
-            spread([row["nats"] for row in found]),
-            spread([row["nats"] - full[row["question"]] for row in found]),
-            above(found, exact, "nats") if kind != EXACT else "",
-            mean_of(found, "evidence_in"),
-            spread([row["evidence_kept"] for row in found]),
-            mean_of(found, "kept_by_chance"),
+            str(len(values)),
+            str(round(sum(row["patched_tokens"] for row in values) / len(values))),
+            spread([row["nats"] for row in values]),
+            spread([row["nats"] - full[row["question"]] for row in values]),
+            above(values, exact, "nats") if kind != EXACT else "",
+            mean_of(values, "evidence_in"),
+            spread([row["evidence_kept"] for row in values]),
+            mean_of(values, "kept_by_chance"),
         ]
         if several and config != first:
-            cells += [above(found, same, name) for name in ("nats", "evidence_kept")]
+            cells += [above(values, same, name) for name in ("nats", "evidence_kept")]
         table.add_row(*cells)
     return table
 
 
-def mean_of(found: list[dict[str, Any]], figure: str) -> str:
-    return f"{sum(row[figure] for row in found) / len(found):.3f}"
+def mean_of(values: list[dict[str, Any]], figure: str) -> str:
+    return f"{sum(row[figure] for row in values) / len(values):.3f}"
 
 
-def above(found: list[dict[str, Any]], other: list[dict[str, Any]], figure: str) -> str:
+def above(
+    values: list[dict[str, Any]], other: list[dict[str, Any]], figure: str
+) -> str:
     """Mean difference of a figure, over the questions that both have."""
     there = {row["question"]: row[figure] for row in other}
     both = [
         row[figure] - there[row["question"]]
-        for row in found
+        for row in values
         if row["question"] in there
     ]
     return spread(both) if both else ""
@@ -325,8 +327,8 @@ def main(
     stock = answers(setting, job("stock", budget, block, {}))
     full = {row["question"]: row["nats"] for row in stock}
     for text, policy in policies.items():
-        for found in rows_of(setting, policy, kinds):
-            row = found | {"config": text, "full_nats": full[found["question"]]}
+        for values in rows_of(setting, policy, kinds):
+            row = values | {"config": text, "full_nats": full[values["question"]]}
             rows.append(row)
             facts = {"budget": policy["budget"], "block": policy["prefill_block"]}
             facts["episodes"] = policy["episodes"]

@@ -70,9 +70,9 @@ class PlainMeans(SeKV):
     def segment(
         self, surprisal: torch.Tensor, resident_tokens: int, geometry: Geometry
     ) -> Segments:
-        found = super().segment(surprisal, resident_tokens, geometry)
-        even = (1 / found.sizes.float())[found.span]
-        return replace(found, weights=even)
+        segments = super().segment(surprisal, resident_tokens, geometry)
+        even = (1 / segments.sizes.float())[segments.span]
+        return replace(segments, weights=even)
 
 
 class OneThreshold(SeKV):

@@ -101,7 +101,7 @@ def answered(path: Path, tokenizer: Any, setting: Setting) -> list[Sample]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     question = encode(QUESTION)
-    room, found = setting.prompt_tokens - len(question), []
+    room, samples = setting.prompt_tokens - len(question), []
     lines = path.read_text(encoding="utf-8").splitlines()
     numbered = list(enumerate(lines))
     random.Random(setting.seed).shuffle(numbered)
@@ -111,10 +111,10 @@ def answered(path: Path, tokenizer: Any, setting: Setting) -> list[Sample]:
         answer = encode(" " + row["answers"][0].strip())[: setting.next_tokens]
         if len(context) == room and len(answer) == setting.next_tokens:
             name = f"{path.name}:{number}"
-            found.append(Sample(name, context + question, answer))
-        if len(found) == setting.count:
-            return found
-    raise ValueError(f"only {len(found)} rows of {path} are long enough")
+            samples.append(Sample(name, context + question, answer))
+        if len(samples) == setting.count:
+            return samples
+    raise ValueError(f"only {len(samples)} rows of {path} are long enough")
 
 
 # -- an engine ---------------------------------------------------------------------
@@ -229,15 +229,15 @@ def summary(rows: dict[str, dict[str, float]]) -> Table:
         rows: configuration -> sample -> KL.
     """
     table = Table("policy", "allocator", "KL", "change", "lower on", "per sample")
-    for config, found in rows.items():
+    for config, divergences in rows.items():
         base = rows.get(base_of(config), {})
-        both = [sample for sample in found if sample in base]
-        changes = [found[sample] - base[sample] for sample in both]
+        both = [sample for sample in divergences if sample in base]
+        changes = [divergences[sample] - base[sample] for sample in both]
         own = config == base_of(config)
         table.add_row(
             json.loads(config)["name"],
             allocator_label(config),
-            f"{statistics.mean(found.values()):.4f}",
+            f"{statistics.mean(divergences.values()):.4f}",
             "" if own or not both else mean_interval(changes),
             "" if own else f"{sum(c < 0 for c in changes)} of {len(changes)}",
             "" if own else " ".join(f"{change:+.3f}" for change in changes),
@@ -282,11 +282,11 @@ def measure(setting: Setting, configs: list[str], out: Path) -> None:
         mean = statistics.mean(row["kl"] for row in done[-len(rows) :])
         label = f"{json.loads(config)['name']} {allocator_label(config)}"
         console.print(f"{label:50} KL {mean:.4f}", highlight=False)
-    found: dict[str, dict[str, float]] = {config: {} for config in configs}
+    divergences: dict[str, dict[str, float]] = {config: {} for config in configs}
     for row in done:
         if key_of(row) in labels:
-            found[row["config"]][row["sample"]] = row["kl"]
-    console.print(summary(found))
+            divergences[row["config"]][row["sample"]] = row["kl"]
+    console.print(summary(divergences))
     console.print_json(data=source)
 
 

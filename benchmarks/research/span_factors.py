@@ -84,8 +84,8 @@ def of_policy(surprisal: torch.Tensor, policy: SpanPolicy, geometry: Geometry) -
     tokens, size = surprisal.numel(), geometry.block_size
     (compaction,) = policy.plan(Lengths(tokens), geometry).compactions
     stays = len(compaction.retained) * size + tokens % size
-    found = policy.segment(surprisal, stays, geometry)
-    return Cut("surprise", found.positions, found.sizes)
+    result = policy.segment(surprisal, stays, geometry)
+    return Cut("surprise", result.positions, result.sizes)
 
 
 def even_sizes(tokens: int, spans: int) -> torch.Tensor:
@@ -133,12 +133,12 @@ def kept(layers: list[torch.Tensor], cut: Cut) -> list[dict[str, float]]:
         for i, rank in enumerate(RANKS):
             for dtype in (torch.float32, torch.bfloat16):
                 factors = ops.truncated_svd(rows, starts, cut.sizes, rank, dtype=dtype)
-                made = ops.reconstruct(factors, which, torch.float32).view_as(rows)
+                restored = ops.reconstruct(factors, which, torch.float32).view_as(rows)
                 if dtype == torch.bfloat16:
-                    off[i] += squared(made - rows.float())
+                    off[i] += squared(restored - rows.float())
                     stored_bytes[i] += factors.nbytes
                 else:
-                    lost[i] += squared(made - rows.float())
+                    lost[i] += squared(restored - rows.float())
     energy, error = 1 - lost / norm, (off / norm).sqrt()
     return [
         {
@@ -195,7 +195,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["anchors"], row["rank"], row["spans"]), []).append(row)
-    found = []
+    result = []
     for (anchors, rank, spans), group in groups.items():
         line: dict[str, Any] = {"anchors": anchors, "rank": int(rank), "spans": spans}
         line["mean_span"] = f"{statistics.mean(r['mean_span'] for r in group):.0f}"
@@ -210,8 +210,8 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             better = sum(ratio < 1 - MARGIN for ratio in ratios)
             worse = sum(ratio > 1 + MARGIN for ratio in ratios)
             line[f"{half}s better, worse"] = f"{better}, {worse}"
-        found.append(line)
-    return found
+        result.append(line)
+    return result
 
 
 def main(
@@ -240,8 +240,8 @@ def main(
             )
         for name, ids in long:
             prompt = masked.read(ids, logits=tokens)
-            found = prompt.logits[:-1].log_softmax(-1)
-            losses = -found.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+            result = prompt.logits[:-1].log_softmax(-1)
+            losses = -result.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
             pairs = zip(prompt.keys, prompt.values, strict=True)
             layers = [torch.cat(pair).bfloat16() for pair in pairs]
             rows += measure(name, layers, torch.cat([torch.zeros(1), losses]))

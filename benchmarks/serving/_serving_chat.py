@@ -61,10 +61,10 @@ def paragraphs(path: Path) -> list[str]:
         ValueError: the file has no text.
     """
     parts = [part.strip() for part in path.read_text().split("\n\n")]
-    found = [part for part in parts if part]
-    if not found:
+    texts = [part for part in parts if part]
+    if not texts:
         raise ValueError(f"{path} has no text; give a file with paragraphs")
-    return found
+    return texts
 
 
 def users_of(load: ChatLoad, rate: float, seed: int) -> list[User]:

@@ -136,14 +136,14 @@ def parse_metrics(text: str) -> dict[str, float]:
     metrics.
     """
     recorded = GAUGES | COUNTERS
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, labels, value in _LINE.findall(text):
         if name in recorded:
             short = recorded[name]
-            found[short] = found.get(short, 0.0) + float(value)
+            values[short] = values.get(short, 0.0) + float(value)
         elif name == "cache_config_info" and (match := _BLOCKS.search(labels)):
-            found["blocks"] = float(match[1]) - 1  # without vLLM's null block
-    return found
+            values["blocks"] = float(match[1]) - 1  # without vLLM's null block
+    return values
 
 
 def read_metrics(url: str) -> dict[str, float]:
@@ -182,9 +182,9 @@ class Sampler:
             self._sample()  # counters after it
 
     def _sample(self) -> None:
-        found = read_metrics(self.url)
-        if found:
-            self.samples.append({"at_s": time.perf_counter()} | found)
+        values = read_metrics(self.url)
+        if values:
+            self.samples.append({"at_s": time.perf_counter()} | values)
 
     def _run(self) -> None:
         while not self._done.wait(self.every_s):

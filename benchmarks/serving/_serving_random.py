@@ -58,8 +58,8 @@ def bench(arguments: list[str]) -> dict[str, Any]:
             Path(folder) / "bench.log",
             {"TMPDIR": folder, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
         )
-        found: dict[str, Any] = json.loads(result.read_text())
-        return found
+        report: dict[str, Any] = json.loads(result.read_text())
+        return report
 
 
 def bench_figures(result: dict[str, Any]) -> dict[str, Any]:

@@ -70,12 +70,12 @@ def ratio_to_stock(
     The ratio is taken per repetition, because its two runs were adjacent in time. None
     if there is no common repetition, or if stock's value is 0.
     """
-    theirs = {row["repetition"]: row["figures"].get(name) for row in stock}
+    stock_figures = {row["repetition"]: row["figures"].get(name) for row in stock}
     ratios = []
     for row in rows:
-        mine, base = row["figures"].get(name), theirs.get(row["repetition"])
-        if mine is not None and base:
-            ratios.append(mine / base)
+        own, base = row["figures"].get(name), stock_figures.get(row["repetition"])
+        if own is not None and base:
+            ratios.append(own / base)
     return statistics.median(ratios) if ratios else None
 
 
@@ -89,17 +89,17 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """
     lines = by_line(rows)
     records = []
-    for (label, rate), mine in lines.items():
-        record: dict[str, Any] = {"workload": mine[0]["workload"], "policy": label}
-        record |= {"rate_per_s": rate, "repetitions": len(mine)}
+    for (label, rate), own in lines.items():
+        record: dict[str, Any] = {"workload": own[0]["workload"], "policy": label}
+        record |= {"rate_per_s": rate, "repetitions": len(own)}
         stock = lines.get((STOCK, rate), [])
         for name in FIGURES:
-            values = [row["figures"].get(name) for row in mine]
+            values = [row["figures"].get(name) for row in own]
             measured = [value for value in values if value is not None]
             record[name] = statistics.median(measured) if measured else None
             record[f"{name}_min"] = min(measured, default=None)
             record[f"{name}_max"] = max(measured, default=None)
-            against = ratio_to_stock(mine, stock, name)
+            against = ratio_to_stock(own, stock, name)
             record[f"{name}_vs_stock"] = None if label == STOCK else against
         records.append(record)
     return records
@@ -175,7 +175,7 @@ def report(
     if csv_file:
         write_csv([record for records in summaries for record in records], csv_file)
     if json_file:
-        found = [
+        records = [
             {
                 "workload": group[0]["workload"],
                 "settings": group[0]["settings"],
@@ -185,7 +185,7 @@ def report(
             for group, records in zip(groups, summaries, strict=True)
         ]
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(found, indent=1) + "\n")
+        json_file.write_text(json.dumps(records, indent=1) + "\n")
     if plots:
         workloads = [group[0]["workload"] for group in groups]
         for index, (group, records) in enumerate(zip(groups, summaries, strict=True)):

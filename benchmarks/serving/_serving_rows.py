@@ -139,11 +139,11 @@ def settings_of(pool: Pool, seed: int, load: Any, slo: Slo) -> dict[str, Any]:
     return flat | {"extra": list(pool.extra)}
 
 
-def make_row(cell: Cell, settings: dict[str, Any], found: dict[str, Any]) -> Row:
+def make_row(cell: Cell, settings: dict[str, Any], measured: dict[str, Any]) -> Row:
     """One line of the file."""
     identity = {"policy": dict(cell.policy), "workload": cell.workload}
     identity |= {"rate": cell.rate, "repetition": cell.repetition}
-    return identity | {"settings": settings} | found
+    return identity | {"settings": settings} | measured
 
 
 def key_of(row: Row) -> str:

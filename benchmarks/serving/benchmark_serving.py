@@ -80,10 +80,12 @@ class Comparison:
     request_timeout_s: float
     start_timeout_s: float
 
-    def row(self, cell: Cell, found: dict[str, Any]) -> Row:
+    def row(self, cell: Cell, measured: dict[str, Any]) -> Row:
         """One row of this comparison."""
         load = self.chat if cell.workload == "chat" else self.random
-        return make_row(cell, settings_of(self.pool, self.seed, load, self.slo), found)
+        return make_row(
+            cell, settings_of(self.pool, self.seed, load, self.slo), measured
+        )
 
 
 # -- one measurement ------------------------------------------------------------
@@ -150,8 +152,8 @@ def measure(server: Server, comparison: Comparison, cell: Cell) -> dict[str, Any
         raise ServerError(f"no request succeeded; the first said: {errors[:1]}")
     figures |= server_figures(sampler.samples, start_s, end_s)
     samples = figures.pop("samples", {})
-    found = {"figures": figures, "samples": samples}
-    return found | ({"first_error": errors[0][:300]} if errors else {})
+    measured = {"figures": figures, "samples": samples}
+    return measured | ({"first_error": errors[0][:300]} if errors else {})
 
 
 # -- all of them ----------------------------------------------------------------
@@ -194,9 +196,9 @@ def run_all(
                 warm_up(server, comparison)
                 say(f"{cell.label}: ready after {server.start_s:.0f} s")
                 for each in same:
-                    found = measure(server, comparison, each)
-                    append_row(out, comparison.row(each, found | {"source": source}))
-                    say(line_of(each, found["figures"]))
+                    measured = measure(server, comparison, each)
+                    append_row(out, comparison.row(each, measured | {"source": source}))
+                    say(line_of(each, measured["figures"]))
         except ServerError as error:
             failed.append(cell.label)
             say(f"{cell.label}: {error}")

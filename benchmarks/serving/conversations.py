@@ -50,10 +50,10 @@ def run(
             synthetic_prompt(40000, prompt_tokens, i) for i in range(conversations)
         ]
         engine.ask("add", prompts=prompts, max_tokens=answer_tokens)
-        found: dict[str, Any] = engine.ask("run")
+        result: dict[str, Any] = engine.ask("run")
     finally:
         engine.close()
-    return {"engine": engine.name} | found
+    return {"engine": engine.name} | result
 
 
 def main(
@@ -76,17 +76,17 @@ def main(
         f"in a pool of {blocks - 1} blocks ({share:.3f} of {need} tokens)"
     )
     chosen = {"name": policy, **json.loads(config)}
-    found = []
+    result = []
     for _ in range(repeats):
         for each in (None, chosen):
-            found.append(
+            result.append(
                 run(model, each, blocks, conversations, prompt_tokens, answer_tokens)
             )
             console.print(
-                {key: value for key, value in found[-1].items() if key != "finished_s"}
+                {key: value for key, value in result[-1].items() if key != "finished_s"}
             )
     table = Table("engine", "s", "CPU s", "steps", "running", "most", "preemptions")
-    for row in found:
+    for row in result:
         table.add_row(
             row["engine"],
             f"{row['wall_s']:.0f}",
@@ -98,12 +98,12 @@ def main(
         )
     console.print(table)
     ratios = [
-        a["wall_s"] / b["wall_s"] for a, b in zip(*[iter(found)] * 2, strict=True)
+        a["wall_s"] / b["wall_s"] for a, b in zip(*[iter(result)] * 2, strict=True)
     ]
     console.print(f"stock / {policy}: {', '.join(f'{r:.2f}' for r in ratios)}")
     console.print_json(data=provenance())
     if json_out is not None:
-        json_out.write_text(json.dumps({"runs": found, **provenance()}, indent=1))
+        json_out.write_text(json.dumps({"runs": result, **provenance()}, indent=1))
 
 
 if __name__ == "__main__":

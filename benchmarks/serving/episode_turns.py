@@ -162,11 +162,11 @@ def _watch_parts(parts: dict[str, Any]) -> None:
     route, restore = EpisodeRouter.route, Transfer.restore
 
     def routed(self: Any, *args: Any) -> Any:
-        found = route(self, *args)
-        if found is not None:
-            parts["encode_ms"], parts["match_ms"] = found.encode_ms, found.match_ms
-            parts["switched"] = found.switched
-        return found
+        values = route(self, *args)
+        if values is not None:
+            parts["encode_ms"], parts["match_ms"] = values.encode_ms, values.match_ms
+            parts["switched"] = values.switched
+        return values
 
     def restored(self: Any, *args: Any) -> None:
         with _timed(lambda took: parts.update(restore_ms=took)):
@@ -187,10 +187,10 @@ def _timed(say: Callable[[float], Any]) -> Iterator[None]:
 
 def middle(rows: list[dict[str, Any]], name: str) -> str:
     """Median (min..max) of a column."""
-    found = sorted(row[name] for row in rows if row.get(name) is not None)
-    if not found:
+    values = sorted(row[name] for row in rows if row.get(name) is not None)
+    if not values:
         return ""
-    return f"{median(found):.1f} ({found[0]:.1f}..{found[-1]:.1f})"
+    return f"{median(values):.1f} ({values[0]:.1f}..{values[-1]:.1f})"
 
 
 def lines_of(history_tokens: int, budget: int, rows: list[dict[str, Any]]) -> Iterator:
@@ -201,18 +201,18 @@ def lines_of(history_tokens: int, budget: int, rows: list[dict[str, Any]]) -> It
         "stays": [r for r in later if not r.get("switched")],
         "switches": [r for r in later if r.get("switched")],
     }
-    for kind, found in kinds.items():
-        if found:
+    for kind, values in kinds.items():
+        if values:
             yield [
                 str(history_tokens),
                 str(budget or "full"),
                 kind,
-                str(len(found)),
-                str(max(row["held_blocks"] for row in found)),
-                str(found[-1]["preemptions"]),
-                middle(found, "wall_ms"),
-                middle(found, "cpu_ms"),
-                *(middle(found, f"{p}_ms") for p in ("encode", "match", "restore")),
+                str(len(values)),
+                str(max(row["held_blocks"] for row in values)),
+                str(values[-1]["preemptions"]),
+                middle(values, "wall_ms"),
+                middle(values, "cpu_ms"),
+                *(middle(values, f"{p}_ms") for p in ("encode", "match", "restore")),
             ]
 
 

@@ -53,14 +53,14 @@ class Chat:
         opened = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
         new = self.tokenizer.encode(opened, add_special_tokens=False)
         self.history += new
-        found: dict[str, Any] = self.engine.ask(
+        result: dict[str, Any] = self.engine.ask(
             "turn", prompt=self.history, turn_ends=self.ends, max_tokens=max_tokens
         )
         close = self.tokenizer.encode("<|im_end|>\n", add_special_tokens=False)
         prompt = len(self.history)
-        self.history += found.pop("answer") + close
+        self.history += result.pop("answer") + close
         self.ends.append(len(self.history))
-        return found | {"new": len(new), "prompt": prompt}
+        return result | {"new": len(new), "prompt": prompt}
 
 
 def open_engines(
@@ -113,9 +113,9 @@ def main(
         for turn in range(turns):
             for user, (text, chat) in enumerate(zip(texts, chats, strict=True)):
                 for name, each in zip(ENGINES, chat, strict=True):
-                    found = each.say(text[turn], answer_tokens)
+                    result = each.say(text[turn], answer_tokens)
                     rows.append(
-                        {"turn": turn + 1, "user": user, "engine": name} | found
+                        {"turn": turn + 1, "user": user, "engine": name} | result
                     )
     finally:
         for engine in engines:
@@ -141,10 +141,10 @@ def report(rows: list[dict[str, Any]], turns: int) -> None:
             str(round(median(r[key] for r in turn_rows))) for key in ("prompt", "new")
         ]
         for name in ENGINES:
-            ours = [row for row in turn_rows if row["engine"] == name]
-            wall = [row["first_ms"] for row in ours]
-            cpu = median(row["first_cpu_ms"] for row in ours)
-            computed = median(row["computed"] for row in ours)
+            own_rows = [row for row in turn_rows if row["engine"] == name]
+            wall = [row["first_ms"] for row in own_rows]
+            cpu = median(row["first_cpu_ms"] for row in own_rows)
+            computed = median(row["computed"] for row in own_rows)
             cells.append(
                 f"{median(wall):.0f} ({min(wall):.0f}..{max(wall):.0f}), "
                 f"{cpu:.0f}, {computed:.0f}"

@@ -50,8 +50,8 @@ def main(
     try:
         for number in track(range(rounds + 1), "rounds", console=console):
             prompt = synthetic_prompt(40000, tokens, number)
-            for each, found in zip(engines, rows, strict=True):
-                found.append(
+            for each, times in zip(engines, rows, strict=True):
+                times.append(
                     each.ask(
                         "turn", prompt=prompt, turn_ends=[], max_tokens=answer_tokens
                     )
@@ -59,7 +59,7 @@ def main(
     finally:
         for each in engines:
             each.close()
-    rows = [found[1:] for found in rows]  # the first round warms up
+    rows = [times[1:] for times in rows]  # the first round warms up
     report(console, [each.name for each in engines], rows)
     console.print_json(data=provenance())
     if json_out is not None:
@@ -79,7 +79,7 @@ def report(
     table = Table("", *names, f"{names[1]} / {names[0]}, pairs")
     for kind, key in (("wall", "token_ms"), ("CPU", "token_cpu_ms")):
         for number, label in enumerate(("first", "second")):
-            columns = [[row[key][number] for row in found] for found in rows]
+            columns = [[row[key][number] for row in times] for times in rows]
             ratios = [b / a for a, b in zip(*columns, strict=True)]
             table.add_row(
                 f"{label} token, {kind} ms",
