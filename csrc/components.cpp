@@ -38,13 +38,14 @@ std::vector<Index> gate_offsets(const Factors& factors, const Tensor& gates) {
 // (factors [elements], offsets int64 [matrices + 1], ranks int64 [matrices])
 std::tuple<Tensor, Tensor, Tensor> keep_components(
     const Tensor& factors, const Tensor& offsets, const Tensor& ranks,
-    const Tensor& tokens, std::int64_t head_dim, const Tensor& gates, double least) {
+    const Tensor& tokens, std::int64_t head_dim, const Tensor& gates, double min_gate) {
   const Factors given =
       checked_factors(kOp, "factors", factors, offsets, ranks, tokens, head_dim);
-  if (!(least >= 0.0 && least <= 1.0)) fail(kOp, "least must be 0 to 1, got ", least);
+  if (!(min_gate >= 0.0 && min_gate <= 1.0))
+    fail(kOp, "min_gate must be 0 to 1, got ", min_gate);
   const std::vector<Index> first = gate_offsets(given, gates);
   const float* gate = gates.const_data_ptr<float>();
-  const auto limit = static_cast<float>(least);
+  const auto limit = static_cast<float>(min_gate);
   Tensor new_ranks = torch::stable::new_empty(ranks, {given.matrices});
   Tensor new_offsets = torch::stable::new_empty(ranks, {given.matrices + 1});
   auto* rank = new_ranks.mutable_data_ptr<std::int64_t>();
@@ -80,7 +81,7 @@ std::tuple<Tensor, Tensor, Tensor> keep_components(
 STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
   m.def(
       "keep_components(Tensor factors, Tensor offsets, Tensor ranks, Tensor tokens, "
-      "int head_dim, Tensor gates, float least) -> (Tensor, Tensor, Tensor)");
+      "int head_dim, Tensor gates, float min_gate) -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvp, CPU, m) {

@@ -46,7 +46,7 @@ struct Factors {
   Index head_dim;
   // Facts about the tensor, cached because there may be thousands of records.
   Index size;   // elements
-  bool narrow;  // bfloat16, else float32
+  bool in_bfloat16;  // bfloat16, else float32
 
   template <typename Factor>
   svd::Record<Factor> shape(Index at) const {
@@ -65,7 +65,7 @@ struct Factors {
            shape<Factor>(at).elements() == end - begin;
   }
   void require_record(const char* op, Index at) const {
-    if (narrow ? is_sound<BFloat16>(at) : is_sound<float>(at)) return;
+    if (in_bfloat16 ? is_sound<BFloat16>(at) : is_sound<float>(at)) return;
     fail(op, name, ": matrix ", at, " is not a record of rank ", ranks[at], " and ",
          tokens[at], " tokens");
   }

@@ -62,7 +62,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
   m.def(
       "page_votes(Tensor heap, Tensor page_table, Tensor positions, Tensor queries, "
       "Tensor query_positions, Tensor? own_keys, Tensor k_offsets, int block_size, "
-      "float scale, bool most, int base=0, int slot_stride=0) -> Tensor");
+      "float scale, bool largest, int base=0, int slot_stride=0) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvp, CPU, m) {

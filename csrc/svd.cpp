@@ -134,7 +134,7 @@ std::tuple<Tensor, Tensor, Tensor> truncated_svd(const Tensor& rows,
                                                  const Tensor& starts,
                                                  const Tensor& lengths,
                                                  std::int64_t max_rank, double energy,
-                                                 bool narrow) {
+                                                 bool in_bfloat16) {
   const char* op = "truncated_svd";
   const Spans spans = checked_spans(op, rows, starts, lengths);
   if (max_rank < 1) fail(op, "max_rank must be positive, got ", max_rank);
@@ -150,17 +150,18 @@ std::tuple<Tensor, Tensor, Tensor> truncated_svd(const Tensor& rows,
   Tensor factors = rows;  // Tensor has no default constructor
   with_number(Argument{op, "rows", rows}, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;
-    factors = narrow ? decompose_all<Element, BFloat16>(
-                           op, rows, spans, options, ScalarType::BFloat16, rank, offset)
-                     : decompose_all<Element, float>(op, rows, spans, options,
-                                                     ScalarType::Float, rank, offset);
+    factors = in_bfloat16
+                  ? decompose_all<Element, BFloat16>(op, rows, spans, options,
+                                                     ScalarType::BFloat16, rank, offset)
+                  : decompose_all<Element, float>(op, rows, spans, options,
+                                                  ScalarType::Float, rank, offset);
   });
   return {factors, offsets, ranks};
 }
 
 Tensor reconstruct(const Tensor& factors, const Tensor& offsets, const Tensor& ranks,
                    const Tensor& tokens, std::int64_t head_dim, const Tensor& which,
-                   bool narrow) {
+                   bool in_bfloat16) {
   const char* op = "reconstruct";
   const Chosen chosen(
       op, checked_factors(op, "factors", factors, offsets, ranks, tokens, head_dim),
@@ -168,7 +169,7 @@ Tensor reconstruct(const Tensor& factors, const Tensor& offsets, const Tensor& r
   const std::vector<Index> first = chosen.row_offsets();
   Tensor rows =
       torch::stable::new_empty(factors, {first.back(), head_dim},
-                               narrow ? ScalarType::BFloat16 : ScalarType::Float);
+                               in_bfloat16 ? ScalarType::BFloat16 : ScalarType::Float);
   const svd::Kernels& kernels = kvp::select_kernels<svd::Kernels>();
   with_number(Argument{op, "factors", factors}, [&](auto* factor_tag) {
     using Factor = std::remove_pointer_t<decltype(factor_tag)>;
@@ -194,10 +195,10 @@ Tensor reconstruct(const Tensor& factors, const Tensor& offsets, const Tensor& r
 STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
   m.def(
       "truncated_svd(Tensor rows, Tensor starts, Tensor lengths, int max_rank, "
-      "float energy, bool narrow) -> (Tensor, Tensor, Tensor)");
+      "float energy, bool in_bfloat16) -> (Tensor, Tensor, Tensor)");
   m.def(
       "reconstruct(Tensor factors, Tensor offsets, Tensor ranks, Tensor tokens, "
-      "int head_dim, Tensor which, bool narrow) -> Tensor");
+      "int head_dim, Tensor which, bool in_bfloat16) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvp, CPU, m) {

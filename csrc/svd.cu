@@ -50,7 +50,7 @@ DeviceWork device_work(const char* op, const Chosen& chosen) {
 
 Tensor reconstruct_cuda(const Tensor& factors, const Tensor& offsets,
                         const Tensor& ranks, const Tensor& tokens,
-                        std::int64_t head_dim, const Tensor& which, bool narrow) {
+                        std::int64_t head_dim, const Tensor& which, bool in_bfloat16) {
   const char* op = "reconstruct";
   const Chosen chosen(op,
                       checked_factors(op, "factors", factors, offsets, ranks, tokens,
@@ -59,7 +59,7 @@ Tensor reconstruct_cuda(const Tensor& factors, const Tensor& offsets,
   const DeviceGuard guard(factors.get_device_index());
   Tensor rows =
       torch::stable::new_empty(factors, {chosen.row_offsets().back(), head_dim},
-                               narrow ? ScalarType::BFloat16 : ScalarType::Float);
+                               in_bfloat16 ? ScalarType::BFloat16 : ScalarType::Float);
   with_number(Argument{op, "rows", rows}, [&](auto* row_tag) {
     with_number(Argument{op, "factors", factors}, [&](auto* factor_tag) {
       using Factor = std::remove_pointer_t<decltype(factor_tag)>;

@@ -51,19 +51,19 @@ void test_reconstruction(std::mt19937& random) {
 
 // Any components may be dropped. The others are copied, and odd records are padded.
 template <typename Factor>
-void check_components(Index tokens, Index dim, float least, std::mt19937& random) {
+void check_components(Index tokens, Index dim, float min_gate, std::mt19937& random) {
   const auto problem = make_problem<float>(tokens, dim, Spectrum::kDecaying, random);
   const auto made = decompose<Factor>(problem, 7);
   std::vector<float> gates(u(made.shape.rank));
   std::vector<Index> stay;
   for (std::size_t k = 0; k < gates.size(); ++k) {
     gates[k] = std::uniform_real_distribution<float>(0.0f, 1.0f)(random);
-    if (gates[k] >= least) stay.push_back(Index(k));
+    if (gates[k] >= min_gate) stay.push_back(Index(k));
   }
   Decomposed<Factor> kept{{tokens, dim, Index(stay.size())}, {}, Fault::kNone};
   // exact size: a sanitizer sees a write past the end
   kept.record.resize(u(kept.shape.elements()), kvp::svd::narrow(NAN, (Factor*)nullptr));
-  kvp::svd::keep_components(made.shape, made.record.data(), gates.data(), least,
+  kvp::svd::keep_components(made.shape, made.record.data(), gates.data(), min_gate,
                             kept.record.data());
   for (Index j = 0; j < kept.shape.rank; ++j) {
     const Index k = stay[u(j)];
@@ -80,9 +80,9 @@ void test_components(std::mt19937& random) {
   current_case = "components";
   for (Index tokens : {0, 1, 6, 33}) {
     for (Index dim : {1, 64, 65}) {
-      for (float least : {0.0f, 0.5f, 1.0f}) {
-        check_components<float>(tokens, dim, least, random);
-        check_components<BFloat16>(tokens, dim, least, random);
+      for (float min_gate : {0.0f, 0.5f, 1.0f}) {
+        check_components<float>(tokens, dim, min_gate, random);
+        check_components<BFloat16>(tokens, dim, min_gate, random);
       }
     }
   }

@@ -81,8 +81,8 @@ def test_a_gate_of_one_changes_nothing(backend, random, dtype):
     del results  # reused memory shows which parts of a record are not written
     factors = make_factors(random, dtype)
     gates = torch.ones(int(factors.ranks.sum()))
-    for least in (0.0, 1.0):
-        kept = ops.keep_components(factors, gates, least)
+    for min_gate in (0.0, 1.0):
+        kept = ops.keep_components(factors, gates, min_gate)
         # as bytes: half of a float32 may be a NaN
         before, after = (f.factors.view(torch.uint8) for f in (factors, kept))
         assert after.equal(before)
@@ -150,9 +150,11 @@ def test_bad_arguments(backend, random):
     ):
         with pytest.raises(ValueError, match=message):
             ops.keep_components(factors, wrong, 0.4)
-    for least in (-0.1, 1.1, torch.nan):
-        with pytest.raises(ValueError, match=f"least must be 0 to 1, got {least}"):
-            ops.keep_components(factors, gates, least)
+    for min_gate in (-0.1, 1.1, torch.nan):
+        with pytest.raises(
+            ValueError, match=f"min_gate must be 0 to 1, got {min_gate}"
+        ):
+            ops.keep_components(factors, gates, min_gate)
     half = dataclasses.replace(factors, factors=factors.factors.half())
     with pytest.raises(ValueError, match="dtype must be float32 or bfloat16"):
         ops.keep_components(half, gates, 0.4)

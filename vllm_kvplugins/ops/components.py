@@ -18,7 +18,7 @@ from vllm_kvplugins.ops.svd import LowRank, check_placement, pack_record
 _OP = "keep_components"
 
 
-def keep_components(low_rank: LowRank, gates: torch.Tensor, least: float) -> LowRank:
+def keep_components(low_rank: LowRank, gates: torch.Tensor, min_gate: float) -> LowRank:
     """Multiply singular values by gates and drop components with small gates.
 
     SeKV, equations 7 and 8 at deployment: each singular value is multiplied by its
@@ -29,7 +29,7 @@ def keep_components(low_rank: LowRank, gates: torch.Tensor, least: float) -> Low
         low_rank: what ``truncated_svd`` returned.
         gates: float32 [sum of ranks] in [0, 1], one per singular value, matrix by
             matrix.
-        least: components with a smaller gate are dropped; 0 to 1, 0 keeps all.
+        min_gate: components with a smaller gate are dropped; 0 to 1, 0 keeps all.
 
     Returns:
         New factors; a matrix without remaining components has rank 0 and stands for
@@ -52,22 +52,22 @@ def keep_components(low_rank: LowRank, gates: torch.Tensor, least: float) -> Low
             low_rank.tokens,
             low_rank.head_dim,
             gates.contiguous(),
-            least,
+            min_gate,
         )
     else:
-        _check(low_rank, gates, least)
-        factors, offsets, ranks = _in_torch(low_rank, gates, least)
+        _check(low_rank, gates, min_gate)
+        factors, offsets, ranks = _in_torch(low_rank, gates, min_gate)
     return dataclasses.replace(low_rank, factors=factors, offsets=offsets, ranks=ranks)
 
 
 def _in_torch(
-    low_rank: LowRank, gates: torch.Tensor, least: float
+    low_rank: LowRank, gates: torch.Tensor, min_gate: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dtype = low_rank.factors.dtype
     packed = [torch.empty(0, dtype=dtype)]
     ranks = torch.zeros_like(low_rank.ranks)
     for matrix, gate in enumerate(gates.split(low_rank.ranks.tolist())):
-        kept = gate >= torch.tensor(least, dtype=torch.float32)
+        kept = gate >= torch.tensor(min_gate, dtype=torch.float32)
         ranks[matrix] = kept.sum()
         sigma = low_rank.singular_values(matrix) * gate
         u, vt = low_rank.left(matrix)[:, kept], low_rank.right(matrix).t()[kept]
@@ -76,10 +76,10 @@ def _in_torch(
     return torch.cat(packed), sizes.cumsum(0), ranks
 
 
-def _check(low_rank: LowRank, gates: torch.Tensor, least: float) -> None:
+def _check(low_rank: LowRank, gates: torch.Tensor, min_gate: float) -> None:
     """The checks of csrc/components.cpp."""
-    if not 0 <= least <= 1:
-        checks.fail(_OP, f"least must be 0 to 1, got {least}")
+    if not 0 <= min_gate <= 1:
+        checks.fail(_OP, f"min_gate must be 0 to 1, got {min_gate}")
     checks.check_vector(_OP, "gates", gates, int(low_rank.ranks.sum()), torch.float32)
     wrong = (~((gates >= 0) & (gates <= 1))).nonzero()
     if len(wrong):

@@ -155,10 +155,10 @@ class Compressor(KVCachePolicy):
                     f"{self.name} always keeps (sinks and window); raise the budget, "
                     "or lower sinks or window"
                 )
-        least = self.min_new_tokens
-        if self.prefill_block is not None and self.prefill_block < least:
+        minimum = self.min_new_tokens
+        if self.prefill_block is not None and self.prefill_block < minimum:
             reasons.append(
-                f"prefill_block {self.prefill_block} is below the {least} new tokens "
+                f"prefill_block {self.prefill_block} is below the {minimum} new tokens "
                 f"that {self.name} needs to compute scores; raise it"
             )
         return reasons

@@ -190,10 +190,10 @@ class EpiCache(Wrapper):
             )
         if isinstance(self.episodes, int) and self.episodes < 1:
             reasons.append(f"episodes must be 1 or more, or auto, got {self.episodes}")
-        least = self._base.min_new_tokens
-        if self.prefill_block < least:
+        minimum = self._base.min_new_tokens
+        if self.prefill_block < minimum:
             reasons.append(
-                f"prefill_block {self.prefill_block} is below the {least} new tokens "
+                f"prefill_block {self.prefill_block} is below the {minimum} new tokens "
                 f"that {self.base} needs to compute scores; raise it"
             )
         return reasons

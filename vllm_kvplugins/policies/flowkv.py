@@ -110,7 +110,7 @@ class FlowKV(Wrapper):
 
     def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
         size = geometry.block_size
-        least = -(-max(self.floor, self._base.minimum_budget_tokens) // size)
+        min_blocks = -(-max(self.floor, self._base.minimum_budget_tokens) // size)
         compactions: list[Compaction] = []
         notes: list[str] = []
         start = stop = compressed_tokens = (
@@ -127,7 +127,7 @@ class FlowKV(Wrapper):
             full = end // size
             kept, new = stop - start, full - stop
             target = -(-(int(self.ratio * end) - end % size) // size)
-            retained = max(target, kept + least)
+            retained = max(target, kept + min_blocks)
             if retained >= kept + new:
                 continue  # Evicts nothing; the turn competes when the next one ends.
             compactions.append(
@@ -139,9 +139,9 @@ class FlowKV(Wrapper):
                 )
             )
             start, stop = full - retained, full
-            if target < kept + least:
+            if target < kept + min_blocks:
                 notes.append(
                     f"flowkv: ratio {self.ratio} leaves {target - kept} blocks for the "
-                    f"turn that ends at token {end}; it keeps the floor of {least}"
+                    f"turn that ends at token {end}; it keeps the floor of {min_blocks}"
                 )
         return ResidencyPlan(size, tuple(compactions), notes=tuple(notes))

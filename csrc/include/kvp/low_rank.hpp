@@ -15,19 +15,19 @@
 namespace kvp::svd {
 
 // Whether a component with this gate is kept.
-inline bool is_kept(float gate, float least) { return gate >= least; }
+inline bool is_kept(float gate, float min_gate) { return gate >= min_gate; }
 
 // Writes a record of the kept components in their order, each singular value multiplied by
 // its gate (SeKV, equation 8). `out` has room for this record.
 template <typename Factor>
 void keep_components(const Record<Factor>& shape, const Factor* record,
-                     const float* gates, float least, Factor* out) {
+                     const float* gates, float min_gate, Factor* out) {
   Record<Factor> kept{shape.tokens, shape.head_dim, 0};
-  for (Index k = 0; k < shape.rank; ++k) kept.rank += is_kept(gates[k], least);
+  for (Index k = 0; k < shape.rank; ++k) kept.rank += is_kept(gates[k], min_gate);
   kept.clear_padding(out);
   Index to = 0;
   for (Index k = 0; k < shape.rank; ++k) {
-    if (!is_kept(gates[k], least)) continue;
+    if (!is_kept(gates[k], min_gate)) continue;
     float sigma;
     std::memcpy(&sigma, record + k * Record<Factor>::kPerFloat, sizeof sigma);
     sigma *= gates[k];
