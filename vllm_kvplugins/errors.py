@@ -115,7 +115,10 @@ CODES: dict[str, str] = {
     "KVP510": "no step fetched anything (record)",
     # 600-699: command line, models and training
     "KVP600": "a Python package that the command needs is not installed",
-    "KVP601": "an input file cannot be read, is not UTF-8 text, or is empty",
+    "KVP601": (
+        "an input file cannot be read, is not UTF-8 text, is empty, or holds no chat "
+        "messages"
+    ),
     "KVP602": "a result cannot be written",
     "KVP603": "an option of the command has an invalid value",
     "KVP604": "`kvplugins research record`: the policy fetches nothing",

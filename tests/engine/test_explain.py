@@ -127,6 +127,32 @@ def test_tokens_are_the_prompt_read_piece_by_piece(documents, prompt):
     assert "".join(documents["uniform"]["tokens"]) == prompt.read_text()
 
 
+def test_a_chat_is_compressed_by_its_turns(model_path, tmp_path):
+    """FlowKV keeps the open question, and a share of the finished turn."""
+    turn = [
+        {"role": "user", "content": english(SEED, 30)},
+        {"role": "assistant", "content": "I have read it."},
+    ]
+    question = {"role": "user", "content": english(SEED + 1, 3)}
+    chat, out = tmp_path / "chat.json", tmp_path / "chat_kept.json"
+    chat.write_text(json.dumps({"messages": [*turn, question]}))
+    done = run_cli(
+        *("explain", model_path, "--policy", "flowkv", "--dtype", "float32"),
+        *("--policy-config", '{"ratio": 0.3}', "--chat", str(chat), "--json", str(out)),
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(out.read_text(encoding="utf-8"))
+    text = "".join(document["tokens"])
+    assert text.count("<|im_start|>") == len([*turn, question]) + 2  # system, answer
+    tokens = len(document["tokens"])
+    starts = [i for i, each in enumerate(document["tokens"]) if each == "<|im_start|>"]
+    finished = starts[-2]
+    for kept in heads_of(document):
+        assert set(range(finished, tokens)) <= set(kept)
+        of_turn = sum(position < finished for position in kept)
+        assert 0.2 * finished < of_turn < 0.3 * finished + 2 * BLOCK
+
+
 def test_without_a_compaction_everything_is_kept(model_path, prompt, tmp_path):
     out = tmp_path / "all.json"
     done = run_cli(*explain_arguments(model_path, prompt, out, budget=1.0))

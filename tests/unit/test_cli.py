@@ -308,6 +308,37 @@ def test_mistakes_give_one_message(tmp_path, monkeypatch, change, code, value):
     assert not Path("o.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("[{", "not JSON"),
+        ('["hello"]', "list of messages"),
+        ("[]", "list of messages"),
+        ('{"turns": []}', "list of messages"),
+        ('[{"content": "no role"}]', "list of messages"),
+    ],
+)
+def test_a_file_without_messages_is_refused(tmp_path, content, reason):
+    chat = tmp_path / "chat.json"
+    chat.write_text(content)
+    options = ["--policy", "flowkv", "--chat", str(chat), "--json", str(tmp_path / "o")]
+    done = runner.invoke(app, ["explain", "model", *options])
+    assert done.exit_code == 1
+    assert codes_in(done.stderr) == ("KVP601",)
+    assert reason in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_explain_takes_a_prompt_or_a_chat(tmp_path, both):
+    (tmp_path / "p").write_text("text")
+    options = ["--policy", "flowkv", "--json", str(tmp_path / "o")]
+    if both:
+        options += ["--prompt-file", str(tmp_path / "p"), "--chat", str(tmp_path / "p")]
+    done = runner.invoke(app, ["explain", "model", *options])
+    assert done.exit_code == 2
+    assert "KVP603" in done.stderr
+
+
 def test_missing_options_are_named():
     done = runner.invoke(app, ["explain", "model"])
     assert done.exit_code == 2

@@ -16,22 +16,29 @@ from vllm_kvplugins.cli.inputs import (
     Model,
     Policy,
     PolicyConfig,
-    PromptFile,
     Verbose,
     check_targets,
     policy_request,
+    read_chat,
     read_prompt,
     write_text,
 )
+from vllm_kvplugins.errors import coded
 
 
 def explain(
     model: Model,
     policy: Policy,
-    prompt_file: PromptFile,
     json_path: Annotated[
         Path, typer.Option("--json", metavar="OUT.json", help="Where to write.")
     ],
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="F", help="Prompt as UTF-8 text.")
+    ] = None,
+    chat: Annotated[
+        Path | None,
+        typer.Option(metavar="F.json", help="Messages of a chat, instead of a text."),
+    ] = None,
     policy_config: PolicyConfig = None,
     html_path: Annotated[
         Path | None,
@@ -41,11 +48,14 @@ def explain(
     dtype: Dtype = "auto",
     verbose: Verbose = False,
 ) -> None:
-    """Run a prompt through vLLM under a policy and write what each KV head kept."""
+    """Run a prompt or a chat under a policy, and write what each KV head keeps.
+
+    A chat passes vLLM's front end as on a server, which finds the ends of its turns.
+    """
     with user_errors():
         request = policy_request(policy, policy_config)
         check_targets(json_path, html_path)
-        prompt = read_prompt(prompt_file)
+        prompt = _read(prompt_file, chat)
         with quiet_engine(verbose) as progress:
             from vllm_kvplugins.vllm_adapter.offline import explain as engine
 
@@ -63,6 +73,15 @@ def explain(
 
             write_text(html_path, render(document))
     _print_summary(document, [path for path in (json_path, html_path) if path])
+
+
+def _read(prompt_file: Path | None, chat: Path | None) -> str | list[dict[str, Any]]:
+    if prompt_file is not None and chat is None:
+        return read_prompt(prompt_file)
+    if chat is not None and prompt_file is None:
+        return read_chat(chat)
+    message = coded("KVP603", "give either --prompt-file or --chat")
+    raise typer.BadParameter(message, param_hint="--prompt-file / --chat")
 
 
 def build_document(

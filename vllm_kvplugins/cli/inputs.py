@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -76,11 +77,40 @@ def read_prompt(path: Path) -> str:
     return read_text(path, "prompt", "--prompt-file")
 
 
+def read_chat(path: Path) -> list[dict[str, Any]]:
+    """Read the messages of a chat: a JSON list, or an object with ``messages``.
+
+    Raises:
+        KVPolicyError: see ``read_text``; or the file holds no messages.
+    """
+    text = read_text(path, "chat", "--chat")
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        problem = f"it is not JSON: {error}"
+    else:
+        messages = content.get("messages") if isinstance(content, dict) else content
+        if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+            return messages
+        problem = "it is no list of messages"
+    raise KVPolicyError(
+        coded(
+            "KVP601",
+            f"cannot read the chat file {path}: {problem}; write "
+            '[{"role": "user", "content": "…"}, …]',
+        )
+    )
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, dict) and isinstance(item.get("role"), str)
+
+
 def read_text(path: Path, role: str, option: str) -> str:
     """Read a text file of the user.
 
     Args:
-        role: "prompt" or "document", for messages.
+        role: "prompt", "chat" or "document", for messages.
         option: that passed the path, for messages.
 
     Raises:

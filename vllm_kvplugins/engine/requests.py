@@ -217,11 +217,13 @@ class Record:
 
     Attributes:
         kept_positions: per layer, per KV head: positions kept, ascending.
+        computed_tokens: number of tokens computed by then; later ones are all kept.
     """
 
     request_id: str
     prompt_tokens: int
     kept_positions: list[list[list[int]]]
+    computed_tokens: int
 
     @staticmethod
     def of(due: DueCompaction, positions: torch.Tensor, geometry: Geometry) -> Record:
@@ -233,4 +235,5 @@ class Record:
             [sorted(p for p in head if p >= 0) + tail for head in layer]
             for layer in positions.view(shape).tolist()
         ]
-        return Record(due.row.request_id, due.row.prompt_tokens, kept)
+        row = due.row
+        return Record(row.request_id, row.prompt_tokens, kept, row.after_tokens)

@@ -6,7 +6,7 @@ Runs the worker in this process, so that tools can read the records of its polic
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,8 @@ from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.plan.geometry import Geometry
 
 _IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# A text, or the messages of a chat.
+Prompt = str | Sequence[dict[str, Any]]
 # Tokens in addition to prompt and answer: vLLM's null block, rounding.
 _SPARE_TOKENS = 1024
 
@@ -27,7 +29,7 @@ class Engine:
 
     Attributes:
         llm: vLLM's ``LLM``.
-        prompt_token_ids: tokenized as for a completion (no chat template).
+        prompt_token_ids: a text is tokenized as for a completion (no chat template).
     """
 
     llm: Any
@@ -47,12 +49,19 @@ class Engine:
         )
         return list(output.outputs[0].token_ids)
 
+    def chat(self, messages: Sequence[dict[str, Any]], max_tokens: int) -> None:
+        """Answer a chat greedily. The front end finds the ends of its turns."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        self.llm.chat(list(messages), sampling, use_tqdm=False)
+
 
 @contextmanager
 def engine(
     model: str,
     request: dict[str, Any],
-    prompt: str,
+    prompt: Prompt,
     max_tokens: int,
     dtype: str = "auto",
     max_model_len: int | None = None,
@@ -63,7 +72,7 @@ def engine(
     Args:
         model: a folder or a Hugging Face ID.
         request: the policy, in the form that ``parse_policy`` takes.
-        prompt: text.
+        prompt: a text, or messages, which are rendered with the chat template.
         max_tokens: maximum number of tokens to generate.
         dtype: vLLM's ``dtype``.
         max_model_len: maximum context; None: the model's. The engine allocates only
@@ -98,7 +107,7 @@ def engine(
         with _refusals(f"vLLM cannot use {model!r}"):
             config = EngineArgs(**options).create_engine_config()
             tokenizer = _tokenizer(config.model_config)
-        ids = list(tokenizer.encode(prompt))
+            ids = _token_ids(tokenizer, prompt)
         context = config.model_config.max_model_len
         _check_length(len(ids), max_tokens, context, model, max_model_len)
         geometry = engine_config.geometry_of(config)
@@ -118,6 +127,16 @@ def _tokenizer(model_config: Any) -> Any:
     from vllm.tokenizers import cached_tokenizer_from_config
 
     return cached_tokenizer_from_config(model_config)
+
+
+def _token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, str):
+        return list(tokenizer.encode(prompt))
+    return list(
+        tokenizer.apply_chat_template(
+            list(prompt), add_generation_prompt=True, return_dict=False
+        )
+    )
 
 
 def _check_folder(model: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvplugins.vllm_adapter.offline.engine import Engine, engine
+from vllm_kvplugins.vllm_adapter.offline.engine import Engine, Prompt, engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Explanation:
 def explain(
     model: str,
     request: dict[str, Any],
-    prompt: str,
+    prompt: Prompt,
     dtype: str = "auto",
     max_model_len: int | None = None,
     progress: Callable[[str], None] = lambda step: None,
@@ -38,7 +38,8 @@ def explain(
     Args:
         model: a folder or a Hugging Face ID.
         request: the policy, in the form that ``parse_policy`` takes.
-        prompt: text, tokenized as vLLM does for a completion (no chat template).
+        prompt: a text, tokenized as for a completion (no chat template); or messages
+            of a chat, which pass vLLM's front end like a request to a server.
         dtype: vLLM's ``dtype``.
         max_model_len: maximum context; None: the model's. The engine allocates only
             as much as the prompt needs.
@@ -52,7 +53,7 @@ def explain(
     with engine(model, request, prompt, 1, dtype, max_model_len, progress) as running:
         ids = running.prompt_token_ids
         progress(f"prefilling {len(ids)} tokens under {request['name']}")
-        kept = _prefill(running)
+        kept = _prefill(running, prompt)
         texts = readable_tokens(running.tokenizer, ids)
     return Explanation(ids, texts, kept)
 
@@ -71,14 +72,23 @@ def readable_tokens(tokenizer: Any, ids: list[int]) -> list[str]:
     ]
 
 
-def _prefill(running: Engine) -> list[list[list[int]]]:
-    """Kept positions per layer and KV head; all positions if nothing was compacted."""
+def _prefill(running: Engine, prompt: Prompt) -> list[list[list[int]]]:
+    """Positions per layer and KV head that are resident after the prompt.
+
+    The newest compaction and the tokens after it; all positions without a compaction.
+    """
     running.llm.collective_rpc("kv_policy_record", args=(True,))
-    running.generate(running.prompt_token_ids, 1)
+    if isinstance(prompt, str):
+        running.generate(running.prompt_token_ids, 1)
+    else:
+        running.chat(prompt, 1)
     (records,) = running.llm.collective_rpc("kv_policy_take_records")
-    if records:  # the newest record shows what is resident now
-        kept: list[list[list[int]]] = records[-1].kept_positions
-        return kept
-    everything = list(range(len(running.prompt_token_ids)))
+    tokens = len(running.prompt_token_ids)
+    if records:
+        newer = list(range(records[-1].computed_tokens, tokens))
+        return [
+            [kept + newer for kept in heads] for heads in records[-1].kept_positions
+        ]
+    everything = list(range(tokens))
     geometry = running.geometry
     return [[everything] * geometry.num_kv_heads for _ in range(geometry.num_layers)]
