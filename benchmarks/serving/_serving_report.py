@@ -11,6 +11,7 @@ from typing import Any
 
 from _serving_plots import draw
 from _serving_rows import STOCK, Row, label_of
+from _serving_sweep import highest_rates
 from rich.console import Console
 from rich.table import Table
 
@@ -135,6 +136,26 @@ def table_of(
     return table
 
 
+def table_of_rates(records: Sequence[dict[str, Any]]) -> Table:
+    """The highest rate of each policy at the service level."""
+    table = Table()
+    titles = ("policy", "highest rate /s at the service level", "ratio to stock")
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for record in records:
+        rates, ratios = record["rates_per_s"], record["vs_stock"]
+        bound = " or more" if record["is_bound"] else ""
+        table.add_row(
+            record["policy"],
+            f"{record['median']:.3g}{bound} ({min(rates):.3g}..{max(rates):.3g}, "
+            f"n = {len(rates)})",
+            f"×{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
+            if ratios and record["policy"] != STOCK
+            else "",
+        )
+    return table
+
+
 def caption(rows: Sequence[Row]) -> str:
     """Workload and settings of comparable rows, and the machines that ran them."""
     settings = {
@@ -155,6 +176,7 @@ def report(
     csv_file: Path | None = None,
     json_file: Path | None = None,
     plots: Path | None = None,
+    goodput_share: float = 0.9,
 ) -> None:
     """Print all rows, and write the files that the user chose.
 
@@ -164,6 +186,7 @@ def report(
         csv_file: all records, one line each.
         json_file: all records, with the settings and sources of each comparison.
         plots: folder for plots.
+        goodput_share: share of requests that must be within the limits at a rate.
     """
     groups = comparable(rows)
     summaries = [summarise(group) for group in groups]
@@ -171,6 +194,9 @@ def report(
         console.rule(group[0]["workload"])
         console.print(table_of(records, LATENCY))
         console.print(table_of(records, MEMORY))
+        rates = highest_rates(group, goodput_share)
+        if rates and len({row["rate"] for row in group}) > 1:
+            console.print(table_of_rates(rates))
         console.print(caption(group), markup=False, highlight=False)
     if csv_file:
         write_csv([record for records in summaries for record in records], csv_file)
@@ -181,6 +207,8 @@ def report(
                 "settings": group[0]["settings"],
                 "sources": list_of_sources(group),
                 "records": records,
+                "highest_rates": highest_rates(group, goodput_share),
+                "goodput_share": goodput_share,
             }
             for group, records in zip(groups, summaries, strict=True)
         ]

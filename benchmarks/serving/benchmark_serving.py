@@ -3,10 +3,11 @@
 Two workloads: single requests of random tokens, sent and measured by ``vllm bench
 serve``, and conversations with think time (``_serving_chat.py``). One server runs at a
 time; policies alternate (A, B, A, B …). Every finished measurement is a line of
-``--out``. An interrupted run resumes from this file.
+``--out``. An interrupted run resumes from this file. ``--sweep`` searches for the
+highest rate at which each server meets the service level, instead of fixed rates.
 
     python benchmarks/serving/benchmark_serving.py MODEL --policies stock,full,snapkv \\
-        --pool-tokens 16384 --rates 0.5,1,2 --out serving.jsonl --plots plots
+        --pool-tokens 16384 --request-rate 0.5,1,2 --out serving.jsonl --plots plots
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ from _serving_server import (
     policy_arguments,
     serving,
 )
+from _serving_sweep import Sweep, next_index, share_within_limits
 from rich.console import Console
 
 from vllm_kvplugins.config import parse_policy
@@ -205,6 +207,66 @@ def run_all(
     return failed
 
 
+def run_sweep(
+    comparison: Comparison,
+    sweep: Sweep,
+    servers: list[Cell],
+    out: Path,
+    say: Callable[[str], None],
+) -> list[str]:
+    """Search for the highest rate of each policy, workload and repetition.
+
+    Args:
+        servers: one cell per search; their rates do not count.
+        out: file of rows; earlier rows of the grid are not measured again.
+
+    Returns:
+        Labels of policies whose server failed; they are not retried.
+    """
+    rows = read_rows(out)
+    source = provenance()
+    failed: list[str] = []
+    for turn in dict.fromkeys(map(turn_of, servers)):
+        same = [cell for cell in servers if turn_of(cell) == turn]
+        label = same[0].label
+        if label in failed or next_cell(comparison, sweep, same, rows) is None:
+            continue
+        arguments = comparison.pool.arguments(comparison.seed)
+        try:
+            with serving(
+                [*arguments, *policy_arguments(same[0].policy)],
+                comparison.start_timeout_s,
+            ) as server:
+                warm_up(server, comparison)
+                say(f"{label}: ready after {server.start_s:.0f} s")
+                while cell := next_cell(comparison, sweep, same, rows):
+                    measured = measure(server, comparison, cell)
+                    row = comparison.row(cell, measured | {"source": source})
+                    append_row(out, row)
+                    rows[key_of(row)] = row
+                    share = share_within_limits(row["figures"])
+                    say(f"{line_of(cell, row['figures'])}, {share:.0%} within limits")
+        except ServerError as error:
+            failed.append(label)
+            say(f"{label}: {error}")
+    return failed
+
+
+def next_cell(
+    comparison: Comparison, sweep: Sweep, searches: list[Cell], rows: dict[str, Row]
+) -> Cell | None:
+    """The next measurement of some searches; None if all have ended."""
+    for search in searches:
+        passed: dict[int, bool] = {}
+        while (index := next_index(passed)) is not None:
+            cell = replace(search, rate=sweep.rate(index))
+            row = rows.get(key_of(comparison.row(cell, {})))
+            if row is None:
+                return cell
+            passed[index] = share_within_limits(row["figures"]) >= sweep.share
+    return None
+
+
 def turn_of(cell: Cell) -> tuple[int, str]:
     """Cells with the same value share one server."""
     return cell.repetition, cell.label
@@ -230,6 +292,13 @@ def read_policies(text: str) -> list[dict[str, Any]]:
     except (ValueError, KVPolicyError) as error:
         raise typer.BadParameter(f"--policies: {error}") from error
     return policies
+
+
+def cuda_is_available() -> bool:
+    """Whether servers run on a GPU, where vLLM compiles and captures graphs."""
+    from torch import cuda
+
+    return cuda.is_available()
 
 
 def read_texts(path: Path) -> None:
@@ -269,8 +338,23 @@ def main(
     ] = "stock,full,snapkv",
     pool_tokens: Annotated[int, typer.Option(help="KV cache of every server")] = 16384,
     rates: Annotated[
-        str, typer.Option(help="requests (random) or users (chat) per second")
+        str,
+        typer.Option(
+            "--request-rate",
+            "--rates",
+            help="requests (random) or users (chat) per second",
+        ),
     ] = "0.5,1,2",
+    sweep: Annotated[
+        bool,
+        typer.Option(
+            help="search for the highest rate at the service level, from the first "
+            "--request-rate on"
+        ),
+    ] = False,
+    goodput_share: Annotated[
+        float, typer.Option(help="share of requests that must be within the limits")
+    ] = 0.9,
     workloads: Annotated[
         str, typer.Option(help="chat, random, or both")
     ] = "chat,random",
@@ -290,22 +374,44 @@ def main(
     texts: Annotated[
         Path | None, typer.Option(help="chat: send the paragraphs of this file")
     ] = None,
-    requests: Annotated[int, typer.Option(help="random: number of requests")] = 32,
+    requests: Annotated[
+        int,
+        typer.Option("--num-prompts", "--requests", help="random: number of requests"),
+    ] = 32,
     input_tokens: Annotated[
-        int, typer.Option(help="random: length of the prompt")
+        int,
+        typer.Option(
+            "--random-input-len", "--input-tokens", help="random: length of the prompt"
+        ),
     ] = 1024,
     output_tokens: Annotated[
-        int, typer.Option(help="random: length of the answer")
+        int,
+        typer.Option(
+            "--random-output-len",
+            "--output-tokens",
+            help="random: length of the answer",
+        ),
     ] = 128,
     slo_ttft_ms: Annotated[float, typer.Option(help="limit for goodput")] = 2000.0,
     slo_tpot_ms: Annotated[float, typer.Option(help="limit for goodput")] = 100.0,
     block_size: int = 32,
     max_model_len: int = 4096,
     dtype: str = "auto",
-    prefix_caching: bool = True,
-    eager: Annotated[
-        bool, typer.Option(help="pass --enforce-eager to every server")
+    prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            "--prefix-caching/--no-prefix-caching",
+        ),
     ] = True,
+    eager: Annotated[
+        bool | None,
+        typer.Option(
+            "--enforce-eager/--no-enforce-eager",
+            "--eager/--no-eager",
+            help="of every server; default: on CPUs only",
+        ),
+    ] = None,
     server_args: Annotated[
         str, typer.Option(help="further arguments for vllm serve")
     ] = "",
@@ -350,7 +456,7 @@ def main(
                 max_model_len,
                 dtype,
                 prefix_caching,
-                eager,
+                not cuda_is_available() if eager is None else eager,
                 tuple(shlex.split(server_args)),
             ),
             chat=ChatLoad(
@@ -368,19 +474,22 @@ def main(
             request_timeout_s=request_timeout_s,
             start_timeout_s=start_timeout_s,
         )
+        started = read_rates(rates)[:1] if sweep else read_rates(rates)
         cells = cells_of(
-            read_policies(policies),
-            read_workloads(workloads),
-            read_rates(rates),
-            repetitions,
+            read_policies(policies), read_workloads(workloads), started, repetitions
         )
         exit_on_signals()
         try:
-            failed = run_all(comparison, cells, out, say)
+            if sweep:
+                search = Sweep(started[0], goodput_share)
+                failed = run_sweep(comparison, search, cells, out, say)
+            else:
+                failed = run_all(comparison, cells, out, say)
         except KeyboardInterrupt:
             say("stopped; run the same command again to resume")
             raise typer.Exit(130) from None
-    report(list(read_rows(out).values()), console, csv, json_out, plots)
+    rows = list(read_rows(out).values())
+    report(rows, console, csv, json_out, plots, goodput_share)
     if failed:
         say(f"failed, see above: {', '.join(failed)}")
         raise typer.Exit(1)
