@@ -86,7 +86,7 @@ def highest_rates(rows: Sequence[Row], share: float) -> list[dict[str, Any]]:
         enough), ``median``, and ``vs_stock``: ratios per repetition that stock has too.
         A rate that no measured one exceeds is a lower bound; ``is_bound`` marks it.
     """
-    rows = [row for row in rows if _NEEDED <= row["figures"].keys()]
+    rows = [row for row in rows if row["figures"].keys() >= _NEEDED]
     best: dict[str, dict[int, float]] = {}
     bounds: dict[str, bool] = {}
     for label in dict.fromkeys(label_of(row["policy"]) for row in rows):
