@@ -33,10 +33,11 @@ def answer_samples(
     rows = list(engine.answers(setting, policy, samples, 1024, 2))
     (llm,) = opened
     core = llm.llm_engine.engine_core.engine_core
+    runtime = core.model_executor.driver_worker.worker.kv_policy_runtime
     ids = llm.get_tokenizer().encode(prompts[0])
     alone = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     llm.llm_engine.add_request("alone", {"prompt_token_ids": ids}, alone)
-    gauges = []
+    gauges, outside = [], []
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
         report = {
@@ -46,5 +47,6 @@ def answer_samples(
             in ("vllm:kv_policy_resident_tokens", "vllm:kv_cache_usage_perc")
         }
         gauges.append(report)
+        outside += [runtime.device_bytes(name) for name in core.scheduler.requests]
     blocks = core.scheduler.kv_cache_config.num_blocks
-    return {"rows": rows, "gauges": gauges, "blocks": blocks}
+    return {"rows": rows, "gauges": gauges, "blocks": blocks, "outside": outside}
