@@ -26,6 +26,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+# The widest vector instructions of the CPU; kernels differ by them.
+_VECTORS = ("avx512_bf16", "avx512f", "avx2", "asimd")
 _CHILD = Path(__file__).resolve().with_name("_engine_child.py")
 
 
@@ -151,16 +153,13 @@ def child_rows(script: str, request: str, label: str) -> Iterator[dict[str, Any]
 def provenance() -> dict[str, str]:
     """Machine, commit and command, to print next to every result.
 
-    The environment variable KVP_COMMIT sets the commit where git is not available.
+    Of absolute paths in the command only the names remain. The environment variable
+    KVP_COMMIT sets the commit where git is not available.
     """
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
+    facts = _cpu_facts()
+    model = facts.get("model name", platform.processor())
+    flags = facts.get("flags", "").split()
+    vectors = next((name for name in _VECTORS if name in flags), "")
     try:
         commit = subprocess.run(
             ["git", "describe", "--always", "--dirty"],
@@ -173,11 +172,22 @@ def provenance() -> dict[str, str]:
     commit = commit or os.environ.get("KVP_COMMIT", "")
     script = os.path.relpath(sys.argv[0], ROOT)
     return {
-        "machine": f"{model}, {os.cpu_count()} cores",
+        "machine": f"{model}, {os.cpu_count()} cores" + (vectors and f", {vectors}"),
         "torch": torch.__version__,
         "commit": commit or "unknown",
-        "command": " ".join(["python", script, *sys.argv[1:]]),
+        "command": " ".join(["python", script, *map(_without_folder, sys.argv[1:])]),
     }
+
+
+def _cpu_facts() -> dict[str, str]:
+    """Properties of the first CPU."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    pairs = (line.split(":", 1) for line in reversed(lines) if ":" in line)
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
+def _without_folder(argument: str) -> str:
+    return Path(argument).name if argument.startswith("/") else argument
 
 
 def kernel_provenance(load: float, repeats: int) -> dict[str, Any]:

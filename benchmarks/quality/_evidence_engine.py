@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from _evidence_samples import FORCED_TOKENS, KL, Prompt
+from _evidence_samples import FORCED_TOKENS, KL, Prompt, reference_file
 from _quality_engine import Held, ResidencyWatch, open_engine, row_of
 from _quality_samples import Setting
 from vllm.v1.sample.logits_processor import LogitsProcessor
@@ -164,7 +164,7 @@ def _divergence(
     assert list(output.outputs[0].token_ids) == list(prompt.forced)
     own = torch.stack(ForcedTokens.recorded)
     ForcedTokens.start(())
-    file = references / f"{prompt.name.replace('/', '_').replace(':', '_')}.npy"
+    file = reference_file(references, prompt.name)
     if policy is None:
         references.mkdir(parents=True, exist_ok=True)
         np.save(file, own.numpy())

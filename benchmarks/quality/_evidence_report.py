@@ -94,6 +94,16 @@ def _score(
     }
 
 
+def complete(model: Model, min_samples: int) -> Model:
+    """The model without cells of an unfinished run; refused ones stay."""
+    cells = [
+        cell
+        for cell in model["cells"]
+        if "refused" in cell or cell[PASSKEY]["samples"] >= min_samples
+    ]
+    return model | {"cells": cells}
+
+
 # -- tables -------------------------------------------------------------------------
 
 HEAD = (

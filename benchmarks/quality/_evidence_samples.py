@@ -146,6 +146,11 @@ def windows(
                 yield name, f"{name}#{number}", ids[start : start + length]
 
 
+def reference_file(folder: Path, name: str) -> Path:
+    """Stock's log-probabilities of a text."""
+    return folder / f"{name.replace('/', '_').replace(':', '_')}.npy"
+
+
 def order(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
     """A fixed random order, so that an interrupted run has samples of every task."""
     shuffled = list(prompts)

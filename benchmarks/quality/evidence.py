@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import _path  # noqa: F401
 import typer
 from _engine import child_rows, provenance
-from _evidence_samples import TASKS, Prompt, order, prompts_of
+from _evidence_samples import TASKS, Prompt, order, prompts_of, reference_file
 from _quality_fit import jobs_of, read_policies
 from _quality_rows import Job, Row, append, key_of, open_rows
 from _quality_samples import Setting, TaskError
@@ -187,7 +187,7 @@ def measure(
         if deadline is not None and time.monotonic() > deadline:
             failed.append(f"{job.shown}: not reached within --minutes")
             continue
-        missing = _missing(job, prompts, done)
+        missing = missing_prompts(job, prompts, done, out.with_suffix(".stock"))
         slow = speed and (job.label, job.share, SPEED, "round 0") not in done
         if job.problem or not (missing or slow):
             failed += [f"{job.shown}: {job.problem}"] if job.problem else []
@@ -206,11 +206,23 @@ def measure(
     return failed
 
 
-def _missing(job: Job, prompts: Sequence[Prompt], done: set[Any]) -> list[list[str]]:
+def missing_prompts(
+    job: Job, prompts: Sequence[Prompt], done: set[Any], references: Path
+) -> list[list[str]]:
+    """Prompts without a row; stock's texts also without log-probabilities.
+
+    Rows may come from another machine. The log-probabilities are too large to come with
+    them, so stock computes them again.
+    """
     return [
         [prompt.task, prompt.name]
         for prompt in prompts
         if (job.label, job.share, prompt.task, prompt.name) not in done
+        or (
+            not job.policy
+            and prompt.forced
+            and not reference_file(references, prompt.name).exists()
+        )
     ]
 
 
@@ -246,11 +258,14 @@ def report(
     file: Annotated[Path, typer.Argument(help="output of `collect`")],
     markdown: Annotated[Path | None, typer.Option(help="write the tables")] = None,
     plots: Annotated[Path | None, typer.Option(help="folder for the picture")] = None,
+    min_samples: Annotated[
+        int, typer.Option(help="leave out cells with fewer pass keys")
+    ] = 0,
 ) -> None:
     """Print the tables, and draw the picture."""
-    from _evidence_report import draw, tables
+    from _evidence_report import complete, draw, tables
 
-    models = json.loads(file.read_text())
+    models = [complete(model, min_samples) for model in json.loads(file.read_text())]
     text = tables(models)
     if markdown:
         markdown.write_text(text)

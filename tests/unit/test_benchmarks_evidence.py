@@ -9,9 +9,10 @@ import evidence
 import pytest
 import torch
 from _evidence_engine import ForcedTokens
-from _evidence_report import cells_of, tables
-from _evidence_samples import READ, conversation, windows
+from _evidence_report import cells_of, complete, tables
+from _evidence_samples import READ, Prompt, conversation, reference_file, windows
 from _quality_fit import fit, held_tokens
+from _quality_rows import Job
 from _quality_samples import Sample
 
 from vllm_kvplugins.config import parse_policy
@@ -65,6 +66,22 @@ def test_windows_are_disjoint_and_take_one_of_each_text_first():
         ("b", "b#0", [10, 11, 12]),
         ("a", "a#1", [3, 4, 5]),
     ]
+
+
+def test_stock_computes_lost_log_probabilities_again(tmp_path):
+    text = Prompt("kl", "a.txt#0", "a.txt", (1, 2), 1, forced=(3,))
+    question = Prompt("passkey", "0", "0", (1, 2), 1)
+    prompts = [question, text]
+    stock, policy = Job({}, None, "stock"), Job({"name": "snapkv"}, 0.1, "snapkv")
+    done = {
+        (j.label, j.share, p.task, p.name) for j in (stock, policy) for p in prompts
+    }
+    assert evidence.missing_prompts(stock, prompts, done, tmp_path) == [
+        ["kl", "a.txt#0"]
+    ]
+    assert evidence.missing_prompts(policy, prompts, done, tmp_path) == []
+    reference_file(tmp_path, text.name).touch()
+    assert evidence.missing_prompts(stock, prompts, done, tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -153,3 +170,10 @@ def test_tables_show_medians_with_their_spread_and_refusals(rows_file):
     for text in ("10%", "3 of 4", "1.0", "3.0", "101 (100..102)", "11.0 (10.0..12.0)"):
         assert f" {text} " in row
     assert "refused: no" in table
+
+
+def test_unfinished_cells_can_be_left_out(rows_file):
+    model = cells_of(rows_file)
+    assert len(complete(model, 4)["cells"]) == 2
+    (refused,) = complete(model, 5)["cells"]
+    assert refused["refused"] == "no"
