@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-# First: it replaces distutils, and complains if somebody has the standard one already.
+# First: it replaces distutils, and warns if the standard one is already imported.
 import setuptools  # noqa: F401
 
 _TESTS = Path(__file__).parent
 sys.path[:0] = [str(_TESTS / "helpers"), str(_TESTS / "oracles")]
-# Last: names of benchmarks, such as "index", must hide nobody else's.
+# Last: names of benchmarks, such as "index", must not hide other modules.
 sys.path.extend(map(str, sorted((_TESTS.parent / "benchmarks").glob("*/"))))
 
 

@@ -33,8 +33,8 @@ class FixedChunks(SeKV):
     def segment(
         self, surprisal: torch.Tensor, resident_tokens: int, geometry: Geometry
     ) -> Segments:
-        nobody = self.model_copy(update={"sensitivity": float("inf")})
-        return SeKV.segment(nobody, surprisal, resident_tokens, geometry)
+        unlimited = self.model_copy(update={"sensitivity": float("inf")})
+        return SeKV.segment(unlimited, surprisal, resident_tokens, geometry)
 
 
 class NoAnchors(SeKV):

@@ -78,9 +78,9 @@ void test_sick_keys(std::mt19937& random) {
       CHECK(found[static_cast<std::size_t>(head * shape.slots + sick)] == 0.0f);
     }
   }
-  Shape nobody = shape;
-  nobody.num_queries = 0;
-  const Request<float> silent(nobody, random);
+  Shape without_queries = shape;
+  without_queries.num_queries = 0;
+  const Request<float> silent(without_queries, random);
   for (const float vote : run(silent, false, true, silent.table)) CHECK(vote == 0.0f);
 }
 

@@ -53,7 +53,7 @@ class Fuzzer:
             if driver.busy:
                 driver.step()
             driver.check_blocks()
-        if rng.random() < 0.05:  # vLLM's own way to preempt everybody
+        if rng.random() < 0.05:  # vLLM preempts all requests
             driver.llm.reset_prefix_cache(reset_running_requests=True)
             driver.check_blocks()
         alive = self._alive()
@@ -63,7 +63,7 @@ class Fuzzer:
         self._check_state()
 
     def drain(self) -> None:
-        """Let everybody finish; nothing may stay behind; compare tokens."""
+        """Run all requests to their end, check for leaks, and compare tokens."""
         driver = self.driver
         driver.run()
         driver.step()  # the worker hears of the last ones only now

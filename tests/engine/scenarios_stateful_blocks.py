@@ -65,10 +65,10 @@ class Blocks(RuleBasedStateMachine):
     )
     def start(self, policy: str, asynchronous: bool, reserve: bool) -> None:
         built = parse_policy(POLICIES[policy])
-        self.they = Schedule(built, asynchronous, reserve, self.counts)
+        self.scheduled = Schedule(built, asynchronous, reserve, self.counts)
         self.number, self.sound = 0, False
 
-    @precondition(lambda self: len(self.they.everybody) < 8)
+    @precondition(lambda self: len(self.scheduled.all_requests) < 8)
     @rule(
         head=st.integers(0, 2),
         shared=st.sampled_from((0, 9, 24, 40, 70)),
@@ -83,78 +83,78 @@ class Blocks(RuleBasedStateMachine):
         tail = [self.number if own % 3 else 9] * own
         prompt = [1000 * (head + 1) + place for place in range(shared)] + tail
         ends = sorted({min(turn, len(prompt)), max(len(prompt) - turn // 8, 1)})
-        self.they.add(f"r{self.number}", prompt, answer, ends)
+        self.scheduled.add(f"r{self.number}", prompt, answer, ends)
 
-    @precondition(lambda self: self.they.waiting)
+    @precondition(lambda self: self.scheduled.waiting)
     @rule(chunk=chunks)
     def admit(self, chunk: int) -> None:
         self.sound = False
-        self.they.admit(chunk)
+        self.scheduled.admit(chunk)
 
-    @precondition(lambda self: self.they.running)
+    @precondition(lambda self: self.scheduled.running)
     @rule(which=anyone, chunk=chunks)
     def advance(self, which: int, chunk: int) -> None:
         """Compute a chunk of a prompt, or one token of an answer."""
         self.sound = False
-        running = self.they.running
-        self.they.go_on(running[which % len(running)], chunk)
+        running = self.scheduled.running
+        self.scheduled.go_on(running[which % len(running)], chunk)
 
-    @precondition(lambda self: any(life.flying for life in self.they.everybody))
+    @precondition(lambda self: any(life.flying for life in self.scheduled.all_requests))
     @rule(which=anyone)
     def hear(self, which: int) -> None:
         """Process the oldest output in flight of a request."""
         self.sound = False
-        flying = [life for life in self.they.everybody if life.flying]
-        self.they.process(flying[which % len(flying)])
+        flying = [life for life in self.scheduled.all_requests if life.flying]
+        self.scheduled.process(flying[which % len(flying)])
 
-    @precondition(lambda self: self.they.waiting or self.they.running)
+    @precondition(lambda self: self.scheduled.waiting or self.scheduled.running)
     @rule(which=anyone)
     def abort(self, which: int) -> None:
         """Abort a request, rarely, so that most requests finish."""
         self.sound = False
-        alive = [*self.they.running, *self.they.waiting]
+        alive = [*self.scheduled.running, *self.scheduled.waiting]
         if which < min(len(alive), 4):
             self.counts["aborted"] += 1
-            self.they.end(alive[which], RequestStatus.FINISHED_ABORTED)
+            self.scheduled.end(alive[which], RequestStatus.FINISHED_ABORTED)
 
-    @precondition(lambda self: self.they.wrote)
+    @precondition(lambda self: self.scheduled.wrote)
     @rule(which=anyone)
     def reset(self, which: int) -> None:
         """Reset the prefix cache, sometimes with a preemption of all requests."""
         self.sound = False
-        while self.they.running and which == 0:
-            self.they.preempt(drop=True)
-        if not self.they.running:
+        while self.scheduled.running and which == 0:
+            self.scheduled.preempt(drop=True)
+        if not self.scheduled.running:
             self.counts["reset"] += 1
-            self.they.reset()
+            self.scheduled.reset()
 
     @invariant()
     def whole(self) -> None:
         type(self).operations += 1
-        if hasattr(self, "they"):
-            self.they.check()
+        if hasattr(self, "scheduled"):
+            self.scheduled.check()
             self.sound = True
 
     def teardown(self) -> None:
         """All requests finish, and nothing is left."""
         if not getattr(self, "sound", False):
             return  # a check has failed before
-        they, turns = self.they, 0
-        while they.everybody:
+        scheduled, turns = self.scheduled, 0
+        while scheduled.all_requests:
             turns += 1
             assert turns < 3000, "some requests wait or run forever"
-            for life in they.everybody:
+            for life in scheduled.all_requests:
                 if life.flying:
-                    they.process(life)
-            for life in list(they.running):
-                if life in they.running:
-                    they.go_on(life, 64)
-            if they.waiting:
-                they.admit(64)
+                    scheduled.process(life)
+            for life in list(scheduled.running):
+                if life in scheduled.running:
+                    scheduled.go_on(life, 64)
+            if scheduled.waiting:
+                scheduled.admit(64)
             life = None  # nothing here keeps the request alive
             self.whole()
-        assert they.pool.get_num_free_blocks() == BLOCKS - 1
-        manager = they.manager
+        assert scheduled.pool.get_num_free_blocks() == BLOCKS - 1
+        manager = scheduled.manager
         left = (
             manager.req_to_blocks,
             manager.num_cached_block,

@@ -93,8 +93,8 @@ def test_graphs_find_what_is_found_without(monkeypatch, kernel, runner, name, mo
     assert plain.replays == 0
     assert graphed.replays > steps / 3
     # the last token of a prompt alone, queries before compactions during decoding
-    wants = policy.queries_needed > 0
-    assert (graphed.refusals > 0) == wants
+    needs_queries = policy.queries_needed > 0
+    assert (graphed.refusals > 0) == needs_queries
 
 
 def give_context(config: Any, runtime: PolicyRuntime) -> None:

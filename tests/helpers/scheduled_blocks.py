@@ -149,7 +149,7 @@ class Schedule:
         self.wrote: dict[int, tuple[Any, ...]] = {}
 
     @property
-    def everybody(self) -> list[Life]:
+    def all_requests(self) -> list[Life]:
         return [*self.running, *self.waiting, *self.gone]
 
     # -- what the scheduler does --------------------------------------------------

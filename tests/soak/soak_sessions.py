@@ -100,7 +100,7 @@ class Store:
         prompt = prompt + first.tokens[0] + random_words(rng, _MORE)
         restored = await self._restored(client, _completion(prompt, 1, "mallory"))
         assert not restored, (
-            f"{restored} tokens of somebody else's session were restored"
+            f"{restored} tokens of another owner's session were restored"
         )
         again = await self._restored(client, _completion(prompt, 1, owner))
         assert again >= _PROMPT, f"{again} tokens restored of {_PROMPT} that were there"

@@ -42,7 +42,7 @@ class Traffic:
     """One server under random traffic. Every check raises AssertionError.
 
     Args:
-        expected: status per nonsensical request; None: ask, and keep the answers.
+        expected: status per malformed request; None: record the answers.
         samples: answers compared with the same requests alone.
         preempted_differ: whether a policy says that preempted requests go on
             with other tokens; those are then not compared.
@@ -52,7 +52,7 @@ class Traffic:
             of their own are compared, and no conversations.
 
     Attributes:
-        statuses: per nonsensical request, what this server answered.
+        statuses: status of this server per malformed request.
         counts: what happened, so that a test can see that it did happen.
     """
 

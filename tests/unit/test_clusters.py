@@ -154,8 +154,8 @@ def test_slots_without_a_token(run):
     torch.testing.assert_close(means[:, 30:], expected[0], rtol=1e-6, atol=0)
     assert (clusters[:, :30] == 9).all()
     assert (means[:, :30] == 0).all()
-    nobody = torch.zeros_like(valid)
-    assert (run(keys, rows, values, nobody)[0] == 0).all()
+    none_valid = torch.zeros_like(valid)
+    assert (run(keys, rows, values, none_valid)[0] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", NARROW)

@@ -137,7 +137,7 @@ def alone(case: tuple[str, str, str], name: str) -> list[Kept]:
     return request.kept
 
 
-def everybody(engine: FakeEngine, rng: random.Random) -> dict[str, int]:
+def all_chunks(engine: FakeEngine, rng: random.Random) -> dict[str, int]:
     """Chunks of a step: all live requests, in random order, up to 11 tokens each."""
     names = list(engine.requests)
     rng.shuffle(names)
@@ -164,7 +164,7 @@ def run_all(
             add(engine, name)
         disturb(engine, rng)
         if engine.requests:
-            engine.step(everybody(engine, rng))
+            engine.step(all_chunks(engine, rng))
         for name in [n for n, r in engine.requests.items() if r.done]:
             kept[name] = engine.remove(name).kept
         assert engine.steps < 500, "the run does not end"

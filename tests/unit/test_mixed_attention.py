@@ -89,10 +89,10 @@ def make_case(
     bias = torch.randint(1, 60, (total,), generator=rng).log()
     off = torch.arange(total) % 7 == 3
     keys[off], values[off], bias[off] = math.nan, math.nan, -math.inf
-    nobodys = torch.ones(total, dtype=torch.bool)
+    unowned = torch.ones(total, dtype=torch.bool)
     for start, count in zip(starts.tolist(), entries, strict=True):
-        nobodys[start : start + count] = False
-    keys[nobodys], values[nobodys], bias[nobodys] = math.nan, math.nan, math.nan
+        unowned[start : start + count] = False
+    keys[unowned], values[unowned], bias[unowned] = math.nan, math.nan, math.nan
     heads = len(lengths) // rows * group
     queries = sharpness * torch.randn(rows, heads, dims, generator=rng)
     return Case(

@@ -22,7 +22,7 @@ def flat(tokens: int, **peaks: float) -> torch.Tensor:
     return surprisal
 
 
-def nobody(tokens: int) -> torch.Tensor:
+def none_fixed(tokens: int) -> torch.Tensor:
     return torch.zeros(tokens, dtype=torch.bool)
 
 
@@ -34,7 +34,7 @@ def runs(segments: Segments) -> list[list[int]]:
 
 def test_surprising_tokens_cut_spans_and_stay():
     surprisal = flat(20, p6=9.0, p13=8.0)
-    result = segment(surprisal, nobody(20), 2, 1.0, 3, 9)
+    result = segment(surprisal, none_fixed(20), 2, 1.0, 3, 9)
     assert result.anchors.tolist() == [6, 13]
     assert result.resident.nonzero().squeeze(1).tolist() == [6, 13]
     assert runs(result) == [[*range(6)], [*range(7, 13)], [*range(14, 20)]]
@@ -45,8 +45,8 @@ def test_a_limit_is_deviations_above_the_mean_of_all_but_the_first_token():
     surprisal = torch.tensor([900.0, 1, 3, 1, 3, 1, 3, 1, 3.5])
     known = surprisal[1:]
     assert known.mean() + known.std(correction=0) < 3.5
-    assert segment(surprisal, nobody(9), 5, 1.0, 1, 9).anchors.tolist() == [0, 8]
-    assert segment(surprisal, nobody(9), 9, 0.0, 1, 9).anchors.tolist() == [
+    assert segment(surprisal, none_fixed(9), 5, 1.0, 1, 9).anchors.tolist() == [0, 8]
+    assert segment(surprisal, none_fixed(9), 9, 0.0, 1, 9).anchors.tolist() == [
         0,
         2,
         4,
@@ -57,12 +57,12 @@ def test_a_limit_is_deviations_above_the_mean_of_all_but_the_first_token():
 
 def test_spans_that_are_too_short_stay_whole():
     surprisal = flat(20, p6=9.0, p9=8.0)
-    result = segment(surprisal, nobody(20), 4, 1.0, 3, 9)
+    result = segment(surprisal, none_fixed(20), 4, 1.0, 3, 9)
     assert result.anchors.tolist() == [6, 9]
     assert result.resident.nonzero().squeeze(1).tolist() == [6, 7, 8, 9]
     # room for three spans does not fit the second anchor with its short span: the room
     # goes to the most surprising anchor, which cuts nothing
-    result = segment(surprisal, nobody(20), 3, 1.0, 3, 9)
+    result = segment(surprisal, none_fixed(20), 3, 1.0, 3, 9)
     assert result.anchors.tolist() == [6]
     assert result.resident.nonzero().squeeze(1).tolist() == [0, 6, 9]
     assert runs(result)[1] == [7, 8, *range(10, 20)]
@@ -71,7 +71,7 @@ def test_spans_that_are_too_short_stay_whole():
 def test_no_more_spans_than_there_may_be():
     surprisal = flat(40, p10=9.0, p20=8.0, p30=7.0)
     for max_span, anchors in ((4, [10, 20, 30]), (3, [10, 20]), (2, [10]), (1, [])):
-        result = segment(surprisal, nobody(40), 3, 1.0, 3, max_span)
+        result = segment(surprisal, none_fixed(40), 3, 1.0, 3, max_span)
         assert result.anchors.tolist() == anchors
         assert result.num_spans == max_span
         assert int(result.resident.sum()) == 3
@@ -79,7 +79,7 @@ def test_no_more_spans_than_there_may_be():
 
 def test_sinks_and_window_stay_and_cut_nothing():
     surprisal = flat(20, p0=50.0, p10=9.0, p19=50.0)
-    fixed = nobody(20)
+    fixed = none_fixed(20)
     fixed[:2] = fixed[16:] = True
     result = segment(surprisal, fixed, 1, 0.1, 2, 9)
     assert result.anchors.tolist() == [10]
@@ -88,7 +88,7 @@ def test_sinks_and_window_stay_and_cut_nothing():
 
 def test_weights_are_shares_of_a_spans_surprisal():
     surprisal = torch.tensor([2.0, 6.0, 9.0, 0.0, 0.0])
-    result = segment(surprisal, nobody(5), 1, 0.5, 1, 9)
+    result = segment(surprisal, none_fixed(5), 1, 0.5, 1, 9)
     assert runs(result) == [[0, 1], [3, 4]]
     # equation 2; a span without any surprise weighs its tokens equally
     assert result.weights.tolist() == [0.25, 0.75, 0.5, 0.5]
@@ -96,17 +96,17 @@ def test_weights_are_shares_of_a_spans_surprisal():
 
 @pytest.mark.parametrize("tokens", [1, 2, 17, 300])
 def test_text_without_surprise_is_one_span(tokens):
-    result = segment(flat(tokens), nobody(tokens), 0, 1.0, 16, 9)
+    result = segment(flat(tokens), none_fixed(tokens), 0, 1.0, 16, 9)
     assert result.anchors.numel() == 0
     assert runs(result) == [[*range(tokens)]]
-    everything = segment(flat(tokens), nobody(tokens), tokens + 5, 1.0, 16, 9)
+    everything = segment(flat(tokens), none_fixed(tokens), tokens + 5, 1.0, 16, 9)
     assert everything.num_spans == 0
     assert bool(everything.resident.all())
 
 
 def test_numbers_that_are_none_are_an_error():
     with pytest.raises(ValueError, match="NaN or infinity"):
-        segment(torch.tensor([1.0, math.nan]), nobody(2), 1, 1.0, 1, 1)
+        segment(torch.tensor([1.0, math.nan]), none_fixed(2), 1, 1.0, 1, 1)
 
 
 def fits(
@@ -133,7 +133,7 @@ def test_as_many_anchors_as_fit():
         tokens = rng.randint(2, 40)
         # few values, so that there are ties
         surprisal = torch.tensor([float(rng.randint(0, 6)) for _ in range(tokens)])
-        fixed = nobody(tokens)
+        fixed = none_fixed(tokens)
         fixed[: rng.randint(0, 2)] = True
         fixed[tokens - rng.randint(0, 3) :] = True
         room, min_span = rng.randint(0, tokens), rng.randint(1, 6)
@@ -167,7 +167,7 @@ def test_thousands_of_spans():
     rng = torch.Generator().manual_seed(SEED)
     surprisal = torch.rand(30_000, generator=rng)
     surprisal[::10] += 5
-    result = segment(surprisal, nobody(30_000), 3000, 1.0, 4, 5000)
+    result = segment(surprisal, none_fixed(30_000), 3000, 1.0, 4, 5000)
     assert result.num_spans == 3000
     assert result.anchors.tolist() == [*range(0, 30_000, 10)]
 
@@ -177,7 +177,7 @@ def test_thousands_of_spans():
 
 def test_long_spans_are_cut_into_equal_parts():
     surprisal = flat(60, p10=9.0, p20=9.0)
-    whole = segment(surprisal, nobody(60), 2, 1.0, 3, 9)
+    whole = segment(surprisal, none_fixed(60), 2, 1.0, 3, 9)
     assert whole.sizes.tolist() == [10, 9, 39]
     for max_span, sizes in (
         (3, [10, 9, 39]),
@@ -198,14 +198,14 @@ def test_long_spans_are_cut_into_equal_parts():
 
 def test_parts_keep_their_surprise_and_a_least_size():
     surprisal = torch.tensor([0.0, 0, 0, 1, 3, 4, 0, 9])
-    whole = segment(surprisal, nobody(8), 1, 1.0, 2, 9)
+    whole = segment(surprisal, none_fixed(8), 1, 1.0, 2, 9)
     result = cut_evenly(whole, 3, 9)
     assert result.sizes.tolist() == [3, 4]
     assert result.weights.tolist() == pytest.approx(
         [1 / 3] * 3 + [0.125, 0.375, 0.5, 0]
     )
     assert cut_evenly(whole, 4, 9).sizes.tolist() == [7]
-    nothing = segment(surprisal, nobody(8), 8, 1.0, 2, 9)
+    nothing = segment(surprisal, none_fixed(8), 8, 1.0, 2, 9)
     assert cut_evenly(nothing, 4, 9).num_spans == 0
 
 
@@ -247,7 +247,7 @@ def test_means_are_weighted():
     print("seed", SEED)
     rng = torch.Generator().manual_seed(SEED)
     surprisal = torch.rand(50, generator=rng) * 3
-    segments = segment(surprisal, nobody(50), 6, 0.3, 2, 9)
+    segments = segment(surprisal, none_fixed(50), 6, 0.3, 2, 9)
     count = segments.positions.numel()
     keys, values = torch.randn(2, 3, count, 8, generator=rng).bfloat16()
     spans = CoarseSpans.of(keys, values, segments, torch.clone)

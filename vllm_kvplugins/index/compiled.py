@@ -24,7 +24,7 @@ class CompiledIndex(KeyIndex):
 
     Besides the contract of :class:`KeyIndex` it finds the best keys and pages of each
     query. A *slot* is a token number. A *place* is ``page * page_size + slot in page``,
-    where the index wants the key stored; a key never changes its place.
+    where the index stores the key; a key never moves.
     """
 
     # Limit of a query that states none; 0 is no limit.
