@@ -25,34 +25,39 @@ Row = dict[str, Any]
 
 
 class ForcedTokens(LogitsProcessor):
-    """Forces one request's answer, and records the log-probabilities of each step.
+    """Forces one request's answer, and records the log-probabilities of each token.
 
-    The engine runs one request at a time while tokens are forced.
+    The engine runs one request at a time while tokens are forced. vLLM also samples,
+    and discards, a token after each chunk of the prompt; the number of output tokens
+    tells which token is due.
     """
 
     tokens: ClassVar[Sequence[int]] = ()
-    recorded: ClassVar[list[torch.Tensor]] = []
+    recorded: ClassVar[dict[int, torch.Tensor]] = {}
 
     def __init__(self, *unused: Any) -> None:
         """vLLM passes its configuration, the device and whether memory is pinned."""
+        self._output: Sequence[int] = ()
 
     @classmethod
     def start(cls, tokens: Sequence[int]) -> None:
         """Force these tokens from the next step on."""
-        cls.tokens, cls.recorded = tokens, []
+        cls.tokens, cls.recorded = tokens, {}
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """Nothing to follow: there is one request."""
+        """Follow the output of the newest request, a list that vLLM extends."""
+        for _, _, _, output in batch_update.added if batch_update else ():
+            self._output = output
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        step = len(self.recorded)
+        step = len(self._output)
         if step >= len(self.tokens):
             return logits
         assert len(logits) == 1, "forced tokens need a request alone"
-        type(self).recorded.append(logits[0].float().log_softmax(-1).clone())
+        self.recorded[step] = logits[0].float().log_softmax(-1).clone()
         logits.fill_(-torch.inf)
         logits[0, self.tokens[step]] = 0.0
         return logits
@@ -162,7 +167,7 @@ def _divergence(
     ForcedTokens.start(prompt.forced)
     (output,) = _generate(llm, policy, [prompt])
     assert list(output.outputs[0].token_ids) == list(prompt.forced)
-    own = torch.stack(ForcedTokens.recorded)
+    own = torch.stack([logp for _, logp in sorted(ForcedTokens.recorded.items())])
     ForcedTokens.start(())
     file = reference_file(references, prompt.name)
     if policy is None:

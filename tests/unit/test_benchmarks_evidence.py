@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import evidence
@@ -112,14 +113,21 @@ def test_forced_tokens_are_sampled_and_distributions_are_recorded():
     logits = torch.randn(1, 10)
     free = processor.apply(logits.clone())
     assert torch.equal(free, logits)
+    output: list[int] = []
+    processor.update_state(SimpleNamespace(added=[(0, None, [1, 2], output)]))
+    processor.update_state(None)
     ForcedTokens.start([7, 2])
+    # vLLM discards the token that it samples after a chunk of the prompt.
+    assert int(processor.apply(logits + 1 + torch.arange(10)).argmax()) == 7
     for token in (7, 2):
         forced = processor.apply(logits.clone())
         assert int(forced.argmax()) == token
         assert int((forced > -torch.inf).sum()) == 1
+        output.append(token)
     assert torch.equal(processor.apply(logits.clone()), logits)
-    recorded = torch.stack(ForcedTokens.recorded)
-    torch.testing.assert_close(recorded, logits.log_softmax(-1).expand(2, -1))
+    assert sorted(ForcedTokens.recorded) == [0, 1]
+    for recorded in ForcedTokens.recorded.values():
+        torch.testing.assert_close(recorded, logits[0].log_softmax(-1))
     ForcedTokens.start([])
 
 
