@@ -158,7 +158,7 @@ def provenance() -> dict[str, str]:
     """
     facts = _cpu_facts()
     model = facts.get("model name", platform.processor())
-    flags = facts.get("flags", "").split()
+    flags = facts.get("flags", facts.get("Features", "")).split()
     vectors = next((name for name in _VECTORS if name in flags), "")
     try:
         commit = subprocess.run(

@@ -190,11 +190,11 @@ def report(
     """
     groups = comparable(rows)
     summaries = [summarise(group) for group in groups]
-    for group, records in zip(groups, summaries, strict=True):
+    highest = [highest_rates(group, goodput_share) for group in groups]
+    for group, records, rates in zip(groups, summaries, highest, strict=True):
         console.rule(group[0]["workload"])
         console.print(table_of(records, LATENCY))
         console.print(table_of(records, MEMORY))
-        rates = highest_rates(group, goodput_share)
         if rates and len({row["rate"] for row in group}) > 1:
             console.print(table_of_rates(rates))
         console.print(caption(group), markup=False, highlight=False)
@@ -207,10 +207,10 @@ def report(
                 "settings": group[0]["settings"],
                 "sources": list_of_sources(group),
                 "records": records,
-                "highest_rates": highest_rates(group, goodput_share),
+                "highest_rates": rates,
                 "goodput_share": goodput_share,
             }
-            for group, records in zip(groups, summaries, strict=True)
+            for group, records, rates in zip(groups, summaries, highest, strict=True)
         ]
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(records, indent=1) + "\n")

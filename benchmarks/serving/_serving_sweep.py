@@ -9,13 +9,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from _serving_rows import STOCK, Row, label_of
 
 RATES_PER_DOUBLING = 4  # neighbors differ by 19 %
-_NEEDED = {"completed", "failed", "goodput_per_min", "duration_s"}
 LARGEST_FACTOR = 64  # of the first rate, up and down
+_NEEDED = {"completed", "failed", "goodput_per_min", "duration_s"}
+
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,7 @@ def next_index(passed: Mapping[int, bool]) -> int | None:
     """
     if not passed:
         return 0
-    failed = min((index for index, ok in passed.items() if not ok), default=None)
-    best = highest_index(passed)
+    best, failed = highest_passed(passed)
     if failed is None:
         assert best is not None
         following = best + RATES_PER_DOUBLING
@@ -60,11 +61,14 @@ def next_index(passed: Mapping[int, bool]) -> int | None:
     )
 
 
-def highest_index(passed: Mapping[int, bool]) -> int | None:
-    """The highest rate below all failed ones; None if there is none."""
-    failed = min((index for index, ok in passed.items() if not ok), default=None)
-    good = [i for i, ok in passed.items() if ok and (failed is None or i < failed)]
-    return max(good, default=None)
+def highest_passed(passed: Mapping[N, bool]) -> tuple[N | None, N | None]:
+    """The highest rate below all failed ones, and the lowest failed one.
+
+    None for each that does not exist.
+    """
+    failed = min((rate for rate, ok in passed.items() if not ok), default=None)
+    good = (r for r, ok in passed.items() if ok and (failed is None or r < failed))
+    return max(good, default=None), failed
 
 
 def share_within_limits(figures: Mapping[str, Any]) -> float:
@@ -98,13 +102,8 @@ def highest_rates(rows: Sequence[Row], share: float) -> list[dict[str, Any]]:
                 for row in own
                 if row["repetition"] == repetition
             }
-            failed = min(
-                (rate for rate, ok in measured.items() if not ok), default=None
-            )
-            good = [
-                r for r, ok in measured.items() if ok and (failed is None or r < failed)
-            ]
-            best[label][repetition] = max(good, default=0.0)
+            highest, failed = highest_passed(measured)
+            best[label][repetition] = highest or 0.0
             bounds[label] = bounds.get(label, False) or failed is None
     stock = best.get(STOCK, {})
     return [

@@ -166,68 +166,29 @@ def run_all(
     cells: list[Cell],
     out: Path,
     say: Callable[[str], None],
+    sweep: Sweep | None = None,
 ) -> list[str]:
-    """Measure every cell that ``out`` lacks.
+    """Measure every cell that ``out`` lacks, or search for the highest rates.
 
     Args:
         comparison: shared settings.
-        cells: the measurements; those of one server must be adjacent.
-        out: file of rows.
+        cells: the measurements; those of one server must be adjacent. Under a sweep
+            one per search, whose rate does not count.
+        out: file of rows; earlier rows are not measured again.
         say: prints a progress line.
-
-    Returns:
-        Labels of policies whose server failed; they are not retried.
-    """
-    earlier = read_rows(out)
-    todo = [c for c in cells if key_of(comparison.row(c, {})) not in earlier]
-    say(f"{len(todo)} of {len(cells)} measurements to come, see {out}")
-    source = provenance()
-    failed: list[str] = []
-    while todo:
-        cell = todo[0]
-        same = [c for c in todo if (c.repetition, c.label) == turn_of(cell)]
-        todo = [c for c in todo if (c.repetition, c.label) != turn_of(cell)]
-        if cell.label in failed:
-            continue
-        arguments = comparison.pool.arguments(comparison.seed)
-        try:
-            with serving(
-                [*arguments, *policy_arguments(cell.policy)],
-                comparison.start_timeout_s,
-            ) as server:
-                warm_up(server, comparison)
-                say(f"{cell.label}: ready after {server.start_s:.0f} s")
-                for each in same:
-                    measured = measure(server, comparison, each)
-                    append_row(out, comparison.row(each, measured | {"source": source}))
-                    say(line_of(each, measured["figures"]))
-        except ServerError as error:
-            failed.append(cell.label)
-            say(f"{cell.label}: {error}")
-    return failed
-
-
-def run_sweep(
-    comparison: Comparison,
-    sweep: Sweep,
-    servers: list[Cell],
-    out: Path,
-    say: Callable[[str], None],
-) -> list[str]:
-    """Search for the highest rate of each policy, workload and repetition.
-
-    Args:
-        servers: one cell per search; their rates do not count.
-        out: file of rows; earlier rows of the grid are not measured again.
+        sweep: the search; None: measure the rates of the cells.
 
     Returns:
         Labels of policies whose server failed; they are not retried.
     """
     rows = read_rows(out)
+    if sweep is None:
+        todo = sum(key_of(comparison.row(cell, {})) not in rows for cell in cells)
+        say(f"{todo} of {len(cells)} measurements to come, see {out}")
     source = provenance()
     failed: list[str] = []
-    for turn in dict.fromkeys(map(turn_of, servers)):
-        same = [cell for cell in servers if turn_of(cell) == turn]
+    for turn in dict.fromkeys(map(turn_of, cells)):
+        same = [cell for cell in cells if turn_of(cell) == turn]
         label = same[0].label
         if label in failed or next_cell(comparison, sweep, same, rows) is None:
             continue
@@ -244,8 +205,7 @@ def run_sweep(
                     row = comparison.row(cell, measured | {"source": source})
                     append_row(out, row)
                     rows[key_of(row)] = row
-                    share = share_within_limits(row["figures"])
-                    say(f"{line_of(cell, row['figures'])}, {share:.0%} within limits")
+                    say(line_of(cell, row["figures"]))
         except ServerError as error:
             failed.append(label)
             say(f"{label}: {error}")
@@ -253,17 +213,30 @@ def run_sweep(
 
 
 def next_cell(
-    comparison: Comparison, sweep: Sweep, searches: list[Cell], rows: dict[str, Row]
+    comparison: Comparison,
+    sweep: Sweep | None,
+    cells: list[Cell],
+    rows: dict[str, Row],
 ) -> Cell | None:
-    """The next measurement of some searches; None if all have ended."""
-    for search in searches:
-        passed: dict[int, bool] = {}
-        while (index := next_index(passed)) is not None:
-            cell = replace(search, rate=sweep.rate(index))
-            row = rows.get(key_of(comparison.row(cell, {})))
-            if row is None:
-                return cell
-            passed[index] = share_within_limits(row["figures"]) >= sweep.share
+    """The next measurement on a server; None if there is none left."""
+    for cell in cells:
+        due = next_of_search(comparison, sweep, cell, rows) if sweep else cell
+        if due is not None and key_of(comparison.row(due, {})) not in rows:
+            return due
+    return None
+
+
+def next_of_search(
+    comparison: Comparison, sweep: Sweep, cell: Cell, rows: dict[str, Row]
+) -> Cell | None:
+    """The next rate of a search; None if the highest rate is known."""
+    passed: dict[int, bool] = {}
+    while (index := next_index(passed)) is not None:
+        due = replace(cell, rate=sweep.rate(index))
+        row = rows.get(key_of(comparison.row(due, {})))
+        if row is None:
+            return due
+        passed[index] = share_within_limits(row["figures"]) >= sweep.share
     return None
 
 
@@ -353,7 +326,10 @@ def main(
         ),
     ] = False,
     goodput_share: Annotated[
-        float, typer.Option(help="share of requests that must be within the limits")
+        float,
+        typer.Option(
+            min=0.01, max=1.0, help="share of requests that must be within the limits"
+        ),
     ] = 0.9,
     workloads: Annotated[
         str, typer.Option(help="chat, random, or both")
@@ -480,11 +456,8 @@ def main(
         )
         exit_on_signals()
         try:
-            if sweep:
-                search = Sweep(started[0], goodput_share)
-                failed = run_sweep(comparison, search, cells, out, say)
-            else:
-                failed = run_all(comparison, cells, out, say)
+            search = Sweep(started[0], goodput_share) if sweep else None
+            failed = run_all(comparison, cells, out, say, search)
         except KeyboardInterrupt:
             say("stopped; run the same command again to resume")
             raise typer.Exit(130) from None

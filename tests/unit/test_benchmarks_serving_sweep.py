@@ -16,7 +16,7 @@ from _serving_rows import Cell, Pool, cells_of, read_rows
 from _serving_sweep import (
     LARGEST_FACTOR,
     Sweep,
-    highest_index,
+    highest_passed,
     highest_rates,
     next_index,
     share_within_limits,
@@ -47,14 +47,14 @@ def test_the_search_ends_at_the_highest_rate_of_the_grid(limit):
         passed[index] = index <= limit
     assert len(passed) <= 10
     if -22 <= limit <= 22:
-        assert highest_index(passed) == limit
+        assert highest_passed(passed) == (limit, limit + 1)
     assert all(
         1 / LARGEST_FACTOR <= SWEEP.rate(index) <= LARGEST_FACTOR for index in passed
     )
 
 
 def test_a_rate_above_a_failed_one_does_not_count():
-    assert highest_index({0: True, 4: False, 8: True}) == 0
+    assert highest_passed({0: True, 4: False, 8: True}) == (0, 4)
 
 
 def figures(rate: float, limit: float) -> dict[str, Any]:
@@ -94,8 +94,8 @@ def test_each_policy_is_searched_once(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark_serving, "measure", measure)
     servers = cells_of([{}, SNAPKV], ["random"], [SWEEP.start], 2)
     out, lines = tmp_path / "rows.jsonl", list[str]()
-    arguments = (COMPARISON, SWEEP, servers, out, lines.append)
-    assert benchmark_serving.run_sweep(*arguments) == []
+    arguments = (COMPARISON, servers, out, lines.append, SWEEP)
+    assert benchmark_serving.run_all(*arguments) == []
     assert len(started) == 4
     rows = list(read_rows(out).values())
     assert len(rows) == len(measured)
@@ -114,7 +114,7 @@ def test_each_policy_is_searched_once(tmp_path, monkeypatch):
     lines_of_file = out.read_text().splitlines(keepends=True)
     out.write_text("".join(lines_of_file[:-1]))
     count = len(measured)
-    benchmark_serving.run_sweep(*arguments)
+    benchmark_serving.run_all(*arguments)
     assert len(started) == 5, "only the last search goes on"
     assert len(measured) == count + 1
 
