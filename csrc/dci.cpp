@@ -19,7 +19,8 @@ namespace {
 std::int64_t index_create(std::int64_t kind, std::int64_t num_heads,
                           std::int64_t head_dim, std::int64_t page_size,
                           double promotion, std::int64_t composite, std::int64_t simple,
-                          std::int64_t seed, bool by_mean) {
+                          std::int64_t seed, bool by_mean, std::int64_t segment,
+                          std::int64_t flat_keys) {
   const char* op = "index_create";
   const auto require = [op](const char* name, std::int64_t value, std::int64_t low,
                             std::int64_t high) {
@@ -27,7 +28,7 @@ std::int64_t index_create(std::int64_t kind, std::int64_t num_heads,
       fail(op, name, " must be ", low, " to ", high, ", got ", value);
     }
   };
-  require("kind", kind, 0, 1);
+  require("kind", kind, 0, 2);
   require("num_heads", num_heads, 1, 4096);
   require("head_dim", head_dim, 1, 4096);
   require("page_size", page_size, 1, 65536);
@@ -36,15 +37,24 @@ std::int64_t index_create(std::int64_t kind, std::int64_t num_heads,
   if (!(promotion > 0.0 && promotion <= 0.5)) {
     fail(op, "promotion must be above 0 and at most 0.5, got ", promotion);
   }
+  require("segment", segment, index::kCodeBlock, 1 << 20);
+  if (segment % index::kCodeBlock != 0) {
+    fail(op, "segment must be a multiple of ", index::kCodeBlock, ", got ", segment);
+  }
+  require("flat_keys", flat_keys, 0, std::int64_t{1} << 40);
   const Settings settings{head_dim,  page_size, promotion,
                           composite, simple,    static_cast<std::uint64_t>(seed),
-                          by_mean};
+                          by_mean,   segment,   flat_keys};
   if (kind == 0) {
     return Registry::get().add(
         std::make_shared<OneIndex<index::DciTree>>(settings, num_heads));
   }
+  if (kind == 1) {
+    return Registry::get().add(
+        std::make_shared<OneIndex<index::BruteForce>>(settings, num_heads));
+  }
   return Registry::get().add(
-      std::make_shared<OneIndex<index::BruteForce>>(settings, num_heads));
+      std::make_shared<OneIndex<index::CodeIndex>>(settings, num_heads));
 }
 
 void index_destroy(std::int64_t handle) {
@@ -85,17 +95,14 @@ void run_queries(const QueryCall& call, const Take& take, const Done& done) {
     const AnyIndex& key_index =
         *call.indexes[static_cast<std::size_t>(task / call.heads)];
     const std::int64_t head = task % call.heads;
-    Scratch scratch;
+    static thread_local Scratch scratch;
     TopK top(std::min(call.k, std::max<std::int64_t>(key_index.num_keys(), 1)));
-    for (std::int64_t g = 0; g < call.group; ++g) {
-      top.clear();
-      const float* query =
-          call.queries.data() + (task * call.group + g) * call.head_dim;
-      const std::int64_t visits =
-          key_index.query(head, call.views[static_cast<std::size_t>(task)],
-                          call.by_page, query, call.options, scratch, top);
-      take(task * call.group + g, top.sorted(), visits);
-    }
+    key_index.query(head, call.views[static_cast<std::size_t>(task)], call.by_page,
+                    call.queries.data() + task * call.group * call.head_dim, call.group,
+                    call.options, scratch, top,
+                    [&](std::int64_t g, TopK& best, std::int64_t visits) {
+                      take(task * call.group + g, best.sorted(), visits);
+                    });
     done(task, key_index, head);
   });
 }
@@ -213,7 +220,8 @@ std::string index_check(std::int64_t handle, const Tensor& keys, const Tensor& t
 STABLE_TORCH_LIBRARY_FRAGMENT(kvp, m) {
   m.def(
       "index_create(int kind, int num_heads, int head_dim, int page_size, "
-      "float promotion, int composite, int simple, int seed, bool by_mean) -> int");
+      "float promotion, int composite, int simple, int seed, bool by_mean, "
+      "int segment=2048, int flat_keys=4096) -> int");
   m.def("index_destroy(int handle) -> ()");
   m.def("index_append(int handle, Tensor keys, Tensor table, int count) -> ()");
   m.def(

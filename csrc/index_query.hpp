@@ -93,7 +93,7 @@ inline QueryCall checked_call(const char* op, const Tensor& handles,
   }
   call.by_page = by_page;
   call.k = k;
-  call.options = {max_visits, visit_ratio};
+  call.options = {max_visits, visit_ratio, k};
   const auto requests = static_cast<std::int64_t>(call.indexes.size());
   call.views = view_keys(op, keys, table, requests, call.heads, call.head_dim);
   for (std::int64_t r = 0; r < requests; ++r) {

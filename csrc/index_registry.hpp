@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -26,6 +27,8 @@ using index::Settings;
 using index::TopK;
 using index::VoteScratch;
 
+using TakeBest = std::function<void(std::int64_t, TopK&, std::int64_t)>;
+
 // What the ops call; every kind of index implements it.
 class AnyIndex {
  public:
@@ -39,9 +42,11 @@ class AnyIndex {
   virtual BadKey append(const std::vector<KeyView>& heads, std::int64_t n) = 0;
   virtual std::string integrity(const std::vector<KeyView>& heads,
                                 bool by_page) const = 0;
-  virtual std::int64_t query(std::int64_t head, const KeyView& keys, bool by_page,
-                             const float* query, const QueryOptions& options,
-                             Scratch& scratch, TopK& top) const = 0;
+  // Calls take(g, top, visits) for each query of a KV head.
+  virtual void query(std::int64_t head, const KeyView& keys, bool by_page,
+                     const float* queries, std::int64_t group,
+                     const QueryOptions& options, Scratch& scratch, TopK& top,
+                     const TakeBest& take) const = 0;
   virtual void vote(std::int64_t head, const KeyView& keys, bool by_page,
                     const float* queries, std::int64_t group, float scale,
                     const QueryOptions& options, VoteScratch& scratch) const = 0;
@@ -76,10 +81,11 @@ class OneIndex final : public AnyIndex {
                         bool by_page) const override {
     return forest_.integrity(heads, by_page);
   }
-  std::int64_t query(std::int64_t head, const KeyView& keys, bool by_page,
-                     const float* query, const QueryOptions& options, Scratch& scratch,
-                     TopK& top) const override {
-    return forest_.tree(head).query(keys, by_page, query, options, scratch, top);
+  void query(std::int64_t head, const KeyView& keys, bool by_page, const float* queries,
+             std::int64_t group, const QueryOptions& options, Scratch& scratch,
+             TopK& top, const TakeBest& take) const override {
+    index::query_group(forest_.tree(head), keys, by_page, queries, group,
+                       settings().head_dim, options, scratch, top, take);
   }
   void vote(std::int64_t head, const KeyView& keys, bool by_page, const float* queries,
             std::int64_t group, float scale, const QueryOptions& options,

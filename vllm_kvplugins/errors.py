@@ -83,6 +83,7 @@ CODES: dict[str, str] = {
     "KVP137": "check-policy: infinite scores do not leave the budget a choice",
     "KVP138": "check-policy: a session cannot store what `observe` returned",
     "KVP139": "check-policy: all scores are equal",
+    "KVP140": 'icecache: `fetch: "pages"` with `index: "codes"`',
     # 200-299: worker and attention
     "KVP201": "a policy's `score` did not return one float per slot",
     "KVP202": "the KV caches of the layers are not one allocation",

@@ -19,43 +19,46 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from index import placed
 
-from vllm_kvplugins.index import BruteForceIndex, DCIIndex, Keys
+from vllm_kvplugins.index import BruteForceIndex, CodedIndex, DCIIndex, Keys
+from vllm_kvplugins.index.compiled import CompiledIndex
 
 PACKAGES = {"hnswlib": "hnswlib", "faiss": "faiss-cpu"}  # module: package to install
 K = 64
 
 
 class Ours:
-    """This package's tree or exact scan: all heads in one call.
+    """An index of this package: all heads in one call.
 
     Args:
+        kind: "scan", "tree" or "codes".
         keys: float32 [heads, n, head_dim].
         dtype: of the indexed rows.
-        tree: settings of a tree; None = exact scan.
+        settings: of the index.
     """
 
+    kinds: ClassVar[dict[str, type[CompiledIndex]]] = {
+        "scan": BruteForceIndex,
+        "tree": DCIIndex,
+        "codes": CodedIndex,
+    }
+
     def __init__(
-        self, keys: torch.Tensor, dtype: torch.dtype, tree: dict[str, Any] | None = None
+        self, kind: str, keys: torch.Tensor, dtype: torch.dtype, **settings: Any
     ) -> None:
-        kind = "scan" if tree is None else "tree"
         self.name = f"{kind} {str(dtype).removeprefix('torch.')}"
-        self.knob = "" if tree is None else "max_visits"
-        self.knobs = [0] if tree is None else steps(K, keys.shape[1])
+        self.knob = "" if kind == "scan" else "max_visits"
+        self.knobs = [0] if kind == "scan" else steps(K, keys.shape[1])
         self.rows = keys.to(dtype)
-        self.tree = tree
+        self.kind, self.settings = kind, settings
 
     def build(self) -> None:
         heads, _, dim = self.rows.shape
-        self.index = (
-            BruteForceIndex(heads, dim)
-            if self.tree is None
-            else DCIIndex(heads, dim, **self.tree)
-        )
+        self.index = self.kinds[self.kind](heads, dim, **self.settings)
         self.index.build(Keys.dense(self.rows))
 
     def ready(self) -> None:

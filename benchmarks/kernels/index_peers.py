@@ -137,8 +137,12 @@ def measure(
     checking = torch.cat(timed, 1)
 
     settings = {"promotion": options.promotion}
-    kinds = [(dtype, tree) for dtype in options.dtypes for tree in (None, settings)]
-    methods: list[Any] = [Ours(keys, getattr(torch, d), tree) for d, tree in kinds]
+    kinds: dict[str, dict[str, Any]] = {"scan": {}, "tree": settings, "codes": {}}
+    methods: list[Any] = [
+        Ours(kind, keys, getattr(torch, dtype), **own)
+        for dtype in options.dtypes
+        for kind, own in kinds.items()
+    ]
     for module, kind in {"hnswlib": Hnsw, "faiss": IvfFlat}.items():
         if module in result:
             methods.append(kind(keys, result[module], options.threads))

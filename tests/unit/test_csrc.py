@@ -36,6 +36,7 @@ def run(command: list[str], **environment: str) -> str:
         "bulk_copy",
         "assign",
         "irregularity",
+        "codes",
         "dci",
         "index_kernels",
         "threads",

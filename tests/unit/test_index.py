@@ -8,6 +8,7 @@ import torch
 from vllm_kvplugins.errors import codes_in
 from vllm_kvplugins.index import (
     BruteForceIndex,
+    CodedIndex,
     DCIIndex,
     Keys,
     compiled,
@@ -210,6 +211,62 @@ def test_mass_covered_on_real_keys(model_path):
     assert sum(shares) / len(shares) > 0.95
 
 
+# -- codes --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [0, 1, 255, 300, 2000])
+def test_codes_find_nearly_all_that_the_scan_finds(random, n, dtype):
+    keys = clustered(random, n).to(dtype)
+    queries = torch.randn(HEADS, 3, DIM, generator=random)
+    view = Keys.dense(keys)
+    scan = BruteForceIndex(HEADS, DIM)
+    scan.build(view)
+    exact = scan.query_topk(queries, view, 50)
+    for flat_keys, enough in ((1 << 20, 0.97), (600, 0.9)):
+        index = CodedIndex(HEADS, DIM, segment=256, flat_keys=flat_keys)
+        index.build(view)
+        index.check_integrity(view)
+        found = index.query_topk(queries, view, 50, 800)
+        valid = found.slots >= 0
+        assert valid.sum() == HEADS * 3 * min(n, 50)
+        assert n == 0 or recall(found, exact) * 50 / min(n, 50) > enough
+        whole = index.query_topk(queries, view, 50, 0)  # no limit: exact
+        assert torch.equal(whole.slots, exact.slots)
+        assert torch.equal(whole.scores, exact.scores)
+        if n:
+            scores = queries @ keys.float().transpose(1, 2)
+            scores = scores.gather(2, found.slots.clamp(min=0))
+            torch.testing.assert_close(
+                found.scores[valid], scores[valid], rtol=0.02, atol=0.3
+            )
+
+
+@pytest.mark.parametrize("flat_keys", [1 << 20, 512])
+def test_codes_select_the_attention_of_the_group(random, flat_keys):
+    keys = clustered(random, 1500)
+    queries = 2 * torch.randn(HEADS, 3, DIM, generator=random)
+    view, scale = Keys.dense(keys), DIM**-0.5
+    index = CodedIndex(HEADS, DIM, segment=256, flat_keys=flat_keys)
+    index.insert(Keys.dense(keys[:, :1000]))
+    for first in range(1000, 1500, 100):
+        index.insert(Keys.dense(keys[:, first : first + 100]))
+    index.check_integrity(view)
+    attention = (queries @ keys.transpose(1, 2) * scale).softmax(-1).sum(1)
+    chosen = index.select(queries, view, scale, 64)
+    assert chosen.shape == (HEADS, 64)
+    assert all(len(row.unique()) == 64 for row in chosen)
+    covered = attention.gather(1, chosen).sum(1) / attention.topk(64).values.sum(1)
+    assert covered.min() > (0.995 if flat_keys > 1500 else 0.9)
+
+
+def test_codes_take_less_memory_than_half_of_float32_keys(random):
+    keys = clustered(random, 6000, dim=64)
+    index = CodedIndex(HEADS, 64)
+    index.build(Keys.dense(keys))
+    assert keys.nbytes / 4 < index.memory_bytes < keys.nbytes / 2
+
+
 # -- growth -------------------------------------------------------------------
 
 
@@ -267,7 +324,7 @@ def test_results_do_not_depend_on_threads(random):
 # -- pages --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [DCIIndex, BruteForceIndex])
+@pytest.mark.parametrize("kind", [DCIIndex, BruteForceIndex, CodedIndex])
 def test_pages_are_those_of_the_best_keys(random, kind):
     keys = clustered(random, 400)
     view = Keys.dense(keys)
@@ -294,7 +351,7 @@ def test_pages_are_those_of_the_best_keys(random, kind):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1e19])
-@pytest.mark.parametrize("kind", [DCIIndex, BruteForceIndex])
+@pytest.mark.parametrize("kind", [DCIIndex, BruteForceIndex, CodedIndex])
 def test_bad_keys_change_nothing(random, kind, bad):
     keys = clustered(random, 100)
     index = kind(HEADS, DIM)

@@ -14,7 +14,7 @@ from fake_engine import GROUP, KV_HEADS
 from retrieving_engine import BLOCK, RETRIEVERS, engine
 
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, codes_in
 from vllm_kvplugins.index import Keys
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.quest import PageBounds
@@ -90,6 +90,24 @@ def test_layers_between_anchors_reuse_their_choice():
                     assert set(expected) <= set(hot[head].tolist())
     fake.remove("r")
     fake.check_idle()
+
+
+def test_codes_find_what_the_tree_finds():
+    fake = engine("icecache", index="codes")
+    request = fake.add("r", 400, 60)
+    while not request.done:
+        fake.step({"r": 50})
+    traffic = fake.retrieval.traffic
+    assert traffic.selected > traffic.fetched > 0
+    assert traffic.failed == 0
+    fake.remove("r")
+    fake.check_idle()
+
+
+def test_codes_have_no_pages_to_fetch():
+    with pytest.raises(KVPolicyError) as caught:
+        parse_policy({"name": "icecache", "index": "codes", "fetch": "pages"})
+    assert codes_in(str(caught.value)) == ("KVP140",)
 
 
 def test_icecache_fetches_whole_pages_if_told_to():

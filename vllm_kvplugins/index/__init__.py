@@ -9,6 +9,7 @@ them in place (``Keys``). Nothing here imports vLLM.
 
 from vllm_kvplugins.index.base import KeyIndex, Pages, TopKeys
 from vllm_kvplugins.index.brute_force import BruteForceIndex
+from vllm_kvplugins.index.codes import CodedIndex
 from vllm_kvplugins.index.compiled import query_pages, query_topk, select_compiled
 from vllm_kvplugins.index.dci import DCIIndex
 from vllm_kvplugins.index.keys import Keys
@@ -17,6 +18,7 @@ from vllm_kvplugins.index.selection import select
 
 __all__ = [
     "BruteForceIndex",
+    "CodedIndex",
     "DCIIndex",
     "ExactScan",
     "KeyIndex",

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 
 from vllm_kvplugins.errors import coded
-from vllm_kvplugins.index import DCIIndex, KeyIndex, Keys
+from vllm_kvplugins.index import CodedIndex, DCIIndex, KeyIndex, Keys
 from vllm_kvplugins.index.compiled import extension_problem
 from vllm_kvplugins.policies.retrieval import (
     Retriever,
@@ -63,7 +63,8 @@ class IceCache(Retriever):
     Differs from the paper: the budget is spent on the keys that the tree finds. The
     paper fetches their whole pages, so neighbors fill most of the budget. ``fetch:
     "pages"`` does the same; it cuts the last page so that the hot slots are exactly
-    full. See ``DCIIndex`` for differences in the tree.
+    full. See ``DCIIndex`` for differences in the tree. ``index: "codes"`` is not in the
+    paper, see ``CodedIndex``.
 
     Cost: per step and selecting layer, about ``max_visits`` products of keys and
     queries. Per prompt, building the trees.
@@ -76,6 +77,12 @@ class IceCache(Retriever):
     # 47 % of bfloat16 keys and values with 64 channels; less with more channels.
     index_share: ClassVar[float] = 0.5
 
+    index: Literal["dci", "codes"] = Field(
+        default="dci",
+        description="How to find keys: the tree of the paper (dci), or codes of one byte "
+        "per dimension, which are scanned, or from 4096 tokens on divided into pages of "
+        "similar keys (codes).",
+    )
     page_tokens: int = Field(
         default=16, ge=1, description="Maximum number of tokens per page of the tree."
     )
@@ -115,6 +122,14 @@ class IceCache(Retriever):
                     "exact-topk",
                 )
             )
+        if self.index == "codes" and self.fetch == "pages":
+            reasons.append(
+                coded(
+                    "KVP140",
+                    "fetch 'pages' needs the pages of the tree, and index is 'codes'; "
+                    "set index to 'dci' or fetch to 'tokens'",
+                )
+            )
         return reasons
 
     @property
@@ -122,6 +137,8 @@ class IceCache(Retriever):
         return self.lazy_index
 
     def new_index(self, num_kv_heads: int, head_dim: int) -> KeyIndex:
+        if self.index == "codes":
+            return CodedIndex(num_kv_heads, head_dim, max_visits=self.max_visits)
         tree = DCIIndex(
             num_kv_heads,
             head_dim,

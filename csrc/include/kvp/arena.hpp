@@ -130,6 +130,13 @@ class Array {
     data_[size_ - 1] = value;
   }
 
+  // Gives the memory back.
+  void clear() {
+    if (data_ != nullptr) arena_->give(data_, byte_size(capacity_));
+    data_ = nullptr;
+    size_ = capacity_ = 0;
+  }
+
   void resize(std::int64_t size) {
     if (size > capacity_) grow(size);
     if (size > size_) {

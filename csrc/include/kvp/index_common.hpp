@@ -27,6 +27,10 @@ struct Settings {
   std::int64_t simple = 0;
   std::uint64_t seed = 0;
   bool by_mean = false;  // nodes of level 2 are ranked by the mean of their keys
+  // Codes only: keys that are divided into pages together, a multiple of sixteen, and
+  // number of keys below which all are scanned.
+  std::int64_t segment = 2048;
+  std::int64_t flat_keys = 4096;
 
   std::int64_t projections() const { return composite * simple; }
 };
@@ -35,10 +39,23 @@ struct QueryOptions {
   std::int64_t max_visits = 0;  // keys to visit per query; 0: all keys,
   // whatever visit_ratio is
   double visit_ratio = 1.0;  // share of a node's keys to visit, by bound
+  std::int64_t count = 0;  // keys that the caller takes of a vote
+};
+
+// Buffers of a search by codes, see code_index.hpp.
+struct CodeScratch {
+  std::vector<std::int8_t> queries;  // [group][quads * 4]
+  std::vector<std::int32_t> biases;  // [group]
+  std::vector<float> steps, offsets;  // [group], see encode_queries
+  std::vector<float> scores, sample, thresholds;
+  std::vector<std::int64_t> counts, ranks;
+  std::vector<std::int32_t> blocks, found, slots;
+  std::int64_t stride = 0, scored = 0, step = 1;
 };
 
 // Buffers of one thread; they only grow.
 struct Scratch {
+  CodeScratch codes;
   std::vector<float> rows, scores, query, targets, bounds;
   std::vector<std::int64_t> offsets;
   std::vector<std::int32_t> slots, nodes;

@@ -47,6 +47,8 @@ class TopK {
     }
   }
 
+  std::int64_t limit() const { return static_cast<std::int64_t>(k_); }
+
   // Whether k candidates were pushed; from then on scores below floor() are rejected.
   bool full() const { return full_; }
   float floor() const { return worst_.score; }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kvp/brute_force.hpp"
+#include "kvp/code_index.hpp"
 #include "kvp/dci_tree.hpp"
 #include "kvp/exponential.hpp"
 #include "kvp/index_common.hpp"
@@ -18,24 +19,40 @@
 
 namespace kvp::index {
 
-// logits[i] becomes exp(scale * (logits[i] - peak)) / their sum. Scale is >= 0.
-inline void softmax_in_place(float* logits, std::int64_t n, float scale) {
-  float peak = logits[0];
-  for (std::int64_t i = 1; i < n; ++i) peak = logits[i] > peak ? logits[i] : peak;
+// values[i] becomes exp(scale * (values[i] - peak)). Returns their sum.
+inline float exponentials(float* values, std::int64_t n, float scale, float peak) {
   for (std::int64_t i = 0; i < n; ++i) {
-    logits[i] = exp_of_logit(scale * (logits[i] - peak));
+    values[i] = exp_of_logit(scale * (values[i] - peak));
   }
   // Eight independent sums: a fixed order of additions without waiting for each one.
   float sums[8] = {};
   std::int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
-    for (int lane = 0; lane < 8; ++lane) sums[lane] += logits[i + lane];
+    for (int lane = 0; lane < 8; ++lane) sums[lane] += values[i + lane];
   }
-  for (; i < n; ++i) sums[0] += logits[i];
+  for (; i < n; ++i) sums[0] += values[i];
   float sum = 0.0f;
   for (const float part : sums) sum += part;
+  return sum;
+}
+
+// Logits of keys that get no vote but take attention; each stands for `weight` keys. They
+// are overwritten.
+struct Rest {
+  float* logits = nullptr;
+  std::int64_t n = 0;
+  float weight = 0.0f;
+};
+
+// logits[i] becomes its softmax. Scale is >= 0. No logit of the rest is above all others.
+inline void softmax_in_place(float* logits, std::int64_t n, float scale,
+                             const Rest& rest = {}) {
+  float peak = logits[0];
+  for (std::int64_t i = 1; i < n; ++i) peak = logits[i] > peak ? logits[i] : peak;
+  float sum = exponentials(logits, n, scale, peak);
+  if (rest.n > 0) sum += rest.weight * exponentials(rest.logits, rest.n, scale, peak);
   const float share = 1.0f / sum;
-  for (i = 0; i < n; ++i) logits[i] *= share;
+  for (std::int64_t i = 0; i < n; ++i) logits[i] *= share;
 }
 
 // Votes of one KV head. Buffers only grow; a thread uses it for one head after another.
@@ -64,6 +81,18 @@ class Votes {
       float& vote = votes_[static_cast<std::size_t>(slot)];
       if (vote == 0.0f) touched_.push_back(slot);
       vote += logits[i];
+    }
+  }
+
+  // One query's scores of some keys, each at most once; overwrites them.
+  void add(const std::vector<std::int32_t>& slots, float* scores, float scale,
+           const Rest& rest) {
+    if (slots.empty()) return;
+    softmax_in_place(scores, static_cast<std::int64_t>(slots.size()), scale, rest);
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+      float& vote = votes_[static_cast<std::size_t>(slots[i])];
+      if (vote == 0.0f) touched_.push_back(slots[i]);
+      vote += scores[i];
     }
   }
 
@@ -171,6 +200,63 @@ inline void vote(const BruteForce& scan, const KeyView& keys, bool /*by_page*/,
   }
   for (std::int64_t g = 0; g < group; ++g) {
     scratch.votes.add_all(scores + g * n, n, scale);
+  }
+}
+
+// The same over the keys that codes find for any query. A sample of the other keys that were
+// scored tells how much attention they take.
+inline void vote(const CodeIndex& codes, const KeyView& keys, bool by_page,
+                 const float* queries, std::int64_t group, std::int64_t head_dim,
+                 float scale, const QueryOptions& options, VoteScratch& scratch) {
+  if (!codes.coded(options)) {
+    vote(codes.exact(), keys, by_page, queries, group, head_dim, scale, options,
+         scratch);
+    return;
+  }
+  CodeScratch& found = scratch.search.codes;
+  codes.find(queries, group, options, options.count, found);
+  scratch.votes.begin(codes.num_keys());
+  float* logits =
+      at_least(scratch.scores, static_cast<std::int64_t>(found.slots.size()));
+  for (std::int64_t g = 0; g < group; ++g) {
+    CodeIndex::found_logits(g, found, logits);
+    const std::int64_t rest = CodeIndex::rest_logits(g, found);
+    scratch.votes.add(found.slots, logits, scale,
+                      {found.sample.data(), rest, static_cast<float>(found.step)});
+  }
+}
+
+// Calls take(g, top, visits) with the best keys of each query of a KV head.
+template <typename Tree, typename Take>
+void query_group(const Tree& tree, const KeyView& keys, bool by_page,
+                 const float* queries, std::int64_t group, std::int64_t head_dim,
+                 const QueryOptions& options, Scratch& scratch, TopK& top,
+                 const Take& take) {
+  for (std::int64_t g = 0; g < group; ++g) {
+    top.clear();
+    const std::int64_t visits =
+        tree.query(keys, by_page, queries + g * head_dim, options, scratch, top);
+    take(g, top, visits);
+  }
+}
+
+// All queries read the codes once.
+template <typename Take>
+void query_group(const CodeIndex& codes, const KeyView& keys, bool by_page,
+                 const float* queries, std::int64_t group, std::int64_t head_dim,
+                 const QueryOptions& options, Scratch& scratch, TopK& top,
+                 const Take& take) {
+  if (!codes.coded(options)) {
+    query_group(codes.exact(), keys, by_page, queries, group, head_dim, options,
+                scratch, top, take);
+    return;
+  }
+  const std::int64_t visits =
+      codes.find(queries, group, options, top.limit(), scratch.codes);
+  for (std::int64_t g = 0; g < group; ++g) {
+    top.clear();
+    CodeIndex::push_found(g, scratch.codes, top);
+    take(g, top, visits);
   }
 }
 

@@ -1,0 +1,308 @@
+// Tests of the index of codes (kvp/code_index.hpp and below), for every set of kernels
+// that this CPU runs.
+#include "index_fixtures.hpp"
+#include "kvp/votes.hpp"
+
+namespace kvp::index {
+
+// Damages an index in one place at a time.
+struct CodeBreaker {
+  CodeIndex& index;
+  std::int32_t& slot(std::int64_t row) { return index.slots_[row]; }
+  float& scale(std::int64_t row) { return index.codes_.scales_[row]; }
+  const CodeSpace& space() const { return index.space_; }
+  void use(const CodeKernels& kernels) { index.code_kernels_ = &kernels; }
+};
+
+}  // namespace kvp::index
+
+namespace {
+
+using namespace index_test;
+using kvp::select_kernels;
+
+Settings coded_settings(Index dims, Index flat_keys, Index segment = 64) {
+  Settings settings = settings_for(dims, 16);
+  settings.flat_keys = flat_keys;
+  settings.segment = segment;
+  return settings;
+}
+
+// Sums of random and of extreme codes equal those of plain loops.
+void test_kernels(const CodeKernels& kernels, std::mt19937& random) {
+  current_case = "kernels";
+  for (Index quads : {1, 2, 16, 33}) {
+    for (Index group = 1; group <= 6; ++group) {
+      const Index blocks = 5;
+      for (bool extreme : {false, true}) {
+        std::vector<std::uint8_t> codes(blocks * quads * kQuadBytes);
+        std::vector<std::int8_t> queries(group * quads * kQuad);
+        for (auto& code : codes) code = extreme ? 127 : random() % 128;
+        for (auto& code : queries) {
+          code = static_cast<std::int8_t>(extreme ? -127 : int(random() % 255) - 127);
+        }
+        std::vector<float> scales(blocks * kCodeBlock);
+        for (float& scale : scales) scale = static_cast<float>(random() % 1000) / 64.0f;
+        std::vector<std::int32_t> biases(group);
+        for (auto& bias : biases) bias = static_cast<int>(random() % 1000) - 500;
+        const std::vector<std::int32_t> listed{4, 0, 3};
+        for (const bool in_list : {false, true}) {
+          const Index count = in_list ? 3 : blocks, stride = count * kCodeBlock;
+          std::vector<float> scores(group * stride, -1.0f);
+          kernels.score({codes.data(), scales.data(), in_list ? listed.data() : nullptr,
+                         count, quads, queries.data(), biases.data(), group,
+                         scores.data(), stride});
+          for (Index g = 0; g < group; ++g) {
+            for (Index i = 0; i < stride; ++i) {
+              const Index block = in_list ? listed[i / kCodeBlock] : i / kCodeBlock;
+              const Index j = i % kCodeBlock;
+              std::int32_t sum = biases[g];
+              for (Index d = 0; d < quads * kQuad; ++d) {
+                sum += codes[((block * quads + d / kQuad) * kCodeBlock + j) * kQuad +
+                             d % kQuad] *
+                       queries[g * quads * kQuad + d];
+              }
+              CHECK(scores[g * stride + i] ==
+                    scales[block * kCodeBlock + j] * static_cast<float>(sum));
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+void test_collecting(const CodeKernels& kernels, std::mt19937& random) {
+  current_case = "collecting";
+  for (Index n : {1, 7, 8, 9, 100}) {
+    const Index group = 3, stride = round_up(n, kCodeBlock);
+    std::vector<float> scores(group * stride, 1e9f);  // padding reaches any threshold
+    for (Index g = 0; g < group; ++g) {
+      for (Index i = 0; i < n; ++i) {
+        scores[g * stride + i] = static_cast<float>(random() % 10);
+      }
+    }
+    const std::vector<float> thresholds{9.0f, 5.0f, 8.0f};
+    std::vector<std::int32_t> slots(n), expected;
+    std::vector<std::int64_t> counts(group), expected_counts(group);
+    for (Index i = 0; i < n; ++i) {
+      bool any = false;
+      for (Index g = 0; g < group; ++g) {
+        const bool reaches = scores[g * stride + i] >= thresholds[g];
+        expected_counts[g] += reaches;
+        any |= reaches;
+      }
+      if (any) expected.push_back(static_cast<std::int32_t>(i));
+    }
+    const Index found =
+        kernels.collect({scores.data(), stride, n, group, thresholds.data(),
+                         slots.data(), counts.data()});
+    slots.resize(found);
+    CHECK(slots == expected);
+    CHECK(counts == expected_counts);
+  }
+}
+
+void test_pages(std::mt19937& random) {
+  current_case = "pages";
+  for (Index n : {16, 32, 48, 640}) {
+    const Index dims = 24;
+    const std::vector<float> rows = clustered(n, dims, random);
+    std::vector<std::int32_t> order, again;
+    PageDivider().divide(rows.data(), n, dims, order);
+    PageDivider().divide(rows.data(), n, dims, again);
+    CHECK(order == again);
+    std::vector<std::int32_t> sorted = order;
+    std::sort(sorted.begin(), sorted.end());
+    for (Index i = 0; i < n; ++i) CHECK(sorted[i] == i);
+    // Distances within pages, against those in the order of arrival.
+    double sums[2] = {};
+    for (Index page = 0; page < n; page += kCodeBlock) {
+      for (Index i = page + 1; i < page + kCodeBlock; ++i) {
+        for (Index d = 0; d < dims; ++d) {
+          const float apart = rows[order[i] * dims + d] - rows[order[page] * dims + d];
+          const float before = rows[i * dims + d] - rows[page * dims + d];
+          sums[0] += apart * apart;
+          sums[1] += before * before;
+        }
+      }
+    }
+    CHECK(n < 640 || sums[0] < 0.6 * sums[1]);
+  }
+}
+
+double recall(const std::vector<Scored>& found, const std::vector<Scored>& exact) {
+  Index hits = 0;
+  for (const Scored& best : exact) {
+    hits += std::any_of(found.begin(), found.end(),
+                        [&](const Scored& x) { return x.slot == best.slot; });
+  }
+  return exact.empty() ? 1.0 : double(hits) / double(exact.size());
+}
+
+void test_index(const CodeKernels& kernels, std::mt19937& random) {
+  const Kernels& exact_kernels = select_kernels<Kernels>();
+  for (Index dims : {5, 64, 80}) {
+    for (Index n : {0, 1, 255, 256, 700, 1111}) {
+      for (bool paged : {false, true}) {
+        current_case = paged ? "index with pages" : "index without pages";
+        const std::vector<float> keys = clustered(n, dims, random);
+        const KeyView view = dense(keys, dims);
+        const Settings settings = coded_settings(dims, paged ? 300 : 1 << 20);
+        Forest<CodeIndex> index(settings, 1, exact_kernels),
+            parts(settings, 1, exact_kernels);
+        Forest<BruteForce> scan(settings, 1, exact_kernels);
+        CodeBreaker{const_cast<CodeIndex&>(index.tree(0))}.use(kernels);
+        CodeBreaker{const_cast<CodeIndex&>(parts.tree(0))}.use(kernels);
+        CHECK(index.append({view}, n).head == -1);
+        scan.append({view}, n);
+        CHECK(index.integrity({view}, false) == "");
+        CHECK((index.tree(0).paged() > 0) == (paged && n >= 300));
+        for (Index done = 0; done < n;) {
+          const Index rest = n - done, first = std::min<Index>(rest, 600);
+          const Index count =
+              done == 0 ? first : std::min<Index>(1 + random() % 40, rest);
+          parts.append({after(view, done)}, count);
+          done += count;
+        }
+        CHECK(parts.integrity({view}, false) == "");
+        double total = 0.0;
+        for (int round = 0; round < 10; ++round) {
+          const std::vector<float> query = clustered(1, dims, random);
+          const auto exact = search(scan.tree(0), view, false, query.data(), 20);
+          const auto all = search(index.tree(0), view, false, query.data(), 20);
+          CHECK(same(all, exact));  // no limit: all keys exactly
+          const auto found =
+              search(index.tree(0), view, false, query.data(), 20, {400, 1.0});
+          CHECK(static_cast<Index>(found.size()) == std::min<Index>(n, 20));
+          total += recall(found, exact);
+          for (const Scored& each : found) {
+            double score = 0.0;
+            for (Index d = 0; d < dims; ++d) {
+              score += double(query[d]) * double(keys[each.slot * dims + d]);
+            }
+            CHECK(std::fabs(score - each.score) < 0.02 * double(dims));
+          }
+          if (n <= 600) {
+            CHECK(same(search(parts.tree(0), view, false, query.data(), 20, {400, 1.0}),
+                       found));
+          }
+        }
+        CHECK(total > (paged ? 8.0 : 9.5));
+        const std::vector<float> zeros(dims);
+        const auto ties =
+            search(index.tree(0), view, false, zeros.data(), 5, {100000, 1.0});
+        for (std::size_t i = 0; i < ties.size(); ++i) {
+          CHECK(ties[i].slot == static_cast<std::int32_t>(i));
+        }
+      }
+    }
+  }
+}
+
+// The votes of a group are the attention of the exact scan, restricted to few keys.
+void test_votes(std::mt19937& random) {
+  current_case = "votes";
+  const Index n = 900, dims = 64, group = 3, count = 30;
+  const std::vector<float> keys = clustered(n, dims, random);
+  const KeyView view = dense(keys, dims);
+  const Settings settings = coded_settings(dims, 1 << 20);
+  Forest<CodeIndex> index(settings, 1, select_kernels<Kernels>());
+  Forest<BruteForce> scan(settings, 1, select_kernels<Kernels>());
+  index.append({view}, n);
+  scan.append({view}, n);
+  const std::vector<float> queries = clustered(group, dims, random);
+  VoteScratch scratch, exact_scratch;
+  std::vector<std::int64_t> found(count), exact(count);
+  const QueryOptions options{400, 1.0, count};
+  vote(index.tree(0), view, false, queries.data(), group, dims, 0.5f, options, scratch);
+  CHECK(scratch.votes.best(count, found.data()) == count);
+  vote(scan.tree(0), view, false, queries.data(), group, dims, 0.5f, options,
+       exact_scratch);
+  exact_scratch.votes.best(count, exact.data());
+  Index hits = 0;
+  for (const auto slot : exact) {
+    hits += std::find(found.begin(), found.end(), slot) != found.end();
+  }
+  CHECK(hits >= count - 2);
+}
+
+void test_damage_is_found(std::mt19937& random) {
+  current_case = "damage";
+  const Index n = 400, dims = 16;
+  const std::vector<float> keys = clustered(n, dims, random);
+  const KeyView view = dense(keys, dims);
+  Forest<CodeIndex> index(coded_settings(dims, 300), 1, select_kernels<Kernels>());
+  index.append({view}, n);
+  CHECK(index.tree(0).paged() == 384);
+  CodeBreaker breaker{const_cast<CodeIndex&>(index.tree(0))};
+  const std::int32_t slot = breaker.slot(3);
+  breaker.slot(3) = breaker.slot(4);
+  CHECK(index.integrity({view}, false) != "");
+  breaker.slot(3) = 200;
+  CHECK(index.integrity({view}, false) != "");
+  breaker.slot(3) = slot;
+  breaker.scale(7) *= 1.5f;
+  CHECK(index.integrity({view}, false) != "");
+  breaker.scale(7) /= 1.5f;
+  CHECK(index.integrity({view}, false) == "");
+}
+
+// Keys with one large dimension, and keys that grow: codes have a scale per key.
+void test_outliers(std::mt19937& random) {
+  current_case = "outliers";
+  const Index n = 800, dims = 32;
+  std::vector<float> keys = clustered(n, dims, random);
+  for (Index i = 0; i < n; ++i) {
+    keys[i * dims + 3] += 1000.0f;  // the same for all: it decides nothing
+    if (i >= 400) {
+      for (Index d = 0; d < dims; ++d) {
+        if (d != 3) keys[i * dims + d] *= 3.0f;
+      }
+    }
+  }
+  const KeyView view = dense(keys, dims);
+  Forest<CodeIndex> index(coded_settings(dims, 1 << 20), 1, select_kernels<Kernels>());
+  Forest<BruteForce> scan(coded_settings(dims, 0), 1, select_kernels<Kernels>());
+  index.append({view}, 400);
+  index.append({after(view, 400)}, 400);
+  scan.append({view}, n);
+  double total = 0.0;
+  for (int round = 0; round < 20; ++round) {
+    const std::vector<float> query = clustered(1, dims, random);
+    total += recall(search(index.tree(0), view, false, query.data(), 20, {1, 1.0}),
+                    search(scan.tree(0), view, false, query.data(), 20));
+  }
+  CHECK(total > 18.5);
+}
+
+void test_bad_keys_change_nothing(std::mt19937& random) {
+  current_case = "bad keys";
+  const Index n = 400, dims = 8;
+  std::vector<float> keys = clustered(n, dims, random);
+  Forest<CodeIndex> index(coded_settings(dims, 0), 1, select_kernels<Kernels>());
+  index.append({dense(keys, dims)}, n);
+  std::vector<float> bad = clustered(n, dims, random);
+  bad[100 * dims + 2] = std::nanf("");
+  CHECK(index.append({dense(bad, dims)}, n).slot == 100);
+  CHECK(index.num_keys() == n);
+  CHECK(index.integrity({dense(keys, dims)}, false) == "");
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 random(kSeed);
+  for (const CodeKernels* kernels : kvp::runnable_kernels<CodeKernels>()) {
+    std::printf("kernels: %s\n", kvp::name_of(kernels->simd));
+    test_kernels(*kernels, random);
+    test_collecting(*kernels, random);
+    test_index(*kernels, random);
+  }
+  test_pages(random);
+  test_votes(random);
+  test_damage_is_found(random);
+  test_outliers(random);
+  test_bad_keys_change_nothing(random);
+  return report();
+}
