@@ -5,9 +5,10 @@ found, KL divergence from full KV; next to them device bytes, host bytes, time t
 token and tokens per second of the same configuration. Runs the engine, resumes an
 interrupted run, and writes one JSON file with a row per cell.
 
-    python benchmarks/quality/evidence.py run MODEL --texts TEXTS --out evidence.jsonl
-    python benchmarks/quality/evidence.py run MODEL --texts TEXTS --speed 3 --out evidence.jsonl
-    python benchmarks/quality/evidence.py collect evidence.jsonl --out RESULTS.json
+    python benchmarks/quality/evidence.py run MODEL --texts TEXTS --out rows.jsonl
+    python benchmarks/quality/evidence.py run MODEL --texts TEXTS --speed 3 \\
+        --out rows.jsonl
+    python benchmarks/quality/evidence.py collect rows.jsonl --out RESULTS.json
     python benchmarks/quality/evidence.py report RESULTS.json --plots docs/img
 
 Two models take two files; `collect` and `report` accept several.

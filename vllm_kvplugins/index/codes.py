@@ -6,12 +6,12 @@ from vllm_kvplugins.index.compiled import CompiledIndex, require_extension
 
 
 class CodedIndex(CompiledIndex):
-    """Finds keys by codes of one byte per dimension, and scores only the best exactly.
+    """Finds keys by codes of one byte per dimension.
 
     A query scores codes: those of all keys while there are fewer than ``flat_keys``,
     else those of the best pages and of the newest keys. A page has sixteen similar
-    keys and is ranked by the code of their mean. The ``k`` keys with the best codes, and
-    some more, are scored exactly. All queries of a KV head read the codes once.
+    keys and is ranked by the code of their mean. All queries of a KV head read the
+    codes once, and no keys. Scores are therefore rounded to about 1 %.
 
     Args:
         num_heads: KV heads.

@@ -79,9 +79,8 @@ class IceCache(Retriever):
 
     index: Literal["dci", "codes"] = Field(
         default="dci",
-        description="How to find keys: the tree of the paper (dci), or codes of one byte "
-        "per dimension, which are scanned, or from 4096 tokens on divided into pages of "
-        "similar keys (codes).",
+        description="How to find keys: the tree of the paper (dci), or one-byte codes, "
+        "scanned below 4096 tokens and in pages of similar keys above (codes).",
     )
     page_tokens: int = Field(
         default=16, ge=1, description="Maximum number of tokens per page of the tree."
