@@ -376,6 +376,17 @@ def read_texts(path: Path) -> None:
         raise typer.BadParameter(f"--texts: {error}") from error
 
 
+def read_server_args(text: str) -> tuple[str, ...]:
+    """Parse --server-args; refuse what would make pools differ unseen."""
+    arguments = tuple(shlex.split(text))
+    if any(each.partition("=")[0] == "--kv-cache-dtype" for each in arguments):
+        raise typer.BadParameter(
+            "--server-args: --kv-cache-dtype would change the bytes of every pool; "
+            "name fp8 in --policies"
+        )
+    return arguments
+
+
 def read_rates(text: str) -> list[float]:
     """Parse --rates."""
     try:
@@ -593,7 +604,7 @@ def main(
                 dtype,
                 prefix_caching,
                 not cuda_is_available() if eager is None else eager,
-                tuple(shlex.split(server_args)),
+                read_server_args(server_args),
             ),
             chat=ChatLoad(
                 users,

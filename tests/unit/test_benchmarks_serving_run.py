@@ -384,5 +384,15 @@ def test_mistakes_are_told_before_a_server_starts(tmp_path):
             benchmark_serving.read_rates(rates)
     with pytest.raises(typer.BadParameter, match="chats"):
         benchmark_serving.read_workloads("chats", "")
+    with pytest.raises(typer.BadParameter, match="go together"):
+        benchmark_serving.read_workloads("dataset", "")
+    with pytest.raises(typer.BadParameter, match="name fp8"):
+        benchmark_serving.read_server_args("--kv-cache-dtype=fp8")
+    with pytest.raises(typer.BadParameter, match="gib"):
+        benchmark_serving.read_policies('{"name": "offload", "gib": -1}')
+    with pytest.raises(typer.BadParameter, match="one server"):
+        benchmark_serving.read_systems("stock,snapkv", "http://x")
+    with pytest.raises(typer.BadParameter, match="--base-url"):
+        benchmark_serving.read_running("http://127.0.0.1:1")
     with pytest.raises(typer.BadParameter, match="--texts"):
         benchmark_serving.read_texts(tmp_path / "none")
