@@ -22,11 +22,16 @@ EVERY_S = 0.5
 # Metrics of the server, without prefix and engine label.
 GAUGES = {
     "kv_cache_usage_perc": "usage",
-    "kv_policy_host_reserved_bytes": "host_bytes",
+    "kv_policy_device_table_bytes": "device_table_bytes",
+    "kv_policy_host_bytes": "host_bytes",
+    "kv_policy_session_bytes": "session_bytes",
+    "kv_policy_session_disk_bytes": "session_disk_bytes",
     "kv_policy_held_requests": "held_requests",
     "num_requests_running": "running",
     "num_requests_waiting": "waiting",
 }
+# Bytes outside the pool of blocks.
+BYTES = ("device_table_bytes", "host_bytes", "session_bytes", "session_disk_bytes")
 COUNTERS = {
     "num_preemptions_total": "preemptions",
     "prefix_cache_queries_total": "prefix_queries",
@@ -217,15 +222,20 @@ def server_figures(
         "at_s": [round(sample["at_s"] - start_s, 3) for sample in inside],
         "held_blocks": [round(sample.get("usage", 0) * pool) for sample in inside],
     }
-    for name in ("host_bytes", "running", "waiting", "held_requests"):
+    for name in (*BYTES, "running", "waiting", "held_requests"):
         columns[name] = [round(sample.get(name, 0)) for sample in inside]
     queries = change.pop("prefix_queries")
     hits = change.pop("prefix_hits")
     figures: dict[str, Any] = {"pool_blocks": round(pool)}
     figures |= {name: round(value) for name, value in change.items()}
     figures["prefix_hit_share"] = hits / queries if queries else 0.0
+    for name in BYTES:
+        # Also of the last sample: a gauge keeps the value of the last step.
+        figures[f"peak_{name}"] = max(
+            [round(last.get(name, 0)), *columns[name]], default=0
+        )
     if inside:
-        for name in ("held_blocks", "host_bytes", "running"):
+        for name in ("held_blocks", "running"):
             figures[f"mean_{name}"] = float(np.mean(columns[name]))
             figures[f"peak_{name}"] = max(columns[name])
     return figures | {"samples": columns}

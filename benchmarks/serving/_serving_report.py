@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from _serving_bytes import compared_bytes, verdict
 from _serving_plots import draw
 from _serving_rows import STOCK, Row, label_of
 from _serving_sweep import highest_rates
@@ -25,11 +26,11 @@ LATENCY = {
     "p99_itl_ms": ("ITL p99 ms", 1.0, 1),
     "output_throughput_tokens_per_s": ("tokens/s", 1.0, 1),
     "goodput_per_min": ("goodput /min", 1.0, 1),
+    "answered_share": ("answers right %", 100.0, 0),
 }
 MEMORY = {
     "mean_held_blocks": ("held blocks, mean", 1.0, 0),
     "peak_held_blocks": ("held blocks, peak", 1.0, 0),
-    "peak_host_bytes": ("host MiB, peak", 1 / MIB, 1),
     "preemptions": ("preemptions", 1.0, 0),
     "mean_running": ("running, mean", 1.0, 1),
     "prefix_hit_share": ("prefix hits %", 100.0, 0),
@@ -39,7 +40,9 @@ MEMORY = {
 COUNTS = ("completed", "failed")  # metrics without a ratio to stock
 # metrics that appear in files only
 OTHER = (
-    *("p99_tpot_ms", "request_throughput_per_s", "peak_running", "mean_host_bytes"),
+    *("p99_tpot_ms", "request_throughput_per_s", "peak_running", "pool_bytes"),
+    *("peak_device_table_bytes", "peak_host_bytes", "peak_session_bytes"),
+    *("peak_session_disk_bytes", "memory_bytes"),
     *("blocks_freed", "duration_s", "input_tokens", "output_tokens", "pool_blocks"),
 )
 FIGURES = (*LATENCY, *MEMORY, *OTHER)
@@ -136,12 +139,46 @@ def table_of(
     return table
 
 
-def table_of_rates(records: Sequence[dict[str, Any]]) -> Table:
-    """The highest rate of each policy at the service level."""
+def table_of_bytes(records: Sequence[dict[str, Any]]) -> Table:
+    """All bytes of each server, and whether they equal the reference's."""
     table = Table()
-    titles = ("policy", "highest rate /s at the service level", "ratio to stock")
+    names = {
+        "pool_bytes": "pool MiB",
+        "device_table_bytes": "next to the pool MiB",
+        "host_bytes": "host MiB",
+        "session_bytes": "of it sessions MiB",
+        "memory_bytes": "memory MiB",
+        "session_disk_bytes": "on disk MiB",
+    }
+    for title in ("policy", *names.values(), "memory compared"):
+        table.add_column(title, overflow="fold")
+    for record in records:
+        values = [record[name] for name in names]
+        cells = ["-" if v is None else f"{v / MIB:.2f}" for v in values]
+        table.add_row(record["policy"], *cells, verdict(record))
+    return table
+
+
+def table_of_rates(
+    records: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]
+) -> Table:
+    """The highest rate of each policy at the service level.
+
+    Args:
+        records: of ``highest_rates``.
+        held: of ``compared_bytes``: a rate stands next to its memory.
+    """
+    table = Table()
+    titles = (
+        "policy",
+        "highest rate /s at the service level",
+        "ratio to stock",
+        "answers right",
+        "memory compared",
+    )
     for title in titles:
         table.add_column(title, overflow="fold")
+    verdicts = {each["policy"]: verdict(each) for each in held}
     for record in records:
         rates, ratios = record["rates_per_s"], record["vs_stock"]
         bound = " or more" if record["is_bound"] else ""
@@ -152,8 +189,20 @@ def table_of_rates(records: Sequence[dict[str, Any]]) -> Table:
             f"×{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
             if ratios and record["policy"] != STOCK
             else "",
+            answered(record),
+            verdicts[record["policy"]],
         )
     return table
+
+
+def answered(record: dict[str, Any]) -> str:
+    """Share of right answers, and the share of stock's; empty if not measured."""
+    if record["answered_share"] is None:
+        return ""
+    shown = f"{100 * record['answered_share']:.0f} % of {record['answers']}"
+    if record["policy"] == STOCK or not record["answered_vs_stock"]:
+        return shown
+    return f"{shown}, {100 * record['answered_vs_stock']:.0f} % of stock's"
 
 
 def caption(rows: Sequence[Row]) -> str:
@@ -177,6 +226,7 @@ def report(
     json_file: Path | None = None,
     plots: Path | None = None,
     goodput_share: float = 0.9,
+    unavailable: Mapping[str, str] | None = None,
 ) -> None:
     """Print all rows, and write the files that the user chose.
 
@@ -187,17 +237,26 @@ def report(
         json_file: all records, with the settings and sources of each comparison.
         plots: folder for plots.
         goodput_share: share of requests that must be within the limits at a rate.
+        unavailable: why systems could not run here, by label.
     """
+    missing = dict(unavailable or {})
     groups = comparable(rows)
     summaries = [summarise(group) for group in groups]
     highest = [highest_rates(group, goodput_share) for group in groups]
-    for group, records, rates in zip(groups, summaries, highest, strict=True):
+    compared = [compared_bytes(group) for group in groups]
+    for group, records, rates, held in zip(
+        groups, summaries, highest, compared, strict=True
+    ):
         console.rule(group[0]["workload"])
         console.print(table_of(records, LATENCY))
         console.print(table_of(records, MEMORY))
+        console.print(table_of_bytes(held))
         if rates and len({row["rate"] for row in group}) > 1:
-            console.print(table_of_rates(rates))
+            console.print(table_of_rates(rates, held))
         console.print(caption(group), markup=False, highlight=False)
+    for label, reason in missing.items():
+        line = f"{label}: cannot run here: {reason}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if csv_file:
         write_csv([record for records in summaries for record in records], csv_file)
     if json_file:
@@ -206,11 +265,15 @@ def report(
                 "workload": group[0]["workload"],
                 "settings": group[0]["settings"],
                 "sources": list_of_sources(group),
-                "records": records,
+                "records": [strict_record(record) for record in records],
+                "bytes": held,
                 "highest_rates": rates,
                 "goodput_share": goodput_share,
+                "unavailable": missing,
             }
-            for group, records, rates in zip(groups, summaries, highest, strict=True)
+            for group, records, rates, held in zip(
+                groups, summaries, highest, compared, strict=True
+            )
         ]
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(records, indent=1) + "\n")
@@ -221,6 +284,12 @@ def report(
             name = workloads[index] + (f"-{before + 1}" if before else "")
             for path in draw(group, records, plots, name):
                 console.print(f"drawn: {path}", markup=False, highlight=False)
+
+
+def strict_record(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without infinity, which JSON does not have."""
+    endless = record["rate_per_s"] == float("inf")
+    return record | {"rate_per_s": "inf"} if endless else record
 
 
 def list_of_sources(rows: Sequence[Row]) -> list[dict[str, str]]:

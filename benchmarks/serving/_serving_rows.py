@@ -13,7 +13,7 @@ from _serving_metrics import Slo
 
 Row = dict[str, Any]
 STOCK = "stock"
-WORKLOADS = ("chat", "random")
+WORKLOADS = ("chat", "random", "dataset")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,14 @@ class Cell:
         return label_of(self.policy)
 
     def seed(self, seed: int) -> int:
-        """Seed of the load: equal for all policies, different for every other cell.
+        """Seed of the load: equal for all systems, different for every other cell.
 
         With one seed for all rates, a server with prefix caching would reuse prompts of
         the first rate at the second.
         """
         parts = [seed, WORKLOADS.index(self.workload)]
-        parts += [round(1e6 * self.rate), self.repetition]
+        # All at once has a seed too.
+        parts += [round(1e6 * min(self.rate, 1e9)), self.repetition]
         return int(np.random.SeedSequence(parts).generate_state(1)[0]) >> 1
 
 
@@ -135,8 +136,17 @@ def settings_of(pool: Pool, seed: int, load: Any, slo: Slo) -> dict[str, Any]:
     shared = asdict(pool) | {"model": Path(pool.model).name}
     if getattr(load, "texts", ""):
         shared["texts"] = Path(load.texts).name
-    flat = shared | asdict(load) | asdict(slo) | {"seed": seed}
+    own = load.settings() if hasattr(load, "settings") else asdict(load)
+    flat = shared | own | asdict(slo) | {"seed": seed}
     return flat | {"extra": list(pool.extra)}
+
+
+def running_settings_of(
+    url: str, model: str, seed: int, load: Any, slo: Slo
+) -> dict[str, Any]:
+    """``settings_of`` for a server that this benchmark did not start."""
+    own = load.settings() if hasattr(load, "settings") else asdict(load)
+    return {"base_url": url, "model": model} | own | asdict(slo) | {"seed": seed}
 
 
 def make_row(cell: Cell, settings: dict[str, Any], measured: dict[str, Any]) -> Row:
@@ -146,20 +156,28 @@ def make_row(cell: Cell, settings: dict[str, Any], measured: dict[str, Any]) -> 
     return identity | {"settings": settings} | measured
 
 
+def strict(row: Row) -> Row:
+    """A row without infinity, which JSON does not have."""
+    endless = row.get("rate") == float("inf")
+    return row | {"rate": "inf"} if endless else row
+
+
 def key_of(row: Row) -> str:
     """Identifies a measurement."""
     names = ("policy", "workload", "rate", "repetition", "settings")
-    return json.dumps([row[name] for name in names], sort_keys=True)
+    return json.dumps([strict(row)[name] for name in names], sort_keys=True)
 
 
-def lines_of(path: Path) -> Iterator[Row]:
-    """The rows of a file, without an incomplete last line."""
+def lines_of(path: Path, kind: str = "figures") -> Iterator[Row]:
+    """The rows of a file that have this field, without an incomplete last line."""
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(row, dict) and "figures" in row:
+        if isinstance(row, dict) and kind in row:
+            if "rate" in row:
+                row["rate"] = float(row["rate"])
             yield row
 
 
@@ -168,9 +186,21 @@ def read_rows(path: Path) -> dict[str, Row]:
     return {key_of(row): row for row in lines_of(path)}
 
 
+def read_unavailable(path: Path) -> dict[str, str]:
+    """Why systems could not run, by label; a system that ran later is not listed."""
+    latest: dict[str, str] = {}
+    for row in lines_of(path, "policy"):
+        label = label_of(row["policy"])
+        if "unavailable" in row:
+            latest[label] = str(row["unavailable"])
+        else:
+            latest.pop(label, None)
+    return latest
+
+
 def append_row(path: Path, row: Row) -> None:
     """Append a line; first end an incomplete one."""
     cut = path.exists() and path.stat().st_size and path.read_bytes()[-1:] != b"\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.write(("\n" if cut else "") + json.dumps(row) + "\n")
+        file.write(("\n" if cut else "") + json.dumps(strict(row)) + "\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,14 +22,33 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOP_S = 20.0  # vLLM's own shutdown takes a few seconds
 
 
+# The errors in a log that follow from another one.
+_SECONDARY = ("Engine core initialization failed", "EngineCore failed to start")
+_ERROR = re.compile(r"\b\w*(?:Error|Exception): (?:.+)")
+
+
 class ServerError(RuntimeError):
-    """A process failed; the message has the end of its log."""
+    """A process failed; the message has the end of its log.
+
+    Attributes:
+        reason: the error that caused it, in one line.
+    """
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason_of(log) or message.splitlines()[0]
+
+
+def reason_of(log: str) -> str:
+    """The last error in a log that does not only follow from another; "" = none."""
+    errors = [match[0].strip() for match in _ERROR.finditer(log)]
+    causes = [e for e in errors if not any(second in e for second in _SECONDARY)]
+    return (causes or errors or [""])[-1]
 
 
 @contextlib.contextmanager
@@ -113,10 +133,13 @@ class Group:
         assert self.process is not None
         return self.process.poll()
 
+    def text(self) -> str:
+        """The log."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
     def tail(self, lines: int = 40) -> str:
         """The end of the log."""
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join(self.text().splitlines()[-lines:])
 
     def stop(self, patience_s: float = STOP_S) -> None:
         """End the command, then the rest of its group.
@@ -167,20 +190,15 @@ def vllm_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments]
 
 
-def policy_arguments(policy: Mapping[str, Any]) -> list[str]:
-    """``--kv-policy`` and its settings; empty for stock vLLM, which is ``{}``."""
-    if not policy:
-        return []
-    options = {key: value for key, value in policy.items() if key != "name"}
-    extra = ["--kv-policy-config", json.dumps(options)] if options else []
-    return ["--kv-policy", str(policy["name"]), *extra]
-
-
 class Server(Group):
     """A ``vllm serve`` process; entering the block waits for ``/health``."""
 
     def __init__(
-        self, arguments: Sequence[str], folder: Path, start_timeout_s: float
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        start_timeout_s: float,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         """Prepare a server on a free port.
 
@@ -188,6 +206,7 @@ class Server(Group):
             arguments: of ``vllm serve``, without host and port.
             folder: for the log and for the files that vLLM leaves in TMPDIR.
             start_timeout_s: time limit for the start.
+            env: further environment variables.
         """
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -203,7 +222,8 @@ class Server(Group):
                 "VLLM_NO_USAGE_STATS": "1",
                 "DO_NOT_TRACK": "1",
                 "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
-            },
+            }
+            | dict(env or {}),
         )
 
     def __enter__(self) -> Server:
@@ -226,31 +246,77 @@ class Server(Group):
             else:
                 time.sleep(0.5)
                 continue
-            raise ServerError(f"the server {why}; the end of its log:\n{self.tail()}")
+            raise ServerError(
+                f"the server {why}; the end of its log:\n{self.tail()}", self.text()
+            )
         self.start_s = time.monotonic() - began
 
     def healthy(self) -> bool:
         """Whether ``/health`` answers with 200."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
+        return is_healthy(self.url)
 
     def require_alive(self) -> None:
         """Raise ServerError with the end of the log if the server has ended."""
         if self.exit_code is not None:
             raise ServerError(
                 f"the server ended with code {self.exit_code} under load; "
-                f"the end of its log:\n{self.tail()}"
+                f"the end of its log:\n{self.tail()}",
+                self.text(),
             )
 
 
+class RunningServer:
+    """A server that somebody else started; nothing here ends it.
+
+    Args:
+        url: its address.
+
+    Raises:
+        ServerError: it does not answer, or has no model.
+
+    Attributes:
+        served: name of its first model.
+        root: where the model came from, as the server names it.
+    """
+
+    start_s = 0.0
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        try:
+            with urllib.request.urlopen(f"{self.url}/v1/models", timeout=10) as answer:
+                models = json.load(answer)["data"]
+        except (OSError, ValueError, KeyError) as error:
+            raise ServerError(f"{self.url}/v1/models: {error}") from error
+        if not models:
+            raise ServerError(f"{self.url} serves no model")
+        self.served = str(models[0]["id"])
+        self.root = str(models[0].get("root") or self.served)
+
+    def require_alive(self) -> None:
+        """Raise ServerError if ``/health`` does not answer."""
+        if not is_healthy(self.url):
+            raise ServerError(f"the server at {self.url} no longer answers")
+
+
+def is_healthy(url: str) -> bool:
+    """Whether ``/health`` answers with 200."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
 @contextlib.contextmanager
-def serving(arguments: Sequence[str], start_timeout_s: float) -> Iterator[Server]:
+def serving(
+    arguments: Sequence[str],
+    start_timeout_s: float,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
     """A server with its own folder; the block's end removes both."""
     with (
         tempfile.TemporaryDirectory(prefix="kvp-serving-") as folder,
-        Server(arguments, Path(folder), start_timeout_s) as server,
+        Server(arguments, Path(folder), start_timeout_s, env) as server,
     ):
         yield server

@@ -89,6 +89,8 @@ def highest_rates(rows: Sequence[Row], share: float) -> list[dict[str, Any]]:
         Records of ``policy``, ``rates_per_s`` (one per repetition; 0 if no rate was low
         enough), ``median``, and ``vs_stock``: ratios per repetition that stock has too.
         A rate that no measured one exceeds is a lower bound; ``is_bound`` marks it.
+        ``answered_share``, of all ``answers`` of all rates, and ``answered_vs_stock``
+        are None if the load has no known answers.
     """
     rows = [row for row in rows if row["figures"].keys() >= _NEEDED]
     best: dict[str, dict[int, float]] = {}
@@ -106,6 +108,8 @@ def highest_rates(rows: Sequence[Row], share: float) -> list[dict[str, Any]]:
             best[label][repetition] = highest or 0.0
             bounds[label] = bounds.get(label, False) or failed is None
     stock = best.get(STOCK, {})
+    answers = {label: _answered(rows, label) for label in best}
+    base = answers.get(STOCK, (None, 0))[0]
     return [
         {
             "policy": label,
@@ -113,6 +117,25 @@ def highest_rates(rows: Sequence[Row], share: float) -> list[dict[str, Any]]:
             "median": statistics.median(rates.values()),
             "is_bound": bounds[label],
             "vs_stock": [rate / stock[n] for n, rate in rates.items() if stock.get(n)],
+            "answered_share": share,
+            "answers": count,
+            "answered_vs_stock": share / base if share is not None and base else None,
         }
         for label, rates in best.items()
+        for share, count in [answers[label]]
     ]
+
+
+def _answered(rows: Sequence[Row], label: str) -> tuple[float | None, int]:
+    """Share of right answers over all rows of a policy, and how many answers."""
+    figures = [
+        row["figures"]
+        for row in rows
+        if label_of(row["policy"]) == label and "answered_share" in row["figures"]
+    ]
+    count = sum(each["completed"] + each["failed"] for each in figures)
+    right = sum(
+        each["answered_share"] * (each["completed"] + each["failed"])
+        for each in figures
+    )
+    return (right / count if count else None), count

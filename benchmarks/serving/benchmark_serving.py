@@ -1,10 +1,12 @@
-"""Compare policies under load: one server per policy, with equal pool, load and seed.
+"""Compare systems under load: one server per system, with equal pool, load and seed.
 
-Two workloads: single requests of random tokens, sent and measured by ``vllm bench
-serve``, and conversations with think time (``_serving_chat.py``). One server runs at a
-time; policies alternate (A, B, A, B …). Every finished measurement is a line of
-``--out``. An interrupted run resumes from this file. ``--sweep`` searches for the
-highest rate at which each server meets the service level, instead of fixed rates.
+Systems are stock vLLM, policies, and alternatives of vLLM's own (``offload``,
+``lmcache``, ``fp8``). Workloads: single requests, of random tokens or of a dataset,
+sent and measured by ``vllm bench serve``; and conversations with think time
+(``_serving_chat.py``). One server runs at a time; systems alternate (A, B, A, B …).
+Every finished measurement is a line of ``--out``. An interrupted run resumes from this
+file. ``--sweep`` searches for the highest rate at which each server meets the service
+level, instead of fixed rates. ``--base-url`` drives a server that already runs.
 
     python benchmarks/serving/benchmark_serving.py MODEL --policies stock,full,snapkv \\
         --pool-tokens 16384 --request-rate 0.5,1,2 --out serving.jsonl --plots plots
@@ -12,11 +14,13 @@ highest rate at which each server meets the service level, instead of fixed rate
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +29,15 @@ from typing import Annotated, Any
 import _path  # noqa: F401
 import typer
 from _engine import provenance
+from _serving_bench import (
+    BenchArgumentError,
+    BenchLoad,
+    bench,
+    bench_figures,
+    bench_window,
+    check_load,
+)
+from _serving_bytes import byte_figures, numbers_per_token
 from _serving_chat import ChatLoad, chat, paragraphs
 from _serving_metrics import (
     Sampler,
@@ -32,13 +45,6 @@ from _serving_metrics import (
     latency_figures,
     read_metrics,
     server_figures,
-)
-from _serving_random import (
-    RandomLoad,
-    bench,
-    bench_arguments,
-    bench_figures,
-    bench_window,
 )
 from _serving_report import report
 from _serving_rows import (
@@ -51,81 +57,126 @@ from _serving_rows import (
     key_of,
     make_row,
     read_rows,
+    read_unavailable,
+    running_settings_of,
     settings_of,
     split_policies,
 )
 from _serving_server import (
+    RunningServer,
     Server,
     ServerError,
     exit_on_signals,
-    policy_arguments,
     serving,
 )
 from _serving_sweep import Sweep, next_index, share_within_limits
+from _serving_systems import (
+    alternative_of,
+    missing_of,
+    policy_settings,
+    pool_of,
+    problem_of,
+    server_arguments,
+    server_environment,
+)
 from rich.console import Console
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 
 WARM_UP_SEED = 99
+DEFAULT_SYSTEMS = "stock,full,snapkv,offload,lmcache,fp8"
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All settings of a run, except policies and rates."""
+    """All settings of a run, except systems and rates.
+
+    Attributes:
+        running: drive this server and start none; ``pool`` then only names the model.
+    """
 
     pool: Pool
     chat: ChatLoad
-    random: RandomLoad
+    random: BenchLoad
     slo: Slo
     seed: int
     request_timeout_s: float
     start_timeout_s: float
+    dataset: BenchLoad | None = None
+    running: RunningServer | None = None
+
+    def load(self, cell: Cell) -> ChatLoad | BenchLoad:
+        """The load of a cell."""
+        if cell.workload == "dataset":
+            assert self.dataset is not None, "checked with the options"
+            return self.dataset
+        return self.chat if cell.workload == "chat" else self.random
+
+    @property
+    def served(self) -> str:
+        """Name of the model on the server."""
+        return self.running.served if self.running else self.pool.model
 
     def row(self, cell: Cell, measured: dict[str, Any]) -> Row:
         """One row of this comparison."""
-        load = self.chat if cell.workload == "chat" else self.random
-        return make_row(
-            cell, settings_of(self.pool, self.seed, load, self.slo), measured
-        )
+        load, slo = self.load(cell), self.slo
+        if self.running is None:
+            settings = settings_of(self.pool, self.seed, load, slo)
+        else:
+            url, served = self.running.url, self.running.served
+            settings = running_settings_of(url, served, self.seed, load, slo)
+        return make_row(cell, settings, measured)
 
 
 # -- one measurement ------------------------------------------------------------
 
 
-def warm_up(server: Server, comparison: Comparison) -> None:
+def warm_up(
+    server: Server | RunningServer, comparison: Comparison, blocks: int | None
+) -> None:
     """Send two short conversations that do not count, and check the pool's size.
+
+    Args:
+        blocks: of the pool; None = any.
 
     Raises:
         ServerError: a conversation fails, or the pool has the wrong size.
     """
     load = replace(comparison.chat, users=2, turns=1, answer_tokens=8, texts="")
-    model, timeout_s = comparison.pool.model, comparison.request_timeout_s
+    model, timeout_s = comparison.served, comparison.request_timeout_s
     for answer in chat(server.url, model, load, 10.0, WARM_UP_SEED, timeout_s):
         if answer.error:
             raise ServerError(f"a request to warm up failed: {answer.error}")
-    blocks = read_metrics(server.url).get("blocks")
-    if blocks != comparison.pool.blocks:
-        raise ServerError(f"a pool of {blocks} blocks, not {comparison.pool.blocks}")
+    found = read_metrics(server.url).get("blocks")
+    if blocks is not None and found != blocks:
+        raise ServerError(f"a pool of {found} blocks, not {blocks}")
 
 
-def measure(server: Server, comparison: Comparison, cell: Cell) -> dict[str, Any]:
+def measure(
+    server: Server | RunningServer, comparison: Comparison, cell: Cell, keep: Path
+) -> dict[str, Any]:
     """Run one load against a server.
 
+    Args:
+        keep: folder for the JSON of ``vllm bench serve``.
+
     Returns:
-        ``figures``, ``samples`` over time, and ``first_error`` if a request failed.
+        ``figures``; ``samples`` over time; ``bench_result``, the file that was kept;
+        and ``first_error`` if a request failed.
 
     Raises:
         ServerError: the server ended, or every request failed.
     """
-    model, seed = comparison.pool.model, cell.seed(comparison.seed)
+    load, seed = comparison.load(cell), cell.seed(comparison.seed)
+    kept: dict[str, Any] = {}
     with Sampler(server.url) as sampler:
-        if cell.workload == "chat":
+        if isinstance(load, ChatLoad):
             began = time.perf_counter()
             answers = chat(
                 server.url,
-                model,
-                comparison.chat,
+                comparison.served,
+                load,
                 cell.rate,
                 seed,
                 comparison.request_timeout_s,
@@ -136,15 +187,17 @@ def measure(server: Server, comparison: Comparison, cell: Cell) -> dict[str, Any
             figures = latency_figures(answers, end_s - start_s, comparison.slo)
             errors = [answer.error for answer in answers if answer.error]
         else:
+            file = keep / result_name(comparison, cell)
+            kept["bench_result"] = f"{keep.name}/{file.name}"
             result = bench(
-                bench_arguments(
-                    server.url,
-                    model,
-                    comparison.random,
-                    cell.rate,
-                    seed,
-                    comparison.slo,
-                )
+                server.url,
+                comparison.pool.model,
+                load,
+                cell.rate,
+                seed,
+                comparison.slo,
+                file,
+                comparison.served,
             )
             figures = bench_figures(result)
             start_s, end_s = bench_window(result)
@@ -154,8 +207,20 @@ def measure(server: Server, comparison: Comparison, cell: Cell) -> dict[str, Any
         raise ServerError(f"no request succeeded; the first said: {errors[:1]}")
     figures |= server_figures(sampler.samples, start_s, end_s)
     samples = figures.pop("samples", {})
-    measured = {"figures": figures, "samples": samples}
+    if comparison.running is None:
+        pool = comparison.pool
+        numbers = numbers_per_token(pool.model, "auto")
+        figures |= byte_figures(cell.policy, pool, figures, numbers)
+    measured = {"figures": figures, "samples": samples} | kept
     return measured | ({"first_error": errors[0][:300]} if errors else {})
+
+
+def result_name(comparison: Comparison, cell: Cell) -> str:
+    """File name of one result of ``vllm bench serve``, the same in every run."""
+    key = key_of(comparison.row(cell, {})).encode()
+    name = str(cell.policy.get("name", "stock"))
+    digest = hashlib.sha256(key).hexdigest()[:8]
+    return f"{name}-{cell.rate:g}-{cell.repetition + 1}-{digest}.json"
 
 
 # -- all of them ----------------------------------------------------------------
@@ -179,37 +244,62 @@ def run_all(
         sweep: the search; None: measure the rates of the cells.
 
     Returns:
-        Labels of policies whose server failed; they are not retried.
+        Labels of policies whose server failed; they are not retried. An alternative of
+        vLLM's own that cannot run is not among them: the file says why.
     """
-    rows = read_rows(out)
+    rows, keep = read_rows(out), out.with_name(out.stem + "-bench")
     if sweep is None:
         todo = sum(key_of(comparison.row(cell, {})) not in rows for cell in cells)
         say(f"{todo} of {len(cells)} measurements to come, see {out}")
     source = provenance()
     failed: list[str] = []
+    unavailable: list[str] = []
     for turn in dict.fromkeys(map(turn_of, cells)):
         same = [cell for cell in cells if turn_of(cell) == turn]
-        label = same[0].label
-        if label in failed or next_cell(comparison, sweep, same, rows) is None:
+        label, system = same[0].label, same[0].policy
+        if label in [*failed, *unavailable]:
             continue
-        arguments = comparison.pool.arguments(comparison.seed)
+        if next_cell(comparison, sweep, same, rows) is None:
+            continue
         try:
-            with serving(
-                [*arguments, *policy_arguments(same[0].policy)],
-                comparison.start_timeout_s,
-            ) as server:
-                warm_up(server, comparison)
+            with started(comparison, same[0]) as server:
                 say(f"{label}: ready after {server.start_s:.0f} s")
                 while cell := next_cell(comparison, sweep, same, rows):
-                    measured = measure(server, comparison, cell)
+                    measured = measure(server, comparison, cell, keep)
                     row = comparison.row(cell, measured | {"source": source})
                     append_row(out, row)
                     rows[key_of(row)] = row
-                    say(line_of(cell, row["figures"]))
+                    say(line_of(cell, row))
         except ServerError as error:
-            failed.append(label)
-            say(f"{label}: {error}")
+            if alternative_of(system) and comparison.running is None:
+                unavailable.append(label)
+                note = {"policy": dict(system), "unavailable": error.reason}
+                append_row(out, note | {"source": source})
+                say(f"{label}: cannot run here: {error.reason}")
+            else:
+                failed.append(label)
+                say(f"{label}: {error}")
     return failed
+
+
+@contextlib.contextmanager
+def started(comparison: Comparison, cell: Cell) -> Iterator[Server | RunningServer]:
+    """The warm server of a cell's system: a new one, or the one that already runs.
+
+    Raises:
+        ServerError: it does not start, or does not answer.
+    """
+    if comparison.running is not None:
+        warm_up(comparison.running, comparison, None)
+        yield comparison.running
+        return
+    if missing := missing_of(cell.policy):
+        raise ServerError(missing)
+    arguments = server_arguments(cell.policy, comparison.pool, comparison.seed)
+    environment = server_environment(cell.policy)
+    with serving(arguments, comparison.start_timeout_s, environment) as server:
+        warm_up(server, comparison, pool_of(cell.policy, comparison.pool).blocks)
+        yield server
 
 
 def next_cell(
@@ -245,13 +335,15 @@ def turn_of(cell: Cell) -> tuple[int, str]:
     return cell.repetition, cell.label
 
 
-def line_of(cell: Cell, figures: dict[str, Any]) -> str:
-    """Progress line of a finished measurement."""
+def line_of(cell: Cell, row: Row) -> str:
+    """Progress line of a finished measurement; names the file that was kept."""
+    figures = row["figures"]
+    kept = f", see {row['bench_result']}" if "bench_result" in row else ""
     return (
         f"{cell.label}: {cell.workload} at {cell.rate:g}/s, repetition "
         f"{cell.repetition + 1}: TTFT {figures['p50_ttft_ms']:.0f} ms, "
         f"{figures['output_throughput_tokens_per_s']:.1f} tokens/s, "
-        f"{figures['completed']} done, {figures['failed']} failed"
+        f"{figures['completed']} done, {figures['failed']} failed{kept}"
     )
 
 
@@ -259,9 +351,11 @@ def read_policies(text: str) -> list[dict[str, Any]]:
     """Parse --policies and check the settings before any server starts."""
     try:
         policies = split_policies(text)
-        for policy in policies:
-            if policy:
-                parse_policy(dict(policy))
+        for system in policies:
+            if problem := problem_of(system):
+                raise ValueError(problem)
+            if policy := policy_settings(system):
+                parse_policy(policy)
     except (ValueError, KVPolicyError) as error:
         raise typer.BadParameter(f"--policies: {error}") from error
     return policies
@@ -282,23 +376,70 @@ def read_texts(path: Path) -> None:
         raise typer.BadParameter(f"--texts: {error}") from error
 
 
+def read_server_args(text: str) -> tuple[str, ...]:
+    """Parse --server-args; refuse what would make pools differ unseen."""
+    arguments = tuple(shlex.split(text))
+    if any(each.partition("=")[0] == "--kv-cache-dtype" for each in arguments):
+        raise typer.BadParameter(
+            "--server-args: --kv-cache-dtype would change the bytes of every pool; "
+            "name fp8 in --policies"
+        )
+    return arguments
+
+
 def read_rates(text: str) -> list[float]:
     """Parse --rates."""
     try:
         rates = [float(part) for part in text.split(",")]
     except ValueError as error:
         raise typer.BadParameter(f"--rates must be numbers, got {text!r}") from error
-    if not all(0 < rate < 1e6 for rate in rates):
-        raise typer.BadParameter(f"--rates must be positive and finite, got {text!r}")
+    if not all(0 < rate < 1e6 or rate == float("inf") for rate in rates):
+        raise typer.BadParameter(f"--rates must be positive, got {text!r}")
     return rates
 
 
-def read_workloads(text: str) -> list[str]:
-    """Parse --workloads."""
-    workloads = text.split(",")
+def read_workloads(text: str, dataset: str) -> list[str]:
+    """Parse --workloads; ``dataset``: the value of --dataset-name."""
+    workloads = (text or ("dataset" if dataset else "chat,random")).split(",")
     if unknown := sorted(set(workloads) - set(WORKLOADS)):
         raise typer.BadParameter(f"--workloads: {unknown} is none of {WORKLOADS}")
+    if ("dataset" in workloads) != bool(dataset):
+        raise typer.BadParameter("--workloads dataset and --dataset-name go together")
     return workloads
+
+
+def read_systems(text: str, base_url: str) -> list[dict[str, Any]]:
+    """Parse --policies; with --base-url, the name of the one system that runs."""
+    if not base_url:
+        return read_policies(text or DEFAULT_SYSTEMS)
+    try:
+        systems = split_policies(text or "running server")
+    except ValueError as error:
+        raise typer.BadParameter(f"--policies: {error}") from error
+    if len(systems) > 1:
+        raise typer.BadParameter("--base-url drives one server; name one of --policies")
+    return systems
+
+
+def read_running(base_url: str) -> RunningServer | None:
+    """The server of --base-url; None without one."""
+    try:
+        return RunningServer(base_url) if base_url else None
+    except ServerError as error:
+        raise typer.BadParameter(f"--base-url: {error}") from error
+
+
+def check_loads(comparison: Comparison, workloads: list[str]) -> None:
+    """Refuse options that ``vllm bench serve`` refuses, before any server starts."""
+    loads = [comparison.dataset] if "dataset" in workloads else []
+    if "random" in workloads and comparison.random.extra:
+        loads.append(comparison.random)
+    try:
+        for load in loads:
+            assert load is not None
+            check_load(load)
+    except BenchArgumentError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def main(
@@ -306,9 +447,18 @@ def main(
     policies: Annotated[
         str,
         typer.Option(
-            help="names or JSON, separated by commas; stock is vLLM without a policy"
+            help="names or JSON, separated by commas: stock (vLLM without a policy), "
+            "policies, and vLLM's own offload, lmcache and fp8; with --base-url, what "
+            "the running server is"
         ),
-    ] = "stock,full,snapkv",
+    ] = "",
+    base_url: Annotated[
+        str,
+        typer.Option(
+            help="drive a server that already runs, instead of starting servers; "
+            "needs no MODEL if its tokenizer is found by the server's name for it"
+        ),
+    ] = "",
     pool_tokens: Annotated[int, typer.Option(help="KV cache of every server")] = 16384,
     rates: Annotated[
         str,
@@ -332,8 +482,12 @@ def main(
         ),
     ] = 0.9,
     workloads: Annotated[
-        str, typer.Option(help="chat, random, or both")
-    ] = "chat,random",
+        str,
+        typer.Option(
+            help="chat, random, dataset; separated by commas. Default: dataset with "
+            "--dataset-name, otherwise chat,random"
+        ),
+    ] = "",
     repetitions: int = 3,
     users: Annotated[int, typer.Option(help="chat: number of conversations")] = 16,
     turns: Annotated[int, typer.Option(help="chat: messages per user")] = 4,
@@ -352,7 +506,9 @@ def main(
     ] = None,
     requests: Annotated[
         int,
-        typer.Option("--num-prompts", "--requests", help="random: number of requests"),
+        typer.Option(
+            "--num-prompts", "--requests", help="random, dataset: number of requests"
+        ),
     ] = 32,
     input_tokens: Annotated[
         int,
@@ -368,6 +524,19 @@ def main(
             help="random: length of the answer",
         ),
     ] = 128,
+    dataset_name: Annotated[
+        str, typer.Option(help="dataset: as in vllm bench serve; sharegpt, custom, …")
+    ] = "",
+    dataset_path: Annotated[
+        str, typer.Option(help="dataset: as in vllm bench serve")
+    ] = "",
+    max_concurrency: Annotated[
+        int,
+        typer.Option(min=0, help="random, dataset: most requests at a time; 0: any"),
+    ] = 0,
+    bench_args: Annotated[
+        str, typer.Option(help="random, dataset: further arguments of vllm bench serve")
+    ] = "",
     slo_ttft_ms: Annotated[float, typer.Option(help="limit for goodput")] = 2000.0,
     slo_tpot_ms: Annotated[float, typer.Option(help="limit for goodput")] = 100.0,
     block_size: int = 32,
@@ -417,23 +586,25 @@ def main(
         raise typer.BadParameter("--plots needs matplotlib: pip install matplotlib")
     failed: list[str] = []
     if not report_only:
-        if not model:
-            raise typer.BadParameter("give a MODEL, or --report-only")
+        if not model and not base_url:
+            raise typer.BadParameter("give a MODEL, --base-url, or --report-only")
         if texts:
             read_texts(texts)
         if Path(model).is_dir():
             # a local folder needs no lookup on the hub
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        running = read_running(base_url)
+        extra = tuple(shlex.split(bench_args))
         comparison = Comparison(
             pool=Pool(
-                model,
+                model or (running.root if running else ""),
                 pool_tokens,
                 block_size,
                 max_model_len,
                 dtype,
                 prefix_caching,
                 not cuda_is_available() if eager is None else eager,
-                tuple(shlex.split(server_args)),
+                read_server_args(server_args),
             ),
             chat=ChatLoad(
                 users,
@@ -444,25 +615,45 @@ def main(
                 answer_tokens,
                 str(texts or ""),
             ),
-            random=RandomLoad(requests, input_tokens, output_tokens),
+            random=BenchLoad(
+                requests,
+                input_tokens,
+                output_tokens,
+                max_concurrency=max_concurrency,
+                extra=() if dataset_name else extra,
+            ),
             slo=Slo(slo_ttft_ms, slo_tpot_ms),
             seed=seed,
             request_timeout_s=request_timeout_s,
             start_timeout_s=start_timeout_s,
+            dataset=BenchLoad(
+                requests,
+                dataset=dataset_name,
+                path=dataset_path,
+                max_concurrency=max_concurrency,
+                extra=extra,
+            )
+            if dataset_name
+            else None,
+            running=running,
         )
-        started = read_rates(rates)[:1] if sweep else read_rates(rates)
-        cells = cells_of(
-            read_policies(policies), read_workloads(workloads), started, repetitions
-        )
+        chosen = read_workloads(workloads, dataset_name)
+        check_loads(comparison, chosen)
+        started_rates = read_rates(rates)[:1] if sweep else read_rates(rates)
+        if sweep and started_rates[0] == float("inf"):
+            raise typer.BadParameter("--sweep needs a finite first --request-rate")
+        systems = read_systems(policies, base_url)
+        cells = cells_of(systems, chosen, started_rates, repetitions)
         exit_on_signals()
         try:
-            search = Sweep(started[0], goodput_share) if sweep else None
+            search = Sweep(started_rates[0], goodput_share) if sweep else None
             failed = run_all(comparison, cells, out, say, search)
         except KeyboardInterrupt:
             say("stopped; run the same command again to resume")
             raise typer.Exit(130) from None
     rows = list(read_rows(out).values())
-    report(rows, console, csv, json_out, plots, goodput_share)
+    unavailable = read_unavailable(out)
+    report(rows, console, csv, json_out, plots, goodput_share, unavailable)
     if failed:
         say(f"failed, see above: {', '.join(failed)}")
         raise typer.Exit(1)

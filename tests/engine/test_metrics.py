@@ -47,3 +47,10 @@ def test_gauges_return_to_rest_and_counters_stay(tiny_model):
     assert after["budget_ratio"] == 1
     for name in ("blocks_freed", "compressions", "compression_seconds"):
         assert after[name] == during[name] > 0
+
+
+def test_device_memory_outside_the_pool_is_reported(tiny_model):
+    run = reclaim(tiny_model)
+    values = [step["metrics"]["device_table_bytes"] for step in run["steps"]]
+    assert all(value > 0 for value in values)
+    assert run["steps"][-1]["metrics"]["host_bytes"] == 0, "nothing is on the host"

@@ -40,7 +40,9 @@ def metrics() -> str:
         'vllm:num_requests_running{engine="0",model_name="m"} 2.0',
     ]
     if option("--kv-policy"):
-        lines.append('vllm:kv_policy_host_reserved_bytes{engine="0"} 2.097152e+06')
+        lines.append('vllm:kv_policy_host_bytes{engine="0"} 2.097152e+06')
+        lines.append('vllm:kv_policy_device_table_bytes{engine="0"} 4096.0')
+        lines.append('vllm:kv_policy_session_bytes{engine="0"} 1.048576e+06')
     return "\n".join(lines) + "\n"
 
 
@@ -78,7 +80,10 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         status = 400
     reply = f"HTTP/1.1 {status} -\r\nConnection: close\r\n\r\n"
     writer.write(reply.encode())
-    if path == "/metrics":
+    if path == "/v1/models":
+        model = {"id": "m", "root": sys.argv[2]}
+        writer.write(json.dumps({"data": [model]}).encode())
+    elif path == "/metrics":
         writer.write(metrics().encode())
     elif path == "/v1/chat/completions" and status == 200:
         note("requests", body.decode())
@@ -110,6 +115,12 @@ def bench() -> None:
     result |= {"request_goodput": 10.0, "errors": ["", "", "", "refused"]}
     # Long enough that even a busy machine takes a sample of it.
     result["start_times"] = [time.perf_counter() - 500, time.perf_counter()]
+    if option("--dataset-name") == "custom":
+        # The last of two paths counts, as in argparse. Answers the first two lines.
+        dataset = sys.argv[len(sys.argv) - sys.argv[::-1].index("--dataset-path")]
+        lines = [json.loads(line) for line in Path(dataset).read_text().splitlines()]
+        texts = [f"It is {line['answer']}." for line in lines]
+        result["generated_texts"] = texts[:2] + [""] * (len(lines) - 2)
     path = Path(option("--result-dir")) / option("--result-filename")
     path.write_text(json.dumps(result))
 
@@ -117,6 +128,8 @@ def bench() -> None:
 if __name__ == "__main__":
     if option("--kv-policy") == os.environ.get("FAKE_FAILS", "-"):
         sys.exit("this policy does not fit this model")
+    if option("--kv-cache-dtype") == os.environ.get("FAKE_FAILS", "-"):
+        sys.exit("Traceback\nValueError: no fp8 on this platform")
     if sys.argv[1] == "serve":
         asyncio.run(serve())
     else:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 pytest.importorskip("aiohttp")
+import _serving_bench as bench_module
 import _serving_chat as chat_module
 import _serving_metrics as metrics
-import _serving_random as random_module
 import _serving_report as report_module
 import _serving_rows as rows_module
 from _serving_chat import ChatLoad, users_of
@@ -157,7 +157,7 @@ vllm:kv_cache_usage_perc{engine="0",model_name="a {b} c"} 0.25
 vllm:num_preemptions_total{engine="0"} 3.0
 vllm:num_preemptions_total{engine="1"} 2.0
 vllm:num_preemptions_created{engine="0"} 1.7e+09
-vllm:kv_policy_host_reserved_bytes{engine="0"} 1.048576e+06
+vllm:kv_policy_host_bytes{engine="0"} 1.048576e+06
 vllm:time_to_first_token_seconds_bucket{le="0.1"} 4.0
 """
 
@@ -180,7 +180,8 @@ def test_memory_counts_between_the_first_request_and_the_last_answer():
     result = metrics.server_figures(samples, 1.5, 4.0)
     assert result["mean_held_blocks"] == pytest.approx(40)
     assert result["peak_held_blocks"] == 60
-    assert result["peak_host_bytes"] == 600
+    # A gauge keeps the value of the last step, so the last sample counts for bytes.
+    assert result["peak_host_bytes"] == 900
     assert result["preemptions"] == 3
     assert result["prefix_hit_share"] == pytest.approx(0.1)
     assert result["pool_blocks"] == 100
@@ -190,8 +191,8 @@ def test_memory_counts_between_the_first_request_and_the_last_answer():
 
 
 def test_the_client_of_vllm_is_asked_for_what_is_reported():
-    load = random_module.RandomLoad(5, 100, 20)
-    arguments = random_module.bench_arguments("http://x", "m", load, 0.5, 3, SLO)
+    load = bench_module.BenchLoad(5, 100, 20)
+    arguments = bench_module.bench_arguments("http://x", "m", load, 0.5, 3, SLO)
     pairs = dict(pairwise(arguments))
     assert pairs["--request-rate"] == "0.5"
     assert pairs["--metric-percentiles"] == "50,99"

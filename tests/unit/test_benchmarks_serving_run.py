@@ -5,32 +5,36 @@ Every way to end it must end all processes that it started.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("aiohttp")
-import _serving_random as random_module
+import _serving_bench as bench_module
 import _serving_server as server_module
 import benchmark_serving
 from _serving_chat import ChatLoad, chat
 from _serving_metrics import Sampler, Slo
-from _serving_rows import Cell, Pool, cells_of, read_rows
-from _serving_server import ServerError, serving
+from _serving_report import report
+from _serving_rows import Cell, Pool, cells_of, read_rows, read_unavailable
+from _serving_server import RunningServer, ServerError, serving
+from rich.console import Console
 
 FAKE = str(Path(__file__).with_name("_fake_vllm.py"))
 SNAPKV = {"name": "snapkv"}
 COMPARISON = benchmark_serving.Comparison(
     pool=Pool("/m", 320, 32, 2048, "auto", True, True),
     chat=ChatLoad(3, 2, 0.01, 4, 3, 6),
-    random=random_module.RandomLoad(3, 10, 4),
+    random=bench_module.BenchLoad(3, 10, 4),
     slo=Slo(1e6, 1e6),
     seed=0,
     request_timeout_s=20.0,
@@ -47,7 +51,7 @@ def folder(tmp_path, monkeypatch):
     """Arguments that the stand-in received."""
     monkeypatch.setenv("FAKE_VLLM", str(tmp_path))
     monkeypatch.setattr(server_module, "vllm_command", fake_command)
-    monkeypatch.setattr(random_module, "vllm_command", fake_command)
+    monkeypatch.setattr(bench_module, "vllm_command", fake_command)
     return tmp_path
 
 
@@ -103,7 +107,7 @@ def test_a_failure_ends_a_conversation_and_is_counted(folder):
         assert len(answers) == 3
         assert answers[0].error == "400: too long"
         with pytest.raises(ServerError, match="warm up failed: 400: too long"):
-            benchmark_serving.warm_up(server, COMPARISON)
+            benchmark_serving.warm_up(server, COMPARISON, 10)
 
 
 def test_a_pool_of_another_size_is_refused(folder):
@@ -111,7 +115,7 @@ def test_a_pool_of_another_size_is_refused(folder):
         serving(["/m", "--num-gpu-blocks-override", "10"], 30.0) as server,
         pytest.raises(ServerError, match=r"9\.0 blocks, not 10"),
     ):
-        benchmark_serving.warm_up(server, COMPARISON)
+        benchmark_serving.warm_up(server, COMPARISON, 10)
 
 
 def test_all_is_measured_once(folder, monkeypatch):
@@ -133,6 +137,8 @@ def test_all_is_measured_once(folder, monkeypatch):
     assert (single["mean_held_blocks"], single["peak_held_blocks"]) == (5, 5)
     assert single["peak_host_bytes"] == 2 << 20
     assert rows[1]["figures"]["peak_host_bytes"] == 0
+    assert single["peak_device_table_bytes"] == 4096
+    assert single["peak_session_bytes"] == 1 << 20
     # On a busy machine there may be no sample of such a short conversation
     for row in rows[::2]:
         times = [0.0, *row["samples"]["at_s"], row["figures"]["duration_s"]]
@@ -155,6 +161,72 @@ def test_all_is_measured_once(folder, monkeypatch):
     benchmark_serving.run_all(COMPARISON, cells, out, messages.append)
     assert len(noted(folder, "serve")) == 5
     assert messages[-1].startswith("0 of 8 measurements to come")
+
+
+def test_an_alternative_that_cannot_run_is_reported_and_is_no_failure(
+    folder, monkeypatch
+):
+    monkeypatch.setenv("FAKE_FAILS", "fp8")
+    out, messages = folder / "rows.jsonl", []
+    cells = cells_of([{"name": "fp8"}, {}], ["chat"], [50.0], 2)
+    assert benchmark_serving.run_all(COMPARISON, cells, out, messages.append) == []
+    reason = "ValueError: no fp8 on this platform"
+    assert read_unavailable(out) == {"fp8": reason}
+    assert f"fp8: cannot run here: {reason}" in messages
+    assert [row["policy"] for row in read_rows(out).values()] == [{}, {}]
+    console = Console(width=140, record=True, file=io.StringIO())
+    report(list(read_rows(out).values()), console, unavailable=read_unavailable(out))
+    assert f"fp8: cannot run here: {reason}" in console.export_text()
+    monkeypatch.setenv("FAKE_FAILS", "-")  # a later run on another machine
+    benchmark_serving.run_all(COMPARISON, cells, out, messages.append)
+    assert read_unavailable(out) == {}
+    assert len(read_rows(out)) == 4
+
+
+def test_a_running_server_is_driven_and_left_alone(folder):
+    out, messages = folder / "rows.jsonl", []
+    with serving(["/m"], 30.0) as server:
+        running = RunningServer(server.url + "/v1/")
+        assert (running.url, running.served, running.root) == (server.url, "m", "/m")
+        comparison = replace(COMPARISON, running=running)
+        systems = benchmark_serving.read_systems("", server.url)
+        cells = cells_of(systems, ["chat", "random"], [50.0], 1)
+        assert benchmark_serving.run_all(comparison, cells, out, messages.append) == []
+        assert server.exit_code is None
+    assert_all_gone(folder, servers=1)  # the test's own
+    chat_row, bench_row = read_rows(out).values()
+    assert chat_row["settings"]["base_url"] == server.url
+    assert "pool_tokens" not in chat_row["settings"]
+    assert chat_row["figures"]["pool_blocks"] == 10
+    assert "memory_bytes" not in bench_row["figures"]
+    bodies = [json.loads(line) for line in noted(folder, "requests")]
+    assert {body["model"] for body in bodies} == {"m"}
+    (bench,) = [json.loads(line) for line in noted(folder, "bench")]
+    assert bench[bench.index("--served-model-name") + 1] == "m"
+    with pytest.raises(ServerError, match="v1/models"):
+        RunningServer(server.url)
+
+
+def test_the_clients_json_is_kept_next_to_the_rows(folder):
+    dataset = folder / "keys.jsonl"
+    dataset.write_text(
+        "".join(json.dumps({"prompt": "?", "answer": n}) + "\n" for n in (11, 22))
+    )
+    load = bench_module.BenchLoad(4, dataset="custom", path=str(dataset))
+    comparison = replace(COMPARISON, dataset=load)
+    out, messages = folder / "rows.jsonl", []
+    cells = cells_of([{}], ["dataset"], [float("inf")], 1)
+    assert benchmark_serving.run_all(comparison, cells, out, messages.append) == []
+    (row,) = read_rows(out).values()
+    assert row["rate"] == float("inf")
+    assert "Infinity" not in out.read_text()
+    kept = json.loads((folder / row["bench_result"]).read_text())
+    assert kept["completed"] == row["figures"]["completed"]
+    assert row["bench_result"] in messages[-1]
+    # The stand-in answers the first two of four prompts.
+    assert row["figures"]["answered_share"] == 0.5
+    benchmark_serving.run_all(comparison, cells, out, messages.append)
+    assert messages[-1].startswith("0 of 1 measurements to come")
 
 
 def test_a_policy_that_fails_does_not_stop_the_others(folder, monkeypatch):
@@ -255,10 +327,10 @@ def test_signals_that_end_a_run():
 DRIVER = f"""
 import sys
 sys.path.extend({[p for p in sys.path if "/benchmarks/" in p]!r})
-import _serving_random, _serving_server, typer
+import _serving_bench, _serving_server, typer
 def fake(*arguments):
     return [sys.executable, {FAKE!r}, *arguments]
-_serving_random.vllm_command = _serving_server.vllm_command = fake
+_serving_bench.vllm_command = _serving_server.vllm_command = fake
 import benchmark_serving
 sys.argv[0] = benchmark_serving.__file__
 typer.run(benchmark_serving.main)
@@ -307,10 +379,20 @@ def test_mistakes_are_told_before_a_server_starts(tmp_path):
         benchmark_serving.read_policies("stock,snapvk")
     with pytest.raises(typer.BadParameter, match="budget"):
         benchmark_serving.read_policies('{"name": "snapkv", "budget": "much"}')
-    for rates in ("1,x", "0", "inf", "-1"):
+    for rates in ("1,x", "0", "nan", "-1"):
         with pytest.raises(typer.BadParameter, match="--rates"):
             benchmark_serving.read_rates(rates)
     with pytest.raises(typer.BadParameter, match="chats"):
-        benchmark_serving.read_workloads("chats")
+        benchmark_serving.read_workloads("chats", "")
+    with pytest.raises(typer.BadParameter, match="go together"):
+        benchmark_serving.read_workloads("dataset", "")
+    with pytest.raises(typer.BadParameter, match="name fp8"):
+        benchmark_serving.read_server_args("--kv-cache-dtype=fp8")
+    with pytest.raises(typer.BadParameter, match="gib"):
+        benchmark_serving.read_policies('{"name": "offload", "gib": -1}')
+    with pytest.raises(typer.BadParameter, match="one server"):
+        benchmark_serving.read_systems("stock,snapkv", "http://x")
+    with pytest.raises(typer.BadParameter, match="--base-url"):
+        benchmark_serving.read_running("http://127.0.0.1:1")
     with pytest.raises(typer.BadParameter, match="--texts"):
         benchmark_serving.read_texts(tmp_path / "none")

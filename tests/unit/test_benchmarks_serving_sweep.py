@@ -8,9 +8,10 @@ from typing import Any
 
 import benchmark_serving
 import pytest
+from _serving_bench import BenchLoad
+from _serving_bytes import compared_bytes
 from _serving_chat import ChatLoad
 from _serving_metrics import Slo
-from _serving_random import RandomLoad
 from _serving_report import table_of_rates
 from _serving_rows import Cell, Pool, cells_of, read_rows
 from _serving_sweep import (
@@ -29,7 +30,7 @@ POOL = Pool("/m", 320, 32, 4096, "auto", True, True)
 COMPARISON = benchmark_serving.Comparison(
     pool=POOL,
     chat=ChatLoad(3, 2, 0.01, 5, 3, 8),
-    random=RandomLoad(6, 8, 8),
+    random=BenchLoad(6, 8, 8),
     slo=Slo(1000.0, 1000.0),
     seed=7,
     request_timeout_s=20.0,
@@ -81,11 +82,11 @@ def test_each_policy_is_searched_once(tmp_path, monkeypatch):
     measured: list[Cell] = []
 
     @contextmanager
-    def serving(arguments, timeout_s):
+    def serving(arguments, timeout_s, env):
         started.append(arguments)
         yield SimpleNamespace(url="", start_s=1.0)
 
-    def measure(server, comparison, cell):
+    def measure(server, comparison, cell, keep):
         measured.append(cell)
         return {"figures": figures(cell.rate, limits[cell.label])}
 
@@ -108,7 +109,7 @@ def test_each_policy_is_searched_once(tmp_path, monkeypatch):
     assert not snapkv["is_bound"]
     assert snapkv["vs_stock"] == pytest.approx([4 / 2**0.5] * 2, rel=1e-5)
     console = Console(width=120, record=True)
-    console.print(table_of_rates([stock, snapkv]))
+    console.print(table_of_rates([stock, snapkv], compared_bytes(rows)))
     assert "×2.83 (2.83..2.83)" in console.export_text()
 
     lines_of_file = out.read_text().splitlines(keepends=True)
@@ -117,6 +118,25 @@ def test_each_policy_is_searched_once(tmp_path, monkeypatch):
     benchmark_serving.run_all(*arguments)
     assert len(started) == 5, "only the last search goes on"
     assert len(measured) == count + 1
+
+
+def test_rates_stand_next_to_the_answers_of_the_same_runs():
+    rows = [
+        {
+            "policy": policy,
+            "workload": "dataset",
+            "rate": rate,
+            "repetition": 0,
+            "settings": {},
+            "figures": figures(rate, 1.5) | {"answered_share": share},
+        }
+        for policy, shares in (({}, (1.0, 0.8)), (SNAPKV, (0.5, 0.4)))
+        for rate, share in zip((1.0, 2.0), shares, strict=True)
+    ]
+    stock, snapkv = highest_rates(rows, 0.9)
+    assert stock["answered_share"] == pytest.approx(0.9)
+    assert snapkv["answers"] == 40
+    assert snapkv["answered_vs_stock"] == pytest.approx(0.5)
 
 
 def test_rates_that_all_pass_are_a_bound():

@@ -7,6 +7,10 @@ import torch
 from fake_engine import HEAD_DIM, KV_HEADS, LAYERS, FakeEngine
 from policy_settings import configure
 
+from vllm_kvplugins.engine.device_memory import bytes_of_requests
+from vllm_kvplugins.engine.requests import RequestState
+from vllm_kvplugins.engine.windows import StepQueries, Window
+
 BLOCK, PROMPT, BUDGET = 16, 400, 96
 
 
@@ -49,3 +53,53 @@ def test_means_of_spans_count_in_both_precisions():
     assert engine.spans.device_bytes("r") >= expected
     engine.runtime.finish(["r"])
     assert engine.spans.device_bytes("r") == 0
+
+
+# -- all requests together: vllm:kv_policy_device_table_bytes ----------------------
+
+
+@pytest.mark.parametrize("name", ["snapkv", "sekv"])
+def test_the_total_covers_every_request(name):
+    engine = compacted(name)
+    runtime = engine.runtime
+    one = runtime.device_table_bytes
+    assert one >= runtime.device_bytes("r")
+    engine.add("s", PROMPT, 4)
+    engine.step({"s": PROMPT})
+    assert runtime.device_table_bytes >= sum(map(runtime.device_bytes, "rs")) > one
+    runtime.finish(["r", "s"])
+    # Page lists keep their room; positions, means and entries are gone.
+    assert runtime.device_table_bytes == runtime.tables.num_bytes < one
+
+
+def test_kept_queries_and_observations_count():
+    engine = FakeEngine(configure("h2o", {"budget": BUDGET}), BLOCK, blocks=64)
+    engine.add("r", PROMPT, 4)
+    before = engine.runtime.device_table_bytes
+    engine.step({"r": 64})
+    state = engine.runtime.request_state("r")
+    observed = sum(tensor.nbytes for tensor in state.observed.values())
+    window = state.window.num_bytes if state.window else 0
+    assert observed > 0
+    assert engine.runtime.device_table_bytes == before + observed + window
+
+
+def test_a_window_counts_its_own_queries():
+    step = StepQueries(LAYERS)
+    window, other = Window(3, 3), Window(0, 0)
+    other.add(step, 0, 5)
+    window.add(step, 5, 2)
+    assert window.num_bytes == 0, "no layer has attended"
+    for layer in range(LAYERS):
+        step.put(layer, torch.zeros(7, 4, HEAD_DIM))
+    assert window.num_bytes == LAYERS * 2 * 4 * HEAD_DIM * 4
+    assert other.num_bytes == LAYERS * 5 * 4 * HEAD_DIM * 4
+
+
+def test_only_tensors_on_the_device_count():
+    device, floats = torch.device("cpu"), torch.zeros(6)
+    meta = torch.zeros(9, device="meta")
+    state = RequestState(observed={0: (floats, [meta]), 1: {"a": floats[:1]}})
+    assert bytes_of_requests([state], device) == 24 + 4
+    shared = RequestState(observed=dict.fromkeys(range(3), floats))
+    assert bytes_of_requests([shared], device) == 24

@@ -175,6 +175,12 @@ class PageTables:
         tables = (self._retained_pages, self._retained_counts, self._tail_block)
         return sum(table[:1].nbytes for table in tables)
 
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the page lists, of all slot indices, in bytes."""
+        tables = (self._retained_pages, self._retained_counts, self._tail_block)
+        return sum(table.nbytes for table in (*tables, self._base))
+
     # -- slot indices -----------------------------------------------------
 
     def assign(self, pages: torch.Tensor, counts: torch.Tensor, tail_block: int) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from vllm_kvplugins.engine.compactor import Compactor, Views
+from vllm_kvplugins.engine.device_memory import bytes_of_requests
 from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.page_table import FixedTable, FlatTable, PageTables
 from vllm_kvplugins.engine.probing import ProbeModel, Prober, ProbeRequest
@@ -66,6 +67,7 @@ class PolicyRuntime:
         attending: the extension that computes the attention of rows of this step;
             None = no row needs it.
         records: compactions since recording started; None = recording is off.
+        graph_table_bytes: device memory of the page table that CUDA graphs read.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class PolicyRuntime:
         self.extensions: list[StepExtension] = []
         self.attending: StepExtension | None = None
         self.records: list[Record] | None = None
+        self.graph_table_bytes = 0
         self.observer = StepObserver(policy, sessions)
         self._compactor: Compactor | None = None
         self._compression_seconds: list[float] = []
@@ -469,6 +472,23 @@ class PolicyRuntime:
             return num_bytes
         num_bytes += self.tables.request_bytes
         return num_bytes + int(resident.positions.nbytes)
+
+    @property
+    def device_table_bytes(self) -> int:
+        """Device memory that is allocated outside vLLM's pool of blocks, in bytes.
+
+        Counts page lists (with their spare room), positions, the table of CUDA
+        graphs, kept queries, observations, and what extensions hold. Temporary tensors
+        of a step do not count.
+
+        Cost: O(requests); O(requests * layers) for policies that observe.
+        """
+        if self.tables is None:
+            return 0
+        num_bytes = self.tables.num_bytes + self.graph_table_bytes
+        num_bytes += sum(each.allocated_device_bytes for each in self.extensions)
+        states = self._requests.values()
+        return num_bytes + bytes_of_requests(states, self.tables.device)
 
     def check_integrity(self) -> None:
         """Every compacted request has its own slot index, and none is lost."""

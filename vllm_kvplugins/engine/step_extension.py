@@ -195,6 +195,14 @@ class StepExtension:
         """Device memory that a request uses outside vLLM's pool of blocks."""
         return 0
 
+    @property
+    def allocated_device_bytes(self) -> int:
+        """Device memory outside vLLM's pool that is allocated now, of all requests.
+
+        Read between steps, several times per second: O(requests) at most.
+        """
+        return 0
+
     def take_traffic(self) -> Traffic:
         """Counts since the last call."""
         return Traffic()

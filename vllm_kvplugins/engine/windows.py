@@ -150,6 +150,15 @@ class Window:
         part = (StepQueries.of(queries), 0, tokens - first)
         return Window(first, tokens, deque([part]))
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its queries. Steps whose queries are shared with other requests
+        count by this request's share."""
+        if not self.parts or self.parts[0][0].queries is None:
+            return 0
+        per_token = self.parts[0][0].queries[:, :1].nbytes
+        return (self.stop - self.first) * int(per_token)
+
     def add(self, step: StepQueries, first: int, count: int) -> None:
         """Append the queries of some of a step's tokens.
 

@@ -321,6 +321,17 @@ class SpanController(StepExtension):
         means = sum(layer.spans.num_bytes for layer in state.layers)
         return self._arena.num_bytes(self._run(state)[1]) + means
 
+    @property
+    def allocated_device_bytes(self) -> int:
+        """Bytes of all entries, float32 means and waiting hidden states."""
+        means = sum(
+            layer.spans.num_bytes
+            for state in self._requests.values()
+            for layer in state.layers
+        )
+        waiting = self._surprisals.waiting_bytes
+        return self._arena.allocated_device_bytes + means + waiting
+
     def _run(self, state: RequestSpans) -> tuple[int, int]:
         """First entry and number of entries of a request."""
         return state.first, self._heap.num_kv_heads * state.entries_per_head

@@ -77,6 +77,13 @@ class EntryArena:
         return int(2 * count * self._num_layers * self._head_dim * self._dtype.itemsize)
 
     @property
+    def allocated_device_bytes(self) -> int:
+        """Bytes of all tensors on the device of attention, in use or not."""
+        return sum(
+            tensor.nbytes for tensor in self._tensors if tensor.device == self._device
+        )
+
+    @property
     def free(self) -> int:
         """Free entries per layer."""
         return sum(stop - start for start, stop in self._gaps)

@@ -74,4 +74,6 @@ def fixed_table(
         reason = problems[0]
         logger.info("KV policy: attention stays outside of CUDA graphs: %s", reason)
         return None
-    return FixedTable(table_shape(vllm_config, runtime), device)
+    shape = table_shape(vllm_config, runtime)
+    runtime.graph_table_bytes = shape.num_bytes
+    return FixedTable(shape, device)

@@ -126,8 +126,14 @@ class HostReservations:
         self._session_bytes.pop(session_id, None)
 
     @property
+    def request_bytes(self) -> int:
+        """Bytes that live requests have reserved."""
+        return sum(self._reserved.values())
+
+    @property
     def reserved_bytes(self) -> int:
-        return sum(self._reserved.values()) + sum(self._session_bytes.values())
+        """Bytes that requests have reserved, and those of sessions in the host tier."""
+        return self.request_bytes + sum(self._session_bytes.values())
 
     @property
     def _limit(self) -> int | None:

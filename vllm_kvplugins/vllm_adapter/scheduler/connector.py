@@ -7,6 +7,7 @@ with each step. The connectors of the workers end each step and return acknowled
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     from vllm_kvplugins.vllm_adapter.scheduler.block_manager import (
         ResidencyBlockManager,
     )
+
+
+# Measuring device memory visits all requests, so not every step does it.
+_MEASURE_EVERY_S = 0.25
 
 
 @dataclass
@@ -83,6 +88,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self.host: HostReservations | None = None
         self.sessions: SchedulerSessions | None = None
         self._reported = (0, 0)  # freed blocks, compactions
+        self._measured_s = float("-inf")
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -185,7 +191,9 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         """Statistics of this process since the last call."""
         if self._runtime is not None:
             return PolicyStats.from_worker(
-                self._runtime.take_compression_seconds(), self._take_traffic()
+                self._runtime.take_compression_seconds(),
+                self._take_traffic(),
+                self._device_table_bytes(self._runtime),
             )
         if self._manager is None:
             return None
@@ -195,15 +203,29 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         # The null block is never handed out.
         used_blocks = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         logical = sum(map(len, self._manager.req_to_blocks.values()))
+        sessions = self.sessions.take_metrics() if self.sessions else NO_SESSIONS
         return PolicyStats.from_scheduler(
             blocks_freed=freed - before[0],
             compressions=compactions - before[1],
             resident_tokens=used_blocks * self._manager.block_size,
             logical_tokens=logical * self._manager.block_size,
             host_reserved_bytes=self.host.reserved_bytes if self.host else 0,
+            # The host tier's sessions are in both of the other host metrics.
+            host_bytes=sessions["session_bytes"]
+            + (self.host.request_bytes if self.host else 0),
             held_requests=len(self.host.waiting) if self.host else 0,
-            **(self.sessions.take_metrics() if self.sessions else NO_SESSIONS),
+            **sessions,
         )
+
+    def _device_table_bytes(self, runtime: PolicyRuntime) -> dict[str, int]:
+        """Device memory outside the pool, by rank; empty in most steps."""
+        now = time.monotonic()
+        idle = not runtime.num_requests
+        if not idle and now - self._measured_s < _MEASURE_EVERY_S:
+            return {}
+        self._measured_s = now
+        rank = self._vllm_config.parallel_config.rank
+        return {str(rank): runtime.device_table_bytes}
 
     def _take_traffic(self) -> dict[str, int]:
         """Tokens selected and fetched since the last call; empty without retrieval."""

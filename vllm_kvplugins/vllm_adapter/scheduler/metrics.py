@@ -10,6 +10,8 @@
 | ``vllm:kv_policy_selected_tokens_total`` | counter | slots filled by retrieval |
 | ``vllm:kv_policy_fetched_tokens_total`` | counter | of these, read from host memory |
 | ``vllm:kv_policy_failed_indices_total`` | counter | indices that failed to build |
+| ``vllm:kv_policy_device_table_bytes`` | gauge | device memory outside the pool |
+| ``vllm:kv_policy_host_bytes`` | gauge | host memory of requests and sessions |
 | ``vllm:kv_policy_host_reserved_bytes`` | gauge | host memory reserved |
 | ``vllm:kv_policy_held_requests`` | gauge | requests waiting for host memory |
 | ``vllm:kv_policy_sessions`` | gauge | sessions that can be continued |
@@ -53,12 +55,15 @@ _SUMS = (
 _LATEST = (
     "resident_tokens",
     "logical_tokens",
+    "host_bytes",
     "host_reserved_bytes",
     "held_requests",
     "sessions",
     "session_bytes",
     "session_disk_bytes",
 )
+# By rank, because several workers report it in one step.
+_DEVICE = "device_table_bytes"
 _SECONDS = "compression_seconds"
 _BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
@@ -69,9 +74,13 @@ class PolicyStats(KVConnectorStats):
 
     @classmethod
     def from_worker(
-        cls, seconds: list[float], traffic: dict[str, int]
+        cls,
+        seconds: list[float],
+        traffic: dict[str, int],
+        device_bytes: dict[str, int],
     ) -> PolicyStats | None:
         data: dict[str, Any] = {_SECONDS: seconds} if seconds else {}
+        data |= {_DEVICE: device_bytes} if device_bytes else {}
         data |= {name: count for name, count in traffic.items() if count}
         return cls(data=data) if data else None
 
@@ -92,6 +101,8 @@ class PolicyStats(KVConnectorStats):
         for key in _LATEST:
             if key in other.data:
                 self.data[key] = other.data[key]
+        if _DEVICE in other.data:
+            self.data[_DEVICE] = self.data.get(_DEVICE, {}) | other.data[_DEVICE]
         if _SECONDS in other.data:
             self.data[_SECONDS] = self.data.get(_SECONDS, []) + other.data[_SECONDS]
         return self
@@ -101,6 +112,7 @@ class PolicyStats(KVConnectorStats):
         numbers: dict[str, int | float] = {
             f"kv_policy_{key}": self.data.get(key, 0) for key in (*_SUMS, *_LATEST)
         }
+        numbers[f"kv_policy_{_DEVICE}"] = sum(self.data.get(_DEVICE, {}).values())
         numbers["kv_policy_compression_seconds"] = round(sum(seconds), 4)
         return numbers
 
@@ -132,7 +144,15 @@ class PolicyPromMetrics(KVConnectorPromMetrics):
             "failed_indices", "Indices or span factors that could not be built."
         )
         self._gauge(
-            "host_reserved_bytes", "Host memory reserved for requests and sessions."
+            _DEVICE, "Device memory outside the pool of blocks, over all workers."
+        )
+        self._gauge(
+            "host_bytes",
+            "Host memory that requests reserve and sessions use, each byte once.",
+        )
+        self._gauge(
+            "host_reserved_bytes",
+            "Host memory that requests and sessions reserve in the host tier.",
         )
         self._gauge("held_requests", "Requests waiting for host memory.")
         self._gauge("sessions", "Sessions that can be continued.")
@@ -202,5 +222,7 @@ class PolicyPromMetrics(KVConnectorPromMetrics):
             for key in _LATEST:
                 if key not in ("resident_tokens", "logical_tokens"):
                     getattr(self, key)[engine_idx].set(data[key])
+        if _DEVICE in data:
+            self.device_table_bytes[engine_idx].set(sum(data[_DEVICE].values()))
         for seconds in data.get(_SECONDS, []):
             self.compression_seconds[engine_idx].observe(seconds)
