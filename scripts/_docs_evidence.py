@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,11 +119,14 @@ def headline() -> str:
             f"({best['host_bytes'] / MIB:.0f} MiB), finds {_count(best)}; stock vLLM "
             f"finds {_count(stock)}."
         )
-    return (
-        "- **Small budgets lose details.** "
-        + " ".join(lines)
-        + (" All policies: [quality](docs/quality.md).\n")
+    text = " ".join(
+        (
+            "- **Small budgets lose details.**",
+            *lines,
+            "All policies: [quality](docs/quality.md).",
+        )
     )
+    return textwrap.fill(text, 100, subsequent_indent="  ") + "\n"
 
 
 def _count(cell: Any) -> int:
