@@ -46,7 +46,7 @@ struct Factors {
   Index head_dim;
   // Facts about the tensor, cached because there may be thousands of records.
   Index size;   // elements
-  bool in_bfloat16;  // bfloat16, else float32
+  bool in_bfloat16;  // otherwise float32
 
   template <typename Factor>
   svd::Record<Factor> shape(Index at) const {

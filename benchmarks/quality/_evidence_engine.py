@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from _evidence_samples import FORCED_TOKENS, KL, Prompt, reference_file
+from _prefill_replay import record_prefills, replay_prefills
+from _prefill_store import PrefillStore
 from _quality_engine import Held, ResidencyWatch, open_engine, row_of
 from _quality_samples import Setting
-from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.plan.geometry import Geometry
@@ -20,47 +25,50 @@ from vllm_kvplugins.policies.base import KVCachePolicy
 
 SPEED = "speed"
 SPEED_TOKENS = 32
-SPEED_ROUNDS = 3
 Row = dict[str, Any]
 
 
-class ForcedTokens(LogitsProcessor):
-    """Forces one request's answer, and records the log-probabilities of each token.
+class ForcedTokens(AdapterLogitsProcessor):
+    """Forces the answers of requests, and records the log-probabilities of each token.
 
-    The engine runs one request at a time while tokens are forced. vLLM also samples,
-    and discards, a token after each chunk of the prompt; the number of output tokens
-    tells which token is due.
+    A request names the answer in ``extra_args``. vLLM also samples, and discards, a
+    token after each chunk of the prompt; the number of output tokens tells which token
+    is due.
+
+    Attributes:
+        answers: tokens to force, by name.
+        recorded: log-probabilities by name, then by step.
     """
 
-    tokens: ClassVar[Sequence[int]] = ()
-    recorded: ClassVar[dict[int, torch.Tensor]] = {}
-
-    def __init__(self, *unused: Any) -> None:
-        """vLLM passes its configuration, the device and whether memory is pinned."""
-        self._output: Sequence[int] = ()
-
-    @classmethod
-    def start(cls, tokens: Sequence[int]) -> None:
-        """Force these tokens from the next step on."""
-        cls.tokens, cls.recorded = tokens, {}
+    ARGUMENT = "forced_answer"
+    answers: ClassVar[dict[str, Sequence[int]]] = {}
+    recorded: ClassVar[dict[str, dict[int, torch.Tensor]]] = {}
 
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def update_state(self, batch_update: Any) -> None:
-        """Follow the output of the newest request, a list that vLLM extends."""
-        for _, _, _, output in batch_update.added if batch_update else ():
-            self._output = output
+    def new_req_logits_processor(
+        self, params: SamplingParams
+    ) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
+        name = (params.extra_args or {}).get(self.ARGUMENT)
+        return None if name is None else functools.partial(self.force, name)
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        step = len(self._output)
-        if step >= len(self.tokens):
+    @classmethod
+    def force(cls, name: str, output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        """Logits that allow the next token of the answer only.
+
+        Args:
+            output: tokens generated so far.
+            logits: [vocabulary].
+        """
+        step, answer = len(output), cls.answers[name]
+        if step >= len(answer):
             return logits
-        assert len(logits) == 1, "forced tokens need a request alone"
-        self.recorded[step] = logits[0].float().log_softmax(-1).clone()
-        logits.fill_(-torch.inf)
-        logits[0, self.tokens[step]] = 0.0
-        return logits
+        steps = cls.recorded.setdefault(name, {})
+        steps[step] = logits.float().log_softmax(-1).clone()
+        forced = torch.full_like(logits, -torch.inf)
+        forced[answer[step]] = 0.0
+        return forced
 
 
 def measure_policy(
@@ -70,39 +78,49 @@ def measure_policy(
     max_model_len: int,
     batch: int,
     references: Path,
-    speed: bool,
+    prefills: Path | None,
 ) -> Iterator[Row]:
-    """One row per prompt, then one per round of the speed measurement.
+    """One row per prompt.
 
     Args:
         prompts: that have no row yet.
         references: folder of stock's log-probabilities; stock writes them.
-        speed: whether to measure speed too.
+        prefills: folder of recorded prompts, see ``_prefill_replay``; stock writes
+            them. None = every engine computes every prompt.
 
-    Cost: start-up of an engine, and the answers.
+    Cost: start-up of an engine, the prompts that are not recorded, and the answers.
     """
     llm = open_engine(
-        setting, policy, max_model_len, batch, logits_processors=[ForcedTokens]
+        setting,
+        policy,
+        max_model_len,
+        batch,
+        logits_processors=[ForcedTokens],
+        # All prompts of a batch start in one step, so that it can be replayed.
+        max_num_batched_tokens=batch * max_model_len if prefills else 2048,
     )
     parsed = parse_policy(dict(policy)) if policy else None
+    if prefills is not None:
+        store = PrefillStore(prefills, setting.model, setting.dtype)
+        texts = [prompt.token_ids for prompt in prompts]
+        if parsed is None:
+            record_prefills(llm, store, texts)
+        else:
+            replay_prefills(llm, store, texts, parsed)
     watch = ResidencyWatch(llm)
     host = _HostBytes(parsed, llm)
-    questions = [prompt for prompt in prompts if not prompt.forced]
-    for first in range(0, len(questions), batch):
-        part = questions[first : first + batch]
-        outputs = _generate(llm, parsed, part)
-        for prompt, output in zip(part, outputs, strict=True):
-            assert prompt.sample is not None
+    for first in range(0, len(prompts), batch):
+        part = prompts[first : first + batch]
+        ForcedTokens.recorded.clear()
+        for prompt, output in zip(part, _generate(llm, parsed, part), strict=True):
             held = watch.held.pop(output.request_id, Held())
-            row = row_of(prompt.sample, output, held)
-            yield row | host.of(len(prompt.token_ids), prompt.sample.max_tokens)
-    for prompt in prompts:
-        if prompt.forced:
-            yield _divergence(llm, parsed, prompt, watch, references) | host.of(
-                len(prompt.token_ids), FORCED_TOKENS
-            )
-    if speed:
-        yield from _speed(llm, parsed, prompts[0])
+            if prompt.sample is None:
+                row = _divergence(prompt, output, held, references, not policy)
+                max_tokens = FORCED_TOKENS
+            else:
+                row = row_of(prompt.sample, output, held)
+                max_tokens = prompt.sample.max_tokens
+            yield row | host.of(len(prompt.token_ids), max_tokens)
 
 
 class _HostBytes:
@@ -124,32 +142,32 @@ class _HostBytes:
 
 
 def _generate(
-    llm: Any, policy: KVCachePolicy | None, prompts: Sequence[Prompt], **options: Any
+    llm: Any, policy: KVCachePolicy | None, prompts: Sequence[Prompt]
 ) -> list[Any]:
     """vLLM's outputs, greedy, without reuse of earlier prompts."""
-    from vllm import SamplingParams
-
     requests, sampling = [], []
     for prompt in prompts:
         salt = f"{prompt.task} {prompt.name} {time.monotonic_ns()}"
         requests.append(
             {"prompt_token_ids": list(prompt.token_ids), "cache_salt": salt}
         )
-        defaults: Row = {"max_tokens": len(prompt.forced), "ignore_eos": True}
+        extra = _request_arguments(policy, prompt)
+        settings: Row = {"max_tokens": len(prompt.forced), "ignore_eos": True}
         if prompt.sample is not None:
-            defaults = {
+            settings = {
                 "max_tokens": prompt.sample.max_tokens,
                 "stop": list(prompt.sample.stop),
             }
-        extra = _request_arguments(policy, prompt)
-        settings = defaults | options
+        else:
+            ForcedTokens.answers[prompt.name] = prompt.forced
+            extra[ForcedTokens.ARGUMENT] = prompt.name
         sampling.append(SamplingParams(temperature=0, extra_args=extra, **settings))
     return list(llm.generate(requests, sampling, use_tqdm=False))
 
 
-def _request_arguments(policy: KVCachePolicy | None, prompt: Prompt) -> Row | None:
+def _request_arguments(policy: KVCachePolicy | None, prompt: Prompt) -> Row:
     if policy is None or policy.turns is None:
-        return None
+        return {}
     arguments: Row = {"turn_ends": [prompt.turn_end]}
     if policy.episode_routing is not None:
         arguments["patched_prompt"] = prompt.patched_prompt
@@ -157,31 +175,24 @@ def _request_arguments(policy: KVCachePolicy | None, prompt: Prompt) -> Row | No
 
 
 def _divergence(
-    llm: Any,
-    policy: KVCachePolicy | None,
-    prompt: Prompt,
-    watch: ResidencyWatch,
-    references: Path,
+    prompt: Prompt, output: Any, held: Held, references: Path, is_stock: bool
 ) -> Row:
     """KL divergence of the next-token distribution from stock's, mean over steps."""
-    ForcedTokens.start(prompt.forced)
-    (output,) = _generate(llm, policy, [prompt])
     assert list(output.outputs[0].token_ids) == list(prompt.forced)
-    own = torch.stack([logp for _, logp in sorted(ForcedTokens.recorded.items())])
-    ForcedTokens.start(())
+    steps = ForcedTokens.recorded[prompt.name]
+    own = torch.stack([logp for _, logp in sorted(steps.items())])
     file = reference_file(references, prompt.name)
-    if policy is None:
+    if is_stock:
         references.mkdir(parents=True, exist_ok=True)
         np.save(file, own.numpy())
     stock = torch.from_numpy(np.load(file))
     # The first step's distribution comes from the prefill, which reads all tokens.
-    steps = (stock.exp() * (stock - own)).sum(-1)[1:]
-    held = watch.held.pop(output.request_id, Held())
+    divergences = (stock.exp() * (stock - own)).sum(-1)[1:]
     return {
         "task": KL,
         "sample": prompt.name,
         "group": prompt.group,
-        "score": round(float(steps.mean()), 6),
+        "score": round(float(divergences.mean()), 6),
         "prompt_tokens": len(prompt.token_ids),
         "answer_tokens": len(prompt.forced),
         "resident_bytes": _median(held.decode_bytes),
@@ -193,22 +204,57 @@ def _median(values: Sequence[int]) -> int | None:
     return round(float(np.median(values))) if len(values) else None
 
 
-def _speed(llm: Any, policy: KVCachePolicy | None, prompt: Prompt) -> Iterator[Row]:
-    """First token and decode rate of a request alone, after one warm-up round."""
-    for number in range(-1, SPEED_ROUNDS):
-        began = time.perf_counter()
-        _generate(llm, policy, [prompt], max_tokens=1, ignore_eos=True)
-        first = time.perf_counter() - began
-        began = time.perf_counter()
-        count = 1 + SPEED_TOKENS
-        _generate(llm, policy, [prompt], max_tokens=count, ignore_eos=True)
-        decode = time.perf_counter() - began - first
-        if number >= 0:
-            yield {
-                "task": SPEED,
-                "sample": f"round {number}",
-                "group": f"round {number}",
-                "score": round(SPEED_TOKENS / decode, 3),
-                "first_token_ms": round(1e3 * first, 1),
-                "prompt_tokens": len(prompt.token_ids),
-            }
+def measure_speed(
+    setting: Setting,
+    policy: Mapping[str, Any],
+    prompt: Prompt,
+    max_model_len: int,
+    rounds: Iterable[int],
+) -> Iterator[Row]:
+    """First token and decode rate of a request alone, one row per round.
+
+    A short request warms the engine up.
+
+    Args:
+        prompt: every round computes all of it.
+        rounds: their numbers.
+    """
+    llm = open_engine(setting, policy, max_model_len, batch=1)
+    parsed = parse_policy(dict(policy)) if policy else None
+    warm_up = replace(prompt, token_ids=prompt.token_ids[:200], turn_end=100)
+    _token_times(llm, parsed, warm_up, "warm-up", 4)
+    for number in rounds:
+        times = _token_times(llm, parsed, prompt, f"{number}", 1 + SPEED_TOKENS)
+        yield {
+            "task": SPEED,
+            "sample": f"round {number}",
+            "group": f"round {number}",
+            "score": round(SPEED_TOKENS / (times[-1] - times[0]), 3),
+            "first_token_ms": round(1e3 * times[0], 1),
+            "prompt_tokens": len(prompt.token_ids),
+        }
+
+
+def _token_times(
+    llm: Any, policy: KVCachePolicy | None, prompt: Prompt, name: str, count: int
+) -> list[float]:
+    """Seconds from the request to each of its tokens."""
+    extra = _request_arguments(policy, prompt)
+    params = SamplingParams(
+        temperature=0, max_tokens=count, ignore_eos=True, extra_args=extra
+    )
+    request = {
+        "prompt_token_ids": list(prompt.token_ids),
+        "cache_salt": f"{name} {time.monotonic_ns()}",
+    }
+    engine = llm.llm_engine
+    began, times = time.perf_counter(), list[float]()
+    engine.add_request(name, request, params)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter() - began
+        times += [
+            now for output in outputs if len(output.outputs[0].token_ids) > len(times)
+        ]
+    assert len(times) == count, "a step gave more than one token"
+    return times

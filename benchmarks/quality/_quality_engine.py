@@ -79,7 +79,11 @@ def open_engine(
     batch: int,
     **more: Any,
 ) -> Any:
-    """An ``LLM`` in this process, with memory for a batch and shared contexts."""
+    """An ``LLM`` in this process, with memory for a batch and shared contexts.
+
+    Args:
+        more: arguments of ``vllm.LLM``; they override ours.
+    """
     from vllm import LLM
 
     import vllm_kvplugins
@@ -89,19 +93,17 @@ def open_engine(
     extra = vllm_kvplugins.engine_args(options.pop("name"), **options) if policy else {}
     shape = read_model_config(setting.model, setting.dtype).cache_shape()
     pool = shape.bytes_per_token(4) * (batch + 4) * (max_model_len + 64)
-    return LLM(
-        setting.model,
-        dtype=setting.dtype,
-        seed=setting.seed,
-        enforce_eager=True,
-        max_model_len=max_model_len,
-        block_size=setting.block_size,
-        max_num_batched_tokens=2048,
-        max_num_seqs=batch,
-        kv_cache_memory_bytes=max(pool, 1 << 26),
-        **extra,
-        **more,
-    )
+    engine: dict[str, Any] = {
+        "dtype": setting.dtype,
+        "seed": setting.seed,
+        "enforce_eager": True,
+        "max_model_len": max_model_len,
+        "block_size": setting.block_size,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": batch,
+        "kv_cache_memory_bytes": max(pool, 1 << 26),
+    }
+    return LLM(setting.model, **engine | extra | more)
 
 
 def answers(

@@ -6,6 +6,7 @@ token and tokens per second of the same configuration. Runs the engine, resumes 
 interrupted run, and writes one JSON file with a row per cell.
 
     python benchmarks/quality/evidence.py run MODEL --texts TEXTS --out evidence.jsonl
+    python benchmarks/quality/evidence.py run MODEL --texts TEXTS --speed 3 --out evidence.jsonl
     python benchmarks/quality/evidence.py collect evidence.jsonl --out RESULTS.json
     python benchmarks/quality/evidence.py report RESULTS.json --plots docs/img
 
@@ -26,6 +27,7 @@ import _path  # noqa: F401
 import typer
 from _engine import child_rows, provenance
 from _evidence_samples import TASKS, Prompt, order, prompts_of, reference_file
+from _prefill_store import PrefillStore
 from _quality_fit import jobs_of, read_policies
 from _quality_rows import Job, Row, append, key_of, open_rows
 from _quality_samples import Setting, TaskError
@@ -57,23 +59,31 @@ def run_child(request: str) -> None:
     """Child: measure one policy with one engine, one JSON line per row."""
     # The engine runs in this process, so that the watch can read its block tables.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from _evidence_engine import measure_policy
+    from _evidence_engine import measure_policy, measure_speed
 
     given = json.loads(request)
     fields = given["setting"]
     setting = Setting(**fields | {"lengths": tuple(fields["lengths"])})
     todo = {(task, name) for task, name in given["todo"]}
     prompts = order(prompts_of(setting, given["tasks"]), setting.seed)
-    prompts = [prompt for prompt in prompts if (prompt.task, prompt.name) in todo]
-    rows = measure_policy(
-        setting,
-        given["policy"],
-        prompts,
-        given["max_model_len"],
-        given["batch"],
-        Path(given["references"]),
-        given["speed"],
-    )
+    if given["rounds"]:
+        rows = measure_speed(
+            setting,
+            given["policy"],
+            prompts[0],
+            given["max_model_len"],
+            given["rounds"],
+        )
+    else:
+        rows = measure_policy(
+            setting,
+            given["policy"],
+            [prompt for prompt in prompts if (prompt.task, prompt.name) in todo],
+            given["max_model_len"],
+            given["batch"],
+            Path(given["references"]),
+            Path(given["prefills"]) if given["prefills"] else None,
+        )
     for row in rows:
         print("RESULT " + json.dumps(row), flush=True)
 
@@ -104,8 +114,12 @@ def run(
     ),
     tasks: Annotated[str, typer.Option(help="separated by commas")] = ",".join(TASKS),
     speed: Annotated[
-        bool, typer.Option(help="measure speed too; keep the machine idle")
-    ] = True,
+        int, typer.Option(help="rounds of the speed measurement, instead of answers")
+    ] = 0,
+    prefills: Annotated[
+        Path | None,
+        typer.Option(help="compute each prompt once and keep its KV here, some GB"),
+    ] = None,
     seed: int = 0,
     batch: Annotated[int, typer.Option(help="concurrent requests")] = 4,
     minutes: Annotated[
@@ -136,7 +150,7 @@ def run(
         raise typer.BadParameter(f"--tasks: {unknown} is none of {list(TASKS)}")
     deadline = time.monotonic() + 60 * minutes if minutes else None
     try:
-        failed = measure(setting, names, chosen, batch, out, speed, deadline)
+        failed = measure(setting, names, chosen, batch, out, speed, prefills, deadline)
     except (TaskError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     for line in failed:
@@ -149,10 +163,15 @@ def measure(
     policies: Sequence[dict[str, Any]],
     batch: int,
     out: Path,
-    speed: bool,
+    speed: int,
+    prefills: Path | None,
     deadline: float | None,
 ) -> list[str]:
     """Run one engine per policy and share.
+
+    Args:
+        speed: measure this many rounds of speed instead of answers; 0 = answers.
+        prefills: folder of recorded prompts; None = every engine computes them.
 
     Returns:
         Policies and shares that could not run, and why.
@@ -174,12 +193,15 @@ def measure(
     prompts = prompts_of(setting, tasks)
     lengths = [len(prompt.token_ids) for prompt in prompts]
     jobs = list(jobs_of(list(policies), list(SHARES), max(lengths), geometry))
+    references = out.with_suffix(".stock")
+    store = PrefillStore(prefills, setting.model, setting.dtype) if prefills else None
     common = {
         "setting": asdict(setting),
         "tasks": list(tasks),
         "max_model_len": -(-(max(lengths) + 600) // 32) * 32,
         "batch": batch,
-        "references": str(out.with_suffix(".stock")),
+        "references": str(references),
+        "prefills": str(prefills or ""),
     }
     done = {key_of(row) for row in rows}
     failed = []
@@ -187,15 +209,20 @@ def measure(
         if deadline is not None and time.monotonic() > deadline:
             failed.append(f"{job.shown}: not reached within --minutes")
             continue
-        missing = missing_prompts(job, prompts, done, out.with_suffix(".stock"))
-        slow = speed and (job.label, job.share, SPEED, "round 0") not in done
-        if job.problem or not (missing or slow):
+        missing = missing_prompts(job, prompts, done, references, store)
+        rounds = missing_rounds(job, speed, done)
+        if job.problem or not (rounds if speed else missing):
             failed += [f"{job.shown}: {job.problem}"] if job.problem else []
             if job.problem and (job.label, job.share, "", "") not in done:
                 append(out, _common(job, source) | _refusal(job.problem))
             continue
-        typer.echo(f"{time.strftime('%H:%M:%S')} {job.shown}: {len(missing)} answers")
-        request = common | {"policy": dict(job.policy), "todo": missing, "speed": slow}
+        count = f"{len(rounds)} rounds" if speed else f"{len(missing)} answers"
+        typer.echo(f"{time.strftime('%H:%M:%S')} {job.shown}: {count}")
+        request = common | {
+            "policy": dict(job.policy),
+            "todo": missing,
+            "rounds": rounds,
+        }
         try:
             for row in child_rows(__file__, json.dumps(request), job.shown):
                 append(out, _common(job, source) | row)
@@ -207,22 +234,37 @@ def measure(
 
 
 def missing_prompts(
-    job: Job, prompts: Sequence[Prompt], done: set[Any], references: Path
+    job: Job,
+    prompts: Sequence[Prompt],
+    done: set[Any],
+    references: Path,
+    store: PrefillStore | None = None,
 ) -> list[list[str]]:
-    """Prompts without a row; stock's texts also without log-probabilities.
+    """Prompts without a row; for stock also those without its files.
 
-    Rows may come from another machine. The log-probabilities are too large to come with
-    them, so stock computes them again.
+    Rows may come from another machine. Log-probabilities and recorded prompts are too
+    large to come with them, so stock computes them again.
     """
+
+    def lacks_files(prompt: Prompt) -> bool:
+        file = reference_file(references, prompt.name)
+        unrecorded = store and not store.path(prompt.token_ids).exists()
+        return bool(unrecorded or (prompt.forced and not file.exists()))
+
     return [
         [prompt.task, prompt.name]
         for prompt in prompts
         if (job.label, job.share, prompt.task, prompt.name) not in done
-        or (
-            not job.policy
-            and prompt.forced
-            and not reference_file(references, prompt.name).exists()
-        )
+        or (not job.policy and lacks_files(prompt))
+    ]
+
+
+def missing_rounds(job: Job, speed: int, done: set[Any]) -> list[int]:
+    """Numbers of the rounds of speed without a row."""
+    return [
+        number
+        for number in range(speed)
+        if (job.label, job.share, SPEED, f"round {number}") not in done
     ]
 
 

@@ -227,7 +227,7 @@ class Case:
 
 def all_cases() -> list[Case]:
     """All cases, always in the same order."""
-    cases_found = []
+    cases = []
     for path, base in _BASE.items():
         bodies: dict[str, dict[str, Any]] = {}
         for field in (*_SHARED_FIELDS, *_FIELDS[path]):
@@ -235,17 +235,17 @@ def all_cases() -> list[Case]:
                 bodies[f"{field}: {name}"] = {field: value}
         bodies |= _SHARED_SPECIAL | _SPECIAL[path]
         for name, changes in bodies.items():
-            cases_found.append(_case(path, name, json.dumps(base | changes).encode()))
+            cases.append(_case(path, name, json.dumps(base | changes).encode()))
         for field in base:
             without = {k: v for k, v in base.items() if k != field}
             body = json.dumps(without).encode()
-            cases_found.append(_case(path, f"without {field}", body))
-        cases_found += [_case(path, name, body) for name, body in _RAW.items()]
+            cases.append(_case(path, f"without {field}", body))
+        cases += [_case(path, name, body) for name, body in _RAW.items()]
         whole = json.dumps(base).encode()
-        cases_found.append(_case(path, "as text", whole, content_type="text/plain"))
+        cases.append(_case(path, "as text", whole, content_type="text/plain"))
         for method in ("GET", "PUT", "DELETE"):
-            cases_found.append(_case(path, method, whole, method=method))
-    return cases_found
+            cases.append(_case(path, method, whole, method=method))
+    return cases
 
 
 def _case(path: str, name: str, body: bytes, **more: str) -> Case:

@@ -156,15 +156,13 @@ class Server:
     def check_log(self) -> None:
         """The log must not contain errors, apart from refused requests."""
         lines = self.log.read_text(errors="replace").splitlines()
-        lines_found = [
+        errors = [
             line
             for line in lines
             if any(phrase in line for phrase in _LOST)
             or (_ENGINES.match(line) and any(phrase in line for phrase in _BROKEN))
         ]
-        assert not lines_found, (
-            f"{len(lines_found)} errors in the log: {lines_found[:5]}"
-        )
+        assert not errors, f"{len(errors)} errors in the log: {errors[:5]}"
 
     def tail(self, max_chars: int = 4000) -> str:
         """The last characters of the log."""
@@ -191,10 +189,10 @@ class Server:
 
 def parse_metrics(text: str) -> dict[str, float]:
     """Samples of /metrics by name, summed over their labels."""
-    lines_found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, value in re.findall(r"^(\w[\w:]*)(?:\{.*\})? (\S+)$", text, re.M):
-        lines_found[name] = lines_found.get(name, 0.0) + float(value)
-    return lines_found
+        values[name] = values.get(name, 0.0) + float(value)
+    return values
 
 
 def _vllm() -> str:

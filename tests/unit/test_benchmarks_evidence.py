@@ -14,6 +14,7 @@ from _evidence_engine import ForcedTokens
 from _evidence_report import cells_of, complete, tables
 from _evidence_samples import READ, Prompt, conversation, reference_file, windows
 from _evidence_verdicts import comparisons, holm, sign_test
+from _prefill_store import Prefill, PrefillStore
 from _quality_fit import fit, held_tokens
 from _quality_rows import Job
 from _quality_samples import Sample
@@ -85,6 +86,11 @@ def test_stock_computes_lost_log_probabilities_again(tmp_path):
     assert evidence.missing_prompts(policy, prompts, done, tmp_path) == []
     reference_file(tmp_path, text.name).touch()
     assert evidence.missing_prompts(stock, prompts, done, tmp_path) == []
+    store = PrefillStore(tmp_path, "tiny", "float32")
+    assert len(evidence.missing_prompts(stock, prompts, done, tmp_path, store)) == 2
+    assert evidence.missing_prompts(policy, prompts, done, tmp_path, store) == []
+    store.path(text.token_ids).touch()
+    assert evidence.missing_prompts(stock, prompts, done, tmp_path, store) == []
 
 
 @pytest.mark.parametrize(
@@ -112,25 +118,48 @@ def test_every_policy_is_measured_and_retrievers_offload_all_layers():
 def test_forced_tokens_are_sampled_and_distributions_are_recorded():
     processor = ForcedTokens(None, torch.device("cpu"), False)
     assert not processor.is_argmax_invariant()
-    logits = torch.randn(1, 10)
-    free = processor.apply(logits.clone())
-    assert torch.equal(free, logits)
+    ForcedTokens.answers["text"] = [7, 2]
+    free = SimpleNamespace(extra_args={"turn_ends": [4]})
+    forced = SimpleNamespace(extra_args={ForcedTokens.ARGUMENT: "text"})
     output: list[int] = []
-    processor.update_state(SimpleNamespace(added=[(0, None, [1, 2], output)]))
+    added = [(0, free, [1, 2], []), (1, forced, [1, 2], output)]
+    processor.update_state(SimpleNamespace(added=added, removed=[], moved=[]))
     processor.update_state(None)
-    ForcedTokens.start([7, 2])
+    logits = torch.randn(2, 10)
     # vLLM discards the token that it samples after a chunk of the prompt.
-    assert int(processor.apply(logits + 1 + torch.arange(10)).argmax()) == 7
+    assert int(processor.apply(logits + 1 + torch.arange(10))[1].argmax()) == 7
     for token in (7, 2):
-        forced = processor.apply(logits.clone())
-        assert int(forced.argmax()) == token
-        assert int((forced > -torch.inf).sum()) == 1
+        result = processor.apply(logits.clone())
+        assert torch.equal(result[0], logits[0])
+        assert int(result[1].argmax()) == token
+        assert int((result[1] > -torch.inf).sum()) == 1
         output.append(token)
     assert torch.equal(processor.apply(logits.clone()), logits)
-    assert sorted(ForcedTokens.recorded) == [0, 1]
-    for recorded in ForcedTokens.recorded.values():
-        torch.testing.assert_close(recorded, logits[0].log_softmax(-1))
-    ForcedTokens.start([])
+    recorded = ForcedTokens.recorded.pop("text")
+    assert sorted(recorded) == [0, 1]
+    for step in recorded.values():
+        torch.testing.assert_close(step, logits[1].log_softmax(-1))
+
+
+def test_recorded_prompts_are_found_by_model_dtype_and_tokens(tmp_path):
+    store = PrefillStore(tmp_path, "/models/tiny", "float32")
+    prefill = Prefill(torch.rand(2, 3, 4), torch.rand(2, 2, 3, 2), torch.rand(3, 5))
+    store.save([1, 2, 3], prefill)
+    again = PrefillStore(tmp_path, "/elsewhere/tiny", "float32")
+    found = again.recorded([[1, 2, 3], [1, 2, 4]])
+    assert list(found) == [(1, 2, 3)]
+    assert torch.equal(found[1, 2, 3].kv, prefill.kv)
+    assert torch.equal(found[1, 2, 3].queries, prefill.queries)
+    assert torch.equal(found[1, 2, 3].hidden, prefill.hidden)
+    for model, dtype in (("tiny", "bfloat16"), ("other", "float32")):
+        assert not PrefillStore(tmp_path, model, dtype).recorded([[1, 2, 3]])
+
+
+def test_rounds_of_speed_that_have_rows_are_not_repeated():
+    job = Job({"name": "snapkv"}, 0.1, "snapkv")
+    done = {("snapkv", 0.1, evidence.SPEED, "round 1")}
+    assert evidence.missing_rounds(job, 3, done) == [0, 2]
+    assert evidence.missing_rounds(job, 0, done) == []
 
 
 @pytest.fixture

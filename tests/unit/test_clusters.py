@@ -214,8 +214,8 @@ def test_compiled_chunks(slots, chunks, count, dtype):
     exact, expected = op.chunk_prototypes(keys.double(), chunks, count)
     for layout in (keys, strided, keys.mT.contiguous().mT):
         assert op.backend_for(layout.device, dtype, 54) == "compiled"
-        rows, rows_found = op.chunk_prototypes(layout, chunks, count)
-        assert torch.equal(rows_found, expected)
+        rows, slots = op.chunk_prototypes(layout, chunks, count)
+        assert torch.equal(slots, expected)
         assert rows.dtype == torch.float32
         torch.testing.assert_close(rows.double(), exact, rtol=0, atol=5e-6)
 

@@ -62,10 +62,10 @@ def check_same_bits(op: Callable[..., Any], arguments: tuple[Any, ...], device) 
         there = copy.deepcopy(there)
     expected, on_gpu = op(*here), moved(op(*there), torch.device("cpu"))
     written, right = memory_of(there[0]).cpu(), memory_of(here[0])
-    for result, right_result in ((written, right), (on_gpu, expected)):
-        if not isinstance(right_result, tuple):
-            result, right_result = (result,), (right_result,)
-        for one, other in zip(result, right_result, strict=True):
+    for result, expected_result in ((written, right), (on_gpu, expected)):
+        if not isinstance(expected_result, tuple):
+            result, expected_result = (result,), (expected_result,)
+        for one, other in zip(result, expected_result, strict=True):
             if other is not None:
                 assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
@@ -120,14 +120,14 @@ def test_fetching_out_of_pinned_memory(device, dtype, block_size, head_dim, kind
     heap = random_bits(generator, NUM_PAGES, layout.page_elems, dtype=dtype)
     places = torch.randperm(NUM_PAGES * block_size, generator=generator)[:n]
     places = places // block_size, places % block_size
-    right_result = torch.randint(num_rows, (2, n), generator=generator)
+    expected_result = torch.randint(num_rows, (2, n), generator=generator)
     arena = pinned.PinnedArena(num_rows * head_dim * dtype.itemsize, device)
     arena.cover(len(arena.memory))
     rows = arena.memory.view(dtype).view(num_rows, head_dim)
     rows.copy_(random_bits(generator, num_rows, head_dim, dtype=dtype))
     expected, actual = heap.clone(), heap.to(device)
-    ops.fetch_tokens(ops.PagedKV(expected, layout), *places, rows, *right_result)
-    ids = moved((*places, *right_result), device)
+    ops.fetch_tokens(ops.PagedKV(expected, layout), *places, rows, *expected_result)
+    ids = moved((*places, *expected_result), device)
     kv = ops.PagedKV(actual, layout.to(device))
     ops.fetch_tokens(kv, *ids[:2], rows, *ids[2:])
     arena.reads.note()
@@ -242,10 +242,10 @@ def test_assignment(device, dtype, holes):
     reached = cosine.gather(2, actual.clamp(max=89)[..., None])[..., 0]
     assert bool((cosine.amax(2) - reached)[token].max() < 1e-4)
     assert bool((actual[~token] == 90).all())
-    right_result = attention_votes.cluster_mean(
+    expected_result = attention_votes.cluster_mean(
         values.masked_fill(~token, 0), actual, 91
     )
-    assert torch.equal(means[token], right_result[token])
+    assert torch.equal(means[token], expected_result[token])
     assert bool((means[~token] == 0).all())
 
 

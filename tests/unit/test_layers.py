@@ -76,12 +76,12 @@ def test_every_part_has_a_layer():
 
 
 def test_no_import_points_up():
-    layers_found = [
+    upward_imports = [
         problem
         for name, path in files()
         for problem in upward(path.read_text(encoding="utf-8"), name)
     ]
-    assert layers_found == []
+    assert upward_imports == []
 
 
 def test_waived_edges_still_exist():

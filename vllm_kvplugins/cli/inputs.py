@@ -92,7 +92,7 @@ def read_chat(path: Path) -> list[dict[str, Any]]:
         messages = content.get("messages") if isinstance(content, dict) else content
         if isinstance(messages, list) and messages and all(map(_is_message, messages)):
             return messages
-        problem = "it is no list of messages"
+        problem = "it holds no list of messages"
     raise KVPolicyError(
         coded(
             "KVP601",
