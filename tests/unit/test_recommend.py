@@ -94,7 +94,7 @@ ROWS = content(
     cell("near", 0.2, 13, 0.1),
     turn=contract(turns=True, prefill_block=False),
     keep=contract(keeps_all=True, prefill_block=False),
-    near=contract(prefix_cache=False, sessions=False),
+    near=contract(turns=True, prefix_cache=False, sessions=False),
 )
 
 
