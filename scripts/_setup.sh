@@ -109,12 +109,19 @@ kvp_require_tools() {
   command -v cmake >/dev/null || missing+=("cmake (package cmake)")
   "$KVP_BASE_PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
     missing+=("Python's venv module (package python3-venv)")
+  # vLLM's CPU kernels are linked to it; without it, importing them fails.
+  if [[ "${KVP_DEVICE:-}" == cpu ]] && ! kvp_can_load libnuma.so.1; then
+    missing+=("libnuma.so.1, which vLLM's CPU kernels load (package libnuma1)")
+  fi
   if ((${#missing[@]})); then
     say "error: missing on this machine:"
     printf '  - %s\n' "${missing[@]}" >&2
     die "install them (on Debian and Ubuntu: apt-get install PACKAGE) and start again."
   fi
 }
+
+# kvp_can_load LIBRARY: whether the dynamic linker finds it
+kvp_can_load() { "$KVP_BASE_PYTHON" -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' "$1" 2>/dev/null; }
 
 kvp_find_device() {
   case "${KVP_DEVICE:-}" in
@@ -240,8 +247,8 @@ kvp_install_project() { # kvp_install_project run|dev
 # project out.
 kvp_setup() {
   kvp_find_python
-  kvp_require_tools
   kvp_find_device
+  kvp_require_tools
   mkdir -p "$KVP_VENV" || die "cannot create $KVP_VENV; set KVP_VENV to a folder that you can write"
   exec 9<"$KVP_VENV" # the folder is its own lock file: nothing is left behind
   if ! flock -n 9; then

@@ -11,6 +11,9 @@ A page marks each generated part with two comments:
     settings NAME    table of settings of a policy, of ``sessions`` or of ``kernel``,
                      from the pydantic models
     figures POLICY   list of measured figures of a policy, from docs/research
+    verdict POLICY   what the evidence shows about a policy, by paired tests
+    evidence-summary, evidence-headline   the best policies; a bullet of the README
+    evidence         tables of the evidence; publish_evidence.py updates its rows
     imports          import graph of the package, from its source
     matrix           tested configurations, from the tests' ``proves`` marks
 """
@@ -24,6 +27,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import _docs_evidence as evidence
 import _docs_figures as figures
 import _docs_imports as imports
 import _docs_matrix as matrix
@@ -77,6 +81,10 @@ def cell(text: str) -> str:
 
 KINDS: dict[str, Callable[..., str]] = {
     "settings": settings_table,
+    "verdict": evidence.verdict,
+    "evidence": evidence.evidence_tables,
+    "evidence-summary": evidence.summary,
+    "evidence-headline": evidence.headline,
     "figures": figures.list_of,
     "imports": imports.table,
     "matrix": matrix.tables,
@@ -104,7 +112,7 @@ def generated(page: str) -> str:
 def stale_pages() -> dict[Path, str]:
     """Pages that are not what they must be, and what that is."""
     found = {}
-    for path in sorted(DOCS.rglob("*.md")):
+    for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]:
         page = path.read_text(encoding="utf-8")
         try:
             wanted = generated(page)

@@ -15,6 +15,7 @@ _TESTS = Path(__file__).parent
 sys.path[:0] = [str(_TESTS / "helpers"), str(_TESTS / "oracles")]
 # Last: names of benchmarks, such as "index", must not hide other modules.
 sys.path.extend(map(str, sorted((_TESTS.parent / "benchmarks").glob("*/"))))
+sys.path.append(str(_TESTS.parent / "scripts"))
 
 
 _LEFT_OUT = pytest.StashKey[int]()

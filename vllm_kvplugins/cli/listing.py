@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_kvplugins.cli.console import out, user_errors
+from vllm_kvplugins.errors import KVPolicyError, coded
 
 
 def list_policies(
@@ -115,10 +117,11 @@ def _entry_of(listed: dict[str, Any], name: str) -> dict[str, Any]:
     """The entry of one policy, allocator, ``sessions`` or ``kernel``.
 
     Raises:
-        KVPolicyError: nothing in the catalogue has this name; see
-            ``get_policy_class``, which says why.
+        KVPolicyError: KVP100, nothing in the catalogue has this name (the message lists
+            all names and suggests one); or the policy cannot be loaded, see
+            ``get_policy_class``.
     """
-    from vllm_kvplugins.policies.registry import get_policy_class
+    from vllm_kvplugins.policies.registry import available_policies, get_policy_class
 
     entries = [
         *listed["policies"],
@@ -129,8 +132,22 @@ def _entry_of(listed: dict[str, Any], name: str) -> dict[str, Any]:
     for entry in entries:
         if entry["name"] == name:
             return dict(entry)
-    get_policy_class(name)
-    raise AssertionError(f"policy {name!r} loads, but the catalogue lacks it")
+    if name in available_policies():
+        get_policy_class(name)
+        raise AssertionError(f"policy {name!r} loads, but the catalogue lacks it")
+    raise KVPolicyError(coded("KVP100", _unknown(name, listed)))
+
+
+def _unknown(name: str, listed: dict[str, Any]) -> str:
+    policies = [entry["name"] for entry in (*listed["policies"], *listed["broken"])]
+    allocators = [entry["name"] for entry in listed["allocators"]]
+    others = ["sessions", "kernel"]
+    near = difflib.get_close_matches(name, [*policies, *allocators, *others], n=1)
+    return (
+        f"nothing is called {name!r}.{f' Did you mean {near[0]!r}?' if near else ''} "
+        f"Policies: {', '.join(sorted(policies))}. Allocators: "
+        f"{', '.join(sorted(allocators))}. Also: {', '.join(others)}."
+    )
 
 
 def _show(entry: dict[str, Any], as_json: bool) -> None:

@@ -124,7 +124,7 @@ def sizing(
         block_size=block_size,
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
-        kv_bytes_per_token=shape.bytes_per_token(_ELEMENT_BYTES[dtype]),
+        kv_bytes_per_token=shape.bytes_per_token(element_bytes(dtype)),
     )
     tokens = prompt_tokens + answer_tokens
     _refuse_impossible_lengths(policy, geometry, tokens)
@@ -392,6 +392,18 @@ def _limit(figures: dict[str, Any]) -> str:
 
 def _requests(count: int) -> str:
     return f"{count:,} request" if count == 1 else f"{count:,} requests"
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one number of the cache.
+
+    Raises:
+        KVPolicyError: the cache cannot have this type.
+    """
+    if dtype not in _ELEMENT_BYTES:
+        message = f"--dtype {dtype} is none of {', '.join(_ELEMENT_BYTES)}"
+        raise KVPolicyError(coded("KVP603", message))
+    return _ELEMENT_BYTES[dtype]
 
 
 def amount(num_bytes: int) -> str:
