@@ -137,10 +137,10 @@ def test_models_that_attend_to_images_in_both_directions_are_refused(prefix_lm):
         get_sliding_window=lambda: None,
     )
     found = validation.model_problems(model)
-    assert codes_in("\n".join(found)) == (("KVP042",) if prefix_lm else ())
+    assert codes_in("\n".join(found)) == (("KVP045",) if prefix_lm else ())
 
 
-@pytest.mark.parametrize(("values", "expected"), [(32, ()), (16, ("KVP043",))])
+@pytest.mark.parametrize(("values", "expected"), [(32, ()), (16, ("KVP046",))])
 def test_layers_with_smaller_values_are_refused(values, expected):
     impl = SimpleNamespace(
         head_size=32,

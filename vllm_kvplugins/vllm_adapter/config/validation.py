@@ -166,7 +166,7 @@ def model_problems(model: Any) -> list[str]:
     if getattr(model, "is_mm_prefix_lm", False):
         reasons.append(
             coded(
-                "KVP042",
+                "KVP045",
                 f"{model.model} attends to the tokens of an image in both directions, "
                 "which the kernels of a policy do not; serve it without a policy, or "
                 """without images: --limit-mm-per-prompt '{"image": 0}'""",
@@ -258,7 +258,7 @@ def layer_problems(name: str, layer: Any) -> list[str]:
     if value_size is not None and value_size != impl.head_size:
         reasons.append(
             coded(
-                "KVP043",
+                "KVP046",
                 f"layer {name} has keys of {impl.head_size} and values of {value_size} "
                 "elements, and pages hold equal halves; serve this model without a "
                 "policy",
