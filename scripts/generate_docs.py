@@ -13,6 +13,7 @@ A page marks each generated part with two comments:
     figures POLICY   list of measured figures of a policy, from docs/research
     imports          import graph of the package, from its source
     matrix           tested configurations, from the tests' ``proves`` marks
+    tested KIND      tested architectures or requests, by policy, from the same marks
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "figures": figures.list_of,
     "imports": imports.table,
     "matrix": matrix.tables,
+    "tested": matrix.rows,
 }
 
 
