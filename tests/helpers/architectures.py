@@ -51,8 +51,8 @@ class Architecture:
         feature: what distinguishes its attention, for the compatibility matrix.
         config: name of the configuration class in transformers.
         changes: fields of the configuration; None leaves a common field out.
-        undoes_rope: whether policies can undo its RoPE. False: it has none, or its
-            positions have several dimensions, and they refuse it with KVP031.
+        undoes_rope: whether policies can undo its RoPE. False: it has none, or one
+            that they cannot read, and they refuse the model with KVP031.
     """
 
     feature: str
@@ -104,12 +104,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"rope_parameters": {**_PARTIAL, "partial_rotary_factor": 0.25}},
     ),
     "Phi": Architecture(
-        "partial rotary (half), biases, no GQA",
+        "partial rotary (half), biases, no GQA; vLLM's transformers backend",
         "PhiConfig",
         {
             "num_key_value_heads": HEADS,
             "rope_parameters": {**_PARTIAL, "partial_rotary_factor": 0.5},
         },
+        undoes_rope=False,
     ),
     "Granite": Architecture(
         "softmax scale of its own", "GraniteConfig", {"attention_multiplier": 0.1}
@@ -124,6 +125,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "n_positions": MAX_POSITIONS,
             **dict.fromkeys(k for k in _COMMON if not k.endswith("id")),
             "vocab_size": VOCABULARY,
+            "tie_word_embeddings": False,
         },
         undoes_rope=False,
     ),
@@ -206,7 +208,8 @@ def _values(name: str, shape: torch.Size, generator: torch.Generator) -> torch.T
     if "embed" in name or ".wte" in name or ".wpe" in name:
         return noise
     gain = next((gain for part, gain in _GAINS.items() if part in name), 1.0)
-    return noise * (gain / shape[-1] ** 0.5)
+    inputs = shape[0] if ".c_" in name else shape[-1]  # GPT-2 transposes its matrices
+    return noise * (gain / inputs**0.5)
 
 
 # -- images ----------------------------------------------------------------------

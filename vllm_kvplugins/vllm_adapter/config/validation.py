@@ -327,7 +327,8 @@ def rotary_problems(policy: KVCachePolicy, rotary: Rotary | None) -> list[str]:
         coded(
             "KVP031",
             f"{policy.name} needs queries before RoPE, and this model has no RoPE, "
-            "several, layers without it, a RoPE that depends on the length (LongRoPE), "
-            "or multi-dimensional positions (M-RoPE); use another policy",
+            "several, layers without it, one that depends on the length (LongRoPE), "
+            "one in the code of transformers, or multi-dimensional positions (M-RoPE); "
+            "use another policy",
         )
     ]

@@ -46,9 +46,10 @@ class _RewindableGenerator(torch.Generator):
 
 def _rewindable(generator: torch.Generator) -> _RewindableGenerator:
     """The generator, marked; one of vLLM's is replaced by a copy."""
-    if not isinstance(generator, _RewindableGenerator):
-        state = generator.get_state()
-        generator = _RewindableGenerator(device="cpu")
-        generator.set_state(state)
-    generator.mark()
-    return generator
+    if isinstance(generator, _RewindableGenerator):
+        rewindable = generator
+    else:
+        rewindable = _RewindableGenerator(device="cpu")
+        rewindable.set_state(generator.get_state())
+    rewindable.mark()
+    return rewindable

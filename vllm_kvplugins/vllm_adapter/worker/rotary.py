@@ -52,4 +52,4 @@ def _skips_layers(config: Any) -> bool:
     The layers' modules do not show it: all have a RoPE, and some do not call it.
     """
     uses = getattr(getattr(config, "text_config", config), "no_rope_layers", None)
-    return bool(uses) and not all(uses)  # 1: the layer has RoPE
+    return not all(uses or ())  # 1: the layer has RoPE
