@@ -79,7 +79,11 @@ _PARTIAL = {"rope_type": "default", "rope_theta": 10000.0}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3": Architecture("QK-norm per head", "Qwen3Config", {"head_dim": HEAD_DIM}),
-    "Olmo2": Architecture("QK-norm over all heads", "Olmo2Config"),
+    "Olmo2": Architecture(
+        "QK-norm over all heads; vLLM's transformers backend",
+        "Olmo2Config",
+        undoes_rope=False,
+    ),
     "Qwen3-MoE": Architecture(
         "MoE, QK-norm",
         "Qwen3MoeConfig",
