@@ -1,4 +1,7 @@
-"""The matrix of tested policies and vLLM versions, read from the tests.
+"""The matrices of what is tested, read from the tests.
+
+One has policies down and vLLM versions across; two have model architectures, and kinds
+of requests, down and policies across.
 
 A test of ``tests/engine`` declares with ``@pytest.mark.proves(...)`` what it proves. A
 value is literal, or names a parameter of the test; then the values come from its
@@ -10,6 +13,14 @@ parametrisation, so that a case that leaves the test leaves the matrix too:
 ``policy`` is one name or several; ``vllm`` (default: the version that the tests
 install), ``runner`` (V1), ``asynchronous`` (False) and ``platform`` (CPU) are single
 values.
+
+With ``architecture`` or ``request``, the mark proves a row of another table: the name
+of a model in ``tests/helpers/architectures.py``, which also says what its attention is,
+or a kind of request. ``refused`` is the code with which the policy refuses it:
+
+    @pytest.mark.proves(architecture="name", policy="policy", refused="KVP031")
+
+So one line in ``ARCHITECTURES`` adds a row, and only with the tests that it runs in.
 """
 
 from __future__ import annotations
@@ -18,7 +29,8 @@ import importlib.util
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,7 +39,9 @@ from vllm_kvplugins.policies.registry import available_policies
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests" / "engine"
-FIELDS = {"policy", "vllm", "runner", "asynchronous", "platform"}
+HELPERS = TESTS.parent / "helpers"
+ROWS = ("architecture", "request")  # fields that name a row of a table of their own
+FIELDS = {"policy", "vllm", "runner", "asynchronous", "platform", "refused", *ROWS}
 
 
 class Column(NamedTuple):
@@ -50,13 +64,14 @@ class Proof(NamedTuple):
     said: str
     policy: str
     column: Column
+    row: tuple[str, str] | None = None  # one of ROWS, and its value
+    refused: str = ""
 
 
 def tables() -> str:
     """A table per platform, policies down and versions across, and the tests' names."""
-    proofs = list(found_proofs())
-    tests = {proof.test: proof.said for proof in proofs}
-    letters = {test: chr(ord("a") + i) for i, test in enumerate(tests)}
+    proofs = [proof for proof in found_proofs() if proof.row is None]
+    letters = _letters(proofs)
     parts = []
     for platform in sorted({proof.column.platform for proof in proofs}):
         here = [proof for proof in proofs if proof.column.platform == platform]
@@ -79,9 +94,59 @@ def tables() -> str:
             name = f"[`{policy}`](policies/{policy}.md)"
             parts.append(f"| {name} | {' | '.join(cell or '–' for cell in cells)} |")
         parts.append("")
-    for test, said in tests.items():
-        parts.append(f"- **{letters[test]}** `{test}`: {said}")
-    return "\n".join([*parts, ""])
+    return "\n".join([*parts, *_legend(proofs, letters), ""])
+
+
+def rows(kind: str) -> str:
+    """A table with one kind of row, policies across, and the tests' names.
+
+    Args:
+        kind: one of ``ROWS``.
+    """
+    proofs = [proof for proof in found_proofs() if proof.row and proof.row[0] == kind]
+    letters = _letters(proofs)
+    features = _features() if kind == "architecture" else {}
+    policies = list(dict.fromkeys(proof.policy for proof in proofs))
+    titles = [kind, *(["attention"] if features else [])]
+    titles += [f"[`{policy}`](policies/{policy}.md)" for policy in policies]
+    parts = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for name in dict.fromkeys(proof.row[1] for proof in proofs if proof.row):
+        cells = [name, *([features.get(name, "")] if features else [])]
+        for policy in policies:
+            here = [p for p in proofs if (p.row, p.policy) == ((kind, name), policy)]
+            found = {f"{letters[p.test]} {p.refused}".strip() for p in here}
+            cells.append(" ".join(sorted(found)) or "–")
+        parts.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*parts, "", *_legend(proofs, letters), ""])
+
+
+def _letters(proofs: Iterable[Proof]) -> dict[str, str]:
+    tests = dict.fromkeys(proof.test for proof in proofs)
+    return {test: chr(ord("a") + i) for i, test in enumerate(tests)}
+
+
+def _legend(proofs: Iterable[Proof], letters: dict[str, str]) -> list[str]:
+    said = {proof.test: proof.said for proof in proofs}
+    return [
+        f"- **{letter}** `{test}`: {said[test]}" for test, letter in letters.items()
+    ]
+
+
+def _features() -> dict[str, str]:
+    """What distinguishes the attention of each architecture."""
+    with _test_modules():
+        architectures = _load(HELPERS / "architectures.py").ARCHITECTURES
+    return {name: one.feature for name, one in architectures.items()}
+
+
+@contextmanager
+def _test_modules() -> Iterator[None]:
+    """Let the modules of the engine tests be imported."""
+    sys.path[:0] = [str(TESTS), str(HELPERS)]
+    try:
+        yield
+    finally:
+        del sys.path[:2]
 
 
 def found_proofs() -> Iterator[Proof]:
@@ -90,13 +155,10 @@ def found_proofs() -> Iterator[Proof]:
     Raises:
         ValueError: a mark has a field that there is not, or names no known policy.
     """
-    sys.path[:0] = [str(TESTS), str(TESTS.parent / "helpers")]
-    try:
+    with _test_modules():
         for path in sorted(TESTS.glob("test_*.py")):
             if "mark.proves(" in path.read_text(encoding="utf-8"):
                 yield from _proofs_of(path)
-    finally:
-        del sys.path[:2]
 
 
 def _proofs_of(path: Path) -> Iterator[Proof]:
@@ -128,11 +190,12 @@ def _proof(
         value("runner", "V1"),
         value("asynchronous", False),
     )
+    row = next(((kind, value(kind, "")) for kind in ROWS if kind in fields), None)
     policies = value("policy", "")
     for policy in [policies] if isinstance(policies, str) else policies:
         if policy not in available_policies():
             raise ValueError(f"{test} proves something of {policy!r}: no such policy")
-        yield Proof(test, said, policy, column)
+        yield Proof(test, said, policy, column, row, value("refused", ""))
 
 
 def _cases(marks: list[Any]) -> Iterator[dict[str, Any]]:
@@ -168,5 +231,9 @@ def _load(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[spec.name]
     return module

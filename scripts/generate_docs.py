@@ -16,6 +16,7 @@ A page marks each generated part with two comments:
     evidence         tables of the evidence; publish_evidence.py updates its rows
     imports          import graph of the package, from its source
     matrix           tested configurations, from the tests' ``proves`` marks
+    tested KIND      tested architectures or requests, by policy, from the same marks
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "figures": figures.list_of,
     "imports": imports.table,
     "matrix": matrix.tables,
+    "tested": matrix.rows,
 }
 
 

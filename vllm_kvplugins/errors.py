@@ -57,6 +57,8 @@ CODES: dict[str, str] = {
     "KVP039": "vLLM cannot load the model (explain, record)",
     "KVP040": "the policy's probes cannot run with these engine settings",
     "KVP041": "the policy cannot read what it needs from the model",
+    "KVP045": "the model attends to images in both directions",
+    "KVP046": "keys and values of a layer have different sizes",
     # 100-199: policies, budgets and plans
     "KVP100": "no policy has this name",
     "KVP101": "the import path of a policy is not 'module:Class'",

@@ -77,12 +77,13 @@ class Driver:
     def add(
         self,
         name: str,
-        prompt: list[int],
+        prompt: list[int] | dict[str, Any],
         max_tokens: int,
         margins: bool = False,
         turn_ends: Any = None,
         salt: str | None = None,
         patched: list[int] | None = None,
+        lora: Any = None,
     ) -> None:
         from vllm import SamplingParams
 
@@ -97,11 +98,13 @@ class Driver:
             logprobs=2 if margins else None,
             extra_args=extra or None,
         )
-        request: dict[str, Any] = {"prompt_token_ids": prompt}
+        request: dict[str, Any] = (
+            dict(prompt) if isinstance(prompt, dict) else {"prompt_token_ids": prompt}
+        )
         if salt is not None:
             request["cache_salt"] = salt
         self.tokens[name] = []
-        self.engine.add_request(name, request, params)
+        self.engine.add_request(name, request, params, lora_request=lora)
 
     def abort(self, names: list[str]) -> None:
         self.engine.abort_request(names)
@@ -134,7 +137,7 @@ class Driver:
         self.step_until(lambda: not self.busy)
 
     def generate(
-        self, prompts: dict[str, list[int]], max_tokens: int, margins: bool = False
+        self, prompts: dict[str, Any], max_tokens: int, margins: bool = False
     ) -> dict[str, list[int]]:
         """Run all prompts together to their end."""
         for name, prompt in prompts.items():

@@ -116,6 +116,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {"skip_tokenizer_init": True, "enable_lora": True},
         ["1. [KVP040]", "remove --enable-lora", "2. [KVP040]", "--skip-tokenizer-init"],
     ),
+    "surprisal with LoRA": (
+        {"name": "sekv"},
+        {"enable_lora": True, "model": "deep"},
+        ["[KVP041]", "remove --enable-lora"],
+    ),
     "index of float16": (
         {"name": "quest"},
         {"dtype": "float16"},

@@ -90,6 +90,17 @@ def test_a_cpu_has_its_own(monkeypatch):
     assert kernel_choice.problems(config(), asked("triton")) == []
 
 
+@pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 192, 256])
+def test_a_cpu_supports_the_usual_head_sizes(size):
+    assert kernel_choice.problems(config(head_size=size), asked()) == []
+
+
+@pytest.mark.parametrize("size", [48, 72])
+def test_a_head_size_that_the_cpu_kernel_lacks_is_refused(size):
+    (problem,) = kernel_choice.problems(config(head_size=size), asked())
+    assert codes_in(problem) == ("KVP025",)
+
+
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
     ("kernel_name", "dtype", "head_size", "kernel"),

@@ -16,7 +16,15 @@ SEED = 11
 
 
 def view_of(
-    keys, queries, first_query, observed, order=None, budget=0, rotary=None, values=None
+    keys,
+    queries,
+    first_query,
+    observed,
+    order=None,
+    budget=0,
+    rotary=None,
+    values=None,
+    scale=None,
 ):
     positions = torch.arange(keys.shape[1]).expand(keys.shape[0], -1)
     if order is not None:
@@ -28,7 +36,7 @@ def view_of(
         valid=None,
         queries=queries,
         query_positions=torch.arange(first_query, first_query + queries.shape[1]),
-        scale=keys.shape[-1] ** -0.5,
+        scale=keys.shape[-1] ** -0.5 if scale is None else scale,
         rotary=rotary,
         observed=observed,
         budget_tokens=budget,
@@ -64,10 +72,12 @@ def test_h2o_accumulates_the_whole_causal_attention(group):
     torch.testing.assert_close(scores[:, :-16], expected[:, :-16], atol=1e-5, rtol=1e-5)
 
 
-def rotary_table(dim: int, positions: int, is_neox: bool) -> Rotary:
+def rotary_table(
+    dim: int, positions: int, is_neox: bool, factor: float = 1.0
+) -> Rotary:
     frequency = 10000.0 ** (-torch.arange(0, dim, 2) / dim)
     angle = torch.arange(positions)[:, None] * frequency
-    return Rotary(angle.cos(), angle.sin(), is_neox)
+    return Rotary(factor * angle.cos(), factor * angle.sin(), is_neox)
 
 
 def rotation(rotary: Rotary, position: int, dim: int) -> torch.Tensor:
@@ -80,11 +90,13 @@ def rotation(rotary: Rotary, position: int, dim: int) -> torch.Tensor:
     return matrix
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.25], ids=["plain", "yarn"])
 @pytest.mark.parametrize("is_neox", [True, False])
-def test_rotary_is_undone_and_averaged(is_neox):
+def test_rotary_is_undone_and_averaged(is_neox, factor):
+    """YaRN multiplies queries and keys by a factor as well."""
     print("seed", SEED)
     dim, heads = 8, 3
-    rotary = rotary_table(dim, 60, is_neox)
+    rotary = rotary_table(dim, 60, is_neox, factor)
     before = torch.randn(heads, 5, dim, generator=torch.Generator().manual_seed(SEED))
     positions = torch.tensor([0, 3, 17, 40, 59])
     after = torch.stack(
@@ -97,9 +109,12 @@ def test_rotary_is_undone_and_averaged(is_neox):
     torch.testing.assert_close(partial[..., dim:], after)
 
 
-@pytest.mark.parametrize("group", [1, 3])
-def test_expected_attention_against_its_formula(group):
-    """exp(mu k / sqrt d + k Sigma k / 2d), normalized, times the value's norm."""
+@pytest.mark.parametrize(("group", "scale"), [(1, 8**-0.5), (3, 8**-0.5), (3, 0.1)])
+def test_expected_attention_against_its_formula(group, scale):
+    """exp(s mu k + s^2 k Sigma k / 2), normalized, times the value's norm.
+
+    Some models have a softmax scale s other than 1 / sqrt(head_dim).
+    """
     print("seed", SEED)
     generator = torch.Generator().manual_seed(SEED)
     heads, tokens, dim, sinks = 2, 70, 8, 4
@@ -118,7 +133,15 @@ def test_expected_attention_against_its_formula(group):
             keys[:, :stop], queries[:, first:stop], first, observed, rotary=rotary
         )
         observed = policy.observation.observe(view)
-    view = view_of(keys, queries[:, :0], tokens, observed, rotary=rotary, values=values)
+    view = view_of(
+        keys,
+        queries[:, :0],
+        tokens,
+        observed,
+        rotary=rotary,
+        values=values,
+        scale=scale,
+    )
     scores = policy.score(view)
 
     turn = torch.stack(
@@ -132,7 +155,7 @@ def test_expected_attention_against_its_formula(group):
             spread = turn @ torch.cov(sample.T, correction=0) @ turn.T
             logits = torch.stack(
                 [
-                    k @ mean / dim**0.5 + k @ spread @ k / (2 * dim)
+                    scale * (k @ mean) + scale**2 * (k @ spread @ k) / 2
                     for k in keys[head, sinks:]
                 ]
             )

@@ -70,10 +70,10 @@ class ExpectedAttention(Compressor):
 
     Future queries before RoPE are modeled as Gaussian, with the mean and covariance of
     the prompt's queries; RoPE is averaged over the next positions. The expected
-    exponential of a logit is then ``exp(mu k / sqrt(d) + k Sigma k / 2d)``. It is
-    normalized over the keys and multiplied by the norm of the value. Constants and the
-    treatment of sinks follow the authors' code in kvpress, and kept positions are the
-    same.
+    exponential of a logit is then ``exp(s mu k + s^2 k Sigma k / 2)``, where s is the
+    model's softmax scale. It is normalized over the keys and multiplied by the norm of
+    the value. Constants and the treatment of sinks follow the authors' code in kvpress,
+    and kept positions are the same.
 
     With a ``decode_budget``, the queries of generated tokens count as well, with equal
     weight. kvpress uses only those of the newest tokens.
@@ -125,12 +125,13 @@ class ExpectedAttention(Compressor):
         mean, covariance = self._future(view, dim)
         group = mean.shape[0] // num_kv_heads
         mean = mean.view(num_kv_heads, group, dim)
-        logits = torch.einsum("hgd,hnd->hgn", mean, keys) / dim**0.5
+        logits = torch.einsum("hgd,hnd->hgn", mean, keys) * view.scale
         if self.use_covariance:
             covariance = covariance.view(num_kv_heads, group, dim, dim)
             # [.., n, dim] for every query head; freed before the values are read.
             spread = torch.einsum("hnd,hgde->hgne", keys, covariance)
-            logits += torch.einsum("hgne,hne->hgn", spread, keys) / (2 * dim)
+            spread = torch.einsum("hgne,hne->hgn", spread, keys)
+            logits += spread * (view.scale**2 / 2)
             del spread
         first = view.positions < self.sinks  # invalid slots have position -1
         logits.masked_fill_(first[:, None], -torch.inf)

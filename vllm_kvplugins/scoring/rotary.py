@@ -11,6 +11,8 @@ import torch
 class Rotary:
     """A model's RoPE.
 
+    Some kinds also scale: YaRN multiplies cos and sin by one factor.
+
     Attributes:
         cos: float32 [positions, rotated_dim / 2].
         sin: float32 [positions, rotated_dim / 2].
@@ -33,7 +35,8 @@ class Rotary:
             float32 [heads, n, head_dim].
         """
         cos, sin = self.cos[positions], -self.sin[positions]
-        return self._rotate(states.to(torch.float32), cos, sin)
+        scale = cos.square() + sin.square()  # 1, or the squared factor of YaRN
+        return self._rotate(states.to(torch.float32), cos / scale, sin / scale)
 
     def mean_rotation(self, first: int, count: int, head_dim: int) -> torch.Tensor:
         """Mean rotation matrix over positions ``first`` to ``first + count``.

@@ -70,7 +70,7 @@ class PolicyBuilder(ABC):
                 *(
                     problem
                     for name, layer in zip(self.layer_names, self.layers, strict=True)
-                    for problem in layer_problems(name, layer.impl)
+                    for problem in layer_problems(name, layer)
                 ),
             ],
         )

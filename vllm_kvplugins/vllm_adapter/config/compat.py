@@ -141,6 +141,15 @@ class RunnerV1:
         request_ids = batch.req_ids[: metadata.num_reqs]
         return _rows(metadata, request_ids, batch.num_prompt_tokens)
 
+    def replace_generators(
+        self, replacement: Callable[[torch.Generator], torch.Generator]
+    ) -> None:
+        """Replace the random generators of the requests in the batch that have one."""
+        batch, requests = self._runner.input_batch, self._runner.requests
+        for index, generator in batch.generators.items():
+            new = batch.generators[index] = replacement(generator)
+            requests[batch.req_ids[index]].generator = new  # for after a preemption
+
     def forbid_full_graphs(self, needs_layers: NeedsLayers) -> None:
         """Prevent replay of full graphs in steps that need host code.
 
@@ -209,6 +218,11 @@ class RunnerV2:
             return []  # warm-up
         request_ids = [states.index_to_req_id[int(i)] for i in indices]
         return _rows(metadata, request_ids, states.prompt_len.np[indices])
+
+    def replace_generators(
+        self, replacement: Callable[[torch.Generator], torch.Generator]
+    ) -> None:
+        """Do nothing: V2 derives random numbers from a request's seed and position."""
 
     def forbid_full_graphs(self, needs_layers: NeedsLayers) -> None:
         """Prevent replay of full graphs in steps that need host code.

@@ -38,7 +38,7 @@ def problems(vllm_config: VllmConfig, request: dict[str, Any]) -> list[str]:
 
     kernel = parse_kernel(request)
     if current_platform.is_cpu():
-        return _cpu_problems(kernel)
+        return _cpu_problems(kernel) or _head_size_problems(kernel, vllm_config)
     reasons = []
     backend = vllm_config.attention_config.backend
     # CUSTOM is our own, set by an earlier engine with the same settings object.
@@ -70,6 +70,30 @@ def _cpu_problems(kernel: str) -> list[str]:
             )
         ]
     return [coded("KVP025", f"kernel {kernel!r} needs CUDA; on a CPU use 'auto'")]
+
+
+def _head_size_problems(kernel: str, vllm_config: VllmConfig) -> list[str]:
+    """Reasons why vLLM's CPU kernel does not support the model's heads.
+
+    vLLM itself finds out at the first request, which ends its engine.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    model = vllm_config.model_config
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    if (
+        kernel == "triton"
+        or getattr(model, "use_mla", False)
+        or model.get_head_size() in supported
+    ):
+        return []
+    return [
+        coded(
+            "KVP025",
+            f"vLLM's CPU kernel does not support head size {model.get_head_size()}, "
+            f"only {', '.join(map(str, supported))}; serve another model",
+        )
+    ]
 
 
 def _flash_problems(vllm_config: VllmConfig) -> list[str]:

@@ -193,6 +193,9 @@ _EVERYWHERE = {
     "is_empty() data",
     f"{_TRANSFER}.kv_transfer_state": "ensure_kv_transfer_shutdown() "
     "get_kv_transfer_group()",
+    # The RoPE that policies undo.
+    "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": "is_neox_style "
+    "forward_native(positions query key)",
 }
 
 _BACKENDS = "vllm.v1.attention.backends"
@@ -215,6 +218,9 @@ _ON_CPUS = {
     "seq_lens dtype query_start_loc causal sliding_window_size isa enable_kv_split "
     "kv_cache_dtype) cpu_attn_reshape_and_cache()",
     "vllm.envs": "VLLM_CPU_ATTN_SPLIT_KV",
+    # Random generators of requests with a seed.
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "input_batch requests",
+    "vllm.v1.worker.gpu_input_batch:InputBatch": "generators req_ids",
     "vllm.v1.worker.cpu_worker:CPUWorker": "__init__(vllm_config) init_device() "
     "load_model() get_kv_cache_spec() initialize_from_config(kv_cache_config) "
     "execute_model(scheduler_output) vllm_config",

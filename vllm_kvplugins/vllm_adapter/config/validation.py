@@ -163,6 +163,15 @@ def model_problems(model: Any) -> list[str]:
                 "serve it without a policy",
             )
         )
+    if getattr(model, "is_mm_prefix_lm", False):
+        reasons.append(
+            coded(
+                "KVP045",
+                f"{model.model} attends to the tokens of an image in both directions, "
+                "which the kernels of a policy do not; serve it without a policy, or "
+                """without images: --limit-mm-per-prompt '{"image": 0}'""",
+            )
+        )
     return reasons
 
 
@@ -241,9 +250,20 @@ def _parallel_problems(parallel: Any) -> list[str]:
     return reasons
 
 
-def layer_problems(name: str, impl: Any) -> list[str]:
+def layer_problems(name: str, layer: Any) -> list[str]:
     """Reasons that only a built attention layer shows."""
     reasons = []
+    impl = layer.impl
+    value_size = getattr(layer, "head_size_v", None)
+    if value_size is not None and value_size != impl.head_size:
+        reasons.append(
+            coded(
+                "KVP046",
+                f"layer {name} has keys of {impl.head_size} and values of {value_size} "
+                "elements, and pages hold equal halves; serve this model without a "
+                "policy",
+            )
+        )
     if impl.alibi_slopes is not None:
         reasons.append(
             coded(
@@ -307,6 +327,8 @@ def rotary_problems(policy: KVCachePolicy, rotary: Rotary | None) -> list[str]:
         coded(
             "KVP031",
             f"{policy.name} needs queries before RoPE, and this model has no RoPE, "
-            "several, or multi-dimensional positions (M-RoPE); use another policy",
+            "several, layers without it, one that depends on the length (LongRoPE), "
+            "one in the code of transformers, or multi-dimensional positions (M-RoPE); "
+            "use another policy",
         )
     ]

@@ -67,6 +67,7 @@ def problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
     return [
         *_replay_problems(vllm_config, policy),
         *_head_problems(vllm_config, policy),
+        *_adapter_problems(vllm_config, policy),
     ]
 
 
@@ -103,5 +104,22 @@ def _head_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
             f"the router of {policy.name} needs all query heads of the model, but each "
             f"of the {ranks} ranks has only a part; remove `router`, or use "
             "--tensor-parallel-size 1",
+        )
+    ]
+
+
+def _adapter_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
+    """Reasons why surprisal would not be that of a request's LoRA adapter.
+
+    vLLM selects the adapter of the output layer by the tokens that it samples, and
+    surprisal needs logits of other tokens.
+    """
+    if policy.spans is None or vllm_config.lora_config is None:
+        return []
+    return [
+        coded(
+            "KVP041",
+            f"{policy.name} computes logits of all prompt tokens, for which vLLM "
+            "selects no LoRA adapter; remove --enable-lora",
         )
     ]
