@@ -25,6 +25,8 @@ from vllm_kvplugins.vllm_adapter.attention.gpu import GPUPolicyBackend, GPUPolic
 class TritonPolicyBackend(GPUPolicyBackend, TritonAttentionBackend):
     """vLLM's Triton backend writes the cache, and our kernel reads it."""
 
+    stock_backend = TritonAttentionBackend
+
     @staticmethod
     def get_impl_cls() -> type[TritonPolicyImpl]:
         return TritonPolicyImpl
@@ -65,6 +67,7 @@ class TritonPolicyImpl(PolicyImpl, TritonAttentionImpl):
     """Attention of one layer through the flat page tables."""
 
     metadata_type = TritonPolicyMetadata
+    attends_with_sinks = True
 
     def attend(
         self,
@@ -77,7 +80,7 @@ class TritonPolicyImpl(PolicyImpl, TritonAttentionImpl):
         heap = self.runtime.heap
         assert heap is not None
         tokens = metadata.num_actual_tokens
-        attend_paged(
+        out, lse = attend_paged(
             NewTokens(query[:tokens], metadata.query_start, metadata.max_per_row),
             PagedKV(pages, heap.layout),
             scope.pages,
@@ -85,3 +88,7 @@ class TritonPolicyImpl(PolicyImpl, TritonAttentionImpl):
             self.scale,
             out=output[:tokens].view(-1, self.num_heads, self.head_size),
         )
+        if self.sinks is not None:
+            # A softmax with one more logit, whose share is dropped.
+            share = (lse - self.sinks.float()).sigmoid_()
+            out.mul_(share[..., None].to(out.dtype))
