@@ -7,6 +7,7 @@ weights, so these tests prove token identity, reclaim and absence of leaks, not 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import tempfile
 from pathlib import Path
@@ -127,9 +128,11 @@ def test_blocks_are_freed_as_planned(model, policy):
     run = seen("reclaim", model, policy)
     decoding = [step for step in run["steps"] if step["computed"] > 1500]
     managed = run["managed"]
-    for step in decoding:
-        assert step["held"][managed] == step["planned"], step
-        assert step["resident_tokens"] == step["planned"] * run["block_size"]
+    for before, step in itertools.pairwise(decoding):
+        own, planned = step["held"][managed], step["planned"]
+        # Blocks of a compaction come back when the next step is scheduled.
+        assert own in (planned, max(planned, before["planned"])), step
+        assert step["resident_tokens"] == own * run["block_size"]
         for group, held in enumerate(step["held"]):
             if group != managed:  # a window of two blocks, and the one it grows into
                 assert held <= 4, step
