@@ -67,7 +67,6 @@ class TritonPolicyImpl(PolicyImpl, TritonAttentionImpl):
     """Attention of one layer through the flat page tables."""
 
     metadata_type = TritonPolicyMetadata
-    attends_with_sinks = True
 
     def attend(
         self,
@@ -80,7 +79,7 @@ class TritonPolicyImpl(PolicyImpl, TritonAttentionImpl):
         heap = self.runtime.heap
         assert heap is not None
         tokens = metadata.num_actual_tokens
-        out, lse = attend_paged(
+        attend_paged(
             NewTokens(query[:tokens], metadata.query_start, metadata.max_per_row),
             PagedKV(pages, heap.layout),
             scope.pages,
@@ -88,7 +87,3 @@ class TritonPolicyImpl(PolicyImpl, TritonAttentionImpl):
             self.scale,
             out=output[:tokens].view(-1, self.num_heads, self.head_size),
         )
-        if self.sinks is not None:
-            # A softmax with one more logit, whose share is dropped.
-            share = (lse - self.sinks.float()).sigmoid_()
-            out.mul_(share[..., None].to(out.dtype))

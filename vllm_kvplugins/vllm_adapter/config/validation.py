@@ -327,8 +327,8 @@ def layer_problems(name: str, impl: Any, policy: KVCachePolicy) -> list[str]:
             reasons.append(
                 coded(
                     "KVP017",
-                    f"{sinks} this kernel does not support; set "
-                    '{"kernel": "triton"} in --kv-policy-config',
+                    f"{sinks} the kernels for GPUs do not support; serve this model "
+                    "without a policy",
                 )
             )
         if not _models_attention(policy):
