@@ -38,7 +38,54 @@ _STATE_LAYERS = (
     "mamba_d_state",
     "ssm_cfg",
 )
-_ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+# Attention types of layers, by the names of transformers.
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+ATTENTION_TYPES = (FULL, SLIDING, CHUNKED)
+# One layer of so many has full attention, the last one. These are defaults of the
+# configuration classes, which older files of the models rely on.
+_PATTERNS = {
+    "cohere2": 4,
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "gpt_oss": 2,
+    "llama4_text": 4,
+}
+
+
+def layer_types(text: Any, num_layers: int) -> tuple[str, ...]:
+    """Attention type of each layer.
+
+    A policy manages the layers of type ``FULL``. The worker compares the result with
+    the loaded layers.
+
+    Args:
+        text: configuration of the language model, with its fields as attributes.
+
+    Returns:
+        Names as in ``layer_types`` of ``config.json``. A type whose width is missing or
+        0 counts as ``FULL``, because vLLM then builds full attention.
+    """
+    window = getattr(text, "sliding_window", None)
+    if getattr(text, "use_sliding_window", None) is False:
+        window = None
+    chunk = getattr(text, "attention_chunk_size", None)
+    given = getattr(text, "layer_types", None)
+    pattern = getattr(text, "sliding_window_pattern", None) or _PATTERNS.get(
+        getattr(text, "model_type", None) or ""
+    )
+    local = SLIDING if window else CHUNKED if chunk else FULL
+    if given:
+        types = tuple(given)[:num_layers]
+    elif pattern:
+        types = tuple(
+            local if (layer + 1) % pattern else FULL for layer in range(num_layers)
+        )
+    else:
+        types = (local,) * num_layers
+    without_width = {
+        kind for kind, width in ((SLIDING, window), (CHUNKED, chunk)) if not width
+    }
+    return tuple(FULL if kind in without_width else kind for kind in types)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +180,7 @@ class ConfigOnlyModel:
     def is_hybrid(self) -> bool:
         kinds = self.text.get("layer_types") or ()
         if kinds:
-            return any(kind not in _ATTENTION_KINDS for kind in kinds)
+            return any(kind not in ATTENTION_TYPES for kind in kinds)
         return any(self.text.get(key) is not None for key in _STATE_LAYERS)
 
     @property
@@ -148,6 +195,11 @@ class ConfigOnlyModel:
     def max_positions(self) -> int | None:
         """Maximum number of positions, before scaling of RoPE."""
         return self._first(("max_position_embeddings", "n_positions", "seq_length"))
+
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """See :func:`layer_types`; empty if the file has no number of layers."""
+        return layer_types(self.hf_text_config, self._first(_LAYERS) or 0)
 
     def layer_problems(self) -> list[str]:
         """Reasons for which the engine refuses the layers, as far as the file shows."""

@@ -28,9 +28,9 @@ class Held:
 class ResidencyWatch:
     """Records the device memory of each running request after every scheduling step.
 
-    Counts the blocks in vLLM's block table of each request; a block that two requests
-    share counts for both. Memory outside vLLM's pool counts too: page lists, positions,
-    and means and zoomed tokens of spans.
+    Counts the blocks in vLLM's block tables of each request, those of windowed layers
+    included; a block that two requests share counts for both. Memory outside vLLM's
+    pool counts too: page lists, positions, and means and zoomed tokens of spans.
 
     Args:
         llm: an engine in this process.
@@ -39,13 +39,12 @@ class ResidencyWatch:
     def __init__(self, llm: Any) -> None:
         core = llm.llm_engine.engine_core.engine_core
         self._scheduler = core.scheduler
-        (self._blocks,) = (
-            core.scheduler.kv_cache_manager.coordinator.single_type_managers
-        )
+        coordinator = core.scheduler.kv_cache_manager.coordinator
+        self._managers = coordinator.single_type_managers
         config = core.scheduler.kv_cache_config
-        self.block_bytes = sum(t.size for t in config.kv_cache_tensors) // (
-            config.num_blocks
-        )
+        # All tensors are views of one allocation, which the groups of layers share.
+        (pool_bytes,) = {tensor.size for tensor in config.kv_cache_tensors}
+        self.block_bytes = pool_bytes // config.num_blocks
         worker = core.model_executor.driver_worker.worker
         self._runtime = getattr(worker, "kv_policy_runtime", None)
         self.held: dict[str, Held] = {}
@@ -61,15 +60,19 @@ class ResidencyWatch:
 
     def _note(self, name: str, new_tokens: int) -> None:
         request = self._scheduler.requests[name]
-        blocks = self._blocks.req_to_blocks.get(name, ())
-        now = sum(not block.is_null for block in blocks) * self.block_bytes
+        held = sum(
+            not block.is_null
+            for manager in self._managers
+            for block in manager.req_to_blocks.get(name, ())
+        )
+        now = held * self.block_bytes
         if self._runtime is not None:
             now += self._runtime.device_bytes(name)
         # vLLM appends a suffix to the request name that outputs show
-        held = self.held.setdefault(name.rpartition("-")[0], Held())
-        held.peak_bytes = max(held.peak_bytes, now)
+        record = self.held.setdefault(name.rpartition("-")[0], Held())
+        record.peak_bytes = max(record.peak_bytes, now)
         if request.num_output_tokens and new_tokens == 1:
-            held.decode_bytes.append(now)
+            record.decode_bytes.append(now)
 
 
 def open_engine(

@@ -35,6 +35,8 @@ class Driver:
     """One engine, stepped by hand.
 
     Attributes:
+        managers: block managers of all groups of layers.
+        manager: the one of the full-attention layers, which a policy manages.
         tokens: generated token ids per request, as far as they got.
         cached: prompt tokens per request that came from the prefix cache.
         margins: per request, per token, how far the best logprob led (only
@@ -50,8 +52,9 @@ class Driver:
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
-        (self.manager,) = managers
+        coordinator = self.scheduler.kv_cache_manager.coordinator
+        self.managers = coordinator.single_type_managers
+        (self.manager,) = filter(_has_full_attention, self.managers)
         self.block_size = self.manager.block_size
         self.tokens: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
@@ -167,10 +170,11 @@ class Driver:
         return int(self.pool.num_gpu_blocks) - 1
 
     def held_blocks(self) -> set[int]:
-        """Ids of the blocks that requests hold, without duplicates."""
+        """Ids of the blocks that requests hold in all groups, without duplicates."""
         return {
             block.block_id
-            for blocks in self.manager.req_to_blocks.values()
+            for manager in self.managers
+            for blocks in manager.req_to_blocks.values()
             for block in blocks
             if not block.is_null
         }
@@ -196,6 +200,12 @@ class Driver:
         self.manager.check_integrity()
         (tracked,) = self.llm.collective_rpc("kv_policy_check_integrity")
         return int(tracked)
+
+
+def _has_full_attention(manager: Any) -> bool:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return isinstance(manager.kv_cache_spec, FullAttentionSpec)
 
 
 def worker_of(llm: Any) -> Any:

@@ -36,6 +36,16 @@ MISTRAL = {
     "model_type": "mistral",
     "sliding_window": 128,
 }
+_WINDOWED = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": 128,
+    "num_hidden_layers": 3,
+}
+HYBRID = _WINDOWED | {"layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+MOSTLY_FULL = _WINDOWED | {
+    "layer_types": ["sliding_attention"] + ["full_attention"] * 2
+}
 SNAPKV = {"name": "snapkv"}
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
@@ -80,6 +90,21 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     ),
     "MLA": (SNAPKV, {"model": "mla"}, ["[KVP011]", "without a policy"]),
     "sliding window": (SNAPKV, {"model": "mistral"}, ["[KVP012]"]),
+    "windowed layers without their manager": (
+        SNAPKV,
+        {"model": "hybrid", "disable_hybrid_kv_cache_manager": True},
+        ["1. [KVP042]", "remove --disable-hybrid-kv-cache-manager"],
+    ),
+    "more full than windowed layers": (
+        SNAPKV,
+        {"model": "mostly-full"},
+        ["1. [KVP043]", "2 KV cache groups"],
+    ),
+    "probes and sessions with windowed layers": (
+        {"name": "kvzip", "sessions": True},
+        {"model": "hybrid", "max_model_len": 4096},
+        ["1. [KVP040]", "2. [KVP044]", '"sessions": false'],
+    ),
     "speculative": (
         SNAPKV,
         {"speculative_config": NGRAM},
@@ -153,6 +178,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("configs")
     deep = {"num_hidden_layers": 4}  # retrievers keep two layers whole
     configs = {"llama": {}, "deep": deep, "mla": MLA, "mistral": MISTRAL}
+    configs |= {"hybrid": HYBRID, "mostly-full": MOSTLY_FULL}
     return {
         name: str(write_config(folder / name, **changes))
         for name, changes in configs.items()

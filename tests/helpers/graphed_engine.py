@@ -125,7 +125,7 @@ class Engine:
         self.config.compilation_config.static_forward_context = layers
         with monkeypatch.context() as patch:
             patch.setattr(flat, "get_layers_from_vllm_config", lambda *_: layers)
-            patch.setattr(flat, "rotary_of", lambda model: None)
+            patch.setattr(flat, "rotary_of", lambda *args: None)
             device = torch.device("cpu")
             self.builder = builder_cls(None, list(layers), self.config, device)
         self.caches, self.turn = caches, 0

@@ -43,7 +43,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
     """A model folder without weights, for ``load_format="dummy"``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(LLAMA | changes))
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     return folder
 
 
@@ -89,7 +89,7 @@ def write_tiny_model(
     return folder
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """A tokenizer with one token per word, for policies that encode text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 

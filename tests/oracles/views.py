@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from vllm_kvplugins.policies.base import LayerView
 
 
 def make_layer_view(**given: Any) -> LayerView:
-    """A view in which every field that is not given is None."""
-    blank = {field.name: None for field in fields(LayerView)}
+    """A view in which every field without a default that is not given is None."""
+    required = (field for field in fields(LayerView) if field.default is MISSING)
+    blank = {field.name: None for field in required}
     return LayerView(**{**blank, **given})

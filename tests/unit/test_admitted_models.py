@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="reads the layers of vLLM's models")
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
+from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import codes_in
 from vllm_kvplugins.vllm_adapter.config import validation
 from vllm_kvplugins.vllm_adapter.worker.rotary import rotary_of
@@ -82,7 +83,7 @@ def test_what_a_layer_of_vllm_rotates_is_undone(kind, is_neox):
     after, _ = layer.forward_native(positions, before.flatten(1), None)
     after = after.view(before.shape).transpose(0, 1)
     assert not after[:, 1:].allclose(before.transpose(0, 1)[:, 1:])
-    rotary = rotary_of(Model(layer, rope(KINDS[kind], is_neox)))
+    rotary = rotary_of(Model(layer, rope(KINDS[kind], is_neox)), ())
     assert rotary is not None
     undone = rotary.undo(after, positions)
     torch.testing.assert_close(undone, before.transpose(0, 1), atol=1e-5, rtol=1e-4)
@@ -90,10 +91,10 @@ def test_what_a_layer_of_vllm_rotates_is_undone(kind, is_neox):
 
 def test_a_vision_tower_does_not_count():
     default, other = rope(KINDS["default"]), rope(KINDS["half"], base=100.0)
-    rotary = rotary_of(VisionModel(other, Model(default)))
+    rotary = rotary_of(VisionModel(other, Model(default)), ())
     assert rotary is not None
     assert rotary.cos.shape[1] == HEAD_DIM // 2
-    assert rotary_of(VisionModel(default, Model(rope(M_ROPE)))) is None
+    assert rotary_of(VisionModel(default, Model(rope(M_ROPE))), ()) is None
 
 
 @pytest.mark.parametrize(
@@ -116,11 +117,12 @@ def test_a_vision_tower_does_not_count():
     ],
 )
 def test_a_rope_that_cannot_be_undone_is_none(model):
-    assert rotary_of(model()) is None
+    assert rotary_of(model(), ()) is None
 
 
 def test_a_list_of_layers_that_all_have_rope_is_no_obstacle():
-    assert rotary_of(Model(rope(KINDS["default"]), no_rope_layers=[1, 1])) is not None
+    model = Model(rope(KINDS["default"]), no_rope_layers=[1, 1])
+    assert rotary_of(model, ()) is not None
 
 
 @pytest.mark.parametrize("prefix_lm", [True, False])
@@ -151,5 +153,5 @@ def test_layers_with_smaller_values_are_refused(values, expected):
         logits_soft_cap=0,
     )
     layer = SimpleNamespace(impl=impl, head_size_v=values)
-    problems = validation.layer_problems("layer", layer)
+    problems = validation.layer_problems("layer", layer, parse_policy({"name": "snapkv"}))
     assert codes_in("\n".join(problems)) == expected

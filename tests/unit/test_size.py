@@ -276,13 +276,19 @@ def test_a_file_without_a_shape_is_refused():
     ("change", "words"),
     [
         ({"kv_lora_rank": 512}, "latent attention (MLA)"),
-        ({"sliding_window": 4096}, "sliding-window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
-        ({"attention_chunk_size": 8192}, "sliding-window"),
+        ({"sliding_window": 4096}, "KVP012"),
+        ({"attention_chunk_size": 8192}, "KVP012"),
+        (
+            {
+                "layer_types": ["full_attention", "full_attention", "sliding_attention"]
+                * 10,
+                "sliding_window": 4096,
+            },
+            "KVP043",
+        ),
         ({"full_attention_interval": 4}, "without a KV cache"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "without a KV"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"attn_logit_softcapping": 50.0}, "caps attention logits"),
         ({"alibi": True}, "KVP016"),
         ({"num_kv_shared_layers": 10}, "KVP018"),
     ],
@@ -292,6 +298,27 @@ def test_models_that_the_engine_refuses_are_refused(tmp_path, change, words):
     done = run(str(tmp_path))
     assert done.exit_code == 1
     assert words in done.stderr
+
+
+@pytest.mark.parametrize("policy", ["quest", "kvzip", "expected-attention"])
+def test_capped_logits_are_refused_where_a_policy_does_not_model_them(tmp_path, policy):
+    config = LLAMA_8B | {"attn_logit_softcapping": 50.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert run(str(tmp_path)).exit_code == 0
+    done = run(str(tmp_path), policy=policy)
+    assert done.exit_code == 1
+    assert "KVP015" in done.stderr
+
+
+def test_figures_of_a_hybrid_cover_the_full_attention_layers(tmp_path):
+    config = LLAMA_8B | {"sliding_window": 4096, "sliding_window_pattern": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    hybrid = figures(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    plain = figures(str(tmp_path))
+    assert (hybrid["num_layers"], plain["num_layers"]) == (8, 32)
+    assert 4 * hybrid["block_bytes"] == plain["block_bytes"]
+    assert any("24 of 32 layers" in note for note in hybrid["notes"])
 
 
 @pytest.mark.parametrize(

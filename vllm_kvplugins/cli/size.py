@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -110,7 +111,7 @@ def sizing(
     """
     from vllm_kvplugins.cli.settings import written_settings
     from vllm_kvplugins.config import parse_options, parse_policy
-    from vllm_kvplugins.model_config import read_model_config
+    from vllm_kvplugins.model_config import FULL, read_model_config
     from vllm_kvplugins.plan.geometry import Geometry, Lengths
     from vllm_kvplugins.plan.residency_plan import ResidencyPlan
     from vllm_kvplugins.plan.sizing import footprint
@@ -119,7 +120,9 @@ def sizing(
     policy = parse_policy({"name": policy_name, **options})
     model = read_model_config(model_name, dtype)
     _check_start_up(policy, model, dtype, block_size)
-    shape = model.cache_shape()
+    shape = replace(
+        model.cache_shape(), num_layers=model.layer_types.count(FULL)
+    )  # the layers that the policy manages
     geometry = Geometry(
         block_size=block_size,
         num_layers=shape.num_layers,
@@ -226,6 +229,7 @@ def _check_start_up(
     policy: KVCachePolicy, model: ConfigOnlyModel, dtype: str, block_size: int
 ) -> None:
     """Run the start-up checks of the engine that need no engine."""
+    from vllm_kvplugins.model_config import FULL
     from vllm_kvplugins.vllm_adapter.config import validation
 
     cache = SimpleNamespace(cache_dtype=dtype, block_size=block_size)
@@ -234,6 +238,8 @@ def _check_start_up(
         *model.layer_problems(),
         *validation.cache_problems(cache),
         *validation.dtype_problems(policy, model),
+        *validation.softcap_problems(policy, model),
+        *validation.hybrid_problems(model.layer_types, policy, model),
     ]
     if dtype == "auto":
         reasons.append(
@@ -243,10 +249,11 @@ def _check_start_up(
     refuse(title, reasons)
     shape = model.cache_shape()
     allocator = policy.page_allocator()
+    num_layers = model.layer_types.count(FULL)
     refuse(
         title,
         [
-            *allocator.problems(shape.num_layers, shape.num_kv_heads),
+            *allocator.problems(num_layers, shape.num_kv_heads),
             *allocator.model_problems(model.fingerprint),
             *policy.model_problems(model.fingerprint),
         ],
@@ -265,7 +272,16 @@ def _refuse_impossible_lengths(
 
 def _notes(policy: KVCachePolicy, model: ConfigOnlyModel, tokens: int) -> list[str]:
     """Limits of the figures that matter for this request."""
+    from vllm_kvplugins.model_config import FULL
+
     notes = []
+    others = sum(kind != FULL for kind in model.layer_types)
+    if others:
+        notes.append(
+            f"{others} of {len(model.layer_types)} layers have a sliding window or "
+            "chunks. The figures cover the other layers, which the policy manages; "
+            "the windows take blocks of the same pool in addition."
+        )
     positions = model.max_positions
     if positions is not None and tokens > positions:
         notes.append(

@@ -35,6 +35,7 @@ from vllm_kvplugins.ops.extension import compiled_for
 from vllm_kvplugins.ops.page_votes import VoteQueries, VoteSlots, page_votes
 from vllm_kvplugins.plan.residency_plan import Compaction
 from vllm_kvplugins.policies.base import KVCachePolicy, LayerView
+from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
 from vllm_kvplugins.scoring.rotary import Rotary
 from vllm_kvplugins.scoring.selection import keep_top
 
@@ -156,11 +157,17 @@ class Views:
     Attributes:
         scales: softmax scale per layer.
         rotary: the model's RoPE; None if policies cannot undo it.
+        rules: what else a layer does to logits, per layer; empty: nothing.
     """
 
     heap: Heap
     scales: Sequence[float]
     rotary: Rotary | None
+    rules: Sequence[LogitRules] = ()
+
+    def rules_of(self, layer: int) -> LogitRules:
+        """What a layer does to logits besides scaling."""
+        return self.rules[layer] if self.rules else PLAIN
 
     def rows(self, layer: int) -> slice:
         """The layer's rows among all (layer, KV head) pairs."""
@@ -229,6 +236,7 @@ class Views:
             budget_tokens=budget_tokens,
             load_values=lambda: ordered(heap.values(pages)),
             page_votes=votes,
+            rules=self.rules_of(layer),
         )
 
     def votes(
@@ -247,6 +255,8 @@ class Views:
         """
         if not reads_votes_from_pages(self.heap.pages.device):
             return None
+        if not self.rules_of(layer).plain:
+            return None  # the kernel knows no other rules
         kv, scale = self.heap.kv, self.scales[layer]
 
         def votes_of(largest: bool) -> torch.Tensor:

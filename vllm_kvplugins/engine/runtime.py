@@ -48,6 +48,7 @@ from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.plan_cache import PlanCache
 from vllm_kvplugins.plan.residency_plan import Compaction, ResidencyPlan
 from vllm_kvplugins.policies.base import KVCachePolicy
+from vllm_kvplugins.scoring.logits import LogitRules
 from vllm_kvplugins.scoring.rotary import Rotary
 
 
@@ -103,6 +104,7 @@ class PolicyRuntime:
         rotary: Rotary | None,
         model: ProbeModel | None = None,
         surprisal: SurprisalModel | None = None,
+        rules: Sequence[LogitRules] = (),
     ) -> None:
         """Use this KV cache from now on.
 
@@ -111,8 +113,10 @@ class PolicyRuntime:
             rotary: the model's RoPE; None if policies cannot undo it.
             model: runs probes; only policies that probe need it.
             surprisal: computes surprisal; only span policies need it.
+            rules: what a layer does to logits besides scaling, per layer; empty:
+                nothing.
         """
-        policy, views = self.policy, Views(heap, list(scales), rotary)
+        policy, views = self.policy, Views(heap, list(scales), rotary, list(rules))
         self.heap = heap
         if policy.probing is not None:
             assert model is not None, f"{policy.name} needs a model to probe"

@@ -31,6 +31,7 @@ from vllm_kvplugins.budgets.base import LoadFingerprint
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.residency_plan import ResidencyPlan
 from vllm_kvplugins.policies.hook_names import refuse_hook_names
+from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
 from vllm_kvplugins.scoring.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class LayerView:
         query_positions: int64 [num_queries].
         scale: softmax scale of the layer.
         rotary: the model's RoPE; None if the model has none that can be undone.
+        rules: what else the layer does to logits. ``policies.votes`` applies them.
         observed: what ``Observation.observe`` or ``Probing.observe`` last returned
             for this layer; None if neither has run.
         budget_tokens: in ``score``, tokens to keep per KV head on average; 0 in
@@ -93,6 +95,7 @@ class LayerView:
     load_values: Callable[[], torch.Tensor] = field(repr=False)
     probe: Probe | None = None
     page_votes: Callable[[bool], torch.Tensor] | None = field(default=None, repr=False)
+    rules: LogitRules = PLAIN
 
     @property
     def values(self) -> torch.Tensor:
@@ -166,6 +169,15 @@ class KVCachePolicy(BaseModel, ABC):
     def queries_needed(self) -> int:
         """Number of newest queries that ``score`` reads; 0 = none."""
         return 0
+
+    @property
+    def applies_softcap(self) -> bool:
+        """Whether scores model capped attention logits, see ``view.rules``.
+
+        True if attention in ``score`` comes from ``policies.votes``, or if ``score``
+        uses none. Models that cap logits are refused otherwise.
+        """
+        return self.retrieval is None
 
     @property
     def needs_rotary(self) -> bool:

@@ -108,6 +108,10 @@ class ExpectedAttention(Compressor):
     )
 
     @property
+    def applies_softcap(self) -> bool:
+        return False  # the expectation is that of an exponential, without a cap
+
+    @property
     def needs_rotary(self) -> bool:
         return True
 
@@ -135,7 +139,7 @@ class ExpectedAttention(Compressor):
             del spread
         first = view.positions < self.sinks  # invalid slots have position -1
         logits.masked_fill_(first[:, None], -torch.inf)
-        scores = logits.softmax(-1).mean(1)
+        scores = view.rules.softmax(logits[:, :, None])[:, :, 0].mean(1)
         if self.use_value_norm:
             norms = view.values.to(torch.float32).norm(dim=-1)
             scores = (scores + self.epsilon) * norms

@@ -75,6 +75,7 @@ class Repetition(Probing):
             view.scale,
             view.query_positions,
             scored_positions,
+            view.rules,
         )
         scores = view.observed
         if scores is None:

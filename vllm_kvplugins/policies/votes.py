@@ -10,6 +10,7 @@ import torch
 
 from vllm_kvplugins.policies.base import LayerView
 from vllm_kvplugins.scoring import attention_votes
+from vllm_kvplugins.scoring.logits import LogitRules
 
 
 def window_votes(view: LayerView) -> torch.Tensor:
@@ -28,7 +29,7 @@ def window_votes(view: LayerView) -> torch.Tensor:
     window, num_slots = view.queries.shape[1], view.positions.shape[1]
     if view.page_votes is None or window >= num_slots:
         return attention_votes.window_votes(
-            view.queries, view.keys, view.scale, view.valid
+            view.queries, view.keys, view.scale, view.valid, view.rules
         )
     return view.page_votes(False)[..., : num_slots - window] / window
 
@@ -59,6 +60,6 @@ def attention_peak(view: LayerView) -> torch.Tensor:
 
 def _attention_arguments(
     view: LayerView,
-) -> tuple[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor, LogitRules]:
     at = view.query_positions, view.positions
-    return view.queries, view.keys, view.scale, *at
+    return view.queries, view.keys, view.scale, *at, view.rules

@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
+
 # Largest number of attention weights in memory; 2**25 float32 are 128 MiB.
 _MAX_WEIGHTS = 1 << 25
 # Largest number of entries of a tile of slots.
@@ -19,6 +21,7 @@ def window_votes(
     keys: torch.Tensor,
     scale: float,
     valid: torch.Tensor | None = None,
+    rules: LogitRules = PLAIN,
 ) -> torch.Tensor:
     """Mean attention of the newest queries to each earlier slot.
 
@@ -32,6 +35,7 @@ def window_votes(
         keys: [num_kv_heads, num_slots, head_dim], after RoPE.
         scale: softmax scale.
         valid: bool [num_kv_heads, num_slots], slots that hold a token; None: all.
+        rules: of the layer.
 
     Returns:
         float32 [num_kv_heads, group, num_slots - window]; 0 at invalid slots.
@@ -63,10 +67,11 @@ def window_votes(
     for head in range(num_kv_heads):
         torch.mm(grouped[head], keys[head].T, out=products)
         weights.view(rows, num_slots).copy_(products).mul_(scale)
+        rules.cap(weights)
         weights[..., num_slots - window :].masked_fill_(future, -torch.inf)
         if valid is not None:
             weights.masked_fill_(~valid[head], -torch.inf)
-        torch.softmax(weights, dim=-1, out=weights)
+        rules.softmax(weights, slice(head * group, (head + 1) * group))
         votes[head] = torch.bmm(share, weights)[:, 0, : num_slots - window]
     return votes
 
@@ -77,6 +82,7 @@ def attention_mass(
     scale: float,
     query_positions: torch.Tensor,
     positions: torch.Tensor,
+    rules: LogitRules = PLAIN,
 ) -> torch.Tensor:
     """Attention to each slot, summed over queries.
 
@@ -88,7 +94,8 @@ def attention_mass(
         head; 0 where there is no token.
     """
     mass = torch.zeros(positions.shape, device=keys.device)
-    for weights in _attention(queries, keys, scale, query_positions, positions):
+    at = query_positions, positions
+    for weights in _attention(queries, keys, scale, *at, rules):
         mass += weights.sum(2).mean(1)
     return mass
 
@@ -99,6 +106,7 @@ def attention_peak(
     scale: float,
     query_positions: torch.Tensor,
     positions: torch.Tensor,
+    rules: LogitRules = PLAIN,
 ) -> torch.Tensor:
     """Largest attention of any query to each slot.
 
@@ -110,7 +118,8 @@ def attention_peak(
         float32 [num_kv_heads, num_slots]; 0 where there is no token.
     """
     peak = torch.zeros(positions.shape, device=keys.device)
-    for weights in _attention(queries, keys, scale, query_positions, positions):
+    at = query_positions, positions
+    for weights in _attention(queries, keys, scale, *at, rules):
         torch.maximum(peak, weights.flatten(1, 2).amax(1), out=peak)
     return peak
 
@@ -121,6 +130,7 @@ def _attention(
     scale: float,
     query_positions: torch.Tensor,
     positions: torch.Tensor,
+    rules: LogitRules,
 ) -> Iterator[torch.Tensor]:
     """Attention weights, for a few queries at a time.
 
@@ -130,6 +140,7 @@ def _attention(
         scale: softmax scale.
         query_positions: int64 [num_queries].
         positions: int64 [num_kv_heads, num_slots], -1 where there is no token.
+        rules: of the layer.
 
     Yields:
         float32 [num_kv_heads, group, queries of this part, num_slots]; 0 where there
@@ -147,11 +158,11 @@ def _attention(
     for first in range(0, num_queries, step):
         part = grouped[:, :, first : first + step]
         logits = torch.bmm(part.flatten(1, 2), keys_t).to(torch.float32).mul_(scale)
-        logits = logits.view(num_kv_heads, group, -1, num_slots)
+        logits = rules.cap(logits).view(num_kv_heads, group, -1, num_slots)
         query_position = query_positions[first : first + step, None]
         is_later = positions[:, None] > query_position
         masked = is_later | (positions[:, None] < 0)
-        yield logits.masked_fill_(masked[:, None], -torch.inf).softmax(-1)
+        yield rules.softmax(logits.masked_fill_(masked[:, None], -torch.inf))
 
 
 def pool_votes(

@@ -1,6 +1,11 @@
 """vLLM's CPU kernel over the page heap.
 
 The kernel needs queries in flat order; see ``flat`` for rows with several new tokens.
+
+The kernel takes one learned sink per query head of the call, the same for all
+sequences. Flat sequences of different KV heads have different sinks, so layers with
+sinks call the kernel once per KV head, with the sequences of this head in the order of
+rows.
 """
 
 from __future__ import annotations
@@ -29,7 +34,13 @@ from vllm_kvplugins.vllm_adapter.attention.flat import (
 
 
 class PagedPolicyBackend(CPUAttentionBackend):
-    """Replaces CPU_ATTN in processes that serve with a policy."""
+    """Replaces CPU_ATTN in processes that serve with a policy.
+
+    Attributes:
+        stock_backend: for layers that the policy leaves to vLLM.
+    """
+
+    stock_backend = CPUAttentionBackend
 
     @staticmethod
     def get_impl_cls() -> type[PagedPolicyImpl]:
@@ -49,6 +60,8 @@ class PagedPolicyMetadata(CPUAttentionMetadata):
     flat_query_start: torch.Tensor | None = None
     # int64 [tokens * kv_heads], see ``flat_order``; None = already in flat order
     order: torch.Tensor | None = None
+    # int32 [rows + 1], cumulative query tokens of the rows
+    row_query_start: torch.Tensor | None = None
 
 
 class PagedPolicyMetadataBuilder(PolicyBuilder, CPUAttentionMetadataBuilder):
@@ -70,11 +83,21 @@ class PagedPolicyMetadataBuilder(PolicyBuilder, CPUAttentionMetadataBuilder):
         query_start = common.query_start_loc[: num_rows + 1]
         start, metadata.order = flat_queries(query_start, self.num_kv_heads)
         metadata.flat_query_start = start
+        metadata.row_query_start = query_start
         metadata.scopes = [
-            Scope(pages, lengths, self._schedule(lengths, start))
+            Scope(pages, lengths, self._schedules(lengths, start, query_start))
             for pages, lengths in zip(table.pages, table.lengths, strict=True)
         ]
         return metadata
+
+    def _schedules(
+        self, lengths: torch.Tensor, start: torch.Tensor, row_start: torch.Tensor
+    ) -> Any:
+        """The kernel's plan of all sequences; with sinks, one plan per KV head."""
+        if self.layers[0].impl.sinks is None:
+            return self._schedule(lengths, start)
+        heads = range(self.num_kv_heads)
+        return [self._schedule(_of_head(lengths, h, heads), row_start) for h in heads]
 
     def _schedule(self, lengths: torch.Tensor, query_start: torch.Tensor) -> Any:
         return ops.cpu_attn_get_scheduler_metadata(
@@ -97,6 +120,8 @@ class PagedPolicyImpl(PolicyImpl, CPUAttentionBackendImpl):
     """Attention of one layer through the flat page tables."""
 
     metadata_type = PagedPolicyMetadata
+    attends_with_sinks = True
+    attends_with_softcap = True
 
     def attend(
         self,
@@ -106,32 +131,89 @@ class PagedPolicyImpl(PolicyImpl, CPUAttentionBackendImpl):
         output: torch.Tensor,
     ) -> None:
         tokens, heads = metadata.num_actual_tokens, self.num_kv_heads
-        shape = (tokens * heads, self.num_queries_per_kv, self.head_size)
-        out = output[:tokens].view(shape)
-        queries, target = in_flat_order(query[:tokens], out, metadata.order)
         scope, pages = self.scope(kv_cache, metadata)
         block_size = kv_cache.shape[2]
         kv = pages.view(pages.shape[0], 1, 2 * block_size, self.head_size)
+        if self.sinks is not None:
+            self._attend_by_head(query[:tokens], kv, metadata, scope, output[:tokens])
+            return
+        shape = (tokens * heads, self.num_queries_per_kv, self.head_size)
+        out = output[:tokens].view(shape)
+        queries, target = in_flat_order(query[:tokens], out, metadata.order)
+        self._kernel(queries, kv, target, metadata.flat_query_start, scope)
+        if metadata.order is not None:
+            out[metadata.order] = target
+
+    def _attend_by_head(
+        self,
+        query: torch.Tensor,
+        kv: torch.Tensor,
+        metadata: PagedPolicyMetadata,
+        scope: Scope,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend with learned sinks, one KV head after the other.
+
+        Args:
+            query: [tokens, num_q_heads, head_dim].
+            output: of the same number of elements.
+        """
+        group, heads = self.num_queries_per_kv, range(self.num_kv_heads)
+        out = output.view(query.shape)
+        sinks = self.sinks.float()
+        for head in heads:
+            own = slice(head * group, (head + 1) * group)
+            queries = query[:, own].contiguous()
+            target = torch.empty_like(queries)
+            sequences = Scope(
+                _of_head(scope.pages, head, heads),
+                _of_head(scope.lengths, head, heads),
+                scope.schedule[head],
+            )
+            starts = metadata.row_query_start
+            self._kernel(queries, kv, target, starts, sequences, sinks[own])
+            out[:, own] = target
+
+    def _kernel(
+        self,
+        queries: torch.Tensor,
+        kv: torch.Tensor,
+        target: torch.Tensor,
+        query_start: torch.Tensor | None,
+        sequences: Scope,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """vLLM's kernel over sequences with one KV head.
+
+        Args:
+            queries, target: [queries, group, head_dim].
+            kv: [pages, 1, 2 * block size, head_dim].
+            query_start: int32 [sequences + 1].
+            sinks: float32 [group].
+        """
         key_cache, value_cache = kv.chunk(2, dim=2)
         ops.cpu_attention_with_kv_cache(
             query=queries,
             key_cache=key_cache,
             value_cache=value_cache,
             output=target,
-            query_start_loc=metadata.flat_query_start,
-            seq_lens=scope.lengths,
+            query_start_loc=query_start,
+            seq_lens=sequences.lengths,
             scale=self.scale,
             causal=True,
             alibi_slopes=None,
             sliding_window=-1,
-            block_table=scope.pages,
-            softcap=0,
-            scheduler_metadata=scope.schedule,
-            s_aux=None,
+            block_table=sequences.pages,
+            softcap=self.logits_soft_cap,
+            scheduler_metadata=sequences.schedule,
+            s_aux=sinks,
             kv_cache_dtype=self.kv_cache_dtype,
         )
-        if metadata.order is not None:
-            out[metadata.order] = target
+
+
+def _of_head(entries: torch.Tensor, head: int, heads: range) -> torch.Tensor:
+    """Entries of the sequences of one KV head, of sequences ordered by (row, head)."""
+    return entries[head :: len(heads)].contiguous()
 
 
 def detect_layout(

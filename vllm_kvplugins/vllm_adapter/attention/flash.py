@@ -27,6 +27,8 @@ from vllm_kvplugins.vllm_adapter.attention.gpu import GPUPolicyBackend, GPUPolic
 class FlashPolicyBackend(GPUPolicyBackend, FlashAttentionBackend):
     """FlashAttention with page lists per KV head."""
 
+    stock_backend = FlashAttentionBackend
+
     @staticmethod
     def get_impl_cls() -> type[FlashPolicyImpl]:
         return FlashPolicyImpl

@@ -36,6 +36,8 @@ _WORKSPACE_BYTES_PER_ELEMENT = 16
 class FlashInferPolicyBackend(GPUPolicyBackend, TritonAttentionBackend):
     """FlashInfer with page lists per KV head."""
 
+    stock_backend = TritonAttentionBackend
+
     @staticmethod
     def get_impl_cls() -> type[FlashInferPolicyImpl]:
         return FlashInferPolicyImpl

@@ -26,9 +26,11 @@ from vllm_kvplugins.engine.page_table import FixedTable, FlatTable
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.errors import coded, refuse
 from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.scoring.logits import LogitRules
 from vllm_kvplugins.vllm_adapter.config.validation import (
     layer_problems,
     rotary_problems,
+    split_problem,
 )
 from vllm_kvplugins.vllm_adapter.worker.context import context_of_layers
 from vllm_kvplugins.vllm_adapter.worker.probing import ProbeMetadata, probe_model
@@ -62,15 +64,16 @@ class PolicyBuilder(ABC):
         self.layers = [layers[name] for name in self.layer_names]
         self.context = context_of_layers(self.layers)
         self.runtime = self.context.runtime
-        self.rotary = rotary_of(self.context.runner.model)
+        self.rotary = rotary_of(self.context.runner.model, self.layers)
         refuse(
             f"KV policy {self.runtime.policy.name!r} cannot run with this model",
             [
+                *group_problems(self.layer_names, self.runtime),
                 *rotary_problems(self.runtime.policy, self.rotary),
                 *(
                     problem
                     for name, layer in zip(self.layer_names, self.layers, strict=True)
-                    for problem in layer_problems(name, layer)
+                    for problem in layer_problems(name, layer, self.runtime.policy)
                 ),
             ],
         )
@@ -111,6 +114,7 @@ class PolicyBuilder(ABC):
             self.rotary,
             probe_model(self.vllm_config, model, self.layer_names),
             surprisal(model) if self.runtime.policy.spans else None,
+            [logit_rules(layer.impl) for layer in self.layers],
         )
 
 
@@ -120,9 +124,12 @@ class PolicyImpl(ABC):
     Attributes:
         metadata_type: metadata of steps with a policy; with other metadata, the
             stock layer attends.
+        attends_with_sinks, attends_with_softcap: whether ``attend`` implements them.
     """
 
     metadata_type: type[Any]
+    attends_with_sinks = False
+    attends_with_softcap = False
 
     def bind(self, runtime: PolicyRuntime, layer_index: int) -> None:
         """Called once by the metadata builder, which knows the index of the layer."""
@@ -194,6 +201,18 @@ class PolicyImpl(ABC):
             return metadata.scopes[0], kv_cache.flatten(0, 1).flatten(1)
         assert self.runtime.heap is not None
         return metadata.scopes[self.layer_index], self.runtime.heap.pages
+
+
+def logit_rules(impl: Any) -> LogitRules:
+    """What a layer does to logits besides scaling."""
+    sinks = None if impl.sinks is None else impl.sinks.detach().float()
+    return LogitRules(sinks, float(impl.logits_soft_cap or 0))
+
+
+def group_problems(layer_names: list[str], runtime: PolicyRuntime) -> list[str]:
+    """Whether vLLM has split the layers that the policy manages."""
+    in_group, count = len(layer_names), runtime.geometry.num_layers
+    return [] if in_group == count else [split_problem(-(-count // in_group))]
 
 
 def build_heap(layers: list[Any], layout: PageLayout) -> Heap:

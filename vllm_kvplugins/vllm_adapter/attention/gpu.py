@@ -26,7 +26,13 @@ from vllm_kvplugins.vllm_adapter.worker.context import context_of_layers
 
 
 class GPUPolicyBackend:
-    """Mixin of backends that vLLM registers as CUSTOM."""
+    """Mixin of backends that vLLM registers as CUSTOM.
+
+    Attributes:
+        stock_backend: for layers that the policy leaves to vLLM.
+    """
+
+    stock_backend: type[Any]
 
     @staticmethod
     def get_name() -> str:

@@ -25,6 +25,8 @@ from vllm_kvplugins.vllm_adapter.attention.gpu import GPUPolicyBackend, GPUPolic
 class TritonPolicyBackend(GPUPolicyBackend, TritonAttentionBackend):
     """vLLM's Triton backend writes the cache, and our kernel reads it."""
 
+    stock_backend = TritonAttentionBackend
+
     @staticmethod
     def get_impl_cls() -> type[TritonPolicyImpl]:
         return TritonPolicyImpl

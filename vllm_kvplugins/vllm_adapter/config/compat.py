@@ -99,6 +99,22 @@ def lower_max_model_len(vllm_config: VllmConfig, max_model_len: int) -> None:
     model.max_model_len = max_model_len
 
 
+def prefix_hit(
+    kv_cache_manager: Any, request: Any, max_tokens: int
+) -> tuple[Any, int, int]:
+    """Look up a request's prefix-cache hit of at most ``max_tokens`` tokens.
+
+    Returns:
+        As vLLM's ``get_computed_blocks``: the blocks of each group; number of tokens;
+        end of a longer prefix that some groups have cached, 0 if none.
+    """
+    groups, tokens, more = kv_cache_manager.coordinator.find_longest_cache_hit(
+        request.block_hashes, max_tokens
+    )
+    blocks = kv_cache_manager.create_kv_cache_blocks(groups)
+    return blocks, tokens, tokens + more if more else 0
+
+
 # Whether the layers must run the runtime's host code in a step with these rows.
 NeedsLayers = Callable[[Sequence[Row]], bool]
 

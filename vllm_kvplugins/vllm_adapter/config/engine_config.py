@@ -8,7 +8,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvplugins.config import CONFIG_KEY, parse_policy
-from vllm_kvplugins.model_config import ConfigOnlyModel, ModelFingerprint
+from vllm_kvplugins.model_config import (
+    FULL,
+    SLIDING,
+    ConfigOnlyModel,
+    ModelFingerprint,
+    layer_types,
+)
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter.config import compat
@@ -77,10 +83,29 @@ def fingerprint_of(vllm_config: VllmConfig) -> ModelFingerprint:
     return ConfigOnlyModel(model.model, str(model.dtype), config).fingerprint()
 
 
+def layer_types_of(vllm_config: VllmConfig) -> tuple[str, ...]:
+    """Attention type of each layer, see :func:`layer_types`."""
+    model = vllm_config.model_config
+    num_layers: int = model.get_num_layers(vllm_config.parallel_config)
+    if vllm_config.cache_config.sliding_window is not None:
+        # vLLM gives every layer this window.
+        return (SLIDING,) * num_layers
+    return layer_types(model.hf_text_config, num_layers)
+
+
+def has_window_layers(vllm_config: VllmConfig) -> bool:
+    """Whether the model has layers that the policy leaves to vLLM."""
+    return any(kind != FULL for kind in layer_types_of(vllm_config))
+
+
 def geometry_of(vllm_config: VllmConfig) -> Geometry:
-    """Shape of the KV cache on one rank."""
+    """Shape of the KV cache that the policy manages, on one rank.
+
+    The policy manages the layers with full attention. Needs no loaded model, so that
+    all processes compute the same; the worker checks it against the loaded layers.
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    num_layers = model.get_num_layers(parallel)
+    num_layers = layer_types_of(vllm_config).count(FULL)
     element_bytes = compat.kv_element_bytes(vllm_config)
     per_layer = 2 * model.get_total_num_kv_heads() * model.get_head_size()
     return Geometry(

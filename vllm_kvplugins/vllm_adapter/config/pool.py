@@ -34,6 +34,7 @@ def pool_problem(
     answer_tokens: int,
     pool_blocks: int,
     runs_ahead: bool,
+    other_blocks: int = 0,
 ) -> str | None:
     """Why a request never fits in the pool; None if it fits.
 
@@ -45,10 +46,11 @@ def pool_problem(
         pool_blocks: usable blocks of the pool.
         runs_ahead: with async scheduling, a step allocates its block before the step
             in flight has freed its own.
+        other_blocks: blocks that layers without a policy hold at the same time.
     """
     # vLLM never computes the KV entries of the answer's last token.
     last = prompt_tokens + max(answer_tokens, 1) - 1
-    need = plan.peak_blocks(last) + runs_ahead
+    need = plan.peak_blocks(last) + runs_ahead + other_blocks
     if need <= pool_blocks:
         return None
     return coded(

@@ -92,11 +92,12 @@ _EVERYWHERE = {
     "compilation_config kv_transfer_config lora_config model_config parallel_config "
     "scheduler_config",
     "vllm.config:SchedulerConfig": "async_scheduling scheduler_cls "
+    "disable_hybrid_kv_cache_manager "
     "max_num_batched_tokens max_num_seqs long_prefill_token_threshold",
     "vllm.config:ParallelConfig": "worker_cls data_parallel_size is_moe_model "
     "data_parallel_rank_local data_parallel_size_local local_engines_only rank "
     "world_size local_world_size",
-    "vllm.config:CacheConfig": "block_size cache_dtype num_gpu_blocks",
+    "vllm.config:CacheConfig": "block_size cache_dtype num_gpu_blocks sliding_window",
     "vllm.config:KVTransferConfig": "kv_connector kv_connector_module_path kv_role "
     "kv_connector_extra_config",
     "vllm.config:ModelConfig": "get_num_layers(parallel_config) get_head_size() "
@@ -123,17 +124,17 @@ _EVERYWHERE = {
     "vllm.v1.request:Request": "num_prompt_tokens prompt_token_ids sampling_params "
     "request_id all_token_ids cache_salt lora_request mm_features num_computed_tokens "
     "num_in_flight_tokens num_preemptions num_tokens prompt_embeds "
-    "skip_reading_prefix_cache status",
+    "skip_reading_prefix_cache status block_hashes",
     "vllm.v1.request:RequestStatus": "FINISHED_STOPPED FINISHED_LENGTH_CAPPED "
     "FINISHED_ABORTED",
     "vllm.v1.engine:EngineCoreRequest": "prompt_token_ids prompt_embeds "
     "sampling_params",
     # The block pool: freeing blocks of running requests.
     f"{_CORE}.kv_cache_manager:KVCacheManager": "create_kv_cache_blocks(blocks) "
-    "block_pool coordinator empty_kv_cache_blocks evict_blocks(block_ids)",
-    f"{_CORE}.kv_cache_manager:KVCacheBlocks": "blocks",
+    "block_pool coordinator evict_blocks(block_ids) kv_cache_config",
     f"{_CORE}.kv_cache_coordinator:KVCacheCoordinator": "remove_skipped_blocks("
-    "num_prompt_tokens) single_type_managers",
+    "num_prompt_tokens) single_type_managers find_longest_cache_hit(block_hashes "
+    "max_cache_hit_length)",
     f"{_CORE}.single_type_kv_cache_manager:FullAttentionManager": "__init__("
     "kv_cache_spec needs_kv_cache_zeroing) remove_skipped_blocks("
     "request_id processed_computed_tokens num_prompt_tokens) "
@@ -147,7 +148,12 @@ _EVERYWHERE = {
     "touch(blocks) unpin_blocks(blocks on_reuse) free_blocks(ordered_blocks)",
     f"{_CORE}.kv_cache_utils:KVCacheBlock": "is_null block_hash block_id ref_cnt",
     "vllm.v1.kv_cache_interface:FullAttentionSpec": "merge(specs) "
-    "max_memory_usage_bytes(vllm_config) page_size_bytes",
+    "max_memory_usage_bytes(vllm_config) page_size_bytes page_size_padded "
+    "sliding_window attention_chunk_size num_kv_heads head_size dtype",
+    "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups",
+    "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "kv_cache_spec",
+    "vllm.model_executor.layers.attention.chunked_local_attention": ""
+    "create_chunked_local_attention_backend()",
     "vllm.v1.kv_cache_interface": "replace_as()",
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry": "_ensure_registered() "
     "register(kvcache_spec_cls manager_class uniform_type_base_spec)",
@@ -165,7 +171,8 @@ _EVERYWHERE = {
     "vllm.forward_context": "set_forward_context(attn_metadata vllm_config "
     "num_tokens slot_mapping skip_compiled)",
     "vllm.tokenizers": "cached_tokenizer_from_config(model_config)",
-    "vllm.model_executor.layers.attention:Attention": "impl kv_cache",
+    "vllm.model_executor.layers.attention:Attention": "impl kv_cache attn_backend "
+    "layer_name",
     # The worker, and the rows of a step in its model runner.
     "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids num_prompt_tokens "
     "num_computed_tokens_cpu",

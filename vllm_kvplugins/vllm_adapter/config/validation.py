@@ -8,10 +8,13 @@ the first request.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvplugins.episodes.encoder import missing
 from vllm_kvplugins.errors import coded
+from vllm_kvplugins.model_config import ATTENTION_TYPES, FULL, layer_types
+from vllm_kvplugins.vllm_adapter.config.layer_groups import groups_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -132,12 +135,14 @@ def model_problems(model: Any) -> list[str]:
                 "KV heads; serve it without a policy",
             )
         )
-    if _has_sliding_window(model):
+    kinds = set(layer_types(model.hf_text_config, _num_layers(model)))
+    if FULL not in kinds and kinds <= set(ATTENTION_TYPES):
         reasons.append(
             coded(
                 "KVP012",
-                f"{model.model} has sliding-window layers, which are not supported "
-                "yet; serve it without a policy",
+                f"{model.model} has no layer with full attention, so a policy has "
+                "nothing to manage: each layer keeps a fixed window of tokens; serve "
+                "it without a policy",
             )
         )
     if model.is_hybrid or model.is_attention_free:
@@ -155,14 +160,6 @@ def model_problems(model: Any) -> list[str]:
                 f"{model.model} is an encoder-decoder model; serve it without a policy",
             )
         )
-    if getattr(model.hf_text_config, "attn_logit_softcapping", None):
-        reasons.append(
-            coded(
-                "KVP015",
-                f"{model.model} caps attention logits, which scores do not model; "
-                "serve it without a policy",
-            )
-        )
     if getattr(model, "is_mm_prefix_lm", False):
         reasons.append(
             coded(
@@ -175,15 +172,83 @@ def model_problems(model: Any) -> list[str]:
     return reasons
 
 
-def _has_sliding_window(model: Any) -> bool:
-    text = model.hf_text_config
-    layer_types = getattr(text, "layer_types", None) or ()
-    if layer_types:
-        return any(kind != "full_attention" for kind in layer_types)
-    return (
-        model.get_sliding_window() is not None
-        or getattr(text, "attention_chunk_size", None) is not None
+def softcap_problems(policy: KVCachePolicy, model: Any) -> list[str]:
+    """Why a policy cannot run with a model that caps attention logits."""
+    cap = getattr(model.hf_text_config, "attn_logit_softcapping", None)
+    if not cap or (_models_attention(policy) and policy.applies_softcap):
+        return []
+    return [
+        coded(
+            "KVP015",
+            f"{model.model} caps attention logits at {cap}, which {policy.name} does "
+            "not model; use another policy, such as snapkv",
+        )
+    ]
+
+
+def _models_attention(policy: KVCachePolicy) -> bool:
+    """Whether vLLM's kernels compute all attention of this policy's requests."""
+    return policy.spans is None and policy.probing is None
+
+
+def _num_layers(model: Any) -> int:
+    """Number of layers; 1 where a file does not contain it."""
+    return getattr(model.hf_text_config, "num_hidden_layers", None) or 1
+
+
+def split_problem(num_groups: int) -> str:
+    """Why full-attention layers in several KV cache groups have no policy."""
+    return coded(
+        "KVP043",
+        f"vLLM puts the full-attention layers into {num_groups} KV cache groups, "
+        "because the model has fewer layers of another kind, and a policy manages one "
+        "group; serve this model without a policy",
     )
+
+
+def hybrid_problems(
+    types: Sequence[str], policy: KVCachePolicy, model: Any
+) -> list[str]:
+    """What does not work with layers that a policy leaves to vLLM.
+
+    Args:
+        types: attention type of each layer.
+        model: vLLM's ModelConfig, or an equivalent read from ``config.json``.
+    """
+    if all(kind == FULL for kind in types):
+        return []
+    reasons = []
+    num_groups = groups_of(types).get(FULL, 0)
+    if num_groups > 1:
+        reasons.append(split_problem(num_groups))
+    if policy.probing is not None:
+        reasons.append(
+            coded(
+                "KVP040",
+                f"{policy.name} runs tokens of its own through the model, which does "
+                f"not support the sliding-window layers of {model.model} yet; use "
+                "another policy",
+            )
+        )
+    return reasons
+
+
+def hybrid_manager_problems(vllm_config: VllmConfig) -> list[str]:
+    """Whether vLLM would keep windowed layers in the blocks that a policy frees.
+
+    Args:
+        vllm_config: of a model that has windowed layers.
+    """
+    if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return []
+    return [
+        coded(
+            "KVP042",
+            f"{vllm_config.model_config.model} has layers with a sliding window or "
+            "chunks, and without the hybrid KV cache manager they would share the "
+            "blocks that a policy frees; remove --disable-hybrid-kv-cache-manager",
+        )
+    ]
 
 
 def cache_problems(cache: Any, page_tokens: int = 32) -> list[str]:
@@ -250,8 +315,13 @@ def _parallel_problems(parallel: Any) -> list[str]:
     return reasons
 
 
-def layer_problems(name: str, layer: Any) -> list[str]:
-    """Reasons that only a built attention layer shows."""
+def layer_problems(name: str, layer: Any, policy: KVCachePolicy) -> list[str]:
+    """Reasons that only a built attention layer shows.
+
+    Args:
+        layer: its ``impl.attends_with_sinks`` and ``impl.attends_with_softcap`` tell
+            what our backend implements.
+    """
     reasons = []
     impl = layer.impl
     value_size = getattr(layer, "head_size_v", None)
@@ -272,20 +342,23 @@ def layer_problems(name: str, layer: Any) -> list[str]:
             )
         )
     if impl.sinks is not None:
-        reasons.append(
-            coded(
-                "KVP017",
-                f"layer {name} has learned attention sinks; serve this model without a "
-                "policy",
+        sinks = f"layer {name} has learned attention sinks, which"
+        if not impl.attends_with_sinks:
+            reasons.append(
+                coded(
+                    "KVP017",
+                    f"{sinks} the kernels for GPUs do not support; serve this model "
+                    "without a policy",
+                )
             )
-        )
-    if impl.sliding_window not in (-1, (-1, -1)):
-        reasons.append(
-            coded(
-                "KVP012",
-                f"layer {name} has a sliding window; serve this model without a policy",
+        if not _models_attention(policy):
+            reasons.append(
+                coded(
+                    "KVP017",
+                    f"{sinks} {policy.name} does not model in attention of its own; "
+                    "use another policy, such as snapkv",
+                )
             )
-        )
     if impl.kv_sharing_target_layer_name is not None:
         reasons.append(
             coded(
@@ -296,13 +369,23 @@ def layer_problems(name: str, layer: Any) -> list[str]:
             )
         )
     if impl.logits_soft_cap:
-        reasons.append(
-            coded(
-                "KVP015",
-                f"layer {name} caps its logits at {impl.logits_soft_cap}; serve this "
-                "model without a policy",
+        capped = f"layer {name} caps its logits at {impl.logits_soft_cap}, which"
+        if not impl.attends_with_softcap:
+            reasons.append(
+                coded(
+                    "KVP015",
+                    f"{capped} the kernels for GPUs do not support; serve this model "
+                    "without a policy",
+                )
             )
-        )
+        if not (_models_attention(policy) and policy.applies_softcap):
+            reasons.append(
+                coded(
+                    "KVP015",
+                    f"{capped} {policy.name} does not model; use another policy, such "
+                    "as snapkv",
+                )
+            )
     return reasons
 
 

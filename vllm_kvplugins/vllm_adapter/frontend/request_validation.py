@@ -17,6 +17,7 @@ from vllm_kvplugins.plan.geometry import Lengths
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of, policy_of
 from vllm_kvplugins.vllm_adapter.config.host_memory import host_limit_problem
+from vllm_kvplugins.vllm_adapter.config.layer_groups import window_blocks
 from vllm_kvplugins.vllm_adapter.config.pool import blocks_per_engine, pool_problem
 from vllm_kvplugins.vllm_adapter.config.request_params import (
     patched_prompt_problem,
@@ -146,7 +147,13 @@ def _check_pool(vllm_config: VllmConfig, policy: KVCachePolicy, request: Any) ->
     plan = policy.plan(Lengths(prompt_tokens, turn_ends), geometry)
     runs_ahead = bool(vllm_config.scheduler_config.async_scheduling)
     problem = pool_problem(
-        policy, plan, prompt_tokens, max_tokens, pool_blocks, runs_ahead
+        policy,
+        plan,
+        prompt_tokens,
+        max_tokens,
+        pool_blocks,
+        runs_ahead,
+        window_blocks(vllm_config, prompt_tokens + max_tokens),
     )
     if problem is not None:
         raise VLLMValidationError(problem, parameter="max_tokens", value=max_tokens)

@@ -7,6 +7,7 @@ with each step. The connectors of the workers end each step and return acknowled
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -202,6 +203,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         pool = self._kv_cache_manager.block_pool
         # The null block is never handed out.
         used_blocks = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        used_blocks -= self._num_other_blocks()
         logical = sum(map(len, self._manager.req_to_blocks.values()))
         sessions = self.sessions.take_metrics() if self.sessions else NO_SESSIONS
         return PolicyStats.from_scheduler(
@@ -226,6 +228,24 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self._measured_s = now
         rank = self._vllm_config.parallel_config.rank
         return {str(rank): runtime.device_table_bytes}
+
+    def _num_other_blocks(self) -> int:
+        """Number of blocks that hold layers without a policy, of a hybrid model.
+
+        Cost: O(blocks in the windows of all requests).
+        """
+        coordinator = self._kv_cache_manager.coordinator
+        held: set[int] = set()
+        for manager in coordinator.single_type_managers:
+            if manager is self._manager:
+                continue
+            for blocks in manager.req_to_blocks.values():
+                # Null blocks lie before the window.
+                in_window = itertools.takewhile(
+                    lambda block: not block.is_null, reversed(blocks)
+                )
+                held.update(block.block_id for block in in_window)
+        return len(held)
 
     def _take_traffic(self) -> dict[str, int]:
         """Tokens selected and fetched since the last call; empty without retrieval."""

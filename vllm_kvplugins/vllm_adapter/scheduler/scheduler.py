@@ -11,8 +11,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_kvplugins.config import describe
+from vllm_kvplugins.errors import coded, refuse
 from vllm_kvplugins.sessions.commands import Load
+from vllm_kvplugins.vllm_adapter.config import compat, validation
 from vllm_kvplugins.vllm_adapter.scheduler.block_manager import ResidencyBlockManager
+from vllm_kvplugins.vllm_adapter.scheduler.spec import ResidencySpec
 
 # vLLM configures only the loggers below its own name.
 logger = init_logger("vllm.kv_policy")
@@ -82,18 +85,20 @@ class ResidencyScheduling:
         self, request: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, ...]:
         """Decide what the request starts from, and shorten the hit accordingly."""
-        blocks, hit_tokens, *rest = super()._get_local_prefix_cache_hit(  # type: ignore[misc]
+        hit: tuple[Any, ...] = super()._get_local_prefix_cache_hit(  # type: ignore[misc]
             request, *args, **kwargs
         )
-        cached_tokens = self.connector.admission.admit(
-            request, hit_tokens
-        ).cached_tokens
-        if cached_tokens < hit_tokens:
-            kept = cached_tokens // self.block_size
-            blocks = self.kv_cache_manager.create_kv_cache_blocks(
-                tuple(group[:kept] for group in blocks.blocks)
+        blocks, hit_tokens, *rest = hit
+        admit = self.connector.admission.admit
+        usable = admit(request, hit_tokens).cached_tokens
+        while usable < hit_tokens:
+            # A slice of each group's hit would be wrong: a group with a sliding window
+            # holds only the blocks before the end of the hit.
+            blocks, hit_tokens, *rest[:1] = compat.prefix_hit(
+                self.kv_cache_manager, request, usable
             )
-        return (blocks, cached_tokens, *rest)
+            usable = admit(request, hit_tokens).cached_tokens
+        return (blocks, hit_tokens, *rest)
 
     def update_from_output(self, scheduler_output: Any, model_output: Any) -> Any:
         """Preempt requests whose session failed to load before processing their
@@ -135,10 +140,38 @@ class KVPolicyAsyncScheduler(ResidencyScheduling, AsyncScheduler):
 
 
 def residency_manager(kv_cache_manager: Any) -> ResidencyBlockManager:
-    """Our block manager inside vLLM's KV cache manager."""
-    managers = kv_cache_manager.coordinator.single_type_managers
-    own_managers = [m for m in managers if isinstance(m, ResidencyBlockManager)]
-    assert len(own_managers) == len(managers) == 1, (
-        f"expected one group, got {managers}"
+    """Our block manager inside vLLM's KV cache manager.
+
+    A hybrid model also has groups of layers that vLLM manages.
+
+    Raises:
+        KVPolicyError: vLLM grouped the layers in a way that a policy cannot manage.
+    """
+    refuse(
+        "a KV policy cannot run with this model",
+        group_problems(kv_cache_manager.kv_cache_config),
     )
-    return own_managers[0]
+    managers = kv_cache_manager.coordinator.single_type_managers
+    (manager,) = (m for m in managers if isinstance(m, ResidencyBlockManager))
+    return manager
+
+
+def group_problems(kv_cache_config: Any) -> list[str]:
+    """Whether vLLM grouped the layers in a way that a policy cannot manage."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    managed = [spec for spec in specs if isinstance(spec, ResidencySpec)]
+    if len(managed) != 1:
+        return [validation.split_problem(len(managed))]
+    (spec,) = managed
+    planned = spec.geometry.block_size
+    if spec.block_size == planned and spec.page_size_padded is None:
+        return []
+    return [
+        coded(
+            "KVP204",
+            f"vLLM stores full attention in blocks of {spec.block_size} tokens "
+            f"({spec.page_size_bytes} bytes) instead of {planned}, so that all layers "
+            "have equal pages; a policy needs the configured size. Serve this model "
+            "without a policy",
+        )
+    ]

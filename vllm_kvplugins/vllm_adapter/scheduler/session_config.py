@@ -10,6 +10,7 @@ from typing import Any
 from vllm_kvplugins import __version__
 from vllm_kvplugins.config import describe, parse_policy, parse_sessions
 from vllm_kvplugins.engine.retrieval.host_tier import default_limit_bytes
+from vllm_kvplugins.errors import coded
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.sessions.files import FORMAT, Identity, SessionFolder
 from vllm_kvplugins.sessions.settings import rename_deprecated
@@ -23,6 +24,20 @@ def resolve(settings: dict[str, Any], policy: KVCachePolicy) -> dict[str, Any]:
     """
     on = parse_sessions(settings).on_for(policy.turns is not None)
     return rename_deprecated(settings) | {"sessions": on}
+
+
+def hybrid_problems(settings: dict[str, Any], policy: KVCachePolicy) -> list[str]:
+    """Why sessions cannot be used with layers that the policy leaves to vLLM."""
+    if not parse_sessions(settings).on_for(policy.turns is not None):
+        return []
+    return [
+        coded(
+            "KVP044",
+            "a session stores full-attention layers only, and this model also has "
+            "layers with a sliding window or chunks, whose tokens would be missing; "
+            'set "sessions": false',
+        )
+    ]
 
 
 def measured(settings: dict[str, Any]) -> dict[str, int]:

@@ -45,6 +45,19 @@ class ResidencySpec(FullAttentionSpec):
         return merged
 
 
+def is_managed(spec: Any) -> bool:
+    """Whether a policy manages a layer with this spec: plain full attention.
+
+    Subclasses (MLA, learned sinks as tokens, ...) have other managers. A window or
+    chunk in the spec means that vLLM stores a windowed layer like a full one.
+    """
+    return (
+        type(spec) is FullAttentionSpec
+        and spec.sliding_window is None
+        and spec.attention_chunk_size is None
+    )
+
+
 def with_policy(
     spec: FullAttentionSpec, policy: KVCachePolicy, geometry: Geometry
 ) -> ResidencySpec:

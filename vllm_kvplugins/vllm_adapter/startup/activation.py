@@ -26,6 +26,8 @@ from vllm_kvplugins.vllm_adapter.config import (
 from vllm_kvplugins.vllm_adapter.config.engine_config import (
     fingerprint_of,
     geometry_of,
+    has_window_layers,
+    layer_types_of,
     remember_measured,
 )
 from vllm_kvplugins.vllm_adapter.frontend import turn_ends
@@ -108,8 +110,10 @@ def finish_config(
         f"KV policy {policy.name!r} cannot run with these engine settings",
         [
             *validation.config_problems(vllm_config),
+            *_hybrid_problems(args, vllm_config, request, policy),
             *kernel_choice.problems(vllm_config, request),
             *validation.dtype_problems(policy, vllm_config.model_config),
+            *validation.softcap_problems(policy, vllm_config.model_config),
             *_shape_problems(vllm_config, policy),
             *probing.problems(vllm_config, policy),
             *surprisal.problems(vllm_config, policy),
@@ -167,6 +171,37 @@ def _tokenizer(vllm_config: VllmConfig) -> Any:
     from vllm.tokenizers import cached_tokenizer_from_config
 
     return cached_tokenizer_from_config(vllm_config.model_config)
+
+
+def _hybrid_problems(
+    args: EngineArgs,
+    vllm_config: VllmConfig,
+    request: dict[str, Any],
+    policy: KVCachePolicy,
+) -> list[str]:
+    """Why the policy cannot run with windowed layers, if the model has any.
+
+    Turns on vLLM's hybrid KV cache manager where vLLM, not the user, turned it off: it
+    does so for chunked attention, because of its latency.
+    """
+    if not has_window_layers(vllm_config):
+        return []
+    scheduler = vllm_config.scheduler_config
+    turned_off = scheduler.disable_hybrid_kv_cache_manager
+    if turned_off and not args.disable_hybrid_kv_cache_manager:
+        scheduler.disable_hybrid_kv_cache_manager = False
+        logger.info(
+            "KV policy %s: the hybrid KV cache manager is on, because the policy "
+            "manages the full-attention layers only",
+            policy.name,
+        )
+    return [
+        *validation.hybrid_manager_problems(vllm_config),
+        *validation.hybrid_problems(
+            layer_types_of(vllm_config), policy, vllm_config.model_config
+        ),
+        *session_config.hybrid_problems(request, policy),
+    ]
 
 
 def _shape_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:

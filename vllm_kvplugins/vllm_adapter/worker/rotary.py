@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,19 +11,25 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm_kvplugins.scoring.rotary import Rotary
 
 
-def rotary_of(model: Any) -> Rotary | None:
-    """The RoPE of a model's text layers, if all have the same plain one.
+def rotary_of(model: Any, layers: Sequence[torch.nn.Module]) -> Rotary | None:
+    """The rotary embedding of some attention layers, if they share a plain one.
+
+    Other layers may have another one: Gemma 3 has one base for windowed and one for
+    full attention.
+
+    Args:
+        layers: vLLM's attention layers.
 
     Returns:
-        None for models without RoPE, with different ones per layer, with layers that
-        skip it, or with one that is not a table over one position index (M-RoPE,
-        LongRoPE, FoPE).
+        None for layers without RoPE, with different ones, with one that is not a table
+        over one position index (M-RoPE, LongRoPE, FoPE), and for models some of whose
+        layers skip it.
     """
     if hasattr(model, "get_language_model"):  # a vision tower has a RoPE of its own
         model = model.get_language_model()
     if _skips_layers(getattr(model, "config", None)):
         return None
-    modules = [m for m in model.modules() if hasattr(m, "cos_sin_cache")]
+    modules = _rotary_modules(model, layers)
     if not modules or not all(_is_plain(module) for module in modules):
         return None
     first = modules[0]
@@ -35,6 +42,27 @@ def rotary_of(model: Any) -> Rotary | None:
             return None
     cos, sin = table.to(torch.float32).chunk(2, dim=-1)
     return Rotary(cos, sin, bool(first.is_neox_style))
+
+
+def _rotary_modules(
+    model: torch.nn.Module, layers: Sequence[torch.nn.Module]
+) -> list[Any]:
+    """The rotary embedding of each layer; empty if some layers have none.
+
+    It is next to the layer, in the same module. Where no layer of the model has one
+    next to it, all layers share those of the model.
+    """
+    next_to: dict[int, Any] = {}  # by id of the layer
+    for module in model.modules():
+        children = list(module.children())
+        rotary = [child for child in children if hasattr(child, "cos_sin_cache")]
+        if rotary:
+            next_to |= {id(c): rotary[0] for c in children if hasattr(c, "impl")}
+    if not next_to:
+        return [m for m in model.modules() if hasattr(m, "cos_sin_cache")]
+    if any(id(layer) not in next_to for layer in layers):
+        return []  # layers without RoPE
+    return [next_to[id(layer)] for layer in layers]
 
 
 def _is_plain(module: Any) -> bool:

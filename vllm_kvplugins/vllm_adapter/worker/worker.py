@@ -16,8 +16,12 @@ from vllm_kvplugins.vllm_adapter.config.request_params import (
     requested_patched_prompt,
     requested_turn_ends,
 )
-from vllm_kvplugins.vllm_adapter.scheduler.spec import with_policy
+from vllm_kvplugins.vllm_adapter.scheduler.spec import is_managed, with_policy
 from vllm_kvplugins.vllm_adapter.worker.context import WorkerContext
+from vllm_kvplugins.vllm_adapter.worker.other_layers import (
+    geometry_problems,
+    use_stock_backend,
+)
 
 
 class PolicyWorker:
@@ -59,11 +63,26 @@ class PolicyWorker:
         self.kv_policy.bind_layers(layers.values())
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        """vLLM's specs, which carry the policy to the scheduler's block manager."""
+        """vLLM's specs; those of full attention carry the policy to the scheduler.
+
+        The other layers, such as those with a sliding window, stay vLLM's: their specs,
+        block managers and metadata builders are the stock ones.
+        """
         runtime = self.kv_policy.runtime
-        specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        specs: dict[str, Any] = super().get_kv_cache_spec()  # type: ignore[misc]
+        managed = [spec for spec in specs.values() if is_managed(spec)]
+        refuse(
+            f"KV policy {runtime.policy.name!r} cannot run with this model",
+            geometry_problems(managed, self.vllm_config, runtime.geometry),
+        )
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for name, spec in specs.items():
+            if not is_managed(spec):
+                use_stock_backend(layers[name])
         return {
             name: with_policy(spec, runtime.policy, runtime.geometry)
+            if is_managed(spec)
+            else spec
             for name, spec in specs.items()
         }
 
