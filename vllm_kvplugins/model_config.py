@@ -7,6 +7,8 @@ neither vLLM nor torch.
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -50,6 +52,25 @@ _PATTERNS = {
     "gpt_oss": 2,
     "llama4_text": 4,
 }
+
+
+def groups_of(types: Sequence[str]) -> dict[str, int]:
+    """Number of KV cache groups of each attention type in vLLM.
+
+    All layers of a group share one block table, and a block belongs to one group at a
+    time. vLLM makes groups of equal layer counts (``kv_cache_utils``): with 3 full and
+    15 windowed layers, one group for the full ones and five for the others. Layers of
+    one type count as equal here. The scheduler refuses to start if vLLM makes several
+    groups of full layers after all.
+
+    Args:
+        types: attention type of each layer.
+    """
+    counts = Counter(types)
+    fewest, most = min(counts.values()), max(counts.values())
+    # vLLM pads a group rather than double the number of groups.
+    size = most if most < 1.5 * fewest else fewest
+    return {kind: -(-count // size) for kind, count in counts.items()}
 
 
 def layer_types(text: Any, num_layers: int) -> tuple[str, ...]:

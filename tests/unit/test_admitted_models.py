@@ -153,5 +153,7 @@ def test_layers_with_smaller_values_are_refused(values, expected):
         logits_soft_cap=0,
     )
     layer = SimpleNamespace(impl=impl, head_size_v=values)
-    problems = validation.layer_problems("layer", layer, parse_policy({"name": "snapkv"}))
+    problems = validation.layer_problems(
+        "layer", layer, parse_policy({"name": "snapkv"})
+    )
     assert codes_in("\n".join(problems)) == expected

@@ -26,7 +26,8 @@ def test_a_trained_router_is_refused_with_tensor_parallelism():
         (2, parse_policy("snapkv"), False),
     ):
         parallel = SimpleNamespace(tensor_parallel_size=ranks)
-        refusals = problems(SimpleNamespace(parallel_config=parallel), policy)
+        config = SimpleNamespace(parallel_config=parallel, lora_config=None)
+        refusals = problems(config, policy)
         assert [codes_in(problem) for problem in refusals] == [("KVP041",)] * refused
 
 
@@ -45,6 +46,7 @@ def test_graphs_that_replay_the_whole_model_are_refused(
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", breakable)
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        lora_config=None,
         compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode]),
     )
     refusals = problems(config, parse_policy(policy))

@@ -182,12 +182,15 @@ def attend(case: Case, layer: int, query: torch.Tensor) -> torch.Tensor:
         head_size=HEAD_DIM,
         scale=SCALE,
         kv_cache_dtype="auto",
+        sinks=None,
+        logits_soft_cap=0,
         layer_index=layer,
         runtime=SimpleNamespace(heap=SimpleNamespace(pages=case.heap)),
     )
     of_layer = case.heap.view(LAYERS, BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_DIM)[layer]
     output = torch.full_like(query, 7.0)
     impl.scope = functools.partial(backend.PagedPolicyImpl.scope, impl)
+    impl._kernel = functools.partial(backend.PagedPolicyImpl._kernel, impl)
     backend.PagedPolicyImpl.attend(impl, query, of_layer, metadata, output)
     return output
 

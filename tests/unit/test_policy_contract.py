@@ -54,6 +54,7 @@ class Unusual(Compressor):
 
     queries_needed: ClassVar[Any] = 7
     needs_rotary: ClassVar[Any] = True
+    applies_softcap: ClassVar[Any] = True
     minimum_budget_tokens: ClassVar[Any] = 9
     remarks: ClassVar[Any] = ["a remark"]
     observation: ClassVar[Any] = NoObservation()

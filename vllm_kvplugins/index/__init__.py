@@ -1,9 +1,9 @@
 """Indices that find the keys a query attends to most.
 
 ``KeyIndex`` is the contract: append keys, select tokens. ``DCIIndex`` is IceCache's
-tree; ``CodedIndex`` compares one-byte codes; ``BruteForceIndex`` scans all keys with the
-same interface, and is the oracle of their tests; ``ExactScan`` is the scan in torch that
-replaces an index that failed.
+tree; ``CodedIndex`` compares one-byte codes; ``BruteForceIndex`` scans all keys with
+the same interface, and is the oracle of their tests; ``ExactScan`` is the scan in torch
+that replaces an index that failed.
 Retrieval policies add page and quantized indices. An index stores no keys and reads
 them in place (``Keys``). Nothing here imports vLLM.
 """

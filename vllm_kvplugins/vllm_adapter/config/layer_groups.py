@@ -1,36 +1,14 @@
-"""How vLLM groups the layers of a hybrid model, from its configuration alone.
-
-All layers of a KV cache group share one block table, and a block belongs to one group
-at a time. vLLM makes groups of equal layer counts (``kv_cache_utils``): with 3 full and
-15 windowed layers, one group for the full ones and five for the others. Layers of one
-type count as equal here. The scheduler refuses to start if vLLM makes several groups of
-full layers after all.
-"""
+"""Blocks that layers without a policy take in vLLM's pool, from the configuration."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm_kvplugins.model_config import CHUNKED, FULL
+from vllm_kvplugins.model_config import CHUNKED, FULL, groups_of
 from vllm_kvplugins.vllm_adapter.config.engine_config import layer_types_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-
-def groups_of(types: Sequence[str]) -> dict[str, int]:
-    """Number of KV cache groups of each attention type.
-
-    Args:
-        types: attention type of each layer.
-    """
-    counts = Counter(types)
-    fewest, most = min(counts.values()), max(counts.values())
-    # vLLM pads a group rather than double the number of groups.
-    size = most if most < 1.5 * fewest else fewest
-    return {kind: -(-count // size) for kind, count in counts.items()}
 
 
 def window_blocks(vllm_config: VllmConfig, tokens: int) -> int:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvplugins.episodes.encoder import missing
 from vllm_kvplugins.errors import coded
-from vllm_kvplugins.model_config import ATTENTION_TYPES, FULL, layer_types
-from vllm_kvplugins.vllm_adapter.config.layer_groups import groups_of
+from vllm_kvplugins.model_config import ATTENTION_TYPES, FULL, groups_of, layer_types
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
