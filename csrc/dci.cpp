@@ -37,7 +37,7 @@ std::int64_t index_create(std::int64_t kind, std::int64_t num_heads,
   if (!(promotion > 0.0 && promotion <= 0.5)) {
     fail(op, "promotion must be above 0 and at most 0.5, got ", promotion);
   }
-  require("segment", segment, index::kCodeBlock, 1 << 20);
+  require("segment", segment, index::kCodeBlock, 1 << 16);
   if (segment % index::kCodeBlock != 0) {
     fail(op, "segment must be a multiple of ", index::kCodeBlock, ", got ", segment);
   }

@@ -19,9 +19,7 @@ from dataclasses import dataclass, field
 Message = dict[str, str]
 
 _USAGE = "vllm:kv_cache_usage_perc"
-# Host memory of a policy that reserves it includes its sessions; other policies only
-# have sessions there. So the larger gauge is the total.
-_HOST = ("vllm:kv_policy_host_reserved_bytes", "vllm:kv_policy_session_bytes")
+_HOST = "vllm:kv_policy_host_bytes"
 _POOL = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 # What closes a message in chat templates: <|im_end|>, </s>, <end_of_turn>, <eos>.
@@ -88,7 +86,7 @@ class Server:
     def memory(self) -> tuple[float, float]:
         """Blocks in use now, and bytes of host memory."""
         metrics = self.metrics()
-        host_bytes = max(metrics.get(name, 0.0) for name in _HOST)
+        host_bytes = metrics.get(_HOST, 0.0)
         return metrics.get(_USAGE, 0.0) * self.pool_blocks, host_bytes
 
     def ask(

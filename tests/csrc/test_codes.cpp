@@ -8,8 +8,8 @@ namespace kvp::index {
 // Damages an index in one place at a time.
 struct CodeBreaker {
   CodeIndex& index;
-  std::int32_t& slot(std::int64_t row) { return index.slots_[row]; }
-  float& scale(std::int64_t row) { return index.codes_.scales_[row]; }
+  std::uint16_t& slot(std::int64_t row) { return index.slots_[row]; }
+  float& scale(std::int64_t row) { return index.codes_.scale(row); }
   const CodeSpace& space() const { return index.space_; }
   void use(const CodeKernels& kernels) { index.code_kernels_ = &kernels; }
 };
@@ -35,35 +35,48 @@ void test_kernels(const CodeKernels& kernels, std::mt19937& random) {
     for (Index group = 1; group <= 6; ++group) {
       const Index blocks = 5;
       for (bool extreme : {false, true}) {
-        std::vector<std::uint8_t> codes(blocks * quads * kQuadBytes);
+        // Three chunks of two blocks; each block ends with the scales of its keys.
+        const Index size = block_bytes(quads);
+        std::vector<std::vector<std::uint8_t>> memory(3);
+        std::vector<const std::uint8_t*> chunks;
+        for (auto& chunk : memory) {
+          for (Index i = 0; i < 2 * size; ++i) {
+            chunk.push_back(extreme ? 127 : random() % 128);
+          }
+          for (Index i = 0; i < 2 * kCodeBlock; ++i) {
+            const float scale = static_cast<float>(random() % 1000) / 64.0f;
+            std::memcpy(chunk.data() + (i / kCodeBlock + 1) * size - kQuadBytes +
+                            i % kCodeBlock * sizeof scale,
+                        &scale, sizeof scale);
+          }
+          chunks.push_back(chunk.data());
+        }
         std::vector<std::int8_t> queries(group * quads * kQuad);
-        for (auto& code : codes) code = extreme ? 127 : random() % 128;
         for (auto& code : queries) {
           code = static_cast<std::int8_t>(extreme ? -127 : int(random() % 255) - 127);
         }
-        std::vector<float> scales(blocks * kCodeBlock);
-        for (float& scale : scales) scale = static_cast<float>(random() % 1000) / 64.0f;
         std::vector<std::int32_t> biases(group);
         for (auto& bias : biases) bias = static_cast<int>(random() % 1000) - 500;
         const std::vector<std::int32_t> listed{4, 0, 3};
         for (const bool in_list : {false, true}) {
           const Index count = in_list ? 3 : blocks, stride = count * kCodeBlock;
           std::vector<float> scores(group * stride, -1.0f);
-          kernels.score({codes.data(), scales.data(), in_list ? listed.data() : nullptr,
-                         count, quads, queries.data(), biases.data(), group,
-                         scores.data(), stride});
+          kernels.score({chunks.data(), 2, in_list ? listed.data() : nullptr, count,
+                         quads, queries.data(), biases.data(), group, scores.data(),
+                         stride});
           for (Index g = 0; g < group; ++g) {
             for (Index i = 0; i < stride; ++i) {
               const Index block = in_list ? listed[i / kCodeBlock] : i / kCodeBlock;
               const Index j = i % kCodeBlock;
+              const std::uint8_t* own = chunks[block / 2] + block % 2 * size;
               std::int32_t sum = biases[g];
               for (Index d = 0; d < quads * kQuad; ++d) {
-                sum += codes[((block * quads + d / kQuad) * kCodeBlock + j) * kQuad +
-                             d % kQuad] *
+                sum += own[(d / kQuad * kCodeBlock + j) * kQuad + d % kQuad] *
                        queries[g * quads * kQuad + d];
               }
-              CHECK(scores[g * stride + i] ==
-                    scales[block * kCodeBlock + j] * static_cast<float>(sum));
+              float scale;
+              std::memcpy(&scale, own + (quads * kCodeBlock + j) * kQuad, sizeof scale);
+              CHECK(scores[g * stride + i] == scale * static_cast<float>(sum));
             }
           }
         }
@@ -143,7 +156,7 @@ double recall(const std::vector<Scored>& found, const std::vector<Scored>& exact
 void test_index(const CodeKernels& kernels, std::mt19937& random) {
   const Kernels& exact_kernels = select_kernels<Kernels>();
   for (Index dims : {5, 64, 80}) {
-    for (Index n : {0, 1, 255, 256, 700, 1111}) {
+    for (Index n : {0, 1, 63, 64, 700, 1111}) {
       for (bool paged : {false, true}) {
         current_case = paged ? "index with pages" : "index without pages";
         const std::vector<float> keys = clustered(n, dims, random);
@@ -181,7 +194,7 @@ void test_index(const CodeKernels& kernels, std::mt19937& random) {
             for (Index d = 0; d < dims; ++d) {
               score += double(query[d]) * double(keys[each.slot * dims + d]);
             }
-            CHECK(std::fabs(score - each.score) < 0.02 * double(dims));
+            CHECK(std::fabs(score - each.score) < 0.1 + 0.02 * double(dims));
           }
           if (n <= 600) {
             CHECK(same(search(parts.tree(0), view, false, query.data(), 20, {400, 1.0}),
@@ -236,10 +249,10 @@ void test_damage_is_found(std::mt19937& random) {
   index.append({view}, n);
   CHECK(index.tree(0).paged() == 384);
   CodeBreaker breaker{const_cast<CodeIndex&>(index.tree(0))};
-  const std::int32_t slot = breaker.slot(3);
+  const std::uint16_t slot = breaker.slot(3);
   breaker.slot(3) = breaker.slot(4);
   CHECK(index.integrity({view}, false) != "");
-  breaker.slot(3) = 200;
+  breaker.slot(3) = 64;  // segments have 64 keys
   CHECK(index.integrity({view}, false) != "");
   breaker.slot(3) = slot;
   breaker.scale(7) *= 1.5f;

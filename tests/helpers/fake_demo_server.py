@@ -99,7 +99,7 @@ def metrics() -> str:
     lines = [
         f'vllm:cache_config_info{{block_size="{BLOCK}",num_gpu_blocks="{POOL}"}} 1.0',
         f'vllm:kv_cache_usage_perc{{engine="0"}} {State.held / (POOL - 1)}',
-        f'vllm:kv_policy_host_reserved_bytes{{engine="0"}} {3 * 2**20}',
+        f'vllm:kv_policy_host_bytes{{engine="0"}} {3 * 2**20}',
     ]
     for name, value in State.counts.items():
         lines.append(f'vllm:kv_policy_{name}_total{{engine="0"}} {value}')

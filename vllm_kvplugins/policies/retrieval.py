@@ -141,8 +141,11 @@ class Retriever(KVCachePolicy):
     def host_memory_bytes(self) -> int | None:
         return self.host_memory
 
-    # Maximum size of the index, relative to the keys and values.
-    index_share: ClassVar[float] = 0.0
+    @property
+    def index_share(self) -> float:
+        """Maximum size of the index, relative to the keys and values."""
+        return 0.0
+
     # Tokens per page of host memory.
     host_page_tokens: ClassVar[int] = 16
 

@@ -34,7 +34,7 @@ namespace kvp::index {
 class CodeIndex {
  public:
   // The first keys measure the space of codes; fewer are scanned exactly.
-  static constexpr std::int64_t kFitKeys = 256;
+  static constexpr std::int64_t kFitKeys = 64;
   static constexpr std::int64_t kSample = 256;
 
   CodeIndex(Arena& arena, const Settings& settings, const Kernels& kernels,
@@ -111,8 +111,7 @@ class CodeIndex {
     for (const std::int32_t at : scratch.found) {
       const std::int64_t row =
           list != nullptr ? list[at / kCodeBlock] * kCodeBlock + at % kCodeBlock : at;
-      scratch.slots.push_back(row < paged() ? slots_[row]
-                                            : static_cast<std::int32_t>(row));
+      scratch.slots.push_back(static_cast<std::int32_t>(slot_of(row)));
     }
     return visits;
   }
@@ -158,10 +157,10 @@ class CodeIndex {
     std::vector<bool> seen(static_cast<std::size_t>(paged()));
     std::vector<float> key(static_cast<std::size_t>(dims)), code(key);
     for (std::int64_t row = 0; row < num_keys(); ++row) {
-      const std::int64_t slot = row < paged() ? slots_[row] : row;
+      const std::int64_t slot = slot_of(row);
       if (row < paged()) {
-        if (slot / settings_.segment != row / settings_.segment) {
-          return "key " + std::to_string(slot) + " is in a page of another segment";
+        if (slots_[row] >= settings_.segment) {
+          return "row " + std::to_string(row) + " has no key of its segment";
         }
         if (seen[static_cast<std::size_t>(slot)]) {
           return "key " + std::to_string(slot) + " is in two pages";
@@ -189,23 +188,29 @@ class CodeIndex {
 
   static constexpr std::int64_t kRowsAtATime = 1024;
 
+  std::int64_t slot_of(std::int64_t row) const {
+    if (row >= paged()) return row;
+    return row / settings_.segment * settings_.segment + slots_[row];
+  }
+
   // Keeps the first keys until they can measure the space, then encodes.
   void add_rows(const float* rows, std::int64_t n) {
     const std::int64_t dims = settings_.head_dim;
-    if (space_.empty()) {
-      const std::int64_t had = first_rows_.size();
-      first_rows_.resize(had + n * dims);
-      std::copy_n(rows, n * dims, first_rows_.data() + had);
-      const std::int64_t count = first_rows_.size() / dims;
-      if (count < kFitKeys) return;
-      space_.fit(first_rows_.data(), count, dims);
-      codes_.reserve(space_, num_keys());
-      codes_.append(space_, first_rows_.data(), count);
-      first_rows_.clear();
+    if (!space_.empty()) {
+      codes_.append(space_, rows, n);
       return;
     }
-    codes_.reserve(space_, num_keys());
+    const std::int64_t had = first_rows_.size();
+    if (had > 0 || n < kFitKeys) {
+      first_rows_.resize(had + n * dims);
+      std::copy_n(rows, n * dims, first_rows_.data() + had);
+      rows = first_rows_.data();
+      n = first_rows_.size() / dims;
+    }
+    if (n < kFitKeys) return;
+    space_.fit(rows, n, dims);
     codes_.append(space_, rows, n);
+    first_rows_.clear();
   }
 
   // Puts the next `segment` keys into pages.
@@ -231,8 +236,9 @@ class CodeIndex {
     }
     slots_.resize(first + n);
     for (std::int64_t i = 0; i < n; ++i) {
-      order[static_cast<std::size_t>(i)] += static_cast<std::int32_t>(first);
-      slots_[first + i] = order[static_cast<std::size_t>(i)];
+      std::int32_t& row = order[static_cast<std::size_t>(i)];
+      slots_[first + i] = static_cast<std::uint16_t>(row);
+      row += static_cast<std::int32_t>(first);
     }
     codes_.permute(space_, first, order.data(), n);
   }
@@ -254,8 +260,7 @@ class CodeIndex {
                     CodeScratch& scratch) const {
     const std::int64_t stride = scratch.stride = blocks * kCodeBlock;
     float* scores = at_least(scratch.scores, group * stride);
-    code_kernels_->score(
-        codes.run(space_, scratch, group, list, blocks, scores, stride));
+    code_kernels_->score(codes.run(scratch, group, list, blocks, scores, stride));
     const std::int64_t step = std::max<std::int64_t>(n / kSample, 1);
     scratch.step = step;
     scratch.scored = n;
@@ -301,7 +306,7 @@ class CodeIndex {
   Array<float> first_rows_;  // until there are kFitKeys
   KeyCodes codes_;  // of all keys
   KeyCodes means_;  // of all pages
-  Array<std::int32_t> slots_;  // of the rows in pages
+  Array<std::uint16_t> slots_;  // of the rows in pages, within their segment
 };
 
 }  // namespace kvp::index

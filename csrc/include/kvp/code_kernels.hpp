@@ -2,9 +2,10 @@
 // of a KV head at a time.
 //
 // Codes are stored in blocks of sixteen keys, four dimensions (a quad) at a time, so that
-// one cache line holds a quad of all sixteen keys:
+// one cache line holds a quad of all sixteen keys. The last line holds their scales:
 //
-//     block b, quad q, key j, dimension 4 q + d   at   ((b * quads + q) * 16 + j) * 4 + d
+//     quad q, key j, dimension 4 q + d   at   (q * 16 + j) * 4 + d
+//     scale of key j, float32            at   (quads * 16 + j) * 4
 //
 // A code is an unsigned byte of at most 127, and a query code a signed byte of at most 127
 // in magnitude. The sum of two products then fits into 16 bits, which AVX2 and AVX-512
@@ -31,10 +32,14 @@ constexpr std::int64_t kQuad = 4;  // dimensions
 constexpr std::int64_t kQuadBytes = kCodeBlock * kQuad;
 constexpr int kQueriesAtOnce = 4;
 
+constexpr std::int64_t block_bytes(std::int64_t quads) {
+  return (quads + 1) * kQuadBytes;
+}
+
 // Arguments of CodeKernels::score.
 struct CodeRun {
-  const std::uint8_t* codes;  // [all blocks][quads][16][4]
-  const float* scales;  // [all blocks * 16]
+  const std::uint8_t* const* chunks;  // of chunk_blocks blocks each
+  std::int64_t chunk_blocks;
   const std::int32_t* list;  // [blocks] to score, or null: the first ones
   std::int64_t blocks, quads;
   const std::int8_t* queries;  // [group][quads * 4]
@@ -43,16 +48,24 @@ struct CodeRun {
   float* scores;  // [group][stride], of which the first blocks * 16 are written
   std::int64_t stride;
 
-  std::int64_t block_at(std::int64_t b) const { return list != nullptr ? list[b] : b; }
+  KVP_INLINE const std::uint8_t* block(std::int64_t b) const {
+    // 32 bits: division is several times faster.
+    const auto at = static_cast<std::uint32_t>(list != nullptr ? list[b] : b);
+    const auto size = static_cast<std::uint32_t>(chunk_blocks);
+    return chunks[at / size] + at % size * block_bytes(quads);
+  }
 
-  // Asks for the codes of a listed block; the hardware expects consecutive ones.
+  KVP_INLINE const float* scales(const std::uint8_t* block) const {
+    return reinterpret_cast<const float*>(block + quads * kQuadBytes);
+  }
+
+  // Asks for a listed block; the hardware expects consecutive ones.
   KVP_INLINE void prefetch(std::int64_t b) const {
     if (list == nullptr || b >= blocks) return;
-    const std::uint8_t* block = codes + list[b] * quads * kQuadBytes;
-    for (std::int64_t quad = 0; quad < quads; ++quad) {
-      __builtin_prefetch(block + quad * kQuadBytes);
+    const std::uint8_t* ahead = block(b);
+    for (std::int64_t line = 0; line <= quads; ++line) {
+      __builtin_prefetch(ahead + line * kQuadBytes);
     }
-    __builtin_prefetch(scales + list[b] * kCodeBlock);
   }
 
   std::int32_t query_quad(int g, std::int64_t quad) const {
@@ -85,8 +98,7 @@ struct CollectRun {
 template <int G>
 inline void score_codes_baseline(const CodeRun& run) {
   for (std::int64_t b = 0; b < run.blocks; ++b) {
-    const std::int64_t at = run.block_at(b);
-    const std::uint8_t* block = run.codes + at * run.quads * kQuadBytes;
+    const std::uint8_t* block = run.block(b);
     std::int32_t sums[G][kCodeBlock];
     for (int g = 0; g < G; ++g) {
       for (int j = 0; j < kCodeBlock; ++j) sums[g][j] = run.biases[g];
@@ -102,10 +114,11 @@ inline void score_codes_baseline(const CodeRun& run) {
         }
       }
     }
+    const float* scales = run.scales(block);
     for (int g = 0; g < G; ++g) {
       float* out = run.scores + g * run.stride + b * kCodeBlock;
       for (int j = 0; j < kCodeBlock; ++j) {
-        out[j] = run.scales[at * kCodeBlock + j] * static_cast<float>(sums[g][j]);
+        out[j] = scales[j] * static_cast<float>(sums[g][j]);
       }
     }
   }
@@ -117,8 +130,7 @@ template <int G>
 KVP_TARGET_AVX2 inline void score_codes_avx2(const CodeRun& run) {
   const __m256i ones = _mm256_set1_epi16(1);
   for (std::int64_t b = 0; b < run.blocks; ++b) {
-    const std::int64_t at = run.block_at(b);
-    const std::uint8_t* block = run.codes + at * run.quads * kQuadBytes;
+    const std::uint8_t* block = run.block(b);
     run.prefetch(b + 2);
     __m256i low[G], high[G];
     for (int g = 0; g < G; ++g) low[g] = high[g] = _mm256_set1_epi32(run.biases[g]);
@@ -133,7 +145,7 @@ KVP_TARGET_AVX2 inline void score_codes_avx2(const CodeRun& run) {
             high[g], _mm256_madd_epi16(_mm256_maddubs_epi16(c, query), ones));
       }
     }
-    const float* scales = run.scales + at * kCodeBlock;
+    const float* scales = run.scales(block);
     for (int g = 0; g < G; ++g) {
       float* out = run.scores + g * run.stride + b * kCodeBlock;
       _mm256_storeu_ps(
@@ -154,8 +166,7 @@ template <int G>
 KVP_TARGET_AVX512 inline void score_codes_avx512(const CodeRun& run) {
   const __m512i ones = _mm512_set1_epi16(1);
   for (std::int64_t b = 0; b < run.blocks; ++b) {
-    const std::int64_t at = run.block_at(b);
-    const std::uint8_t* block = run.codes + at * run.quads * kQuadBytes;
+    const std::uint8_t* block = run.block(b);
     run.prefetch(b + 2);
     __m512i sums[G];
     for (int g = 0; g < G; ++g) sums[g] = _mm512_set1_epi32(run.biases[g]);
@@ -167,7 +178,7 @@ KVP_TARGET_AVX512 inline void score_codes_avx512(const CodeRun& run) {
             sums[g], _mm512_madd_epi16(_mm512_maddubs_epi16(line, query), ones));
       }
     }
-    const __m512 scales = _mm512_loadu_ps(run.scales + at * kCodeBlock);
+    const __m512 scales = _mm512_loadu_ps(run.scales(block));
     for (int g = 0; g < G; ++g) {
       _mm512_storeu_ps(run.scores + g * run.stride + b * kCodeBlock,
                        scales * to_float(sums[g]));
@@ -178,8 +189,7 @@ KVP_TARGET_AVX512 inline void score_codes_avx512(const CodeRun& run) {
 template <int G>
 KVP_TARGET_AVX512_VNNI inline void score_codes_vnni(const CodeRun& run) {
   for (std::int64_t b = 0; b < run.blocks; ++b) {
-    const std::int64_t at = run.block_at(b);
-    const std::uint8_t* block = run.codes + at * run.quads * kQuadBytes;
+    const std::uint8_t* block = run.block(b);
     run.prefetch(b + 2);
     __m512i sums[G];
     for (int g = 0; g < G; ++g) sums[g] = _mm512_set1_epi32(run.biases[g]);
@@ -190,7 +200,7 @@ KVP_TARGET_AVX512_VNNI inline void score_codes_vnni(const CodeRun& run) {
         sums[g] = _mm512_dpbusd_epi32(sums[g], line, query);
       }
     }
-    const __m512 scales = _mm512_loadu_ps(run.scales + at * kCodeBlock);
+    const __m512 scales = _mm512_loadu_ps(run.scales(block));
     for (int g = 0; g < G; ++g) {
       _mm512_storeu_ps(run.scores + g * run.stride + b * kCodeBlock,
                        scales * to_float(sums[g]));

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "kvp/arena.hpp"
@@ -89,24 +90,24 @@ inline void encode_queries(const CodeSpace& space, const float* queries,
 }
 
 // Codes of some rows, in blocks (see code_kernels.hpp). The last block is padded with rows
-// whose scale is 0.
+// whose scale is 0. Blocks lie in chunks that never move: growing copies nothing, and at
+// most one chunk is partly used.
 class KeyCodes {
  public:
-  explicit KeyCodes(Arena& arena) : codes_(arena), scales_(arena) {}
+  explicit KeyCodes(Arena& arena) : arena_(&arena), chunks_(arena) {}
 
   std::int64_t size() const { return size_; }
   std::int64_t blocks() const { return (size_ + kCodeBlock - 1) / kCodeBlock; }
 
-  // Makes room for some rows, so that adding them moves nothing.
-  void reserve(const CodeSpace& space, std::int64_t rows) {
-    const std::int64_t padded = round_up(rows, kCodeBlock);
-    codes_.resize(std::max(codes_.size(), padded * space.quads() * kQuad));
-    scales_.resize(std::max(scales_.size(), padded));
-  }
-
-  // Adds rows [n][dims].
+  // Adds rows [n][dims]. All calls need the same space.
   void append(const CodeSpace& space, const float* rows, std::int64_t n) {
-    reserve(space, size_ + n);
+    set_shape(space);
+    const std::int64_t needed = (size_ + n + kCodeBlock - 1) / kCodeBlock;
+    while (chunks_.size() * chunk_blocks_ < needed) {
+      auto* chunk = static_cast<std::uint8_t*>(arena_->take(chunk_bytes_));
+      std::memset(chunk, 0, chunk_bytes_);
+      chunks_.push(chunk);
+    }
     for (std::int64_t i = 0; i < n; ++i) {
       set(space, size_ + i, rows + i * space.dims());
     }
@@ -115,9 +116,9 @@ class KeyCodes {
 
   // row[d] = the key that the code stands for, minus the center.
   void decode(const CodeSpace& space, std::int64_t at, float* row) const {
+    const float own_scale = scale(at);
     for (std::int64_t d = 0; d < space.dims(); ++d) {
-      const int code = codes_[place(space.quads(), at, d)] - kZeroCode;
-      row[d] = static_cast<float>(code) * scales_[at] * space.width(d);
+      row[d] = static_cast<float>(code(at, d) - kZeroCode) * own_scale * space.width(d);
     }
   }
 
@@ -125,60 +126,72 @@ class KeyCodes {
   // [first, first + n).
   void permute(const CodeSpace& space, std::int64_t first, const std::int32_t* order,
                std::int64_t n) {
-    const std::int64_t dims = space.dims(), quads = space.quads();
+    const std::int64_t dims = space.dims();
     std::vector<std::uint8_t> codes(static_cast<std::size_t>(n * dims));
     std::vector<float> scales(static_cast<std::size_t>(n));
     for (std::int64_t i = 0; i < n; ++i) {
-      scales[static_cast<std::size_t>(i)] = scales_[order[i]];
+      scales[static_cast<std::size_t>(i)] = scale(order[i]);
       for (std::int64_t d = 0; d < dims; ++d) {
-        codes[static_cast<std::size_t>(i * dims + d)] =
-            codes_[place(quads, order[i], d)];
+        codes[static_cast<std::size_t>(i * dims + d)] = code(order[i], d);
       }
     }
     for (std::int64_t i = 0; i < n; ++i) {
-      scales_[first + i] = scales[static_cast<std::size_t>(i)];
+      scale(first + i) = scales[static_cast<std::size_t>(i)];
       for (std::int64_t d = 0; d < dims; ++d) {
-        codes_[place(quads, first + i, d)] =
-            codes[static_cast<std::size_t>(i * dims + d)];
+        code(first + i, d) = codes[static_cast<std::size_t>(i * dims + d)];
       }
     }
   }
 
   // What a kernel needs to score the blocks of a list, or the first `blocks` ones.
-  CodeRun run(const CodeSpace& space, const CodeScratch& scratch, std::int64_t group,
-              const std::int32_t* list, std::int64_t blocks, float* scores,
-              std::int64_t stride) const {
-    return {codes_.data(),          scales_.data(),        list,  blocks, space.quads(),
+  CodeRun run(const CodeScratch& scratch, std::int64_t group, const std::int32_t* list,
+              std::int64_t blocks, float* scores, std::int64_t stride) const {
+    return {chunks_.data(),         chunk_blocks_,         list,  blocks, quads_,
             scratch.queries.data(), scratch.biases.data(), group, scores, stride};
   }
 
  private:
   friend struct CodeBreaker;
 
-  static std::int64_t place(std::int64_t quads, std::int64_t row, std::int64_t d) {
-    return ((row / kCodeBlock * quads + d / kQuad) * kCodeBlock + row % kCodeBlock) *
-               kQuad +
-           d % kQuad;
+  static constexpr std::int64_t kChunkBytes = 16 * 1024;
+
+  void set_shape(const CodeSpace& space) {
+    quads_ = space.quads();
+    chunk_blocks_ = std::max<std::int64_t>(kChunkBytes / block_bytes(quads_), 1);
+    chunk_bytes_ = static_cast<std::size_t>(chunk_blocks_ * block_bytes(quads_));
+  }
+
+  std::uint8_t* block(std::int64_t row) const {
+    const std::int64_t at = row / kCodeBlock;
+    return chunks_[at / chunk_blocks_] + at % chunk_blocks_ * block_bytes(quads_);
+  }
+  std::uint8_t& code(std::int64_t row, std::int64_t d) const {
+    return block(row)[(d / kQuad * kCodeBlock + row % kCodeBlock) * kQuad + d % kQuad];
+  }
+  float& scale(std::int64_t row) const {
+    auto* scales = reinterpret_cast<float*>(block(row) + quads_ * kQuadBytes);
+    return scales[row % kCodeBlock];
   }
 
   void set(const CodeSpace& space, std::int64_t at, const float* row) {
-    const std::int64_t dims = space.dims(), quads = space.quads();
+    const std::int64_t dims = space.dims();
     float peak = 0.0f;
     for (std::int64_t d = 0; d < dims; ++d) {
       peak = std::max(peak, std::fabs((row[d] - space.center()[d]) / space.width(d)));
     }
     const float inverse = peak > 0.0f ? kLargestCode / peak : 0.0f;
-    for (std::int64_t d = 0; d < quads * kQuad; ++d) {
+    for (std::int64_t d = 0; d < quads_ * kQuad; ++d) {
       const float value =
           d < dims ? (row[d] - space.center()[d]) / space.width(d) * inverse : 0.0f;
-      codes_[place(quads, at, d)] =
-          static_cast<std::uint8_t>(std::lrint(value) + kZeroCode);
+      code(at, d) = static_cast<std::uint8_t>(std::lrint(value) + kZeroCode);
     }
-    scales_[at] = peak / kLargestCode;
+    scale(at) = peak / kLargestCode;
   }
 
-  Array<std::uint8_t> codes_;
-  Array<float> scales_;
+  Arena* arena_;  // frees the chunks
+  Array<std::uint8_t*> chunks_;
+  std::int64_t quads_ = 0, chunk_blocks_ = 1;
+  std::size_t chunk_bytes_ = 0;
   std::int64_t size_ = 0;
 };
 
