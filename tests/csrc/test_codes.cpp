@@ -289,6 +289,26 @@ void test_outliers(std::mt19937& random) {
   CHECK(total > 18.5);
 }
 
+// Keys of any size that can be indexed give finite scores.
+void test_extremes(std::mt19937& random) {
+  current_case = "extremes";
+  const Index n = 200, dims = 16;
+  std::vector<float> keys = clustered(n, dims, random);
+  for (Index i = 0; i < n * dims; ++i) keys[i] *= i < 100 * dims ? 1e-30f : 1e15f;
+  Forest<CodeIndex> index(coded_settings(dims, 0), 1, select_kernels<Kernels>());
+  const KeyView view = dense(keys, dims);
+  index.append({view}, 100);
+  index.append({after(view, 100)}, 100);
+  for (const float size : {1e-30f, 1.0f, 1e15f}) {
+    std::vector<float> query = clustered(1, dims, random);
+    for (float& x : query) x *= size;
+    const auto found =
+        search(index.tree(0), view, false, query.data(), 150, {400, 1.0});
+    CHECK(found.size() == 150);
+    for (const Scored& each : found) CHECK(std::isfinite(each.score));
+  }
+}
+
 void test_bad_keys_change_nothing(std::mt19937& random) {
   current_case = "bad keys";
   const Index n = 400, dims = 8;
@@ -316,6 +336,7 @@ int main() {
   test_votes(random);
   test_damage_is_found(random);
   test_outliers(random);
+  test_extremes(random);
   test_bad_keys_change_nothing(random);
   return report();
 }

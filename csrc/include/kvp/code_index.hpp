@@ -282,8 +282,12 @@ class CodeIndex {
       found =
           code_kernels_->collect({scores, stride, n, group, scratch.thresholds.data(),
                                   scratch.found.data(), scratch.counts.data()});
-      done = std::all_of(scratch.counts.begin(), scratch.counts.end(),
-                         [&](std::int64_t count) { return count >= least; });
+      done = true;
+      for (std::int64_t g = 0; g < group; ++g) {
+        const auto at = static_cast<std::size_t>(g);
+        done =
+            done && (scratch.counts[at] >= least || scratch.ranks[at] >= 2 * sampled);
+      }
     }
     scratch.found.resize(static_cast<std::size_t>(found));
   }

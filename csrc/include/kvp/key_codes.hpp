@@ -51,7 +51,8 @@ class CodeSpace {
     }
     // A constant dimension gets a width as well: later keys may differ there.
     const float largest = *std::max_element(width_.begin(), width_.end());
-    const float least = largest > 0.0f ? 1e-3f * largest : 1.0f;
+    // Far below any key that matters, and large enough that no later key overflows.
+    const float least = largest > 0.0f ? std::max(1e-3f * largest, 1e-12f) : 1.0f;
     for (float& width : width_) width = std::max(width, least);
   }
 
