@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from vllm_kvplugins.errors import KVPolicyError, coded
+from vllm_kvplugins.plan.other_layers import OtherLayers
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
@@ -66,11 +67,33 @@ def groups_of(types: Sequence[str]) -> dict[str, int]:
     Args:
         types: attention type of each layer.
     """
-    counts = Counter(types)
-    fewest, most = min(counts.values()), max(counts.values())
+    size = layers_per_group(types)
+    return {kind: -(-count // size) for kind, count in Counter(types).items()}
+
+
+def layers_per_group(types: Sequence[str]) -> int:
+    """Layers whose keys and values one block of vLLM's pool has room for.
+
+    A group with fewer layers leaves the rest of its blocks empty.
+    """
+    counts = Counter(types).values()
     # vLLM pads a group rather than double the number of groups.
-    size = most if most < 1.5 * fewest else fewest
-    return {kind: -(-count // size) for kind, count in counts.items()}
+    return max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+
+
+def other_layers(text: Any, types: Sequence[str]) -> OtherLayers:
+    """The KV cache groups of the layers that a policy leaves to vLLM.
+
+    Args:
+        text: configuration of the language model, with its fields as attributes.
+        types: attention type of each layer.
+    """
+    groups = groups_of(types)
+    windows, chunks = groups.get(SLIDING, 0), groups.get(CHUNKED, 0)
+    return OtherLayers(
+        windows={text.sliding_window: windows} if windows else {},
+        chunks={text.attention_chunk_size: chunks} if chunks else {},
+    )
 
 
 def layer_types(text: Any, num_layers: int) -> tuple[str, ...]:

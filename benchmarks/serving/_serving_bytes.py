@@ -16,22 +16,25 @@ from _serving_systems import element_bytes, host_bytes
 
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.model_config import read_model_config
+from vllm_kvplugins.model_memory import ModelMemory
 
 # Memory that differs by less counts as equal.
 EQUAL_WITHIN = 0.01
 
 
-def numbers_per_token(model: str, dtype: str) -> int:
-    """Numbers in the keys and values of one token; 0 if the shape is not known here.
+def numbers_per_token(model: str) -> int:
+    """Numbers that a block of the pool holds per token; 0 if the shape is not known.
+
+    In a hybrid model a block belongs to one group of layers at a time.
 
     Args:
         model: a folder or a name.
     """
     try:
-        shape = read_model_config(model, dtype).cache_shape()
+        memory = ModelMemory.of(read_model_config(model, "bfloat16"), 1)
     except (KVPolicyError, OSError):
         return 0
-    return int(shape.bytes_per_token(1))
+    return memory.block_bytes // 2
 
 
 def byte_figures(

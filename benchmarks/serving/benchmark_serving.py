@@ -209,7 +209,7 @@ def measure(
     samples = figures.pop("samples", {})
     if comparison.running is None:
         pool = comparison.pool
-        numbers = numbers_per_token(pool.model, "auto")
+        numbers = numbers_per_token(pool.model)
         figures |= byte_figures(cell.policy, pool, figures, numbers)
     measured = {"figures": figures, "samples": samples} | kept
     return measured | ({"first_error": errors[0][:300]} if errors else {})

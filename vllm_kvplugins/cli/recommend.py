@@ -95,7 +95,8 @@ class Request:
     """A model, its requests, and the memory for them; sizes in bytes.
 
     Attributes:
-        token_bytes: keys and values of one token, over all layers.
+        token_bytes: keys and values of one token, in the layers that a policy manages.
+        other_bytes: what layers that vLLM manages hold of each request.
         notes: what limits the figures for this model.
     """
 
@@ -108,6 +109,7 @@ class Request:
     token_bytes: int
     block_size: int
     dtype: str = "bfloat16"
+    other_bytes: int = 0
     notes: tuple[str, ...] = ()
 
     def bytes_of(self, tokens: float) -> int:
@@ -118,7 +120,8 @@ class Request:
     @property
     def stock_request(self) -> int:
         """A request without a policy, at its end."""
-        return self.bytes_of(self.prompt_tokens + self.answer_tokens)
+        tokens = self.prompt_tokens + self.answer_tokens
+        return self.bytes_of(tokens) + self.other_bytes
 
     @property
     def usable(self) -> int:
@@ -130,7 +133,7 @@ class Request:
 
         One block more, as the newest tokens of a prompt stay in their block.
         """
-        kept = self.bytes_of(device_share * self.prompt_tokens)
+        kept = self.bytes_of(device_share * self.prompt_tokens) + self.other_bytes
         return kept + self.bytes_of(self.answer_tokens) + self.bytes_of(1)
 
 
@@ -160,9 +163,12 @@ def _request(
     block_size: int,
 ) -> Request:
     from vllm_kvplugins.model_config import read_model_config
+    from vllm_kvplugins.model_memory import ModelMemory
 
+    element_bytes(dtype)
     config = read_model_config(model_name, dtype)
-    token_bytes = config.cache_shape().bytes_per_token(element_bytes(dtype))
+    notes = tuple(_model_notes(config, context + answer))
+    sizes = ModelMemory.of(config, block_size)
     return Request(
         model_name,
         context,
@@ -170,10 +176,11 @@ def _request(
         concurrency,
         _bytes(memory, "--memory"),
         None if host_memory is None else _bytes(host_memory, "--host-memory"),
-        token_bytes,
+        sizes.block_bytes // block_size,
         block_size,
         dtype,
-        tuple(_model_notes(config, context + answer)),
+        sizes.other_bytes(context + answer),
+        notes,
     )
 
 
@@ -327,7 +334,7 @@ def _fitting(cell: Measured, evidence: Evidence, request: Request) -> Option | s
             return f"needs {amount(host)} of host memory"
     held = request.decoding(cell.device_share)
     others = (request.concurrency - 1) * held
-    prompt = request.bytes_of(request.prompt_tokens)
+    prompt = request.bytes_of(request.prompt_tokens) + request.other_bytes
     whole = max(others + prompt, others + held, request.stock_request)
     if whole <= request.usable:
         return Option(cell, None)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,11 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vllm_kvplugins.cli import model_checks
 from vllm_kvplugins.cli.console import out, user_errors
 from vllm_kvplugins.errors import KVPolicyError, coded, refuse
 
 if TYPE_CHECKING:
     from vllm_kvplugins.model_config import ConfigOnlyModel
+    from vllm_kvplugins.model_memory import ModelMemory
     from vllm_kvplugins.plan.geometry import Geometry
     from vllm_kvplugins.plan.sizing import Footprint
     from vllm_kvplugins.policies.base import KVCachePolicy
@@ -61,6 +61,15 @@ def size(
     block_size: Annotated[
         int, typer.Option(metavar="B", min=1, help="Tokens per block.")
     ] = 32,
+    prefill_chunk: Annotated[
+        int,
+        typer.Option(
+            "--max-num-batched-tokens",
+            metavar="T",
+            min=1,
+            help="vLLM's limit of tokens per step; counts for sliding windows only.",
+        ),
+    ] = 2048,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of tables.")
     ] = False,
@@ -83,6 +92,7 @@ def size(
             pool_bytes=None if pool_gib is None else int(pool_gib * _GIB),
             dtype=dtype,
             block_size=block_size,
+            prefill_chunk=prefill_chunk,
         )
     if as_json:
         typer.echo(json.dumps(figures, indent=2))
@@ -103,6 +113,7 @@ def sizing(
     pool_bytes: int | None,
     dtype: str,
     block_size: int,
+    prefill_chunk: int,
 ) -> dict[str, Any]:
     """All figures as plain data, as printed by ``--json``.
 
@@ -111,8 +122,9 @@ def sizing(
     """
     from vllm_kvplugins.cli.settings import written_settings
     from vllm_kvplugins.config import parse_options, parse_policy
-    from vllm_kvplugins.model_config import FULL, read_model_config
-    from vllm_kvplugins.plan.geometry import Geometry, Lengths
+    from vllm_kvplugins.model_config import read_model_config
+    from vllm_kvplugins.model_memory import ModelMemory
+    from vllm_kvplugins.plan.geometry import Lengths
     from vllm_kvplugins.plan.residency_plan import ResidencyPlan
     from vllm_kvplugins.plan.sizing import footprint
 
@@ -120,15 +132,8 @@ def sizing(
     policy = parse_policy({"name": policy_name, **options})
     model = read_model_config(model_name, dtype)
     _check_start_up(policy, model, dtype, block_size)
-    shape = replace(
-        model.cache_shape(), num_layers=model.layer_types.count(FULL)
-    )  # the layers that the policy manages
-    geometry = Geometry(
-        block_size=block_size,
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        kv_bytes_per_token=shape.bytes_per_token(element_bytes(dtype)),
-    )
+    memory = ModelMemory.of(model, block_size)
+    geometry = memory.geometry
     tokens = prompt_tokens + answer_tokens
     _refuse_impossible_lengths(policy, geometry, tokens)
 
@@ -139,29 +144,37 @@ def sizing(
         prompt_tokens,
         answer_tokens,
         policy.max_prompt_blocks(tokens, geometry),
+        memory.others,
+        prefill_chunk,
     )
-    stock = footprint(ResidencyPlan(block_size), prompt_tokens, answer_tokens)
+    stock = footprint(
+        ResidencyPlan(block_size),
+        prompt_tokens,
+        answer_tokens,
+        others=memory.others,
+        prefill_chunk=prefill_chunk,
+    )
     return {
         "model": model_name,
         "policy": policy.name,
         "config": written_settings(policy),
         "dtype": dtype,
-        "num_layers": shape.num_layers,
-        "num_kv_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
+        "num_layers": geometry.num_layers,
+        "num_kv_heads": geometry.num_kv_heads,
+        "head_dim": memory.shape.head_dim,
         "kv_bytes_per_token": geometry.kv_bytes_per_token,
         "block_size": block_size,
-        "block_bytes": block_size * geometry.kv_bytes_per_token,
+        "block_bytes": memory.block_bytes,
         "prompt_tokens": prompt_tokens,
         "answer_tokens": answer_tokens,
-        **_memory(policy, geometry, request, stock, tokens, requests, pool_bytes),
+        **_memory(policy, memory, request, stock, tokens, requests, pool_bytes),
         "notes": _notes(policy, model, tokens),
     }
 
 
 def _memory(
     policy: KVCachePolicy,
-    geometry: Geometry,
+    memory: ModelMemory,
     request: Footprint,
     stock: Footprint,
     tokens: int,
@@ -171,9 +184,9 @@ def _memory(
     """Memory of one request, of ``requests`` requests, and what fits into a pool."""
     from vllm_kvplugins.plan.sizing import blocks_for
 
-    block_bytes = geometry.block_size * geometry.kv_bytes_per_token
+    block_bytes = memory.block_bytes
     storage = policy.host_storage
-    host_bytes = storage.host_bytes(tokens, geometry) if storage else 0
+    host_bytes = storage.host_bytes(tokens, memory.geometry) if storage else 0
     host_limit = storage.host_memory_bytes if storage else None
     host_requests = host_limit // host_bytes if host_limit and host_bytes else None
     return {
@@ -229,35 +242,16 @@ def _check_start_up(
     policy: KVCachePolicy, model: ConfigOnlyModel, dtype: str, block_size: int
 ) -> None:
     """Run the start-up checks of the engine that need no engine."""
-    from vllm_kvplugins.model_config import FULL
-    from vllm_kvplugins.vllm_adapter.config import validation
-
-    cache = SimpleNamespace(cache_dtype=dtype, block_size=block_size)
-    reasons = [
-        *validation.model_problems(model),
-        *model.layer_problems(),
-        *validation.cache_problems(cache),
-        *validation.dtype_problems(policy, model),
-        *validation.softcap_problems(policy, model),
-        *validation.hybrid_problems(model.layer_types, policy, model),
-    ]
-    if dtype == "auto":
-        reasons.append(
-            coded("KVP603", "--dtype auto depends on the machine; give a dtype")
-        )
     title = f"KV policy {policy.name!r} cannot run with these settings"
-    refuse(title, reasons)
-    shape = model.cache_shape()
-    allocator = policy.page_allocator()
-    num_layers = model.layer_types.count(FULL)
     refuse(
         title,
         [
-            *allocator.problems(num_layers, shape.num_kv_heads),
-            *allocator.model_problems(model.fingerprint),
-            *policy.model_problems(model.fingerprint),
+            *model_checks.model_problems(model),
+            *model_checks.cache_problems(dtype, block_size),
+            *model_checks.policy_problems(policy, model),
         ],
     )
+    refuse(title, model_checks.shape_problems(policy, model))
 
 
 def _refuse_impossible_lengths(
@@ -279,8 +273,8 @@ def _notes(policy: KVCachePolicy, model: ConfigOnlyModel, tokens: int) -> list[s
     if others:
         notes.append(
             f"{others} of {len(model.layer_types)} layers have a sliding window or "
-            "chunks. The figures cover the other layers, which the policy manages; "
-            "the windows take blocks of the same pool in addition."
+            "chunks and stay vLLM's. The figures contain the blocks that they hold; "
+            f"`kvplugins doctor {model.model}` shows them"
         )
     positions = model.max_positions
     if positions is not None and tokens > positions:

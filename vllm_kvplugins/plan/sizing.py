@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from vllm_kvplugins.plan.other_layers import OtherLayers
 from vllm_kvplugins.plan.residency_plan import ResidencyPlan
+
+NO_OTHER_LAYERS = OtherLayers()
 
 
 class Limit(StrEnum):
@@ -27,10 +30,10 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Number of blocks that one request holds.
+    """Number of blocks that one request holds, in all layers.
 
     Attributes:
-        full: for prompt and answer, if nothing is freed.
+        full: for prompt and answer, if the policy frees nothing.
         prefill_peak: maximum while the prompt is computed.
         after_prefill: at the first decode step, when the compaction of the prompt has
             freed its blocks.
@@ -71,6 +74,8 @@ def footprint(
     prompt_tokens: int,
     answer_tokens: int,
     prompt_blocks: int | None = None,
+    others: OtherLayers = NO_OTHER_LAYERS,
+    prefill_chunk: int = 1,
 ) -> Footprint:
     """Count the blocks of one request under its plan.
 
@@ -80,6 +85,8 @@ def footprint(
         answer_tokens: at least 2: the prefill generates the first token, and at least
             one decode step follows.
         prompt_blocks: the policy's bound for prompts up to that length, if any.
+        others: the layers that the policy does not manage.
+        prefill_chunk: largest number of prompt tokens in one step.
 
     Cost: O(blocks of the answer).
     """
@@ -91,13 +98,17 @@ def footprint(
     decode_peak = plan.resident_blocks(prompt_tokens)
     for computed in range(-(-prompt_tokens // size) * size, last, size):
         decode_peak = max(decode_peak, plan.resident_blocks(computed) + 1)
+    in_prefill = others.blocks(prompt_tokens, prefill_chunk, size)
+    in_decode = others.blocks(last, 1, size)
+    start_up = positions if prompt_blocks is None else prompt_blocks
     return Footprint(
-        full=-(-last // size),
-        prefill_peak=plan.peak_blocks(prompt_tokens),
-        after_prefill=plan.resident_blocks(prompt_tokens),
-        decode_peak=decode_peak,
-        end=plan.resident_blocks(last),
-        positions=positions if prompt_blocks is None else prompt_blocks,
+        full=-(-last // size) + in_decode,
+        prefill_peak=plan.peak_blocks(prompt_tokens) + in_prefill,
+        after_prefill=plan.resident_blocks(prompt_tokens)
+        + others.blocks(prompt_tokens, 1, size),
+        decode_peak=decode_peak + in_decode,
+        end=plan.resident_blocks(last) + in_decode,
+        positions=start_up + others.blocks(last + 1, prefill_chunk, size),
     )
 
 

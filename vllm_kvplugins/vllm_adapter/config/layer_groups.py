@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_kvplugins.model_config import CHUNKED, FULL, groups_of
+from vllm_kvplugins.model_config import other_layers
 from vllm_kvplugins.vllm_adapter.config.engine_config import layer_types_of
 
 if TYPE_CHECKING:
@@ -20,18 +20,9 @@ def window_blocks(vllm_config: VllmConfig, tokens: int) -> int:
     Returns:
         0 if all layers have full attention.
     """
-    text = vllm_config.model_config.hf_text_config
-    size = vllm_config.cache_config.block_size
-    in_flight = vllm_config.max_in_flight_tokens
-    blocks = 0
-    for kind, groups in groups_of(layer_types_of(vllm_config)).items():
-        if kind == FULL:
-            continue
-        if kind == CHUNKED:
-            held = min(text.attention_chunk_size + in_flight, tokens)
-            blocks += groups * -(-held // size)
-        else:
-            # A window may begin inside of a block.
-            held = min(text.sliding_window - 1 + in_flight, tokens)
-            blocks += groups * (-(-held // size) + 1)
-    return blocks
+    layers = other_layers(
+        vllm_config.model_config.hf_text_config, layer_types_of(vllm_config)
+    )
+    return layers.blocks(
+        tokens, vllm_config.max_in_flight_tokens, vllm_config.cache_config.block_size
+    )

@@ -1,0 +1,98 @@
+"""KV memory of a model, by who manages it: the policy or vLLM.
+
+Needs ``config.json`` alone; imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from vllm_kvplugins.model_config import (
+    FULL,
+    CacheShape,
+    ConfigOnlyModel,
+    layers_per_group,
+    other_layers,
+)
+from vllm_kvplugins.plan.geometry import Geometry
+from vllm_kvplugins.plan.other_layers import OtherLayers
+
+# Longer than any window.
+_LONG = 1 << 40
+_ELEMENT_BYTES = {"torch.bfloat16": 2, "torch.float16": 2, "torch.float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """Sizes of a model's KV cache in vLLM's pool.
+
+    All groups of layers take blocks of equal size from one pool.
+
+    Attributes:
+        shape: of one token in all layers.
+        geometry: of the layers that a policy manages.
+        others: the layers that vLLM manages.
+        block_bytes: of one block of the pool.
+    """
+
+    shape: CacheShape
+    geometry: Geometry
+    others: OtherLayers
+    block_bytes: int
+
+    @classmethod
+    def of(cls, model: ConfigOnlyModel, block_size: int) -> ModelMemory:
+        """Sizes of a model.
+
+        Args:
+            model: its dtype is bfloat16, float16 or float32.
+            block_size: tokens per block.
+
+        Raises:
+            KVPolicyError: see ``ConfigOnlyModel.cache_shape``.
+        """
+        shape, types = model.cache_shape(), model.layer_types
+        element_bytes = _ELEMENT_BYTES[model.dtype]
+        managed = replace(shape, num_layers=types.count(FULL))
+        in_block = replace(shape, num_layers=layers_per_group(types))
+        return cls(
+            shape,
+            Geometry(
+                block_size=block_size,
+                num_layers=managed.num_layers,
+                num_kv_heads=shape.num_kv_heads,
+                kv_bytes_per_token=managed.bytes_per_token(element_bytes),
+            ),
+            other_layers(model.hf_text_config, types),
+            block_size * in_block.bytes_per_token(element_bytes),
+        )
+
+    @property
+    def page_bytes(self) -> int:
+        """Keys and values of one block's tokens in one layer and KV head."""
+        geometry = self.geometry
+        heads = geometry.num_layers * geometry.num_kv_heads
+        return geometry.block_size * geometry.kv_bytes_per_token // heads
+
+    def other_bytes(self, tokens: int = _LONG) -> int:
+        """Bytes that vLLM's layers of one decoding request hold at most."""
+        blocks = self.others.blocks(tokens, 1, self.geometry.block_size)
+        return blocks * self.block_bytes
+
+    def managed_bytes(self, tokens: int) -> int:
+        """Bytes of the policy's layers of one request, before anything is freed."""
+        return -(-tokens // self.geometry.block_size) * self.block_bytes
+
+    def managed_share(self, tokens: int) -> float:
+        """Share of one request's bytes that a policy can free parts of."""
+        managed = self.managed_bytes(tokens)
+        return managed / (managed + self.other_bytes(tokens))
+
+    def half_tokens(self) -> int:
+        """Length from which on the policy's layers hold half of a request's bytes.
+
+        Below it, a request saves less than half of its memory even if a policy freed
+        everything. 0 without other layers.
+        """
+        blocks = self.other_bytes() // self.block_bytes
+        return blocks * self.geometry.block_size
