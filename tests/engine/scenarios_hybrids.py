@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from driver import Driver, make_llm
+from policy_settings import has_turns, wants_history
 from texts import random_tokens
 from tiny_model import VOCABULARY
 
@@ -128,4 +129,37 @@ def _left_behind(driver: Driver) -> dict[str, int]:
         "tracked": driver.check_policy_state() if has_policy else 0,
         "held": len(driver.held_blocks()),
         "missing": driver.total_blocks - driver.free_blocks,
+    }
+
+
+def any_policy(model: str, policy: Policy) -> dict[str, Any]:
+    """Tokens of two requests alone and together, each with a turn that has ended."""
+    assert policy is not None
+    driver = _driver(model, policy, skip_tokenizer_init=False, max_model_len=4096)
+    history_only = wants_history(policy["name"])
+    extra: dict[str, Any] = {}
+    if history_only:
+        extra["patched"] = _prompt(9, 40)
+
+    def add(prefix: str, count: int) -> None:
+        ends = [count - 45] if has_turns(policy["name"]) else None
+        driver.add(
+            f"{prefix}-{count}", _prompt(count, count), _ANSWER, turn_ends=ends, **extra
+        )
+
+    lengths = (333, 700)
+    for count in lengths:
+        driver.llm.reset_prefix_cache()
+        add("alone", count)
+        driver.run()
+    driver.llm.reset_prefix_cache()
+    for count in lengths:
+        add("together", count)
+    driver.run()
+    return {
+        "alone": [driver.tokens[f"alone-{count}"] for count in lengths],
+        "together": [driver.tokens[f"together-{count}"] for count in lengths],
+        "compactions": driver.manager.compactions,
+        "freed": driver.manager.freed_blocks,
+        "left_behind": _left_behind(driver),
     }

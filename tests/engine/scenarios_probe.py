@@ -6,22 +6,35 @@ from typing import Any
 
 import torch
 from driver import Driver, make_llm
-from texts import english_tokens
+from texts import english_tokens, random_tokens
+
+
+def random_prompt(vocabulary: int, seed: int, count: int) -> list[int]:
+    return random_tokens(seed, count, vocabulary)
 
 
 def kept_and_wanted(
-    model: str, policy: dict[str, Any], seed: int, lengths: list[int], **settings: Any
+    model: str,
+    policy: dict[str, Any],
+    seed: int,
+    lengths: list[int],
+    vocabulary: int = 0,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Positions kept of prompts that run together, and the reference's scores.
 
+    Args:
+        vocabulary: number of tokens from which prompts are drawn; 0: English.
+
     Returns:
         Per prompt ``kept`` [layers][kv_heads][positions] and ``scores``
-        [layers][kv_heads][tokens].
+        [layers][kv_heads][tokens], of the layers that the policy manages.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = {n: english_tokens(tokenizer, seed + n, n) for n in lengths}
+    make = random_prompt if vocabulary else english_tokens
+    prompts = {n: make(vocabulary or tokenizer, seed + n, n) for n in lengths}
     llm = make_llm(model, policy, skip_tokenizer_init=False, **settings)
     driver = Driver(llm)
     llm.collective_rpc("kv_policy_record", args=(True,))
@@ -45,6 +58,9 @@ def _scores(
     reference: Any, tokenizer: Any, policy: dict[str, Any], prompt: list[int]
 ) -> torch.Tensor:
     """Scores [layers, kv_heads, prompt tokens] from whole attention matrices."""
+    config = reference.config
+    group = config.num_attention_heads // config.num_key_value_heads
+    kinds = getattr(config, "layer_types", None) or []
     best = None
     for lead, start, stop in _probes(tokenizer, policy, prompt):
         repeated = prompt[start:stop] if policy["name"] == "kvzip" else []
@@ -55,12 +71,14 @@ def _scores(
         visible[len(prompt) :] = True
         visible[: policy.get("sinks", 4)] = True
         layers = []
-        for weights in attentions:
+        for layer, weights in enumerate(attentions):
+            if kinds and kinds[layer] != "full_attention":
+                continue
             rows = weights[0, :, len(prompt) :]
             rows = torch.where(visible, rows, 0)  # the softmax covers fewer slots
             rows = rows / rows.sum(-1, keepdim=True)
             peak = rows.amax(1)[:, : len(prompt)]
-            layers.append(peak.unflatten(0, (-1, 3)).amax(1))
+            layers.append(peak.unflatten(0, (-1, group)).amax(1))
         scores = torch.stack(layers)
         best = scores if best is None else torch.maximum(best, scores)
     assert best is not None

@@ -15,7 +15,12 @@ from typing import Any
 
 import pytest
 from harness import run_scenario
+from kept_positions import agreement
+from policy_settings import SMALL_BUDGETS, configure
 from tiny_hybrids import MODELS, write_tiny_hybrid
+from tiny_model import VOCABULARY
+
+from vllm_kvplugins.policies.registry import available_policies
 
 pytestmark = pytest.mark.engine
 
@@ -162,3 +167,68 @@ def test_random_traffic_leaks_nothing_and_changes_no_token(model, policy):
         assert counts[event] > 0, counts
     assert counts["differed"] == 0
     assert policy == "full" or counts["compactions"] > 0
+
+
+# Not those whose attention matrices transformers does not return: with learned sinks,
+# and with chunks for a sequence of this length.
+PROBED = [
+    pytest.param(model, marks=[] if model == FAST else pytest.mark.slow, id=model)
+    for model in MODELS
+    if model not in ("gpt_oss", "llama4")
+]
+
+
+@pytest.mark.parametrize("model", PROBED)
+def test_probes_see_what_transformers_sees(model):
+    """KVzip repeats the prompt; each layer with a window attends to its window."""
+    runs = run_scenario(
+        "scenarios_probe:kept_and_wanted",
+        {
+            "model": folder_of(model),
+            "policy": {
+                "name": "kvzip",
+                "budget": 192,
+                "chunk": 256,
+                "allocator": "uniform",
+            },
+            "seed": SEED,
+            "lengths": [333, 608],
+            "vocabulary": VOCABULARY,
+            "max_model_len": 4096,
+            "max_num_batched_tokens": 512,
+        },
+    )
+    for length, run in runs.items():
+        agree = agreement(run["kept"], run["scores"], int(length))
+        print(length, "agreement", agree)
+        assert agree > 0.99
+
+
+# One per way of working that the other tests of this file do not run.
+QUICK = ("kvzip", "sekv", "epicache")
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        pytest.param(
+            model,
+            name,
+            marks=[] if model == FAST and name in QUICK else pytest.mark.slow,
+            id=f"{model}-{name}",
+        )
+        for model in (FAST, "gpt_oss")
+        for name in available_policies()
+        if (model, name) != ("gpt_oss", "sekv")  # no sinks in attention of its own
+    ],
+)
+def test_every_policy_runs_next_to_windows(model, name):
+    settings = SMALL_BUDGETS | {"skip_layers": 0, "sessions": False}
+    policy = configure(name, settings) | {"sessions": False}
+    run = run_scenario(
+        "scenarios_hybrids:any_policy", {"model": folder_of(model), "policy": policy}
+    )
+    assert run["alone"] == run["together"]
+    assert run["left_behind"] == {"tracked": 0, "held": 0, "missing": 0}
+    assert name == "full" or run["compactions"] >= 4
+    assert name == "full" or run["freed"] > 10

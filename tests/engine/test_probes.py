@@ -7,8 +7,8 @@ reference runs prompt and probe as one sequence and reads whole attention matric
 from __future__ import annotations
 
 import pytest
-import torch
 from harness import run_scenario
+from kept_positions import agreement
 
 pytestmark = pytest.mark.engine
 
@@ -41,19 +41,6 @@ def test_kept_positions_are_the_references(model_path, name):
     )
     assert set(runs) == {str(n) for n in LENGTHS}
     for length, run in runs.items():
-        tokens = int(length)
-        scores = torch.tensor(run["scores"])
-        scores[..., :4] = torch.inf
-        scores[..., tokens - 32 :] = torch.inf
-        tail = tokens % 32
-        kept = torch.zeros_like(scores, dtype=torch.bool)
-        for layer, heads in enumerate(run["kept"]):
-            for head, positions in enumerate(heads):
-                kept[layer, head, positions] = True
-        count = int(kept.sum()) // kept[..., 0].numel() - tail
-        best = scores[..., : tokens - tail].topk(count, dim=-1).indices
-        expected = torch.zeros_like(kept).scatter(-1, best, True)
-        expected[..., tokens - tail :] = True
-        agree = float((kept == expected).float().mean())
+        agree = agreement(run["kept"], run["scores"], int(length))
         print(length, "agreement", agree)
         assert agree > 0.995

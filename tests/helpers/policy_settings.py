@@ -62,6 +62,12 @@ def wants_history(name: str) -> bool:
     return turns is not None and turns.history_only
 
 
+@functools.cache
+def has_turns(name: str) -> bool:
+    """Whether a policy reads where turns of a conversation end."""
+    return get_policy_class(name)().turns is not None
+
+
 def shares_pages(name: str) -> bool:
     """Whether the policy has a setting ``allocator``."""
     return "allocator" in get_policy_class(name).model_fields

@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from vllm_kvplugins.config import parse_policy
-from vllm_kvplugins.engine import probing
+from vllm_kvplugins.engine import probe_attention
+from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.probe_attention import LocalLayer, Reach
 from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.policies.base import LayerView
 from vllm_kvplugins.policies.capabilities import Probe, ProbeOccasion
+from vllm_kvplugins.scoring.logits import LogitRules
 
 SEED = 23
 HEADS, GROUP, DIM = 2, 3, 16
@@ -70,13 +74,78 @@ def weights_of(view: LayerView, queried: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("chunk", [1 << 26, 400])
 def test_dense_attention(evicted, chunk, monkeypatch):
     print("seed", SEED)
-    monkeypatch.setattr(probing, "_MAX_MASK", chunk)
+    monkeypatch.setattr(probe_attention, "_MAX_MASK", chunk)
     view = probe_view(40, 7, evicted)
     weights = weights_of(view, view.positions >= 0)
     expected = torch.einsum("hgqk,hkd->hgqd", weights, view.values.nan_to_num())
-    torch.testing.assert_close(
-        probing.dense_attention(view), expected.flatten(0, 1), atol=1e-5, rtol=1e-5
+    result = probe_attention.dense_attention(view)
+    torch.testing.assert_close(result, expected.flatten(0, 1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_dense_attention_applies_what_the_layer_does_to_logits(softcap, with_sinks):
+    print("seed", SEED)
+    rng = torch.Generator().manual_seed(SEED)
+    sinks = torch.randn(HEADS * GROUP, generator=rng) if with_sinks else None
+    rules = LogitRules(sinks, softcap)
+    view = dataclasses.replace(probe_view(40, 7, True), rules=rules)
+    queries = view.queries.view(HEADS, GROUP, -1, DIM)
+    logits = torch.einsum("hgqd,hkd->hgqk", queries, view.keys.nan_to_num())
+    logits = logits * view.scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    visible = (view.positions >= 0)[:, None] & (
+        view.positions[:, None] <= view.query_positions[:, None]
     )
+    logits = logits.masked_fill(~visible[:, None], -torch.inf)
+    if sinks is not None:
+        extra = sinks.view(HEADS, GROUP, 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, extra], -1)
+    weights = logits.softmax(-1)[..., : view.keys.shape[1]]
+    expected = torch.einsum("hgqk,hkd->hgqd", weights, view.values.nan_to_num())
+    torch.testing.assert_close(
+        probe_attention.dense_attention(view),
+        expected.flatten(0, 1),
+        atol=1e-5,
+        rtol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("reach", [Reach(window=20), Reach(chunk=24)])
+@pytest.mark.parametrize("tokens", [9, 48, 71])
+def test_a_probe_attends_to_the_window_of_a_local_layer(reach, tokens):
+    """Freed blocks before the window hold NaN of other requests."""
+    print("seed", SEED)
+    size, own = 8, 30
+    rng = torch.Generator().manual_seed(SEED)
+    layout = PageLayout.interleaved(size, DIM)
+    blocks = torch.randperm(12, generator=rng)[:9]
+    pages = torch.full((12 * HEADS, 2 * size * DIM), torch.nan)
+    heap = Heap(pages, layout, 1, 12, HEADS)
+    keys, values = torch.randn(2, HEADS, tokens + own, DIM, generator=rng)
+    # the first token of the probe has position `tokens`
+    first = reach.first(tokens) // size * size
+    for token in range(first, tokens):
+        for head in range(HEADS):
+            page = pages[int(blocks[token // size]) * HEADS + head].view(size, 2, DIM)
+            page[token % size, 0] = keys[head, token]
+            page[token % size, 1] = values[head, token]
+    queries = torch.randn(HEADS * GROUP, own, DIM, generator=rng)
+    layer = LocalLayer(heap, lambda first_query: blocks, reach, DIM**-0.5)
+    result = layer.attend(0, tokens, queries, keys[:, tokens:], values[:, tokens:])
+
+    place = torch.arange(tokens + own)
+    at = place[tokens:, None]
+    if reach.window:
+        visible = (place <= at) & (place > at - reach.window)
+    else:
+        visible = (place <= at) & (place // reach.chunk == at // reach.chunk)
+    grouped = queries.view(HEADS, GROUP, own, DIM)
+    logits = torch.einsum("hgqd,hkd->hgqk", grouped, keys) * DIM**-0.5
+    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
+    expected = torch.einsum("hgqk,hkd->hgqd", weights, values).flatten(0, 1)
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_kvzip_repeats_the_whole_prompt_once():

@@ -2,11 +2,14 @@
 
 Their keys and values are never written to the cache. This module computes attention
 over the request's pages and the probe's own tokens densely, so a probe needs no slots,
-no page tables and no kernel of its own::
+no page tables and no kernel of its own. Layers with a window, which the policy does not manage, attend
+to the window in vLLM's blocks::
 
     policy.probes of all requests due ──> forward(token_ids, positions)
-                                              │ every layer, request by request
-                                              └──> attention output, policy.observe
+                          every layer of the policy, request by request
+                              └──> attention output, policy.observe
+                          every other layer
+                              └──> attention output
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from vllm_kvplugins.engine.compactor import Views
+from vllm_kvplugins.engine.probe_attention import LocalLayer, dense_attention
 from vllm_kvplugins.engine.requests import PageList
 from vllm_kvplugins.ops.page_votes import VoteQueries, VoteSlots
 from vllm_kvplugins.policies.base import LayerView
@@ -28,10 +31,6 @@ from vllm_kvplugins.policies.capabilities import (
     ProbeOccasion,
     Probing,
 )
-from vllm_kvplugins.scoring.attention_votes import valid_keys
-
-# Masks hold at most this many entries at a time; 2**26 bools are 64 MiB.
-_MAX_MASK = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ class ProbeModel:
 
     Attributes:
         forward: runs int64 [tokens] ids at int64 [tokens] positions through all
-            layers, each of which calls ``Prober.attend``.
+            layers, each of which calls ``Prober.attend`` or ``attend_local``.
         encode: the tokenizer.
         max_positions: number of positions that the model supports.
         max_tokens: maximum number of tokens per forward pass.
@@ -59,6 +58,7 @@ class ProbeRequest:
     Attributes:
         prompt: its token ids.
         owned: its pages.
+        first_query: index of its first token among the step's tokens.
         since: token count at its previous compaction; 0 if there was none.
         tokens: its token count.
         patched_prompt: see ``ProbeOccasion``.
@@ -67,6 +67,7 @@ class ProbeRequest:
 
     prompt: Sequence[int]
     owned: PageList
+    first_query: int
     since: int
     tokens: int
     patched_prompt: Sequence[int] = ()
@@ -178,6 +179,26 @@ class Prober:
             part.request.observed[layer] = self._probing.observe(view)
         return output
 
+    def attend_local(
+        self,
+        layer: LocalLayer,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute the running probes' attention in a layer that vLLM manages.
+
+        Args and result: as for ``attend``.
+        """
+        assert self._running, "no probe is running"
+        output = torch.empty_like(queries)
+        for part in self._running:
+            request, at = part.request, part.tokens
+            own = (rows[at].transpose(0, 1) for rows in (queries, keys, values))
+            attended = layer.attend(request.first_query, request.tokens, *own)
+            output[at] = attended.transpose(0, 1)
+        return output
+
     def _probe_view(
         self,
         part: _Part,
@@ -218,40 +239,3 @@ class Prober:
             probe=part.probe,
             page_votes=votes,
         )
-
-
-def dense_attention(view: LayerView) -> torch.Tensor:
-    """Causal attention of a view's queries over its slots, in any order.
-
-    Returns:
-        [num_q_heads, num_queries, head_dim], dtype of the queries.
-
-    Cost: memory for a mask of 64 MiB, plus the memory of torch's attention.
-    """
-    num_kv_heads, num_slots, head_dim = view.keys.shape
-    num_queries = view.queries.shape[1]
-    grouped = view.queries.unflatten(0, (num_kv_heads, -1))
-    group = grouped.shape[1]
-    # Slots without a token may hold NaN, which a mask does not remove.
-    keys = valid_keys(view.keys, view.valid).unsqueeze(1)
-    values = valid_keys(view.values, view.valid).unsqueeze(1)
-    # Before a compaction, all heads have the same slots: one mask is enough.
-    positions = view.positions if view.valid is not None else view.positions[:1]
-    if view.valid is None and not bool((view.positions == positions).all()):
-        positions = view.positions
-    output = torch.empty_like(grouped)
-    step = max(_MAX_MASK // (positions.shape[0] * group * num_slots), 1)
-    for first in range(0, num_queries, step):
-        at = view.query_positions[first : first + step, None]
-        seen = (positions[:, None] <= at) & (positions[:, None] >= 0)
-        mask = seen.unsqueeze(1).repeat_interleave(group, 1).flatten(1, 2)
-        part = grouped[:, :, first : first + step]
-        attended = F.scaled_dot_product_attention(
-            part.reshape(num_kv_heads, 1, -1, head_dim),
-            keys,
-            values,
-            attn_mask=mask.unsqueeze(1),
-            scale=view.scale,
-        )
-        output[:, :, first : first + step] = attended.view(part.shape)
-    return output.flatten(0, 1)

@@ -349,7 +349,12 @@ class PolicyRuntime:
             owned = self._owned(row, due.blocks)
             requests.append(
                 ProbeRequest(
-                    prompt, owned, state.compacted_at, row.after_tokens, patched
+                    prompt,
+                    owned,
+                    row.first_query,
+                    state.compacted_at,
+                    row.after_tokens,
+                    patched,
                 )
             )
         prober.run(requests)

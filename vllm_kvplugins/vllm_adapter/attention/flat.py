@@ -22,6 +22,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
 from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.probe_attention import LocalLayer, Reach
 from vllm_kvplugins.engine.page_table import FixedTable, FlatTable
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.errors import coded, refuse
@@ -32,7 +33,10 @@ from vllm_kvplugins.vllm_adapter.config.validation import (
     rotary_problems,
     split_problem,
 )
-from vllm_kvplugins.vllm_adapter.worker.context import context_of_layers
+from vllm_kvplugins.vllm_adapter.worker.context import (
+    WorkerContext,
+    context_of_layers,
+)
 from vllm_kvplugins.vllm_adapter.worker.probing import ProbeMetadata, probe_model
 from vllm_kvplugins.vllm_adapter.worker.rotary import rotary_of
 
@@ -108,11 +112,16 @@ class PolicyBuilder(ABC):
         _, _, block_size, content = self.layers[0].kv_cache.shape
         model = self.context.runner.model
         surprisal = self.context.new_surprisal_model
+        layout = self.page_layout(block_size, content // 2)
+        probes = self.runtime.policy.probing is not None
+        local = (
+            local_layers(self.vllm_config, self.layer_names, layout) if probes else {}
+        )
         self.runtime.bind_heap(
-            build_heap(self.layers, self.page_layout(block_size, content // 2)),
+            build_heap(self.layers, layout),
             [layer.impl.scale for layer in self.layers],
             self.rotary,
-            probe_model(self.vllm_config, model, self.layer_names),
+            probe_model(self.vllm_config, model, self.layer_names, local),
             surprisal(model) if self.runtime.policy.spans else None,
             [logit_rules(layer.impl) for layer in self.layers],
         )
@@ -125,9 +134,11 @@ class PolicyImpl(ABC):
         metadata_type: metadata of steps with a policy; with other metadata, the
             stock layer attends.
         attends_with_sinks, attends_with_softcap: whether ``attend`` implements them.
+        stock_metadata: of the last step in which the stock layer attended.
     """
 
     metadata_type: type[Any]
+    stock_metadata: Any = None
     attends_with_sinks = False
     attends_with_softcap = False
 
@@ -163,11 +174,10 @@ class PolicyImpl(ABC):
         **kwargs: Any,
     ) -> torch.Tensor:
         if isinstance(attn_metadata, ProbeMetadata):
-            prober = self.runtime.prober
-            assert prober is not None
-            output[:] = prober.attend(self.layer_index, query, key, value)
+            output[:] = self._probe(attn_metadata, query, key, value)
             return output
         if not isinstance(attn_metadata, self.metadata_type):
+            self.stock_metadata = attn_metadata
             stock: torch.Tensor = super().forward(  # type: ignore[misc]
                 layer,
                 query,
@@ -193,6 +203,21 @@ class PolicyImpl(ABC):
         runtime.after_layer(self.layer_index, query)
         return output
 
+    def _probe(
+        self,
+        metadata: ProbeMetadata,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """The attention of running probes, [tokens, num_q_heads, head_dim]."""
+        context: WorkerContext = self.kv_policy_context  # type: ignore[attr-defined]
+        prober = context.runtime.prober
+        assert prober is not None
+        if metadata.local is not None:
+            return prober.attend_local(metadata.local, query, key, value)
+        return prober.attend(self.layer_index, query, key, value)
+
     def scope(
         self, kv_cache: torch.Tensor, metadata: Any
     ) -> tuple[Scope, torch.Tensor]:
@@ -207,6 +232,58 @@ def logit_rules(impl: Any) -> LogitRules:
     """What a layer does to logits besides scaling."""
     sinks = None if impl.sinks is None else impl.sinks.detach().float()
     return LogitRules(sinks, float(impl.logits_soft_cap or 0))
+
+
+def local_layers(
+    vllm_config: Any, managed: list[str], layout: PageLayout
+) -> dict[str, LocalLayer]:
+    """The attention layers that the policy does not manage, as probes read them.
+
+    Args:
+        managed: names of the layers that the policy manages.
+        layout: of their pages.
+
+    Raises:
+        KVPolicyError: the pages of the other layers have another layout.
+    """
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    return {
+        name: local_layer(layer, layout)
+        for name, layer in layers.items()
+        if name not in managed
+    }
+
+
+def local_layer(layer: Any, layout: PageLayout) -> LocalLayer:
+    """One attention layer that the policy does not manage."""
+    cache, impl = layer.kv_cache, layer.impl
+    num_blocks, num_kv_heads = cache.shape[:2]
+    fits = cache[0, 0].numel() == layout.page_elems and cache.is_contiguous()
+    refuse(
+        "probes cannot read the windows of this model",
+        []
+        if fits
+        else [
+            coded(
+                "KVP040",
+                f"the pages of layer {layer.layer_name} are not like those of the "
+                "layers with full attention; use a policy without probes",
+            )
+        ],
+    )
+    pages = cache.view(num_blocks * num_kv_heads, layout.page_elems)
+
+    def blocks(first_query: int) -> torch.Tensor:
+        step = impl.stock_metadata
+        row = int(torch.searchsorted(step.query_start_loc, first_query, right=True))
+        ids: torch.Tensor = step.block_table[row - 1].long()
+        return ids
+
+    reach = Reach(
+        layer.sliding_window or 0, getattr(layer, "attention_chunk_size", None) or 0
+    )
+    heap = Heap(pages, layout, 1, num_blocks, num_kv_heads)
+    return LocalLayer(heap, blocks, reach, impl.scale, logit_rules(impl))
 
 
 def group_problems(layer_names: list[str], runtime: PolicyRuntime) -> list[str]:

@@ -186,8 +186,8 @@ def softcap_problems(policy: KVCachePolicy, model: Any) -> list[str]:
 
 
 def _models_attention(policy: KVCachePolicy) -> bool:
-    """Whether vLLM's kernels compute all attention of this policy's requests."""
-    return policy.spans is None and policy.probing is None
+    """Whether all attention of this policy's requests has the layer's rules."""
+    return policy.spans is None
 
 
 def _num_layers(model: Any) -> int:
@@ -220,15 +220,6 @@ def hybrid_problems(
     num_groups = groups_of(types).get(FULL, 0)
     if num_groups > 1:
         reasons.append(split_problem(num_groups))
-    if policy.probing is not None:
-        reasons.append(
-            coded(
-                "KVP040",
-                f"{policy.name} runs tokens of its own through the model, which does "
-                f"not support the sliding-window layers of {model.model} yet; use "
-                "another policy",
-            )
-        )
     return reasons
 
 

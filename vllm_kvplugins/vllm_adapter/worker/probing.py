@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_kvplugins.engine.probe_attention import LocalLayer
 from vllm_kvplugins.engine.probing import ProbeModel
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.policies.capabilities import Encode, Probing
 from vllm_kvplugins.vllm_adapter.config import compat
+from vllm_kvplugins.vllm_adapter.config.engine_config import has_window_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,16 +27,31 @@ logger = logging.getLogger("vllm.kv_policy")
 
 @dataclass(frozen=True, slots=True)
 class ProbeMetadata:
-    """Attention metadata that tells a layer that a probe is running."""
+    """Attention metadata that tells a layer that a probe is running.
+
+    Attributes:
+        local: the layer's cache, if the policy does not manage it.
+    """
+
+    local: LocalLayer | None = None
 
 
 def probe_model(
-    vllm_config: VllmConfig, model: torch.nn.Module, layer_names: Sequence[str]
+    vllm_config: VllmConfig,
+    model: torch.nn.Module,
+    layer_names: Sequence[str],
+    local_layers: Mapping[str, LocalLayer],
 ) -> ProbeModel:
-    """The loaded model as the runtime's probes use it."""
+    """The loaded model as the runtime's probes use it.
+
+    Args:
+        layer_names: of the layers that the policy manages.
+        local_layers: the other attention layers, by name.
+    """
     from vllm.forward_context import set_forward_context
 
     metadata = dict.fromkeys(layer_names, ProbeMetadata())
+    metadata |= {name: ProbeMetadata(layer) for name, layer in local_layers.items()}
 
     @torch.inference_mode()
     def forward(token_ids: torch.Tensor, positions: torch.Tensor) -> None:
@@ -105,6 +122,8 @@ def problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
     probing = policy.probing
     if probing is None:
         return []
+    from vllm.platforms import current_platform
+
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     probes = f"{policy.name} runs tokens of its own through the model"
     problems = []
@@ -112,6 +131,11 @@ def problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
         problems.append(
             f"{probes}, which needs plain text positions; {model.model} has others, so "
             "use another policy"
+        )
+    if has_window_layers(vllm_config) and not current_platform.is_cpu():
+        problems.append(
+            f"{probes}, which needs the layout of windowed layers that vLLM's CPU "
+            "kernel has; use another policy"
         )
     if vllm_config.lora_config is not None:
         problems.append(

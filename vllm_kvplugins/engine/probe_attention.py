@@ -1,0 +1,217 @@
+"""Dense attention for probes: over a view, and over the window of a local layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.policies.base import LayerView
+from vllm_kvplugins.scoring.attention_votes import valid_keys
+from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
+
+# Masks hold at most this many entries at a time; 2**26 bools are 64 MiB.
+_MAX_MASK = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Which earlier positions a token attends to, besides itself.
+
+    Attributes:
+        window: the newest tokens, itself included; 0: all.
+        chunk: positions are divided into chunks of this many; a token attends to its
+            own chunk. 0: no chunks.
+    """
+
+    window: int = 0
+    chunk: int = 0
+
+    def first(self, position: int) -> int:
+        """The first position that a token at ``position`` attends to."""
+        if self.window:
+            return max(position - self.window + 1, 0)
+        return position // self.chunk * self.chunk if self.chunk else 0
+
+    def mask(self, at: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Whether queries see slots.
+
+        Args:
+            at: int64 [queries, 1], positions of the queries.
+            positions: int64 [heads, 1, slots]; -1 in slots without a token.
+
+        Returns:
+            bool [heads, queries, slots].
+        """
+        seen = (positions <= at) & (positions >= 0)
+        if self.window:
+            seen &= positions > at - self.window
+        if self.chunk:
+            seen &= positions // self.chunk == at // self.chunk
+        return seen
+
+
+ALL = Reach()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalLayer:
+    """A layer with a window or chunks, which the policy leaves to vLLM.
+
+    Attributes:
+        heap: the pages of this layer alone.
+        blocks: physical block ids, int64 [blocks], of the request whose first token of
+            this step has the given index among the step's tokens. Blocks before the
+            window may be gone.
+        scale: softmax scale.
+    """
+
+    heap: Heap
+    blocks: Callable[[int], torch.Tensor]
+    reach: Reach
+    scale: float
+    rules: LogitRules = PLAIN
+
+    def attend(
+        self,
+        first_query: int,
+        tokens: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention of a probe behind ``tokens`` cached tokens.
+
+        Args:
+            first_query: identifies the request; see ``blocks``.
+            queries: [num_q_heads, probe tokens, head_dim].
+            keys, values: [num_kv_heads, probe tokens, head_dim] of the probe.
+
+        Returns:
+            [num_q_heads, probe tokens, head_dim].
+        """
+        size = self.heap.layout.block_size
+        begin = self.reach.first(tokens) // size
+        blocks = self.blocks(first_query)[begin : -(-tokens // size)]
+        pages = self.heap.page_ids(blocks)
+        cached = tokens - begin * size
+        positions = torch.arange(
+            begin * size, tokens + keys.shape[1], device=keys.device
+        )
+        return _attention(
+            queries,
+            torch.cat([self.heap.keys(pages)[:, :cached], keys], 1),
+            torch.cat([self.heap.values(pages)[:, :cached], values], 1),
+            positions[None],
+            positions[cached:],
+            self.scale,
+            self.rules,
+            self.reach,
+        )
+
+
+def dense_attention(view: LayerView) -> torch.Tensor:
+    """Causal attention of a view's queries over its slots, in any order.
+
+    Returns:
+        [num_q_heads, num_queries, head_dim], dtype of the queries.
+
+    Cost: memory for a mask of 64 MiB, plus the memory of torch's attention.
+    """
+    # Before a compaction, all heads have the same slots: one mask is enough.
+    positions = view.positions if view.valid is not None else view.positions[:1]
+    if view.valid is None and not bool((view.positions == positions).all()):
+        positions = view.positions
+    return _attention(
+        view.queries,
+        # Slots without a token may hold NaN, which a mask does not remove.
+        valid_keys(view.keys, view.valid),
+        valid_keys(view.values, view.valid),
+        positions,
+        view.query_positions,
+        view.scale,
+        view.rules,
+        ALL,
+    )
+
+
+def _attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    query_positions: torch.Tensor,
+    scale: float,
+    rules: LogitRules,
+    reach: Reach,
+) -> torch.Tensor:
+    """Masked attention, some queries at a time.
+
+    Args:
+        queries: [num_q_heads, num_queries, head_dim].
+        keys, values: [num_kv_heads, num_slots, head_dim].
+        positions: int64 [num_kv_heads or 1, num_slots].
+
+    Returns:
+        [num_q_heads, num_queries, head_dim], dtype of the queries.
+    """
+    num_kv_heads, num_slots, _ = keys.shape
+    grouped = queries.unflatten(0, (num_kv_heads, -1))
+    group, num_queries = grouped.shape[1:3]
+    output = torch.empty_like(grouped)
+    step = max(_MAX_MASK // (positions.shape[0] * group * num_slots), 1)
+    if not rules.plain:  # float32 logits of all heads instead of a mask
+        step = max(_MAX_MASK // (4 * num_kv_heads * group * num_slots), 1)
+    for first in range(0, num_queries, step):
+        at = query_positions[first : first + step, None]
+        mask = reach.mask(at, positions[:, None])
+        part = grouped[:, :, first : first + step]
+        attend = _plain if rules.plain else _with_rules
+        output[:, :, first : first + step] = attend(
+            part, keys, values, mask, scale, rules
+        )
+    return output.flatten(0, 1)
+
+
+def _plain(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    rules: LogitRules,
+) -> torch.Tensor:
+    """Torch's attention; the queries of a group in one sequence.
+
+    Args:
+        queries: [num_kv_heads, group, num_queries, head_dim].
+        mask: bool [num_kv_heads or 1, num_queries, num_slots].
+    """
+    num_kv_heads, group, _, head_dim = queries.shape
+    attended = F.scaled_dot_product_attention(
+        queries.reshape(num_kv_heads, 1, -1, head_dim),
+        keys.unsqueeze(1),
+        values.unsqueeze(1),
+        attn_mask=mask.repeat(1, group, 1).unsqueeze(1),
+        scale=scale,
+    )
+    return attended.view(queries.shape)
+
+
+def _with_rules(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    rules: LogitRules,
+) -> torch.Tensor:
+    """Attention in float32 with a cap of logits, or with sinks."""
+    logits = torch.einsum("hgqd,hsd->hgqs", queries.float(), keys.float()) * scale
+    rules.cap(logits).masked_fill_(~mask[:, None], float("-inf"))
+    # Sinks are per query head; the softmax wants the heads in one dimension.
+    weights = rules.softmax(logits.flatten(0, 1)).view_as(logits)
+    return torch.einsum("hgqs,hsd->hgqd", weights, values.float()).to(queries.dtype)
