@@ -22,8 +22,8 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
 from vllm_kvplugins.engine.heap import Heap
-from vllm_kvplugins.engine.probe_attention import LocalLayer, Reach
 from vllm_kvplugins.engine.page_table import FixedTable, FlatTable
+from vllm_kvplugins.engine.probe_attention import LocalLayer, Reach
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.errors import coded, refuse
 from vllm_kvplugins.ops.layout import PageLayout
