@@ -64,7 +64,9 @@ def engine_environment(**changes: str | None) -> dict[str, str]:
         "PYTHONHASHSEED": "0",
     }
     helpers = _HERE.parent / "helpers"
-    paths = [str(_ROOT), str(_HERE), str(helpers), str(helpers / "cpu_v2")]
+    oracles = _HERE.parent / "oracles"
+    folders = (_ROOT, _HERE, helpers, oracles, helpers / "cpu_v2")
+    paths = [str(folder) for folder in folders]
     if INTERPRETED:
         env |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
     if env.get("PYTHONPATH"):

@@ -86,7 +86,8 @@ def reclaim(model: str, policy: Policy) -> dict[str, Any]:
         if not driver.busy:
             break
         (request,) = driver.scheduler.running
-        (metrics,) = _resident_tokens(driver.llm)
+        (metrics,) = _gauge(driver.llm, "vllm:kv_policy_resident_tokens")
+        (usage,) = _gauge(driver.llm, "vllm:kv_cache_usage_perc")
         steps.append(
             {
                 "computed": request.num_computed_tokens,
@@ -95,11 +96,14 @@ def reclaim(model: str, policy: Policy) -> dict[str, Any]:
                     request.num_computed_tokens
                 ),
                 "resident_tokens": metrics,
+                "used_share": usage,
             }
         )
     return {
         "managed": driver.managers.index(driver.manager),
         "block_size": driver.block_size,
+        "blocks": driver.pool.num_gpu_blocks,
+        "pool_bytes": _pool_bytes(driver),
         "steps": steps,
         "freed": driver.manager.freed_blocks,
         "left_behind": _left_behind(driver),
@@ -116,9 +120,21 @@ def _held(manager: Any) -> int:
     return len(blocks)
 
 
-def _resident_tokens(llm: Any) -> list[float]:
-    name = "vllm:kv_policy_resident_tokens"
+def _gauge(llm: Any, name: str) -> list[float]:
     return [metric.value for metric in llm.get_metrics() if metric.name == name]
+
+
+def _pool_bytes(driver: Driver) -> int:
+    """Bytes of the memory that the worker's caches of all layers lie in."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+
+    layers = get_layers_from_vllm_config(driver.engine.vllm_config, Attention)
+    storages = {
+        layer.kv_cache.untyped_storage().data_ptr(): layer.kv_cache.untyped_storage()
+        for layer in layers.values()
+    }
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _left_behind(driver: Driver) -> dict[str, int]:

@@ -20,6 +20,8 @@ from policy_settings import SMALL_BUDGETS, configure
 from tiny_hybrids import MODELS, write_tiny_hybrid
 from tiny_model import VOCABULARY
 
+from vllm_kvplugins.model_config import read_model_config
+from vllm_kvplugins.model_memory import ModelMemory
 from vllm_kvplugins.policies.registry import available_policies
 
 pytestmark = pytest.mark.engine
@@ -143,6 +145,17 @@ def test_blocks_are_freed_as_planned(model, policy):
                 assert held <= 4, step
     assert run["freed"] >= 1500 // run["block_size"] - decoding[-1]["planned"]
     assert run["freed"] > 30
+
+
+@compressing
+def test_reported_bytes_are_those_of_the_pool(model, policy):
+    """The blocks in vLLM's gauge are of all layers, and have the size that we state."""
+    run = seen("reclaim", model, policy)
+    memory = ModelMemory.of(read_model_config(folder_of(model), "float32"), 32)
+    assert run["pool_bytes"] == run["blocks"] * memory.block_bytes
+    for step in run["steps"]:
+        used = step["used_share"] * (run["blocks"] - 1)  # without the null block
+        assert used == pytest.approx(sum(step["held"]), abs=0.01), step
 
 
 @all_policies

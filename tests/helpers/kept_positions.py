@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import torch
 
-SINKS, WINDOW, BLOCK = 4, 32, 32
+BLOCK = 32
 
 
-def agreement(kept: list, scores: list, tokens: int) -> float:
+def agreement(
+    kept: list, scores: list, tokens: int, sinks: int = 4, window: int = 32
+) -> float:
     """Share of positions on which policy and reference agree, kept or not.
 
-    The policy keeps ``SINKS`` first and ``WINDOW`` newest tokens, and those of the
-    partial last block, whatever their scores.
+    The tokens of the partial last block stay, whatever their scores.
 
     Args:
         kept: [layers][kv_heads][positions].
         scores: [layers][kv_heads][tokens].
+        sinks, window: first and newest tokens that the policy always keeps.
     """
     wanted = torch.tensor(scores)
-    wanted[..., :SINKS] = torch.inf
-    wanted[..., tokens - WINDOW :] = torch.inf
+    wanted[..., :sinks] = torch.inf
+    wanted[..., tokens - window :] = torch.inf
     tail = tokens % BLOCK
     is_kept = torch.zeros_like(wanted, dtype=torch.bool)
     for layer, heads in enumerate(kept):

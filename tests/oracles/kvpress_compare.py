@@ -19,6 +19,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -120,16 +121,22 @@ def record_prompt(model: Any, tokens: list[int], budget: int) -> dict[str, Any]:
     import kvpress
     from transformers.models.llama.modeling_llama import rotate_half
 
+    # Models with several RoPE bases want the kind of layer.
+    takes_kind = "layer_type" in signature(model.model.rotary_emb.forward).parameters
     # A little above the exact ratio: kvpress truncates tokens * (1 - ratio).
     presses = make_presses(1 - (budget + 0.01) / len(tokens))
+    if takes_kind:
+        del presses["expected-attention"]  # it does not name the kind
     layers: list[dict[str, Any]] = []
 
     def hook(module: Any, _: Any, kwargs: Any, output: Any) -> None:
+        if getattr(module, "is_sliding", False):
+            return  # a policy leaves this layer to vLLM
         cache = kwargs["past_key_values"].layers[module.layer_idx]
         hidden = kwargs["hidden_states"]
         cos, sin = (part[:, None] for part in kwargs["position_embeddings"])
         raw = module.q_proj(hidden).unflatten(-1, (-1, module.head_dim))
-        raw = raw.transpose(1, 2)
+        raw = getattr(module, "q_norm", lambda x: x)(raw).transpose(1, 2)
         queries = (raw * cos + rotate_half(raw) * sin)[0]
         # the press sums over the queries, which are all in one row here
         sums = attention_sums(queries, cache.keys[0], module.scaling)[None, :, None]
@@ -160,7 +167,8 @@ def record_prompt(model: Any, tokens: list[int], budget: int) -> dict[str, Any]:
             handle.remove()
     version = getattr(kvpress, "__version__", "unknown")
     positions = torch.arange(len(tokens) + FUTURE)[None]
-    rotary = model.model.rotary_emb(torch.zeros(1), positions)
+    kind = ["full_attention"] if takes_kind else []
+    rotary = model.model.rotary_emb(torch.zeros(1), positions, *kind)
     half = rotary[0].shape[-1] // 2
     return {
         "layers": layers,
@@ -306,6 +314,8 @@ def compare(folder: Path) -> None:
         recorded = torch.load(path)
         for ours in make_comparisons():
             layers = recorded["layers"]
+            if ours.press not in layers[0]["kept"]:
+                continue
             theirs = torch.stack([layer["kept"][ours.press] for layer in layers])
             # kvpress keeps whole chunks, the short last one among them or not.
             chunked = ours.press == "chunkkv"

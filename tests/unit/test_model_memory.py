@@ -1,4 +1,4 @@
-"""KV memory of hybrid models: figures of ``doctor MODEL``, ``size`` and ``recommend``."""
+"""KV memory of hybrid models, as doctor, size and recommend report it."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Their keys and values are never written to the cache. This module computes attention
 over the request's pages and the probe's own tokens densely, so a probe needs no slots,
-no page tables and no kernel of its own. Layers that the policy does not manage attend to
-their window in vLLM's blocks::
+no page tables and no kernel of its own. Layers that the policy does not manage attend
+to their window in vLLM's blocks::
 
     policy.probes of all requests due ──> forward(token_ids, positions)
                           every layer of the policy, request by request

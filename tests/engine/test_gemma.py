@@ -1,0 +1,63 @@
+"""Gemma-3-270m, whose 3 full-attention layers of 18 a policy manages.
+
+Its weights are no part of this repository: set ``KVP_GEMMA_MODEL`` to its folder.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from harness import run_scenario
+from kept_positions import agreement
+
+MODEL = os.environ.get("KVP_GEMMA_MODEL", "")
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.skipif(not MODEL, reason="KVP_GEMMA_MODEL names no folder"),
+]
+SEED = 17
+WINDOW = 64  # SnapKV's queries
+SCORED = {
+    "snapkv": {"name": "snapkv", "budget": 256, "window": WINDOW},
+    "keydiff": {"name": "keydiff", "budget": 256},
+    "knorm": {"name": "knorm", "budget": 256},
+}
+# The five systems, each with less than the prompt. IceCache's default keeps two whole
+# layers, of three.
+SYSTEMS = {
+    "stock": None,
+    "icecache": {"name": "icecache", "budget": 64, "skip_layers": 0},
+    "sekv": {"name": "sekv", "budget": 256},
+    "protokv": {"name": "protokv", "budget": 256},
+    "flowkv": {"name": "flowkv", "ratio": 0.5, "sessions": False},
+    "epicache": {"name": "epicache", "budget": 256, "sessions": False},
+}
+LENGTHS = [600, 1200]  # stock finds the key in both
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_kept_positions_are_those_of_transformers(name):
+    print("seed", SEED)
+    runs = run_scenario(
+        "scenarios_gemma:kept_and_wanted",
+        {"model": MODEL, "policy": SCORED[name], "seed": SEED, "lengths": [701, 1333]},
+        timeout=900,
+    )
+    for length, run in runs.items():
+        window = WINDOW if name == "snapkv" else 0
+        agree = agreement(run["kept"], run["scores"], int(length), 0, window)
+        print(name, length, f"agreement {agree:.4f}")
+        assert len(run["kept"]) == 3
+        assert agree >= 0.99
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_pass_keys_are_found(name):
+    run = run_scenario(
+        "scenarios_gemma:pass_keys",
+        {"model": MODEL, "policy": SYSTEMS[name], "lengths": LENGTHS, "depths": 5},
+        timeout=900,
+    )
+    print(name, run)
