@@ -106,7 +106,10 @@ def pass_keys(
             question = tokenizer.encode(QUESTION, add_special_tokens=False)
             name = f"{length}-{depth}"
             driver.add(
-                name, [*context, *question], 8, turn_ends=[len(context)] if turns else None
+                name,
+                [*context, *question],
+                8,
+                turn_ends=[len(context)] if turns else None,
             )
             while driver.busy:
                 driver.step()

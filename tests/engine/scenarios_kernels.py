@@ -33,20 +33,19 @@ def under_policies(
     rows = []
     for policy in policies:
         graphs = counters["stats"]["unique_graphs"]
-        llm = make_llm(
-            model,
-            policy,
-            enable_prefix_caching=False,
-            max_model_len=1024,
-            skip_tokenizer_init=False,
+        defaults = {
+            "enable_prefix_caching": False,
+            "max_model_len": 1024,
+            "skip_tokenizer_init": False,
             # engines of one process stay until it ends
-            num_gpu_blocks_override=64,
-            **settings,
-        )
+            "num_gpu_blocks_override": 64,
+        }
+        llm = make_llm(model, policy, **(defaults | settings))
         driver = Driver(llm)
         worker = driver.core.model_executor.driver_worker.worker
         layers = worker.vllm_config.compilation_config.static_forward_context
-        (backend,) = {type(layer.impl).__name__ for layer in layers.values()}
+        impls = [layer.impl for layer in layers.values() if hasattr(layer, "impl")]
+        (backend,) = {type(impl).__name__ for impl in impls}
         prompts = {
             name: random_tokens(seed, length, VOCABULARY)
             for seed, (name, length) in enumerate(LENGTHS.items())

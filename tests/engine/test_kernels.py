@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers" / "cpu_v2"))
 import runners
 from harness import run_scenario
 from policy_settings import configure
+from tiny_hybrids import write_tiny_hybrid
 
 from vllm_kvplugins.policies.registry import available_policies
 
@@ -32,6 +33,7 @@ SETTINGS = {
     "skip_layers": 0,
 }
 CHANGES_NOTHING = "full"
+SEED = 7
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,29 @@ def test_same_tokens_with_triton(found: dict[str, Any], name: str):
     assert triton["compactions"] == auto["compactions"]
     assert (triton["compactions"] > 0) == (name != CHANGES_NOTHING)
     assert triton["left"] == auto["left"] == 0
+
+
+@pytest.mark.parametrize("model", ["gpt_oss", "gemma2"])
+def test_learned_sinks_and_capped_logits_with_triton(model: str, tmp_path: Path):
+    """Both models also have windowed layers, which stay vLLM's."""
+    folder = str(write_tiny_hybrid(tmp_path / model, model, SEED))
+    policies = [{"name": "full"}, {"name": "snapkv", "budget": 96}]
+    tokens = {}
+    for kernel, runner in (("auto", "V1"), ("triton", "V2")):
+        runs = run_scenario(
+            "scenarios_kernels:under_policies",
+            {
+                "model": folder,
+                "policies": [policy | {"kernel": kernel} for policy in policies],
+                "num_gpu_blocks_override": 200,
+            },
+            runners.environment(runner, False),
+            timeout=580,
+        )
+        tokens[kernel] = [run["tokens"] for run in runs]
+        assert runs[1]["compactions"] > 0
+    assert tokens["triton"] == tokens["auto"]
+    assert tokens["auto"][0] != tokens["auto"][1]
 
 
 def test_policies_show_in_the_tokens(found: dict[str, Any]):

@@ -17,6 +17,7 @@ from layouts import make_layout
 from vllm_kvplugins import ops
 from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.layout import PagedKV, PageLayout
+from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
 
 SEED = 20261122
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -55,6 +56,7 @@ def of_triton(case, *, out=None, splits=None):
         case.lengths,
         case.scale,
         case.coarse,
+        rules=case.rules,
         out=out,
         splits=splits,
     )
@@ -71,6 +73,7 @@ def of_backend(name, case, *, out=None, splits=None):
         case = replace(case, heap=case.heap.nan_to_num(nan=1e3))
     plain = PageLayout.interleaved(case.layout.block_size, case.layout.head_dim)
     can = case.coarse is None and splits is None and case.queries.dtype in HALF
+    can &= case.rules.plain
     can &= torch.equal(case.layout.k_offsets.cpu(), plain.k_offsets)
     if not can or (name == "flashinfer" and case.layout.head_dim not in (64, 128, 256)):
         pytest.skip("not for this kernel")
@@ -92,6 +95,7 @@ class Case:
     lengths: torch.Tensor
     scale: float
     coarse: CoarseEntries | None = None
+    rules: LogitRules = PLAIN
 
     @property
     def asking(self) -> list[int]:
@@ -125,8 +129,16 @@ class Case:
             scores = query_rows @ torch.cat([keys[i, :length].to(dtype), own[0]]).T
             added = torch.zeros(count, length).masked_fill(later, -torch.inf)
             added = torch.cat([added, own[2].expand(count, -1)], 1).to(dtype)
-            scores = scores * self.scale + added
-            weights = scores.softmax(-1).nan_to_num(0)
+            scores = scores * self.scale
+            if self.rules.softcap:
+                scores = self.rules.softcap * (scores / self.rules.softcap).tanh()
+            scores = scores + added
+            width = scores.shape[-1]
+            if self.rules.sinks is not None:
+                sinks = self.rules.sinks[group_heads].cpu().to(dtype)
+                sinks = sinks.view(-1, 1, 1).expand(-1, count, 1)
+                scores = torch.cat([scores, sinks], -1)
+            weights = scores.softmax(-1).nan_to_num(0)[..., :width]
             actual = weights @ torch.cat([values[i, :length].to(dtype), own[1]])
             out[tokens, group_heads] = actual.transpose(0, 1)
             lse[tokens, group_heads] = scores.logsumexp(-1).T
@@ -298,6 +310,20 @@ def test_only_entries_and_nothing_at_all(kernel):
     assert (out[1] == 0).all()
     assert (lse[1] == -torch.inf).all()
     assert (out[0] != 0).any()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_capped_logits_and_learned_sinks(kernel, softcap, has_sinks, splits, dtype):
+    case = make_case(dtype, [1, 9], [300, 1, 70, 9], entries=[3, 0, 2, 9])
+    random = torch.Generator().manual_seed(SEED)
+    sinks = 3 * torch.randn(case.queries.shape[1], generator=random)
+    rules = LogitRules(sinks.to(DEVICE) if has_sinks else None, softcap)
+    plain, _ = case.run(kernel, splits=splits)
+    ruled, _ = assert_right(replace(case, rules=rules), kernel, splits=splits)
+    assert rules.plain or not torch.allclose(plain, ruled, atol=1e-2)
 
 
 def test_large_scores(kernel):

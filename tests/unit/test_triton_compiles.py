@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.layout import PagedKV, PageLayout
 from vllm_kvplugins.ops.triton import clusters, paged_attention
+from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
 
 pytestmark = [
     pytest.mark.slow,
@@ -105,6 +106,7 @@ def attend(
     entries: torch.dtype | None = None,
     pages: int = 5,
     shift: int = 0,
+    rules: bool = False,
 ) -> None:
     """A call of the kernels; only shapes, types and addresses matter."""
     tokens = rows * max_per_row
@@ -128,6 +130,7 @@ def attend(
         torch.ones(shift + rows * HEADS, dtype=torch.int32)[shift:],
         head_dim**-0.5,
         coarse,
+        rules=LogitRules(torch.zeros(HEADS * GROUP), 30.0) if rules else PLAIN,
         splits=splits,
     )
 
@@ -153,6 +156,8 @@ def assert_fits(kernels: list[Any], capability: int, names: list[str]) -> None:
         (90, {"splits": 4, "head_dim": 128, "entries": BF16}),
         (90, {"head_dim": 128, "max_per_row": 9, "entries": FP32}),
         (90, {"splits": 4, "head_dim": 128, "dtype": FP32}),
+        (90, {"splits": 4, "head_dim": 128, "rules": True}),
+        (80, {"head_dim": 256, "max_per_row": 9, "rules": True}),
         (80, {"splits": 4, "head_dim": 128}),
         (80, {"head_dim": 256, "max_per_row": 9}),
         (80, {"head_dim": 256, "max_per_row": 9, "dtype": FP32, "block": 128}),

@@ -98,6 +98,7 @@ class Language:
     int64, float32 = torch.int64, torch.float32
     arange = staticmethod(functools.cache(torch.arange))
     where, exp, log = map(staticmethod, (torch.where, torch.exp, torch.log))
+    sigmoid = staticmethod(torch.sigmoid)
 
     @classmethod
     def program_id(cls, axis: int) -> torch.Tensor:

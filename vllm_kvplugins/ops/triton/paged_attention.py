@@ -17,6 +17,7 @@ import triton.language as tl
 from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.layout import PagedKV, Plane
 from vllm_kvplugins.ops.triton.paged_attention_kernels import attend, merge
+from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
 
 _MAX_SPLITS = 16
 _TILE_BYTES = 16 << 10
@@ -52,6 +53,7 @@ def attend_paged(
     scale: float,
     coarse: CoarseEntries | None = None,
     *,
+    rules: LogitRules = PLAIN,
     out: torch.Tensor | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,12 +70,14 @@ def attend_paged(
             padded row.
         scale: softmax scale.
         coarse: coarse entries; None = there are none.
+        rules: a cap of the scaled logits, and a learned sink per query head, on the
+            device of the queries.
         out: shape and dtype of the queries; None = a new tensor.
         splits: parts that sequences are cut into; None = as many as keep the GPU busy.
 
     Returns:
-        ``out`` and the float32 [tokens, num_q_heads] log-sum-exp (natural logarithm). A
-        head with nothing to attend to gets 0 and -inf.
+        ``out`` and the float32 [tokens, num_q_heads] log-sum-exp (natural logarithm),
+        sinks included. A head with nothing to attend to gets 0, and -inf or its sink.
 
     Raises:
         ValueError: the layout's planes have no strides.
@@ -124,6 +128,8 @@ def attend_paged(
         page_table.stride(0),
         lengths,
         scale,
+        queries if rules.sinks is None else rules.sinks,
+        rules.softcap,
         *_entries(coarse, queries),
         out,
         out.stride(0),
@@ -142,6 +148,8 @@ def attend_paged(
         SPLITS=splits,
         ONE_EACH=one_each,
         HAS_ENTRIES=coarse is not None,
+        HAS_SINKS=rules.sinks is not None,
+        HAS_CAP=rules.softcap > 0,
         TYPE=_DTYPES[heap.dtype] if same_dtype else tl.float32,
         ENTRY_TYPE=_entry_type(coarse, queries),
         num_warps=4 if block_m <= 64 else 8,

@@ -5,7 +5,8 @@ sequence: as many new tokens of its row as fit into a tile with the query heads 
 KV head's group, and one of several parts of the slots that they attend to::
 
     tile   [tokens of the row x query heads of the group, head_dim]
-    part   slots [0, end) in SPLITS runs of whole tiles; the last also has the entries
+    part   slots [0, end) in SPLITS runs of whole tiles; the last also has the entries,
+           the first also has the learned sink
     merge  parts weighted by the exponentials of their maxima (FlashDecoding)
 
 The softmax is computed online, tile by tile (FlashAttention).
@@ -46,6 +47,12 @@ def _dot(a, b, TYPE: tl.constexpr):
 
 
 @triton.jit
+def _capped(score, cap):
+    """cap * tanh(score / cap), without overflow."""
+    return cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
+
+
+@triton.jit
 def _add_tile(score, value, highest, total, sums, TYPE: tl.constexpr):
     """Add a tile to the running softmax."""
     new_highest = tl.maximum(highest, tl.max(score, axis=1))
@@ -83,6 +90,8 @@ def attend(
     table_stride,
     lengths,
     scale,
+    sinks,
+    softcap,
     entry_keys,
     entry_values,
     entry_bias,
@@ -105,6 +114,8 @@ def attend(
     SPLITS: tl.constexpr,
     ONE_EACH: tl.constexpr,
     HAS_ENTRIES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     TYPE: tl.constexpr,
     ENTRY_TYPE: tl.constexpr,
 ):
@@ -147,6 +158,10 @@ def attend(
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, DIMS], tl.float32)
+    if HAS_SINKS and split == 0:
+        # As a slot whose value is 0.
+        highest = tl.load(sinks + q_head, mask=is_query, other=0.0)
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
     tiles = tl.cdiv(tl.maximum(end, 0), TILE)
     share = tl.cdiv(tiles, SPLITS)
     for tile in range(split * share, tl.minimum((split + 1) * share, tiles)):
@@ -175,6 +190,8 @@ def attend(
             other=0.0,
         )
         score = _dot(query, key, TYPE) * scale
+        if HAS_CAP:
+            score = _capped(score, softcap)
         score = tl.where(slot[None, :] < num_visible[:, None], score, float("-inf"))
         highest, total, sums = _add_tile(score, value, highest, total, sums, TYPE)
 
@@ -199,6 +216,8 @@ def attend(
                 other=0.0,
             )
             score = _dot(query, key, ENTRY_TYPE) * scale
+            if HAS_CAP:
+                score = _capped(score, softcap)
             score += bias[None, :]
             highest, total, sums = _add_tile(
                 score, value, highest, total, sums, ENTRY_TYPE

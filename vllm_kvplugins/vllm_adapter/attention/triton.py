@@ -5,6 +5,7 @@ The kernel reads queries in vLLM's order, so it needs no reordering.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm_kvplugins.engine.page_table import FlatTable
 from vllm_kvplugins.ops.layout import PagedKV
 from vllm_kvplugins.ops.triton.paged_attention import NewTokens, attend_paged
-from vllm_kvplugins.vllm_adapter.attention.flat import PolicyImpl, Scope
+from vllm_kvplugins.scoring.logits import LogitRules
+from vllm_kvplugins.vllm_adapter.attention.flat import PolicyImpl, Scope, logit_rules
 from vllm_kvplugins.vllm_adapter.attention.gpu import GPUPolicyBackend, GPUPolicyBuilder
 
 
@@ -67,6 +69,13 @@ class TritonPolicyImpl(PolicyImpl, TritonAttentionImpl):
     """Attention of one layer through the flat page tables."""
 
     metadata_type = TritonPolicyMetadata
+    attends_with_sinks = True
+    attends_with_softcap = True
+
+    @functools.cached_property
+    def rules(self) -> LogitRules:
+        """What the layer does to logits; computed after its weights are loaded."""
+        return logit_rules(self)
 
     def attend(
         self,
@@ -85,5 +94,6 @@ class TritonPolicyImpl(PolicyImpl, TritonAttentionImpl):
             scope.pages,
             scope.lengths,
             self.scale,
+            rules=self.rules,
             out=output[:tokens].view(-1, self.num_heads, self.head_size),
         )

@@ -337,8 +337,8 @@ def layer_problems(name: str, layer: Any, policy: KVCachePolicy) -> list[str]:
             reasons.append(
                 coded(
                     "KVP017",
-                    f"{sinks} the kernels for GPUs do not support; serve this model "
-                    "without a policy",
+                    f"{sinks} this attention kernel does not support; use "
+                    '"kernel": "triton"',
                 )
             )
         if not _models_attention(policy):
@@ -364,8 +364,8 @@ def layer_problems(name: str, layer: Any, policy: KVCachePolicy) -> list[str]:
             reasons.append(
                 coded(
                     "KVP015",
-                    f"{capped} the kernels for GPUs do not support; serve this model "
-                    "without a policy",
+                    f"{capped} this attention kernel does not support; use "
+                    '"kernel": "triton"',
                 )
             )
         if not (_models_attention(policy) and policy.applies_softcap):
