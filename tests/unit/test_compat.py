@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -47,6 +49,20 @@ OVERRIDING = [
 
 def test_the_installed_vllm_has_every_seam():
     assert compat.problems() == []
+
+
+def test_the_page_for_vllm_counts_the_names_that_are_used():
+    def names(seams: list[Seam]) -> set[tuple[str, str]]:
+        pattern = r"(\w+)(?:\([^)]*\))?"
+        return {(s.where, name) for s in seams for name in re.findall(pattern, s.uses)}
+
+    page = (Path(__file__).parents[2] / "docs" / "upstream.md").read_text("utf-8")
+    stated = re.search(
+        r"uses (\d+) names of vLLM.*?\((\d+) on a CPU, (\d+) on\s+a GPU\)", page, re.S
+    )
+    assert stated is not None
+    cpu, gpu = names(all_seams(True)), names(all_seams(False))
+    assert list(map(int, stated.groups())) == [len(cpu | gpu), len(cpu), len(gpu)]
 
 
 def test_the_seams_name_what_they_are_for():

@@ -213,7 +213,7 @@ _ON_CPUS = {
     f"{_CPU}:CPUAttentionMetadataBuilder": "build(common_prefix_len "
     "common_attn_metadata) vllm_config layer_names num_heads num_kv_heads head_dim "
     "dtype isa kv_cache_dtype reorder_batch_threshold",
-    f"{_CPU}:CPUAttentionMetadata": "num_actual_tokens",
+    f"{_CPU}:CPUAttentionMetadata": "num_actual_tokens query_start_loc block_table",
     f"{_CPU}:CPUAttentionBackendImpl": "forward(layer query key value kv_cache "
     "attn_metadata output) num_kv_heads num_queries_per_kv head_size scale "
     "kv_cache_dtype alibi_slopes sinks sliding_window kv_sharing_target_layer_name "
