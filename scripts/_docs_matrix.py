@@ -21,6 +21,8 @@ or a kind of request. ``refused`` is the code with which the policy refuses it:
     @pytest.mark.proves(architecture="name", policy="policy", refused="KVP031")
 
 So one line in ``ARCHITECTURES`` adds a row, and only with the tests that it runs in.
+Models with recurrent layers are in ``tests/helpers/tiny_recurrent.py``. Tests of
+``tests/unit`` prove what no engine here can run; ``note`` says so in the table.
 """
 
 from __future__ import annotations
@@ -39,9 +41,19 @@ from vllm_kvplugins.policies.registry import available_policies
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests" / "engine"
+UNIT_TESTS = TESTS.parent / "unit"
 HELPERS = TESTS.parent / "helpers"
 ROWS = ("architecture", "request")  # fields that name a row of a table of their own
-FIELDS = {"policy", "vllm", "runner", "asynchronous", "platform", "refused", *ROWS}
+FIELDS = {
+    "policy",
+    "vllm",
+    "runner",
+    "asynchronous",
+    "platform",
+    "refused",
+    "note",
+    *ROWS,
+}
 
 
 class Column(NamedTuple):
@@ -66,6 +78,7 @@ class Proof(NamedTuple):
     column: Column
     row: tuple[str, str] | None = None  # one of ROWS, and its value
     refused: str = ""
+    note: str = ""
 
 
 def tables() -> str:
@@ -114,7 +127,10 @@ def rows(kind: str) -> str:
         cells = [name, *([features.get(name, "")] if features else [])]
         for policy in policies:
             here = [p for p in proofs if (p.row, p.policy) == ((kind, name), policy)]
-            found = {f"{letters[p.test]} {p.refused}".strip() for p in here}
+            found = {
+                " ".join(filter(None, (letters[p.test], p.refused, p.note)))
+                for p in here
+            }
             cells.append(" ".join(sorted(found)) or "–")
         parts.append(f"| {' | '.join(cells)} |")
     return "\n".join([*parts, "", *_legend(proofs, letters), ""])
@@ -135,8 +151,9 @@ def _legend(proofs: Iterable[Proof], letters: dict[str, str]) -> list[str]:
 def _features() -> dict[str, str]:
     """What distinguishes the attention of each architecture."""
     with _test_modules():
-        architectures = _load(HELPERS / "architectures.py").ARCHITECTURES
-    return {name: one.feature for name, one in architectures.items()}
+        known = dict(_load(HELPERS / "architectures.py").ARCHITECTURES)
+        known |= _load(HELPERS / "tiny_recurrent.py").RECURRENT
+    return {name: one.feature for name, one in known.items()}
 
 
 @contextmanager
@@ -156,9 +173,13 @@ def found_proofs() -> Iterator[Proof]:
         ValueError: a mark has a field that there is not, or names no known policy.
     """
     with _test_modules():
-        for path in sorted(TESTS.glob("test_*.py")):
+        for path in [*sorted(TESTS.glob("test_*.py")), *_unit_tests()]:
             if "mark.proves(" in path.read_text(encoding="utf-8"):
                 yield from _proofs_of(path)
+
+
+def _unit_tests() -> list[Path]:
+    return sorted(UNIT_TESTS.glob("test_*.py"))
 
 
 def _proofs_of(path: Path) -> Iterator[Proof]:
@@ -195,7 +216,8 @@ def _proof(
     for policy in [policies] if isinstance(policies, str) else policies:
         if policy not in available_policies():
             raise ValueError(f"{test} proves something of {policy!r}: no such policy")
-        yield Proof(test, said, policy, column, row, value("refused", ""))
+        refused, note = value("refused", ""), value("note", "")
+        yield Proof(test, said, policy, column, row, refused, note)
 
 
 def _cases(marks: list[Any]) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ _KV_HEADS = (
     "multi_query_group_num",
     "num_attention_groups",
 )
-_HEAD_DIM = ("head_dim", "hidden_size_per_head")
+_HEAD_DIM = ("head_dim", "hidden_size_per_head", "attention_head_dim")
 # Each of these fields marks layers that keep a state instead of a KV cache.
 _STATE_LAYERS = (
     "attn_layer_period",
@@ -44,6 +44,22 @@ _STATE_LAYERS = (
 # Attention types of layers, by the names of transformers.
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 ATTENTION_TYPES = (FULL, SLIDING, CHUNKED)
+# Layers that keep one state of fixed size: Mamba, linear attention, convolutions.
+STATE = "recurrent_state"
+# Caches of a layer, by the names that configurations have for it.
+_CACHES: dict[str, tuple[str, ...]] = {
+    "attention": (FULL,),
+    "*": (FULL,),
+    "mamba": (STATE,),
+    "M": (STATE,),
+    "linear_attention": (STATE,),
+    "conv": (STATE,),
+    "hybrid": (FULL, STATE),
+    "mlp": (),
+    "-": (),
+    "moe": (),
+    "E": (),
+}
 # One layer of so many has full attention, the last one. These are defaults of the
 # configuration classes, which older files of the models rely on.
 _PATTERNS = {
@@ -52,7 +68,11 @@ _PATTERNS = {
     "gemma3_text": 6,
     "gpt_oss": 2,
     "llama4_text": 4,
+    "qwen3_next": 4,
+    "qwen3_5_text": 4,
+    "qwen3_5_moe_text": 4,
 }
+_LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def groups_of(types: Sequence[str]) -> dict[str, int]:
@@ -81,45 +101,57 @@ def layers_per_group(types: Sequence[str]) -> int:
     return max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
 
 
-def other_layers(text: Any, types: Sequence[str]) -> OtherLayers:
+def other_layers(
+    text: Any, types: Sequence[str], state_blocks: int = 3
+) -> OtherLayers:
     """The KV cache groups of the layers that a policy leaves to vLLM.
 
     Args:
         text: configuration of the language model, with its fields as attributes.
-        types: attention type of each layer.
+        types: type of each cache.
+        state_blocks: blocks of a request in each group of recurrent layers; vLLM needs
+            up to three with a prefix cache, and one without.
     """
     groups = groups_of(types)
     windows, chunks = groups.get(SLIDING, 0), groups.get(CHUNKED, 0)
     return OtherLayers(
         windows={text.sliding_window: windows} if windows else {},
         chunks={text.attention_chunk_size: chunks} if chunks else {},
+        state_blocks=state_blocks * groups.get(STATE, 0),
     )
 
 
 def layer_types(text: Any, num_layers: int) -> tuple[str, ...]:
-    """Attention type of each layer.
+    """Type of each cache, in the order of the layers.
 
-    A policy manages the layers of type ``FULL``. The worker compares the result with
-    the loaded layers.
+    A policy manages the caches of type ``FULL``. The worker compares the result with
+    the loaded layers. A layer with attention and Mamba has two caches, and a layer that
+    is only an MLP has none.
 
     Args:
         text: configuration of the language model, with its fields as attributes.
+        num_layers: 0 if the configuration has no number, but lists the layers.
 
     Returns:
-        Names as in ``layer_types`` of ``config.json``. A type whose width is missing or
-        0 counts as ``FULL``, because vLLM then builds full attention.
+        ``STATE``, or names as in ``layer_types`` of ``config.json``. A type whose width
+        is missing or 0 counts as ``FULL``, because vLLM then builds full attention.
     """
     window = getattr(text, "sliding_window", None)
     if getattr(text, "use_sliding_window", None) is False:
         window = None
     chunk = getattr(text, "attention_chunk_size", None)
-    given = getattr(text, "layer_types", None)
-    pattern = getattr(text, "sliding_window_pattern", None) or _PATTERNS.get(
-        getattr(text, "model_type", None) or ""
-    )
+    model_type = getattr(text, "model_type", None) or ""
+    pattern = getattr(text, "sliding_window_pattern", None) or _PATTERNS.get(model_type)
     local = SLIDING if window else CHUNKED if chunk else FULL
+    if model_type in _LINEAR:
+        local = STATE
+    given = _given_types(text, num_layers)
     if given:
-        types = tuple(given)[:num_layers]
+        types = tuple(
+            kind
+            for name in given[: num_layers or None]
+            for kind in _CACHES.get(name, (name,))
+        )
     elif pattern:
         types = tuple(
             local if (layer + 1) % pattern else FULL for layer in range(num_layers)
@@ -130,6 +162,23 @@ def layer_types(text: Any, num_layers: int) -> tuple[str, ...]:
         kind for kind, width in ((SLIDING, window), (CHUNKED, chunk)) if not width
     }
     return tuple(FULL if kind in without_width else kind for kind in types)
+
+
+def _given_types(text: Any, num_layers: int) -> Sequence[str]:
+    """What a configuration says about the type of each layer; empty if nothing."""
+    if getattr(text, "model_type", None) == "falcon_h1":
+        return ("hybrid",) * num_layers
+    for field in ("layers_block_type", "layer_types", "hybrid_override_pattern"):
+        if given := getattr(text, field, None):
+            return tuple(given)
+    attention: Sequence[int] | None = getattr(text, "full_attn_idxs", None)  # LFM2
+    if period := getattr(text, "attn_layer_period", None):  # Jamba
+        attention = range(getattr(text, "attn_layer_offset", 0), num_layers, period)
+    elif period := getattr(text, "full_attention_interval", None):  # Qwen3-Next
+        attention = range(period - 1, num_layers, period)
+    if attention is None:
+        return ()
+    return tuple(FULL if i in attention else "mamba" for i in range(num_layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +271,10 @@ class ConfigOnlyModel:
 
     @property
     def is_hybrid(self) -> bool:
-        kinds = self.text.get("layer_types") or ()
-        if kinds:
-            return any(kind not in ATTENTION_TYPES for kind in kinds)
+        if STATE in self.layer_types:
+            return True
+        if _given_types(self.hf_text_config, 1):
+            return False
         return any(self.text.get(key) is not None for key in _STATE_LAYERS)
 
     @property
@@ -242,7 +292,7 @@ class ConfigOnlyModel:
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """See :func:`layer_types`; empty if the file has no number of layers."""
+        """See :func:`layer_types`; empty if the file tells nothing about layers."""
         return layer_types(self.hf_text_config, self._first(_LAYERS) or 0)
 
     def layer_problems(self) -> list[str]:
@@ -282,6 +332,7 @@ class ConfigOnlyModel:
                 )
             )
         layers, heads = self._first(_LAYERS), self._first(_HEADS)
+        layers = layers or len(_given_types(self.hf_text_config, 0))
         head_dim = self._first(_HEAD_DIM)
         if head_dim is None and heads and (hidden := self._first(_HIDDEN)):
             head_dim = hidden // heads

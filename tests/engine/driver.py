@@ -44,6 +44,7 @@ class Driver:
         finished: requests that ended by themselves.
         preemptions, preempted_compacted: how often the scheduler took a
             request's blocks away; how many of those had been compacted.
+        preempted: names of the requests.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -62,6 +63,7 @@ class Driver:
         self.finished: set[str] = set()
         self.preemptions = 0
         self.preempted_compacted = 0
+        self.preempted: set[str] = set()
         self._count_preemptions()
 
     def _count_preemptions(self) -> None:
@@ -69,6 +71,7 @@ class Driver:
 
         def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
             self.preemptions += 1
+            self.preempted.add(request.request_id)
             freed = getattr(self.manager, "freed_compactions", {})
             self.preempted_compacted += request.request_id in freed
             return preempt(request, *args, **kwargs)

@@ -1,4 +1,7 @@
-"""Scenarios on tiny models with windowed layers; each function runs one engine."""
+"""Scenarios on tiny models with windowed or recurrent layers.
+
+Each function runs one engine.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ def _prompt(seed: int, count: int) -> list[int]:
     return random_tokens(seed, count, VOCABULARY)
 
 
-def traffic(model: str, policy: Policy) -> dict[str, Any]:
+def traffic(model: str, policy: Policy, **settings: Any) -> dict[str, Any]:
     """Tokens of requests alone, together, after prefix hits, and after preemptions."""
-    driver = _driver(model, policy)
+    driver = _driver(model, policy, **settings)
     prompts = {str(n): _prompt(n, n) for n in (50, 130, 333, 700)}
     alone = {}
     for name, prompt in prompts.items():
@@ -75,9 +78,9 @@ def traffic(model: str, policy: Policy) -> dict[str, Any]:
     }
 
 
-def reclaim(model: str, policy: Policy) -> dict[str, Any]:
+def reclaim(model: str, policy: Policy, **settings: Any) -> dict[str, Any]:
     """Blocks that one request holds after every step, and what its plan says."""
-    driver = _driver(model, policy)
+    driver = _driver(model, policy, **settings)
     driver.add("long", _prompt(5, 1500), max_tokens=70)
     steps = []
     while driver.busy:

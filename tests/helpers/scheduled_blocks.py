@@ -36,6 +36,7 @@ from vllm_kvplugins.vllm_adapter.scheduler.admission_controller import (
 )
 from vllm_kvplugins.vllm_adapter.scheduler.scheduler import (
     ResidencyScheduling,
+    caches_states,
     residency_manager,
 )
 from vllm_kvplugins.vllm_adapter.scheduler.spec import with_policy
@@ -59,6 +60,11 @@ class Stock:
 
 class Scheduling(ResidencyScheduling, Stock):
     """Our block manager over vLLM's."""
+
+    def __init__(self, kv_cache_manager: KVCacheManager) -> None:
+        Stock.__init__(self, kv_cache_manager)
+        self._residency_manager = residency_manager(kv_cache_manager)
+        self._caches_states = caches_states(kv_cache_manager)
 
 
 @dataclass(eq=False)

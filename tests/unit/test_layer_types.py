@@ -6,7 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_kvplugins.model_config import CHUNKED, FULL, SLIDING, layer_types
+from vllm_kvplugins.model_config import (
+    CHUNKED,
+    FULL,
+    SLIDING,
+    STATE,
+    ConfigOnlyModel,
+    groups_of,
+    layer_types,
+)
 
 
 def types_of(num_layers: int, **fields: object) -> tuple[str, ...]:
@@ -46,7 +54,51 @@ def test_older_files_name_a_pattern_or_rely_on_their_class():
 
 
 def test_other_kinds_of_layers_stay_named():
-    assert types_of(2, layer_types=["linear_attention", FULL])[0] == "linear_attention"
+    assert types_of(2, layer_types=["some_attention", FULL])[0] == "some_attention"
+
+
+# Fields of released files, without the number of layers; counts of caches.
+RELEASED = {
+    "Qwen3-Next-80B": ({"full_attention_interval": 4}, 48, 12, 36),
+    "Qwen3.5, without a list": ({"model_type": "qwen3_5_text"}, 32, 8, 24),
+    "Nemotron-H-8B": (
+        {"hybrid_override_pattern": "M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-"},
+        52,
+        4,
+        24,
+    ),
+    "Nemotron 3, with MoE": ({"layers_block_type": [*"MEM*E"]}, 0, 1, 2),
+    "Jamba": ({"attn_layer_period": 8, "attn_layer_offset": 4}, 32, 4, 28),
+    "Granite-4-H-tiny": (
+        {"layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4},
+        40,
+        4,
+        36,
+    ),
+    "Falcon-H1": ({"model_type": "falcon_h1"}, 24, 24, 24),
+    "Zamba2": ({"layers_block_type": (["mamba"] * 5 + ["hybrid"]) * 9}, 54, 9, 54),
+    "LFM2-1.2B": ({"full_attn_idxs": [2, 5, 8, 10, 12, 14]}, 16, 6, 10),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_recurrent_layers_are_told_from_attention(name):
+    fields, num_layers, full, states = RELEASED[name]
+    types = types_of(num_layers, **fields)
+    assert (types.count(FULL), types.count(STATE)) == (full, states)
+    assert set(types) == {FULL, STATE}
+    assert groups_of(types)[FULL] == 1, "the policy manages one group"
+    sizes = {"num_hidden_layers": num_layers} if num_layers else {}
+    file = ConfigOnlyModel("m", "torch.bfloat16", fields | sizes)
+    assert file.is_hybrid
+    assert file.layer_types == types
+
+
+def test_a_hybrid_configuration_may_have_attention_only():
+    fields = {"layer_types": ["attention"] * 3, "mamba_d_state": 128}
+    file = ConfigOnlyModel("m", "torch.bfloat16", fields | {"num_hidden_layers": 3})
+    assert file.layer_types == (FULL,) * 3
+    assert not file.is_hybrid
 
 
 class TestGroups:
@@ -68,8 +120,6 @@ class TestGroups:
         from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
         from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-        from vllm_kvplugins.vllm_adapter.config.layer_groups import groups_of
-
         types = (FULL,) * full + (SLIDING,) * sliding
         assert groups_of(types) == dict(zip((FULL, SLIDING), groups, strict=True))
 
@@ -90,6 +140,4 @@ class TestGroups:
 
     def test_one_kind_is_one_group(self):
         pytest.importorskip("vllm", reason="install a vLLM (see scripts/)")
-        from vllm_kvplugins.vllm_adapter.config.layer_groups import groups_of
-
         assert groups_of((FULL,) * 30) == {FULL: 1}

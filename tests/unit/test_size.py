@@ -286,8 +286,8 @@ def test_a_file_without_a_shape_is_refused():
             },
             "KVP043",
         ),
-        ({"full_attention_interval": 4}, "without a KV cache"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "without a KV"),
+        ({"layer_types": ["full_attention", "some_attention"] * 16}, "KVP013"),
+        ({"layer_types": ["mamba"] * 32}, "KVP013"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"alibi": True}, "KVP016"),
         ({"num_kv_shared_layers": 10}, "KVP018"),
@@ -319,6 +319,15 @@ def test_figures_of_a_hybrid_cover_the_full_attention_layers(tmp_path):
     assert (hybrid["num_layers"], plain["num_layers"]) == (8, 32)
     assert 4 * hybrid["block_bytes"] == plain["block_bytes"]
     assert any("24 of 32 layers" in note for note in hybrid["notes"])
+
+
+def test_figures_of_a_recurrent_model_cover_its_attention(tmp_path):
+    config = LLAMA_8B | {"full_attention_interval": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    recurrent = figures(str(tmp_path))
+    assert recurrent["num_layers"] == 8
+    (note,) = (note for note in recurrent["notes"] if "--block-size" in note)
+    assert note.startswith("24 layers")
 
 
 @pytest.mark.parametrize(

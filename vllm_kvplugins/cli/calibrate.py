@@ -87,7 +87,11 @@ def _checked_config(model: str, dtype: str) -> ConfigOnlyModel:
     from vllm_kvplugins.vllm_adapter.config import validation
 
     config = read_model_config(model, dtype)
-    reasons = [*validation.model_problems(config), *config.layer_problems()]
+    reasons = [
+        *validation.model_problems(config),
+        *validation.training_problems(config),
+        *config.layer_problems(),
+    ]
     refuse(f"{model} cannot be calibrated", reasons)
     return config
 

@@ -266,15 +266,23 @@ def _refuse_impossible_lengths(
 
 def _notes(policy: KVCachePolicy, model: ConfigOnlyModel, tokens: int) -> list[str]:
     """Limits of the figures that matter for this request."""
-    from vllm_kvplugins.model_config import FULL
+    from vllm_kvplugins.model_config import FULL, STATE
 
     notes = []
-    others = sum(kind != FULL for kind in model.layer_types)
+    states = model.layer_types.count(STATE)
+    others = sum(kind != FULL for kind in model.layer_types) - states
     if others:
         notes.append(
             f"{others} of {len(model.layer_types)} layers have a sliding window or "
             "chunks and stay vLLM's. The figures contain the blocks that they hold; "
             f"`kvplugins doctor {model.model}` shows them"
+        )
+    if states:
+        notes.append(
+            f"{states} layers keep a recurrent state, in one to three blocks of the "
+            "same pool per group of layers and request, which the figures leave out. "
+            "The engine enlarges blocks until one holds such a state and logs their "
+            "size: give it as --block-size."
         )
     positions = model.max_positions
     if positions is not None and tokens > positions:

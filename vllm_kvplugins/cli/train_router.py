@@ -202,6 +202,7 @@ def _checked_geometry(model: str, settings: TrainSettings) -> Geometry:
     config = read_model_config(model, settings.dtype)
     reasons = [
         *validation.model_problems(config),
+        *validation.training_problems(config),
         *config.layer_problems(),
         *_shape_problems(settings, config),
     ]

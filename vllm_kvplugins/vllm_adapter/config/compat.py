@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,6 +78,30 @@ def kv_element_bytes(vllm_config: VllmConfig) -> int:
         else STR_DTYPE_TO_TORCH_DTYPE[name]
     )
     return int(torch.empty(0, dtype=dtype).element_size())
+
+
+def align_block_size(vllm_config: VllmConfig) -> None:
+    """Enlarge the blocks of a recurrent model as vLLM does when it is loaded."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backend import AttentionBackend
+
+    # The backend adds no condition of its own: the kernels under a policy need a
+    # multiple of what the configured block size already is a multiple of.
+    current_platform._align_hybrid_block_size(vllm_config, AttentionBackend)
+
+
+def without_checkpoints(spec: Any) -> Any:
+    """The spec of a layer that stores no state inside of a chunk of prefill.
+
+    vLLM then ends a chunk where it wants a state for its prefix cache. With checkpoints
+    it reads the state from the scan of Mamba-2, whose kernel for CPUs returns the last
+    one only: vLLM 0.32 fails with an IndexError.
+    """
+    if not getattr(spec, "num_prefill_checkpoint_blocks", 0):
+        return spec
+    return replace(
+        spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None
+    )
 
 
 def max_positions(vllm_config: VllmConfig) -> int:

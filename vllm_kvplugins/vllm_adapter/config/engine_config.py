@@ -84,7 +84,7 @@ def fingerprint_of(vllm_config: VllmConfig) -> ModelFingerprint:
 
 
 def layer_types_of(vllm_config: VllmConfig) -> tuple[str, ...]:
-    """Attention type of each layer, see :func:`layer_types`."""
+    """Type of each cache of the model, see :func:`layer_types`."""
     model = vllm_config.model_config
     num_layers: int = model.get_num_layers(vllm_config.parallel_config)
     if vllm_config.cache_config.sliding_window is not None:
@@ -93,7 +93,7 @@ def layer_types_of(vllm_config: VllmConfig) -> tuple[str, ...]:
     return layer_types(model.hf_text_config, num_layers)
 
 
-def has_window_layers(vllm_config: VllmConfig) -> bool:
+def has_other_layers(vllm_config: VllmConfig) -> bool:
     """Whether the model has layers that the policy leaves to vLLM."""
     return any(kind != FULL for kind in layer_types_of(vllm_config))
 

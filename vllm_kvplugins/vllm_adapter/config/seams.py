@@ -97,7 +97,10 @@ _EVERYWHERE = {
     "vllm.config:ParallelConfig": "worker_cls data_parallel_size is_moe_model "
     "data_parallel_rank_local data_parallel_size_local local_engines_only rank "
     "world_size local_world_size",
-    "vllm.config:CacheConfig": "block_size cache_dtype num_gpu_blocks sliding_window",
+    "vllm.config:CacheConfig": "block_size cache_dtype num_gpu_blocks sliding_window "
+    "enable_prefix_caching mamba_cache_mode prefix_match_unit",
+    "vllm.platforms.interface:Platform": "_align_hybrid_block_size(vllm_config "
+    "backend_cls)",
     "vllm.config:KVTransferConfig": "kv_connector kv_connector_module_path kv_role "
     "kv_connector_extra_config",
     "vllm.config:ModelConfig": "get_num_layers(parallel_config) get_head_size() "
@@ -131,7 +134,7 @@ _EVERYWHERE = {
     "sampling_params",
     # The block pool: freeing blocks of running requests.
     f"{_CORE}.kv_cache_manager:KVCacheManager": "create_kv_cache_blocks(blocks) "
-    "block_pool coordinator evict_blocks(block_ids) kv_cache_config",
+    "block_pool coordinator enable_caching evict_blocks(block_ids) kv_cache_config",
     f"{_CORE}.kv_cache_coordinator:KVCacheCoordinator": "remove_skipped_blocks("
     "num_prompt_tokens) single_type_managers find_longest_cache_hit(block_hashes "
     "max_cache_hit_length)",
@@ -151,6 +154,8 @@ _EVERYWHERE = {
     "max_memory_usage_bytes(vllm_config) page_size_bytes page_size_padded "
     "sliding_window attention_chunk_size num_kv_heads head_size dtype",
     "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups",
+    "vllm.v1.kv_cache_interface:MambaSpec": "mamba_cache_mode "
+    "num_prefill_checkpoint_blocks prefill_checkpoint_alignment",
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "kv_cache_spec",
     "vllm.model_executor.layers.attention.chunked_local_attention": ""
     "create_chunked_local_attention_backend()",

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvplugins.episodes.encoder import missing
 from vllm_kvplugins.errors import coded
-from vllm_kvplugins.model_config import ATTENTION_TYPES, FULL, groups_of, layer_types
+from vllm_kvplugins.model_config import (
+    ATTENTION_TYPES,
+    FULL,
+    STATE,
+    groups_of,
+    layer_types,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -144,12 +150,11 @@ def model_problems(model: Any) -> list[str]:
                 "it without a policy",
             )
         )
-    if model.is_hybrid or model.is_attention_free:
+    if unmanageable := _unmanageable_layers(model, kinds):
         reasons.append(
             coded(
                 "KVP013",
-                f"{model.model} has layers without a KV cache (Mamba or linear "
-                "attention), which are not supported yet; serve it without a policy",
+                f"{model.model} {unmanageable}; serve it without a policy",
             )
         )
     if model.is_encoder_decoder:
@@ -169,6 +174,38 @@ def model_problems(model: Any) -> list[str]:
             )
         )
     return reasons
+
+
+def _unmanageable_layers(model: Any, kinds: set[str]) -> str:
+    """Why a policy has no full attention to manage, or cannot tell where it is."""
+    if model.is_attention_free or kinds == {STATE}:
+        return "has no attention layers, so a policy has nothing to manage"
+    if unknown := sorted(kinds - {*ATTENTION_TYPES, STATE}):
+        return f"has layers of type {', '.join(unknown)}, which policies do not know"
+    if model.is_hybrid and STATE not in kinds:
+        return (
+            "has layers with a recurrent state, and its configuration does not say "
+            "which ones"
+        )
+    return ""
+
+
+def training_problems(model: Any) -> list[str]:
+    """Models that policies run with, and that cannot be measured or trained on.
+
+    Args:
+        model: vLLM's ModelConfig, or an equivalent read from ``config.json``.
+    """
+    if STATE not in layer_types(model.hf_text_config, _num_layers(model)):
+        return []
+    return [
+        coded(
+            "KVP013",
+            f"{model.model} has layers with a recurrent state (Mamba, linear "
+            "attention), which is supported in the engine only; use a model without "
+            "such layers",
+        )
+    ]
 
 
 def softcap_problems(policy: KVCachePolicy, model: Any) -> list[str]:
@@ -191,8 +228,10 @@ def _models_attention(policy: KVCachePolicy) -> bool:
 
 
 def _num_layers(model: Any) -> int:
-    """Number of layers; 1 where a file does not contain it."""
-    return getattr(model.hf_text_config, "num_hidden_layers", None) or 1
+    """Number of layers; 0 where a file only lists them, 1 where it does not."""
+    text = model.hf_text_config
+    given = getattr(text, "num_hidden_layers", None)
+    return given or int(not layer_types(text, 0))
 
 
 def split_problem(num_groups: int) -> str:
@@ -220,23 +259,50 @@ def hybrid_problems(
     num_groups = groups_of(types).get(FULL, 0)
     if num_groups > 1:
         reasons.append(split_problem(num_groups))
+    if policy.probing is not None and STATE in types:
+        reasons.append(
+            coded(
+                "KVP040",
+                f"{policy.name} runs tokens of its own through the model, which would "
+                f"advance the recurrent state of {model.model}; use another policy",
+            )
+        )
     return reasons
 
 
 def hybrid_manager_problems(vllm_config: VllmConfig) -> list[str]:
-    """Whether vLLM would keep windowed layers in the blocks that a policy frees.
+    """Whether vLLM would keep other layers in the blocks that a policy frees.
 
     Args:
-        vllm_config: of a model that has windowed layers.
+        vllm_config: of a model with layers that a policy leaves to vLLM.
     """
     if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         return []
     return [
         coded(
             "KVP042",
-            f"{vllm_config.model_config.model} has layers with a sliding window or "
-            "chunks, and without the hybrid KV cache manager they would share the "
-            "blocks that a policy frees; remove --disable-hybrid-kv-cache-manager",
+            f"{vllm_config.model_config.model} has layers without full attention, and "
+            "without the hybrid KV cache manager they would share the blocks that a "
+            "policy frees; remove --disable-hybrid-kv-cache-manager",
+        )
+    ]
+
+
+def prefix_unit_problems(cache: Any) -> list[str]:
+    """Whether hits in the prefix cache of a recurrent model end inside of a block.
+
+    Args:
+        cache: vLLM's CacheConfig, with the final block size.
+    """
+    unit = cache.prefix_match_unit
+    if unit in (None, cache.block_size):
+        return []
+    return [
+        coded(
+            "KVP047",
+            f"--prefix-match-unit {unit} lets a prefix hit end inside of a block of "
+            f"{cache.block_size} tokens, and a policy keeps or drops whole blocks; "
+            "remove --prefix-match-unit",
         )
     ]
 

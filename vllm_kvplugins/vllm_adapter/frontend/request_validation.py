@@ -17,7 +17,7 @@ from vllm_kvplugins.plan.geometry import Lengths
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of, policy_of
 from vllm_kvplugins.vllm_adapter.config.host_memory import host_limit_problem
-from vllm_kvplugins.vllm_adapter.config.layer_groups import window_blocks
+from vllm_kvplugins.vllm_adapter.config.layer_groups import other_blocks
 from vllm_kvplugins.vllm_adapter.config.pool import blocks_per_engine, pool_problem
 from vllm_kvplugins.vllm_adapter.config.request_params import (
     patched_prompt_problem,
@@ -153,7 +153,7 @@ def _check_pool(vllm_config: VllmConfig, policy: KVCachePolicy, request: Any) ->
         max_tokens,
         pool_blocks,
         runs_ahead,
-        window_blocks(vllm_config, prompt_tokens + max_tokens),
+        other_blocks(vllm_config, prompt_tokens + max_tokens),
     )
     if problem is not None:
         raise VLLMValidationError(problem, parameter="max_tokens", value=max_tokens)

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_kvplugins.config import parse_sessions
 from vllm_kvplugins.sessions.commands import Load, SessionAck, SessionCommands
@@ -232,19 +233,25 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     def _num_other_blocks(self) -> int:
         """Number of blocks that hold layers without a policy, of a hybrid model.
 
-        Cost: O(blocks in the windows of all requests).
+        Cost: O(blocks in the windows of all requests); for a recurrent state, which may
+        have gaps, O(blocks of all requests).
         """
         coordinator = self._kv_cache_manager.coordinator
         held: set[int] = set()
         for manager in coordinator.single_type_managers:
             if manager is self._manager:
                 continue
+            is_state = isinstance(manager.kv_cache_spec, MambaSpec)
             for blocks in manager.req_to_blocks.values():
                 # Null blocks lie before the window.
                 in_window = itertools.takewhile(
                     lambda block: not block.is_null, reversed(blocks)
                 )
-                held.update(block.block_id for block in in_window)
+                held.update(
+                    block.block_id
+                    for block in (blocks if is_state else in_window)
+                    if not block.is_null
+                )
         return len(held)
 
     def _take_traffic(self) -> dict[str, int]:

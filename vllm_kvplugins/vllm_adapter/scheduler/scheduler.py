@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_kvplugins.config import describe
 from vllm_kvplugins.errors import coded, refuse
@@ -53,6 +54,7 @@ class ResidencyScheduling:
             self.kv_cache_manager.block_pool.num_gpu_blocks,
         )
         self._residency_manager = manager
+        self._caches_states = caches_states(self.kv_cache_manager)
         if current_platform.is_cpu():
             # The CPU kernel multiplies the slots after a request's last token by 0. A
             # NaN of an earlier request in these slots would spread to this request.
@@ -93,12 +95,29 @@ class ResidencyScheduling:
         usable = admit(request, hit_tokens).cached_tokens
         while usable < hit_tokens:
             # A slice of each group's hit would be wrong: a group with a sliding window
-            # holds only the blocks before the end of the hit.
+            # holds only the blocks before the end of the hit, and one with a recurrent
+            # state only the state at its end.
             blocks, hit_tokens, *rest[:1] = compat.prefix_hit(
                 self.kv_cache_manager, request, usable
             )
             usable = admit(request, hit_tokens).cached_tokens
+        if self._caches_states:
+            rest[0] = rest[0] or self._end_of_exact_prefix(request)
         return (blocks, hit_tokens, *rest)
+
+    def _end_of_exact_prefix(self, request: Any) -> int:
+        """Where the prefix cache needs the state of recurrent layers.
+
+        vLLM stores few states: at the last block of the prompt, and where a request
+        reports the end of a prefix that others share. Under a policy, an equal prompt
+        can use no more tokens than these.
+
+        Returns:
+            0 if such a prompt can use all tokens, or none.
+        """
+        tokens = request.num_prompt_tokens
+        usable: int = self.connector.admission.usable_hit(request, tokens)
+        return usable if usable < tokens else 0
 
     def update_from_output(self, scheduler_output: Any, model_output: Any) -> Any:
         """Preempt requests whose session failed to load before processing their
@@ -154,6 +173,13 @@ def residency_manager(kv_cache_manager: Any) -> ResidencyBlockManager:
     managers = kv_cache_manager.coordinator.single_type_managers
     (manager,) = (m for m in managers if isinstance(m, ResidencyBlockManager))
     return manager
+
+
+def caches_states(kv_cache_manager: Any) -> bool:
+    """Whether the prefix cache contains states of recurrent layers."""
+    groups = kv_cache_manager.kv_cache_config.kv_cache_groups
+    recurrent = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+    return recurrent and bool(kv_cache_manager.enable_caching)
 
 
 def group_problems(kv_cache_config: Any) -> list[str]:

@@ -34,8 +34,8 @@ def hybrid_problems(settings: dict[str, Any], policy: KVCachePolicy) -> list[str
         coded(
             "KVP044",
             "a session stores full-attention layers only, and this model also has "
-            "layers with a sliding window or chunks, whose tokens would be missing; "
-            'set "sessions": false',
+            "layers with a window, chunks or a recurrent state, which would be "
+            'missing; set "sessions": false',
         )
     ]
 

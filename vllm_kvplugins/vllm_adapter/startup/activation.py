@@ -21,12 +21,13 @@ from vllm_kvplugins.vllm_adapter.config import (
     host_memory,
     kernel_choice,
     layer_budgets,
+    layer_groups,
     validation,
 )
 from vllm_kvplugins.vllm_adapter.config.engine_config import (
     fingerprint_of,
     geometry_of,
-    has_window_layers,
+    has_other_layers,
     layer_types_of,
     remember_measured,
 )
@@ -106,6 +107,7 @@ def finish_config(
     if isinstance(request, str):
         request = {"name": request}
     probing.leave_positions(vllm_config, policy)
+    layer_groups.align_block_size(vllm_config)
     refuse(
         f"KV policy {policy.name!r} cannot run with these engine settings",
         [
@@ -179,12 +181,12 @@ def _hybrid_problems(
     request: dict[str, Any],
     policy: KVCachePolicy,
 ) -> list[str]:
-    """Why the policy cannot run with windowed layers, if the model has any.
+    """Why the policy cannot run with other layers than full attention, if any.
 
     Turns on vLLM's hybrid KV cache manager where vLLM, not the user, turned it off: it
     does so for chunked attention, because of its latency.
     """
-    if not has_window_layers(vllm_config):
+    if not has_other_layers(vllm_config):
         return []
     scheduler = vllm_config.scheduler_config
     turned_off = scheduler.disable_hybrid_kv_cache_manager
@@ -197,6 +199,7 @@ def _hybrid_problems(
         )
     return [
         *validation.hybrid_manager_problems(vllm_config),
+        *validation.prefix_unit_problems(vllm_config.cache_config),
         *validation.hybrid_problems(
             layer_types_of(vllm_config), policy, vllm_config.model_config
         ),

@@ -14,7 +14,7 @@ from vllm_kvplugins.engine.probing import ProbeModel
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.policies.capabilities import Encode, Probing
 from vllm_kvplugins.vllm_adapter.config import compat
-from vllm_kvplugins.vllm_adapter.config.engine_config import has_window_layers
+from vllm_kvplugins.vllm_adapter.config.engine_config import has_other_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -132,7 +132,7 @@ def problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
             f"{probes}, which needs plain text positions; {model.model} has others, so "
             "use another policy"
         )
-    if has_window_layers(vllm_config) and not current_platform.is_cpu():
+    if has_other_layers(vllm_config) and not current_platform.is_cpu():
         problems.append(
             f"{probes}, which needs the layout of windowed layers that vLLM's CPU "
             "kernel has; use another policy"

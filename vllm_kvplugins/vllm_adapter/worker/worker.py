@@ -65,8 +65,9 @@ class PolicyWorker:
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """vLLM's specs; those of full attention carry the policy to the scheduler.
 
-        The other layers, such as those with a sliding window, stay vLLM's: their specs,
-        block managers and metadata builders are the stock ones.
+        The other layers, such as those with a sliding window or a recurrent state, stay
+        vLLM's: their block managers and metadata builders are the stock ones, and so
+        are their specs, but for one that would crash vLLM on a CPU.
         """
         runtime = self.kv_policy.runtime
         specs: dict[str, Any] = super().get_kv_cache_spec()  # type: ignore[misc]
@@ -82,9 +83,14 @@ class PolicyWorker:
         return {
             name: with_policy(spec, runtime.policy, runtime.geometry)
             if is_managed(spec)
-            else spec
+            else self._stock_spec(spec)
             for name, spec in specs.items()
         }
+
+    def _stock_spec(self, spec: Any) -> Any:
+        """The spec of a layer without a policy."""
+        on_cpu = self.model_runner.device.type == "cpu"
+        return compat.without_checkpoints(spec) if on_cpu else spec
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
