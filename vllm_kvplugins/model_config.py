@@ -101,9 +101,7 @@ def layers_per_group(types: Sequence[str]) -> int:
     return max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
 
 
-def other_layers(
-    text: Any, types: Sequence[str], state_blocks: int = 3
-) -> OtherLayers:
+def other_layers(text: Any, types: Sequence[str], state_blocks: int = 3) -> OtherLayers:
     """The KV cache groups of the layers that a policy leaves to vLLM.
 
     Args:

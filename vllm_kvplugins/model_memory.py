@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from vllm_kvplugins.errors import KVPolicyError, coded
 from vllm_kvplugins.model_config import (
     FULL,
+    STATE,
     CacheShape,
     ConfigOnlyModel,
     layers_per_group,
@@ -16,6 +18,7 @@ from vllm_kvplugins.model_config import (
 )
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.plan.other_layers import OtherLayers
+from vllm_kvplugins.recurrent_states import state_bytes
 
 # Longer than any window.
 _LONG = 1 << 40
@@ -46,13 +49,20 @@ class ModelMemory:
 
         Args:
             model: its dtype is bfloat16, float16 or float32.
-            block_size: tokens per block.
+            block_size: tokens per block. vLLM enlarges the blocks of a model with
+                recurrent layers to a multiple of it, until the keys and values of one
+                layer need as many bytes as one state.
 
         Raises:
-            KVPolicyError: see ``ConfigOnlyModel.cache_shape``.
+            KVPolicyError: see ``ConfigOnlyModel.cache_shape``; or the size of the
+                recurrent states is unknown.
         """
         shape, types = model.cache_shape(), model.layer_types
         element_bytes = _ELEMENT_BYTES[model.dtype]
+        if STATE in types:
+            layer = replace(shape, num_layers=1).bytes_per_token(element_bytes)
+            tokens = -(-_state_bytes(model, element_bytes) // layer)
+            block_size *= -(-tokens // block_size)
         managed = replace(shape, num_layers=types.count(FULL))
         in_block = replace(shape, num_layers=layers_per_group(types))
         return cls(
@@ -96,3 +106,17 @@ class ModelMemory:
         """
         blocks = self.other_bytes() // self.block_bytes
         return blocks * self.geometry.block_size
+
+
+def _state_bytes(model: ConfigOnlyModel, element_bytes: int) -> int:
+    state = state_bytes(model.text, element_bytes)
+    if state is None:
+        raise KVPolicyError(
+            coded(
+                "KVP629",
+                f"config.json of {model.model} does not contain the sizes of its "
+                "recurrent layers under any name that is known here; the engine "
+                "computes them: start it, and read block_size in its log",
+            )
+        )
+    return state

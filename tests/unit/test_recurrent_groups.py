@@ -31,6 +31,7 @@ from vllm_kvplugins.model_config import (
     groups_of,
     read_model_config,
 )
+from vllm_kvplugins.model_memory import ModelMemory
 from vllm_kvplugins.vllm_adapter.config import validation
 from vllm_kvplugins.vllm_adapter.config.engine_config import (
     geometry_of,
@@ -170,6 +171,9 @@ def test_blocks_of_real_sizes_hold_a_state_and_whole_pages(tmp_path, name):
     assert (geometry.num_layers, config.num_hidden_layers) == (full, layers)
     print(name, "tokens per block:", geometry.block_size)
     assert geometry.block_size > 32
+    # `doctor` and `size` know it from the file alone
+    memory = ModelMemory.of(read_model_config(str(tmp_path), "bfloat16"), 32)
+    assert memory.geometry == geometry
     assert geometry.block_size % 32 == 0
     check_groups(run)
 

@@ -300,7 +300,7 @@ def test_models_that_the_engine_refuses_are_refused(tmp_path, change, words):
     assert words in done.stderr
 
 
-@pytest.mark.parametrize("policy", ["quest", "kvzip", "expected-attention"])
+@pytest.mark.parametrize("policy", ["quest", "sekv", "expected-attention"])
 def test_capped_logits_are_refused_where_a_policy_does_not_model_them(tmp_path, policy):
     config = LLAMA_8B | {"attn_logit_softcapping": 50.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -321,13 +321,34 @@ def test_figures_of_a_hybrid_cover_the_full_attention_layers(tmp_path):
     assert any("24 of 32 layers" in note for note in hybrid["notes"])
 
 
-def test_figures_of_a_recurrent_model_cover_its_attention(tmp_path):
-    config = LLAMA_8B | {"full_attention_interval": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+DELTA_NET = {
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+}
+
+
+def test_figures_of_a_recurrent_model_contain_its_states(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | DELTA_NET))
     recurrent = figures(str(tmp_path))
     assert recurrent["num_layers"] == 8
-    (note,) = (note for note in recurrent["notes"] if "--block-size" in note)
-    assert note.startswith("24 layers")
+    assert any("24 layers keep a recurrent state" in n for n in recurrent["notes"])
+    # 32 * 128 * 128 float32 and 3 * 8192 bfloat16; a layer has 4 KiB per token
+    state_tokens = (32 * 128 * 128 * 4 + 3 * 8192 * 2) / 4096
+    assert recurrent["block_size"] == 32 * -(-state_tokens // 32) == 544
+    managed = -(-(32000 + 511) // 544)
+    assert recurrent["stock_request"]["end"]["blocks"] == managed + 3 * 3
+
+
+def test_states_of_unknown_size_are_refused(tmp_path):
+    change = DELTA_NET | {"linear_key_head_dim": None}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | change))
+    done = run(str(tmp_path))
+    assert done.exit_code == 1
+    assert "KVP629" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ _KINDS = {
     "full_attention": "full attention",
     "sliding_attention": "a sliding window",
     "chunked_attention": "attention chunks",
+    "recurrent_state": "a recurrent state",
 }
 
 
@@ -63,7 +64,7 @@ def _figures(model: ConfigOnlyModel, memory: ModelMemory) -> dict[str, Any]:
     return {
         "layers": dict(Counter(model.layer_types)),
         "managed_layers": geometry.num_layers,
-        "num_layers": memory.shape.num_layers,
+        "num_layers": len(model.layer_types),
         "num_kv_heads": geometry.num_kv_heads,
         "head_dim": memory.shape.head_dim,
         "kv_bytes_per_token": geometry.kv_bytes_per_token,

@@ -148,7 +148,7 @@ def sizing(
         prefill_chunk,
     )
     stock = footprint(
-        ResidencyPlan(block_size),
+        ResidencyPlan(geometry.block_size),
         prompt_tokens,
         answer_tokens,
         others=memory.others,
@@ -163,7 +163,7 @@ def sizing(
         "num_kv_heads": geometry.num_kv_heads,
         "head_dim": memory.shape.head_dim,
         "kv_bytes_per_token": geometry.kv_bytes_per_token,
-        "block_size": block_size,
+        "block_size": geometry.block_size,
         "block_bytes": memory.block_bytes,
         "prompt_tokens": prompt_tokens,
         "answer_tokens": answer_tokens,
@@ -279,10 +279,9 @@ def _notes(policy: KVCachePolicy, model: ConfigOnlyModel, tokens: int) -> list[s
         )
     if states:
         notes.append(
-            f"{states} layers keep a recurrent state, in one to three blocks of the "
-            "same pool per group of layers and request, which the figures leave out. "
-            "The engine enlarges blocks until one holds such a state and logs their "
-            "size: give it as --block-size."
+            f"{states} layers keep a recurrent state. The figures contain three blocks "
+            "per group of them and request, which vLLM needs at most, and blocks that "
+            "are large enough for one state, with the dtypes of states on CPUs."
         )
     positions = model.max_positions
     if positions is not None and tokens > positions:

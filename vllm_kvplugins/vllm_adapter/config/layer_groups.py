@@ -34,8 +34,8 @@ def other_blocks(vllm_config: VllmConfig, tokens: int) -> int:
     Returns:
         0 if all layers have full attention.
     """
-    # With a prefix cache, as many states as vLLM's ``MambaSpec`` expects: the state, the
-    # one before, and one inside of a long chunk.
+    # With a prefix cache, as many states as vLLM's ``MambaSpec`` expects: the state,
+    # the one before, and one inside of a long chunk.
     caches = getattr(vllm_config.cache_config, "mamba_cache_mode", "none") != "none"
     layers = other_layers(
         vllm_config.model_config.hf_text_config,
