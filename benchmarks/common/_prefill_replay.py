@@ -149,7 +149,10 @@ def _first_chunks(input_ids: torch.Tensor, positions: torch.Tensor) -> Chunks | 
     metadata = get_forward_context().attn_metadata
     if not isinstance(metadata, dict) or not metadata:
         return None  # a dummy run
-    bounds = next(iter(metadata.values())).query_start_loc.tolist()
+    bounds = getattr(next(iter(metadata.values())), "query_start_loc", None)
+    if bounds is None:
+        return None  # a probe, which belongs to no row
+    bounds = bounds.tolist()
     rows: Rows = list(itertools.pairwise(bounds))
     if bounds[-1] != len(input_ids) or any(int(positions[start]) for start, _ in rows):
         return None
