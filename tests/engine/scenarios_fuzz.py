@@ -30,12 +30,14 @@ class Fuzzer:
     Attributes:
         counts: what happened, so that the test can see that it did happen.
         compares_preempted: compare tokens of preempted requests too.
+        shortest: tokens of the shortest prompts.
     """
 
     def __init__(self, driver: Driver, seed: int, samples: int = _SAMPLES) -> None:
         self.driver = driver
         self.samples = samples
         self.compares_preempted = True
+        self.shortest = 1
         self.rng = random.Random(seed)
         self.prefixes = [random_tokens(seed + i, 500, VOCABULARY) for i in range(3)]
         self.sent: dict[str, Sent] = {}
@@ -93,7 +95,8 @@ class Fuzzer:
     def _send(self) -> None:
         rng = self.rng
         head = rng.choice(self.prefixes)[: rng.choice((0, 40, 130, 200, 333))]
-        tail = random_tokens(rng.randrange(1 << 30), rng.randint(1, 120), VOCABULARY)
+        seed, length = rng.randrange(1 << 30), rng.randint(self.shortest, 120)
+        tail = random_tokens(seed, length, VOCABULARY)
         prompt = head + tail
         # Long answers make the pool run dry, and so preempt.
         max_tokens = min(_MOST_TOKENS - len(prompt), rng.choice((20, 80, 400)))
@@ -185,6 +188,7 @@ def fuzz(
     rounds: int,
     blocks: int,
     compares_preempted: bool = True,
+    shortest: int = 1,
     **settings: Any,
 ) -> dict[str, int]:
     """``rounds`` rounds in a pool of ``blocks``; returns what happened."""
@@ -197,7 +201,7 @@ def fuzz(
     llm = make_llm(model, policy, **(arguments | settings))
     driver = Driver(llm)
     fuzzer = Fuzzer(driver, seed)
-    fuzzer.compares_preempted = compares_preempted
+    fuzzer.compares_preempted, fuzzer.shortest = compares_preempted, shortest
     for number in range(1, rounds + 1):
         fuzzer.round()
         if number % _DRAIN_EVERY == 0 or number == rounds:

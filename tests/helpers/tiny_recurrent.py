@@ -56,6 +56,7 @@ class Recurrent:
         block_size: to which vLLM enlarges blocks of 32 tokens, in ``dtype``.
         kernel_dtype: the only dtype that vLLM's CPU kernel of its layers has.
         fixes: names in ``scenarios_recurrent.FIXES``, of what vLLM lacks on CPUs.
+        shortest_prompt: tokens; vLLM's kernel fails on shorter ones.
         runs: whether vLLM's CPU build runs the layers.
     """
 
@@ -65,6 +66,7 @@ class Recurrent:
     block_size: int = 64
     kernel_dtype: str = ""
     fixes: tuple[str, ...] = ()
+    shortest_prompt: int = 1
     runs: bool = True
 
     @property
@@ -192,6 +194,7 @@ RECURRENT: dict[str, Recurrent] = {
         block_size=96,
         kernel_dtype="bfloat16",
         fixes=("torchvision",),
+        shortest_prompt=2,
     ),
     "Jamba": Recurrent(
         "Mamba-1, or full attention without RoPE",
