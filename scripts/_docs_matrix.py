@@ -21,7 +21,8 @@ or a kind of request. ``refused`` is the code with which the policy refuses it:
     @pytest.mark.proves(architecture="name", policy="policy", refused="KVP031")
 
 So one line in ``ARCHITECTURES`` adds a row, and only with the tests that it runs in.
-Models with recurrent layers are in ``tests/helpers/tiny_recurrent.py``. Tests of
+Models with windowed layers are in ``tests/helpers/tiny_hybrids.py``, those with
+recurrent layers in ``tests/helpers/tiny_recurrent.py``. Tests of
 ``tests/unit`` prove what no engine here can run; ``note`` says so in the table.
 """
 
@@ -124,7 +125,7 @@ def rows(kind: str) -> str:
     titles += [f"[`{policy}`](policies/{policy}.md)" for policy in policies]
     parts = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name in dict.fromkeys(proof.row[1] for proof in proofs if proof.row):
-        cells = [name, *([features.get(name, "")] if features else [])]
+        cells = [*features.get(name, (name, ""))] if features else [name]
         for policy in policies:
             here = [p for p in proofs if (p.row, p.policy) == ((kind, name), policy)]
             found = {
@@ -148,12 +149,15 @@ def _legend(proofs: Iterable[Proof], letters: dict[str, str]) -> list[str]:
     ]
 
 
-def _features() -> dict[str, str]:
-    """What distinguishes the attention of each architecture."""
+def _features() -> dict[str, tuple[str, str]]:
+    """Title of each architecture, and what distinguishes its attention."""
     with _test_modules():
         known = dict(_load(HELPERS / "architectures.py").ARCHITECTURES)
         known |= _load(HELPERS / "tiny_recurrent.py").RECURRENT
-    return {name: one.feature for name, one in known.items()}
+        windowed: dict[str, tuple[str, str]] = _load(
+            HELPERS / "tiny_hybrids.py"
+        ).FEATURES
+    return {name: (name, one.feature) for name, one in known.items()} | windowed
 
 
 @contextmanager
@@ -227,13 +231,12 @@ def _cases(marks: list[Any]) -> Iterator[dict[str, Any]]:
         names, values = mark.args[:2]
         if isinstance(names, str):
             names = [name.strip() for name in names.split(",")]
-        rows = [getattr(row, "values", row) for row in values]
-        each.append(
-            [
-                dict(zip(names, row if len(names) > 1 else [row], strict=True))
-                for row in rows
-            ]
-        )
+        rows = [
+            # a pytest.param has all values in a tuple
+            getattr(row, "values", row if len(names) > 1 else (row,))
+            for row in values
+        ]
+        each.append([dict(zip(names, row, strict=True)) for row in rows])
     for chosen in itertools.product(*each):
         yield {name: value for part in chosen for name, value in part.items()}
 

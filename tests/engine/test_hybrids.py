@@ -92,9 +92,11 @@ def seen(scenario: str, model: str, policy: str) -> dict[str, Any]:
 PHASES = ("alone", "together", "hits", "misses", "preempted")
 
 
+@pytest.mark.proves(architecture="model", policy="full")
 @models
 @pytest.mark.parametrize("phase", PHASES)
 def test_keeping_everything_is_stock(model, phase):
+    """Same tokens as stock vLLM: alone, together, after hits and preemptions."""
     stock, run = (seen("traffic", model, policy) for policy in ("stock", "full"))
     assert run[phase] == stock[phase]
 
@@ -130,8 +132,10 @@ def test_tokens_do_not_depend_on_the_cache(model, policy):
     assert any(tokens > 0 for tokens in run["cached"].values())
 
 
+@pytest.mark.proves(architecture="model", policy="policy")
 @compressing
 def test_blocks_are_freed_as_planned(model, policy):
+    """Blocks are freed as planned, in the group of full attention only."""
     run = seen("reclaim", model, policy)
     decoding = [step for step in run["steps"] if step["computed"] > 1500]
     managed = run["managed"]

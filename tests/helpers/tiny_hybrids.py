@@ -110,6 +110,14 @@ def _gemma2() -> Any:
     )
 
 
+# Names and attention in the compatibility matrix.
+FEATURES = {
+    "gemma3": ("Gemma 3", "sliding window or full, two RoPE bases, QK-norm"),
+    "mistral": ("Mistral, Ministral's layers", "sliding window or full"),
+    "llama4": ("Llama 4", "chunks, or full without RoPE"),
+    "gpt_oss": ("gpt-oss", "sliding window or full, learned sinks; MoE"),
+    "gemma2": ("Gemma 2", "sliding window or full, capped logits"),
+}
 MODELS = {
     "gemma3": _gemma3,
     "mistral": _mistral,
