@@ -305,6 +305,7 @@ def test_reasons_of_a_worker_are_shown_without_a_traceback(tmp_path):
     """Only the loaded layers show ALiBi; the error must pass two process boundaries."""
     changes = {"model_type": "bloom", "architectures": ["BloomForCausalLM"]}
     changes |= {"n_layer": 2, "n_head": 4, "layer_norm_epsilon": 1e-5}
+    changes["num_key_value_heads"] = 4  # BLOOM has as many as query heads
     model = str(write_config(tmp_path / "bloom", **changes))
     settings = ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"]
     settings += ["--dtype", "float32", "--max-model-len", "2048"]

@@ -17,6 +17,7 @@ FOLDING = {"name": "snapkv", "budget": 512, "decode_budget": 512, "fold_blocks":
 
 def computed(model: str, config: str, **lengths: Any) -> dict[str, Any]:
     settings = {"dtype": "float32", "block_size": 32, "pool_bytes": None}
+    settings["prefill_chunk"] = 2048
     return sizing(model, "snapkv", config, **(settings | lengths))
 
 
