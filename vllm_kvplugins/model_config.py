@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from vllm_kvplugins.errors import KVPolicyError, coded
-from vllm_kvplugins.plan.other_layers import OtherLayers
+from vllm_kvplugins.other_layers import OtherLayers
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")

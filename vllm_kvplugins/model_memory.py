@@ -16,8 +16,8 @@ from vllm_kvplugins.model_config import (
     layers_per_group,
     other_layers,
 )
+from vllm_kvplugins.other_layers import OtherLayers
 from vllm_kvplugins.plan.geometry import Geometry
-from vllm_kvplugins.plan.other_layers import OtherLayers
 from vllm_kvplugins.recurrent_states import state_bytes
 
 # Longer than any window.

@@ -19,7 +19,9 @@ def run(command: list[str], **environment: str) -> str:
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, **environment},
+        # vLLM preloads libraries once a test has made its configuration; sanitizers
+        # want to be first.
+        env={**os.environ, "LD_PRELOAD": "", **environment},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

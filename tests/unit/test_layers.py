@@ -24,9 +24,10 @@ LAYERS = [
     "policies",
     "routers",
     "spans episodes index budgets",
-    "ops",
+    "ops model_memory",
     "scoring plan",
     "model_config log_throttle default_model amounts",
+    "other_layers recurrent_states",
     "errors",
 ]
 LEVEL = {part: level for level, line in enumerate(LAYERS) for part in line.split()}

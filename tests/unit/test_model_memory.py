@@ -11,7 +11,7 @@ from vllm_kvplugins.cli import app, doctor
 from vllm_kvplugins.errors import codes_in
 from vllm_kvplugins.model_config import read_model_config
 from vllm_kvplugins.model_memory import ModelMemory
-from vllm_kvplugins.plan.other_layers import OtherLayers
+from vllm_kvplugins.other_layers import OtherLayers
 
 # Gemma-3-270m: 3 full and 15 sliding layers, so six groups of three layers.
 GEMMA = {

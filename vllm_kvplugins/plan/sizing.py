@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from vllm_kvplugins.plan.other_layers import OtherLayers
+from vllm_kvplugins.other_layers import OtherLayers
 from vllm_kvplugins.plan.residency_plan import ResidencyPlan
 
 NO_OTHER_LAYERS = OtherLayers()
