@@ -36,13 +36,14 @@ SNAPKV: dict[str, Any] = {"name": "snapkv", "budget": 96, "window": 16}
         pytest.param(
             {"name": "streaming-llm", "budget": 96, "allocator": "pyramid"},
             id="streaming-llm-pyramid",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             SNAPKV
             | {"decode_budget": 64, "fold_blocks": 1, "allocator": "cross-layer"},
             id="decode-compaction",
         ),
-        pytest.param({"name": "full"}, id="full"),
+        pytest.param({"name": "full"}, id="full", marks=pytest.mark.slow),
     ],
 )
 def test_random_traffic_leaks_nothing_and_changes_no_token(tiny_model, policy):

@@ -171,7 +171,8 @@ def test_a_second_request_hits_what_no_compaction_rewrites(name, policy):
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"), cases("full", "snapkv", "icecache", slow=("full", "icecache"))
+    ("name", "policy"),
+    cases("full", "snapkv", "icecache", slow=("full", "snapkv", "icecache")),
 )
 def test_random_traffic_leaks_nothing_and_changes_no_token(name, policy):
     """Under retrieval, tokens of preempted requests differ: they recompute the answer

@@ -47,7 +47,13 @@ def greedy(model: str, name: str, installed: bool = True) -> dict[str, Any]:
 
 
 @pytest.mark.proves(policy="name")
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "full" else pytest.mark.slow)
+        for name in POLICIES
+    ],
+)
 def test_keeping_everything_is_stock(model_path, name):
     stock = greedy(model_path, "stock", installed=False)
     run = greedy(model_path, name)
