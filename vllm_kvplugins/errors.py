@@ -32,7 +32,7 @@ CODES: dict[str, str] = {
     "KVP014": "the model is an encoder-decoder model",
     "KVP015": "the model caps attention logits, and the policy or kernel does not",
     "KVP016": "a layer uses ALiBi",
-    "KVP017": "a layer has learned sinks, which the policy or kernel does not model",
+    "KVP017": "a layer has learned sinks, which the kernel does not support",
     "KVP018": "a layer shares the KV cache of another layer",
     "KVP019": "the KV cache is quantized",
     "KVP020": "the block size does not fit the attention kernels",

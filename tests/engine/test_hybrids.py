@@ -240,7 +240,6 @@ QUICK = ("kvzip", "sekv", "epicache")
         )
         for model in (FAST, "gpt_oss")
         for name in available_policies()
-        if (model, name) != ("gpt_oss", "sekv")  # no sinks in attention of its own
     ],
 )
 def test_every_policy_runs_next_to_windows(model, name):

@@ -10,6 +10,7 @@ sees the positions that it kept.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from vllm_kvplugins.ops import gather_keys, gather_values, scatter_tokens
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.plan.residency_plan import Compaction, ResidencyPlan
+from vllm_kvplugins.scoring.logits import LogitRules
 
 LAYERS, KV_HEADS, GROUP, HEAD_DIM = 3, 2, 2, 8
 SCALE = HEAD_DIM**-0.5
@@ -116,7 +118,12 @@ class FakeEngine:
     """
 
     def __init__(
-        self, policy: Any, block: int, blocks: int, sessions: bool = False
+        self,
+        policy: Any,
+        block: int,
+        blocks: int,
+        sessions: bool = False,
+        rules: Sequence[LogitRules] = (),
     ) -> None:
         self.block, self.blocks = block, blocks
         layout = PageLayout.transposed_keys(block, HEAD_DIM)
@@ -129,7 +136,7 @@ class FakeEngine:
         model = ProbeModel(self._run_probe, encode, POSITIONS, max_tokens=128)
         rotary = make_rotary(HEAD_DIM)
         scales = [SCALE] * LAYERS
-        self.runtime.bind_heap(self.heap, scales, rotary, model, FakeSurprisal())
+        self.runtime.bind_heap(self.heap, scales, rotary, model, FakeSurprisal(), rules)
         self.runtime.records = []
         self.fetches = self.runtime.policy.retrieval is not None
         self.free = list(range(blocks - 1, 0, -1))

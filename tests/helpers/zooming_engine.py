@@ -11,6 +11,7 @@ import torch
 from fake_engine import GROUP, HEAD_DIM, KV_HEADS, LAYERS, SCALE, FakeEngine, Request
 
 from vllm_kvplugins.engine.requests import Row
+from vllm_kvplugins.scoring.logits import LogitRules
 from vllm_kvplugins.spans.segmentation import Segments
 
 BLOCK, BLOCKS = 4, 120
@@ -37,15 +38,22 @@ class ZoomingEngine(FakeEngine):
 
     Args:
         promise: what spans are ranked by; ``-inf`` = not at all.
+        sinks: float32 [LAYERS, KV_HEADS * GROUP], learned sinks.
 
     Attributes:
         seen: (request, position) -> bool [LAYERS, KV_HEADS, spans], what was zoomed.
         worst: largest difference to the oracle so far.
     """
 
-    def __init__(self, policy: Any, promise: Promise = attention_to_means) -> None:
-        super().__init__(policy, BLOCK, BLOCKS)
-        self.promise = promise
+    def __init__(
+        self,
+        policy: Any,
+        promise: Promise = attention_to_means,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        rules = [] if sinks is None else [LogitRules(each) for each in sinks]
+        super().__init__(policy, BLOCK, BLOCKS, rules=rules)
+        self.promise, self.sinks = promise, sinks
         self.seen: dict[tuple[str, int], torch.Tensor] = {}
         self.worst = 0.0
 
@@ -87,6 +95,7 @@ class ZoomingEngine(FakeEngine):
                     position,
                     query,
                     self.promise,
+                    None if self.sinks is None else self.sinks[layer],
                 )
                 key = (row.request_id, position)
                 shape = (LAYERS, KV_HEADS, state.segments.num_spans)
@@ -107,6 +116,7 @@ def see(
     position: int,
     query: torch.Tensor,
     promise: Promise,
+    sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, list[int]]:
     """Expected output [GROUP, HEAD_DIM] in float64, and the spans that are zoomed."""
     keys = request.keys[layer, head, : position + 1].double()
@@ -138,6 +148,11 @@ def see(
     whole = [s for s in range(len(tokens)) if s not in zoomed]
     logits = torch.cat([query_rows @ keys[stays].T * SCALE, scores[:, whole]], 1)
     visible_values = torch.cat([values[stays], *(means[s][1][None] for s in whole)])
+    if sinks is not None:  # a token with a value of 0
+        own = sinks.view(KV_HEADS, GROUP, 1)[head].double()
+        logits = torch.cat([logits, own], 1)
+        nothing = visible_values.new_zeros(1, HEAD_DIM)
+        visible_values = torch.cat([visible_values, nothing])
     return logits.softmax(1) @ visible_values, zoomed
 
 

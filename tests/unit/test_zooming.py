@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engine import HEAD_DIM, KV_HEADS, LAYERS
+from fake_engine import GROUP, HEAD_DIM, KV_HEADS, LAYERS
 from zooming_engine import ZoomingEngine, run
 
 from vllm_kvplugins.config import parse_policy
@@ -43,6 +43,15 @@ def test_queries_see_means_and_zoomed_tokens_in_one_softmax():
         for p in range(151, 161)
     ]
     assert min(changes) > 0, "nothing was zoomed out again"
+
+
+def test_learned_sinks_take_their_share():
+    print("seed", SEED)
+    shape = LAYERS, KV_HEADS * GROUP
+    sinks = 2 * torch.randn(shape, generator=torch.Generator().manual_seed(SEED))
+    engine = ZoomingEngine(POLICY, sinks=sinks)
+    run(engine, {"a": 150, "b": 97}, 6, 9, SEED)
+    assert len(engine.seen) == 10
 
 
 def test_without_a_zoom_all_spans_are_means():

@@ -130,7 +130,9 @@ class PolicyRuntime:
         if policy.spans is not None:
             assert surprisal is not None, f"{policy.name} needs surprisal"
             self.extensions.append(
-                SpanController(policy.spans, heap, self.geometry, scales, surprisal)
+                SpanController(
+                    policy.spans, heap, self.geometry, scales, surprisal, rules
+                )
             )
         self.tables = PageTables(
             heap.num_layers,

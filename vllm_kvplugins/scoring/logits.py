@@ -35,6 +35,21 @@ class LogitRules:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits
 
+    def with_sinks(self, output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """Attention in which sinks take their share, from attention without them.
+
+        Args:
+            output: [..., num_q_heads, head_dim].
+            lse: float32 [..., num_q_heads], its log-sum-exp.
+
+        Returns:
+            ``output`` itself if there are no sinks.
+        """
+        if self.sinks is None:
+            return output
+        share = (lse - self.sinks.to(lse.device)).sigmoid_()
+        return (output.float() * share.unsqueeze(-1)).to(output.dtype)
+
     def softmax(self, logits: torch.Tensor, heads: slice | None = None) -> torch.Tensor:
         """Attention weights, in place: the softmax in which sinks take their share.
 

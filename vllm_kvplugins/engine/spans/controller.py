@@ -40,6 +40,7 @@ from vllm_kvplugins.ops.threads import helper
 from vllm_kvplugins.ops.zoom import zoom_spans
 from vllm_kvplugins.ops.zoom_transfer import fetch_spans
 from vllm_kvplugins.plan.geometry import Geometry
+from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
 from vllm_kvplugins.spans.coarse import CoarseSpans
 from vllm_kvplugins.spans.segmentation import Segments
 
@@ -64,6 +65,8 @@ class SpanController(StepExtension):
     Args:
         scales: softmax scale per layer.
         surprisal: computes the surprisal of the tokens of the last step.
+        rules: what else a layer does to logits, per layer: sinks, but no cap; empty:
+            nothing.
     """
 
     def __init__(
@@ -73,11 +76,13 @@ class SpanController(StepExtension):
         geometry: Geometry,
         scales: Sequence[float],
         surprisal: SurprisalModel,
+        rules: Sequence[LogitRules] = (),
     ) -> None:
+        assert not any(each.softcap for each in rules), "spans attend without a cap"
         self.policy = policy
         self._heap = heap
         self._geometry = geometry
-        self._scales = list(scales)
+        self._scales, self._rules = list(scales), list(rules)
         self._surprisals = SurprisalTracker(surprisal)
         self._followed: list[Row] = []
         self._num_rows = 0
@@ -212,7 +217,7 @@ class SpanController(StepExtension):
         for query_round in self._rounds:
             selected = queries[query_round.queries]
             self._zoom(layer, query_round, selected)
-            flat[query_round.queries], _ = attend_mixed(
+            attended, lse = attend_mixed(
                 selected,
                 self._heap.layers[layer],
                 *query_round.paged(pages, lengths),
@@ -225,6 +230,8 @@ class SpanController(StepExtension):
                     query_round.counts,
                 ),
             )
+            rules = self._rules[layer] if self._rules else PLAIN
+            flat[query_round.queries] = rules.with_sinks(attended, lse)
 
     def _list_rounds(self) -> list[QueryRound]:
         rows = [(i, row, self._requests[row.request_id]) for i, row in self._rows]

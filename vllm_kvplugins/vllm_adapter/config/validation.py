@@ -211,7 +211,7 @@ def training_problems(model: Any) -> list[str]:
 def softcap_problems(policy: KVCachePolicy, model: Any) -> list[str]:
     """Why a policy cannot run with a model that caps attention logits."""
     cap = getattr(model.hf_text_config, "attn_logit_softcapping", None)
-    if not cap or (_models_attention(policy) and policy.applies_softcap):
+    if not cap or (_caps_logits(policy) and policy.applies_softcap):
         return []
     return [
         coded(
@@ -222,8 +222,8 @@ def softcap_problems(policy: KVCachePolicy, model: Any) -> list[str]:
     ]
 
 
-def _models_attention(policy: KVCachePolicy) -> bool:
-    """Whether all attention of this policy's requests has the layer's rules."""
+def _caps_logits(policy: KVCachePolicy) -> bool:
+    """Whether all attention of this policy's requests caps its logits."""
     return policy.spans is None
 
 
@@ -407,14 +407,6 @@ def layer_problems(name: str, layer: Any, policy: KVCachePolicy) -> list[str]:
                     '"kernel": "triton"',
                 )
             )
-        if not _models_attention(policy):
-            reasons.append(
-                coded(
-                    "KVP017",
-                    f"{sinks} {policy.name} does not model in attention of its own; "
-                    "use another policy, such as snapkv",
-                )
-            )
     if impl.kv_sharing_target_layer_name is not None:
         reasons.append(
             coded(
@@ -434,7 +426,7 @@ def layer_problems(name: str, layer: Any, policy: KVCachePolicy) -> list[str]:
                     '"kernel": "triton"',
                 )
             )
-        if not (_models_attention(policy) and policy.applies_softcap):
+        if not (_caps_logits(policy) and policy.applies_softcap):
             reasons.append(
                 coded(
                     "KVP015",
