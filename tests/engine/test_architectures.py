@@ -131,3 +131,27 @@ def test_models_whose_rope_cannot_be_undone_are_refused(name, policy):
     kind, message = found(name)[policy]["error"]
     assert kind == "KVPolicyError"
     assert "[KVP031]" in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "policy"), cases("snapkv", "icecache"))
+def test_random_traffic_leaks_nothing_and_changes_no_token(name, policy, tmp_path):
+    print("seed", SEED)
+    counts = run_scenario(
+        "scenarios_fuzz:fuzz",
+        {
+            "model": str(write(name, tmp_path / "model", SEED)),
+            "policy": configure(policy, SETTINGS),
+            "seed": SEED,
+            "rounds": 200,
+            "blocks": 40,
+            # A preempted request reads its own answer with full attention, so a
+            # retriever may go on with other tokens (docs/policies/exact-topk.md).
+            "compares_preempted": policy != "icecache",
+        },
+        timeout=550,
+    )
+    print(counts)
+    for event in ("requests", "hits", "compared", "compactions"):
+        assert counts[event] > 0, counts
+    assert counts["differed"] == 0

@@ -15,6 +15,7 @@ MODEL = os.environ.get("KVP_GEMMA_MODEL", "")
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(not MODEL, reason="KVP_GEMMA_MODEL names no folder"),
 ]
 SEED = 17
@@ -40,6 +41,41 @@ SYSTEMS = {
     },
 }
 LENGTHS = [600, 1200]  # stock finds the key in both
+
+
+def test_keeping_everything_is_stock():
+    """Alone, together, after prefix hits and after preemptions."""
+    arguments = {"model": MODEL, "policy": {"name": "full"}}
+    run = run_scenario("scenarios_hybrids:traffic", arguments, timeout=1700)
+    off: dict[str, str | None] = {"VLLM_PLUGINS": ""}
+    arguments["policy"] = None
+    stock = run_scenario("scenarios_hybrids:traffic", arguments, off, timeout=1700)
+    assert run["preemptions"] == stock["preemptions"] == 4
+    for what in ("alone", "together", "hits", "misses", "preempted", "cached"):
+        assert run[what] == stock[what], what
+    assert run["left_behind"] == {"tracked": 0, "held": 0, "missing": 0}
+
+
+@pytest.mark.parametrize("name", ["snapkv", "icecache"])
+def test_random_traffic_leaks_nothing_and_changes_no_token(name):
+    budgets = {"snapkv": {"budget": 96}, "icecache": {"budget": 32, "skip_layers": 0}}
+    counts = run_scenario(
+        "scenarios_fuzz:fuzz",
+        {
+            "model": MODEL,
+            "policy": {"name": name, **budgets[name]},
+            "seed": SEED,
+            "rounds": 200,
+            # 25 blocks of the longest request, and 21 in each of five windows
+            "blocks": 150,
+            "compares_preempted": name != "icecache",
+        },
+        timeout=3500,
+    )
+    print(counts)
+    for event in ("requests", "hits", "compared", "compactions"):
+        assert counts[event] > 0, counts
+    assert counts["differed"] == 0
 
 
 @pytest.mark.parametrize("name", SCORED)
