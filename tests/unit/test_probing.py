@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.engine import probe_attention
 from vllm_kvplugins.engine.heap import Heap
 from vllm_kvplugins.engine.probe_attention import LocalLayer, Reach
-from vllm_kvplugins.errors import KVPolicyError
+from vllm_kvplugins.errors import KVPolicyError, codes_in
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.policies.base import LayerView
 from vllm_kvplugins.policies.capabilities import Probe, ProbeOccasion
@@ -216,3 +217,20 @@ def test_infinipot_scores_by_the_instructions_attention(aggregate):
 def test_kvzip_refuses_to_fold():
     with pytest.raises(KVPolicyError, match="remove decode_budget"):
         parse_policy({"name": "kvzip", "decode_budget": 256})
+
+
+@pytest.mark.parametrize(("size", "codes"), [(64, ()), (128, ("KVP040",))])
+def test_windowed_layers_with_other_heads_are_refused_at_start_up(
+    monkeypatch, size, codes
+):
+    flat = pytest.importorskip("vllm_kvplugins.vllm_adapter.attention.flat")
+    others = {"window": SimpleNamespace(head_size=size)}
+    monkeypatch.setattr(flat, "other_layers", lambda *arguments: others)
+    builder = SimpleNamespace(
+        runtime=SimpleNamespace(policy=parse_policy({"name": "kvzip"})),
+        layers=[SimpleNamespace(head_size=64)],
+        vllm_config=None,
+        layer_names=["full"],
+    )
+    problems = flat.PolicyBuilder._local_problems(builder)
+    assert codes_in("\n".join(problems)) == codes

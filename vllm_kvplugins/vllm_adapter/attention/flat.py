@@ -73,6 +73,7 @@ class PolicyBuilder(ABC):
             f"KV policy {self.runtime.policy.name!r} cannot run with this model",
             [
                 *group_problems(self.layer_names, self.runtime),
+                *self._local_problems(),
                 *rotary_problems(self.runtime.policy, self.rotary),
                 *(
                     problem
@@ -84,6 +85,25 @@ class PolicyBuilder(ABC):
         for index, layer in enumerate(self.layers):
             layer.impl.bind(self.runtime, index)
         self.context.register_heap_binding(self._bind_heap)
+
+    def _local_problems(self) -> list[str]:
+        """Whether probes can read the pages of layers without the policy."""
+        if self.runtime.policy.probing is None:
+            return []
+        size, layers = (
+            self.layers[0].head_size,
+            other_layers(self.vllm_config, self.layer_names),
+        )
+        return [
+            coded(
+                "KVP040",
+                f"layer {name} has heads of {layer.head_size} elements, and those with "
+                f"full attention have {size}, so probes cannot read its pages; use "
+                "another policy, such as snapkv",
+            )
+            for name, layer in layers.items()
+            if layer.head_size != size
+        ]
 
     @abstractmethod
     def page_layout(self, block_size: int, head_dim: int) -> PageLayout:
@@ -243,34 +263,22 @@ def local_layers(
         managed: names of the layers that the policy manages.
         layout: of their pages.
 
-    Raises:
-        KVPolicyError: the pages of the other layers have another layout.
     """
+    others = other_layers(vllm_config, managed)
+    return {name: local_layer(layer, layout) for name, layer in others.items()}
+
+
+def other_layers(vllm_config: Any, managed: list[str]) -> dict[str, Any]:
+    """The attention layers that the policy does not manage."""
     layers = get_layers_from_vllm_config(vllm_config, Attention)
-    return {
-        name: local_layer(layer, layout)
-        for name, layer in layers.items()
-        if name not in managed
-    }
+    return {name: layer for name, layer in layers.items() if name not in managed}
 
 
 def local_layer(layer: Any, layout: PageLayout) -> LocalLayer:
     """One attention layer that the policy does not manage."""
     cache, impl = layer.kv_cache, layer.impl
     num_blocks, num_kv_heads = cache.shape[:2]
-    fits = cache[0, 0].numel() == layout.page_elems and cache.is_contiguous()
-    refuse(
-        "probes cannot read the windows of this model",
-        []
-        if fits
-        else [
-            coded(
-                "KVP040",
-                f"the pages of layer {layer.layer_name} are not like those of the "
-                "layers with full attention; use a policy without probes",
-            )
-        ],
-    )
+    assert cache[0, 0].numel() == layout.page_elems, "the builder has checked the heads"
     pages = cache.view(num_blocks * num_kv_heads, layout.page_elems)
 
     def blocks(first_query: int) -> torch.Tensor:
