@@ -96,6 +96,22 @@ def test_a_model_that_no_policy_can_run_with_gives_all_reasons(folder):
     assert "managed_layers" not in model
 
 
+def test_a_model_that_every_policy_refuses_is_refused(folder):
+    types = ["full_attention", "full_attention", "sliding_attention"] * 6
+    code, model = report(folder, layer_types=types)
+    assert code == 1
+    assert set(codes_in("\n".join(model["problems"]))) == {"KVP043"}
+
+
+def test_a_layer_with_two_caches_counts_once(folder):
+    """Each layer of Falcon-H1 has attention and Mamba-2."""
+    mamba = {"n_heads": 8, "d_head": 32, "d_state": 16, "n_groups": 1, "d_conv": 4}
+    fields = {f"mamba_{name}": value for name, value in mamba.items()}
+    code, model = report(folder, model_type="falcon_h1", sliding_window=None, **fields)
+    assert code == 0
+    assert model["managed_layers"] == model["num_layers"] == 18
+
+
 def test_doctor_lists_the_policies_that_refuse_a_model(folder):
     _, model = report(folder, attn_logit_softcapping=50.0)
     assert "icecache" in model["refused_policies"]

@@ -43,6 +43,7 @@ def model_report(name: str, dtype: str, block_size: int) -> dict[str, Any]:
     """
     from vllm_kvplugins.model_config import read_model_config
     from vllm_kvplugins.model_memory import ModelMemory
+    from vllm_kvplugins.policies.registry import available_policies
 
     model = read_model_config(name, dtype)
     problems = [
@@ -52,9 +53,12 @@ def model_report(name: str, dtype: str, block_size: int) -> dict[str, Any]:
     report: dict[str, Any] = {"model": name, "problems": problems}
     if problems:
         return report
-    memory = ModelMemory.of(model, block_size)
-    report |= _figures(model, memory)
-    report["refused_policies"] = _refused_policies(model)
+    refused = _refused_policies(model)
+    if len(refused) == len(available_policies()):
+        problems += next(iter(refused.values()))
+        return report
+    report |= _figures(model, ModelMemory.of(model, block_size))
+    report["refused_policies"] = refused
     return report
 
 
@@ -64,7 +68,7 @@ def _figures(model: ConfigOnlyModel, memory: ModelMemory) -> dict[str, Any]:
     return {
         "layers": dict(Counter(model.layer_types)),
         "managed_layers": geometry.num_layers,
-        "num_layers": len(model.layer_types),
+        "num_layers": memory.shape.num_layers,
         "num_kv_heads": geometry.num_kv_heads,
         "head_dim": memory.shape.head_dim,
         "kv_bytes_per_token": geometry.kv_bytes_per_token,

@@ -165,7 +165,7 @@ def _request(
     from vllm_kvplugins.model_config import read_model_config
     from vllm_kvplugins.model_memory import ModelMemory
 
-    element_bytes(dtype)
+    element_bytes(dtype)  # refuses dtypes that a cache cannot have
     config = read_model_config(model_name, dtype)
     notes = tuple(_model_notes(config, context + answer))
     sizes = ModelMemory.of(config, block_size)
