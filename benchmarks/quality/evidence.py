@@ -49,11 +49,14 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def all_policies() -> list[dict[str, Any]]:
     """Every policy of the package with its defaults; retrievers offload all layers."""
-    policies = []
-    for name in available_policies():
-        retrieves = parse_policy({"name": name}).retrieval is not None
-        policies.append({"name": name} | (RETRIEVAL_SETTINGS if retrieves else {}))
-    return policies
+    return [with_settings({"name": name}) for name in available_policies()]
+
+
+def with_settings(policy: dict[str, Any]) -> dict[str, Any]:
+    """The policy as it is measured where only its name is given."""
+    if set(policy) != {"name"} or parse_policy(policy).retrieval is None:
+        return policy
+    return policy | RETRIEVAL_SETTINGS
 
 
 def run_child(request: str) -> None:
@@ -145,7 +148,9 @@ def run(
         haystack=str(texts),
         documents=str(texts),
     )
-    chosen = split_policies(policies) if policies else all_policies()
+    chosen = all_policies()
+    if policies:
+        chosen = [with_settings(policy) for policy in split_policies(policies)]
     names = tasks.split(",")
     if unknown := sorted(set(names) - set(TASKS)):
         raise typer.BadParameter(f"--tasks: {unknown} is none of {list(TASKS)}")
@@ -218,6 +223,7 @@ def measure(
                 append(out, _common(job, source) | _refusal(job.problem))
             continue
         count = f"{len(rounds)} rounds" if speed else f"{len(missing)} answers"
+        count += " to measure"
         typer.echo(f"{time.strftime('%H:%M:%S')} {job.shown}: {count}")
         request = common | {
             "policy": dict(job.policy),

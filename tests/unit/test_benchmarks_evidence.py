@@ -113,6 +113,10 @@ def test_every_policy_is_measured_and_retrievers_offload_all_layers():
         parsed = parse_policy(dict(policy))
         if parsed.retrieval is not None:
             assert parsed.retrieval.skip_layers == 0
+    # Also where it is named, unless its settings are, too.
+    assert evidence.with_settings({"name": "icecache"}) in policies
+    other = {"name": "icecache", "budget": 64}
+    assert evidence.with_settings(other) == other
 
 
 def test_forced_tokens_are_sampled_and_distributions_are_recorded():
