@@ -133,7 +133,8 @@ class Life:
             if spans is not None:
                 output = torch.zeros_like(queries)
                 scope = flat.pages[0], flat.lengths[0]
-                spans.attend(layer, queries, *scope, output)
+                kv = self.runtime.heap.layers[layer]
+                spans.attend(layer, queries, kv, *scope, output)
                 layers.append(output)
             self.runtime.after_layer(layer, queries)
         self.compacted = bool(self.runtime._due)

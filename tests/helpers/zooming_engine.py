@@ -74,7 +74,8 @@ class ZoomingEngine(FakeEngine):
                 queries[at] = own
             output = torch.full((total, KV_HEADS * GROUP * HEAD_DIM), torch.nan)
             pages, lengths = self.table.pages[0], self.table.lengths[0]
-            zooming.attend(layer, queries, pages, lengths, output)
+            kv = zooming._heap.layers[layer]
+            zooming.attend(layer, queries, kv, pages, lengths, output)
             for row in spanned:
                 self._check_row(row, layer, output.view(shape))
         zooming.check_integrity()

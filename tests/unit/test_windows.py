@@ -88,6 +88,25 @@ def test_a_restored_window_ends_where_the_request_goes_on():
         branch.take(38, 44)
 
 
+def test_rejected_drafts_leave_the_window():
+    """Step by step: 3 drafts and all rejected, 2 drafts and one accepted, none."""
+    tracked = RequestState()
+    for start, stop, drafts in ((0, 9, 0), (9, 13, 3), (10, 13, 2), (12, 13, 0)):
+        step = StepQueries(LAYERS)
+        row = Row("r", 9, start, stop - start, 0, drafts)
+        tracked.keep_queries(row, 5, step)
+        seed = 1 if drafts else 2
+        for layer in range(LAYERS):
+            step.put(layer, queries_of(seed, start, stop, layer))
+    assert (tracked.window.first, tracked.window.stop) == (5, 13)
+    sources = dict.fromkeys((9, 10, 11), 1)
+    for layer in range(LAYERS):
+        expected = [
+            queries_of(sources.get(p, 2), p, p + 1, layer) for p in range(5, 13)
+        ]
+        assert torch.equal(tracked.window.take(5, 13)[layer], torch.cat(expected))
+
+
 def test_a_gap_starts_a_new_window():
     """A recomputed request does not continue its old window."""
     tracked = RequestState()

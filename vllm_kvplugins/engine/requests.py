@@ -24,6 +24,8 @@ class Row:
         computed_tokens: tokens computed before the step.
         new_tokens: tokens computed by the step.
         first_query: index of its first token among the step's tokens.
+        draft_tokens: how many of the newest tokens are drafts of speculative decoding,
+            which the model may reject.
     """
 
     request_id: str
@@ -31,11 +33,17 @@ class Row:
     computed_tokens: int
     new_tokens: int
     first_query: int
+    draft_tokens: int = 0
 
     @property
     def after_tokens(self) -> int:
-        """Tokens computed after the step."""
+        """Tokens computed after the step, drafts included."""
         return self.computed_tokens + self.new_tokens
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Tokens computed after the step if the model rejects all drafts."""
+        return self.after_tokens - self.draft_tokens
 
 
 class RequestPrompts:
@@ -102,6 +110,22 @@ class Resident:
     positions: torch.Tensor
 
 
+@dataclass(slots=True, eq=False)
+class UnobservedStep:
+    """A step with drafts of one request, as the policy observes it in the next step.
+
+    Attributes:
+        queries: of the step.
+        first: index of the row's first query among those that ``queries`` keeps.
+        blocks: int64, physical ids of the request's blocks.
+    """
+
+    row: Row
+    queries: StepQueries
+    first: int
+    blocks: torch.Tensor
+
+
 @dataclass(slots=True)
 class RequestState:
     """The runtime's state of one request; dropped when the request is forgotten.
@@ -113,6 +137,8 @@ class RequestState:
         restored: the compaction of the session that it continues.
         lost: its session failed to load, so its KV is invalid. Discard its outputs
             until the scheduler preempts it and recomputes it.
+        unobserved: a step with drafts that the policy observes once it is known which
+            of them the model accepted.
     """
 
     resident: Resident | None = None
@@ -120,16 +146,19 @@ class RequestState:
     observed: dict[int, Any] = field(default_factory=dict)
     restored: Compaction | None = None
     lost: bool = False
+    unobserved: UnobservedStep | None = None
 
     def keep_queries(self, row: Row, since: int, step: StepQueries) -> None:
         """Keep a step's queries from the token at position ``since`` on."""
         start = max(row.computed_tokens, since)
         if start >= row.after_tokens:
             return
+        if self.window is not None:
+            self.window.drop_rejected(start)
         if self.window is None or self.window.stop != start:
             self.window = Window(start, start)
         first = row.first_query + start - row.computed_tokens
-        self.window.add(step, first, row.after_tokens - start)
+        self.window.add(step, first, row.after_tokens - start, row.draft_tokens)
         self.window.drop_before(since)
 
     @property

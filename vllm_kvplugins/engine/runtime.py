@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from vllm_kvplugins.engine.requests import (
     RequestState,
     Resident,
     Row,
+    UnobservedStep,
 )
 from vllm_kvplugins.engine.retrieval.controller import RetrievalController
 from vllm_kvplugins.engine.spans.controller import SpanController
@@ -125,7 +127,7 @@ class PolicyRuntime:
         if policy.retrieval is not None:
             share = heap.bytes_per_token / self.geometry.kv_bytes_per_token
             self.extensions.append(
-                RetrievalController(policy.retrieval, heap, scales, share)
+                RetrievalController(policy.retrieval, heap, scales, share, rules)
             )
         if policy.spans is not None:
             assert surprisal is not None, f"{policy.name} needs surprisal"
@@ -220,6 +222,7 @@ class PolicyRuntime:
         followed = []
         for index, row in enumerate(rows):
             resident = self._resident(row)
+            self.observe_accepted(row.request_id, row.computed_tokens)
             if resident is not None:
                 slot_indices[index] = resident.slot_index
             requirements = self._requirements(row)
@@ -267,8 +270,34 @@ class PolicyRuntime:
                     row, requirements.due, requirements.first_query, block_ids
                 )
             )
-        if requirements.observes:
+        if not requirements.observes:
+            return
+        if row.draft_tokens:
+            first = self._queries.keep(row.first_query, row.new_tokens)
+            state = self._requests.setdefault(row.request_id, RequestState())
+            state.unobserved = UnobservedStep(
+                row, self._queries, first, blocks.long().clone()
+            )
+        else:
             self._observed_rows.append((row, self._owned(row, blocks.long())))
+
+    @torch.inference_mode()
+    def observe_accepted(self, request_id: str, computed_tokens: int) -> None:
+        """Let the policy observe a step with drafts, without those that were rejected.
+
+        Args:
+            computed_tokens: of the request, rejected drafts not counted.
+        """
+        state = self.request_state(request_id)
+        step, state.unobserved = state.unobserved, None
+        if step is None or step.queries.queries is None:
+            return
+        num_accepted = computed_tokens - step.row.computed_tokens
+        row = replace(step.row, new_tokens=num_accepted, draft_tokens=0)
+        owned = self._owned(row, step.blocks)
+        accepted = step.queries.queries[:, step.first : step.first + num_accepted]
+        for layer, queries in enumerate(accepted):
+            self._observe(layer, row, owned, queries)
 
     def before_layer(self, layer: int, queries: torch.Tensor) -> None:
         """Called when a layer is about to attend, after its cache was written.
@@ -290,20 +319,30 @@ class PolicyRuntime:
         self._missing_layers -= self._missing_layers > 0
         if len(self._queries):
             self._queries.put(layer, queries)
-        observation = self.policy.observation if self._observed_rows else None
         for row, owned in self._observed_rows:
-            assert observation is not None
-            state = self._requests.setdefault(row.request_id, RequestState())
             part = queries[row.first_query : row.first_query + row.new_tokens]
-            assert self._compactor is not None
-            view = self._compactor.views.view(
-                layer,
-                owned,
-                row.after_tokens,
-                part.transpose(0, 1),
-                state.observed.get(layer),
-            )
-            state.observed[layer] = observation.observe(view)
+            self._observe(layer, row, owned, part)
+
+    def _observe(
+        self, layer: int, row: Row, owned: PageList, queries: torch.Tensor
+    ) -> None:
+        """Let the policy observe the new tokens of a row.
+
+        Args:
+            queries: [new tokens, num_q_heads, head_dim], of the row.
+        """
+        observation, compactor = self.policy.observation, self._compactor
+        assert observation is not None
+        assert compactor is not None
+        state = self._requests.setdefault(row.request_id, RequestState())
+        view = compactor.views.view(
+            layer,
+            owned,
+            row.after_tokens,
+            queries.transpose(0, 1),
+            state.observed.get(layer),
+        )
+        state.observed[layer] = observation.observe(view)
 
     def end_step(self) -> None:
         """Run the compactions that this step completed.

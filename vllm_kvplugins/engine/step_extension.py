@@ -26,6 +26,7 @@ import torch
 
 from vllm_kvplugins.engine.recorded_run import Fetch
 from vllm_kvplugins.engine.requests import DueCompaction, PageList, Row
+from vllm_kvplugins.ops.layout import PagedKV
 
 
 @dataclass(slots=True)
@@ -90,6 +91,7 @@ class StepExtension:
         self,
         layer: int,
         queries: torch.Tensor,
+        kv: PagedKV,
         pages: torch.Tensor,
         lengths: torch.Tensor,
         output: torch.Tensor,
@@ -98,7 +100,8 @@ class StepExtension:
 
         Args:
             queries: [step tokens, num_q_heads, head_dim].
-            pages: int32 [rows * num_kv_heads, max pages], relative to the layer.
+            kv: the layer's pages, or those of the whole heap.
+            pages: int32 [rows * num_kv_heads, max pages], ids of pages in ``kv``.
             lengths: int32 [rows * num_kv_heads], tokens in these pages.
             output: same shape as ``queries``; only the extension's rows are written.
         """

@@ -76,8 +76,11 @@ class StepObserver:
         tokens, num_queries = row.after_tokens, self._policy.queries_needed
         cut = plan.next_cut(row.computed_tokens)
         assert cut is None or tokens <= cut, "the step ran past a compaction"
+        assert cut != tokens or not row.draft_tokens, "a compaction includes drafts"
         first = tokens if cut is None else plan.window_start(cut, num_queries)
-        since = first_kept(tokens, num_queries) if self._keeps_newest else first
+        since = first
+        if self._keeps_newest:
+            since = first_kept(row.accepted_tokens, num_queries)
         due = plan.due(row.computed_tokens, tokens) if tokens == cut else None
         decoding = row.computed_tokens >= row.prompt_tokens
         phase = Trigger.DECODE_STEP if decoding else Trigger.PREFILL_CHUNK

@@ -73,13 +73,14 @@ class StepQueries:
     Cost: one copy of the kept queries per layer.
     """
 
-    __slots__ = ("_index", "_num_layers", "_tokens", "queries")
+    __slots__ = ("_index", "_keeps_all", "_num_layers", "_tokens", "queries")
 
     def __init__(self, num_layers: int) -> None:
         self.queries: torch.Tensor | None = None
         self._num_layers = num_layers
         self._tokens: list[int] = []
         self._index: torch.Tensor | None = None
+        self._keeps_all = False
 
     @staticmethod
     def of(queries: torch.Tensor) -> StepQueries:
@@ -110,8 +111,9 @@ class StepQueries:
             shape = (self._num_layers, len(self._tokens), *queries.shape[1:])
             self.queries = queries.new_empty(shape)
             self._index = on_device(self._tokens, queries.device)
+            self._keeps_all = self._tokens == list(range(len(queries)))
         assert self._index is not None
-        if len(queries) == len(self._tokens):
+        if self._keeps_all:
             # All queries are kept, as in decode steps: twice as fast.
             self.queries[layer] = queries
         else:
@@ -127,11 +129,13 @@ class Window:
         stop: position behind the newest.
         parts: oldest first: the step, index of the first kept query in it, and how
             many follow.
+        draft_tokens: how many of the newest queries are those of drafts.
     """
 
     first: int
     stop: int
     parts: deque[tuple[StepQueries, int, int]] = field(default_factory=deque)
+    draft_tokens: int = 0
 
     @staticmethod
     def restored(queries: torch.Tensor, first: int, tokens: int) -> Window | None:
@@ -159,19 +163,39 @@ class Window:
         per_token = self.parts[0][0].queries[:, :1].nbytes
         return (self.stop - self.first) * int(per_token)
 
-    def add(self, step: StepQueries, first: int, count: int) -> None:
+    def add(
+        self, step: StepQueries, first: int, count: int, draft_tokens: int = 0
+    ) -> None:
         """Append the queries of some of a step's tokens.
 
         Args:
             first: index of the first among the step's tokens.
+            draft_tokens: how many of these tokens, the newest, are drafts.
         """
         self.parts.append((step, step.keep(first, count), count))
         self.stop += count
+        self.draft_tokens = draft_tokens
 
     def drop_before(self, position: int) -> None:
         """Drop steps that hold only older queries."""
         while self.parts and self.first + self.parts[0][2] <= position:
             self.first += self.parts.popleft()[2]
+
+    def drop_rejected(self, position: int) -> None:
+        """Drop the queries of rejected drafts.
+
+        Args:
+            position: where the next step starts. Before the drafts of the last step,
+                the request is being recomputed, and nothing is dropped.
+        """
+        if position < self.stop - self.draft_tokens:
+            return
+        while self.parts and self.stop > position:
+            step, place, count = self.parts.pop()
+            left = max(count - (self.stop - position), 0)
+            self.stop -= count - left
+            if left:
+                self.parts.append((step, place, left))
 
     def has(self, first: int, stop: int) -> bool:
         """Whether the window holds the queries of these positions."""

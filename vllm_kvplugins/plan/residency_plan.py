@@ -204,14 +204,26 @@ class ResidencyPlan:
 
     # -- chunks and queries ---------------------------------------------------
 
-    def clip_chunk(self, computed_tokens: int, proposed_tokens: int) -> int:
-        """``proposed_tokens``, or fewer if the next compaction comes before."""
+    def clip_chunk(
+        self,
+        computed_tokens: int,
+        proposed_tokens: int,
+        known_tokens: int | None = None,
+    ) -> int:
+        """``proposed_tokens``, or fewer if the next compaction comes before.
+
+        Args:
+            known_tokens: how many of the proposed tokens are not drafts; None: all. A
+                chunk with drafts ends before the compaction, because they may be
+                rejected.
+        """
         cut = self.next_cut(computed_tokens)
-        return (
-            proposed_tokens
-            if cut is None
-            else min(proposed_tokens, cut - computed_tokens)
-        )
+        if cut is None:
+            return proposed_tokens
+        room = cut - computed_tokens
+        if known_tokens is not None and known_tokens < min(room, proposed_tokens):
+            room -= 1
+        return min(proposed_tokens, room)
 
     def next_cut(self, computed_tokens: int) -> int | None:
         """Token count of the first compaction after ``computed_tokens``, if any."""

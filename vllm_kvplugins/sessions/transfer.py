@@ -74,6 +74,7 @@ class Transfer:
             raise ValueError(
                 f"compacted at {state.compacted_at} tokens, not at {compacted_at}"
             )
+        runtime.observe_accepted(request_id, tokens)
         runtime.refresh_positions(request_id)
         saved = copy_out(
             self._heap,

@@ -9,6 +9,9 @@ One request, one layer::
 Only the contents of hot slots change: page tables and lengths stay as the compaction
 wrote them. One call per layer serves all requests of a step.
 
+The tokens of a row that verifies drafts share the row's hot slots, so they attend one
+after the other (``attend``): each selects with its own query, as without speculation.
+
 The host selects, on every device. On a GPU, queries are copied to the host. The
 selected tokens are copied back in one transfer, or the GPU reads them itself
 (``host_fetch``). The tables that map hot slots to tokens are on the host.
@@ -22,6 +25,7 @@ from concurrent.futures import Future
 import torch
 
 from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.nth_tokens import NthTokens
 from vllm_kvplugins.engine.recorded_run import Fetch
 from vllm_kvplugins.engine.requests import DueCompaction, PageList, Row
 from vllm_kvplugins.engine.retrieval.host_tier import tier_for
@@ -34,8 +38,11 @@ from vllm_kvplugins.engine.step_extension import Step, StepExtension, Traffic
 from vllm_kvplugins.index import Keys
 from vllm_kvplugins.ops.device import AsyncHostCopy, SideStream, moved
 from vllm_kvplugins.ops.hot_set import HostPages, HotSet, fill_hot
+from vllm_kvplugins.ops.layout import PagedKV
+from vllm_kvplugins.ops.mixed_attention import attend_mixed
 from vllm_kvplugins.ops.threads import helper
 from vllm_kvplugins.policies.retrieval import Retriever
+from vllm_kvplugins.scoring.logits import PLAIN, LogitRules
 
 # Most queries per query head that select in one step.
 _MAX_SELECTING_QUERIES = 32
@@ -48,6 +55,8 @@ class RetrievalController(StepExtension):
         scales: softmax scale per layer.
         share: this worker's part of the policy's host memory. Other ranks have the
             rest.
+        rules: what else a layer does to logits, per layer; empty: nothing. Only sinks
+            are possible in rows with drafts.
     """
 
     def __init__(
@@ -56,12 +65,13 @@ class RetrievalController(StepExtension):
         heap: Heap,
         scales: Sequence[float],
         share: float = 1.0,
+        rules: Sequence[LogitRules] = (),
     ) -> None:
         self._traffic = Traffic()
         self.log: RetrievalLog | None = None
         self._policy = policy
         self._heap = heap
-        self._scales = scales
+        self._scales, self._rules = scales, list(rules)
         self.tier = tier_for(policy, heap, share)
         self._hot_slots = {
             layer: HotSlots.empty(heap.num_kv_heads)
@@ -76,6 +86,8 @@ class RetrievalController(StepExtension):
         self._detached: list[Offloaded] = []
         self._free_slot_indices: list[int] = []
         self._batches: list[Batch] = []
+        # Rows with drafts: their first tokens, their second tokens, and so on.
+        self._draft_rounds: list[tuple[NthTokens, Batch]] = []
         # Fetches on another thread, for the next layer or the next step.
         self._helper = helper("kvp-fetch")
         self._side_stream = SideStream(heap.pages.device)
@@ -191,11 +203,16 @@ class RetrievalController(StepExtension):
     def _begin_fetches(self, rows: Sequence[Row]) -> None:
         self._wait_for_pending()
         batches: dict[tuple[int, bool], list[Row]] = {}
-        for row in rows:
+        verifying = []
+        for index, row in enumerate(rows):
             state = self._requests.get(row.request_id)
-            if state is not None and any(state.hot.values()):
+            if state is None or not any(state.hot.values()):
+                continue
+            if row.draft_tokens:
+                verifying.append((index, row))
+            else:
                 batches.setdefault((row.new_tokens, state.prefetched), []).append(row)
-        self._batches = []
+        self._batches, self._draft_rounds = [], self._list_draft_rounds(verifying)
         for (length, prefetched), batch in batches.items():
             states = [self._requests[row.request_id] for row in batch]
             slot_indices = tuple(state.slot_index for state in states)
@@ -214,16 +231,71 @@ class RetrievalController(StepExtension):
         for state in self._requests.values():
             state.prefetched = False
 
+    def _list_draft_rounds(
+        self, rows: Sequence[tuple[int, Row]]
+    ) -> list[tuple[NthTokens, Batch]]:
+        rounds = []
+        heads, device = self._heap.num_kv_heads, self._heap.pages.device
+        for number in range(max((row.new_tokens for _, row in rows), default=0)):
+            active = [each for each in rows if each[1].new_tokens > number]
+            tokens = NthTokens.of(number, active, heads, device)
+            states = [self._requests[row.request_id] for _, row in active]
+            indices = tuple(state.slot_index for state in states)
+            batch = Batch(states, torch.tensor(indices), indices, tokens.queries)
+            rounds.append((tokens, batch))
+        return rounds
+
+    @property
+    def attends_any(self) -> bool:
+        """Whether a row of this step has drafts."""
+        return bool(self._draft_rounds)
+
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        kv: PagedKV,
+        pages: torch.Tensor,
+        lengths: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """Attention of the rows that have drafts, one token after the other.
+
+        Args:
+            queries: [step tokens, num_q_heads, head_dim].
+            kv: the layer's pages, or those of the whole heap.
+            pages: int32 [rows * num_kv_heads, max pages], ids of pages in ``kv``.
+            lengths: int32 [rows * num_kv_heads], tokens in the pages.
+            output: like ``queries``; written for the rows that have drafts.
+        """
+        if layer not in self._hot_slots:
+            return  # all tokens are resident
+        flat = output.view(-1, *queries.shape[1:])
+        rules = self._rules[layer] if self._rules else PLAIN
+        assert not rules.softcap, "rows with drafts attend without a cap"
+        for tokens, batch in self._draft_rounds:
+            self._retrieve(batch, layer, queries)
+            attended, lse = attend_mixed(
+                queries[tokens.queries],
+                kv,
+                *tokens.tables(pages, lengths),
+                self._scales[layer],
+            )
+            flat[tokens.queries] = rules.with_sinks(attended, lse)
+
     def before_layer(self, layer: int, queries: torch.Tensor) -> None:
         """Make the tokens resident that this step's queries select."""
         for batch in self._batches:
             if layer in self._hot_slots:
-                fetched = self._fetch(batch, layer, queries)
-                self._count_traffic(batch, layer, fetched)
-                if self.log is not None:
-                    self._log_fetches(self.log, batch, layer, queries, fetched)
+                self._retrieve(batch, layer, queries)
             if self._policy.prefetch == "layer" and layer + 1 in self._hot_slots:
                 batch.next_layer = self._submit_fetch(batch, layer + 1, queries)
+
+    def _retrieve(self, batch: Batch, layer: int, queries: torch.Tensor) -> None:
+        fetched = self._fetch(batch, layer, queries)
+        self._count_traffic(batch, layer, fetched)
+        if self.log is not None:
+            self._log_fetches(self.log, batch, layer, queries, fetched)
 
     def _fetch(
         self, batch: Batch, layer: int, queries: torch.Tensor
@@ -379,7 +451,7 @@ class RetrievalController(StepExtension):
         for hot_slots in self._hot_slots.values():
             hot_slots.clear(state.slot_index)
         self._free_slot_indices.append(state.slot_index)
-        self._batches = []
+        self._batches, self._draft_rounds = [], []
         self._detached.append(state)
         return state
 

@@ -34,6 +34,7 @@ from vllm_kvplugins.engine.step_extension import Step, StepExtension, Traffic
 from vllm_kvplugins.ops import dispatch as ops
 from vllm_kvplugins.ops.coarse_entries import CoarseEntries
 from vllm_kvplugins.ops.device import AsyncHostCopy, moved
+from vllm_kvplugins.ops.layout import PagedKV
 from vllm_kvplugins.ops.mixed_attention import attend_mixed
 from vllm_kvplugins.ops.svd import LowRank
 from vllm_kvplugins.ops.threads import helper
@@ -196,18 +197,20 @@ class SpanController(StepExtension):
         self,
         layer: int,
         queries: torch.Tensor,
+        kv: PagedKV,
         pages: torch.Tensor,
         lengths: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
         """Attention of the rows that have spans, over pages and entries in one softmax.
 
-        When a row has several new tokens (after a preemption), each selects its own
-        spans, one after the other.
+        When a row has several new tokens (drafts, or after a preemption), each selects
+        its own spans, one after the other.
 
         Args:
             queries: [step tokens, num_q_heads, head_dim].
-            pages: int32 [rows * num_kv_heads, max pages], relative to the layer.
+            kv: the layer's pages.
+            pages: int32 [rows * num_kv_heads, max pages], ids of pages in ``kv``.
             lengths: int32 [rows * num_kv_heads], tokens in the pages.
             output: like ``queries``; written for the rows that have spans.
         """
@@ -215,12 +218,12 @@ class SpanController(StepExtension):
         if self._rounds is None:
             self._rounds = self._list_rounds()
         for query_round in self._rounds:
-            selected = queries[query_round.queries]
+            selected = queries[query_round.tokens.queries]
             self._zoom(layer, query_round, selected)
             attended, lse = attend_mixed(
                 selected,
-                self._heap.layers[layer],
-                *query_round.paged(pages, lengths),
+                kv,
+                *query_round.tokens.tables(pages, lengths),
                 self._scales[layer],
                 CoarseEntries(
                     entries.keys,
@@ -231,7 +234,7 @@ class SpanController(StepExtension):
                 ),
             )
             rules = self._rules[layer] if self._rules else PLAIN
-            flat[query_round.queries] = rules.with_sinks(attended, lse)
+            flat[query_round.tokens.queries] = rules.with_sinks(attended, lse)
 
     def _list_rounds(self) -> list[QueryRound]:
         rows = [(i, row, self._requests[row.request_id]) for i, row in self._rows]

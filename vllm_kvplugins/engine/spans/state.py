@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from vllm_kvplugins.engine.nth_tokens import NthTokens
 from vllm_kvplugins.engine.requests import Row
-from vllm_kvplugins.ops.device import moved, on_device
+from vllm_kvplugins.ops.device import moved
 from vllm_kvplugins.ops.svd import LowRank
 from vllm_kvplugins.ops.zoom import ZoomEntries, ZoomRegions
 from vllm_kvplugins.spans.coarse import CoarseSpans
@@ -81,28 +82,20 @@ class QueryRound:
 
     Attributes:
         states: one per row.
-        queries: int64 [rows], indices of the step's queries.
-        rows: int64 [rows], indices of the step's rows.
-        newer: int32 [rows], number of the step's tokens after this one.
+        tokens: the n-th new tokens.
         regions: the rows' entries; on the host.
         starts, counts: int64 [rows * num_kv_heads], the same on the device.
         places: int64, all entries of the rows, on the host and on the device; None on
             a CPU.
-        pages, lengths: the rows' page lists, cached for the page lists ``cached_for``.
     """
 
     states: list[RequestSpans]
     names: list[str]
-    queries: torch.Tensor
-    rows: torch.Tensor
-    newer: torch.Tensor
+    tokens: NthTokens
     regions: ZoomRegions
     starts: torch.Tensor
     counts: torch.Tensor
     places: tuple[torch.Tensor, torch.Tensor] | None = None
-    cached_for: torch.Tensor | None = None
-    pages: torch.Tensor | None = None
-    lengths: torch.Tensor | None = None
 
     @staticmethod
     def of(
@@ -121,26 +114,12 @@ class QueryRound:
         places = None
         if device.type != "cpu":
             places = regions.places, moved(regions.places, device)
-        newer = [row.new_tokens - 1 - number for _, row, _ in rows]
         return QueryRound(
             states,
             [row.request_id for _, row, _ in rows],
-            on_device([row.first_query + number for _, row, _ in rows], device),
-            on_device([index for index, *_ in rows], device),
-            on_device(newer, device).int(),
+            NthTokens.of(number, [(i, row) for i, row, _ in rows], heads, device),
             regions,
             moved(regions.starts, device),
             moved(regions.counts, device),
             places,
         )
-
-    def paged(
-        self, pages: torch.Tensor, lengths: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows' page lists and lengths, selected once for all layers."""
-        if self.cached_for is not pages or self.pages is None or self.lengths is None:
-            heads, self.cached_for = self.regions.num_kv_heads, pages
-            self.pages = pages.unflatten(0, (-1, heads))[self.rows].flatten(0, 1)
-            own = lengths.view(-1, heads)[self.rows]
-            self.lengths = (own - self.newer[:, None]).flatten().int()
-        return self.pages, self.lengths

@@ -26,7 +26,7 @@ from vllm_kvplugins.engine.page_table import FixedTable, FlatTable
 from vllm_kvplugins.engine.probe_attention import LocalLayer, Reach
 from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.errors import coded, refuse
-from vllm_kvplugins.ops.layout import PageLayout
+from vllm_kvplugins.ops.layout import PagedKV, PageLayout
 from vllm_kvplugins.scoring.logits import LogitRules
 from vllm_kvplugins.vllm_adapter.config.validation import (
     layer_problems,
@@ -216,9 +216,15 @@ class PolicyImpl(ABC):
         if attending is None or not attending.attends_all:
             self.attend(query, kv_cache, attn_metadata, output)
         if attending is not None:
-            (scope,) = attn_metadata.scopes
+            scope, pages = self.scope(kv_cache, attn_metadata)
+            assert runtime.heap is not None
             attending.attend(
-                self.layer_index, query, scope.pages, scope.lengths, output
+                self.layer_index,
+                query,
+                PagedKV(pages, runtime.heap.layout),
+                scope.pages,
+                scope.lengths,
+                output,
             )
         runtime.after_layer(self.layer_index, query)
         return output
