@@ -19,7 +19,7 @@ CODES: dict[str, str] = {
     "KVP001": "this version of vLLM is not supported",
     "KVP002": "this vLLM lacks a function or parameter that the plugin uses",
     "KVP003": "the platform is neither a CPU nor CUDA",
-    "KVP004": "speculative decoding is not supported",
+    "KVP004": "this kind of speculative decoding is not supported",
     "KVP005": "another KV connector is configured",
     "KVP006": "vLLM's KV offloading is configured",
     "KVP007": "another scheduler class is configured",
@@ -63,6 +63,7 @@ CODES: dict[str, str] = {
     "KVP045": "the model attends to images in both directions",
     "KVP046": "keys and values of a layer have different sizes",
     "KVP047": "--prefix-match-unit is smaller than a block",
+    "KVP048": "--async-scheduling is set together with speculative decoding",
     # 100-199: policies, budgets and plans
     "KVP100": "no policy has this name",
     "KVP101": "the import path of a policy is not 'module:Class'",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,9 +190,14 @@ def fuzz(
     blocks: int,
     compares_preempted: bool = True,
     shortest: int = 1,
+    started: Callable[[Any], None] = lambda llm: None,
     **settings: Any,
 ) -> dict[str, int]:
-    """``rounds`` rounds in a pool of ``blocks``; returns what happened."""
+    """``rounds`` rounds in a pool of ``blocks``; returns what happened.
+
+    Args:
+        started: called with the engine before the first round.
+    """
     arguments: dict[str, Any] = {
         "num_gpu_blocks_override": blocks,
         "max_model_len": 800,
@@ -199,6 +205,7 @@ def fuzz(
         "max_num_batched_tokens": 128,
     }
     llm = make_llm(model, policy, **(arguments | settings))
+    started(llm)
     driver = Driver(llm)
     fuzzer = Fuzzer(driver, seed)
     fuzzer.compares_preempted, fuzzer.shortest = compares_preempted, shortest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from driver import Driver, make_llm
@@ -63,11 +64,13 @@ def talks(
     number: int = 1,
     settings: dict[str, Any] | None = None,
     histories: list[Any] | None = None,
+    prepare: Callable[[Driver], None] | None = None,
 ) -> dict[str, Any]:
     """Run several conversations at once, turn by turn.
 
     Args:
         histories: of conversations that another process began.
+        prepare: called with the driver before the first request.
 
     Returns:
         answers [conversation][turn], cached tokens and lengths of prompts
@@ -75,6 +78,8 @@ def talks(
     """
     arguments = {"num_gpu_blocks_override": 400} | (settings or {})
     driver = Driver(make_llm(model, policy, **arguments))
+    if prepare is not None:
+        prepare(driver)
     several = [Talk(driver, f"talk{i}", i + 1) for i in range(number)]
     for talk, history in zip(several, histories or [], strict=False):
         talk.prompt, talk.ends, talk.turn = history

@@ -49,6 +49,7 @@ MOSTLY_FULL = _WINDOWED | {
 SNAPKV = {"name": "snapkv"}
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+DRAFT_MODEL = {"method": "draft_model", "model": "llama", "num_speculative_tokens": 2}
 
 # name -> kv_policy, other engine arguments, parts of the message
 CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
@@ -107,8 +108,18 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     ),
     "speculative": (
         SNAPKV,
-        {"speculative_config": NGRAM},
-        ["speculative", "remove --speculative-config"],
+        {"speculative_config": NGRAM, "async_scheduling": True},
+        ["[KVP048]", "remove --async-scheduling or --speculative-config"],
+    ),
+    "drafter with a cache": (
+        SNAPKV,
+        {"speculative_config": DRAFT_MODEL},
+        ["[KVP004]", "'draft_model'", "ngram, suffix, medusa"],
+    ),
+    "prefetch with drafts": (
+        {"name": "icecache", "prefetch": "step"},
+        {"model": "deep", "speculative_config": NGRAM},
+        ["[KVP004]", '"prefetch": "off"'],
     ),
     "connector": (
         SNAPKV,
@@ -159,8 +170,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "odd block size": (SNAPKV, {"block_size": 16}, ["16", "--block-size 32"]),
     "two arguments": (
         SNAPKV,
-        {"speculative_config": NGRAM, "scheduler_cls": "my.Scheduler"},
-        ["1. [KVP004]", "2. [KVP007]", "'my.Scheduler'"],
+        {
+            "speculative_config": NGRAM,
+            "async_scheduling": True,
+            "scheduler_cls": "my.Scheduler",
+        },
+        ["1. [KVP048]", "2. [KVP007]", "'my.Scheduler'"],
     ),
     "model and cache": (
         SNAPKV,
@@ -185,6 +200,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+def _drafter(arguments: dict[str, Any], models: dict[str, str]) -> dict[str, Any]:
+    """The arguments of a case whose drafter is a model, with its folder."""
+    given = arguments.get("speculative_config", {})
+    if "model" not in given:
+        return {}
+    return {"speculative_config": given | {"model": models[given["model"]]}}
+
+
 @functools.cache
 def refusals(paths: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     """The outcome of each case; one process for all of them."""
@@ -192,6 +215,7 @@ def refusals(paths: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     cases = {
         name: {
             **arguments,
+            **_drafter(arguments, models),
             "model": models[arguments.get("model", "llama")],
             "load_format": "dummy",
             "additional_config": {"kv_policy": policy},

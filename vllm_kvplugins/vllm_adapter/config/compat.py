@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -147,12 +147,17 @@ NeedsLayers = Callable[[Sequence[Row]], bool]
 
 
 class RunnerV1:
-    """Rows of a step as model runner V1 keeps them."""
+    """Rows of a step as model runner V1 keeps them.
+
+    Attributes:
+        draft_tokens: drafts of the step by request, if it has any.
+    """
 
     needs = ("input_batch", "_dummy_run")
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
+        self.draft_tokens: Mapping[str, int] = {}
         # The metadata of a dummy batch shows its rows as the runner's requests, and
         # only a device sync would tell them apart.
         self._in_dummy_run = False
@@ -180,7 +185,7 @@ class RunnerV1:
             return []
         batch = self._runner.input_batch
         request_ids = batch.req_ids[: metadata.num_reqs]
-        return _rows(metadata, request_ids, batch.num_prompt_tokens)
+        return _rows(metadata, request_ids, batch.num_prompt_tokens, self.draft_tokens)
 
     def replace_generators(
         self, replacement: Callable[[torch.Generator], torch.Generator]
@@ -233,12 +238,17 @@ class RunnerV1:
 
 
 class RunnerV2:
-    """Rows of a step as model runner V2 keeps them."""
+    """Rows of a step as model runner V2 keeps them.
+
+    Attributes:
+        draft_tokens: drafts of the step by request, if it has any.
+    """
 
     needs = ("req_states", "kv_connector")
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
+        self.draft_tokens: Mapping[str, int] = {}
         self._needs_layers: NeedsLayers | None = None
 
     @property
@@ -258,7 +268,9 @@ class RunnerV2:
         if any(int(i) not in states.index_to_req_id for i in indices):
             return []  # warm-up
         request_ids = [states.index_to_req_id[int(i)] for i in indices]
-        return _rows(metadata, request_ids, states.prompt_len.np[indices])
+        return _rows(
+            metadata, request_ids, states.prompt_len.np[indices], self.draft_tokens
+        )
 
     def replace_generators(
         self, replacement: Callable[[torch.Generator], torch.Generator]
@@ -299,11 +311,15 @@ class RunnerV2:
 
 
 def _rows(
-    metadata: CommonAttentionMetadata, request_ids: list[str], prompt_tokens: Any
+    metadata: CommonAttentionMetadata,
+    request_ids: list[str],
+    prompt_tokens: Any,
+    draft_tokens: Mapping[str, int],
 ) -> list[Row]:
     """Rows of the requests of a step, without padding."""
     starts = metadata.query_start_loc_cpu.tolist()
-    # Exact, because speculative decoding is refused; otherwise an upper bound.
+    # Exact, because asynchronous scheduling is off under speculative decoding;
+    # otherwise an upper bound.
     assert metadata.seq_lens_cpu_upper_bound is not None
     seq_lens = metadata.seq_lens_cpu_upper_bound.tolist()
     return [
@@ -313,6 +329,7 @@ def _rows(
             computed_tokens=seq_lens[i] - (starts[i + 1] - starts[i]),
             new_tokens=starts[i + 1] - starts[i],
             first_query=starts[i],
+            draft_tokens=draft_tokens.get(request_id, 0),
         )
         for i, request_id in enumerate(request_ids)
     ]

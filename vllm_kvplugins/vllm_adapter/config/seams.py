@@ -77,7 +77,7 @@ _EVERYWHERE = {
     # Configuration with --kv-policy; validation of requests.
     "vllm.engine.arg_utils:EngineArgs": "add_cli_args(parser) from_cli_args(args) "
     "create_engine_config() additional_config block_size kv_transfer_config "
-    "scheduler_cls speculative_config worker_cls",
+    "scheduler_cls speculative_config worker_cls async_scheduling",
     "vllm.v1.engine.input_processor:InputProcessor": "process_inputs(prompt resumable)",
     "vllm.v1.engine.async_llm:AsyncLLM": "add_request(request_id prompt) "
     "generate(prompt sampling_params request_id)",
@@ -90,7 +90,7 @@ _EVERYWHERE = {
     "vllm:SamplingParams": "extra_args",
     "vllm.config:VllmConfig": "additional_config cache_config "
     "compilation_config kv_transfer_config lora_config model_config parallel_config "
-    "scheduler_config",
+    "scheduler_config speculative_config use_v2_model_runner",
     "vllm.config:SchedulerConfig": "async_scheduling scheduler_cls "
     "disable_hybrid_kv_cache_manager "
     "max_num_batched_tokens max_num_seqs long_prefill_token_threshold",
@@ -122,11 +122,12 @@ _EVERYWHERE = {
     "_get_local_prefix_cache_hit(request)",
     f"{_CORE}.sched.output:SchedulerOutput": "finished_req_ids preempted_req_ids "
     "scheduled_new_reqs kv_connector_metadata total_num_scheduled_tokens "
-    "new_block_ids_to_zero",
+    "new_block_ids_to_zero scheduled_spec_decode_tokens",
     f"{_CORE}.sched.output:NewRequestData": "req_id prompt_token_ids sampling_params",
     "vllm.v1.request:Request": "num_prompt_tokens prompt_token_ids sampling_params "
     "request_id all_token_ids cache_salt lora_request mm_features num_computed_tokens "
-    "num_in_flight_tokens num_preemptions num_tokens prompt_embeds "
+    "num_in_flight_tokens num_output_placeholders num_preemptions num_tokens "
+    "prompt_embeds "
     "skip_reading_prefix_cache status block_hashes",
     "vllm.v1.request:RequestStatus": "FINISHED_STOPPED FINISHED_LENGTH_CAPPED "
     "FINISHED_ABORTED",

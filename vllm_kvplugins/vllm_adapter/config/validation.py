@@ -20,6 +20,7 @@ from vllm_kvplugins.model_config import (
     groups_of,
     layer_types,
 )
+from vllm_kvplugins.vllm_adapter.config import speculation
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,13 +57,7 @@ def argument_problems(args: EngineArgs) -> list[str]:
                 "build of vLLM for CPUs or for CUDA",
             )
         )
-    if args.speculative_config:
-        reasons.append(
-            coded(
-                "KVP004",
-                "speculative decoding is not supported; remove --speculative-config",
-            )
-        )
+    reasons += speculation.argument_problems(args)
     if args.kv_transfer_config is not None:
         reasons.append(
             coded(

@@ -63,7 +63,10 @@ class ResidencyScheduling:
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """End a chunk at the next compaction of the plan.
+        """End a chunk at the next compaction of the plan, or drafts before it.
+
+        A compaction runs after a step without drafts, so that it includes accepted
+        tokens only.
 
         With steps in flight, the next chunk of a prompt waits until earlier compactions
         have freed their blocks. Otherwise the request would hold old and new blocks.
@@ -78,7 +81,13 @@ class ResidencyScheduling:
         prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
         if num_computed_tokens < prefill_end and not is_freed:
             return 0
-        num_new_tokens = plan.clip_chunk(num_computed_tokens, num_new_tokens)
+        num_new_tokens = plan.clip_chunk(
+            num_computed_tokens,
+            num_new_tokens,
+            known_tokens=request.num_tokens
+            + request.num_output_placeholders
+            - num_computed_tokens,
+        )
         return self._residency_manager.starts.clip_first_chunk(
             request, num_computed_tokens, num_new_tokens
         )

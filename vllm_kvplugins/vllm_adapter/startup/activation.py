@@ -22,6 +22,7 @@ from vllm_kvplugins.vllm_adapter.config import (
     kernel_choice,
     layer_budgets,
     layer_groups,
+    speculation,
     validation,
 )
 from vllm_kvplugins.vllm_adapter.config.engine_config import (
@@ -83,7 +84,8 @@ def prepared(args: EngineArgs, policy: KVCachePolicy) -> Iterator[None]:
         on_cpu = current_platform.is_cpu()
         args.block_size = _CPU_BLOCK_SIZE if on_cpu else _GPU_BLOCK_SIZE
     try:
-        yield
+        with speculation.without_async_scheduling(args):
+            yield
     finally:
         args.kv_transfer_config, args.block_size = saved
 
@@ -117,6 +119,7 @@ def finish_config(
             *validation.dtype_problems(policy, vllm_config.model_config),
             *validation.softcap_problems(policy, vllm_config.model_config),
             *_shape_problems(vllm_config, policy),
+            *speculation.problems(vllm_config, policy, layer_types_of(vllm_config)),
             *probing.problems(vllm_config, policy),
             *surprisal.problems(vllm_config, policy),
             *validation.episode_problems(policy),

@@ -119,6 +119,10 @@ class PolicyWorker:
             store.execute(meta.commands)
             if not scheduler_output.total_num_scheduled_tokens:
                 store.wait_for_reads()
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        self.kv_policy.runner.draft_tokens = {
+            request_id: len(tokens) for request_id, tokens in drafts.items()
+        }
         run = super().execute_model  # type: ignore[misc]
         return run(scheduler_output, *args, **kwargs)
 

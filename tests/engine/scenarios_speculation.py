@@ -1,0 +1,195 @@
+"""Speculative decoding on the tiny model: an engine without it, then one with it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import scenarios_fuzz
+import scenarios_sessions
+from driver import Driver, make_llm
+from texts import random_tokens
+from tiny_model import VOCABULARY
+
+_DRAFTS = 3
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": _DRAFTS,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
+_QUESTION = 20  # tokens of the last turn
+_KEY = 24  # first tokens of a prompt that tell it from all others
+
+
+class Oracle:
+    """Proposes the tokens that follow, some of them wrong.
+
+    Replaces the lookup of n-grams: a model with random weights repeats so little that
+    the lookup would hardly ever be right.
+    """
+
+    def __init__(self, driver: Driver, seed: int) -> None:
+        self._answers: dict[tuple[int, ...], list[int]] = {}
+        self._rng = random.Random(seed)
+        driver.worker.model_runner.drafter.propose = self.propose
+
+    def propose(
+        self, count: int, sampled: Any, lengths: Any, tokens: Any, **unused: Any
+    ) -> list[list[int]]:
+        drafts: list[list[int]] = []
+        for row, new in enumerate(sampled):
+            known = tokens[row, : lengths[row]].tolist()
+            answer = self._answers.get(tuple(known[:_KEY]), [])
+            after = answer[len(known) : len(known) + count] if new else []
+            drafts.append([self._spoilt(token) for token in after])
+        return drafts
+
+    def _spoilt(self, token: int) -> int:
+        wrong = self._rng.random() < 0.25
+        return self._rng.randrange(3, VOCABULARY) if wrong else token
+
+    def learn(self, sequence: list[int]) -> None:
+        """Propose the tokens of this sequence to the request that starts with it."""
+        self._answers[tuple(sequence[:_KEY])] = sequence
+
+
+def prompts(seed: int, lengths: list[int]) -> dict[str, list[int]]:
+    """Prompts that differ from their first tokens on."""
+    return {
+        f"p{length}": random_tokens(seed + length, length, VOCABULARY)
+        for length in lengths
+    }
+
+
+def acceptance(llm: Any) -> dict[str, int]:
+    """vLLM's counters of drafts."""
+    values = {metric.name: metric for metric in llm.get_metrics()}
+    names = {"drafts": "draft_tokens", "accepted": "accepted_tokens"}
+    return {
+        name: int(values[f"vllm:spec_decode_num_{long}"].value)
+        for name, long in names.items()
+    }
+
+
+def speculate(
+    model: str,
+    policy: dict[str, Any],
+    seed: int,
+    lengths: list[int],
+    max_tokens: int,
+    oracle: bool = True,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Tokens without and with speculation, all at once and one by one.
+
+    Returns:
+        Per kind of run, tokens by request; drafts and accepted drafts; preemptions;
+        the most blocks that each request held, and the bounds of its plan.
+    """
+    sent = prompts(seed, lengths)
+    settings = {"skip_tokenizer_init": False, "disable_log_stats": False} | settings
+    plain = Driver(make_llm(model, policy, **settings))
+    expected = _generate(plain, sent, max_tokens)
+    llm = make_llm(model, policy, speculative_config=NGRAM, **settings)
+    driver = Driver(llm)
+    if oracle:
+        drafter = Oracle(driver, seed)
+        for name, prompt in sent.items():
+            drafter.learn(prompt + expected[name])
+    held, together = _watched(driver, sent, max_tokens)
+    alone = {}
+    for name, prompt in sent.items():
+        alone |= _generate(driver, {f"{name}-alone": prompt}, max_tokens)
+    return {
+        "plain": expected,
+        "together": together,
+        "alone": {name: alone[f"{name}-alone"] for name in sent},
+        "held": held,
+        "compactions": driver.manager.compactions,
+        "preemptions": driver.preemptions,
+        **acceptance(llm),
+        **_left_behind(driver),
+    }
+
+
+def _add(driver: Driver, sent: dict[str, list[int]], max_tokens: int) -> None:
+    """Send prompts; those of conversations end a turn before the question."""
+    turns = driver.manager.kv_cache_spec.policy.turns
+    patched = random_tokens(9, 40, VOCABULARY) if turns and turns.history_only else None
+    for name, prompt in sent.items():
+        ends = [len(prompt) - _QUESTION] if turns else None
+        driver.add(name, prompt, max_tokens, turn_ends=ends, patched=patched)
+
+
+def _generate(
+    driver: Driver, sent: dict[str, list[int]], max_tokens: int
+) -> dict[str, list[int]]:
+    _add(driver, sent, max_tokens)
+    driver.run()
+    return {name: driver.tokens[name] for name in sent}
+
+
+def _watched(
+    driver: Driver, sent: dict[str, list[int]], max_tokens: int
+) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Run all prompts together.
+
+    Returns:
+        By request, the most blocks that it held, and the most that its plan allows;
+        tokens by request.
+    """
+    _add(driver, sent, max_tokens)
+    held: dict[str, list[int]] = {}
+    while driver.busy:
+        driver.step()
+        driver.check_blocks()
+        driver.check_policy_state()
+        for request in driver.scheduler.running:
+            blocks = driver.manager.req_to_blocks[request.request_id]
+            now = sum(not block.is_null for block in blocks)
+            most, _ = held.get(request.request_id.split("-")[0], (0, 0))
+            # With room for the drafts of the step that ended, and of the last token.
+            plan = driver.manager.plans.of(request)
+            bound = plan.peak_blocks(request.num_tokens + _DRAFTS)
+            held[request.request_id.split("-")[0]] = [max(most, now), bound]
+    return held, {name: driver.tokens[name] for name in sent}
+
+
+def _left_behind(driver: Driver) -> dict[str, int]:
+    driver.step()  # the worker hears of the last requests only now
+    driver.check_blocks()
+    return {
+        "tracked": driver.check_policy_state(),
+        "held_blocks": len(driver.held_blocks()),
+    }
+
+
+def talks(
+    model: str, policy: dict[str, Any], questions: list[int], number: int, seed: int
+) -> dict[str, Any]:
+    """Conversations that continue sessions, without and with speculation."""
+    plain = scenarios_sessions.talks(model, policy, questions, number)
+    drivers = []
+
+    def prepare(driver: Driver) -> None:
+        drivers.append(driver)
+        drafter = Oracle(driver, seed)
+        for tokens, *_ in plain["histories"]:
+            drafter.learn(tokens)
+
+    settings = {"speculative_config": NGRAM, "disable_log_stats": False}
+    run = scenarios_sessions.talks(
+        model, policy, questions, number, settings, prepare=prepare
+    )
+    return {"plain": plain, "speculating": run, **acceptance(drivers[0].llm)}
+
+
+def fuzz(model: str, policy: dict[str, Any], **arguments: Any) -> dict[str, int]:
+    """Random traffic of an engine that looks n-grams up."""
+    llms: list[Any] = []
+    settings = {"speculative_config": NGRAM, "disable_log_stats": False}
+    counts = scenarios_fuzz.fuzz(
+        model, policy, started=llms.append, **settings, **arguments
+    )
+    return counts | acceptance(llms[0])
