@@ -177,7 +177,7 @@ struct HeapView {
   std::int64_t plane_elems;
   std::int64_t block_size;
   std::int64_t head_dim;
-  std::int64_t element_size;  // 2 or 4
+  std::int64_t element_size;  // 1, 2 or 4
 
   template <typename Element>
   PagedKV<Element> paged(Element* pages, const PageLayout& layout) const {
@@ -191,8 +191,10 @@ template <typename Body>
 void with_element(const HeapView& view, const Body& body) {
   if (view.element_size == 4) {
     body(static_cast<std::uint32_t*>(nullptr));
-  } else {
+  } else if (view.element_size == 2) {
     body(static_cast<std::uint16_t*>(nullptr));
+  } else {
+    body(static_cast<std::uint8_t*>(nullptr));
   }
 }
 
@@ -210,8 +212,9 @@ inline HeapView view_heap(const char* op, const Tensor& heap, std::int64_t block
   Argument{op, "heap", heap}.require_dim(2);
   const ScalarType type = heap.scalar_type();
   if (type != ScalarType::Float && type != ScalarType::Half &&
-      type != ScalarType::BFloat16) {
-    fail(op, "heap must be float32, float16 or bfloat16, got ", type_name(type));
+      type != ScalarType::BFloat16 && type != ScalarType::Byte) {
+    fail(op, "heap must be float32, float16, bfloat16 or uint8, got ",
+         type_name(type));
   }
   const std::int64_t page_elems = heap.size(1);
   // The stride of a dimension of size 1 means nothing.

@@ -34,7 +34,7 @@ CODES: dict[str, str] = {
     "KVP016": "a layer uses ALiBi",
     "KVP017": "a layer has learned sinks, which the kernel does not support",
     "KVP018": "a layer shares the KV cache of another layer",
-    "KVP019": "the KV cache is quantized",
+    "KVP019": "the policy cannot run with this quantized KV cache",
     "KVP020": "the block size does not fit the attention kernels",
     "KVP021": "--kv-sharing-fast-prefill is set",
     "KVP022": "pipeline or context parallelism is not supported",

@@ -126,7 +126,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {"kv_transfer_config": CONNECTOR},
         ["'ExampleConnector'", "remove --kv-transfer-config"],
     ),
-    "fp8": (SNAPKV, {"kv_cache_dtype": "fp8"}, ["'fp8", "float32"]),
+    "fp8 and retrieval": (
+        {"name": "icecache"},
+        {"model": "deep", "kv_cache_dtype": "fp8"},
+        ["[KVP019]", "'fp8", "host memory"],
+    ),
     "pipeline parallel": (
         SNAPKV,
         {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
@@ -178,9 +182,14 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         ["1. [KVP048]", "2. [KVP007]", "'my.Scheduler'"],
     ),
     "model and cache": (
-        SNAPKV,
+        {"name": "icecache"},
         {"model": "mistral", "kv_cache_dtype": "fp8"},
         ["1. [KVP012]", "2. [KVP019]", "'fp8"],
+    ),
+    "scales in pages": (
+        SNAPKV,
+        {"kv_cache_dtype": "fp8_per_token_head"},
+        ["[KVP019]", "'fp8_per_token_head'", "fp8_e4m3, fp8_e5m2"],
     ),
 }
 
@@ -305,10 +314,10 @@ def vllm_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
         ),
         pytest.param(
             [
-                *("--kv-policy", "snapkv", "--kv-policy-config", '{"budget": 512}'),
+                *("--kv-policy", "quest", "--kv-policy-config", '{"budget": 512}'),
                 *("--kv-cache-dtype", "fp8", "--block-size", "16"),
             ],
-            ["1. [KVP019]", "'fp8", "2. [KVP020]", "block size 16"],
+            ["1. [KVP020]", "block size 16", "2. [KVP019]", "'fp8"],
             id="two reasons",
         ),
     ],

@@ -13,11 +13,11 @@ from vllm_kvplugins import ops
 from vllm_kvplugins.ops import dispatch
 from vllm_kvplugins.ops.layout import PageLayout
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.uint8]
 SIZES = [(16, 64), (32, 80), (64, 128), (128, 64), (5, 3), (1, 1)]
 LAYOUTS = ["natural", "interleaved", "transposed", "permuted"]
 NUM_PAGES = 9
-BITS = {2: torch.int16, 4: torch.int32}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def make_heap(layout: PageLayout, dtype: torch.dtype, seed: int, gap: int = 0):
@@ -248,7 +248,7 @@ BAD_CALLS = {
     ),
     "heap dtype": (
         lambda kv: ops.gather_tokens(with_pages(kv.pages.double()), ids(0), ids(0)),
-        r"heap must be float32, float16 or bfloat16, got",
+        r"heap must be float32, float16, bfloat16 or uint8, got",
     ),
     "heap dimensions": (
         lambda kv: ops.gather_tokens(with_pages(kv.pages[0]), ids(0), ids(0)),

@@ -182,6 +182,7 @@ def attend(case: Case, layer: int, query: torch.Tensor) -> torch.Tensor:
         head_size=HEAD_DIM,
         scale=SCALE,
         kv_cache_dtype="auto",
+        kv_scales=(1.0, 1.0),
         sinks=None,
         logits_soft_cap=0,
         layer_index=layer,

@@ -371,7 +371,7 @@ def test_models_with_a_window_switched_off_are_not(tmp_path, change):
         (["--policy-config", "{budget"], "KVP028", "{budget"),
         (["--policy-config", '{"windw": 3}'], "KVP036", "windw"),
         (["--policy-config", '{"budget": 10}'], "", "budget 10"),
-        (["--dtype", "fp8"], "KVP019", "fp8"),
+        (["--dtype", "fp8"], "KVP603", "fp8"),
         (["--dtype", "auto"], "KVP603", "auto"),
         (["--block-size", "16"], "KVP020", "16"),
         (["--policy", "exact-topk", "--dtype", "float16"], "KVP030", "float16"),

@@ -34,6 +34,14 @@ def cache_problems(dtype: str, block_size: int) -> list[str]:
         reasons.append(
             coded("KVP603", "--dtype auto depends on the machine; give a dtype")
         )
+    elif dtype.startswith("fp8") and not reasons:
+        reasons.append(
+            coded(
+                "KVP603",
+                f"--dtype {dtype} is not computed; keys and values take half the bytes "
+                "of bfloat16: give bfloat16 and halve what the pool holds",
+            )
+        )
     return reasons
 
 

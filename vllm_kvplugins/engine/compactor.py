@@ -225,7 +225,7 @@ class Views:
             positions = positions.gather(1, order)
         return LayerView(
             layer=layer,
-            keys=ordered(heap.keys(pages)),
+            keys=ordered(heap.keys(layer, pages)),
             positions=positions,
             valid=positions >= 0 if bool((positions < 0).any()) else None,
             queries=queries,
@@ -234,7 +234,7 @@ class Views:
             rotary=self.rotary,
             observed=observed,
             budget_tokens=budget_tokens,
-            load_values=lambda: ordered(heap.values(pages)),
+            load_values=lambda: ordered(heap.values(layer, pages)),
             page_votes=votes,
             rules=self.rules_of(layer),
         )
@@ -255,6 +255,8 @@ class Views:
         """
         if not reads_votes_from_pages(self.heap.pages.device):
             return None
+        if self.heap.fp8 is not None:
+            return None  # the kernel reads plain elements
         if not self.rules_of(layer).plain:
             return None  # the kernel knows no other rules
         kv, scale = self.heap.kv, self.scales[layer]

@@ -9,6 +9,34 @@ import torch
 from vllm_kvplugins.ops import dispatch as ops
 from vllm_kvplugins.ops.layout import PagedKV, PageLayout
 
+# By vLLM's names of caches with one scale per layer for keys and one for values.
+FP8_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """How to read the elements of an fp8 cache. Moves copy them bit by bit.
+
+    Attributes:
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        read_dtype: dtype of dequantized keys and values.
+        key_scales, value_scales: per layer; an element times its scale is the value.
+    """
+
+    dtype: torch.dtype
+    read_dtype: torch.dtype
+    key_scales: tuple[float, ...]
+    value_scales: tuple[float, ...]
+
+    def dequantized(self, elements: torch.Tensor, scale: float) -> torch.Tensor:
+        """Values of fp8 elements, given as uint8."""
+        values = elements.view(self.dtype).float().mul_(scale)
+        return values.to(self.read_dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class Heap:
@@ -18,6 +46,7 @@ class Heap:
         pages: [num_layers * num_blocks * num_kv_heads, page_elems], page id
             ``(layer * num_blocks + block) * num_kv_heads + kv_head``.
         layout: where K and V of a slot lie inside a page.
+        fp8: set if the pages are uint8 with fp8 elements.
         kv: pages and layout, for ops.
         layers: the same of each layer; page ids of a layer begin at 0.
     """
@@ -27,6 +56,7 @@ class Heap:
     num_layers: int
     num_blocks: int
     num_kv_heads: int
+    fp8: Fp8 | None = None
     kv: PagedKV = field(init=False, repr=False)
     layers: tuple[PagedKV, ...] = field(init=False, repr=False)
 
@@ -59,14 +89,29 @@ class Heap:
         ids = (layer * self.num_blocks + blocks.long()) * self.num_kv_heads + head
         return ids.reshape(self.rows, blocks.numel())
 
-    def keys(self, pages: torch.Tensor) -> torch.Tensor:
-        """[heads, pages * block_size, head_dim] of int64 [heads, pages]."""
-        return ops.gather_keys(self.kv, pages)
+    def keys(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """Keys of whole pages of a layer, dequantized.
 
-    def values(self, pages: torch.Tensor) -> torch.Tensor:
-        """[heads, pages * block_size, head_dim] of int64 [heads, pages]."""
-        return ops.gather_values(self.kv, pages)
+        Args:
+            pages: int64 [heads, pages].
 
+        Returns:
+            [heads, pages * block_size, head_dim].
+        """
+        keys = ops.gather_keys(self.kv, pages)
+        if self.fp8 is None:
+            return keys
+        return self.fp8.dequantized(keys, self.fp8.key_scales[layer])
+
+    def values(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """Values of whole pages of a layer; see :meth:`keys`."""
+        values = ops.gather_values(self.kv, pages)
+        if self.fp8 is None:
+            return values
+        return self.fp8.dequantized(values, self.fp8.value_scales[layer])
+
+    # Called outside of a step, and pages may be a view that a step made.
+    @torch.inference_mode()
     def clear(self, blocks: torch.Tensor) -> None:
         """Zero all keys and values of these blocks."""
         self.pages.index_fill_(0, self.page_ids(blocks).reshape(-1), 0)

@@ -103,8 +103,8 @@ class LocalLayer:
         )
         return _attention(
             queries,
-            torch.cat([self.heap.keys(pages)[:, :cached], keys], 1),
-            torch.cat([self.heap.values(pages)[:, :cached], values], 1),
+            torch.cat([self.heap.keys(0, pages)[:, :cached], keys], 1),
+            torch.cat([self.heap.values(0, pages)[:, :cached], values], 1),
             positions[None],
             positions[cached:],
             self.scale,

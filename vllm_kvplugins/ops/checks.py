@@ -14,7 +14,9 @@ import torch
 from vllm_kvplugins.ops.layout import PagedKV
 
 MAX_HEAD_DIM = 512  # kMaxHeadDim in csrc/include/kvp/elements.hpp
-HEAP_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+KEY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# uint8: elements of fp8, which moves copy bit by bit.
+HEAP_DTYPES = (*KEY_DTYPES, torch.uint8)
 # Low-rank factors, coarse entries, and pages that the mixed attention reads.
 FACTOR_DTYPES = (torch.float32, torch.bfloat16)
 

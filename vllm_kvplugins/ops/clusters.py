@@ -144,7 +144,7 @@ def backend_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     Raises:
         ValueError, RuntimeError: ``KVP_OPS`` is wrong or cannot be honoured.
     """
-    if dtype not in checks.HEAP_DTYPES or head_dim > checks.MAX_HEAD_DIM:
+    if dtype not in checks.KEY_DTYPES or head_dim > checks.MAX_HEAD_DIM:
         return "torch"
     if device.type == "cpu":
         return "compiled" if compiled_for(device)[0] else "torch"

@@ -145,8 +145,8 @@ class PagedKV:
     """A heap of pages and their layout, which ops take: ``kvp::PagedKV`` in csrc.
 
     Args:
-        pages: float32, float16 or bfloat16 [num_pages, page_elems], each page
-            contiguous. Ops check it.
+        pages: float32, float16, bfloat16 or uint8 (fp8 elements) [num_pages,
+            page_elems], each page contiguous. Ops check it.
         layout: the order of elements in a page, on the device of the pages.
     """
 

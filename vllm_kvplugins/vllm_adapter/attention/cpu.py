@@ -23,6 +23,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from vllm_kvplugins.engine.heap import FP8_DTYPES
+from vllm_kvplugins.engine.runtime import PolicyRuntime
 from vllm_kvplugins.ops.layout import PageLayout
 from vllm_kvplugins.vllm_adapter.attention.flat import (
     PolicyBuilder,
@@ -70,8 +72,10 @@ class PagedPolicyMetadataBuilder(PolicyBuilder, CPUAttentionMetadataBuilder):
     reorder_batch_threshold = None
 
     def page_layout(self, block_size: int, head_dim: int) -> PageLayout:
-        dtype = self.layers[0].kv_cache.dtype
-        return detect_layout(block_size, head_dim, dtype, self.isa)
+        cache = self.layers[0].kv_cache.dtype
+        return detect_layout(
+            block_size, head_dim, self.dtype, self.isa, cache, self.kv_cache_dtype
+        )
 
     def build(
         self, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any
@@ -122,6 +126,11 @@ class PagedPolicyImpl(PolicyImpl, CPUAttentionBackendImpl):
     metadata_type = PagedPolicyMetadata
     attends_with_sinks = True
     attends_with_softcap = True
+    kv_scales = (1.0, 1.0)
+
+    def bind(self, runtime: PolicyRuntime, layer_index: int, layer: Any) -> None:
+        super().bind(runtime, layer_index, layer)
+        self.kv_scales = layer._k_scale_float, layer._v_scale_float
 
     def attend(
         self,
@@ -207,6 +216,8 @@ class PagedPolicyImpl(PolicyImpl, CPUAttentionBackendImpl):
             softcap=self.logits_soft_cap,
             scheduler_metadata=sequences.schedule,
             s_aux=sinks,
+            k_scale=self.kv_scales[0],
+            v_scale=self.kv_scales[1],
             kv_cache_dtype=self.kv_cache_dtype,
         )
 
@@ -217,25 +228,49 @@ def _of_head(entries: torch.Tensor, head: int, heads: range) -> torch.Tensor:
 
 
 def detect_layout(
-    block_size: int, head_dim: int, dtype: torch.dtype, isa: str
+    block_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    isa: str,
+    cache_dtype: torch.dtype | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> PageLayout:
     """Detect how the kernel packs a page, by writing numbered elements into one.
 
     Each instruction set packs keys in its own order (transposed, or tiled for AMX).
-    Every element gets its index as the value, one digit in base 128 per write (digits
-    are exact in every dtype). The page then shows where each element went.
+    Every element gets its index as the value, one digit per write. The page then shows
+    where each element went. Digits are exact in every dtype: below 128, or below 8
+    for fp8, whose e5m2 has three significant bits.
+
+    Args:
+        dtype: of new keys and values.
+        cache_dtype: of the cache; None: ``dtype``.
+        kv_cache_dtype: vLLM's name of it.
     """
     elements = block_size * head_dim
     index = torch.arange(elements).view(block_size, 1, head_dim)
-    page = torch.zeros(1, 1, 2 * block_size, head_dim, dtype=dtype)
+    page = torch.zeros(1, 1, 2 * block_size, head_dim, dtype=cache_dtype or dtype)
     halves = page.chunk(2, dim=2)
     slots = torch.arange(block_size)
     indices = [torch.zeros(elements, dtype=torch.int64) for _ in halves]
-    for base in (1, 128, 128**2):
-        digit = ((index // base) % 128).to(dtype)
-        ops.cpu_attn_reshape_and_cache(digit, digit.clone(), *halves, slots, isa)
+    fp8 = FP8_DTYPES.get(kv_cache_dtype)
+    base, unit = (8 if fp8 else 128), 1
+    while unit < elements:
+        digit = ((index // unit) % base).to(dtype)
+        ops.cpu_attn_reshape_and_cache(
+            digit,
+            digit.clone(),
+            *halves,
+            slots,
+            isa,
+            kv_cache_dtype=kv_cache_dtype,
+        )
         for element_indices, half in zip(indices, halves, strict=True):
-            element_indices += half.reshape(-1).float().long() * base
+            written = half.reshape(-1)
+            if fp8 is not None:
+                written = written.view(fp8)
+            element_indices += written.float().long() * unit
+        unit *= base
     offsets = []
     for half_index, element_indices in enumerate(indices):
         assert torch.equal(element_indices.sort().values, torch.arange(elements)), (

@@ -21,7 +21,7 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
-from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.heap import FP8_DTYPES, Fp8, Heap
 from vllm_kvplugins.engine.page_table import FixedTable, FlatTable
 from vllm_kvplugins.engine.probe_attention import LocalLayer, Reach
 from vllm_kvplugins.engine.runtime import PolicyRuntime
@@ -83,7 +83,7 @@ class PolicyBuilder(ABC):
             ],
         )
         for index, layer in enumerate(self.layers):
-            layer.impl.bind(self.runtime, index)
+            layer.impl.bind(self.runtime, index, layer)
         self.context.register_heap_binding(self._bind_heap)
 
     def _local_problems(self) -> list[str]:
@@ -162,7 +162,7 @@ class PolicyImpl(ABC):
     attends_with_sinks = False
     attends_with_softcap = False
 
-    def bind(self, runtime: PolicyRuntime, layer_index: int) -> None:
+    def bind(self, runtime: PolicyRuntime, layer_index: int, layer: Any) -> None:
         """Called once by the metadata builder, which knows the index of the layer."""
         self.runtime = runtime
         self.layer_index = layer_index
@@ -286,6 +286,8 @@ def local_layer(layer: Any, layout: PageLayout) -> LocalLayer:
     num_blocks, num_kv_heads = cache.shape[:2]
     assert cache[0, 0].numel() == layout.page_elems, "the builder has checked the heads"
     pages = cache.view(num_blocks * num_kv_heads, layout.page_elems)
+    if layer.kv_cache_dtype in FP8_DTYPES:
+        pages = pages.view(torch.uint8)
 
     def blocks(first_query: int) -> torch.Tensor:
         step = impl.stock_metadata
@@ -296,7 +298,7 @@ def local_layer(layer: Any, layout: PageLayout) -> LocalLayer:
     reach = Reach(
         layer.sliding_window or 0, getattr(layer, "attention_chunk_size", None) or 0
     )
-    heap = Heap(pages, layout, 1, num_blocks, num_kv_heads)
+    heap = Heap(pages, layout, 1, num_blocks, num_kv_heads, fp8_of([layer]))
     return LocalLayer(heap, blocks, reach, impl.scale, logit_rules(impl))
 
 
@@ -343,7 +345,23 @@ def build_heap(layers: list[Any], layout: PageLayout) -> Heap:
         (page_elems, 1),
         first.storage_offset(),
     )
-    return Heap(pages, layout, len(caches), num_blocks, num_kv_heads)
+    fp8 = fp8_of(layers)
+    if fp8 is not None:
+        pages = pages.view(torch.uint8)
+    return Heap(pages, layout, len(caches), num_blocks, num_kv_heads, fp8)
+
+
+def fp8_of(layers: list[Any]) -> Fp8 | None:
+    """How to read the caches of these layers; None: their elements are plain."""
+    name = layers[0].kv_cache_dtype
+    if name not in FP8_DTYPES:
+        return None
+    return Fp8(
+        FP8_DTYPES[name],
+        layers[0].dtype,
+        tuple(layer._k_scale_float for layer in layers),
+        tuple(layer._v_scale_float for layer in layers),
+    )
 
 
 def flat_queries(

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from vllm_kvplugins.scoring.rotary import Rotary
 
 _PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
+# vLLM's names of fp8 caches with one scale per layer.
+_FP8_KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 _STOCK_WORKERS = (
     "auto",
     "vllm.v1.worker.cpu_worker.CPUWorker",
@@ -311,12 +313,13 @@ def cache_problems(cache: Any, page_tokens: int = 32) -> list[str]:
             default is that of vLLM's CPU kernel.
     """
     reasons = []
-    if cache.cache_dtype not in _PLAIN_KV_DTYPES:
+    known = (*_PLAIN_KV_DTYPES, *_FP8_KV_DTYPES)
+    if cache.cache_dtype not in known:
         reasons.append(
             coded(
                 "KVP019",
-                f"KV cache dtype {cache.cache_dtype!r} is quantized; set "
-                f"--kv-cache-dtype to one of {', '.join(_PLAIN_KV_DTYPES)}",
+                f"KV cache dtype {cache.cache_dtype!r} has scales inside of the pages, "
+                f"or is unknown; set --kv-cache-dtype to one of {', '.join(known)}",
             )
         )
     if cache.block_size % page_tokens:
@@ -335,6 +338,48 @@ def cache_problems(cache: Any, page_tokens: int = 32) -> list[str]:
             )
         )
     return reasons
+
+
+def fp8_problems(vllm_config: VllmConfig, policy: KVCachePolicy) -> list[str]:
+    """Why a policy cannot run with an fp8 cache."""
+    from vllm.platforms import current_platform
+
+    cache = vllm_config.cache_config
+    if cache.cache_dtype not in _FP8_KV_DTYPES:
+        return []
+    reasons = []
+    if not current_platform.is_cpu():
+        reasons.append("the attention kernels of a policy on GPUs read plain elements")
+    elif not (_cpu_has("_is_avx512_supported") or _cpu_has("_is_amx_tile_supported")):
+        reasons.append("vLLM's CPU kernel needs AVX-512 for it")
+    if (head_size := vllm_config.model_config.get_head_size()) % 32:
+        reasons.append(
+            "vLLM's CPU kernel needs heads of a multiple of 32 elements, not "
+            f"{head_size}"
+        )
+    if policy.retrieval is not None or policy.spans is not None:
+        reasons.append(
+            f"{policy.name} keeps keys in host memory, in the dtype of the cache, and "
+            "its kernels read plain elements"
+        )
+    if cache.kv_cache_dtype_skip_layers:
+        reasons.append(
+            "--kv-cache-dtype-skip-layers gives layers pages of different sizes"
+        )
+    return [
+        coded(
+            "KVP019",
+            f"KV cache dtype {cache.cache_dtype!r}: {reason}; use --kv-cache-dtype "
+            "auto",
+        )
+        for reason in reasons
+    ]
+
+
+def _cpu_has(check: str) -> bool:
+    import torch
+
+    return bool(getattr(torch.cpu, check)())
 
 
 def _page_tokens() -> int:

@@ -117,6 +117,7 @@ def finish_config(
             *_hybrid_problems(args, vllm_config, request, policy),
             *kernel_choice.problems(vllm_config, request),
             *validation.dtype_problems(policy, vllm_config.model_config),
+            *validation.fp8_problems(vllm_config, policy),
             *validation.softcap_problems(policy, vllm_config.model_config),
             *_shape_problems(vllm_config, policy),
             *speculation.problems(vllm_config, policy, layer_types_of(vllm_config)),

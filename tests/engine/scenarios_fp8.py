@@ -1,0 +1,91 @@
+"""An fp8 KV cache, with scales unless they are 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from driver import Driver, make_llm
+from texts import english_tokens, random_tokens
+from tiny_model import VOCABULARY
+
+_QUESTION = 20  # tokens of the last turn
+
+
+def _set_scales(scales: tuple[float, float]) -> None:
+    """Give all layers these scales of keys and values, as a checkpoint would."""
+    from vllm.model_executor.layers.attention import attention
+
+    original = attention.set_default_quant_scales
+
+    def with_scales(layer: Any, *args: Any, **kwargs: Any) -> None:
+        original(layer, *args, **kwargs)
+        for name, scale in zip("kv", scales, strict=True):
+            getattr(layer, f"_{name}_scale").fill_(scale)
+            setattr(layer, f"_{name}_scale_float", scale)
+
+    attention.set_default_quant_scales = with_scales
+
+
+def traffic(
+    model: str,
+    policy: dict[str, Any] | None,
+    cache: str,
+    lengths: list[int],
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> dict[str, Any]:
+    """Tokens of prompts together, alone, and behind the prefix of an earlier one."""
+    _set_scales(scales)
+    llm = make_llm(
+        model,
+        policy,
+        kv_cache_dtype=cache,
+        max_model_len=4096,
+        skip_tokenizer_init=False,
+    )
+    driver = Driver(llm)
+    turns = getattr(driver.manager.kv_cache_spec, "policy", None)
+    turns = turns.turns if turns else None
+    patched = random_tokens(9, 40, VOCABULARY) if turns and turns.history_only else None
+
+    def run(kind: str, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
+        for name, prompt in prompts.items():
+            ends = [len(prompt) - _QUESTION] if turns else None
+            driver.add(f"{kind}-{name}", prompt, 40, turn_ends=ends, patched=patched)
+        driver.run()
+        return {name: driver.tokens[f"{kind}-{name}"] for name in prompts}
+
+    prompts = {str(n): random_tokens(n, n, VOCABULARY) for n in lengths}
+    together = run("together", prompts)
+    hits = run("hits", prompts)
+    cached = [driver.cached[f"hits-{name}"] for name in prompts]
+    alone: dict[str, list[int]] = {}
+    for name, prompt in prompts.items():
+        driver.llm.reset_prefix_cache()
+        alone |= run("alone", {name: prompt})
+    driver.step()
+    driver.check_blocks()
+    return {
+        "together": together,
+        "hits": hits,
+        "alone": alone,
+        "cached": cached,
+        "held": len(driver.held_blocks()),
+        "compactions": getattr(driver.manager, "compactions", 0),
+    }
+
+
+def kept(
+    model: str, policy: dict[str, Any], cache: str, tokens: int, seed: int, dtype: str
+) -> list[Any]:
+    """Positions that a policy keeps of an English text, by layer and KV head."""
+    from transformers import AutoTokenizer
+
+    prompt = english_tokens(AutoTokenizer.from_pretrained(model), seed, tokens)
+    llm = make_llm(model, policy, kv_cache_dtype=cache, max_model_len=2048, dtype=dtype)
+    driver = Driver(llm)
+    llm.collective_rpc("kv_policy_record", args=(True,))
+    driver.generate({"text": prompt[:tokens]}, 4)
+    driver.step()
+    (records,) = llm.collective_rpc("kv_policy_take_records")
+    positions: list[Any] = records[0].kept_positions
+    return positions
