@@ -63,7 +63,7 @@ def relative(actual: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 def errors(
     prompt: Prompt, dtype: torch.dtype, positions: range
 ) -> dict[str, dict[str, list[float]]]:
-    """Errors by conversion and measure: one per layer, and one per query for outputs."""
+    """Errors by conversion and measure: one per layer; of outputs, one per query."""
     offloaded = slice(SINKS, prompt.tokens - WINDOW)
     converted = conversions(prompt.keys[0].shape[2], dtype)
     found = {name: {what: [] for what in MEASURES} for name in converted}

@@ -34,7 +34,8 @@ std::vector<std::uint8_t> quantized(const QuantizedRows& rows,
 
 // Also checks that a row writes and reads no byte beyond its own: the sanitizers see
 // the end of both vectors.
-std::vector<float> round_trip(const QuantizedRows& rows, const std::vector<float>& values) {
+std::vector<float> round_trip(const QuantizedRows& rows,
+                              const std::vector<float>& values) {
   const std::vector<std::uint8_t> row = quantized(rows, values);
   std::vector<float> out(values.size());
   const Index dims = rows.format.head_dim;
@@ -72,7 +73,8 @@ void test_errors(const QuantizedKernels& kernels, std::mt19937& random) {
           const Index stop = std::min(first + group, dims);
           const auto [low, high] =
               std::minmax_element(values.begin() + first, values.begin() + stop);
-          const double size = std::max(std::fabs(double{*low}), std::fabs(double{*high}));
+          const double size =
+              std::max(std::fabs(double{*low}), std::fabs(double{*high}));
           const double range = (double{*high} - *low) / ((1 << bits) - 1);
           // The step is at most 1/128 larger than that.
           const double bound =
@@ -122,7 +124,8 @@ void test_all_levels_agree(std::mt19937& random) {
       const std::vector<float> values = random_row(40 * dims, random);
       std::vector<std::uint8_t> bytes;
       std::vector<float> back;
-      for (const QuantizedKernels* kernels : kvp::runnable_kernels<QuantizedKernels>()) {
+      for (const QuantizedKernels* kernels :
+           kvp::runnable_kernels<QuantizedKernels>()) {
         const QuantizedRows rows{{dims, bits}, kernels};
         const std::vector<std::uint8_t> row = quantized(rows, values);
         const std::vector<float> read = round_trip(rows, values);
@@ -158,7 +161,8 @@ void test_key_views(const QuantizedKernels& quantized_kernels, const Kernels& ke
     for (const Index dims : {5, 64, 80}) {
       const QuantizedRows rows{{dims, bits}, &quantized_kernels};
       for (const Index n : {1, 15, 100}) {
-        const std::vector<std::uint8_t> row = quantized(rows, clustered(n, dims, random));
+        const std::vector<std::uint8_t> row =
+            quantized(rows, clustered(n, dims, random));
         const Index pages = (n + kSlots - 1) / kSlots, bytes = rows.row_bytes();
         std::vector<Index> table(static_cast<std::size_t>(pages));
         std::iota(table.begin(), table.end(), 0);
@@ -171,7 +175,8 @@ void test_key_views(const QuantizedKernels& quantized_kernels, const Kernels& ke
         view.table = table.data();
         view.num_places = pages * kSlots;
         view.rows = rows;
-        std::vector<std::uint8_t> memory(static_cast<std::size_t>(pages * view.page_stride));
+        std::vector<std::uint8_t> memory(
+            static_cast<std::size_t>(pages * view.page_stride));
         std::vector<float> values(static_cast<std::size_t>(n * dims));
         std::vector<Index> offsets;
         for (Index i = 0; i < n; ++i) {
@@ -183,7 +188,8 @@ void test_key_views(const QuantizedKernels& quantized_kernels, const Kernels& ke
         const KeyView plain = dense(values, dims);
         const std::vector<float> queries = clustered(kGroup, dims, random);
         const auto size = static_cast<std::size_t>(n);
-        std::vector<float> scratch(size * dims), right(size * kGroup), actual(size * kGroup);
+        std::vector<float> scratch(size * dims), right(size * kGroup),
+            actual(size * kGroup);
         score_run(kernels, plain, queries.data(), kGroup, 0, n, scratch.data(),
                   right.data(), n);
         score_run(kernels, view, queries.data(), kGroup, 0, n, scratch.data(),
@@ -224,7 +230,8 @@ void test_hot_slots(const QuantizedKernels& kernels, std::mt19937& random) {
     kvp::QuantizedTokens<Element> tokens(bytes, rows);
     std::vector<Element> heap(2 * 2 * kBlock * kDim);
     const kvp::PagedKV<Element> kv{heap.data(), 2, 2 * kBlock * kDim, layout};
-    std::vector<Index> hot{0, 1, 2, 3, 4, 5}, page{0, 0, 0, 0, 1, 1}, slot{0, 1, 2, 3, 0, 1};
+    std::vector<Index> hot{0, 1, 2, 3, 4, 5}, page{0, 0, 0, 0, 1, 1},
+        slot{0, 1, 2, 3, 0, 1};
     const std::vector<Index> wanted{15, 7, 9, 6, 8, 10};
     std::vector<std::uint8_t> mark(kTokens);
     const kvp::HotSlots slots{hot.data(), page.data(), slot.data(), kHot};
@@ -233,8 +240,9 @@ void test_hot_slots(const QuantizedKernels& kernels, std::mt19937& random) {
     for (std::size_t i = 0; i < kHot; ++i) {
       for (int plane = 0; plane < 2; ++plane) {
         std::vector<float> wide(kDim);
-        rows.read(host.data() + (bytes.row(hot[i]) + plane * kHostPage) * rows.row_bytes(),
-                  wide.data());
+        rows.read(
+            host.data() + (bytes.row(hot[i]) + plane * kHostPage) * rows.row_bytes(),
+            wide.data());
         std::vector<Element> right(kDim);
         kvp::narrow_row(wide.data(), kDim, right.data());
         const Element* actual = heap.data() + page[i] * 2 * kBlock * kDim +

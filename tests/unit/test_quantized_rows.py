@@ -9,7 +9,13 @@ from vllm_kvplugins import ops
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.engine.retrieval.host_tier import HostTier
 from vllm_kvplugins.errors import KVPolicyError, codes_in
-from vllm_kvplugins.index import BruteForceIndex, DCIIndex, Keys, compiled, scan_in_torch
+from vllm_kvplugins.index import (
+    BruteForceIndex,
+    DCIIndex,
+    Keys,
+    compiled,
+    scan_in_torch,
+)
 from vllm_kvplugins.ops import QuantizedRows
 from vllm_kvplugins.plan.geometry import Geometry
 
@@ -116,7 +122,11 @@ def test_bad_rows_are_refused(random):
         ({"out": out.half()}, "float32 or bfloat16"),
         ({"rows": quantized.to(torch.int8)}, "uint8"),
     ):
-        arguments = {"out": out, "rows": quantized, "ids": torch.tensor([0, 1])} | change
+        arguments = {
+            "out": out,
+            "rows": quantized,
+            "ids": torch.tensor([0, 1]),
+        } | change
         with pytest.raises(ValueError, match=message):
             rows.dequantize_into(**arguments)
     with pytest.raises(ValueError, match="float32 or bfloat16"):
@@ -129,7 +139,7 @@ HEADS, TOKENS, DIM, PAGE = 2, 90, 40, 8
 
 
 def tier_of(random, bits: int, dtype: torch.dtype) -> tuple[HostTier, torch.Tensor]:
-    """A tier, and a table of pages for two requests: keys, and values of other signs."""
+    """A tier, and a table of pages for two requests."""
     rows, pages = QuantizedRows(DIM, bits), -(-TOKENS // PAGE)
     total = 2 * HEADS * pages
     size = 2 * PAGE * rows.row_bytes
@@ -211,9 +221,7 @@ def test_hot_slots_hold_dequantized_tokens(random, backend, bits, dtype):
     )
     wanted = torch.stack([torch.arange(30, 39), torch.arange(81, 90)])
     wanted = wanted[:, None].expand(2, HEADS, 9).contiguous()
-    copied = ops.fill_hot(
-        kv, tier.host_pages(table), wanted, torch.tensor([0, 1]), hot
-    )
+    copied = ops.fill_hot(kv, tier.host_pages(table), wanted, torch.tensor([0, 1]), hot)
     assert copied.tolist() == [HEADS * 9] * 2
     for request in range(2):
         for head in range(HEADS):
@@ -239,15 +247,18 @@ def test_a_gpu_cannot_dequantize():
     assert codes_in(str(caught.value)) == ("KVP037",)
 
 
-@pytest.mark.parametrize("name", ["exact-topk", "icecache", "quest", "arkvale", "pqcache"])
+@pytest.mark.parametrize(
+    "name", ["exact-topk", "icecache", "quest", "arkvale", "pqcache"]
+)
 @pytest.mark.parametrize("element_bytes", [2, 4])
 def test_reservations_count_codes_scales_and_the_index(name, element_bytes):
     """68 of 128 or 256 bytes per row of 64 elements, and 40; the index is as large."""
     per_token = 2 * 30 * 3 * 64 * element_bytes
     shape = Geometry(32, 30, 3, per_token, 64, element_bytes)
     need = {
-        host_dtype: parse_policy({"name": name, "host_dtype": host_dtype})
-        .host_bytes(4096, shape)
+        host_dtype: parse_policy({"name": name, "host_dtype": host_dtype}).host_bytes(
+            4096, shape
+        )
         for host_dtype in ("auto", "int8", "int4")
     }
     rows = 2 * 28 * 3 * (4096 - 16 - 64)

@@ -16,6 +16,7 @@ from retrieving_engine import BLOCK, RETRIEVERS, SINKS, SKIP, engine
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError, codes_in
 from vllm_kvplugins.index import Keys
+from vllm_kvplugins.index.compiled import CompiledIndex
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.quest import PageBounds
 from vllm_kvplugins.policies.retrieval import WholeFirstLayers
@@ -67,6 +68,9 @@ def test_quantized_tokens_are_fetched(name, host_dtype):
     for layer, pages in state.pages.items():
         exact = request.keys[layer][:, SINKS : SINKS + state.tokens]
         assert retrieval.tier.read_keys(pages, tokens).equal(fake._on_host(exact))
+        index = retrieval._indexer._ready(state.layers[layer])
+        if isinstance(index, CompiledIndex):
+            index.check_integrity(retrieval.tier.keys(pages[None]))
     for cached, exact in zip(
         fake._cached(request), (request.keys, request.values), strict=True
     ):

@@ -171,9 +171,7 @@ def _rounded_up(step: torch.Tensor) -> torch.Tensor:
     Steps that a processor may flush to zero become 0.
     """
     bits = step.view(torch.int32) + 0xFFFF & ~0xFFFF
-    return bits.view(torch.float32).where(
-        step >= torch.finfo(torch.float32).tiny, 0.0
-    )
+    return bits.view(torch.float32).where(step >= torch.finfo(torch.float32).tiny, 0.0)
 
 
 def _packed(codes: torch.Tensor) -> torch.Tensor:

@@ -225,17 +225,17 @@ struct QuantizedKernels {
   void (*dequantize)(const QuantizedFormat&, const std::uint8_t*, float*);
 };
 
-#define KVP_KERNELS(NAME, SIMD, TARGET)                                         \
-  namespace NAME {                                                              \
-  TARGET inline void quantize_row(const QuantizedFormat& format,                \
-                                  const float* values, std::uint8_t* row) {     \
-    quantize_row_body<static_cast<int>(lanes_of(SIMD))>(format, values, row);   \
-  }                                                                             \
-  TARGET inline void dequantize_row(const QuantizedFormat& format,              \
-                                    const std::uint8_t* row, float* out) {      \
-    dequantize_row_body<static_cast<int>(lanes_of(SIMD))>(format, row, out);    \
-  }                                                                             \
-  inline constexpr QuantizedKernels quantized{SIMD, quantize_row, dequantize_row}; \
+#define KVP_KERNELS(NAME, SIMD, TARGET)                                               \
+  namespace NAME {                                                                    \
+  TARGET inline void quantize_row(const QuantizedFormat& format, const float* values, \
+                                  std::uint8_t* row) {                                \
+    quantize_row_body<static_cast<int>(lanes_of(SIMD))>(format, values, row);         \
+  }                                                                                   \
+  TARGET inline void dequantize_row(const QuantizedFormat& format,                    \
+                                    const std::uint8_t* row, float* out) {            \
+    dequantize_row_body<static_cast<int>(lanes_of(SIMD))>(format, row, out);          \
+  }                                                                                   \
+  inline constexpr QuantizedKernels quantized{SIMD, quantize_row, dequantize_row};    \
   }
 
 namespace quantized_rows {
