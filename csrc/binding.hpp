@@ -48,6 +48,8 @@ inline const char* type_name(ScalarType type) {
       return "int64";
     case ScalarType::Bool:
       return "bool";
+    case ScalarType::Byte:
+      return "uint8";
     default:
       return torch::headeronly::toString(type);
   }

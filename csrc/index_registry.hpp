@@ -15,6 +15,7 @@
 #include "binding.hpp"
 #include "kvp/index_forest.hpp"
 #include "kvp/votes.hpp"
+#include "quantized_check.hpp"
 
 namespace kvp::binding {
 
@@ -146,33 +147,47 @@ inline void require_usable(const char* op, const AnyIndex& key_index) {
   }
 }
 
+// What a tensor's last dimension holds: head_dim elements, or the bytes of quantized rows.
+inline void set_elements(const char* op, const Tensor& keys, KeyView& view) {
+  const ScalarType type = keys.scalar_type();
+  const std::int64_t last = keys.dim() - 1, width = keys.size(last);
+  if (type == ScalarType::Byte) {
+    view.rows = quantized_rows_of(op, "keys", keys, view.head_dim);
+    return;
+  }
+  if (type != ScalarType::Float && type != ScalarType::BFloat16) {
+    fail(op, "keys must be float32 or bfloat16, or quantized (uint8), got ",
+         type_name(type));
+  }
+  if (width != view.head_dim) {
+    fail(op, "keys must have ", view.head_dim, " elements, got ", shape_of(keys));
+  }
+  view.type = type == ScalarType::Float ? index::ElementType::kFloat32
+                                        : index::ElementType::kBFloat16;
+  view.dim_stride = keys.stride(last);
+}
+
 // Keys of all (request, head), from [requests, heads, n, head_dim] of any strides,
 // or from pages [num_pages, block_size, head_dim] and a table of page ids
-// [requests, heads, pages].
+// [requests, heads, pages]. Quantized keys have bytes of rows instead of head_dim.
 inline std::vector<KeyView> view_keys(const char* op, const Tensor& keys,
                                       const Tensor& table, std::int64_t requests,
                                       std::int64_t heads, std::int64_t head_dim) {
   const Argument argument{op, "keys", keys};
   if (!keys.is_cpu()) fail(op, "keys must be on the CPU");
-  const ScalarType type = keys.scalar_type();
-  if (type != ScalarType::Float && type != ScalarType::BFloat16) {
-    fail(op, "keys must be float32 or bfloat16, got ", type_name(type));
-  }
   const bool paged = keys.dim() == 3;
   if (!paged) argument.require_dim(4);
   const std::int64_t last = keys.dim() - 1;
-  if (keys.size(last) != head_dim || keys.size(last - 1) > 0x7fffffff ||
+  KeyView view;
+  view.head_dim = head_dim;
+  set_elements(op, keys, view);
+  if (keys.size(last - 1) > 0x7fffffff ||
       (!paged && (keys.size(0) != requests || keys.size(1) != heads))) {
     fail(op, "keys must be [", requests, ", ", heads, ", n, ", head_dim,
          "] or pages [num_pages, block_size, ", head_dim, "], got ", shape_of(keys));
   }
-  KeyView view;
-  view.type = type == ScalarType::Float ? index::ElementType::kFloat32
-                                        : index::ElementType::kBFloat16;
-  view.head_dim = head_dim;
   view.slots_per_page = std::max<std::int64_t>(keys.size(last - 1), 1);
   view.slot_stride = keys.stride(last - 1);
-  view.dim_stride = keys.stride(last);
   std::int64_t per_row = 0;
   const std::int64_t* ids = nullptr;
   if (paged) {

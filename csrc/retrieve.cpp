@@ -158,14 +158,23 @@ Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets, const Tensor& v_off
                   view.block_size, view.head_dim);
   const HotCall call = checked_hot_call(op, host, table, wanted, slot_indices, token,
                                         page, slot, counts);
-  Argument{op, "host", host}.require_type(heap.scalar_type());
-  if (host.size(3) != view.head_dim) {
-    fail(op, "host must be [pages, 2, page_tokens, ", view.head_dim, "], got ",
-         shape_of(host));
+  const bool quantized = host.scalar_type() == ScalarType::Byte;
+  QuantizedRows rows;
+  if (quantized) {
+    rows = quantized_rows_of(op, "host", host, view.head_dim);
+    if (heap.scalar_type() == ScalarType::Half) {
+      fail(op, "a float16 heap has no quantized host pages");
+    }
+  } else {
+    Argument{op, "host", host}.require_type(heap.scalar_type());
+    if (host.size(3) != view.head_dim) {
+      fail(op, "host must be [pages, 2, page_tokens, ", view.head_dim, "], got ",
+           shape_of(host));
+    }
   }
   std::vector<std::int64_t> copied(static_cast<std::size_t>(call.tasks()));
   with_element(view, [&](auto* tag) {
-    const auto* from = read(host, tag);
+    using Element = std::remove_pointer_t<decltype(tag)>;
     const auto kv = view.paged(write(heap, tag), layout);
     for_all(call.tasks(), [&](std::int64_t task) {
       const HotSlots hot = call.slots(task);
@@ -176,13 +185,22 @@ Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets, const Tensor& v_off
                hot.slot[i], " of page ", hot.page[i], ", which the heap does not have");
         }
       }
-      const HostTokens<std::remove_pointer_t<decltype(tag)>> tokens{
-          from, call.pages(task), call.page_tokens, view.head_dim};
-      copied[static_cast<std::size_t>(task)] = call.run(
-          task, [&](const std::int64_t* own_wanted, std::int64_t n, auto& mark) {
-            return fill_hot_slots(tokens, call.capacity(), own_wanted, n, hot, kv,
-                                  mark);
-          });
+      const auto fill = [&](auto tokens) {
+        copied[static_cast<std::size_t>(task)] = call.run(
+            task, [&](const std::int64_t* own_wanted, std::int64_t n, auto& mark) {
+              return fill_hot_slots(tokens, call.capacity(), own_wanted, n, hot, kv,
+                                    mark);
+            });
+      };
+      if (quantized) {
+        const HostTokens<std::uint8_t> bytes{
+            static_cast<const std::uint8_t*>(host.const_data_ptr()), call.pages(task),
+            call.page_tokens, rows.row_bytes()};
+        fill(QuantizedTokens<Element>(bytes, rows));
+      } else {
+        fill(HostTokens<Element>{read(host, tag), call.pages(task), call.page_tokens,
+                                 view.head_dim});
+      }
     });
   });
   return per_request(call, slot_indices, copied);

@@ -91,6 +91,7 @@ CODES: dict[str, str] = {
     "KVP138": "check-policy: a session cannot store what `observe` returned",
     "KVP139": "check-policy: all scores are equal",
     "KVP140": 'icecache: `fetch: "pages"` with `index: "codes"`',
+    "KVP141": "host_dtype 'int8' or 'int4' with host_fetch 'direct'",
     # 200-299: worker and attention
     "KVP201": "a policy's `score` did not return one float per slot",
     "KVP202": "the KV caches of the layers are not one allocation",

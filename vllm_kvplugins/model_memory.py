@@ -72,6 +72,8 @@ class ModelMemory:
                 num_layers=managed.num_layers,
                 num_kv_heads=shape.num_kv_heads,
                 kv_bytes_per_token=managed.bytes_per_token(element_bytes),
+                head_dim=shape.head_dim,
+                element_bytes=element_bytes,
             ),
             other_layers(model.hf_text_config, types),
             block_size * in_block.bytes_per_token(element_bytes),

@@ -3,7 +3,8 @@
 Reads a document once with full KV. Offloads its first tokens as the engine would.
 Single later queries then request a budget of tokens from each retriever. Reports the
 attention to the tokens found, summed over the queries that share a KV head, as a share
-of what the exact choice of the same size gets.
+of what the exact choice of the same size gets. With ``host_dtype`` the index reads
+quantized keys, and attention is still that of the exact keys.
 
     python benchmarks/quality/coverage.py MODEL DOCUMENTS --json-out coverage.json
 """
@@ -12,10 +13,12 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import _path  # noqa: F401
+import torch
 import typer
 from _documents import read_documents
 from _engine import provenance
@@ -48,6 +51,14 @@ def retrievers() -> list[dict[str, Any]]:
     return [*result, *VARIANTS]
 
 
+def keys_on_host(policy: Any, keys: torch.Tensor) -> Keys:
+    """Keys [heads, n, head_dim] as the policy's host tier has them."""
+    rows = policy.quantized_rows(keys.shape[2])
+    if rows is None:
+        return Keys.dense(keys)
+    return replace(Keys.dense(rows.quantize(keys)), quantized=rows)
+
+
 def coverage(
     policy: Any, prompt: Prompt, offloaded: range, positions: range
 ) -> dict[int, list[float]]:
@@ -57,14 +68,15 @@ def coverage(
         keys = prompt.keys[layer][:, offloaded.start : offloaded.stop]
         heads, _, head_dim = keys.shape
         index = policy.new_index(heads, head_dim)
-        index.append(keys, 0)
+        on_host = keys_on_host(policy, keys)
+        index.append(on_host.gather()[0], 0)
         scale = prompt.scales[layer]
         for position in positions:
             queries = prompt.queries[layer][:, position]
             grouped = queries.reshape(heads, -1, head_dim)
             worth = (grouped @ keys.transpose(1, 2) * scale).softmax(-1).sum(1)
             for budget in BUDGETS:
-                result = index.select(grouped, Keys.dense(keys), scale, budget)
+                result = index.select(grouped, on_host, scale, budget)
                 held = worth.gather(1, result.clamp(min=0)).masked_fill(result < 0, 0)
                 best = worth.topk(budget).values.sum(1)
                 shares[budget] += (held.sum(1) / best).tolist()

@@ -187,7 +187,12 @@ def measure(
     element_bytes = 4 if setting.dtype == "float32" else 2
     token_bytes = shape.bytes_per_token(element_bytes)
     geometry = Geometry(
-        setting.block_size, shape.num_layers, shape.num_kv_heads, token_bytes
+        setting.block_size,
+        shape.num_layers,
+        shape.num_kv_heads,
+        token_bytes,
+        shape.head_dim,
+        element_bytes,
     )
     source = provenance()
     header = {

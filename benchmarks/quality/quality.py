@@ -319,7 +319,12 @@ def measure(
     shape = read_model_config(setting.model, setting.dtype).cache_shape()
     token_bytes = shape.bytes_per_token(ELEMENT_BYTES[setting.dtype])
     geometry = Geometry(
-        setting.block_size, shape.num_layers, shape.num_kv_heads, token_bytes
+        setting.block_size,
+        shape.num_layers,
+        shape.num_kv_heads,
+        token_bytes,
+        shape.head_dim,
+        ELEMENT_BYTES[setting.dtype],
     )
     header = {
         "settings": setting.header(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 from driver import Driver, make_llm
@@ -74,3 +76,53 @@ def held_while_generating(
     driver.step()
     assert driver.check_policy_state() == 0
     return steps
+
+
+def host_memory(
+    model: str, policy: dict[str, Any], prompts: list[list[int]], max_tokens: int
+) -> dict[str, Any]:
+    """Answers of requests that run together, and the host memory that they need.
+
+    ``reserved``: maximum of the metric; ``used``: bytes of the pages in the host tier.
+    """
+    llm = make_llm(model, policy, max_model_len=4096, disable_log_stats=False)
+    driver = Driver(llm)
+    for index, prompt in enumerate(prompts):
+        driver.add(str(index), prompt, max_tokens)
+    reserved = used = 0
+    while driver.busy:
+        driver.step()
+        reserved = max(reserved, int(_metric(driver, "host_bytes")))
+        (tier,) = (extension.tier for extension in driver.runtime.extensions)
+        used = max(used, (len(tier.pages) - tier.num_free) * tier.page_bytes)
+    driver.step()
+    assert driver.check_policy_state() == 0
+    return {"tokens": driver.tokens, "reserved": reserved, "used": used}
+
+
+def pass_keys(model: str, policy: dict[str, Any], tokens: int, depths: int) -> int:
+    """Pass keys that ``benchmarks/quality/needle.py`` finds in filler, in bfloat16."""
+    sys.path.extend(map(str, (Path(__file__).parents[2] / "benchmarks").glob("*/")))
+    from _pass_key import filler, plant
+    from _talk import render
+    from needle import MAX_TOKENS, says
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model,
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=4096,
+        kv_cache_memory_bytes=1 << 30,
+        additional_config={"kv_policy": policy},
+    )
+    tokenizer, lines = llm.get_tokenizer(), filler(tokens)
+    made = [plant(lines, depth, depths) for depth in range(depths)]
+    ids = [render(tokenizer, [{"role": "user", "content": text}]) for text, _ in made]
+    outputs = llm.generate(
+        [{"prompt_token_ids": each} for each in ids],
+        SamplingParams(temperature=0, max_tokens=MAX_TOKENS),
+        use_tqdm=False,
+    )
+    answers = [output.outputs[0].text for output in outputs]
+    return sum(says(text, key) for text, (_, key) in zip(answers, made, strict=True))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from harness import INTERPRETED, run_scenario
 from policy_settings import policies_that, retrieve
+from texts import random_tokens
+from tiny_model import VOCABULARY
 
 pytestmark = pytest.mark.engine
 
@@ -56,6 +58,43 @@ def test_requests_take_turns_in_a_small_host_tier(tiny_model):
     assert run["finished"] == 5
     assert run["reserved_after"] == run["held_after"] == 0
     assert "lower max_tokens" in run["refused"]
+
+
+def test_quantized_host_memory_answers_as_before(tiny_model):
+    """Random weights make a chaotic model: 4 of 6 answers of 40 tokens are the same.
+    With 4 bits, none is. Rows have 32 channels: 128 bytes in float32, 36 in int8.
+    """
+    runs = {}
+    for host_dtype in ("auto", "int8"):
+        policy = {"name": "icecache", **SMALL, "budget": 64, "host_dtype": host_dtype}
+        prompts = [random_tokens(seed, 300, VOCABULARY) for seed in range(6)]
+        runs[host_dtype] = run_scenario(
+            "scenarios_retrieval:host_memory",
+            {
+                "model": tiny_model,
+                "policy": policy,
+                "prompts": prompts,
+                "max_tokens": 40,
+            },
+        )
+    exact, quantized = runs["auto"], runs["int8"]
+    same = [quantized["tokens"][name] == exact["tokens"][name] for name in "012345"]
+    assert sum(same) >= 4
+    assert quantized["used"] * 128 == exact["used"] * 36 > 0
+    # The index takes up to half of the keys and values in the cache.
+    assert quantized["reserved"] / exact["reserved"] == (36 / 128 + 0.5) / 1.5
+    assert exact["reserved"] > exact["used"]
+    assert quantized["reserved"] > quantized["used"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host_dtype", ["auto", "int8", "int4"])
+def test_pass_keys_in_quantized_host_memory(model_path, host_dtype):
+    policy = {"name": "icecache", "budget": 64, "host_dtype": host_dtype}
+    arguments = {"model": model_path, "policy": policy, "tokens": 1000, "depths": 20}
+    found = run_scenario("scenarios_retrieval:pass_keys", arguments, timeout=900)
+    print(host_dtype, found, "of 20")
+    assert found >= (15 if host_dtype == "int4" else 20)
 
 
 def test_traffic_leaves_nothing_behind(tiny_model):

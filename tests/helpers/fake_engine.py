@@ -131,7 +131,7 @@ class FakeEngine:
         pages = torch.full((rows, layout.page_elems), torch.nan)
         self.heap = Heap(pages, layout, LAYERS, blocks, KV_HEADS)
         per_token = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
-        geometry = Geometry(block, LAYERS, KV_HEADS, per_token)
+        geometry = Geometry(block, LAYERS, KV_HEADS, per_token, HEAD_DIM, 4)
         self.runtime = PolicyRuntime(parse_policy(policy), geometry, sessions)
         model = ProbeModel(self._run_probe, encode, POSITIONS, max_tokens=128)
         rotary = make_rotary(HEAD_DIM)

@@ -5,11 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fake_engine import GROUP, KV_HEADS, LAYERS, SCALE, FakeEngine, Request, attend
+from fake_engine import (
+    GROUP,
+    HEAD_DIM,
+    KV_HEADS,
+    LAYERS,
+    SCALE,
+    FakeEngine,
+    Request,
+    attend,
+)
 from policy_settings import policies_that, retrieve
 
 from vllm_kvplugins.engine.requests import Row
-from vllm_kvplugins.ops import gather_keys, gather_values
+from vllm_kvplugins.ops import gather_keys, gather_tokens, gather_values
 from vllm_kvplugins.policies import get_policy_class
 
 BLOCK, BLOCKS, SINKS, WINDOW, SKIP = 4, 120, 2, 5, 1
@@ -57,11 +66,9 @@ class RetrievingEngine(FakeEngine):
         at = torch.arange(after)
         causal = at <= at[row.computed_tokens :, None]
         visible = self._wanted(request, row)[:, :, None] & causal
+        cached = self._cached(request)
         dense = attend(
-            request.queries[:, span],
-            request.keys[:, :, :after],
-            request.values[:, :, :after],
-            visible,
+            request.queries[:, span], *(part[:, :, :after] for part in cached), visible
         )
         assert paged.isfinite().all(), "attention read memory that no request owns"
         torch.testing.assert_close(paged, dense, atol=1e-5, rtol=1e-4)
@@ -91,10 +98,40 @@ class RetrievingEngine(FakeEngine):
                 continue
             for head in range(KV_HEADS):
                 group = queries[:, head * GROUP : (head + 1) * GROUP].flatten(0, 1)
-                logits = group @ request.keys[layer, head, SINKS:stop].T * SCALE
+                keys = self._on_host(request.keys[layer, head, SINKS:stop])
+                logits = group @ keys.T * SCALE
                 worth = logits.softmax(-1).sum(0)
                 visible[layer, head, worth.topk(hot).indices + SINKS] = True
         return visible
+
+    def _cached(self, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dense keys and values as the cache has them.
+
+        Hot tokens are exact until they are fetched from quantized host memory.
+        """
+        exact = request.keys, request.values
+        state = self.retrieval._requests.get(request.name)
+        if self.retrieval.tier.quantized is None or state is None:
+            return exact
+        cached = exact[0].clone(), exact[1].clone()
+        for layer, count in state.hot.items():
+            slots = self.retrieval._hot_slots[layer]
+            hot = (state.slot_index, slice(None), slice(0, count))
+            token = (slots.token[hot] + SINKS)[..., None].expand(-1, -1, HEAD_DIM)
+            places = slots.page[hot].flatten(), slots.slot[hot].flatten()
+            rows = gather_tokens(self.heap.kv, *places)
+            for part, row in zip(cached, rows, strict=True):
+                row = row.view(token.shape)
+                kept = part[layer].gather(1, token)
+                fetched = self._on_host(part[layer]).gather(1, token)
+                assert (row.eq(kept).all(-1) | row.eq(fetched).all(-1)).all()
+                part[layer].scatter_(1, token, row)
+        return cached
+
+    def _on_host(self, keys: torch.Tensor) -> torch.Tensor:
+        """Keys or values as the host tier has them."""
+        rows = self.retrieval.tier.quantized
+        return keys if rows is None else rows.dequantize(rows.quantize(keys))
 
     def _asking(self, request: Request, row: Row, layer: int) -> torch.Tensor:
         """The queries that selected the tokens which are resident now."""

@@ -50,6 +50,7 @@ from vllm_kvplugins.sessions.transfer import Transfer
 AHEAD = [{"prefetch": "step"}, {"prefetch": "layer"}, {"reuse_every": 2}]
 RETRIEVERS = policies(retrieve)
 RETRIEVERS += [configure("exact-topk", RETRIEVERS[0] | more) | more for more in AHEAD]
+RETRIEVERS += [configure("icecache", RETRIEVERS[0] | {"host_dtype": "int8"})]
 RETRIEVERS += [configure("icecache", RETRIEVERS[0] | {"lazy_index": True})]
 
 

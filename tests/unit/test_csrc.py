@@ -47,6 +47,7 @@ def run(command: list[str], **environment: str) -> str:
         "low_rank",
         "page_votes",
         "paged_decode",
+        "quantized_rows",
         "zoom",
     ],
 )

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_engine import GROUP, KV_HEADS
-from retrieving_engine import BLOCK, RETRIEVERS, engine
+from retrieving_engine import BLOCK, RETRIEVERS, SINKS, SKIP, engine
 
 from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError, codes_in
 from vllm_kvplugins.index import Keys
+from vllm_kvplugins.index.compiled import CompiledIndex
 from vllm_kvplugins.plan.geometry import Geometry
 from vllm_kvplugins.policies.quest import PageBounds
 from vllm_kvplugins.policies.retrieval import WholeFirstLayers
@@ -47,6 +48,37 @@ def test_attention_is_over_what_was_asked_for(name, prompt, age_blocks):
     fake.remove("r")
     fake.check_idle()
     assert fake.retrieval.tier.num_free == len(fake.retrieval.tier.pages)
+
+
+@pytest.mark.parametrize("name", RETRIEVERS)
+@pytest.mark.parametrize("host_dtype", ["int8", "int4"])
+def test_quantized_tokens_are_fetched(name, host_dtype):
+    """Indices select among quantized keys, and fetched tokens are those that the host
+    has. The oracle accepts a hot token that was not fetched yet.
+    """
+    fake = engine(name, host_dtype=host_dtype)
+    request = fake.add("r", 43, 60)
+    while not request.done:
+        fake.step({"r": 11})
+    retrieval = fake.retrieval
+    assert retrieval.traffic.selected > retrieval.traffic.fetched > 0
+    assert retrieval.traffic.failed == 0
+    state = retrieval._requests["r"]
+    tokens = range(state.tokens)
+    for layer, pages in state.pages.items():
+        exact = request.keys[layer][:, SINKS : SINKS + state.tokens]
+        assert retrieval.tier.read_keys(pages, tokens).equal(fake._on_host(exact))
+        index = retrieval._indexer._ready(state.layers[layer])
+        if isinstance(index, CompiledIndex):
+            index.check_integrity(retrieval.tier.keys(pages[None]))
+    for cached, exact in zip(
+        fake._cached(request), (request.keys, request.values), strict=True
+    ):
+        differs = cached.ne(exact).any(-1)
+        assert differs.any(), "some hot tokens were fetched"
+        assert not differs[:SKIP].any()
+    fake.remove("r")
+    fake.check_idle()
 
 
 @pytest.mark.parametrize("name", ["exact-topk", "icecache"])
@@ -242,9 +274,10 @@ def test_requests_wait_for_host_memory():
 
 
 @pytest.mark.parametrize("name", RETRIEVERS)
-def test_no_request_needs_more_than_it_reserves(name):
+@pytest.mark.parametrize("host_dtype", ["auto", "int8", "int4"])
+def test_no_request_needs_more_than_it_reserves(name, host_dtype):
     """The tier never overflows: admitted requests always find room."""
-    fake = engine(name, host_memory="64KiB")
+    fake = engine(name, host_memory="64KiB", host_dtype=host_dtype)
     policy, shape = fake.runtime.policy, fake.runtime.geometry
     for prompt, answer in ((6, 30), (21, 60), (43, 1), (50, 70)):
         request = fake.add("r", prompt, answer)

@@ -105,7 +105,7 @@ def step_and_check(
 @pytest.mark.parametrize("name", RETRIEVERS)
 def test_the_log_agrees_with_torch_and_with_the_counters(name):
     fake = engine(name)
-    log = fake.retrieval.log = RetrievalLog()
+    log = fake.retrieval.log = RetrievalLog(TOKEN_BYTES)
     request = fake.add("r", 43, 20)
     fetches = 0
     while not request.done:
@@ -118,7 +118,7 @@ def test_the_log_agrees_with_torch_and_with_the_counters(name):
 def test_what_was_fetched_ahead_counts_for_the_step_it_is_for(prefetch):
     """The mass belongs to the queries that attend, not to those that selected."""
     fake = engine("exact-topk", prefetch=prefetch)
-    log = fake.retrieval.log = RetrievalLog()
+    log = fake.retrieval.log = RetrievalLog(TOKEN_BYTES)
     for name, prompt in (("a", 40), ("b", 33)):
         fake.add(name, prompt, 30)
     fetches: list[Fetch] = []
@@ -134,7 +134,7 @@ def test_what_was_fetched_ahead_counts_for_the_step_it_is_for(prefetch):
 
 def test_requests_are_kept_apart_and_recomputed_tokens_ask_together():
     fake = engine("exact-topk", reuse_every=2)
-    log = fake.retrieval.log = RetrievalLog()
+    log = fake.retrieval.log = RetrievalLog(TOKEN_BYTES)
     for name, prompt in (("a", 40), ("b", 33), ("c", 50)):
         fake.add(name, prompt, 25)
     fetches: list[Fetch] = []
@@ -153,7 +153,7 @@ def test_requests_are_kept_apart_and_recomputed_tokens_ask_together():
 
 
 def test_steps_count_per_request():
-    log, keys = RetrievalLog(), torch.zeros(2, 10, 4)
+    log, keys = RetrievalLog(32), torch.zeros(2, 10, 4)
     hot = torch.tensor([[1, 2], [3, 4]])
     for name, layer in (("a", 3), ("b", 3), ("a", 4), ("a", 3), ("b", 3), ("a", 3)):
         log.add(name, layer, torch.zeros(2, 6, 4), 3, keys, hot, 1.0, 1)

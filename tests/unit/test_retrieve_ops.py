@@ -40,7 +40,7 @@ def paged(random, keys: list[torch.Tensor], page_tokens: int) -> tuple[HostTier,
     table = ids.view(len(keys), heads, longest)
     for request, part in enumerate(keys):
         tier.write(table[request], 0, part, -part)
-    return tier, Keys.paged(tier.keys, table)
+    return tier, tier.keys(table)
 
 
 # -- selection ------------------------------------------------------------------------

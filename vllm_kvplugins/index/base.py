@@ -45,7 +45,8 @@ class KeyIndex(ABC):
         Args:
             queries: [num_kv_heads, group, head_dim], after RoPE: all queries that
                 share a KV head, of one new token or of several.
-            keys: the memory of the appended keys, of one request.
+            keys: the memory of the appended keys, of one request. They equal the
+                appended keys.
             scale: softmax scale.
             count: tokens per KV head.
 

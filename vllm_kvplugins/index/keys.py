@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+
+from vllm_kvplugins.ops.quantized_rows import QuantizedRows
 
 
 def _no_table() -> torch.Tensor:
@@ -17,7 +19,8 @@ class Keys:
 
     Keys are float32 or bfloat16, on the CPU, with any strides: a transposed page
     (``[head_dim, block_size]``, vLLM's CPU backend) is the ``transpose`` of its
-    view. Rows with contiguous elements are read fastest.
+    view. Rows with contiguous elements are read fastest. Keys in host memory may also
+    be quantized.
 
     Args:
         data: [requests, heads, n, head_dim], or with a table pages
@@ -27,11 +30,15 @@ class Keys:
         by_page: the keys are in the places that the index gave them
             (:meth:`CompiledIndex.places`) instead of in the order of their slots.
             Neighbours in the tree are then neighbours in memory.
+        quantized: the format of quantized keys: ``data`` is then uint8 and has rows of
+            bytes instead of head_dim. :meth:`gather` and the compiled indices read
+            them; ``None``: ``data`` has the keys.
     """
 
     data: torch.Tensor
     table: torch.Tensor = field(default_factory=_no_table)
     by_page: bool = False
+    quantized: QuantizedRows | None = None
 
     @classmethod
     def dense(cls, keys: torch.Tensor, by_page: bool = False) -> Keys:
@@ -46,7 +53,11 @@ class Keys:
 
     @classmethod
     def paged(
-        cls, pages: torch.Tensor, table: torch.Tensor, by_page: bool = False
+        cls,
+        pages: torch.Tensor,
+        table: torch.Tensor,
+        by_page: bool = False,
+        quantized: QuantizedRows | None = None,
     ) -> Keys:
         """Keys in pages.
 
@@ -54,16 +65,16 @@ class Keys:
             pages: [num_pages, block_size, head_dim], a view of any strides.
             table: int64 [heads, pages] of one request, or of several with a first
                 dimension for them.
-            by_page: see the class.
+            by_page, quantized: see the class.
         """
-        return cls(pages, _with_requests(table, 3).contiguous(), by_page)
+        return cls(pages, _with_requests(table, 3).contiguous(), by_page, quantized)
 
     def of(self, request: int) -> Keys:
         """The keys of one request."""
         part = slice(request, request + 1)
         if self.data.dim() == 4:
-            return Keys(self.data[part], self.table, self.by_page)
-        return Keys(self.data, self.table[part], self.by_page)
+            return replace(self, data=self.data[part])
+        return replace(self, table=self.table[part])
 
     @property
     def capacity(self) -> int:
@@ -73,13 +84,16 @@ class Keys:
         return int(self.table.shape[2] * self.data.shape[1])
 
     def gather(self) -> torch.Tensor:
-        """A copy of all keys: [requests, heads, capacity, head_dim]."""
-        if self.data.dim() == 4:
-            return self.data.clone()
-        requests, heads, pages = self.table.shape
-        _, block_size, head_dim = self.data.shape
-        pages_of_requests = self.data[self.table]
-        return pages_of_requests.reshape(requests, heads, pages * block_size, head_dim)
+        """A copy of all keys: [requests, heads, capacity, head_dim].
+
+        Quantized keys become float32.
+        """
+        rows = self.data
+        if rows.dim() == 3:
+            rows = rows[self.table].flatten(2, 3)
+        if self.quantized is not None:
+            return self.quantized.dequantize(rows)
+        return rows.clone() if rows is self.data else rows
 
 
 def _with_requests(tensor: torch.Tensor, dims: int) -> torch.Tensor:

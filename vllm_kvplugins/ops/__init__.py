@@ -22,6 +22,7 @@ from vllm_kvplugins.ops.hot_set import HostPages, HotSet, fill_hot
 from vllm_kvplugins.ops.layout import PagedKV, PageLayout
 from vllm_kvplugins.ops.mixed_attention import attend_mixed
 from vllm_kvplugins.ops.page_votes import VoteQueries, VoteSlots, page_votes
+from vllm_kvplugins.ops.quantized_rows import QuantizedRows
 from vllm_kvplugins.ops.svd import (
     LowRank,
     reconstruct,
@@ -36,6 +37,7 @@ __all__ = [
     "LowRank",
     "PageLayout",
     "PagedKV",
+    "QuantizedRows",
     "VoteQueries",
     "VoteSlots",
     "ZoomEntries",

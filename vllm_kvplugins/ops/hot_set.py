@@ -12,6 +12,7 @@ from vllm_kvplugins.ops.dispatch import call_compiled, scatter_tokens
 from vllm_kvplugins.ops.extension import compiled_for
 from vllm_kvplugins.ops.host_fetch import fetch_tokens
 from vllm_kvplugins.ops.layout import PagedKV
+from vllm_kvplugins.ops.quantized_rows import QuantizedRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,17 +20,20 @@ class HostPages:
     """The host pages of some requests in one layer; all tensors are on the CPU.
 
     Args:
-        pages: heap's dtype [host_pages, 2 (keys, values), page_tokens, head_dim].
+        pages: heap's dtype [host_pages, 2 (keys, values), page_tokens, head_dim], or
+            uint8 [..., row bytes] if the rows are quantized.
         table: int64 [requests, heads, pages], pages of each request and head; token t
             is in slot ``t % page_tokens`` of entry ``t // page_tokens``.
         reads: pending GPU reads of the pages, if a GPU reads them itself. They must
             then be pinned, at least those of ``table``, and their tokens must not
-            change until the reads are over.
+            change until the reads are over. Not with quantized rows.
+        quantized: the format of quantized rows.
     """
 
     pages: torch.Tensor
     table: torch.Tensor
     reads: Reads | None = None
+    quantized: QuantizedRows | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +76,8 @@ def fill_hot(
     Tokens reach a heap on a GPU in bulk (IceCache, section 4.3): they are gathered into
     one pinned buffer, copied at once and scattered to their slots. The host does not
     wait for that. With ``host.reads`` only their numbers are copied, and the GPU reads
-    the tokens from the host pages itself.
+    the tokens from the host pages itself. Quantized rows are dequantized into the
+    buffer, or into the slots if the heap is on the CPU.
 
     Args:
         kv: the heap, written, on any device. All other tensors are on the CPU.
@@ -107,17 +112,21 @@ def fill_hot(
             *hot.tensors,
         )
     moves, copied = swap_hot(host, wanted, slot_indices, hot)
-    head_dim = host.pages.shape[3]
-    rows, count = host.pages.view(-1, head_dim), moves.shape[1]
+    rows, count = host.pages.view(-1, host.pages.shape[3]), moves.shape[1]
     if count == 0:
         return copied
     if host.reads is not None:
+        assert host.quantized is None, "a GPU reads no quantized rows"
         keys, values, to_page, to_slot = moved(moves, heap.device)
         fetch_tokens(kv, to_page, to_slot, rows, keys, values)
         host.reads.note()
         return copied
-    staged = staging(2 * count, head_dim, dtype=rows.dtype, device=heap.device)
-    copy_pages(staged, None, rows, moves[:2].flatten())
+    dim = layout.head_dim
+    staged = staging(2 * count, dim, dtype=heap.dtype, device=heap.device)
+    if host.quantized is not None:
+        host.quantized.dequantize_into(staged, rows, moves[:2].flatten())
+    else:
+        copy_pages(staged, None, rows, moves[:2].flatten())
     keys, values = staged.to(heap.device, non_blocking=True).split(count)
     to_page, to_slot = moved(moves[2:], heap.device)
     scatter_tokens(kv, to_page, to_slot, keys, values)

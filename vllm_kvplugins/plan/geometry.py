@@ -17,12 +17,17 @@ class Geometry:
         num_kv_heads: KV heads per layer on this rank.
         kv_bytes_per_token: bytes of keys and values of one token, over all layers and
             the KV heads of all ranks.
+        head_dim: elements of a key, or of a value, of one KV head. Only the size of
+            quantized tokens (``host_dtype``) depends on it.
+        element_bytes: bytes of such an element; as ``head_dim``.
     """
 
     block_size: int
     num_layers: int
     num_kv_heads: int
     kv_bytes_per_token: int
+    head_dim: int | None = None
+    element_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,6 @@ class PageRetriever(Retriever):
 
     page_tokens: int = Field(default=16, ge=1, description="Tokens per page.")
 
-    def host_bytes(self, tokens: int, geometry: Geometry) -> int:
-        stored = super().host_bytes(tokens, geometry)
+    def index_bytes(self, tokens: int, geometry: Geometry) -> int:
         # A digest is two float32 vectors: at most the size of two bfloat16 tokens.
-        return stored + -(-2 * stored // self.page_tokens)
+        return -(-2 * self.offloaded_bytes(tokens, geometry) // self.page_tokens)

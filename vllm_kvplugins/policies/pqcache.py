@@ -223,13 +223,12 @@ class PQCache(Retriever):
     )
     seed: int = Field(default=0, ge=0, description="Random seed of k-means.")
 
-    def host_bytes(self, tokens: int, geometry: Geometry) -> int:
-        stored = super().host_bytes(tokens, geometry)
+    def index_bytes(self, tokens: int, geometry: Geometry) -> int:
         # One byte per part; 64 channels of bfloat16 keys and values have 256 bytes.
-        codes = stored * self.subspaces // 256
+        codes = self.offloaded_bytes(tokens, geometry) * self.subspaces // 256
         # A token has at least as many bytes as a float32 centroid.
         trained = self.sinks + self.window + 2**self.bits
-        return stored + codes + super().host_bytes(min(tokens, trained), geometry)
+        return codes + self.offloaded_bytes(min(tokens, trained), geometry)
 
     def new_index(self, num_kv_heads: int, head_dim: int) -> KeyIndex:
         return QuantizedKeys(

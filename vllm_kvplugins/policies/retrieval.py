@@ -22,6 +22,7 @@ from pydantic import BeforeValidator, Field
 from vllm_kvplugins.budgets import Budget, PageAllocator, parse_bytes
 from vllm_kvplugins.errors import coded
 from vllm_kvplugins.index import BruteForceIndex, KeyIndex, Keys, select
+from vllm_kvplugins.ops import QuantizedRows
 from vllm_kvplugins.plan.geometry import Geometry, Lengths
 from vllm_kvplugins.plan.residency_plan import (
     BlockSpan,
@@ -130,6 +131,13 @@ class Retriever(KVCachePolicy):
         description="How tokens reach a GPU: the host gathers and copies them "
         "(staged), or the GPU reads pinned host memory (direct).",
     )
+    host_dtype: Literal["auto", "int8", "int4"] = Field(
+        default="auto",
+        description="How keys and values lie in host memory: as in the cache (auto), "
+        "or quantized to 8 bits (int8: about half of bfloat16; loses little) or 4 bits "
+        "(int4: less than a third; loses much). The host dequantizes what is fetched; "
+        "not with host_fetch: direct.",
+    )
     host_memory: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
         default=None,
         ge=1,
@@ -141,20 +149,60 @@ class Retriever(KVCachePolicy):
     def host_memory_bytes(self) -> int | None:
         return self.host_memory
 
+    def problems(self) -> list[str]:
+        reasons = super().problems()
+        if self.host_dtype != "auto" and self.host_fetch == "direct":
+            reasons.append(
+                coded(
+                    "KVP141",
+                    f"host_dtype {self.host_dtype!r} needs the host to dequantize what "
+                    "a GPU fetches, and host_fetch is 'direct'; set host_fetch to "
+                    "'staged' or host_dtype to 'auto'",
+                )
+            )
+        return reasons
+
+    def quantized_rows(self, head_dim: int) -> QuantizedRows | None:
+        """The format of keys and values in host memory; None: as in the cache."""
+        if self.host_dtype == "auto":
+            return None
+        return QuantizedRows(head_dim, 8 if self.host_dtype == "int8" else 4)
+
     @property
     def index_share(self) -> float:
-        """Maximum size of the index, relative to the keys and values."""
+        """Maximum size of the index, relative to the keys and values in the cache."""
         return 0.0
 
     # Tokens per page of host memory.
     host_page_tokens: ClassVar[int] = 16
 
     def host_bytes(self, tokens: int, geometry: Geometry) -> int:
+        """Keys and values as they lie in host memory, and the index."""
+        stored = self.offloaded_bytes(tokens, geometry)
+        if self.host_dtype != "auto":
+            stored = self._quantized_bytes(stored, geometry)
+        return stored + self.index_bytes(tokens, geometry)
+
+    def _quantized_bytes(self, cached_bytes: int, geometry: Geometry) -> int:
+        """Bytes of tokens in host memory, from their bytes in the cache."""
+        dim, element_bytes = geometry.head_dim, geometry.element_bytes
+        assert dim is not None, "whoever plans host memory knows the size of rows"
+        assert element_bytes is not None
+        rows = self.quantized_rows(dim)
+        assert rows is not None
+        return -(-cached_bytes * rows.row_bytes // (dim * element_bytes))
+
+    def offloaded_bytes(self, tokens: int, geometry: Geometry) -> int:
+        """Bytes that the offloaded tokens of a request have in the cache, at most."""
         size = self.host_page_tokens
         offloaded = -(-max(tokens - self.sinks - self.window, 0) // size) * size
         layers = max(geometry.num_layers - self.skip_layers, 0)
         per_token = geometry.kv_bytes_per_token * layers // geometry.num_layers
-        return int(offloaded * per_token * (1 + self.index_share))
+        return offloaded * per_token
+
+    def index_bytes(self, tokens: int, geometry: Geometry) -> int:
+        """Maximum size of a request's indices, whatever ``host_dtype`` is."""
+        return int(self.offloaded_bytes(tokens, geometry) * self.index_share)
 
     @abstractmethod
     def new_index(self, num_kv_heads: int, head_dim: int) -> KeyIndex:

@@ -46,7 +46,7 @@ class BruteForce {
     for (std::int64_t first = 0; first < num_keys_; first += kBlock) {
       const std::int64_t left = num_keys_ - first;
       const std::int64_t n = left < kBlock ? left : kBlock;
-      score_run(*kernels_, keys, query, first, n, rows, scores);
+      score_run(*kernels_, keys, query, 1, first, n, rows, scores, n);
       top.push_all(scores, nullptr, static_cast<std::int32_t>(first), n);
     }
     return num_keys_;

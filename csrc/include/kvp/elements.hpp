@@ -56,4 +56,15 @@ inline std::uint32_t round_to_bfloat16(float value) {
   return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
 }
 
+// out[i] = the bits of the nearest float32 or bfloat16, by their size.
+inline void narrow_row(const float* values, std::int64_t n, std::uint32_t* out) {
+  std::memcpy(out, values, static_cast<std::size_t>(n) * sizeof(float));
+}
+
+inline void narrow_row(const float* values, std::int64_t n, std::uint16_t* out) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    out[i] = static_cast<std::uint16_t>(round_to_bfloat16(values[i]));
+  }
+}
+
 }  // namespace kvp

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "kvp/page_copy.hpp"
+#include "kvp/quantized_rows.hpp"
 
 namespace kvp {
 
@@ -33,6 +34,37 @@ struct HostTokens {
   const Element* value(std::int64_t token) const {
     return key(token) + page_tokens * head_dim;
   }
+};
+
+// Host pages of quantized rows: [2 (keys, values), page_tokens] rows, without gaps.
+// key() and value() return the elements in a buffer that the next call overwrites.
+template <typename Element>
+class QuantizedTokens {
+ public:
+  // `tokens` has the pages in bytes, and rows.row_bytes() as head_dim.
+  QuantizedTokens(const HostTokens<std::uint8_t>& tokens, const QuantizedRows& rows)
+      : head_dim(rows.format.head_dim),
+        tokens_(tokens),
+        rows_(rows),
+        wide_(static_cast<std::size_t>(head_dim)),
+        row_(static_cast<std::size_t>(head_dim)) {}
+
+  const Element* key(std::int64_t token) { return read(tokens_.key(token)); }
+  const Element* value(std::int64_t token) { return read(tokens_.value(token)); }
+
+  const std::int64_t head_dim;
+
+ private:
+  const Element* read(const std::uint8_t* row) {
+    rows_.read(row, wide_.data());
+    narrow_row(wide_.data(), head_dim, row_.data());
+    return row_.data();
+  }
+
+  HostTokens<std::uint8_t> tokens_;
+  QuantizedRows rows_;
+  std::vector<float> wide_;
+  std::vector<Element> row_;
 };
 
 // The hot slots of one (request, KV head): their places and their tokens.
@@ -87,9 +119,10 @@ std::int64_t swap_hot_slots(std::int64_t capacity, const std::int64_t* wanted,
   return swapped;
 }
 
-// Like swap_hot_slots, and copies the tokens from the host into the pages.
-template <typename Element>
-std::int64_t fill_hot_slots(const HostTokens<Element>& host, std::int64_t capacity,
+// Like swap_hot_slots, and copies the tokens from the host into the pages. `host` is a
+// HostTokens or QuantizedTokens.
+template <typename Host, typename Element>
+std::int64_t fill_hot_slots(Host& host, std::int64_t capacity,
                             const std::int64_t* wanted, std::int64_t num_wanted,
                             const HotSlots& hot, const PagedKV<Element>& kv,
                             std::vector<std::uint8_t>& mark) {

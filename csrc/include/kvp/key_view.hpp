@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kvp/dot_products.hpp"
+#include "kvp/quantized_rows.hpp"
 
 namespace kvp::index {
 
@@ -19,6 +20,8 @@ enum class ElementType { kFloat32, kBFloat16 };
 // Covers a plain [n, head_dim] matrix (one page of n slots), the pages of vLLM's
 // CUDA backends (dim_stride 1) and of its CPU backend, whose keys are stored
 // [head_dim, block_size] (slot_stride 1).
+//
+// A quantized key is a row of `rows`, at byte offset(p): strides are then in bytes.
 struct KeyView {
   const void* base = nullptr;
   ElementType type = ElementType::kFloat32;
@@ -29,6 +32,12 @@ struct KeyView {
   std::int64_t dim_stride = 1;
   const std::int64_t* table = nullptr;
   std::int64_t num_places = 0;  // readable places, for checks
+  QuantizedRows rows;  // of quantized keys, which have no type
+
+  bool quantized() const { return rows.kernels != nullptr; }
+  const std::uint8_t* quantized_row(std::int64_t offset) const {
+    return static_cast<const std::uint8_t*>(base) + offset;
+  }
 
   // Places and page sizes fit into 32 bits, for which division is several times faster.
   std::int64_t offset(std::int64_t place) const {
@@ -39,6 +48,7 @@ struct KeyView {
   }
 };
 
+// For keys that are not quantized.
 template <typename Body>
 void with_elements(const KeyView& view, const Body& body) {
   if (view.type == ElementType::kFloat32) {
@@ -48,8 +58,12 @@ void with_elements(const KeyView& view, const Body& body) {
   }
 }
 
-// row[d] = the key at an offset, in float32. Exact for both element types.
+// row[d] = the key at an offset, in float32. Exact for all element types.
 inline void read_key(const KeyView& view, std::int64_t offset, float* row) {
+  if (view.quantized()) {
+    view.rows.read(view.quantized_row(offset), row);
+    return;
+  }
   with_elements(view, [&](const auto* base) {
     for (std::int64_t d = 0; d < view.head_dim; ++d) {
       row[d] = widen(base[offset + d * view.dim_stride]);
@@ -63,13 +77,20 @@ inline void read_key(const KeyView& view, std::int64_t offset, float* row) {
 inline void score_keys(const Kernels& kernels, const KeyView& view, const float* query,
                        const std::int64_t* offsets, std::int64_t n, float* scratch,
                        float* out) {
-  if (view.dim_stride == 1) {
+  if (view.dim_stride == 1 && !view.quantized()) {
     with_elements(view, [&](const auto* base) {
       kernels.score(query, view.head_dim, base, offsets, 0, n, out);
     });
     return;
   }
+  constexpr std::int64_t kAhead = 12, kLine = 64;
   for (std::int64_t i = 0; i < n; ++i) {
+    if (view.quantized() && i + kAhead < n) {
+      const std::uint8_t* later = view.quantized_row(offsets[i + kAhead]);
+      for (std::int64_t at = 0; at < view.rows.row_bytes(); at += kLine) {
+        __builtin_prefetch(later + at);
+      }
+    }
     read_key(view, offsets[i], scratch + i * view.head_dim);
   }
   kernels.score(query, view.head_dim, scratch, nullptr, view.head_dim, n, out);
@@ -102,6 +123,13 @@ inline void read_keys(const KeyView& view, std::int64_t first, std::int64_t n,
     const std::int64_t run = left < room ? left : room;
     const std::int64_t offset = view.offset(first + done);
     float* out = rows + done * row_stride;
+    done += run;
+    if (view.quantized()) {
+      for (std::int64_t i = 0; i < run; ++i) {
+        read_key(view, offset + i * view.slot_stride, out + i * row_stride);
+      }
+      continue;
+    }
     with_elements(view, [&](const auto* base) {
       if (view.dim_stride == 1) {
         for (std::int64_t i = 0; i < run; ++i) {
@@ -118,7 +146,6 @@ inline void read_keys(const KeyView& view, std::int64_t first, std::int64_t n,
         }
       }
     });
-    done += run;
   }
 }
 
@@ -143,13 +170,18 @@ inline bool measure_keys(const KeyView& view, std::int64_t n, float* peak,
   return true;
 }
 
-// out[i] = query . key at place first + i, for the exact scan. `scratch` is used as in
-// score_keys.
-inline void score_run(const Kernels& kernels, const KeyView& view, const float* query,
-                      std::int64_t first, std::int64_t n, float* scratch, float* out) {
-  if (view.dim_stride != 1) {
-    read_keys(view, first, n, view.head_dim, scratch);
-    kernels.score(query, view.head_dim, scratch, nullptr, view.head_dim, n, out);
+// out[g * stride + i] = query g . key at place first + i, for the exact scan. `scratch` is
+// used as in score_keys.
+inline void score_run(const Kernels& kernels, const KeyView& view, const float* queries,
+                      std::int64_t group, std::int64_t first, std::int64_t n,
+                      float* scratch, float* out, std::int64_t stride) {
+  const std::int64_t dims = view.head_dim;
+  if (view.dim_stride != 1 || view.quantized()) {
+    read_keys(view, first, n, dims, scratch);
+    for (std::int64_t g = 0; g < group; ++g) {
+      kernels.score(queries + g * dims, dims, scratch, nullptr, dims, n,
+                    out + g * stride);
+    }
     return;
   }
   std::int64_t done = 0;
@@ -158,8 +190,10 @@ inline void score_run(const Kernels& kernels, const KeyView& view, const float* 
     const std::int64_t left = n - done, room = view.slots_per_page - slot;
     const std::int64_t run = left < room ? left : room;
     with_elements(view, [&](const auto* base) {
-      kernels.score(query, view.head_dim, base + view.offset(first + done), nullptr,
-                    view.slot_stride, run, out + done);
+      for (std::int64_t g = 0; g < group; ++g) {
+        kernels.score(queries + g * dims, dims, base + view.offset(first + done),
+                      nullptr, view.slot_stride, run, out + g * stride + done);
+      }
     });
     done += run;
   }

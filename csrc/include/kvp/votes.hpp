@@ -193,10 +193,8 @@ inline void vote(const BruteForce& scan, const KeyView& keys, bool /*by_page*/,
   for (std::int64_t first = 0; first < n; first += BruteForce::kBlock) {
     const std::int64_t left = n - first;
     const std::int64_t count = left < BruteForce::kBlock ? left : BruteForce::kBlock;
-    for (std::int64_t g = 0; g < group; ++g) {
-      score_run(scan.kernels(), keys, queries + g * head_dim, first, count, rows,
-                scores + g * n + first);
-    }
+    score_run(scan.kernels(), keys, queries, group, first, count, rows, scores + first,
+              n);
   }
   for (std::int64_t g = 0; g < group; ++g) {
     scratch.votes.add_all(scores + g * n, n, scale);

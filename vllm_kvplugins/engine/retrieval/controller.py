@@ -35,9 +35,8 @@ from vllm_kvplugins.engine.retrieval.log import RetrievalLog
 from vllm_kvplugins.engine.retrieval.offload_queue import OffloadQueue
 from vllm_kvplugins.engine.retrieval.offloaded import Batch, Fetched, Offloaded
 from vllm_kvplugins.engine.step_extension import Step, StepExtension, Traffic
-from vllm_kvplugins.index import Keys
 from vllm_kvplugins.ops.device import AsyncHostCopy, SideStream, moved
-from vllm_kvplugins.ops.hot_set import HostPages, HotSet, fill_hot
+from vllm_kvplugins.ops.hot_set import HotSet, fill_hot
 from vllm_kvplugins.ops.layout import PagedKV
 from vllm_kvplugins.ops.mixed_attention import attend_mixed
 from vllm_kvplugins.ops.threads import helper
@@ -378,7 +377,7 @@ class RetrievalController(StepExtension):
     def _select(self, batch: Batch, layer: int, queries: torch.Tensor) -> None:
         count = max(state.hot[layer] for state in batch.states)
         table = self._hot_slots[layer].tables_of(batch.slot_numbers)
-        keys = Keys.paged(self.tier.keys, table)
+        keys = self.tier.keys(table)
         layers = [state.layers[layer] for state in batch.states]
         scale = self._scales[layer]
         batch.selected = self._indexer.select(layers, queries, keys, scale, count)
@@ -389,11 +388,7 @@ class RetrievalController(StepExtension):
         assert batch.selected is not None, "the first layer that retrieves selects"
         return fill_hot(
             self._heap.kv,
-            HostPages(
-                self.tier.pages,
-                hot_slots.tables_of(batch.slot_numbers),
-                self.tier.reads,
-            ),
+            self.tier.host_pages(hot_slots.tables_of(batch.slot_numbers)),
             batch.selected,
             batch.slot_indices,
             HotSet(hot_slots.token, hot_slots.page, hot_slots.slot, hot_slots.counts),
@@ -414,7 +409,7 @@ class RetrievalController(StepExtension):
         scale, hot_slots = self._scales[layer], self._hot_slots[layer]
         for row, name in enumerate(self._request_ids(batch)):
             state = batch.states[row]
-            keys = self.tier.keys[state.pages[layer]].flatten(1, 2)[:, : state.tokens]
+            keys = self.tier.read_keys(state.pages[layer], range(state.tokens))
             hot, copied = hot_slots.hot_tokens(state.slot_index), None
             if fetched is not None:
                 copied = int(fetched[row])
@@ -476,7 +471,8 @@ class RetrievalController(StepExtension):
 
     def start_log(self) -> bool:
         """Log every fetch from now on."""
-        self.log = RetrievalLog()
+        dim, dtype = self._heap.layout.head_dim, self._heap.pages.dtype
+        self.log = RetrievalLog(2 * dim * dtype.itemsize)
         return True
 
     def take_log(self) -> list[Fetch]:

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_kvplugins.engine.retrieval.pinned import PinnedArena
+from vllm_kvplugins.index import Keys
 from vllm_kvplugins.ops.device import Reads
+from vllm_kvplugins.ops.hot_set import HostPages
+from vllm_kvplugins.ops.quantized_rows import QuantizedRows
 
 if TYPE_CHECKING:
     from vllm_kvplugins.engine.heap import Heap
@@ -22,6 +25,9 @@ class HostTier:
     is reserved at start-up, but memory is committed only as pages are first written.
     Freed pages are reused first.
 
+    Rows may be quantized: ``write`` quantizes, and ``fill_hot``, ``read_keys`` and the
+    indices dequantize. Nothing else reads the rows.
+
     A GPU that reads pages itself does so asynchronously. Pages released meanwhile stay
     quarantined until those reads are done, so that no one overwrites them.
 
@@ -30,8 +36,9 @@ class HostTier:
         page_tokens: tokens per page.
         head_dim: elements per key and per value.
         dtype: the cache's.
+        quantized: the format of quantized rows; None: rows have the cache's dtype.
         reader: a GPU that reads pages itself; pages are then pinned before ``take``
-            returns them.
+            returns them. It cannot read quantized rows.
 
     Raises:
         RuntimeError: the reader cannot read host memory, or pinning fails.
@@ -44,11 +51,17 @@ class HostTier:
         head_dim: int,
         dtype: torch.dtype,
         reader: torch.device | None = None,
+        quantized: QuantizedRows | None = None,
     ) -> None:
-        self.page_bytes = 2 * page_tokens * head_dim * dtype.itemsize
+        assert reader is None or quantized is None, "refused at start-up"
+        self.quantized = quantized
+        width = head_dim
+        if quantized is not None:
+            width, dtype = quantized.row_bytes, torch.uint8
+        self.page_bytes = 2 * page_tokens * width * dtype.itemsize
         count = limit_bytes // self.page_bytes
-        # [num_pages, 2 (keys, values), page_tokens, head_dim]
-        shape = count, 2, page_tokens, head_dim
+        # [num_pages, 2 (keys, values), page_tokens, head_dim or row bytes]
+        shape = count, 2, page_tokens, width
         self._arena: PinnedArena | None = None
         if reader is None:
             self.pages = torch.empty(shape, dtype=dtype)
@@ -66,10 +79,17 @@ class HostTier:
     def page_tokens(self) -> int:
         return int(self.pages.shape[2])
 
-    @property
-    def keys(self) -> torch.Tensor:
-        """[num_pages, page_tokens, head_dim], a view."""
-        return self.pages[:, 0]
+    def keys(self, table: torch.Tensor) -> Keys:
+        """The keys of some requests, in place.
+
+        Args:
+            table: int64 [requests, num_kv_heads, pages].
+        """
+        return Keys.paged(self.pages[:, 0], table, quantized=self.quantized)
+
+    def host_pages(self, table: torch.Tensor) -> HostPages:
+        """The pages of some requests, to fetch from; see ``keys``."""
+        return HostPages(self.pages, table, self.reads, self.quantized)
 
     @property
     def num_free(self) -> int:
@@ -153,7 +173,7 @@ class HostTier:
     def write(
         self, table: torch.Tensor, first: int, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Store tokens of a request and layer.
+        """Store tokens of a request and layer; quantizes if the rows are quantized.
 
         Args:
             table: int64 [num_kv_heads, pages], the host pages of the layer.
@@ -162,14 +182,20 @@ class HostTier:
         """
         token = torch.arange(first, first + keys.shape[1])
         page, slot = table[:, token // self.page_tokens], token % self.page_tokens
-        self.pages[page, 0, slot] = keys
-        self.pages[page, 1, slot] = values
+        for plane, rows in enumerate((keys, values)):
+            if self.quantized is not None:
+                rows = self.quantized.quantize(rows)
+            self.pages[page, plane, slot] = rows
 
     def read_keys(self, table: torch.Tensor, tokens: range) -> torch.Tensor:
-        """A copy of stored keys: [num_kv_heads, n, head_dim]; see ``write``."""
+        """A copy of stored keys: [num_kv_heads, n, head_dim]; see ``write``.
+
+        Quantized keys become float32.
+        """
         token = torch.arange(tokens.start, tokens.stop)
         page, slot = table[:, token // self.page_tokens], token % self.page_tokens
-        return self.pages[page, 0, slot]
+        rows = self.pages[page, 0, slot]
+        return rows if self.quantized is None else self.quantized.dequantize(rows)
 
     def check_integrity(self, owned: list[torch.Tensor]) -> None:
         """Check that each page is either free or owned, exactly once.
@@ -190,12 +216,14 @@ def tier_for(policy: Retriever, heap: Heap, share: float) -> HostTier:
         share: this worker's part of the policy's host memory.
     """
     limit = policy.host_memory_bytes or default_limit_bytes()
+    head_dim = heap.layout.head_dim
     return HostTier(
         int(limit * share),
         policy.host_page_tokens,
-        heap.layout.head_dim,
+        head_dim,
         heap.pages.dtype,
         heap.pages.device if policy.host_fetch == "direct" else None,
+        policy.quantized_rows(head_dim),
     )
 
 

@@ -21,9 +21,13 @@ class RetrievalLog:
 
     Cost: a scan of all offloaded keys per step, layer and request, and a float32 copy
     of one request's keys at a time; only while a log is attached.
+
+    Args:
+        token_bytes: key and value of one token in the cache.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, token_bytes: int) -> None:
+        self._token_bytes = token_bytes
         self._fetches: list[Fetch] = []
         self._steps: dict[tuple[str, int], int] = {}
         self._ahead: dict[tuple[str, int], int] = {}
@@ -45,7 +49,8 @@ class RetrievalLog:
             request: its id.
             queries: [num_kv_heads, group * new tokens, head_dim], after RoPE.
             group: query heads per KV head.
-            keys: [num_kv_heads, tokens, head_dim], all offloaded keys.
+            keys: [num_kv_heads, tokens, head_dim], all offloaded keys, as the host
+                has them.
             hot: int64 [num_kv_heads, count], indices of the keys in hot slots.
             scale: softmax scale.
             fetched: number of tokens copied, over all KV heads; None if the previous
@@ -57,7 +62,6 @@ class RetrievalLog:
         # A request fetches once per layer and step.
         step = self._steps.get((request, layer), 0)
         self._steps[request, layer] = step + 1
-        token_bytes = 2 * keys.shape[2] * keys.element_size()  # key and value
         self._fetches.append(
             Fetch(
                 request=request,
@@ -67,7 +71,7 @@ class RetrievalLog:
                 offloaded_tokens=keys.shape[0] * keys.shape[1],
                 hot_tokens=hot.numel(),
                 fetched_tokens=fetched,
-                copied_bytes=fetched * token_bytes,
+                copied_bytes=fetched * self._token_bytes,
                 mass_covered_share=covered(queries, keys, hot, scale),
             )
         )

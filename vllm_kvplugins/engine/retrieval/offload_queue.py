@@ -85,9 +85,10 @@ class OffloadQueue:
             pages = each.state.pages[each.layer]
             self._tier.write(pages, each.first, keys, values)
             layer, read = each.state.layers[each.layer], None
-            if each.keys.event is not None:
-                # Read the keys from the host tier later, to free pinned memory.
-                tokens = range(each.first, each.first + keys.shape[1])
+            tokens = range(each.first, each.first + keys.shape[1])
+            if self._tier.quantized is not None or each.keys.event is not None:
+                # The index has the keys of the host tier, also if they are quantized.
+                # They are read later, to free pinned memory.
                 read = partial(self._tier.read_keys, pages, tokens)
             self._indexer.insert(layer, keys, each.first, read)
         self._pending = [each for each in self._pending if each.layer == except_layer]

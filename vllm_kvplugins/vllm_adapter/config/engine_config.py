@@ -113,4 +113,6 @@ def geometry_of(vllm_config: VllmConfig) -> Geometry:
         num_layers=num_layers,
         num_kv_heads=model.get_num_kv_heads(parallel),
         kv_bytes_per_token=num_layers * per_layer * element_bytes,
+        head_dim=model.get_head_size(),
+        element_bytes=element_bytes,
     )
