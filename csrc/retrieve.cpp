@@ -173,7 +173,7 @@ Tensor fill_hot(const Tensor& heap, const Tensor& k_offsets, const Tensor& v_off
     }
   }
   std::vector<std::int64_t> copied(static_cast<std::size_t>(call.tasks()));
-  with_element(view, [&](auto* tag) {
+  with_plain_element(op, view, [&](auto* tag) {
     using Element = std::remove_pointer_t<decltype(tag)>;
     const auto kv = view.paged(write(heap, tag), layout);
     for_all(call.tasks(), [&](std::int64_t task) {
