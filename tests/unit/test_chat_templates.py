@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -368,3 +369,55 @@ def test_tokens_show_no_turns_if_no_token_closes_all_messages(name):
         settings, parse_policy("flowkv"), lambda: template.tokenizer_with_template
     )
     assert resolved == settings
+
+
+# -- templates that write tokens -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("tekken_240911.json", "tekken.json"),
+        ("mistral_instruct_tokenizer_240323.model.v3", "tokenizer.model.v3"),
+        ("mistral_instruct_tokenizer_241114.model.v7", "tokenizer.model.v7"),
+    ],
+    ids=["tekken", "v3", "v7"],
+)
+def test_tokenizers_of_mistral_write_tokens_without_a_text(file, name, tmp_path):
+    """Version 3 prepends the system prompt to the last question, which then has others.
+
+    The tokens of a mark differ there from those of the mark alone.
+    """
+    mistral_common = pytest.importorskip("mistral_common")
+    from vllm.renderers import ChatParams
+    from vllm.renderers.mistral import MistralRenderer
+    from vllm.tokenizers.mistral import MistralTokenizer
+
+    data = Path(mistral_common.__file__).parent / "data"
+    (tmp_path / name).write_bytes((data / file).read_bytes())
+    template = TEMPLATES["mistral"]
+    settings = chat_fixtures.renderer_of(template, {"name": "flowkv"}).config
+    tokenizer = MistralTokenizer.from_pretrained(str(tmp_path))
+    renderer = MistralRenderer(settings, tokenizer)
+    params = ChatParams(
+        None,
+        "auto",
+        {"add_generation_prompt": True, "tools": TOOLS, "tokenize": True},
+    )
+    turns = chat_fixtures.conversation(alternates=True)
+    for message in turns[2] + turns[9]:
+        if "tool_calls" in message:  # refused with a text, or with reasoning
+            message["content"] = ""
+    previous: list[int] = []
+    for messages in chat_fixtures.requests_of(turns):
+        for message in messages:
+            message.pop("reasoning", None)
+        _, (prompt,) = renderer.render_chat([messages], params)
+        ends = prompt["kv_policy_parameters"]["turn_ends"]
+        assert ends[: len(previous)] == previous
+        previous = ends
+    tokens = prompt["prompt_token_ids"]
+    texts = [tokenizer.decode(tokens[:end]).replace("▁", " ") for end in ends]
+    for text, words in zip(texts[1:], chat_fixtures.last_words(template), strict=True):
+        assert text.replace("<0x0A>", "\n").rstrip().endswith(words)
+        assert "Sorry, and Oslo?" not in text

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ logger = init_logger("vllm.kv_policy")
 
 # Contents of messages in marked renderings. Letters only: templates may trim the rest.
 _MARK, _ANSWER = "Kvpquestionmark", "Kvpansweradded"
+_SENTENCEPIECE_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_BYTES = re.compile("(<0x[0-9A-F]{2}>)+")
 _throttle = LogThrottle()
 
 
@@ -203,4 +206,11 @@ class _View:
         if self.is_text:
             return piece
         text: str = self.tokenizer.decode([ord(token) for token in piece])
-        return text
+        # SentencePiece writes bytes and spaces of a part of a prompt in its own way.
+        text = _BYTES.sub(lambda found: _text_of_bytes(found[0]), text)
+        return text.replace(_SENTENCEPIECE_SPACE, " ")
+
+
+def _text_of_bytes(names: str) -> str:
+    hexadecimal = names.replace("<0x", "").replace(">", "")
+    return bytes.fromhex(hexadecimal).decode("utf-8", "replace")
