@@ -297,7 +297,7 @@ def test_tokenizers_without_offsets_find_the_same(template, monkeypatch):
 
 
 def test_requests_of_the_server_keep_their_tool_calls():
-    """vLLM's validation turns lists of tool calls into iterators, to be read once."""
+    """As vLLM's validation of requests leaves messages, in the server's event loop."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.renderers import ChatParams
 

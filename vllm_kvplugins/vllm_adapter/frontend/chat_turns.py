@@ -91,7 +91,7 @@ class _Call:
 
     Attributes:
         arguments: arguments of the call. If the policy needs turns, the tokenizer is to
-            report the characters of each token, and messages contain no iterators.
+            report the characters of each token, and contents are no iterators.
     """
 
     def __init__(self, renderer: BaseRenderer, bound: inspect.BoundArguments) -> None:
@@ -161,17 +161,16 @@ class _Call:
 
 
 def materialize(conversations: Sequence[Sequence[Any]]) -> None:
-    """Turn iterators in messages into lists, because we read the messages again.
+    """Turn message contents that are iterators into lists, because we read them again.
 
-    vLLM's request validation produces iterators for contents with several parts and for
-    tool calls.
+    vLLM's request validation can produce iterators for contents with several parts. It
+    turns iterators of tool calls into lists itself.
     """
     for messages in conversations:
         for message in messages:
-            for key in ("content", "tool_calls"):
-                value = message.get(key)
-                if isinstance(value, Iterator):
-                    message[key] = list(value)
+            content = message.get("content")
+            if isinstance(content, Iterator):
+                message["content"] = list(content)
 
 
 def _synchronous(renderer: BaseRenderer) -> Steps:
