@@ -121,7 +121,7 @@ def test_turns_of_a_template_without_an_end_token(model_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "deepseek_r1"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "smollm2"])
 def test_an_agent_compresses_every_turn_once(model_path, family):
     """Ten turns with tool loops; no request compresses its live question."""
     small = {"ratio": 0.4, "floor": 4, "base_config": {"window": 4, "kernel_size": 3}}
