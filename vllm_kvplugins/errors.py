@@ -124,6 +124,7 @@ CODES: dict[str, str] = {
     "KVP508": "a file with a history is unusable",
     "KVP509": "the prompt is empty or does not fit (explain, record)",
     "KVP510": "no step fetched anything (record)",
+    "KVP511": "kv_transfer_params is not an object",
     # 600-699: command line, models and training
     "KVP600": "a Python package that the command needs is not installed",
     "KVP601": (

@@ -122,3 +122,52 @@ def chat(
         "compacted_at": [1 + max(r.kept_positions[0][0]) for r in records],
         "compacted_texts": texts,
     }
+
+
+def agent(model: str, policy: dict[str, Any], family: str) -> dict[str, Any]:
+    """All requests of a conversation with tools, under a template of another family.
+
+    Returns:
+        Per request: turn ends by the engine's front end, the text before the last one,
+        and the number of tokens that each compaction covered.
+    """
+    import chat_fixtures
+    from vllm import SamplingParams
+
+    settings = {"skip_tokenizer_init": False, "max_model_len": 4096}
+    llm = make_llm(model, policy, **settings)
+    driver = Driver(llm)
+    sent = []
+    add = driver.core.add_request
+
+    def record_parameters(request: Any, *arguments: Any) -> Any:
+        sent.append(request.sampling_params.extra_args or {})
+        return add(request, *arguments)
+
+    driver.core.add_request = record_parameters
+    llm.collective_rpc("kv_policy_record", args=(True,))
+    template = chat_fixtures.TEMPLATES[family]
+    tokenizer = llm.get_tokenizer()
+    requests = []
+    for messages in chat_fixtures.requests_of(
+        chat_fixtures.conversation(template.alternates)
+    ):
+        (output,) = llm.chat(
+            [messages],
+            SamplingParams(temperature=0, max_tokens=2),
+            use_tqdm=False,
+            chat_template=template.text,
+            tools=chat_fixtures.TOOLS,
+        )
+        driver.step()
+        (records,) = llm.collective_rpc("kv_policy_take_records")
+        ends = sent[-1].get("turn_ends", [])
+        history = output.prompt_token_ids[: ends[-1] if ends else 0]
+        requests.append(
+            {
+                "ends": ends,
+                "history": tokenizer.decode(history),
+                "compacted_at": [1 + max(r.kept_positions[0][0]) for r in records],
+            }
+        )
+    return {"requests": requests}

@@ -96,13 +96,13 @@ def test_turns_of_a_chat_template(model_path):
         "scenarios_flowkv:chat", {"model": model_path, "policy": policy}
     )
     assert report["messages"] in (5, 6), "with or without a system prompt"
-    answers = [report["ends"][-4], report["ends"][-2]]
+    # The token that closes an answer stays with the next question.
+    answers = [report["ends"][-4] - 1, report["ends"][-2] - 1]
     assert report["compacted_at"] == answers
     assert report["answer"]
 
 
 def test_turns_of_a_template_without_an_end_token(model_path):
-    """The front end renders the messages of each turn."""
     template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -118,3 +118,38 @@ def test_turns_of_a_template_without_an_end_token(model_path):
     assert first.rstrip().endswith("nice to meet you!")
     assert second.rstrip().endswith("deep and blue.")
     assert second.count("The sea is deep") == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "smollm2"])
+def test_an_agent_compresses_every_turn_once(model_path, family):
+    """Ten turns with tool loops; no request compresses its live question."""
+    small = {"ratio": 0.4, "floor": 4, "base_config": {"window": 4, "kernel_size": 3}}
+    arguments = {"model": model_path, "policy": {"name": "flowkv", **small}}
+    requests = run_scenario("scenarios_flowkv:agent", arguments | {"family": family})[
+        "requests"
+    ]
+    compacted = [at for request in requests for at in request["compacted_at"]]
+    assert len(compacted) >= 5
+    assert compacted == sorted(set(compacted)), "a session continues the earlier turns"
+    assert set(compacted) <= set(requests[-1]["ends"])
+    for request in requests:
+        assert all(at <= request["ends"][-1] for at in request["compacted_at"])
+    assert "Look at Turku again." in requests[-1]["history"]
+    assert "Sorry, and Oslo?" not in requests[-1]["history"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_epicache_compresses_the_history_of_an_agent(model_path, family):
+    policy = {"name": "epicache", "base": "keydiff", "budget": 128, "prefill_block": 64}
+    requests = run_scenario(
+        "scenarios_flowkv:agent",
+        {"model": model_path, "policy": policy, "family": family},
+    )["requests"]
+    last = requests[-1]
+    assert sum(len(request["compacted_at"]) for request in requests) >= 3
+    for request in requests:
+        assert all(at <= request["ends"][-1] for at in request["compacted_at"])
+    assert "Sorry, and Oslo?" not in last["history"]
+    assert last["ends"] == requests[-2]["ends"], "a tool loop does not move it"

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 from fake_encoder import BagOfWords
-from test_turns import conversation, plain, rendered, renderer
+from test_turns import plain, rendered, renderer
 
-from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import KVPolicyError
 from vllm_kvplugins.plan.geometry import Geometry
 
@@ -44,6 +43,9 @@ def made_for(**settings: Any) -> Any:
 
 class Words:
     """A tokenizer whose token IDs tests can compute."""
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
@@ -112,8 +114,10 @@ def test_contents_may_be_iterators(encoded, asynchronous):
     """vLLM's validation of requests turns lists of parts into iterators."""
 
     def write(message: dict) -> str:
-        text = "".join(part["text"] for part in message["content"])
-        return plain(message | {"content": text})
+        content = message["content"]
+        if not isinstance(content, str):  # vLLM's renderers accept both
+            content = "".join(part["text"] for part in content)
+        return plain(message | {"content": content})
 
     def parts(message: dict) -> dict:
         return message | {"content": [{"type": "text", "text": message["content"]}]}
@@ -189,16 +193,18 @@ def test_an_encoder_failure_fails_only_its_request(encoded, monkeypatch):
     assert not rendered(wrapped, chat(2, "short"), False).get("kv_policy_parameters")
 
 
-def test_the_history_ends_before_the_last_user_message():
-    from vllm_kvplugins.vllm_adapter.frontend.chat_episodes import history_length
-
-    assert history_length(conversation("suau")) == [3]
-    assert history_length(
-        [*conversation("uau"), {"role": "tool", "content": "42"}]
-    ) == [2]
-    assert history_length(conversation("u")) == []
-    assert history_length(conversation("s")) == []
-    assert parse_policy("epicache").turns.history_only
+def test_a_tool_loop_stays_in_its_episode(encoded):
+    """Only the question is routed, however long its answer grows."""
+    messages = chat(48, "what of apples")
+    first = rendered(made_for(episodes=3), messages, False)["kv_policy_parameters"]
+    loop = [
+        {"role": "assistant", "content": "violins cellos flutes"},
+        {"role": "tool", "content": "violins cellos flutes"},
+    ]
+    encoded.clear()
+    later = rendered(made_for(episodes=3), [*messages, *loop], False)
+    assert later["kv_policy_parameters"] == first
+    assert encoded[-1] == "user: what of apples"
 
 
 def test_new_segments_are_embedded_later(encoded):

@@ -176,6 +176,45 @@ def test_turns_end_after_the_system_prompt_and_after_answers(messages, ends):
     assert parse_policy("flowkv").turns.turn_ends(prompt, None) == ()
 
 
+ROLES = {"s": (7,), "u": (8, 5), "a": (6,), "r": (8, 5, 4), "t": (7, 3)}
+
+
+@pytest.mark.parametrize(
+    ("messages", "ends"),
+    [
+        ("u", []),
+        ("su", [1]),
+        ("ua", []),
+        ("suau", [1, 3]),
+        ("suatatau", [1, 7]),
+        ("uarrau", [5]),
+        ("uaru", [3]),
+        ("uuaauua", [4]),
+        ("suar", [1]),
+    ],
+)
+@pytest.mark.parametrize("space", [(), (2,)], ids=["", "white space"])
+def test_openings_show_the_turns_of_a_prompt(messages, ends, space):
+    """r, t: results of tools; r opens like a user's message and one token more."""
+    policy = parse_policy(
+        {
+            "name": "flowkv",
+            "turn_end_token": END,
+            "user_opening": [8, 5],
+            "tool_opening": [8, 5, 4],
+        }
+    )
+    prompt: list[int] = [1]
+    message_ends = []
+    for number, kind in enumerate(messages):
+        prompt += [*ROLES[kind], *[1] * (2 + number), END]
+        message_ends.append(len(prompt))
+        prompt += space
+    prompt += [6, 1]  # the opening words of the answer
+    expected = tuple(message_ends[end - 1] for end in ends)
+    assert policy.turns.turn_ends(prompt, None) == expected
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_kvplugins.config import parse_policy
 from vllm_kvplugins.errors import codes_in
 
 vllm = pytest.importorskip("vllm")
@@ -53,6 +54,112 @@ def test_passes_other_requests_to_vllm(config, resumable, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         process(input_processor, resumable=resumable)
     assert reached
+
+
+@pytest.fixture
+def validate(monkeypatch):
+    """Validates a request of 1000 tokens in a context of 4096, in a pool of blocks."""
+    from vllm_kvplugins.plan.geometry import Geometry
+    from vllm_kvplugins.vllm_adapter.frontend import request_validation as checks
+
+    shape = Geometry(32, num_layers=2, num_kv_heads=2, kv_bytes_per_token=1024)
+    monkeypatch.setattr(checks, "geometry_of", lambda config: shape)
+    monkeypatch.setattr(checks, "other_blocks", lambda config, tokens: 0)
+
+    def validate(policy, params, pool=50, prompt=1000):
+        from vllm import SamplingParams
+
+        monkeypatch.setattr(checks, "blocks_per_engine", lambda config: pool)
+        model = SimpleNamespace(max_model_len=4096, get_vocab_size=lambda: 100)
+        config = SimpleNamespace(
+            model_config=model, scheduler_config=SimpleNamespace(async_scheduling=False)
+        )
+        request = SimpleNamespace(
+            prompt_token_ids=[1] * prompt,
+            prompt_embeds=None,
+            sampling_params=SamplingParams(**params),
+        )
+        checks._validate(config, parse_policy(policy), request)
+        return request.sampling_params.max_tokens
+
+    return validate
+
+
+BOUNDED = {"name": "snapkv", "budget": 256, "prefill_block": 256}
+
+
+def test_an_answer_without_a_limit_is_as_long_as_the_pool_allows(validate):
+    """vLLM writes all that the context leaves into requests that name no number."""
+    everything = 4096 - 1000
+    # 8 of 32 blocks stay of the prompt, with 8 tokens more; the last token needs none.
+    fitting = 50 * 32 - 256 - 8 + 1
+    assert validate(BOUNDED, {"max_tokens": everything}) == fitting
+    assert validate(BOUNDED, {"max_tokens": fitting}) == fitting
+    assert validate(BOUNDED, {"max_tokens": 20}) == 20
+    assert validate(BOUNDED, {"max_tokens": everything}, pool=500) == everything
+
+
+@pytest.mark.parametrize(
+    ("params", "pool"),
+    [
+        ({"max_tokens": 3000}, 50),
+        ({"max_tokens": 3096, "min_tokens": 2000}, 50),
+        ({"max_tokens": 3096}, 15),
+    ],
+    ids=["a number", "a minimum", "no room at all"],
+)
+def test_an_answer_that_has_no_room_is_rejected(validate, params, pool):
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError) as caught:
+        validate(BOUNDED, params, pool=pool)
+    assert codes_in(str(caught.value)) == ("KVP502",)
+
+
+def test_an_answer_without_a_limit_fits_into_host_memory(validate):
+    policy = {"name": "quest", "budget": 64, "host_memory": "3MiB", "skip_layers": 0}
+    from vllm.exceptions import VLLMValidationError
+
+    limited = validate(policy, {"max_tokens": 3096}, pool=1000)
+    assert 1 < limited < 3096
+    assert validate(policy, {"max_tokens": limited}, pool=1000) == limited
+    with pytest.raises(VLLMValidationError, match="KVP501"):
+        validate(policy, {"max_tokens": limited + 1}, pool=1000)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"turn_ends": [5] * 10**5},
+        {"turn_ends": "x" * 10**6},
+        {"turn_ends": [3], "patched_prompt": "y" * 10**6},
+        {"turn_ends": [3], "patched_prompt": [-1] * 10**5},
+        {"kv_transfer_params": "z" * 10**6},
+    ],
+    ids=["turn ends", "text", "long prompt", "patched prompt", "transfer"],
+)
+def test_errors_do_not_repeat_long_values(validate, extra):
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError) as caught:
+        validate("epicache", {"extra_args": extra}, pool=1000)
+    assert len(str(caught.value)) < 700
+    assert "more characters" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "transfer", ["y", 7, [1], {"do_remote_decode": True}, None, ""]
+)
+def test_transfer_parameters_on_which_vllm_fails_are_rejected(validate, transfer):
+    from vllm.exceptions import VLLMValidationError
+
+    params = {"extra_args": {"kv_transfer_params": transfer, "": 1}, "max_tokens": 9}
+    if not transfer or isinstance(transfer, dict):
+        assert validate("snapkv", params, pool=1000) == 9
+        return
+    with pytest.raises(VLLMValidationError) as caught:
+        validate("snapkv", params, pool=1000)
+    assert codes_in(str(caught.value)) == ("KVP511",)
 
 
 def test_requests_do_not_parse_the_policy_again(monkeypatch):

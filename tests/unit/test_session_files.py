@@ -147,6 +147,19 @@ def test_a_file_is_private_synced_and_written_without_a_copy(tmp_path, monkeypat
     assert torch.equal(files.read("s", 0).tail, large.tail)
 
 
+def test_only_the_owner_reads_the_folders(tmp_path):
+    root = tmp_path / "above" / "sessions"
+    mask = os.umask(0o022)
+    try:
+        files = SessionFolder(root, Identity.of(model="m", policy="p"))
+        files.prepare()
+        files.prepare()
+    finally:
+        os.umask(mask)
+    for folder in (root, files.folder):
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
 def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(KVPolicyError) as refused:

@@ -1,4 +1,4 @@
-"""Turn ends: from the token after each message, or from renderings of messages."""
+"""Turns from roles of messages; tokens of messages; rendering with a small template."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ import pytest
 from vllm_kvplugins.config import parse_policy
 
 pytest.importorskip("vllm")
-from vllm_kvplugins.vllm_adapter.frontend import chat_turns, turn_ends
+from vllm_kvplugins.vllm_adapter.frontend import chat_turns, message_tokens
+from vllm_kvplugins.vllm_adapter.frontend.conversation_turns import (
+    questions_of,
+    turn_starts,
+)
+from vllm_kvplugins.vllm_adapter.frontend.rendered_turns import (
+    tokens_before,
+    tokens_of_pieces,
+)
 
 NAMED = {"<eos>": 1, "<end_of_turn>": 2, "<start>": 3, "<end>": 4}
 
@@ -31,6 +39,10 @@ class Tokenizer:
 
     def get_added_vocab(self) -> dict[str, int]:
         return NAMED
+
+    def decode(self, tokens: list[int]) -> str:
+        names = {token: name for name, token in NAMED.items()}
+        return "".join(names.get(token) or chr(token) for token in tokens)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
@@ -89,24 +101,24 @@ def refusing(message: dict) -> str:
     ],
 )
 def test_finds_the_token_after_every_message(write, token):
-    assert turn_ends.message_end_token(Tokenizer(write)) == token
+    assert message_tokens.message_end_token(Tokenizer(write)) == token
 
 
 def test_ignores_a_name_that_the_tokenizer_splits(monkeypatch):
     tokenizer = Tokenizer(gemma)
     monkeypatch.setattr(tokenizer, "encode", lambda text, **_: list(map(ord, text)))
-    assert turn_ends.message_end_token(tokenizer) is None
+    assert message_tokens.message_end_token(tokenizer) is None
 
 
 def test_finds_the_token_of_a_real_tokenizer(model_path):
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
-    token = turn_ends.message_end_token(tokenizer)
+    token = message_tokens.message_end_token(tokenizer)
     assert tokenizer.decode([token]) == "<|im_end|>"
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.content }}<|endoftext|>\n{% endfor %}"
     )
-    token = turn_ends.message_end_token(tokenizer)
+    token = message_tokens.message_end_token(tokenizer)
     assert tokenizer.decode([token]) == "<|endoftext|>"
     assert token != tokenizer.eos_token_id
 
@@ -116,7 +128,7 @@ def test_finds_the_token_of_a_real_tokenizer(model_path):
     [
         (Tokenizer(gemma), 2, ""),
         (Tokenizer(plain, template=None), 1, "has no chat template"),
-        (Tokenizer(plain), None, "by rendering their messages"),
+        (Tokenizer(plain), None, "from their messages"),
         (Tokenizer(refusing), None, "only images"),
         (None, None, ""),
     ],
@@ -125,13 +137,13 @@ def test_resolves_the_turn_end_token(tokenizer, token, logged, caplog):
     policy = parse_policy("flowkv")
     caplog.set_level(logging.INFO)
     # Loggers of vLLM do not propagate messages to the root logger.
-    turn_ends.logger.parent.addHandler(caplog.handler)
+    message_tokens.logger.parent.addHandler(caplog.handler)
     try:
-        resolved = turn_ends.resolve_turn_end_token(
+        resolved = message_tokens.resolve_message_tokens(
             {"name": "flowkv"}, policy, lambda: tokenizer
         )
     finally:
-        turn_ends.logger.parent.removeHandler(caplog.handler)
+        message_tokens.logger.parent.removeHandler(caplog.handler)
     assert resolved.get("turn_end_token") == token
     assert logged in caplog.text
     assert bool(logged) == bool(caplog.text)
@@ -143,18 +155,26 @@ def test_keeps_settings_of_other_policies_and_of_the_user():
 
     snapkv = {"name": "snapkv"}
     assert (
-        turn_ends.resolve_turn_end_token(snapkv, parse_policy("snapkv"), load) == snapkv
+        message_tokens.resolve_message_tokens(snapkv, parse_policy("snapkv"), load)
+        == snapkv
     )
     settings = {"name": "flowkv", "turn_end_token": 7}
     assert (
-        turn_ends.resolve_turn_end_token(settings, parse_policy(settings), load)
+        message_tokens.resolve_message_tokens(settings, parse_policy(settings), load)
         == settings
     )
 
 
-# -- renderings ----------------------------------------------------------------
+# -- messages ------------------------------------------------------------------
 
-ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+ROLES = {
+    "s": "system",
+    "d": "developer",
+    "u": "user",
+    "a": "assistant",
+    "t": "tool",
+    "f": "function",
+}
 
 
 def conversation(kinds: str) -> list[dict[str, str]]:
@@ -162,57 +182,89 @@ def conversation(kinds: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "counts"),
+    ("kinds", "starts"),
     [
-        ("u", []),
-        ("su", []),
-        ("suau", [3]),
-        ("uauau", [2, 4]),
-        ("uatau", [4]),
-        ("uu", []),
-        ("uaua", [2]),
-        ("uasu", [3]),
+        ("", []),
+        ("s", []),
+        ("u", [0]),
+        ("su", [1]),
+        ("suau", [1, 3]),
+        ("uauau", [0, 2, 4]),
+        ("uatatau", [0, 6]),
+        ("uattau", [0, 5]),
+        ("uatu", [0, 3]),
+        ("uuaauu", [0, 4]),
+        ("usua", [0]),
+        ("uasu", [0, 2]),
+        ("uausua", [0, 2]),
+        ("uas", [0]),
+        ("uatsau", [0, 5]),
+        ("au", [1]),
+        ("asu", [2]),
+        ("uad", [0]),
+        ("duadu", [1, 3]),
+        ("ufau", [0, 3]),
     ],
 )
-def test_a_turn_ends_before_the_next_user_message(kinds, counts):
-    assert turn_ends.messages_per_turn_end(conversation(kinds)) == counts
+def test_a_turn_starts_where_a_user_asks_after_an_answer(kinds, starts):
+    assert turn_starts(conversation(kinds)) == starts
+
+
+def test_a_question_may_be_several_messages():
+    messages = conversation("uausuatu")
+    assert questions_of(messages, 2) == [messages[2], messages[4]]
+    assert questions_of(messages, 7) == [messages[7]]
+    assert questions_of(conversation("uasua"), 2) == [conversation("u")[0]]
 
 
 @pytest.mark.parametrize(
-    ("beginning", "ends"),
+    ("ends", "tokens"),
     [
-        ([1, 2, 3, 4], [4]),
-        ([1, 2, 3, 4, 99], [4]),
-        ([1, 2, 3, 4, 98, 99], [4]),
-        ([1, 2, 3, 97, 98, 99], []),
-        ([9, 2], []),
-        ([1, 2, 3, 4, 5, 6, 7, 8], [6]),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9], []),
         ([], []),
-        (None, []),
+        ([0], []),
+        ([1], [2]),
+        ([1, 5], [2, 3]),
+        ([5, 6], [3]),
+        ([7, 8], [4]),
+        ([9], []),
+        ([20], []),
     ],
 )
-def test_a_rendering_may_differ_from_the_prompt_in_its_last_two_tokens(beginning, ends):
-    prompt = [1, 2, 3, 4, 5, 6]
-    assert turn_ends.common_prefixes(prompt, [beginning]) == ends
-    assert turn_ends.common_prefixes(prompt, [beginning, [1], beginning]) == [1, *ends]
+def test_a_token_on_both_sides_of_an_end_belongs_to_what_follows(ends, tokens):
+    """The tokenizer added the first token; the fourth is longer."""
+    offsets = [(0, 0), (0, 1), (1, 4), (4, 7), (7, 9)]
+    assert tokens_before(offsets, ends) == tokens
+
+
+def test_pieces_must_have_the_tokens_of_the_prompt():
+    from vllm_kvplugins.vllm_adapter.frontend.conversation_turns import TurnsUnknown
+
+    prompt = [5, 6, 7, 8, 9]
+    assert tokens_of_pieces(prompt, [[5, 6], [7]]) == [2, 3]
+    assert tokens_of_pieces(prompt, [[], [5], [6, 7, 8, 9]]) == [1, 5]
+    with pytest.raises(TurnsUnknown, match="reach across turns"):
+        tokens_of_pieces(prompt, [[5, 6], [1]])
 
 
 def renderer(write: Any, policy: Any, **settings: Any) -> Any:
     """A renderer of vLLM with our own template and tokenizer."""
     from vllm.renderers.base import BaseRenderer
+    from vllm.renderers.params import TokenizeParams
 
     chat_turns.install()
     tokenizer = Tokenizer(write)
 
     class Renderer(BaseRenderer):
-        default_chat_tok_params = None
+        default_chat_tok_params = TokenizeParams(max_total_tokens=None)
 
         def __init__(self) -> None:
             config = {"kv_policy": {"name": policy, **settings}} if policy else {}
             self.config = SimpleNamespace(
                 additional_config=config, kv_transfer_config=None
             )
+
+        def get_tokenizer(self) -> Any:
+            return tokenizer
 
         def _apply_prompt_extras(self, *_: Any) -> None:
             """Needs a real model."""
@@ -221,12 +273,17 @@ def renderer(write: Any, policy: Any, **settings: Any) -> Any:
             text = tokenizer.apply_chat_template(messages, tokenize=False)
             if params.chat_template_kwargs.get("add_generation_prompt"):
                 text += "<start>assistant\n"
-            return messages, text
+            return messages, {"prompt": text}
 
         def tokenize_prompts(self, prompts: Any, params: Any) -> Any:
             return [
-                {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
-                for text in prompts
+                prompt
+                | {
+                    "prompt_token_ids": tokenizer.encode(
+                        prompt["prompt"], add_special_tokens=False
+                    )
+                }
+                for prompt in prompts
             ]
 
         async def tokenize_prompts_async(self, prompts: Any, params: Any) -> Any:
@@ -253,50 +310,50 @@ def rendered(wrapped: Any, messages: Any, asynchronous: bool) -> Any:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("write", [plain, llama2])
-def test_finds_turns_of_a_chat_without_an_end_token(write, asynchronous):
+@pytest.mark.parametrize(
+    ("write", "preamble"),
+    [
+        (plain, "sss"),
+        (gemma, "sss"),
+        (spaced, "sss"),
+        (mixed, "sss<end_of_turn>"),
+        (llama2, None),
+    ],
+)
+def test_turns_end_after_the_text_of_an_answer(write, preamble, asynchronous):
+    """What no special token separates from the first question belongs to it."""
     messages = conversation("suauau")
     prompt = rendered(renderer(write, "flowkv"), messages, asynchronous)
-    length = [0]
-    for message in messages:
-        text = Tokenizer(write).encode(write(message), add_special_tokens=False)
-        length.append(length[-1] + len(text))
-    assert prompt["kv_policy_parameters"] == {"turn_ends": [length[3], length[5]]}
+    tokens = prompt["prompt_token_ids"]
+    texts = [
+        Tokenizer(write).decode(tokens[:end])
+        for end in prompt["kv_policy_parameters"]["turn_ends"]
+    ]
+    if preamble is not None:
+        assert texts.pop(0).endswith(preamble)
+    assert [text.endswith("aaa") for text in texts] == [True, True]
+    assert [text.count("uuu") for text in texts] == [1, 2]
+
+
+def test_an_empty_question_and_answer_end_turns_too():
+    messages = [m | {"content": ""} for m in conversation("uauau")]
+    parameters = rendered(renderer(gemma, "flowkv"), messages, False)
+    assert len(parameters["kv_policy_parameters"]["turn_ends"]) == 2
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_template_that_rewrites_history_gives_no_turn_end(asynchronous):
-    def changing(message: dict) -> str:
-        # With five messages, the template leaves out the second one.
-        return plain(message) if message.get("kept", True) else ""
-
-    wrapped = renderer(changing, "flowkv")
-    messages = conversation("uauau")
-    whole = wrapped.render_messages
-
-    def render(messages: Any, params: Any) -> Any:
-        if len(messages) == 5:
-            messages = [m | {"kept": i != 1} for i, m in enumerate(messages)]
-        return whole(messages, params)
-
-    wrapped.render_messages = render
-    parameters = rendered(wrapped, messages, asynchronous)["kv_policy_parameters"]
-    assert parameters == {"turn_ends": []}
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_beginning_that_cannot_be_rendered_does_not_fail_the_request(asynchronous):
+def test_a_template_that_refuses_more_turns_does_not_fail_the_request(asynchronous):
     wrapped = renderer(plain, "flowkv")
     whole = wrapped.render_messages
 
     def render(messages: Any, params: Any) -> Any:
-        if len(messages) == 2:
-            raise ValueError("the last role must be a user's")
+        if len(messages) > 5:
+            raise ValueError("too long")
         return whole(messages, params)
 
     wrapped.render_messages = render
     prompt = rendered(wrapped, conversation("uauau"), asynchronous)
-    assert len(prompt["kv_policy_parameters"]["turn_ends"]) == 1
+    assert prompt["kv_policy_parameters"] == {"turn_ends": []}
 
 
 @pytest.mark.parametrize(
@@ -304,10 +361,11 @@ def test_a_beginning_that_cannot_be_rendered_does_not_fail_the_request(asynchron
     [
         (plain, None, {}),
         (plain, "snapkv", {}),
-        (gemma, "flowkv", {"turn_end_token": 2}),
     ],
 )
-def test_messages_are_rendered_once_if_turns_are_known(write, policy, settings):
+def test_messages_are_rendered_once_if_the_policy_needs_no_turns(
+    write, policy, settings
+):
     wrapped = renderer(write, policy, **settings)
     calls = []
     whole = wrapped.render_messages

@@ -92,6 +92,8 @@ def _plain_name(annotation: Any) -> str:
         return " | ".join(_plain_name(choice) for choice in arguments)
     if annotation is type(None):
         return "none"
+    if origin is tuple and arguments[1:] == (Ellipsis,):
+        return f"list[{_plain_name(arguments[0])}]"  # as users write it, in JSON
     if origin is not None:
         inner = ", ".join(_plain_name(choice) for choice in arguments)
         return f"{origin.__name__}[{inner}]"

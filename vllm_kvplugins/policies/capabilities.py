@@ -180,9 +180,10 @@ class Turns(ABC):
 
     Attributes:
         finds_in_prompt: ``turn_ends`` can find turns without the request's help, by
-            the token that closes a message (the setting ``turn_end_token``).
-        history_only: the only turn that counts is the history before the query; chat
-            requests send where it ends.
+            the tokens that close and open messages (the settings ``turn_end_token``,
+            ``user_opening`` and ``tool_opening``). Chat requests send turn ends.
+        history_only: the only turn that counts is the history before the live turn;
+            chat requests send where it ends.
     """
 
     finds_in_prompt: ClassVar[bool] = False

@@ -16,35 +16,67 @@ from vllm_kvplugins.policies.wrapper import Wrapper
 
 @dataclass(frozen=True, slots=True)
 class MessageTurns(Turns):
-    """Turn ends from the request, or from the tokens that close messages.
+    """Turn ends from the request, or from the tokens that close and open messages.
 
     Attributes:
         turn_end_token: token with which the chat template closes a message; None if
             unknown.
+        user_opening: tokens with which a user's message opens; empty if unknown: then
+            users and assistants take turns.
+        tool_opening: tokens with which the result of a tool opens. They may begin with
+            those of a user.
     """
 
     turn_end_token: int | None
+    user_opening: tuple[int, ...] = ()
+    tool_opening: tuple[int, ...] = ()
     finds_in_prompt: ClassVar[bool] = True
 
     def turn_ends(
         self, prompt: Sequence[int], requested: Sequence[int] | None
     ) -> tuple[int, ...]:
-        """Ends of the system prompt, if there is one, and of every finished answer.
+        """Ends of the preamble, if there is one, and of every finished turn.
 
-        The last message is the current query. The message before it is an answer, and
-        so is every second one before that. Equation 10 compresses the system prompt
-        first.
+        A turn ends where a user's message follows another message. Tool calls and their
+        results belong to the turn. Equation 10 compresses the preamble, which is the
+        system prompt, first.
         """
         if requested is not None:
             return tuple(requested)
         if self.turn_end_token is None:
             return ()
-        message_ends = [
+        ends = [
             index + 1
             for index, token in enumerate(prompt)
             if token == self.turn_end_token
         ]
-        return tuple(message_ends[:-1][::-2][::-1])
+        if not self.user_opening:
+            # The last message is the current query, and the one before it an answer.
+            return tuple(ends[:-1][::-2][::-1])
+        first = range(ends[0] if ends else 0)
+        is_question = [any(self._is_question(prompt, start) for start in first)]
+        is_question += [
+            # White space may separate messages, as one token.
+            self._is_question(prompt, end) or self._is_question(prompt, end + 1)
+            for end in ends
+        ]
+        return tuple(
+            end
+            for end, before, after in zip(
+                ends, is_question, is_question[1:], strict=False
+            )
+            if after and not before
+        )
+
+    def _is_question(self, prompt: Sequence[int], start: int) -> bool:
+        """Whether a user's message opens at a token."""
+        user, tool = self.user_opening, self.tool_opening
+        is_tool = len(tool) > len(user) and _opens(prompt, start, tool)
+        return not is_tool and _opens(prompt, start, user)
+
+
+def _opens(prompt: Sequence[int], start: int, opening: tuple[int, ...]) -> bool:
+    return tuple(prompt[start : start + len(opening)]) == opening
 
 
 class FlowKV(Wrapper):
@@ -67,9 +99,10 @@ class FlowKV(Wrapper):
     - The scores of a turn's tokens come from attention over all resident tokens, as the
       compressor computes them.
 
-    The request names the ends of turns (``turn_ends``). Otherwise turns end after the
-    answers that the chat template closes with ``turn_end_token``. A prompt without
-    turns is one query and is not compressed.
+    A turn is a question with everything up to the next question: tool calls, their
+    results, answers. The front end finds the turns of chats from the roles of their
+    messages. Other requests name the ends of their turns (``turn_ends``), or the tokens
+    of messages show them. A prompt without turns is one query and is not compressed.
 
     Cost: one compaction by the compressor per turn, and a move of the tokens kept from
     earlier turns.
@@ -100,13 +133,24 @@ class FlowKV(Wrapper):
     turn_end_token: int | None = Field(
         default=None,
         ge=0,
-        description="Token that closes a message; null: the token that the chat "
-        "template puts after messages.",
+        description="Token that closes a message, in prompts that are not chats; null: "
+        "the token that the chat template puts after messages.",
+    )
+    user_opening: tuple[int, ...] = Field(
+        default=(),
+        description="Tokens that open a user's message after turn_end_token; by "
+        "default those of the chat template. If only turn_end_token is set, messages "
+        "of users and assistants alternate.",
+    )
+    tool_opening: tuple[int, ...] = Field(
+        default=(),
+        description="Tokens that open the result of a tool after turn_end_token; by "
+        "default those of the chat template.",
     )
 
     @property
     def turns(self) -> MessageTurns:
-        return MessageTurns(self.turn_end_token)
+        return MessageTurns(self.turn_end_token, self.user_opening, self.tool_opening)
 
     def plan(self, lengths: Lengths, geometry: Geometry) -> ResidencyPlan:
         size = geometry.block_size

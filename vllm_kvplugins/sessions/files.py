@@ -89,7 +89,9 @@ class SessionFolder:
             KVPolicyError: it cannot be created or written to.
         """
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # A mode applies to the last folder of a path only.
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
         except OSError as error:

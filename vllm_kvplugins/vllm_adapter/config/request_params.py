@@ -13,6 +13,7 @@ from vllm_kvplugins.policies.base import KVCachePolicy
 
 TURN_ENDS = "turn_ends"
 PATCHED_PROMPT = "patched_prompt"
+_TRANSFER = "kv_transfer_params"  # vLLM's
 _SHOWN_CHARACTERS = 100  # of an invalid value, in the error message
 
 
@@ -42,7 +43,7 @@ def turn_ends_problem(sampling_params: Any, prompt_tokens: int) -> str | None:
         return coded(
             "KVP504",
             f"turn_ends must be ascending token counts from 1 to {prompt_tokens}, the "
-            f"length of the prompt; got {_shortened(turn_ends)}",
+            f"length of the prompt; got {shown(turn_ends)}",
         )
     return None
 
@@ -68,7 +69,7 @@ def patched_prompt_problem(
         return coded(
             "KVP505",
             f"patched_prompt must be a list of up to {max_tokens} token IDs below "
-            f"{vocab_size}; got {_shortened(patched)}",
+            f"{vocab_size}; got {shown(patched)}",
         )
     if not requested_turn_ends(sampling_params):
         return coded(
@@ -79,9 +80,29 @@ def patched_prompt_problem(
     return None
 
 
+def transfer_problem(sampling_params: Any) -> str | None:
+    """Why vLLM would fail on the request's ``kv_transfer_params``; None if it does not.
+
+    The field of this name is checked by vLLM; it is not if ``vllm_xargs`` contains it.
+    """
+    transfer = _extra_args(sampling_params).get(_TRANSFER)
+    if not transfer or isinstance(transfer, dict):
+        return None
+    return coded(
+        "KVP511",
+        f"kv_transfer_params must be an object, got {shown(transfer)}; remove it from "
+        "vllm_xargs",
+    )
+
+
 def _extra_args(sampling_params: Any) -> dict[str, Any]:
     return getattr(sampling_params, "extra_args", None) or {}
 
 
-def _shortened(value: Any) -> str:
-    return str(value)[:_SHOWN_CHARACTERS]
+def shown(value: Any) -> str:
+    """The beginning of a value, for error messages: clients choose how long it is."""
+    text = str(value)
+    rest = len(text) - _SHOWN_CHARACTERS
+    return (
+        text if rest <= 0 else f"{text[:_SHOWN_CHARACTERS]}… ({rest} more characters)"
+    )

@@ -82,11 +82,13 @@ _EVERYWHERE = {
     "vllm.v1.engine.async_llm:AsyncLLM": "add_request(request_id prompt) "
     "generate(prompt sampling_params request_id)",
     "vllm.renderers.base:BaseRenderer": "config default_chat_tok_params "
+    "get_tokenizer() "
     "render_chat(conversations chat_params tok_params) render_chat_async("
     "conversations chat_params tok_params) render_messages(messages params) "
     "render_messages_async(messages params) tokenize_prompts(prompts params) "
     "tokenize_prompts_async(prompts params)",
     "vllm.renderers:ChatParams": "chat_template_kwargs",
+    "vllm.renderers.params:TokenizeParams": "add_special_tokens return_token_offsets",
     "vllm:SamplingParams": "extra_args",
     "vllm.config:VllmConfig": "additional_config cache_config "
     "compilation_config kv_transfer_config lora_config model_config parallel_config "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -35,6 +35,7 @@ from vllm_kvplugins.plan.geometry import Lengths
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of
 from vllm_kvplugins.vllm_adapter.config.request_params import PATCHED_PROMPT, TURN_ENDS
+from vllm_kvplugins.vllm_adapter.frontend.conversation_turns import questions_of
 
 logger = init_logger("vllm.kv_policy")
 
@@ -67,32 +68,11 @@ _frontends: WeakKeyDictionary[Any, EpisodeFrontend] = WeakKeyDictionary()  # by 
 _frontends_lock = Lock()
 
 
-def materialize_contents(conversations: Sequence[Sequence[Any]]) -> None:
-    """Turn message contents that are iterators into lists, because we read them again.
-
-    vLLM's request validation produces iterators for contents with several parts.
-    """
-    for messages in conversations:
-        for message in messages:
-            content = message.get("content")
-            if isinstance(content, Iterator):
-                message["content"] = list(content)
-
-
-def history_length(messages: Sequence[Any]) -> list[int]:
-    """Number of messages before the query, which is the last user message.
-
-    Returns:
-        One number; empty if there is no query or no history.
-    """
-    users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
-    return [users[-1]] if users and users[-1] else []
-
-
 def request_parameters(
     renderer: Any,
     policy: KVCachePolicy,
     messages: Sequence[Any],
+    live: int,
     prompt: Any,
     turn_ends: list[int],
 ) -> dict[str, Any]:
@@ -101,6 +81,7 @@ def request_parameters(
     Writes ``OTHER_EPISODES`` and ``EMBEDDING_JOB`` into the prompt.
 
     Args:
+        live: index of the first message of the live turn.
         prompt: the rendered prompt.
         turn_ends: number of tokens of the history; empty if unknown.
 
@@ -119,10 +100,10 @@ def request_parameters(
     routing = policy.episode_routing
     if routing is None:
         return parameters
-    (count,) = history_length(messages)
     try:
-        history = _conversation(messages[:count])
-        query = dialogue_text(utterances_of(messages[count:]))
+        history = _conversation(messages[:live])
+        # Without the answers of a tool loop: it stays in one episode.
+        query = dialogue_text(utterances_of(questions_of(messages, live)))
     except NotText as error:
         logger.warning_once("a chat is not compressed: %s", str(error))
         return {}

@@ -1,9 +1,8 @@
 """Finds the turn ends of chat requests while vLLM renders them.
 
-Only the front end has the messages and the chat template. To find a turn end, it
-renders the messages before it alone; their tokens are the beginning of the whole
-prompt. Request parameters that are found in this way travel with the rendered prompt,
-until ``request_validation`` copies them into the request.
+Only the front end has the messages and the chat template. ``turn_search`` renders each
+chat once more and compares. Request parameters that are found in this way travel with
+the rendered prompt, until ``request_validation`` copies them into the request.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from typing import Any
+import inspect
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
-from vllm.logger import init_logger
 from vllm.renderers.base import BaseRenderer
 
 from vllm_kvplugins.policies.base import KVCachePolicy
@@ -23,16 +23,19 @@ from vllm_kvplugins.vllm_adapter.config.request_params import (
     requested_turn_ends,
 )
 from vllm_kvplugins.vllm_adapter.frontend import chat_episodes
-from vllm_kvplugins.vllm_adapter.frontend.turn_ends import (
-    common_prefixes,
-    messages_per_turn_end,
+from vllm_kvplugins.vllm_adapter.frontend.conversation_turns import turn_starts
+from vllm_kvplugins.vllm_adapter.frontend.turn_search import (
+    RenderedChat,
+    Steps,
+    log,
+    turn_ends,
 )
-
-logger = init_logger("vllm.kv_policy")
 
 # Key in a rendered prompt, next to its tokens: parameters for the request.
 REQUEST_PARAMETERS = "kv_policy_parameters"
 _INSTALLED = "_kvplugins_installed"
+_OFFSETS = "prompt_token_offsets"  # vLLM's key: the characters of each token
+_Result = TypeVar("_Result")
 
 
 def install() -> None:
@@ -41,47 +44,21 @@ def install() -> None:
         return
     setattr(BaseRenderer, _INSTALLED, True)
     render, render_async = BaseRenderer.render_chat, BaseRenderer.render_chat_async
+    signature = inspect.signature(render)
 
     @functools.wraps(render)
-    def render_chat(
-        self: BaseRenderer, conversations: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        _prepare(self, conversations)
-        rendered_conversations, prompts = render(self, conversations, *args, **kwargs)
-        for messages, prompt in zip(conversations, prompts, strict=True):
-            counts = _messages_to_render(self, messages, prompt)
-            if counts:
-                renderings = [
-                    _render_beginning(self, messages[:count], *args, **kwargs)
-                    for count in counts
-                ]
-                ends = common_prefixes(prompt["prompt_token_ids"], renderings)
-                prompt[REQUEST_PARAMETERS] = _parameters(self, messages, prompt, ends)
-        return rendered_conversations, prompts
+    def render_chat(self: BaseRenderer, *args: Any, **kwargs: Any) -> Any:
+        call = _Call(self, signature.bind(self, *args, **kwargs))
+        conversations, prompts = render(**call.arguments)
+        _result_of(call.add_parameters(prompts, _synchronous(self)))
+        return conversations, prompts
 
     @functools.wraps(render_async)
-    async def render_chat_async(
-        self: BaseRenderer, conversations: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        _prepare(self, conversations)
-        rendered_conversations, prompts = await render_async(
-            self, conversations, *args, **kwargs
-        )
-        for messages, prompt in zip(conversations, prompts, strict=True):
-            counts = _messages_to_render(self, messages, prompt)
-            if counts:
-                renderings = await asyncio.gather(
-                    *(
-                        _render_beginning_async(self, messages[:count], *args, **kwargs)
-                        for count in counts
-                    )
-                )
-                ends = common_prefixes(prompt["prompt_token_ids"], renderings)
-                # In a thread, because the encoder would block the event loop.
-                prompt[REQUEST_PARAMETERS] = await asyncio.to_thread(
-                    _parameters, self, messages, prompt, ends
-                )
-        return rendered_conversations, prompts
+    async def render_chat_async(self: BaseRenderer, *args: Any, **kwargs: Any) -> Any:
+        call = _Call(self, signature.bind(self, *args, **kwargs))
+        conversations, prompts = await render_async(**call.arguments)
+        await call.add_parameters(prompts, _asynchronous(self))
+        return conversations, prompts
 
     BaseRenderer.render_chat = render_chat
     BaseRenderer.render_chat_async = render_chat_async
@@ -109,97 +86,125 @@ def parameters_of_episodes(prompt: Any) -> list[dict[str, Any]]:
     return [] if others is None else [prompt[REQUEST_PARAMETERS], *others]
 
 
-def _prepare(renderer: BaseRenderer, conversations: Any) -> None:
-    policy = policy_of(renderer.config)
-    turns = policy.turns if policy is not None else None
-    if turns is not None and (turns.finds_in_prompt or turns.history_only):
-        chat_episodes.materialize_contents(conversations)
+class _Call:
+    """One call of vLLM's ``render_chat``, under a policy that may need turns.
 
-
-def _messages_to_render(
-    renderer: BaseRenderer, messages: Any, prompt: Any
-) -> list[int]:
-    """Numbers of first messages whose renderings show turn ends.
-
-    Empty if the policy needs no turns or finds them in the prompt's tokens.
+    Attributes:
+        arguments: arguments of the call. If the policy needs turns, the tokenizer is to
+            report the characters of each token, and contents are no iterators.
     """
-    policy, tokens = policy_of(renderer.config), prompt.get("prompt_token_ids")
-    turns = policy.turns if policy is not None else None
-    if turns is None or not tokens:
-        return []
-    if turns.history_only:
-        return chat_episodes.history_length(messages)
-    # Tokens that end messages show turns more reliably than renderings.
-    if not turns.finds_in_prompt or turns.turn_ends(tokens, None):
-        return []
-    return messages_per_turn_end(messages)
 
+    def __init__(self, renderer: BaseRenderer, bound: inspect.BoundArguments) -> None:
+        self._renderer = renderer
+        self.arguments = dict(bound.arguments)
+        self.arguments |= self.arguments.pop("kwargs", {})
+        policy = policy_of(renderer.config)
+        turns = policy.turns if policy is not None else None
+        needs_turns = turns and (turns.finds_in_prompt or turns.history_only)
+        self._policy = policy if needs_turns else None
+        if turns is None or self._policy is None:
+            return
+        self._history_only = turns.history_only
+        params = self.arguments.get("tok_params") or renderer.default_chat_tok_params
+        self._wants_offsets = params.return_token_offsets
+        params = dataclasses.replace(params, return_token_offsets=True)
+        self.arguments["tok_params"] = params
+        materialize(self.arguments["conversations"])
 
-def _parameters(
-    renderer: BaseRenderer, messages: Any, prompt: Any, turn_ends: list[int]
-) -> dict[str, Any]:
-    """Request parameters for a chat: its turn ends and, with EpiCache, its episode."""
-    policy = policy_of(renderer.config)
-    assert policy is not None, "messages are rendered again for a policy only"
-    if policy.turns is not None and policy.turns.history_only:
-        return chat_episodes.request_parameters(
-            renderer, policy, messages, prompt, turn_ends
+    async def add_parameters(self, prompts: Sequence[Any], steps: Steps) -> None:
+        """Add the parameters of its request to each prompt."""
+        if self._policy is None:
+            return
+        conversations = self.arguments["conversations"]
+        for messages, prompt in zip(conversations, prompts, strict=True):
+            offsets = prompt.get(_OFFSETS)
+            if not self._wants_offsets:
+                prompt.pop(_OFFSETS, None)
+            # Images and other media change the length of the prompt; a policy may
+            # still find turns in its tokens.
+            if prompt["type"] == "token":
+                parameters = await self._parameters(messages, prompt, offsets, steps)
+                prompt[REQUEST_PARAMETERS] = parameters
+            elif self._history_only:
+                log("a chat is not compressed: it has parts that are not text")
+
+    async def _parameters(
+        self, messages: Any, prompt: Any, offsets: Any, steps: Steps
+    ) -> dict[str, Any]:
+        """Request parameters for a chat: its turn ends and, with EpiCache, episode."""
+        starts = turn_starts(messages)
+        if self._history_only and not any(starts):
+            return {}  # There is no history.
+        chat = RenderedChat(
+            messages,
+            starts,
+            self.arguments["chat_params"],
+            self.arguments["tok_params"],
+            prompt["prompt_token_ids"],
+            prompt.get("prompt"),
+            offsets,
         )
-    return {TURN_ENDS: turn_ends}
+        ends = await turn_ends(chat, self._renderer.get_tokenizer(), steps)
+        if not self._history_only:
+            return {TURN_ENDS: ends}
+        # In a thread, because the encoder would block the event loop.
+        parameters: dict[str, Any] = await steps.in_thread(
+            chat_episodes.request_parameters,
+            self._renderer,
+            self._policy,
+            messages,
+            starts[-1],
+            prompt,
+            ends[-1:],
+        )
+        return parameters
 
 
-def _without_answer_prompt(chat_params: Any) -> Any:
-    """The same template settings, without the tokens that open an answer."""
-    history = {"add_generation_prompt": False, "continue_final_message": False}
-    kwargs = chat_params.chat_template_kwargs | history
-    return dataclasses.replace(chat_params, chat_template_kwargs=kwargs)
+def materialize(conversations: Sequence[Sequence[Any]]) -> None:
+    """Turn message contents that are iterators into lists, because we read them again.
+
+    vLLM's request validation can produce iterators for contents with several parts. It
+    turns iterators of tool calls into lists itself.
+    """
+    for messages in conversations:
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, Iterator):
+                message["content"] = list(content)
 
 
-def _render_beginning(
-    renderer: BaseRenderer,
-    messages: Any,
-    chat_params: Any,
-    tok_params: Any = None,
-    **_: Any,
-) -> list[int] | None:
-    """Tokens of the first messages; None if the template cannot render them alone."""
-    tok_params = tok_params or renderer.default_chat_tok_params
+def _synchronous(renderer: BaseRenderer) -> Steps:
+    async def render(messages: Any, params: Any) -> Any:
+        return renderer.render_messages(messages, params)[1]
+
+    async def tokenize(texts: Sequence[str], params: Any) -> list[list[int]]:
+        prompts: list[Any] = [{"prompt": text} for text in texts]
+        tokenized: Any = renderer.tokenize_prompts(prompts, params)
+        return [prompt["prompt_token_ids"] for prompt in tokenized]
+
+    async def call(function: Any, *args: Any) -> Any:
+        return function(*args)
+
+    return Steps(render, tokenize, call)
+
+
+def _asynchronous(renderer: BaseRenderer) -> Steps:
+    async def render(messages: Any, params: Any) -> Any:
+        return (await renderer.render_messages_async(messages, params))[1]
+
+    async def tokenize(texts: Sequence[str], params: Any) -> list[list[int]]:
+        prompts: list[Any] = [{"prompt": text} for text in texts]
+        tokenized: Any = await renderer.tokenize_prompts_async(prompts, params)
+        return [prompt["prompt_token_ids"] for prompt in tokenized]
+
+    return Steps(render, tokenize, asyncio.to_thread)
+
+
+def _result_of(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+    """Result of a coroutine whose steps are all synchronous."""
     try:
-        _, text = renderer.render_messages(
-            messages, _without_answer_prompt(chat_params)
-        )
-        (prompt,) = renderer.tokenize_prompts([text], tok_params)
-    except Exception as error:  # the request is valid: all its messages were rendered
-        _log_failure(error)
-        return None
-    token_ids: list[int] | None = prompt.get("prompt_token_ids")
-    return token_ids
-
-
-async def _render_beginning_async(
-    renderer: BaseRenderer,
-    messages: Any,
-    chat_params: Any,
-    tok_params: Any = None,
-    **_: Any,
-) -> list[int] | None:
-    """``_render_beginning`` in the renderer's threads."""
-    tok_params = tok_params or renderer.default_chat_tok_params
-    try:
-        _, text = await renderer.render_messages_async(
-            messages, _without_answer_prompt(chat_params)
-        )
-        (prompt,) = await renderer.tokenize_prompts_async([text], tok_params)
-    except Exception as error:  # the request is valid: all its messages were rendered
-        _log_failure(error)
-        return None
-    token_ids: list[int] | None = prompt.get("prompt_token_ids")
-    return token_ids
-
-
-def _log_failure(error: Exception) -> None:
-    logger.warning_once(
-        "a turn end is unknown, because the chat template cannot render the messages "
-        "before it alone: %s",
-        str(error),
-    )
+        coroutine.send(None)
+    except StopIteration as finished:
+        result: _Result = finished.value
+        return result
+    raise AssertionError("a synchronous step waited")

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+from bisect import bisect_left
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_kvplugins.errors import coded
+from vllm_kvplugins.log_throttle import LogThrottle
 from vllm_kvplugins.plan.geometry import Lengths
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.vllm_adapter.config.engine_config import geometry_of, policy_of
@@ -23,6 +27,8 @@ from vllm_kvplugins.vllm_adapter.config.request_params import (
     patched_prompt_problem,
     requested_patched_prompt,
     requested_turn_ends,
+    shown,
+    transfer_problem,
     turn_ends_problem,
 )
 from vllm_kvplugins.vllm_adapter.frontend import chat_turns
@@ -30,7 +36,10 @@ from vllm_kvplugins.vllm_adapter.frontend import chat_turns
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+logger = init_logger("vllm.kv_policy")
+
 _INSTALLED = "_kvplugins_installed"
+_throttle = LogThrottle()
 
 
 def install() -> None:
@@ -73,6 +82,9 @@ def _validate(vllm_config: VllmConfig, policy: KVCachePolicy, request: Any) -> N
     Raises:
         VLLMValidationError: the first problem that was found.
     """
+    problem = transfer_problem(request.sampling_params)
+    if problem is not None:
+        raise VLLMValidationError(problem, parameter="kv_transfer_params")
     if policy.host_storage is not None:
         _check_host_memory(vllm_config, policy, request)
     if policy.spans is not None:
@@ -83,16 +95,58 @@ def _validate(vllm_config: VllmConfig, policy: KVCachePolicy, request: Any) -> N
     _check_pool(vllm_config, policy, request)
 
 
+def _fit_answer(
+    vllm_config: VllmConfig, request: Any, problem_of: Callable[[int], str | None]
+) -> None:
+    """Reject a request whose answer has no room, or shorten an answer without a limit.
+
+    A client that names no ``max_tokens`` asks for all that the context leaves. vLLM has
+    then written this number into the request, and it means as many as there are.
+
+    Args:
+        problem_of: why an answer of so many tokens has no room; None if it has. A
+            longer answer needs at least as much.
+
+    Raises:
+        VLLMValidationError: there is no room.
+    """
+    params = request.sampling_params
+    max_tokens = params.max_tokens or 0
+    problem = problem_of(max_tokens)
+    if problem is None:
+        return
+    left = vllm_config.model_config.max_model_len - _prompt_tokens(request)
+    fitting = 0
+    if max_tokens >= left:
+        answers = range(1, max_tokens + 1)
+        fitting = bisect_left(answers, True, key=lambda n: problem_of(n) is not None)
+    if fitting < max(params.min_tokens, 1):
+        raise VLLMValidationError(problem, parameter="max_tokens", value=max_tokens)
+    params.max_tokens = fitting
+    text = _throttle.format(
+        f"an answer without max_tokens is limited to {fitting} instead of {left} "
+        "tokens, because no more fit under the KV policy"
+    )
+    if text is not None:
+        logger.info("%s", text)
+
+
+def _prompt_tokens(request: Any) -> int:
+    ids, embeds = request.prompt_token_ids, request.prompt_embeds
+    return len(ids if ids is not None else embeds)
+
+
 def _check_host_memory(
     vllm_config: VllmConfig, policy: KVCachePolicy, request: Any
 ) -> None:
     if request.sampling_params is None:
         return
-    max_tokens = request.sampling_params.max_tokens or 0
-    tokens = len(request.prompt_token_ids or ()) + max_tokens
-    problem = host_limit_problem(policy, geometry_of(vllm_config), tokens)
-    if problem is not None:
-        raise VLLMValidationError(problem, parameter="max_tokens", value=max_tokens)
+    geometry, prompt_tokens = geometry_of(vllm_config), _prompt_tokens(request)
+    _fit_answer(
+        vllm_config,
+        request,
+        lambda answer: host_limit_problem(policy, geometry, prompt_tokens + answer),
+    )
 
 
 def _check_tokens(policy: KVCachePolicy, request: Any) -> None:
@@ -111,7 +165,7 @@ def _check_turn_ends(request: Any) -> None:
     tokens = len(request.prompt_token_ids or ())
     problem = turn_ends_problem(request.sampling_params, tokens)
     if problem is not None:
-        value = requested_turn_ends(request.sampling_params)
+        value = shown(requested_turn_ends(request.sampling_params))
         raise VLLMValidationError(problem, parameter="turn_ends", value=value)
 
 
@@ -121,7 +175,7 @@ def _check_patched_prompt(
     vocab_size = vllm_config.model_config.get_vocab_size()
     problem = patched_prompt_problem(request.sampling_params, policy, vocab_size)
     if problem is not None:
-        value = requested_patched_prompt(request.sampling_params)
+        value = shown(requested_patched_prompt(request.sampling_params))
         raise VLLMValidationError(problem, parameter="patched_prompt", value=value)
 
 
@@ -137,23 +191,24 @@ def _check_pool(vllm_config: VllmConfig, policy: KVCachePolicy, request: Any) ->
     is_bounded = policy.max_prompt_blocks(max_model_len, geometry) is not None
     if request.sampling_params is None or not is_bounded:
         return
-    ids, embeds = request.prompt_token_ids, request.prompt_embeds
-    prompt_tokens = len(ids if ids is not None else embeds)
-    max_tokens = request.sampling_params.max_tokens or 0
-    pool_blocks = blocks_per_engine(vllm_config)
-    assert pool_blocks is not None, "requests arrive after the engine has started"
+    prompt_tokens = _prompt_tokens(request)
+    blocks = blocks_per_engine(vllm_config)
+    assert blocks is not None, "requests arrive after the engine has started"
+    pool_blocks = blocks
     requested = requested_turn_ends(request.sampling_params)
-    turn_ends = policy.find_turn_ends(ids or (), requested)
+    turn_ends = policy.find_turn_ends(request.prompt_token_ids or (), requested)
     plan = policy.plan(Lengths(prompt_tokens, turn_ends), geometry)
     runs_ahead = bool(vllm_config.scheduler_config.async_scheduling)
-    problem = pool_problem(
-        policy,
-        plan,
-        prompt_tokens,
-        max_tokens,
-        pool_blocks,
-        runs_ahead,
-        other_blocks(vllm_config, prompt_tokens + max_tokens),
-    )
-    if problem is not None:
-        raise VLLMValidationError(problem, parameter="max_tokens", value=max_tokens)
+
+    def problem_of(answer_tokens: int) -> str | None:
+        return pool_problem(
+            policy,
+            plan,
+            prompt_tokens,
+            answer_tokens,
+            pool_blocks,
+            runs_ahead,
+            other_blocks(vllm_config, prompt_tokens + answer_tokens),
+        )
+
+    _fit_answer(vllm_config, request, problem_of)

@@ -32,7 +32,7 @@ from vllm_kvplugins.vllm_adapter.config.engine_config import (
     layer_types_of,
     remember_measured,
 )
-from vllm_kvplugins.vllm_adapter.frontend import turn_ends
+from vllm_kvplugins.vllm_adapter.frontend import message_tokens
 from vllm_kvplugins.vllm_adapter.scheduler import session_config
 from vllm_kvplugins.vllm_adapter.worker import probing, surprisal
 
@@ -133,7 +133,7 @@ def finish_config(
     request = layer_budgets.resolve_allocator(
         request, policy, lambda: fingerprint_of(vllm_config)
     )
-    request = turn_ends.resolve_turn_end_token(
+    request = message_tokens.resolve_message_tokens(
         request, policy, lambda: _tokenizer(vllm_config)
     )
     request = session_config.resolve(request, policy)
