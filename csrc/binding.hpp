@@ -227,8 +227,7 @@ inline HeapView view_heap(const char* op, const Tensor& heap, std::int64_t block
   const ScalarType type = heap.scalar_type();
   if (type != ScalarType::Float && type != ScalarType::Half &&
       type != ScalarType::BFloat16 && type != ScalarType::Byte) {
-    fail(op, "heap must be float32, float16, bfloat16 or uint8, got ",
-         type_name(type));
+    fail(op, "heap must be float32, float16, bfloat16 or uint8, got ", type_name(type));
   }
   const std::int64_t page_elems = heap.size(1);
   // The stride of a dimension of size 1 means nothing.
