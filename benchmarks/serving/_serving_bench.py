@@ -258,6 +258,9 @@ def bench_figures(result: dict[str, Any]) -> dict[str, Any]:
     }
     if "answered" in result:
         figures["answered_share"] = result["answered"]
+    if drafts := result.get("spec_decode_draft_tokens"):
+        accepted = result["spec_decode_accepted_tokens"]
+        figures["accepted_draft_share"] = accepted / drafts
     for name in ("ttft", "tpot", "itl"):
         figures |= {f"p{p}_{name}_ms": result[f"p{p}_{name}_ms"] for p in PERCENTILES}
     return figures

@@ -27,6 +27,7 @@ LATENCY = {
     "output_throughput_tokens_per_s": ("tokens/s", 1.0, 1),
     "goodput_per_min": ("goodput /min", 1.0, 1),
     "answered_share": ("answers right %", 100.0, 0),
+    "accepted_draft_share": ("drafts accepted %", 100.0, 0),
 }
 MEMORY = {
     "mean_held_blocks": ("held blocks, mean", 1.0, 0),

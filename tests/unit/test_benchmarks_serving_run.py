@@ -229,6 +229,31 @@ def test_the_clients_json_is_kept_next_to_the_rows(folder):
     assert messages[-1].startswith("0 of 1 measurements to come")
 
 
+@pytest.mark.parametrize(("drafts", "share"), [(8, 0.75), (0, None)])
+def test_accepted_drafts_are_a_share_of_all(drafts, share):
+    percentiles = {
+        f"p{p}_{name}_ms": 1.0
+        for p in bench_module.PERCENTILES
+        for name in ("ttft", "tpot", "itl")
+    }
+    result = percentiles | {
+        "duration": 2.0,
+        "completed": 3,
+        "failed": 0,
+        "total_input_tokens": 5,
+        "total_output_tokens": 7,
+        "request_throughput": 1.5,
+        "output_throughput": 3.5,
+        "request_goodput": 1.0,
+    }
+    if drafts:
+        result |= {
+            "spec_decode_draft_tokens": drafts,
+            "spec_decode_accepted_tokens": 6,
+        }
+    assert bench_module.bench_figures(result).get("accepted_draft_share") == share
+
+
 def test_a_policy_that_fails_does_not_stop_the_others(folder, monkeypatch):
     monkeypatch.setenv("FAKE_FAILS", "snapkv")
     out, messages = folder / "rows.jsonl", []
