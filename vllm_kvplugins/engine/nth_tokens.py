@@ -34,26 +34,6 @@ class NthTokens:
     _cached_for: torch.Tensor | None = None
     _cached: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    @staticmethod
-    def of(
-        number: int,
-        rows: Sequence[tuple[int, Row]],
-        num_kv_heads: int,
-        device: torch.device,
-    ) -> NthTokens:
-        """New token ``number`` of rows that have more new tokens than this.
-
-        Args:
-            rows: indices among the step's rows, and the rows.
-        """
-        newer = [row.new_tokens - 1 - number for _, row in rows]
-        return NthTokens(
-            num_kv_heads,
-            on_device([row.first_query + number for _, row in rows], device),
-            on_device([index for index, _ in rows], device),
-            on_device(newer, device).int(),
-        )
-
     def tables(
         self, pages: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,3 +53,28 @@ class NthTokens:
             seen = (after - self.newer[:, None]).flatten().int()
             self._cached_for, self._cached = pages, (own, seen)
         return self._cached
+
+
+def rounds_of(
+    rows: Sequence[tuple[int, Row]], num_kv_heads: int, device: torch.device
+) -> list[tuple[NthTokens, list[Row]]]:
+    """The first new token of all rows, then the second of those that have one, etc.
+
+    Args:
+        rows: indices among the step's rows, and the rows.
+
+    Returns:
+        The tokens of each round, and their rows.
+    """
+    rounds = []
+    for number in range(max((row.new_tokens for _, row in rows), default=0)):
+        active = [(i, row) for i, row in rows if row.new_tokens > number]
+        newer = [row.new_tokens - 1 - number for _, row in active]
+        tokens = NthTokens(
+            num_kv_heads,
+            on_device([row.first_query + number for _, row in active], device),
+            on_device([index for index, _ in active], device),
+            on_device(newer, device).int(),
+        )
+        rounds.append((tokens, [row for _, row in active]))
+    return rounds

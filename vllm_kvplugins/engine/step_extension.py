@@ -82,9 +82,11 @@ class StepExtension:
         """Whether the extension computes the attention of at least one row."""
         return False
 
-    @property
-    def attends_all(self) -> bool:
-        """Whether it computes the attention of every row of the step."""
+    def attends_all(self, layer: int) -> bool:
+        """Whether it computes the attention of every row of the step in a layer.
+
+        The stock kernel then does not run.
+        """
         return False
 
     def attend(

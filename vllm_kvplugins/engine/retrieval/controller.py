@@ -25,7 +25,7 @@ from concurrent.futures import Future
 import torch
 
 from vllm_kvplugins.engine.heap import Heap
-from vllm_kvplugins.engine.nth_tokens import NthTokens
+from vllm_kvplugins.engine.nth_tokens import NthTokens, rounds_of
 from vllm_kvplugins.engine.recorded_run import Fetch
 from vllm_kvplugins.engine.requests import DueCompaction, PageList, Row
 from vllm_kvplugins.engine.retrieval.host_tier import tier_for
@@ -87,6 +87,7 @@ class RetrievalController(StepExtension):
         self._batches: list[Batch] = []
         # Rows with drafts: their first tokens, their second tokens, and so on.
         self._draft_rounds: list[tuple[NthTokens, Batch]] = []
+        self._all_have_drafts = False
         # Fetches on another thread, for the next layer or the next step.
         self._helper = helper("kvp-fetch")
         self._side_stream = SideStream(heap.pages.device)
@@ -212,6 +213,7 @@ class RetrievalController(StepExtension):
             else:
                 batches.setdefault((row.new_tokens, state.prefetched), []).append(row)
         self._batches, self._draft_rounds = [], self._list_draft_rounds(verifying)
+        self._all_have_drafts = len(verifying) == len(rows) > 0
         for (length, prefetched), batch in batches.items():
             states = [self._requests[row.request_id] for row in batch]
             slot_indices = tuple(state.slot_index for state in states)
@@ -235,10 +237,8 @@ class RetrievalController(StepExtension):
     ) -> list[tuple[NthTokens, Batch]]:
         rounds = []
         heads, device = self._heap.num_kv_heads, self._heap.pages.device
-        for number in range(max((row.new_tokens for _, row in rows), default=0)):
-            active = [each for each in rows if each[1].new_tokens > number]
-            tokens = NthTokens.of(number, active, heads, device)
-            states = [self._requests[row.request_id] for _, row in active]
+        for tokens, active in rounds_of(rows, heads, device):
+            states = [self._requests[row.request_id] for row in active]
             indices = tuple(state.slot_index for state in states)
             batch = Batch(states, torch.tensor(indices), indices, tokens.queries)
             rounds.append((tokens, batch))
@@ -248,6 +248,10 @@ class RetrievalController(StepExtension):
     def attends_any(self) -> bool:
         """Whether a row of this step has drafts."""
         return bool(self._draft_rounds)
+
+    def attends_all(self, layer: int) -> bool:
+        """Whether all rows have drafts, and the layer fetches tokens."""
+        return self._all_have_drafts and layer in self._hot_slots
 
     def attend(
         self,
@@ -261,11 +265,7 @@ class RetrievalController(StepExtension):
         """Attention of the rows that have drafts, one token after the other.
 
         Args:
-            queries: [step tokens, num_q_heads, head_dim].
-            kv: the layer's pages, or those of the whole heap.
-            pages: int32 [rows * num_kv_heads, max pages], ids of pages in ``kv``.
-            lengths: int32 [rows * num_kv_heads], tokens in the pages.
-            output: like ``queries``; written for the rows that have drafts.
+            queries, kv, pages, lengths, output: see :class:`StepExtension`.
         """
         if layer not in self._hot_slots:
             return  # all tokens are resident
@@ -447,6 +447,7 @@ class RetrievalController(StepExtension):
             hot_slots.clear(state.slot_index)
         self._free_slot_indices.append(state.slot_index)
         self._batches, self._draft_rounds = [], []
+        self._all_have_drafts = False
         self._detached.append(state)
         return state
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_kvplugins.engine.heap import Heap
+from vllm_kvplugins.engine.nth_tokens import rounds_of
 from vllm_kvplugins.engine.requests import DueCompaction, PageList, Row
 from vllm_kvplugins.engine.spans.entries import EntryArena
 from vllm_kvplugins.engine.spans.state import LayerSpans, QueryRound, RequestSpans
@@ -188,9 +189,8 @@ class SpanController(StepExtension):
         """Whether a row of this step has spans."""
         return bool(self._rows)
 
-    @property
-    def attends_all(self) -> bool:
-        """Whether all rows have spans, so that the stock kernel can be skipped."""
+    def attends_all(self, layer: int) -> bool:
+        """Whether all rows have spans."""
         return len(self._rows) == self._num_rows > 0
 
     def attend(
@@ -208,11 +208,7 @@ class SpanController(StepExtension):
         its own spans, one after the other.
 
         Args:
-            queries: [step tokens, num_q_heads, head_dim].
-            kv: the layer's pages.
-            pages: int32 [rows * num_kv_heads, max pages], ids of pages in ``kv``.
-            lengths: int32 [rows * num_kv_heads], tokens in the pages.
-            output: like ``queries``; written for the rows that have spans.
+            queries, kv, pages, lengths, output: see :class:`StepExtension`.
         """
         flat, entries = output.view(-1, *queries.shape[1:]), self._arena.layers[layer]
         if self._rounds is None:
@@ -237,14 +233,12 @@ class SpanController(StepExtension):
             flat[query_round.tokens.queries] = rules.with_sinks(attended, lse)
 
     def _list_rounds(self) -> list[QueryRound]:
-        rows = [(i, row, self._requests[row.request_id]) for i, row in self._rows]
+        heads, device = self._heap.num_kv_heads, self._heap.pages.device
         rounds = []
-        for number in range(max(row.new_tokens for _, row in self._rows)):
-            active = [each for each in rows if each[1].new_tokens > number]
-            heap = self._heap
-            rounds.append(
-                QueryRound.of(number, active, heap.num_kv_heads, heap.pages.device)
-            )
+        for tokens, rows in rounds_of(self._rows, heads, device):
+            names = [row.request_id for row in rows]
+            states = [self._requests[name] for name in names]
+            rounds.append(QueryRound.of(tokens, names, states, device))
         return rounds
 
     def _zoom(self, layer: int, query_round: QueryRound, queries: torch.Tensor) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_kvplugins.engine.nth_tokens import NthTokens
-from vllm_kvplugins.engine.requests import Row
 from vllm_kvplugins.ops.device import moved
 from vllm_kvplugins.ops.svd import LowRank
 from vllm_kvplugins.ops.zoom import ZoomEntries, ZoomRegions
@@ -99,13 +98,17 @@ class QueryRound:
 
     @staticmethod
     def of(
-        number: int,
-        rows: Sequence[tuple[int, Row, RequestSpans]],
-        heads: int,
+        tokens: NthTokens,
+        names: Sequence[str],
+        states: Sequence[RequestSpans],
         device: torch.device,
     ) -> QueryRound:
-        """The round of the rows that have more than ``number`` new tokens."""
-        states = [state for *_, state in rows]
+        """The round of some rows.
+
+        Args:
+            names, states: one per row.
+        """
+        heads = tokens.num_kv_heads
         sizes = torch.cat([state.segments.sizes for state in states])
         table = torch.tensor(
             [[state.first, state.segments.num_spans, state.room] for state in states]
@@ -115,9 +118,9 @@ class QueryRound:
         if device.type != "cpu":
             places = regions.places, moved(regions.places, device)
         return QueryRound(
-            states,
-            [row.request_id for _, row, _ in rows],
-            NthTokens.of(number, [(i, row) for i, row, _ in rows], heads, device),
+            list(states),
+            list(names),
+            tokens,
             regions,
             moved(regions.starts, device),
             moved(regions.counts, device),

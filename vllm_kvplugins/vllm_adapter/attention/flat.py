@@ -213,7 +213,7 @@ class PolicyImpl(ABC):
         runtime = self.runtime
         runtime.before_layer(self.layer_index, query)
         attending = runtime.attending
-        if attending is None or not attending.attends_all:
+        if attending is None or not attending.attends_all(self.layer_index):
             self.attend(query, kv_cache, attn_metadata, output)
         if attending is not None:
             scope, pages = self.scope(kv_cache, attn_metadata)
