@@ -80,6 +80,12 @@ def test_tokens_are_those_without_drafts(tiny_model, name):
 
 
 @pytest.mark.slow
+def test_layers_that_keep_all_tokens_attend_to_them(tiny_model):
+    """The stock kernel attends there, also in steps whose rows all have drafts."""
+    check(speculate(tiny_model, settings_of("exact-topk") | {"skip_layers": 1}))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "snapkv", "flowkv", "sekv"])
 def test_preempted_requests_go_on_as_without_drafts(tiny_model, name):
     blocks = 34 if name == "full" else 28

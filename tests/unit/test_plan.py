@@ -57,27 +57,6 @@ def test_chunks_end_at_the_cut(case, token_budget):
         assert plan.due(computed - last, computed) == plan.compactions[0]
 
 
-@given(plans(), st.integers(0, 4), st.randoms(use_true_random=False))
-def test_drafts_end_before_the_cut(case, num_drafts, random):
-    """Whatever is accepted, each compaction runs after a step without drafts."""
-    prompt, _, plan = case
-    computed, known, compacted = 0, prompt, []
-    while computed < prompt + 200:
-        step = plan.clip_chunk(
-            computed, min(known - computed + num_drafts, 64), known - computed
-        )
-        assert step > 0, "every step makes progress"
-        num_verified = max(computed + step - known, 0)
-        due = plan.due(computed, computed + step)
-        if due is not None:
-            assert not num_verified
-            compacted.append(due)
-        computed += step - num_verified + random.randint(0, num_verified)
-        if computed >= known:
-            known = computed + 1
-    assert compacted == [plan.compaction(i) for i in range(plan.num_done(computed))]
-
-
 @given(plans(), st.integers(0, 3000))
 def test_blocks_balance_and_never_exceed_the_peak(case, extra):
     prompt, _, plan = case
@@ -173,6 +152,28 @@ def test_decode_compactions_cut_any_chunking(plan, chunk):
             count += 1
         computed += step
     assert count == plan.num_done(computed)
+
+
+@given(decoding_plans(), st.integers(0, 4), st.randoms(use_true_random=False))
+def test_drafts_end_before_the_cut(plan, num_drafts, random):
+    """Whatever is accepted, each compaction runs after a step without drafts."""
+    prompt = plan.compactions[0].at_tokens if plan.compactions else 1
+    horizon = plan.decode_compaction.first_at_block * 32 + 500
+    computed, known, compacted = 0, prompt, []
+    while computed < horizon:
+        step = plan.clip_chunk(
+            computed, min(known - computed + num_drafts, 64), known - computed
+        )
+        assert step > 0, "every step makes progress"
+        num_verified = max(computed + step - known, 0)
+        due = plan.due(computed, computed + step)
+        if due is not None:
+            assert not num_verified
+            compacted.append(due)
+        computed += step - num_verified + random.randint(0, num_verified)
+        if computed >= known:
+            known = computed + 1
+    assert compacted == [plan.compaction(i) for i in range(plan.num_done(computed))]
 
 
 @pytest.mark.parametrize(

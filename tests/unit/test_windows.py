@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvplugins.engine.requests import RequestState, Row
+from vllm_kvplugins.engine.device_memory import bytes_of_requests
+from vllm_kvplugins.engine.requests import RequestState, Row, UnobservedStep
 from vllm_kvplugins.engine.windows import (
     SPARE_TOKENS,
     StepQueries,
@@ -105,6 +106,20 @@ def test_rejected_drafts_leave_the_window():
             queries_of(sources.get(p, 2), p, p + 1, layer) for p in range(5, 13)
         ]
         assert torch.equal(tracked.window.take(5, 13)[layer], torch.cat(expected))
+
+
+def test_a_step_that_waits_to_be_observed_counts_as_device_memory():
+    step = StepQueries(LAYERS)
+    row = Row("r", 9, 9, 3, 0, draft_tokens=2)
+    state = RequestState()
+    state.unobserved = UnobservedStep(
+        row, step, step.keep(0, 3), torch.arange(4, dtype=torch.int64)
+    )
+    for layer in range(LAYERS):
+        step.put(layer, queries_of(1, 9, 12, layer))
+    device = torch.device("cpu")
+    assert step.queries is not None
+    assert bytes_of_requests([state], device) == step.queries.nbytes + 4 * 8
 
 
 def test_a_gap_starts_a_new_window():

@@ -31,6 +31,8 @@ def bytes_of_requests(states: Iterable[RequestState], device: torch.device) -> i
             num_bytes += tensor_bytes(state.resident.positions, device)
         if state.window is not None:
             num_bytes += state.window.num_bytes
+        if state.unobserved is not None:
+            num_bytes += state.unobserved.num_bytes
         if state.observed:
             # Layers can share one observation.
             unique = {id(each): each for each in state.observed.values()}

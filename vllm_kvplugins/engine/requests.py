@@ -125,6 +125,13 @@ class UnobservedStep:
     first: int
     blocks: torch.Tensor
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its blocks' ids and of its own part of the step's queries."""
+        kept = self.queries.queries
+        per_token = 0 if kept is None else int(kept[:, :1].nbytes)
+        return self.row.new_tokens * per_token + int(self.blocks.nbytes)
+
 
 @dataclass(slots=True)
 class RequestState:

@@ -288,10 +288,11 @@ class PolicyRuntime:
         Args:
             computed_tokens: of the request, rejected drafts not counted.
         """
-        state = self.request_state(request_id)
-        step, state.unobserved = state.unobserved, None
-        if step is None or step.queries.queries is None:
+        state = self._requests.get(request_id)
+        if state is None or state.unobserved is None:
             return
+        step, state.unobserved = state.unobserved, None
+        assert step.queries.queries is not None, "the step has not run"
         num_accepted = computed_tokens - step.row.computed_tokens
         row = replace(step.row, new_tokens=num_accepted, draft_tokens=0)
         owned = self._owned(row, step.blocks)

@@ -73,8 +73,8 @@ def problems(
     reasons = []
     if speculative.method not in _METHODS:
         reasons.append(
-            f"drafter {speculative.method!r} has a KV cache of its own, which a policy "
-            "does not manage yet; use one of " + ", ".join(_METHODS)
+            f"drafter {speculative.method!r} is not one of those without a KV cache "
+            "that run under a policy; use one of " + ", ".join(_METHODS)
         )
     if vllm_config.use_v2_model_runner:
         reasons.append(
