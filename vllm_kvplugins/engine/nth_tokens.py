@@ -58,7 +58,8 @@ class NthTokens:
 def rounds_of(
     rows: Sequence[tuple[int, Row]], num_kv_heads: int, device: torch.device
 ) -> list[tuple[NthTokens, list[Row]]]:
-    """The first new token of all rows, then the second of those that have one, etc.
+    """List the first new token of all rows, then the second of those that have one,
+    and so on.
 
     Args:
         rows: indices among the step's rows, and the rows.
