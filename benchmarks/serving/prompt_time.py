@@ -30,13 +30,17 @@ def main(
     chunk: Annotated[int, typer.Option(help="maximum tokens per step")] = 2048,
     answer_tokens: int = 8,
     rounds: int = 7,
+    dtype: str = "bfloat16",
+    pool_tokens: Annotated[
+        int, typer.Option(help="pool of the policy's engine; 0: the same as stock's")
+    ] = 0,
     json_out: Path | None = None,
 ) -> None:
     """Send ``rounds`` prompts to each engine."""
     console = Console(width=120)
     engine = {
         "model": model,
-        "dtype": "bfloat16",
+        "dtype": dtype,
         "enforce_eager": True,
         "max_model_len": tokens + answer_tokens + 64,
         "max_num_batched_tokens": chunk,
@@ -45,7 +49,10 @@ def main(
         "block_size": 32,
     }
     chosen = {"name": policy, **json.loads(config)}
-    engines = [EngineProcess(None, **engine), EngineProcess(chosen, **engine)]
+    small = {}
+    if pool_tokens:
+        small = {"num_gpu_blocks_override": pool_tokens // engine["block_size"] + 1}
+    engines = [EngineProcess(None, **engine), EngineProcess(chosen, **engine, **small)]
     rows: list[list[dict[str, Any]]] = [[], []]
     try:
         for number in track(range(rounds + 1), "rounds", console=console):
@@ -91,6 +98,8 @@ def report(
     shares = [100 * d / p for d, p in zip(decomposed, prefill, strict=True)]
     table.add_row("decomposing, CPU ms", "", spread(decomposed), "")
     table.add_row(f"as a share of {names[0]}'s first token, %", "", spread(shares), "")
+    same = [a["answer"][0] == b["answer"][0] for a, b in zip(*rows, strict=True)]
+    table.add_row("same first token, prompts", "", f"{sum(same)} of {len(same)}", "")
     console.print(table)
 
 

@@ -100,7 +100,72 @@ def host_memory(
     return {"tokens": driver.tokens, "reserved": reserved, "used": used}
 
 
-def pass_keys(model: str, policy: dict[str, Any], tokens: int, depths: int) -> int:
+def long_prompts(
+    model: str,
+    policy: dict[str, Any] | None,
+    blocks: int,
+    groups: list[list[int]],
+    more: list[int],
+) -> list[dict[str, Any]]:
+    """Groups of prompts that run together, then a longer version of each.
+
+    Args:
+        blocks: of the pool, the null block included.
+        more: lengths of the longer versions, which continue the first one's session.
+
+    Returns:
+        Per group and version: the log-probabilities of the first token, its best
+        candidates' ids, blocks in use, and restored or cached tokens.
+    """
+    driver = Driver(make_llm(model, policy, num_gpu_blocks_override=blocks))
+    rng_tokens = {
+        length: random_tokens(length, length + sum(more) + 1, VOCABULARY)
+        for group in groups
+        for length in group
+    }
+    report = []
+    for group in groups:
+        for extra in (0, *more):
+            names = [f"{length}+{extra}" for length in group]
+            first: dict[str, Any] = {}
+            for name, length in zip(names, group, strict=True):
+                _add_with_logprobs(driver, name, rng_tokens[length][: length + extra])
+            peak = 0
+            while driver.busy:
+                for output in driver.engine.step():
+                    if output.outputs[0].logprobs:
+                        best = output.outputs[0].logprobs[0]
+                        first[output.request_id] = {
+                            str(token): each.logprob for token, each in best.items()
+                        }
+                        driver.cached[output.request_id] = output.num_cached_tokens
+                peak = max(peak, len(driver.held_blocks()))
+            driver.step()
+            report.append(
+                {
+                    "logprobs": [first[name] for name in names],
+                    "cached": [driver.cached[name] for name in names],
+                    "peak": peak,
+                    "preemptions": driver.preemptions,
+                }
+            )
+    if policy is not None:
+        assert driver.check_policy_state() == 0
+    return report
+
+
+def _add_with_logprobs(driver: Driver, name: str, prompt: list[int]) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=5
+    )
+    driver.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+
+def pass_keys(
+    model: str, policy: dict[str, Any], tokens: int, depths: int, **settings: Any
+) -> int:
     """Pass keys that ``benchmarks/quality/needle.py`` finds in filler, in bfloat16."""
     sys.path.extend(map(str, (Path(__file__).parents[2] / "benchmarks").glob("*/")))
     from _pass_key import filler, plant
@@ -112,9 +177,8 @@ def pass_keys(model: str, policy: dict[str, Any], tokens: int, depths: int) -> i
         model,
         dtype="bfloat16",
         enforce_eager=True,
-        max_model_len=4096,
-        kv_cache_memory_bytes=1 << 30,
         additional_config={"kv_policy": policy},
+        **({"max_model_len": 4096, "kv_cache_memory_bytes": 1 << 30} | settings),
     )
     tokenizer, lines = llm.get_tokenizer(), filler(tokens)
     made = [plant(lines, depth, depths) for depth in range(depths)]

@@ -46,10 +46,60 @@ class RetrievingEngine(FakeEngine):
         self.times_served += len(self.served)
 
     times_served = 0
+    # prompt tokens that attended to tokens in host memory
+    prompt_tokens_checked = 0
+
+    def _schedule(self, chunks: dict[str, int]) -> list[Row]:
+        self._rows = super()._schedule(chunks)
+        return self._rows
+
+    def _check_prompt(self, row: Row) -> None:
+        """Tokens of a prompt attend to every earlier token."""
+        request, span = (
+            self.requests[row.request_id],
+            slice(row.computed_tokens, row.after_tokens),
+        )
+        own = slice(row.first_query, row.first_query + row.new_tokens)
+        attended = torch.stack([self._attended(layer)[own] for layer in self._layers])
+        at = torch.arange(row.after_tokens)
+        causal = at <= at[row.computed_tokens :, None]
+        host = slice(SINKS, SINKS + self.retrieval._requests[request.name].tokens)
+        cached = []
+        for part in (request.keys, request.values):
+            dense = part[self._layers, :, : row.after_tokens].clone()
+            dense[:, :, host] = self._on_host(dense[:, :, host])
+            cached.append(dense)
+        visible = causal.expand(len(self._layers), KV_HEADS, -1, -1)
+        expected = attend(request.queries[self._layers, span], *cached, visible)
+        expected = expected.permute(0, 3, 1, 2, 4).flatten(2, 3).float()
+        assert attended.isfinite().all(), "attention read memory that no request owns"
+        torch.testing.assert_close(attended, expected, atol=1e-5, rtol=1e-4)
+        self.prompt_tokens_checked += row.new_tokens
+
+    _layers = range(SKIP, LAYERS)
+
+    def _attended(self, layer: int) -> torch.Tensor:
+        """What the controller's rows attend to, [step tokens, query heads, dim]."""
+        flat = self.table
+        queries = self._queries(self._rows, layer)
+        scope = layer if len(flat.pages) > 1 else 0
+        pages = flat.pages[scope]
+        if len(flat.pages) == 1:
+            pages = pages + layer * self.blocks * KV_HEADS
+        output = torch.full_like(queries, torch.nan)
+        assert self.runtime.attending is self.retrieval
+        self.retrieval.attend(
+            layer, queries, self.heap.kv, pages, flat.lengths[scope], output
+        )
+        return output
 
     def _check_attention(
         self, row: Row, pages: torch.Tensor, lengths: torch.Tensor
     ) -> None:
+        state = self.retrieval._requests.get(row.request_id)
+        if row.computed_tokens < row.prompt_tokens and state and state.tokens:
+            self._check_prompt(row)
+            return
         request, after = self.requests[row.request_id], row.after_tokens
         span = slice(row.computed_tokens, after)
         flat = pages.reshape(LAYERS * KV_HEADS, -1)

@@ -121,7 +121,8 @@ def test_keys_that_wait_for_their_index_are_not_pinned(monkeypatch):
             life.step(life.rows())
         retrieval._wait_for_pending()
         state = retrieval._requests["long"]
-        pending = [layer.pending for layer in state.layers.values()]
+        layers = state.layers.values()
+        pending = [append for layer in layers for append in layer.pending]
         assert pending
         assert not any(each.done() for each in pending)
         assert pinned

@@ -183,6 +183,17 @@ def test_a_prompt_larger_than_the_pool_needs_prefill_block():
     assert "whole prompt" in result["excluded"]["keep"]
 
 
+def test_retrieval_reads_such_a_prompt_without_a_loss():
+    """Only the note differs from that of a policy that drops tokens."""
+    rows = json.loads(json.dumps(ROWS))
+    rows["policies"]["keep"]["prefill_block"] = True
+    result = ask(rows, "document", memory=2, concurrency=1)
+    assert result["policy"] == "keep"
+    assert result["settings"]["prefill_block"] % 256 == 0
+    (note,) = [note for note in result["notes"] if "prefill_block" in note]
+    assert "attend to all" in note
+
+
 def test_budgets_in_tokens_grow_with_the_prompt():
     rows = content(cell("drop", 0.2, 12, 0.3, settings={"budget": 400}))
     assert ask(rows, "document", memory=14)["settings"]["budget"] == 6400

@@ -83,6 +83,29 @@ def test_a_failing_index_leaves_the_others_alone(monkeypatch):
     fake.check_idle()
 
 
+class FailsOnce(PageBounds):
+    """Lacks the keys of its first append; the later ones succeed."""
+
+    def append(self, keys: torch.Tensor, first: int) -> None:
+        if first == 0:
+            raise RuntimeError("broken")
+        super().append(keys, first)
+
+
+def test_an_index_without_its_first_keys_is_not_used(monkeypatch):
+    """The blocks of a prompt are appended while later ones are read."""
+    monkeypatch.setattr(Quest, "new_index", lambda _, *size: FailsOnce(*size, 3))
+    fake = engine("quest", prefill_block=8)
+    request = fake.add("r", 90, 10)
+    while not request.done:
+        fake.step({"r": 40})
+    for layer_state in fake.retrieval._requests["r"].layers.values():
+        assert isinstance(layer_state.index, ExactScan)
+    assert fake.retrieval.traffic.failed == LAYERS - SKIP
+    fake.remove("r")
+    fake.check_idle()
+
+
 class Slow(ExactScan):
     """Builds only when allowed, and counts queries."""
 

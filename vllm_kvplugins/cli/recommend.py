@@ -493,7 +493,13 @@ def _notes(
             f"{samples[1]} questions per task: differences of a few keys may be "
             "chance; the policies' pages test them"
         )
-    if best.prefill_block is not None:
+    keeps_all = evidence.contracts[best.cell.policy].keeps_all
+    if best.prefill_block is not None and keeps_all:
+        yield (
+            "the prompt does not fit the pool, so it moves to host memory while it is "
+            "read (prefill_block); its tokens still attend to all of it"
+        )
+    elif best.prefill_block is not None:
         yield (
             "the prompt does not fit the pool, so the policy compresses while it reads "
             "it (prefill_block). Quality was measured without prefill_block"

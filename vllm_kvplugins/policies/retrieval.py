@@ -7,12 +7,15 @@ Pages of a request, per layer and KV head::
 
 Sinks and window are always resident. The first ``skip_layers`` layers keep all tokens
 on the device.
+
+The tokens of a prompt attend to all earlier tokens, on the device or not. Only
+generated tokens attend to a selection.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
@@ -138,6 +141,13 @@ class Retriever(KVCachePolicy):
         "(int4: less than a third; loses much). The host dequantizes what is fetched; "
         "not with host_fetch: direct.",
     )
+    prefill_block: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens of the prompt between two moves to the host. Limits what a "
+        "prompt holds on the device to budget, sinks, window and this many tokens, and "
+        "what the first skip_layers layers hold; null: one move, after the prompt.",
+    )
     host_memory: Annotated[int | None, BeforeValidator(parse_bytes)] = Field(
         default=None,
         ge=1,
@@ -256,16 +266,38 @@ class Retriever(KVCachePolicy):
             num_layers=geometry.num_layers,
         )
         restored = lengths.restored
-        compactions = () if restored is None else (restored,)
+        compactions = [] if restored is None else [restored]
         start = restored.retained.start if restored else 0
         # The budget may be a share of the prompt, and thus larger than in the session.
         while decoding.retained(decoding.first_at_block).start < start:
             decoding = replace(decoding, first_at_block=decoding.first_at_block + 1)
-        retained = decoding.retained(full)
-        if full <= keep or (restored and retained.start <= start):
-            return ResidencyPlan(size, compactions, decoding)
-        compaction = Compaction(prompt_tokens, BlockSpan(start, full), retained)
-        return ResidencyPlan(size, (*compactions, compaction), decoding)
+        done = restored.at_tokens // size if restored else 0
+        for stop in self._prompt_stops(max(done, keep), full, size):
+            retained = decoding.retained(stop)
+            if retained.start > start:
+                at_tokens = prompt_tokens if stop == full else stop * size
+                candidates = BlockSpan(start, stop)
+                compactions.append(Compaction(at_tokens, candidates, retained))
+                start = retained.start
+        return ResidencyPlan(size, tuple(compactions), decoding)
+
+    def _prompt_stops(self, done: int, full: int, size: int) -> Iterator[int]:
+        """Full blocks at each compaction of a prompt, the last one at its end.
+
+        Args:
+            done: full blocks before which nothing is compacted.
+            full: full blocks of the prompt.
+        """
+        if self.prefill_block is not None:
+            interval = max(self.prefill_block // size, 1)
+            yield from range(done + interval, full, interval)
+        if full > done:
+            yield full
+
+    def max_prompt_blocks(self, tokens: int, geometry: Geometry) -> int | None:
+        if self.prefill_block is None:
+            return None
+        return self.plan(Lengths(tokens), geometry).peak_blocks(tokens)
 
     def score(self, view: LayerView) -> torch.Tensor:
         """Keep sinks and window; fill the hot slots with the newest other tokens.

@@ -11,6 +11,7 @@ wrote them. One call per layer serves all requests of a step.
 
 The tokens of a row that verifies drafts share the row's hot slots, so they attend one
 after the other (``attend``): each selects with its own query, as without speculation.
+Tokens of a prompt attend to all earlier tokens (``prompt_rows``).
 
 The host selects, on every device. On a GPU, queries are copied to the host. The
 selected tokens are copied back in one transfer, or the GPU reads them itself
@@ -34,6 +35,11 @@ from vllm_kvplugins.engine.retrieval.indexing import Indexer
 from vllm_kvplugins.engine.retrieval.log import RetrievalLog
 from vllm_kvplugins.engine.retrieval.offload_queue import OffloadQueue
 from vllm_kvplugins.engine.retrieval.offloaded import Batch, Fetched, Offloaded
+from vllm_kvplugins.engine.retrieval.prompt_rows import (
+    PromptRow,
+    prompt_rows,
+    resident_tokens,
+)
 from vllm_kvplugins.engine.step_extension import Step, StepExtension, Traffic
 from vllm_kvplugins.ops.device import AsyncHostCopy, SideStream, moved
 from vllm_kvplugins.ops.hot_set import HotSet, fill_hot
@@ -55,7 +61,7 @@ class RetrievalController(StepExtension):
         share: this worker's part of the policy's host memory. Other ranks have the
             rest.
         rules: what else a layer does to logits, per layer; empty: nothing. Only sinks
-            are possible in rows with drafts.
+            are possible.
     """
 
     def __init__(
@@ -87,7 +93,8 @@ class RetrievalController(StepExtension):
         self._batches: list[Batch] = []
         # Rows with drafts: their first tokens, their second tokens, and so on.
         self._draft_rounds: list[tuple[NthTokens, Batch]] = []
-        self._all_have_drafts = False
+        self._prompt_rows: list[PromptRow] = []
+        self._attends_all_rows = False
         # Fetches on another thread, for the next layer or the next step.
         self._helper = helper("kvp-fetch")
         self._side_stream = SideStream(heap.pages.device)
@@ -151,7 +158,9 @@ class RetrievalController(StepExtension):
     def after_compaction(
         self, request_id: str, pages: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        """Record the hot slots of a compacted request; wait for eager indices.
+        """Record the hot slots of a compacted request.
+
+        Its indices may still be under construction; the next selection waits for them.
 
         Args:
             pages: int64 [rows, max pages], the retained region's.
@@ -162,7 +171,7 @@ class RetrievalController(StepExtension):
         state = self._requests[request_id]
         state.prefetched = False
         heads, size = self._heap.num_kv_heads, self._heap.layout.block_size
-        for layer, offloaded in state.layers.items():
+        for layer in state.layers:
             rows = slice(layer * heads, (layer + 1) * heads)
             token = positions[rows].long() - self._policy.sinks
             hot = (token >= 0) & (token < state.tokens)
@@ -175,7 +184,6 @@ class RetrievalController(StepExtension):
                 token=token.gather(1, place),
             )
             state.hot[layer] = place.shape[1]
-            self._indexer.wait(offloaded)
 
     def refresh_positions(self, request_id: str, positions: torch.Tensor) -> None:
         """Write the positions of the hot tokens into those of a retained region."""
@@ -203,17 +211,20 @@ class RetrievalController(StepExtension):
     def _begin_fetches(self, rows: Sequence[Row]) -> None:
         self._wait_for_pending()
         batches: dict[tuple[int, bool], list[Row]] = {}
+        known = [self._requests.get(row.request_id) for row in rows]
+        self._prompt_rows = prompt_rows(rows, known)
+        reading = {each.index for each in self._prompt_rows}
         verifying = []
-        for index, row in enumerate(rows):
-            state = self._requests.get(row.request_id)
-            if state is None or not any(state.hot.values()):
+        for index, (row, state) in enumerate(zip(rows, known, strict=True)):
+            if index in reading or state is None or not any(state.hot.values()):
                 continue
             if row.draft_tokens:
                 verifying.append((index, row))
             else:
                 batches.setdefault((row.new_tokens, state.prefetched), []).append(row)
         self._batches, self._draft_rounds = [], self._list_draft_rounds(verifying)
-        self._all_have_drafts = len(verifying) == len(rows) > 0
+        own = len(verifying) + len(reading)
+        self._attends_all_rows = own == len(rows) > 0
         for (length, prefetched), batch in batches.items():
             states = [self._requests[row.request_id] for row in batch]
             slot_indices = tuple(state.slot_index for state in states)
@@ -246,12 +257,12 @@ class RetrievalController(StepExtension):
 
     @property
     def attends_any(self) -> bool:
-        """Whether a row of this step has drafts."""
-        return bool(self._draft_rounds)
+        """Whether a row of this step has drafts, or tokens of a prompt."""
+        return bool(self._draft_rounds or self._prompt_rows)
 
     def attends_all(self, layer: int) -> bool:
-        """Whether all rows have drafts, and the layer fetches tokens."""
-        return self._all_have_drafts and layer in self._hot_slots
+        """Whether all rows have drafts or prompt tokens, and the layer fetches."""
+        return self._attends_all_rows and layer in self._hot_slots
 
     def attend(
         self,
@@ -262,7 +273,8 @@ class RetrievalController(StepExtension):
         lengths: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        """Attention of the rows that have drafts, one token after the other.
+        """Attention of the rows that have drafts, one token after the other, and of
+        the rows with prompt tokens.
 
         Args:
             queries, kv, pages, lengths, output: see :class:`StepExtension`.
@@ -271,7 +283,24 @@ class RetrievalController(StepExtension):
             return  # all tokens are resident
         flat = output.view(-1, *queries.shape[1:])
         rules = self._rules[layer] if self._rules else PLAIN
-        assert not rules.softcap, "rows with drafts attend without a cap"
+        assert not rules.softcap, "retrievers refuse models that cap logits"
+        for each in self._prompt_rows:
+            own = each.queries
+            resident = resident_tokens(
+                kv,
+                pages.unflatten(0, (-1, self._heap.num_kv_heads))[each.index],
+                int(lengths[each.index * self._heap.num_kv_heads]),
+                self._hot_slots[layer],
+                each.state.slot_index,
+            )
+            flat[own] = each.attend(
+                layer,
+                queries[own],
+                resident,
+                self.tier,
+                self._scales[layer],
+                rules.sinks,
+            )
         for tokens, batch in self._draft_rounds:
             self._retrieve(batch, layer, queries)
             attended, lse = attend_mixed(
@@ -446,8 +475,8 @@ class RetrievalController(StepExtension):
         for hot_slots in self._hot_slots.values():
             hot_slots.clear(state.slot_index)
         self._free_slot_indices.append(state.slot_index)
-        self._batches, self._draft_rounds = [], []
-        self._all_have_drafts = False
+        self._batches, self._draft_rounds, self._prompt_rows = [], [], []
+        self._attends_all_rows = False
         self._detached.append(state)
         return state
 

@@ -187,15 +187,28 @@ class HostTier:
                 rows = self.quantized.quantize(rows)
             self.pages[page, plane, slot] = rows
 
-    def read_keys(self, table: torch.Tensor, tokens: range) -> torch.Tensor:
-        """A copy of stored keys: [num_kv_heads, n, head_dim]; see ``write``.
+    def read(
+        self, table: torch.Tensor, tokens: range
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of stored keys and values: two [num_kv_heads, n, head_dim].
 
-        Quantized keys become float32.
+        Quantized rows become float32. See ``write`` for ``table``.
         """
-        token = torch.arange(tokens.start, tokens.stop)
-        page, slot = table[:, token // self.page_tokens], token % self.page_tokens
-        rows = self.pages[page, 0, slot]
-        return rows if self.quantized is None else self.quantized.dequantize(rows)
+        return self.read_keys(table, tokens), self._read(table, tokens, 1)
+
+    def read_keys(self, table: torch.Tensor, tokens: range) -> torch.Tensor:
+        """A copy of stored keys: [num_kv_heads, n, head_dim]; see ``read``."""
+        return self._read(table, tokens, 0)
+
+    def _read(self, table: torch.Tensor, tokens: range, plane: int) -> torch.Tensor:
+        size = self.page_tokens
+        first = tokens.start // size
+        listed = table[:, first : -(-tokens.stop // size)]
+        rows = self.pages[:, plane][listed].flatten(1, 2)
+        rows = rows[:, tokens.start - first * size : tokens.stop - first * size]
+        if self.quantized is None:
+            return rows
+        return self.quantized.dequantize(rows.contiguous())
 
     def check_integrity(self, owned: list[torch.Tensor]) -> None:
         """Check that each page is either free or owned, exactly once.

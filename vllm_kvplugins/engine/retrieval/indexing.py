@@ -1,8 +1,9 @@
 """The indices of offloaded tokens, built in parallel to the model.
 
-A helper thread builds an index while later layers compute (IceCache, figure 5b); the
-compiled code releases the interpreter lock meanwhile. The engine does not wait for a
-lazy index: until it is built, its tokens are scanned.
+A helper thread builds an index while later layers compute (IceCache, figure 5b), and
+while later blocks of a prompt are read; the compiled code releases the interpreter lock
+meanwhile. The first selection waits for an index, unless it is lazy: until it is built,
+its tokens are scanned.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,14 +29,14 @@ class OffloadedLayer:
 
     Attributes:
         tokens: number of tokens appended or being appended.
-        pending: its last append, if it may still be running.
+        pending: its appends that may still be running, oldest first.
         meanwhile: the scan to use until then, if the index is lazy.
     """
 
     index: KeyIndex
     meanwhile: KeyIndex | None = None
     tokens: int = 0
-    pending: Future[None] | None = None
+    pending: list[Future[None]] = field(default_factory=list)
 
 
 class Indexer:
@@ -78,20 +79,16 @@ class Indexer:
         """
         layer.tokens = first + keys.shape[1]
         if read is None:
-            layer.pending = self._thread.submit(layer.index.append, keys, first)
+            appended = self._thread.submit(layer.index.append, keys, first)
         else:
-            layer.pending = self._thread.submit(_append, layer.index, read, first)
+            appended = self._thread.submit(_append, layer.index, read, first)
+        layer.pending.append(appended)
         if layer.meanwhile is None:
             return
         try:
             layer.meanwhile.append(keys, first)
         except (RuntimeError, ValueError) as error:
             self._scan_instead(layer, error)
-
-    def wait(self, layer: OffloadedLayer) -> None:
-        """Wait until an index has all its tokens, unless it is lazy."""
-        if layer.meanwhile is None:
-            self._collect(layer)
 
     def select(
         self,
@@ -117,22 +114,21 @@ class Indexer:
         return torch.cat(chosen)
 
     def _ready(self, layer: OffloadedLayer) -> KeyIndex:
-        if layer.pending is None:
-            return layer.index
-        if layer.meanwhile is not None and not layer.pending.done():
+        if layer.meanwhile is not None and not all(
+            append.done() for append in layer.pending
+        ):
             return layer.meanwhile
         self._collect(layer)
         return layer.index
 
     def _collect(self, layer: OffloadedLayer) -> None:
-        """Wait for the pending append; replace the index if it failed."""
-        if layer.pending is None:
-            return
+        """Wait for the pending appends; replace the index if one of them failed."""
+        pending, layer.pending = layer.pending, []
         try:
-            layer.pending.result()
+            for append in pending:
+                append.result()
         except (RuntimeError, ValueError) as error:
             self._scan_instead(layer, error)
-        layer.pending = None
 
     def _scan_instead(self, layer: OffloadedLayer, error: Exception) -> None:
         """Replace a failed index by a scan, so that the server keeps running."""
@@ -141,7 +137,7 @@ class Indexer:
             "KV policy: an index failed; all its keys are scanned instead: %s", error
         )
         layer.index, layer.meanwhile = ExactScan(layer.tokens), None
-        layer.pending = None
+        layer.pending = []
 
 
 def _append(index: KeyIndex, read: Callable[[], torch.Tensor], first: int) -> None:
