@@ -70,6 +70,7 @@ def pools(
     refused: tuple[int, int],
     fits: tuple[int, int] | None = None,
     large: int | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Groups of prompts in a small pool, and in a large one if given.
 
@@ -78,6 +79,7 @@ def pools(
         groups: prompt lengths that run at once.
         refused, fits: prompt and answer of requests that do not fit the small pool
             and that fill it.
+        settings: more arguments of the engine.
     """
     report: dict[str, Any] = {}
     for name, blocks in (("small", small), ("large", large)):
@@ -91,6 +93,7 @@ def pools(
                 policy,
                 num_gpu_blocks_override=blocks,
                 long_prefill_token_threshold=128,
+                **(settings or {}),
             )
         )
         if name == "small":

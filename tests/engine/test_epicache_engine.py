@@ -75,6 +75,29 @@ def test_a_pool_that_is_as_small_as_the_bound(tiny_model, asynchronous):
     assert max(run["held"]) == BOUND
 
 
+def test_a_long_text_to_complete_runs_in_a_small_pool(tiny_model):
+    """6,000 tokens without turn ends, alone and with another, in a pool of 3,800: they
+    are compressed while they are read, up to their last block, and nothing leaks.
+    """
+    policy = POLICY | {"budget": 1024, "prefill_block": 512}
+    pools = {
+        "small": 3800 // BLOCK + 1,
+        "groups": [[6000], [6100, 3000]],
+        "refused": (5000, 2900),
+        "large": 600,
+        "settings": {"skip_tokenizer_init": False, "max_model_len": 7936},
+    }
+    run = run_scenario(
+        "scenarios_blocks:pools", {"model": tiny_model, "policy": policy, **pools}
+    )
+    small, large = run["small"], run["large"]
+    assert max(small[0]["in_use"]) <= (1024 + 512 + 512) // BLOCK + 2
+    assert small[0]["compactions"] == (6000 - 512 - 1024) // 512
+    for few, many in zip(small, large, strict=True):
+        assert few["tokens"] == many["tokens"]
+        assert few["preemptions"] == 0
+
+
 @pytest.mark.slow
 def test_a_compiled_model_answers_as_an_eager_one(tiny_model):
     compiled, eager = (

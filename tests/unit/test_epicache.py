@@ -191,9 +191,23 @@ def test_a_prompt_without_a_history_stays_whole():
     assert plan(1000).is_static
     assert not plan(1000).notes
     (note,) = plan(5000).notes
-    assert "5000 tokens without turn_ends" in note
+    assert "5000 tokens has no history" in note
     assert plan(1600, 1535).is_static
     assert len(plan(1600, 1536).compactions) == 1
+
+
+def test_a_text_to_complete_is_history_up_to_its_last_block():
+    """Requests that are no chats, and name no history."""
+    policy = parse_policy({"name": "epicache", "budget": 1024, "prefill_block": 512})
+    for tokens in (500, 2000, 6000, 7000):
+        ends = policy.find_turn_ends(range(tokens), None)
+        assert ends == ((tokens - 512,) if tokens > 512 else ())
+        assert policy.find_turn_ends(range(tokens), []) == ()
+        assert policy.find_turn_ends(range(tokens), [5, 9]) == (9,)
+        cuts = policy.plan(Lengths(tokens, ends), GEOMETRY)
+        # the budget, a block of history, the query, a partial block
+        assert cuts.peak_blocks(tokens) <= (1024 + 512 + 512) // 32 + 1
+        assert len(cuts.compactions) == max(tokens - 512 - 1024, 0) // 512
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -22,16 +23,26 @@ from vllm_kvplugins.policies.capabilities import EpisodeRouting, Turns
 from vllm_kvplugins.policies.wrapper import Wrapper
 
 
+@dataclass(frozen=True, slots=True)
 class HistoryEnd(Turns):
-    """One turn: the history. The request names its end."""
+    """One turn: the history. The request names its end.
 
+    Attributes:
+        query_tokens: of a prompt that names none, such as a text to complete, this many
+            last tokens are the query, and all before them the history.
+    """
+
+    query_tokens: int
     history_only: ClassVar[bool] = True
 
     def turn_ends(
         self, prompt: Sequence[int], requested: Sequence[int] | None
     ) -> tuple[int, ...]:
-        """The last turn end in the request."""
-        return tuple(requested[-1:]) if requested else ()
+        """The end of the history; none if there is no history."""
+        if requested is not None:
+            return tuple(requested[-1:])
+        history_tokens = len(prompt) - self.query_tokens
+        return (history_tokens,) if history_tokens > 0 else ()
 
 
 class EpiCache(Wrapper):
@@ -47,8 +58,10 @@ class EpiCache(Wrapper):
     The request contains the end of its history (``turn_ends``) and the tokens of the
     patched prompt (``patched_prompt``). For chat requests the front end sets both: it
     divides the conversation into episodes and routes the query to one of them. Tokens
-    after the history, the query and its answer, are not compressed. Neither is a
-    request without a history.
+    after the history, the query and its answer, are not compressed. Neither is a chat
+    that begins. Of a prompt that is no chat and names no history, the last
+    ``prefill_block`` tokens are the query, and the base policy scores without a patched
+    prompt.
 
     Differs from the paper: block boundaries are counted from the start of the
     conversation instead of its end. When the history grows, the engine need not read
@@ -136,8 +149,8 @@ class EpiCache(Wrapper):
         notes: tuple[str, ...] = ()
         if not history and lengths.prompt_tokens > budget_tokens + self.prefill_block:
             notes = (
-                f"epicache: a prompt of {lengths.prompt_tokens} tokens without "
-                "turn_ends has no history; it is not compressed",
+                f"epicache: a conversation of {lengths.prompt_tokens} tokens has no "
+                "history yet; it is not compressed",
             )
         return ResidencyPlan(size, compactions, notes=notes)
 
@@ -162,7 +175,7 @@ class EpiCache(Wrapper):
 
     @property
     def turns(self) -> HistoryEnd:
-        return HistoryEnd()
+        return HistoryEnd(self.prefill_block)
 
     @property
     def episode_routing(self) -> EpisodeRouting | None:

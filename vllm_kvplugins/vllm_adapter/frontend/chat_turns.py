@@ -124,9 +124,15 @@ class _Call:
             # still find turns in its tokens.
             if prompt["type"] == "token":
                 parameters = await self._parameters(messages, prompt, offsets, steps)
-                prompt[REQUEST_PARAMETERS] = parameters
             elif self._history_only:
                 log("a chat is not compressed: it has parts that are not text")
+                parameters = {}
+            else:
+                continue
+            if self._history_only:
+                # Without turn ends, the policy would take the chat for a plain text.
+                parameters = {TURN_ENDS: []} | parameters
+            prompt[REQUEST_PARAMETERS] = parameters
 
     async def _parameters(
         self, messages: Any, prompt: Any, offsets: Any, steps: Steps
