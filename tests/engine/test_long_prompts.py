@@ -61,6 +61,29 @@ def test_a_small_pool_gives_the_first_token_of_stock(tiny_model, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["icecache", "quest"])
+def test_random_traffic_leaks_nothing_and_changes_no_token(tiny_model, name):
+    """Prompts move to the host in blocks of 64 tokens, among other requests. Those that
+    are preempted differ by design: their answers are read again as prompts.
+    """
+    policy = {"name": name, **SMALL, "budget": 32, "prefill_block": 64}
+    arguments = {
+        "model": tiny_model,
+        "policy": policy,
+        "seed": 20261125,
+        "rounds": 300,
+        "blocks": 20,
+        "compares_preempted": False,
+    }
+    counts = run_scenario("scenarios_fuzz:fuzz", arguments, timeout=1700)
+    print(counts)
+    assert counts["compared"] > 100
+    assert counts["compactions"] > 300
+    assert counts["preempted_compacted"] > 3
+    assert counts["differed"] == 0, counts
+
+
+@pytest.mark.slow
 def test_pass_keys_in_a_pool_of_a_quarter_of_the_prompt(model_path):
     """Prompts of 4,000 tokens; the pool holds 1,024 of all 30 layers."""
     policy = {"name": "icecache", **SMALL, "prefill_block": 512}
