@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from test_session_store import session, tokens
 from typer.testing import CliRunner
+from waiting import wait_for
 
 from vllm_kvplugins.cli.app import app
 from vllm_kvplugins.config import parse_policy, parse_sessions
@@ -234,7 +235,7 @@ def test_a_session_dropped_and_staged_in_one_step_is_read(tmp_path):
         directory.save(session(name, ids), name, ())
         commands = directory.take_commands()
         store.save(commands)
-        store._writes[name].result()
+        store.wait_for_writes()
         store.execute(commands)
         directory.process(store.take_acks())
     assert store.num_held == 1
@@ -246,7 +247,7 @@ def test_a_session_dropped_and_staged_in_one_step_is_read(tmp_path):
     assert (commands.drop, commands.stage) == (["t"], ["s"])
     commands.drop.append("s")  # as after an eviction earlier in the same step
     store.execute(commands)
-    store._reads["s"].result()
+    wait_for(lambda: store._reads["s"].done())
     directory.process(store.take_acks())
     assert next(directory.find("o", tokens(1, 2, 3, 9)), None).ready
     store.close()

@@ -87,6 +87,7 @@ class FakeWorker:
         self.rng = rng
         self.memory: set[str] = set()
         self.disk: set[str] = set()
+        self.writing: set[str] = set()
         self.under_way: list[SessionAck] = []
 
     def step(self, directory: SessionDirectory) -> None:
@@ -96,6 +97,7 @@ class FakeWorker:
             self.memory.add(name)
             self.under_way.append(SessionAck("saved", name))
             fails = self.rng.random() < 0.1
+            self.writing |= set() if fails else {name}
             self.under_way.append(
                 SessionAck("written", name, "full" if fails else None)
             )
@@ -105,13 +107,15 @@ class FakeWorker:
             self.memory.discard(name)
         for name in commands.unlink:
             self.disk.discard(name)
+            self.writing.discard(name)
         for name in commands.stage:
             fails = name not in self.disk or self.rng.random() < 0.1
             self.under_way.append(SessionAck("staged", name, "torn" if fails else None))
         late = [r for r in self.under_way if self.rng.random() < 0.5]
         self.under_way = [r for r in self.under_way if r not in late]
         for report in late:
-            if report.problem is None and report.event == "written":
+            if report.event == "written" and report.session_id in self.writing:
+                self.writing.discard(report.session_id)
                 self.disk.add(report.session_id)
             if report.problem is None and report.event == "staged":
                 self.memory.add(report.session_id)
@@ -142,8 +146,9 @@ def test_the_directory_knows_where_its_sessions_are(seed):
         for name, prompt in list(waiting.items()):
             match = next(directory.find("o", prompt), None)
             if match is not None and not match.ready:
-                directory.fetch(match, name)
-                continue
+                if directory.fetch(match, name):
+                    continue
+                match = None
             if match is not None:
                 same = match.session.tokens[: match.tokens] == prompt[: match.tokens]
                 assert same.all()
@@ -162,11 +167,9 @@ def test_the_directory_knows_where_its_sessions_are(seed):
     for _ in range(60):
         for name, prompt in list(waiting.items()):
             match = next(directory.find("o", prompt), None)
-            if match is None or match.ready:
+            if match is None or match.ready or not directory.fetch(match, name):
                 directory.stop_waiting(name)
                 del waiting[name]
-            else:
-                directory.fetch(match, name)
         worker.step(directory)
     assert not waiting, "a request waits forever"
     directory.check_integrity()

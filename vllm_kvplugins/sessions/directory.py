@@ -23,6 +23,10 @@ logger = logging.getLogger("vllm.kv_policy")
 
 Presence = Literal["absent", "pending", "present"]
 
+# A request waits for a file for this long. Then it computes its whole prompt, because
+# the disk may not respond.
+MAX_WAIT_S = 10.0
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -38,6 +42,32 @@ class _Entry:
     disk: Presence
     last_used: float
     acks_due: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Write:
+    """A session whose file is not written yet. Until then it stays in memory.
+
+    Attributes:
+        num_bytes: host memory, over all ranks.
+        acks_due: number of ranks that have not acknowledged.
+    """
+
+    num_bytes: int
+    acks_due: int
+
+
+@dataclass(slots=True)
+class _Wait:
+    """What a request waits for.
+
+    Attributes:
+        session_id: None: it has waited for too long and starts without a session.
+        since: seconds, on the directory's clock.
+    """
+
+    session_id: str | None
+    since: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +97,8 @@ class Counts:
         restored_tokens: prompt tokens restored from sessions.
         recomputed_tokens: prompt tokens that a session shares but does not restore.
         evictions: sessions removed from memory or disk to make room, or by age.
-        refused: sessions that were not saved because memory was full.
+        refused: sessions that were not saved because memory was full, also with
+            sessions whose files are not written yet.
         failures: sessions lost to an error.
     """
 
@@ -99,7 +130,9 @@ class SessionDirectory:
         clock: seconds since the epoch, comparable to file times.
 
     Attributes:
-        held_bytes: bytes of sessions in memory, with pending ones.
+        held_bytes: bytes of sessions in memory, with pending ones and with removed
+            ones whose files are being written.
+        unwritten_bytes: of these, bytes of sessions whose files are not written yet.
         written_bytes: bytes of sessions in files.
     """
 
@@ -119,6 +152,7 @@ class SessionDirectory:
         self.memory_bytes = memory_bytes
         self.counts = Counts()
         self.held_bytes = 0
+        self.unwritten_bytes = 0
         self.written_bytes = 0
         self._ranks = ranks
         self._writes = writes
@@ -130,10 +164,10 @@ class SessionDirectory:
         self._clock = clock
         self._index = SessionIndex(min_tokens)
         self._entries: dict[str, _Entry] = {}  # least recently used first
+        self._writes_due: dict[str, _Write] = {}
         self._commands = SessionCommands()
-        self._warned_too_large = False
-        # waiting request -> session that it waits for
-        self._waiting: dict[str, str] = {}
+        self._warned: set[str] = set()  # codes
+        self._waiting: dict[str, _Wait] = {}  # by request ID
 
     # -- a request starts -----------------------------------------------------
 
@@ -154,22 +188,31 @@ class SessionDirectory:
                 ready = self._entries[session.session_id].memory == "present"
                 yield Match(session, shared, shared, ready)
 
-    def fetch(self, match: Match, request_id: str) -> None:
+    def fetch(self, match: Match, request_id: str) -> bool:
         """Read a session into memory, and keep it there for a request.
 
         It stays until the request starts or stops waiting. Otherwise two waiting
         requests could evict each other's session again and again.
+
+        Returns:
+            False if the request has waited for ``MAX_WAIT_S`` and should start without
+            a session.
         """
-        session_id = match.session.session_id
+        session_id, now = match.session.session_id, self._clock()
+        waiting = self._waiting.setdefault(request_id, _Wait(session_id, now))
+        if waiting.session_id is None or now - waiting.since > MAX_WAIT_S:
+            waiting.session_id = None
+            return False
+        waiting.session_id = session_id
         entry = self._entries[session_id]
-        self._waiting[request_id] = session_id
         if entry.memory != "absent" or entry.disk != "present":
-            return
+            return True
         self._touch(session_id)
         if self._make_room(match.session.num_bytes):
             self._set_presence(session_id, memory="pending")
             entry.acks_due["staged"] = self._ranks
             self._commands.stage.append(session_id)
+        return True
 
     def load(
         self,
@@ -233,14 +276,16 @@ class SessionDirectory:
         self._set_presence(session.session_id, memory="pending")
         if self._writes:
             self._set_presence(session.session_id, disk="pending")
-            entry.acks_due["written"] = self._ranks
+            self._writes_due[session.session_id] = _Write(
+                session.num_bytes, self._ranks
+            )
+            self.unwritten_bytes += session.num_bytes
         self._commands.saves.append(Save(session, request_id, tuple(blocks)))
         return True
 
     def _refuse(self, session: Session) -> None:
         self.counts.refused += 1
-        if session.num_bytes > self.memory_bytes and not self._warned_too_large:
-            self._warned_too_large = True
+        if session.num_bytes > self.memory_bytes:
             text = (
                 f"a session of {len(session.tokens)} tokens takes "
                 f"{-(-session.num_bytes >> 10)} KiB, more than all of session_memory "
@@ -248,7 +293,20 @@ class SessionDirectory:
                 "and the requests that continue them recompute everything; raise "
                 "session_memory"
             )
-            logger.warning("%s", coded("KVP308", text))
+            self._warn_once("KVP308", text)
+        elif self.unwritten_bytes + session.num_bytes > self.memory_bytes:
+            text = (
+                f"{self.unwritten_bytes >> 10} KiB of session_memory "
+                f"({self.memory_bytes >> 10} KiB) wait for session_dir, which is slow "
+                "or does not respond. Until it has written them, new sessions are not "
+                "kept; check the disk, or raise session_memory"
+            )
+            self._warn_once("KVP310", text)
+
+    def _warn_once(self, code: str, text: str) -> None:
+        if code not in self._warned:
+            self._warned.add(code)
+            logger.warning("%s", coded(code, text))
 
     def add_file(self, session: Session, last_used: float) -> None:
         """Add a session from a file of an earlier engine.
@@ -273,28 +331,39 @@ class SessionDirectory:
         lost = {a.session_id for a in acks if a.event == "loaded" and self._moves}
         self.counts.failures += len(lost)
         for ack in acks:
+            if ack.event == "written":
+                self._process_written(ack)
+                continue
             entry = self._entries.get(ack.session_id)
             if entry is None:
                 continue  # removed in the meantime
             if ack.problem is not None:
-                self._process_failure(ack, entry)
+                self.counts.failures += 1
+                self._remove(ack.session_id)
                 continue
             entry.acks_due[ack.event] -= 1
-            if entry.acks_due[ack.event]:
-                continue
-            if ack.event == "written":
-                self._set_presence(ack.session_id, disk="present")
-                self._make_disk_room()
-            else:
+            if not entry.acks_due[ack.event]:
                 self._set_presence(ack.session_id, memory="present")
 
-    def _process_failure(self, ack: SessionAck, entry: _Entry) -> None:
-        self.counts.failures += 1
-        if ack.event == "written" and entry.memory != "absent":
-            self._set_presence(ack.session_id, disk="absent")
-            self._commands.unlink.append(ack.session_id)  # parts of other ranks
-        else:
-            self._remove(ack.session_id)
+    def _process_written(self, ack: SessionAck) -> None:
+        """A rank has written its part of a session, or will not write it."""
+        session_id = ack.session_id
+        write, entry = self._writes_due[session_id], self._entries.get(session_id)
+        write.acks_due -= 1
+        if not write.acks_due:
+            del self._writes_due[session_id]
+            self.unwritten_bytes -= write.num_bytes
+            if entry is None:
+                self.held_bytes -= write.num_bytes
+        if entry is None or entry.disk != "pending":
+            return
+        if ack.problem is not None:
+            self.counts.failures += 1
+            self._set_presence(session_id, disk="absent")
+            self._commands.unlink.append(session_id)  # parts of other ranks
+        elif not write.acks_due:
+            self._set_presence(session_id, disk="present")
+            self._make_disk_room()
 
     # -- limits -----------------------------------------------------------------
 
@@ -316,14 +385,13 @@ class SessionDirectory:
             self._remove(session.session_id)
 
     def drop_oldest(self) -> bool:
-        """Remove the least recently used session in memory that no request waits for.
+        """Free the memory of the least recently used session that can be removed.
 
         Returns:
             False if there is none.
         """
-        awaited = set(self._waiting.values())
-        for session_id, entry in self._entries.items():
-            if entry.memory == "present" and session_id not in awaited:
+        for session_id in self._entries:
+            if self._can_leave_memory(session_id):
                 self.counts.evictions += 1
                 self._remove(session_id)
                 return True
@@ -334,21 +402,30 @@ class SessionDirectory:
         for session_id in list(self._entries):
             self._remove(session_id)
 
+    def _can_leave_memory(self, session_id: str) -> bool:
+        """Whether removing a session from memory is possible and frees memory.
+
+        Sessions that are being copied, that a request waits for, or whose file is not
+        written yet stay.
+        """
+        return (
+            self._entries[session_id].memory == "present"
+            and session_id not in self._writes_due
+            and not any(w.session_id == session_id for w in self._waiting.values())
+        )
+
     def _make_room(self, num_bytes: int) -> bool:
         """Evict least recently used sessions from memory until ``num_bytes`` are free.
-
-        Pending and awaited sessions stay.
 
         Returns:
             Whether enough memory is free.
         """
         if num_bytes > self.memory_bytes:
             return False
-        awaited = set(self._waiting.values())
         for session_id, entry in list(self._entries.items()):
             if self.held_bytes + num_bytes <= self.memory_bytes:
                 break
-            if entry.memory != "present" or session_id in awaited:
+            if not self._can_leave_memory(session_id):
                 continue
             self.counts.evictions += 1
             if entry.disk == "absent":
@@ -384,7 +461,8 @@ class SessionDirectory:
         entry, size = self._entries[session_id], self._index.get(session_id).num_bytes
         if memory is not None:
             was, now = entry.memory != "absent", memory != "absent"
-            self.held_bytes += size * (now - was)
+            if now or session_id not in self._writes_due:
+                self.held_bytes += size * (now - was)
             entry.memory = memory
             if memory == "absent":
                 self._on_memory_freed(session_id)
@@ -439,8 +517,11 @@ class SessionDirectory:
         sizes = {session.session_id: session.num_bytes for session in self._index}
         assert set(sizes) == set(self._entries), "indexed and known sessions differ"
         held = [sizes[i] for i, e in self._entries.items() if e.memory != "absent"]
+        unwritten = {i: write.num_bytes for i, write in self._writes_due.items()}
+        held += [size for i, size in unwritten.items() if i not in self._entries]
         written = [sizes[i] for i, e in self._entries.items() if e.disk == "present"]
         assert self.held_bytes == sum(held) <= self.memory_bytes, "memory miscounted"
+        assert self.unwritten_bytes == sum(unwritten.values()), "writes miscounted"
         assert self.written_bytes == sum(written), "files miscounted"
         nowhere = [
             i for i, e in self._entries.items() if e.memory == e.disk == "absent"

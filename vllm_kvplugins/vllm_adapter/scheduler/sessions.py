@@ -43,7 +43,12 @@ _STATUSES_TO_SAVE = (
 )
 
 # Metrics of an engine without sessions.
-NO_SESSIONS = {"sessions": 0, "session_bytes": 0, "session_disk_bytes": 0}
+NO_SESSIONS = {
+    "sessions": 0,
+    "session_bytes": 0,
+    "session_unwritten_bytes": 0,
+    "session_disk_bytes": 0,
+}
 # Counts whose metric has an older name, which dashboards use.
 _METRIC_NAMES = {"device_hits": "parked_hits"}
 
@@ -281,6 +286,7 @@ class SchedulerSessions:
         return {
             "sessions": directory.num_sessions,
             "session_bytes": directory.held_bytes,
+            "session_unwritten_bytes": directory.unwritten_bytes,
             "session_disk_bytes": directory.written_bytes,
         } | {f"session_{_METRIC_NAMES.get(name, name)}": n for name, n in new.items()}
 
