@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -87,13 +88,17 @@ def test_another_model_finds_nothing(tmp_path):
 
 def test_a_scan_finds_whole_sessions_oldest_first(tmp_path):
     files = folder(tmp_path)
-    for age, name in enumerate("cab"):
-        os.utime(write(files, name, 9 + age), (1000 - age, 1000 - age))
+    now = time.time()
+    for age, name in zip((500, 900, 1000, -600), "cabd", strict=True):
+        used = now - age
+        os.utime(write(files, name, 9 + (age > 900)), (used, used))
     (files.folder / "torn.r0of1.safetensors").write_bytes(b"{}")
     listing = [item for item in files.scan() if not isinstance(item, SessionFileError)]
-    assert [s.session_id for s, _ in listing] == ["b", "a", "c"]
-    assert [used for _, used in listing] == [998, 999, 1000]
-    assert listing[0][0].tokens.tolist() == list(range(11))
+    assert [s.session_id for s, _ in listing] == ["b", "a", "c", "d"]
+    ages = [age for _, age in listing]
+    assert ages == pytest.approx([1000, 900, 500, 0], abs=60)
+    assert ages[-1] == 0, "a file from the future is new"
+    assert listing[0][0].tokens.tolist() == list(range(10))
 
 
 def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 
 import numpy as np
 import pytest
@@ -188,9 +189,36 @@ def test_unused_sessions_expire():
     assert next(directory.find("o", tokens(1, 2, 3, 4)), None) is not None
     clock[0] = 6.0
     assert next(directory.find("o", tokens(1, 2, 3, 4)), None) is None
+    assert not directory.has_commands
     directory.expire()
     assert directory.num_sessions == 0
+    assert directory.has_commands, "an idle engine would not run a step"
     assert directory.take_commands().drop == ["s"]
+    assert not directory.has_commands
+
+
+def test_the_oldest_session_expires_next():
+    clock = [1000.0]
+    directory = SessionDirectory(10, max_age_s=5, clock=lambda: clock[0], writes=True)
+    assert directory.seconds_to_expiry() is None
+    directory.add_file(session("s", tokens(1, 2, 3)), age_s=3.0)
+    directory.add_file(session("t", tokens(4, 5, 6)), age_s=0.0)
+    for gone in ("s", "t"):
+        clock[0] += directory.seconds_to_expiry()
+        directory.expire()
+        assert directory.take_commands().unlink == [gone], "too late, or too early"
+    assert clock[0] == pytest.approx(1005, abs=0.1)
+    assert SessionDirectory(10).seconds_to_expiry() is None
+    directory.check_integrity()
+
+
+def test_the_date_of_the_system_does_not_matter(monkeypatch):
+    directory = SessionDirectory(10, max_age_s=500)
+    directory.save(session("s", tokens(1, 2, 3)), "r", ())
+    for date in (0.0, 4e9):
+        monkeypatch.setattr(time, "time", lambda date=date: date)
+        directory.expire()
+    assert directory.num_sessions == 1
 
 
 def test_clear_removes_sessions_from_memory_and_disk():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from vllm_kvplugins.errors import coded
@@ -127,7 +127,7 @@ class SessionDirectory:
         on_forgotten: called with the ID of each session that leaves the directory.
         on_memory_freed: called with the ID of each session that leaves memory, even if
             its file stays.
-        clock: seconds since the epoch, comparable to file times.
+        clock: seconds, monotonic: changes of the system's date have no effect.
 
     Attributes:
         held_bytes: bytes of sessions in memory, with pending ones and with removed
@@ -147,7 +147,7 @@ class SessionDirectory:
         moves: bool = False,
         on_forgotten: Callable[[str], None] = lambda session_id: None,
         on_memory_freed: Callable[[str], None] = lambda session_id: None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.memory_bytes = memory_bytes
         self.counts = Counts()
@@ -184,9 +184,9 @@ class SessionDirectory:
         for shared, session in self._index.find(owner, prompt):
             if session.num_bytes > self.memory_bytes:
                 continue  # its file was written when memory_bytes was larger
-            if not self._is_expired(session):
-                ready = self._entries[session.session_id].memory == "present"
-                yield Match(session, shared, shared, ready)
+            entry = self._entries[session.session_id]
+            if not self._is_expired(entry):
+                yield Match(session, shared, shared, entry.memory == "present")
 
     def fetch(self, match: Match, request_id: str) -> bool:
         """Read a session into memory, and keep it there for a request.
@@ -308,11 +308,15 @@ class SessionDirectory:
             self._warned.add(code)
             logger.warning("%s", coded(code, text))
 
-    def add_file(self, session: Session, last_used: float) -> None:
+    def add_file(self, session: Session, age_s: float) -> None:
         """Add a session from a file of an earlier engine.
 
         Call in the order of last use, least recent first.
+
+        Args:
+            age_s: seconds since its last use.
         """
+        last_used = self._clock() - age_s
         self._index.add(session)
         self._entries[session.session_id] = _Entry("absent", "absent", last_used)
         self._set_presence(session.session_id, disk="present")
@@ -323,6 +327,11 @@ class SessionDirectory:
         """Commands since the last call."""
         taken, self._commands = self._commands, SessionCommands()
         return taken
+
+    @property
+    def has_commands(self) -> bool:
+        """Whether the next step has commands."""
+        return any(getattr(self._commands, f.name) for f in fields(self._commands))
 
     def process(self, acks: Iterable[SessionAck]) -> None:
         """Process acknowledgements. Removes sessions that failed on any rank."""
@@ -372,17 +381,30 @@ class SessionDirectory:
         entry.last_used = self._clock()
         self._entries[session_id] = entry
 
-    def _is_expired(self, session: Session) -> bool:
+    def _is_expired(self, entry: _Entry) -> bool:
         if self._max_age_s is None:
             return False
-        last_used = self._entries[session.session_id].last_used
-        return self._clock() - last_used > self._max_age_s
+        return self._clock() - entry.last_used > self._max_age_s
 
     def expire(self) -> None:
-        """Remove sessions that were not used for ``max_age_s``."""
-        for session in [s for s in self._index if self._is_expired(s)]:
+        """Remove sessions that were not used for ``max_age_s``.
+
+        Cost: O(expired sessions).
+        """
+        while self._entries:
+            session_id = next(iter(self._entries))
+            if not self._is_expired(self._entries[session_id]):
+                return
             self.counts.evictions += 1
-            self._remove(session.session_id)
+            self._remove(session_id)
+
+    def seconds_to_expiry(self) -> float | None:
+        """Seconds after which ``expire`` will remove a session; None: never."""
+        if self._max_age_s is None or not self._entries:
+            return None
+        unused_s = self._clock() - next(iter(self._entries.values())).last_used
+        # Not just before the time: nobody would wake the engine again.
+        return max(self._max_age_s - unused_s, 0.0) + 0.01
 
     def drop_oldest(self) -> bool:
         """Free the memory of the least recently used session that can be removed.

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -146,9 +147,11 @@ class SessionFolder:
         """Find all sessions, least recently used first.
 
         Yields:
-            A session and the time of its last use, in seconds since the epoch; or an
-            error for a file that cannot be loaded or whose parts are incomplete.
+            A session and its age, in seconds since its last use; or an error for a file
+            that cannot be loaded or whose parts are incomplete. A file from the future,
+            as after the system's date was set back, was used just now.
         """
+        now = time.time()
         suffix = f".r0of{self.ranks}{_SUFFIX}"
         paths = {p: p.stat().st_mtime for p in self.folder.glob(f"*{suffix}")}
         for path in sorted(paths, key=paths.__getitem__):
@@ -163,7 +166,8 @@ class SessionFolder:
                 self._check(path, about)
                 if about.get("session") != session_id:
                     raise SessionFileError(f"{path.name}: contains another session")
-                yield _session(about, tensors["tokens"]), paths[path]
+                age_s = max(now - paths[path], 0.0)
+                yield _session(about, tensors["tokens"]), age_s
             except SessionFileError as error:
                 yield error
 

@@ -28,6 +28,7 @@ from vllm_kvplugins.sessions.files import SessionFileError, SessionFolder
 from vllm_kvplugins.vllm_adapter.config.engine_config import request_of
 from vllm_kvplugins.vllm_adapter.config.host_memory import HostReservations
 from vllm_kvplugins.vllm_adapter.config.request_params import requested_patched_prompt
+from vllm_kvplugins.vllm_adapter.scheduler import idle_wakeup
 from vllm_kvplugins.vllm_adapter.scheduler.admission import Admission
 from vllm_kvplugins.vllm_adapter.scheduler.block_manager import ResidencyBlockManager
 from vllm_kvplugins.vllm_adapter.scheduler.session_config import session_folder
@@ -110,6 +111,8 @@ class SchedulerSessions:
         self._query_bytes = _query_bytes_per_token(vllm_config)
         if files is not None:
             self._add_files(files)
+        if settings.session_max_age_s is not None:
+            idle_wakeup.install()
 
     def _add_files(self, files: SessionFolder) -> None:
         files.prepare()
@@ -117,8 +120,7 @@ class SchedulerSessions:
             if isinstance(entry, SessionFileError):
                 logger.warning("%s", coded("KVP309", f"session file skipped: {entry}"))
             else:
-                session, last_used = entry
-                self.directory.add_file(session, last_used)
+                self.directory.add_file(*entry)
         logger.info(
             "%d sessions found in %s", self.directory.num_sessions, files.folder
         )
