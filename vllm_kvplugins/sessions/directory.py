@@ -38,6 +38,7 @@ class _Entry:
         acks_due: number of missing acknowledgements, per event.
     """
 
+    session: Session
     memory: Presence
     disk: Presence
     last_used: float
@@ -164,6 +165,9 @@ class SessionDirectory:
         self._clock = clock
         self._index = SessionIndex(min_tokens)
         self._entries: dict[str, _Entry] = {}  # least recently used first
+        # Sessions whose memory or disk is not "absent", in the same order.
+        self._held: dict[str, None] = {}
+        self._with_file: dict[str, None] = {}
         self._writes_due: dict[str, _Write] = {}
         self._commands = SessionCommands()
         self._warned: set[str] = set()  # codes
@@ -172,21 +176,19 @@ class SessionDirectory:
     # -- a request starts -----------------------------------------------------
 
     def find(self, owner: str, prompt: Tokens) -> Iterator[Match]:
-        """Sessions that a prompt can continue. Changes nothing.
+        """Sessions that a prompt can continue. Removes only expired ones.
 
         Args:
             prompt: int32 [n], token IDs.
 
         Yields:
-            Matches that restore all shared tokens; the longest first, then the newest.
-            The caller reduces ``tokens`` if it can use fewer.
+            Matches that restore all shared tokens, in the order of
+            ``SessionIndex.find``. The caller reduces ``tokens`` if it can use fewer.
         """
+        self.expire()
         for shared, session in self._index.find(owner, prompt):
-            if session.num_bytes > self.memory_bytes:
-                continue  # its file was written when memory_bytes was larger
             entry = self._entries[session.session_id]
-            if not self._is_expired(entry):
-                yield Match(session, shared, shared, entry.memory == "present")
+            yield Match(session, shared, shared, entry.memory == "present")
 
     def fetch(self, match: Match, request_id: str) -> bool:
         """Read a session into memory, and keep it there for a request.
@@ -263,15 +265,15 @@ class SessionDirectory:
             False if there is no memory for it.
         """
         self.expire()
-        for shared, other in self._index.find(session.owner, session.tokens):
-            if shared == len(session.tokens) == len(other.tokens):
-                self._remove(other.session_id)
-                break
+        other = self._index.equal(session.owner, session.tokens)
+        if other is not None:
+            self._remove(other.session_id)
         if not self._make_room(session.num_bytes):
             self._refuse(session)
             return False
         self._index.add(session)
-        entry = _Entry("absent", "absent", self._clock(), {"saved": self._ranks})
+        now, due = self._clock(), {"saved": self._ranks}
+        entry = _Entry(session, "absent", "absent", now, due)
         self._entries[session.session_id] = entry
         self._set_presence(session.session_id, memory="pending")
         if self._writes:
@@ -317,8 +319,11 @@ class SessionDirectory:
             age_s: seconds since its last use.
         """
         last_used = self._clock() - age_s
-        self._index.add(session)
-        self._entries[session.session_id] = _Entry("absent", "absent", last_used)
+        # A larger one was written when memory_bytes was larger, and cannot be loaded.
+        if session.num_bytes <= self.memory_bytes:
+            self._index.add(session)
+        entry = _Entry(session, "absent", "absent", last_used)
+        self._entries[session.session_id] = entry
         self._set_presence(session.session_id, disk="present")
 
     # -- commands and acknowledgements ------------------------------------------
@@ -380,6 +385,10 @@ class SessionDirectory:
         entry = self._entries.pop(session_id)
         entry.last_used = self._clock()
         self._entries[session_id] = entry
+        for ordered in (self._held, self._with_file):
+            if session_id in ordered:
+                del ordered[session_id]
+                ordered[session_id] = None
 
     def _is_expired(self, entry: _Entry) -> bool:
         if self._max_age_s is None:
@@ -412,7 +421,7 @@ class SessionDirectory:
         Returns:
             False if there is none.
         """
-        for session_id in self._entries:
+        for session_id in self._held:
             if self._can_leave_memory(session_id):
                 self.counts.evictions += 1
                 self._remove(session_id)
@@ -442,31 +451,34 @@ class SessionDirectory:
         Returns:
             Whether enough memory is free.
         """
-        if num_bytes > self.memory_bytes:
+        if self.unwritten_bytes + num_bytes > self.memory_bytes:
             return False
-        for session_id, entry in list(self._entries.items()):
-            if self.held_bytes + num_bytes <= self.memory_bytes:
-                break
-            if not self._can_leave_memory(session_id):
-                continue
+        while self.held_bytes + num_bytes > self.memory_bytes:
+            movable = (i for i in self._held if self._can_leave_memory(i))
+            session_id = next(movable, None)
+            if session_id is None:
+                return False
             self.counts.evictions += 1
-            if entry.disk == "absent":
+            if self._entries[session_id].disk == "absent":
                 self._remove(session_id)
             else:
                 self._set_presence(session_id, memory="absent")
                 self._commands.drop.append(session_id)
-        return self.held_bytes + num_bytes <= self.memory_bytes
+        return True
 
     def _make_disk_room(self) -> None:
         """Delete least recently used files until the others fit."""
         if self._disk_bytes is None:
             return
-        for session_id, entry in list(self._entries.items()):
-            if self.written_bytes <= self._disk_bytes:
+        while self.written_bytes > self._disk_bytes:
+            entries = ((i, self._entries[i]) for i in self._with_file)
+            old = (
+                i for i, e in entries if e.disk == "present" and e.memory != "pending"
+            )
+            session_id = next(old, None)
+            if session_id is None:
                 return
-            if entry.disk != "present" or entry.memory == "pending":
-                continue
-            if entry.memory == "absent":
+            if self._entries[session_id].memory == "absent":
                 self.counts.evictions += 1
                 self._remove(session_id)
             else:
@@ -480,22 +492,26 @@ class SessionDirectory:
         disk: Presence | None = None,
     ) -> None:
         """Set where a session is, and update the byte counts."""
-        entry, size = self._entries[session_id], self._index.get(session_id).num_bytes
+        entry = self._entries[session_id]
+        size = entry.session.num_bytes
         if memory is not None:
             was, now = entry.memory != "absent", memory != "absent"
             if now or session_id not in self._writes_due:
                 self.held_bytes += size * (now - was)
             entry.memory = memory
+            _keep(self._held, session_id, now)
             if memory == "absent":
                 self._on_memory_freed(session_id)
         if disk is not None:
             was, now = entry.disk == "present", disk == "present"
             self.written_bytes += size * (now - was)
             entry.disk = disk
+            _keep(self._with_file, session_id, disk != "absent")
 
     def _forget(self, session_id: str) -> None:
         self._set_presence(session_id, memory="absent", disk="absent")
-        self._index.remove(session_id)
+        if session_id in self._index:
+            self._index.remove(session_id)
         del self._entries[session_id]
         self._on_forgotten(session_id)
 
@@ -512,7 +528,7 @@ class SessionDirectory:
 
     def __iter__(self) -> Iterator[Session]:
         """All sessions, in memory or in files."""
-        return iter(self._index)
+        return (entry.session for entry in self._entries.values())
 
     @property
     def num_sessions(self) -> int:
@@ -535,9 +551,18 @@ class SessionDirectory:
         return {i for i, e in self._entries.items() if e.disk == "present"}
 
     def check_integrity(self) -> None:
-        """Each session is in the index and in memory or a file; sizes are correct."""
-        sizes = {session.session_id: session.num_bytes for session in self._index}
-        assert set(sizes) == set(self._entries), "indexed and known sessions differ"
+        """Each session is in memory or a file, and can be found; sizes are correct."""
+        sizes = {i: e.session.num_bytes for i, e in self._entries.items()}
+        fitting = {i for i, size in sizes.items() if size <= self.memory_bytes}
+        indexed = {session.session_id for session in self._index}
+        assert fitting == indexed, "indexed and known sessions differ"
+        known = self._entries.items()
+        in_memory = [i for i, e in known if e.memory != "absent"]
+        assert in_memory == list(self._held), "sessions in memory, or their order"
+        with_file = [i for i, e in known if e.disk != "absent"]
+        assert with_file == list(self._with_file), "sessions with files, or their order"
+        last_used = [e.last_used for e in self._entries.values()]
+        assert last_used == sorted(last_used), "not in the order of use"
         held = [sizes[i] for i, e in self._entries.items() if e.memory != "absent"]
         unwritten = {i: write.num_bytes for i, write in self._writes_due.items()}
         held += [size for i, size in unwritten.items() if i not in self._entries]
@@ -549,3 +574,11 @@ class SessionDirectory:
             i for i, e in self._entries.items() if e.memory == e.disk == "absent"
         ]
         assert not nowhere, f"sessions that are nowhere: {nowhere}"
+
+
+def _keep(ids: dict[str, None], session_id: str, is_in: bool) -> None:
+    """Add an ID at the end, keep it where it is, or remove it."""
+    if is_in:
+        ids.setdefault(session_id)
+    else:
+        ids.pop(session_id, None)

@@ -65,11 +65,12 @@ def install() -> None:
         seconds_of = getattr(connector, "seconds_to_expiry", lambda: None)
         seconds = seconds_of()
         if seconds is None or self.has_work():
-            return original(self)
+            original(self)
+            return
         wakeup = (EngineCoreRequestType.WAKEUP, None)
         timer = IdleTimer(seconds, lambda: self.input_queue.put_nowait(wakeup))
         try:
-            return original(self)
+            original(self)
         finally:
             timer.cancel()
 
