@@ -17,8 +17,9 @@ from vllm_kvplugins.sessions.commands import (
     SessionCommands,
 )
 from vllm_kvplugins.sessions.file_thread import FileThread
-from vllm_kvplugins.sessions.files import SessionFileError, SessionFolder
+from vllm_kvplugins.sessions.files import SessionFolder
 from vllm_kvplugins.sessions.snapshot import COPY_ERRORS, CacheSnapshot
+from vllm_kvplugins.sessions.tensor_file import SessionFileError
 
 logger = logging.getLogger("vllm.kv_policy")
 
@@ -84,7 +85,7 @@ class SessionStore:
         # Separate threads, so that reads do not wait for writes.
         self._writer = FileThread("kvp-session-write")
         self._reader = FileThread("kvp-session-read")
-        self._writes: dict[str, Future[None]] = {}
+        self._writes: dict[str, Future[int]] = {}
         self._reads: dict[str, Future[CacheSnapshot]] = {}
 
     def save(self, commands: SessionCommands) -> None:
@@ -227,7 +228,7 @@ class SessionStore:
         for session_id in [i for i, f in self._reads.items() if f.done()]:
             self._finish_read(session_id, self._reads.pop(session_id))
 
-    def _finish_write(self, session_id: str, write: Future[None]) -> None:
+    def _finish_write(self, session_id: str, write: Future[int]) -> None:
         error = None if write.cancelled() else write.exception()
         problem = None
         if error is not None:

@@ -24,7 +24,7 @@ from vllm_kvplugins.plan.residency_plan import BlockSpan, Compaction
 from vllm_kvplugins.policies.base import KVCachePolicy
 from vllm_kvplugins.sessions.commands import Session, Tokens
 from vllm_kvplugins.sessions.directory import Match, SessionDirectory
-from vllm_kvplugins.sessions.files import SessionFileError, SessionFolder
+from vllm_kvplugins.sessions.files import SessionFolder
 from vllm_kvplugins.vllm_adapter.config.engine_config import request_of
 from vllm_kvplugins.vllm_adapter.config.host_memory import HostReservations
 from vllm_kvplugins.vllm_adapter.config.request_params import requested_patched_prompt
@@ -116,11 +116,11 @@ class SchedulerSessions:
 
     def _add_files(self, files: SessionFolder) -> None:
         files.prepare()
-        for entry in files.scan():
-            if isinstance(entry, SessionFileError):
-                logger.warning("%s", coded("KVP309", f"session file skipped: {entry}"))
-            else:
-                self.directory.add_file(*entry)
+        scan = files.scan()
+        for problem in scan.problems:
+            logger.warning("%s", coded("KVP309", f"session file skipped: {problem}"))
+        for found in scan.sessions:
+            self.directory.add_file(found.session, found.age_s)
         logger.info(
             "%d sessions found in %s", self.directory.num_sessions, files.folder
         )
